@@ -1,0 +1,19 @@
+"""Layer 3: the values that cross packages and the protocols of the executors."""
+
+from rlhpc.api.protocols import LossFunction, RolloutEngine, TrainBackend
+from rlhpc.api.types import Completion, LossSums, PackedBatch, Prompt, Request, RunState, Sample, TokenStats, TrainStats
+
+__all__ = [
+    "Completion",
+    "LossFunction",
+    "LossSums",
+    "PackedBatch",
+    "Prompt",
+    "Request",
+    "RolloutEngine",
+    "RunState",
+    "Sample",
+    "TokenStats",
+    "TrainBackend",
+    "TrainStats",
+]

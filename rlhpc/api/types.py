@@ -1,0 +1,120 @@
+"""What flows through a step. T is the number of tokens of a packed batch, S of its sequences."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Float32, Int32, Int64
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of a prompt file, tokenized. ``prompt_id`` is its row number over all files."""
+
+    prompt_id: int
+    tokens: tuple[int, ...]
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to generate. The seed makes it independent of the engine and the batch it runs in."""
+
+    prompt: tuple[int, ...]
+    seed: int
+    max_tokens: int
+    temperature: float
+    top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Sampled tokens and the log-probs (natural log, of logits / temperature) they were sampled with."""
+
+    tokens: np.ndarray  # int32 [response]
+    log_probs: np.ndarray  # float32 [response]
+    truncated: bool  # stopped by max_tokens, not by an end token
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt with one response, scored. Samples of one ``group_id`` answer the same prompt in the same step."""
+
+    prompt_id: int
+    group_id: int
+    tokens: np.ndarray  # int32 [prompt + response]
+    prompt_len: int
+    log_probs: np.ndarray  # float32 [response], the engine's
+    reward: float
+    weights_version: int
+    truncated: bool
+
+    @property
+    def response_len(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """Sequences laid end to end without padding, every per-token field aligned to the token that predicts.
+
+    ``targets[t]`` follows ``tokens[t]`` in its sequence; ``loss_weight[t]`` is 0 where the target is not trained on
+    and otherwise its share in the loss sum (1 for a token mean, 1/response length for a sequence mean).
+    ``extra`` holds further per-token tensors: advantages, old_log_probs, reference_log_probs, engine_log_probs.
+    """
+
+    tokens: Int64[Tensor, "T"]
+    targets: Int64[Tensor, "T"]
+    positions: Int64[Tensor, "T"]
+    cu_seqlens: Int32[Tensor, "S+1"]
+    loss_weight: Float32[Tensor, "T"]
+    sample_ids: tuple[int, ...]  # of the first len(sample_ids) sequences; a last one may be alignment padding
+    extra: dict[str, Float32[Tensor, "T"]] = field(default_factory=dict)
+
+    @property
+    def mask(self) -> Float32[Tensor, "T"]:
+        """1 where the target is a token trained on."""
+        return (self.loss_weight > 0).float()
+
+
+@dataclass(frozen=True)
+class TokenStats:
+    """Of one packed batch, on every rank that holds it."""
+
+    log_probs: Float32[Tensor, "T"]
+    entropy: Float32[Tensor, "T"]
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """Sums over a batch's tokens. ``total`` is differentiated; ``metrics`` are detached sums (or ``max/`` maxima)."""
+
+    total: Float[Tensor, ""]
+    metrics: dict[str, Float[Tensor, ""]]
+
+
+@dataclass(frozen=True)
+class TrainStats:
+    """Of one optimizer update, equal on every rank. ``sums`` are LossSums.metrics reduced over all ranks."""
+
+    gradient_norm: float
+    sums: dict[str, float]
+
+
+@dataclass
+class RunState:
+    """The one mutable value of a run: what a checkpoint restores besides weights and optimizer."""
+
+    phase: str = "sft"  # sft, then rl
+    sft_step: int = 0
+    step: int = 0
+    prompt_cursor: int = 0
+    weights_version: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)

@@ -1,0 +1,217 @@
+"""The whole configuration of a run: one YAML file, strict keys, each field said in a line.
+
+Field descriptions go into the JSON schema that editors complete from (``rlhpc schema``).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(gt=0, le=1)]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.module:attribute")]
+
+
+class Section(BaseModel):
+    """A frozen group of keys; an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class PrepareSection(Section):
+    """Code that makes the run's inputs on the machine, run once before the checks."""
+
+    function: ImportPath
+    """Called as function(**arguments); must do nothing when its output is already there."""
+    arguments: dict[str, Any] = {}
+
+
+class ModelSection(Section):
+    path: Path
+    """Folder with config.json, safetensors and tokenizer, as HuggingFace saves them."""
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    """Type of weights and activations in training and rollout; master weights are float32 always."""
+
+
+class ResourcesSection(Section):
+    nodes: PositiveInt = 1
+    ranks_per_node: PositiveInt = 1
+    """Processes on each node: one per GPU, or per group of CPU cores."""
+    threads_per_rank: PositiveInt | None = None
+    """CPU threads of each rank; default: the machine's cores shared evenly."""
+
+
+class ParallelSection(Section):
+    """How the training side is cut. Data parallelism takes the ranks that are left."""
+
+    tp: PositiveInt = 1
+    """Tensor parallel size."""
+    pp: PositiveInt = 1
+    """Pipeline parallel size."""
+    vpp: PositiveInt | None = None
+    """Virtual pipeline stages on each pipeline rank."""
+    cp: PositiveInt = 1
+    """Context parallel size."""
+    ep: PositiveInt = 1
+    """Expert parallel size."""
+    etp: PositiveInt = 1
+    """Tensor parallel size inside an expert."""
+    sequence_parallel: bool = True
+    """Cut activations along the sequence between tensor-parallel regions; used when tp > 1."""
+
+
+class DataSection(Section):
+    train: list[Path] = []
+    """Prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model, extra_info."""
+    validation: list[Path] = []
+    """Held-out prompt files of the same form."""
+    max_prompt_tokens: PositiveInt = 1024
+    overlong_prompts: Literal["error", "drop"] = "error"
+    """What to do with a prompt longer than max_prompt_tokens."""
+    shuffle: bool = True
+    chat_template: bool = True
+    """Render messages with the tokenizer's chat template; false: join their contents as they are."""
+
+
+class RewardSection(Section):
+    function: ImportPath = "rlhpc.data.rewards:maths"
+    """Called as function(data_source, solution_str, ground_truth, extra_info, **arguments); returns a number, or a
+    dict with the key score."""
+    arguments: dict[str, Any] = {}
+
+
+class RolloutSection(Section):
+    tp: PositiveInt = 1
+    """Tensor parallel size of each vLLM engine."""
+    samples_per_prompt: PositiveInt = 8
+    max_response_tokens: PositiveInt = 1024
+    temperature: PositiveFloat = 1.0
+    top_p: Fraction = 1.0
+    max_running: PositiveInt = 256
+    """Most sequences that an engine decodes at once."""
+    kv_cache_gib: PositiveFloat | None = None
+    """Size of each engine's KV cache on a rank; default on a GPU: what gpu_memory_fraction leaves, on a CPU: 1 GiB."""
+    gpu_memory_fraction: Fraction = 0.6
+    """Share of the GPU's memory that engine weights and KV cache may take while generating."""
+    prefix_caching: bool = True
+    chunked_prefill: bool = True
+    cuda_graphs: bool = True
+    """Capture CUDA graphs for decoding; no effect on a CPU."""
+
+
+class KLSection(Section):
+    coefficient: NonNegativeFloat = 0.001
+    """Weight of the KL term; 0: no reference model is built."""
+    estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per-token estimator (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
+
+
+class AlgorithmSection(Section):
+    name: str = "grpo"
+    clip_low: Fraction = 0.2
+    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
+    clip_high: PositiveFloat = 0.2
+    normalise_std: bool = True
+    """Divide a group's advantages by their standard deviation."""
+    std_epsilon: PositiveFloat = 1e-6
+    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
+    """Mean over all response tokens of the batch, or over sequences of each one's token mean."""
+    kl: KLSection = KLSection()
+    entropy_coefficient: NonNegativeFloat = 0.0
+
+
+class OptimizerSection(Section):
+    """AdamW (Loshchilov and Hutter 2019); no decay on vectors (norms and biases)."""
+
+    learning_rate: PositiveFloat = 1e-6
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: PositiveFloat = 1e-8
+    weight_decay: NonNegativeFloat = 0.01
+    clip_gradient: PositiveFloat = 1.0
+    """Bound on the global gradient norm."""
+    schedule: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape after the warm-up, down to final_fraction of the rate at the last step."""
+    warmup_steps: NonNegativeInt = 0
+    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class SFTSection(Section):
+    """Supervised warm-up before RL, on the same trainer."""
+
+    data: list[Path]
+    """Files with a column messages (chat) or prompt and response; the loss is on the last assistant message."""
+    steps: PositiveInt
+    sequences_per_step: PositiveInt = 64
+    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
+
+
+class TrainSection(Section):
+    """The RL phase."""
+
+    steps: NonNegativeInt
+    """RL steps of the whole run; 0: only the supervised warm-up."""
+    prompts_per_step: PositiveInt = 64
+    minibatches: PositiveInt = 1
+    """Optimizer updates that each step's samples are divided into."""
+    epochs: PositiveInt = 1
+    """Passes over each step's samples."""
+    tokens_per_microbatch: PositiveInt = 16384
+    """Most tokens that a rank takes through forward and backward at once; never less than one sequence."""
+    optimizer: OptimizerSection = OptimizerSection()
+
+
+class ValidationSection(Section):
+    every: PositiveInt = 10
+    """RL steps between validations; one is made before the first step and after the last as well."""
+    temperature: NonNegativeFloat = 0.0
+    max_prompts: PositiveInt | None = None
+
+
+class CheckpointSection(Section):
+    every: NonNegativeInt = 20
+    """Steps (warm-up steps too) between checkpoints; 0: only at the end."""
+    keep: PositiveInt = 2
+    """Newest checkpoints kept on disk."""
+
+
+class ObserveSection(Section):
+    tensorboard: bool = True
+    samples: NonNegativeInt = 8
+    """Samples of each validation written to samples.jsonl and shown at the end."""
+
+
+class RunConfig(Section):
+    """One run of rlhpc."""
+
+    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    run_dir: Path | None = None
+    """Where everything of the run is written; default: runs/<name>."""
+    seed: NonNegativeInt = 0
+    prepare: PrepareSection | None = None
+    model: ModelSection
+    resources: ResourcesSection = ResourcesSection()
+    parallel: ParallelSection = ParallelSection()
+    data: DataSection = DataSection()
+    reward: RewardSection = RewardSection()
+    rollout: RolloutSection = RolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    sft: SFTSection | None = None
+    train: TrainSection
+    validation: ValidationSection = ValidationSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    observe: ObserveSection = ObserveSection()
+
+    @property
+    def world_size(self) -> int:
+        return self.resources.nodes * self.resources.ranks_per_node
+
+    @property
+    def folder(self) -> Path:
+        return self.run_dir if self.run_dir is not None else Path("runs") / self.name

@@ -1,0 +1,36 @@
+"""User code by import path, ``package.module:attribute``."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+from rlhpc.core.errors import UserError, did_you_mean
+
+
+def import_attribute(path: str, where: str) -> Any:
+    """The object named by ``path``; ``where`` is the config key that holds it.
+
+    The working folder is searched too, as for ``python -m``, so that a reward in ``my_rewards.py`` beside the
+    config is ``my_rewards:score``.
+    """
+    module_name, colon, attribute = path.partition(":")
+    if not colon or not attribute:
+        raise UserError(f"{path!r} is not an import path", where=where, remedy="write it as package.module:function")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise UserError(
+            f"cannot import {module_name!r} ({error})", where=where, remedy="install it or correct the path"
+        ) from error
+    try:
+        return getattr(module, attribute)
+    except AttributeError:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        raise UserError(
+            f"{module_name!r} has no {attribute!r}", where=where, remedy=did_you_mean(attribute, public)
+        ) from None
