@@ -1,0 +1,14 @@
+"""Qwen2 and Qwen2.5 (Yang et al. 2024): Llama with biases on q, k and v."""
+
+from __future__ import annotations
+
+from rlhpc.models.dense import dense_table
+from rlhpc.models.shape import ConfigReader, ModelShape, read_dense
+from rlhpc.models.tables import Family
+
+
+def _read(reader: ConfigReader, architecture: str) -> ModelShape:
+    return read_dense(reader, "qwen2", architecture, qkv_bias=True)
+
+
+QWEN2 = Family("qwen2", ("Qwen2ForCausalLM",), _read, dense_table)

@@ -1,0 +1,52 @@
+"""The vocabulary of a family's table: which HuggingFace tensor lies where in Megatron's model.
+
+A ``Row`` names one HuggingFace tensor (``{layer}`` stands for the layer's number), its shape, and the Megatron
+parameter that holds it with the way that parameter is cut over tensor-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+from rlhpc.models.shape import ConfigReader, ModelShape
+
+
+class Cut(Enum):
+    """How a Megatron parameter is divided over the tensor-parallel ranks."""
+
+    WHOLE = "whole"  # a copy on every rank
+    ROWS = "rows"  # dim 0: column-parallel linear, in HF's [out, in]
+    COLUMNS = "columns"  # dim 1: row-parallel linear
+    VOCAB = "vocab"  # dim 0, padded at the end to a multiple of tp
+    QKV = "qkv"  # dim 0 of [q heads of group 0, k 0, v 0, q heads of group 1, …]
+    GATE_UP = "gate_up"  # dim 0 of each rank: its part of gate, then its part of up
+
+
+class Where(Enum):
+    """Which pipeline stage holds a tensor."""
+
+    FIRST = "first"
+    LAYER = "layer"
+    LAST = "last"
+
+
+@dataclass(frozen=True)
+class Row:
+    hf_name: str
+    shape: tuple[int, ...]
+    local_name: str
+    cut: Cut
+    where: Where = Where.LAYER
+    part: int = 0  # in a fused parameter: 0 q or gate, 1 k or up, 2 v
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family: the config fields it understands and its table."""
+
+    name: str
+    architectures: tuple[str, ...]
+    read: Callable[[ConfigReader, str], ModelShape]
+    table: Callable[[ModelShape], list[Row]]

@@ -1,0 +1,90 @@
+"""Who works with whom: the only place where a rank is computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from rlhpc.core.errors import UserError
+
+# Innermost axis first, Megatron's order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py, RankGenerator). Dense layers
+# and experts cut the same ranks differently: where one has tp and cp, the other has etp and ep.
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("etp", "ep", "edp", "pp")
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """How ``world_size`` ranks are cut. dp and edp (the experts' dp) are what the other axes leave.
+
+    ``vpp`` is the number of virtual stages on each pipeline rank, None without interleaving.
+    """
+
+    world_size: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    vpp: int | None = None
+
+    def __post_init__(self) -> None:
+        for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
+            model_size = prod(getattr(self, axis) for axis in axes)
+            if model_size < 1 or self.world_size % model_size:
+                product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
+                raise UserError(
+                    f"{product} = {model_size} ranks does not divide the {self.world_size} ranks of the job",
+                    where="parallel",
+                    remedy=f"use a multiple of {model_size} ranks (resources.nodes x resources.ranks_per_node), "
+                    f"or sizes whose product is one of {_divisors(self.world_size)}",
+                )
+
+    @property
+    def dp(self) -> int:
+        return self.world_size // (self.tp * self.cp * self.pp)
+
+    @property
+    def edp(self) -> int:
+        return self.world_size // (self.etp * self.ep * self.pp)
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along ``axis``: tp, cp, dp, pp, etp, ep or edp."""
+        return int(getattr(self, axis))
+
+    def coord(self, rank: int) -> dict[str, int]:
+        """The rank's index on every axis."""
+        return self._coords[rank]
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """The groups of ranks that differ only along ``axes``, each in order, the axes' own order of nesting."""
+        order = EXPERT_AXES if set(axes) & {"etp", "ep", "edp"} else DENSE_AXES
+        assert set(axes) <= set(order), f"{axes} are not axes of one cut"
+        members: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            coord = self.coord(rank)
+            # Groups in Megatron's order: by the remaining axes, innermost fastest.
+            key = tuple(coord[axis] for axis in reversed(order) if axis not in axes)
+            members.setdefault(key, []).append(rank)
+        return [members[key] for key in sorted(members)]
+
+    def group_of(self, rank: int, *axes: str) -> list[int]:
+        """The group along ``axes`` that ``rank`` belongs to."""
+        return next(group for group in self.groups(*axes) if rank in group)
+
+    @cached_property
+    def _coords(self) -> list[dict[str, int]]:
+        coords = []
+        for rank in range(self.world_size):
+            coord = {}
+            for order in (DENSE_AXES, EXPERT_AXES):
+                rest = rank
+                for axis in order:
+                    rest, coord[axis] = divmod(rest, self.size(axis))
+            coords.append(coord)
+        return coords
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
