@@ -1,0 +1,143 @@
+"""Real ranks for tests: separate processes on this machine, joined by gloo."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core import env
+
+
+class RankFailed(AssertionError):
+    """A rank raised, died or ran out of time; the message holds its traceback."""
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    join: bool = True,
+    timeout: float = 300,
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Call ``function(*args)`` in ``world_size`` new processes; return what each rank returned, by rank.
+
+    ``function`` must be importable (defined at a module's top level); arguments and results are pickled. With
+    ``join`` the default process group is initialised (gloo) before the call and destroyed after it. Raises
+    RankFailed with the traceback of the rank that failed first, after ending the others.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+        folder = Path(name)
+        call = pickle.dumps((function, args))
+        (folder / "call.pickle").write_bytes(pickle.dumps((list(sys.path), join, timeout, call)))
+        common = {**os.environ, **_rendezvous(world_size), **(environ or {})}
+        processes = [_start(folder, rank, common) for rank in range(world_size)]
+        try:
+            _wait(processes, folder, timeout)
+        finally:
+            for process in processes:
+                if process.poll() is None:
+                    process.kill()
+                process.wait()
+        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def _rendezvous(world_size: int) -> dict[str, str]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    settings = {
+        env.WORLD_SIZE: str(world_size),
+        env.LOCAL_WORLD_SIZE: str(world_size),
+        env.MASTER_ADDR: "127.0.0.1",
+        env.MASTER_PORT: str(port),
+        env.OMP_NUM_THREADS: "1",
+    }
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        settings[env.GLOO_SOCKET_IFNAME] = "lo"
+    return settings
+
+
+def _start(folder: Path, rank: int, common: Mapping[str, str]) -> subprocess.Popen:
+    """The repository's root comes first on the path, so that the child finds this module and rlhpc."""
+    root = str(Path(__file__).parents[2])
+    path = os.pathsep.join(filter(None, [root, common.get("PYTHONPATH", "")]))
+    own = {env.RANK: str(rank), env.LOCAL_RANK: str(rank), "PYTHONPATH": path}
+    with open(folder / f"{rank}.log", "wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "tests.helpers.distributed", str(folder)],
+            env={**common, **own},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(processes: list[subprocess.Popen], folder: Path, timeout: float) -> None:
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            time.sleep(0.5)  # the first to fail may drag others down: let them write their own tracebacks
+            break
+        if time.monotonic() > deadline:
+            late = [rank for rank, process in enumerate(processes) if process.poll() is None]
+            raise RankFailed(f"ranks {late} still ran after {timeout:.0f} s\n{_log(folder, late[0])}")
+        time.sleep(0.02)
+    failed = [rank for rank, process in enumerate(processes) if process.poll()]
+    if failed:
+        culprit = min(failed, key=lambda rank: _failed_at(folder, rank))
+        raise RankFailed(
+            f"rank {culprit} of {len(processes)} failed first, exit {processes[culprit].returncode}"
+            f" (failed: {failed})\n{_log(folder, culprit)}"
+        )
+
+
+def _failed_at(folder: Path, rank: int) -> float:
+    """When the rank raised; a rank that died without a word (a signal) comes before all that only raised."""
+    note = folder / f"{rank}.failed"
+    return float(note.read_text()) if note.exists() else 0.0
+
+
+def _log(folder: Path, rank: int, lines: int = 60) -> str:
+    text = (folder / f"{rank}.log").read_text(errors="replace")
+    return f"--- rank {rank}, end of output ---\n" + "\n".join(text.splitlines()[-lines:])
+
+
+def _child(folder: Path) -> None:
+    rank = int(os.environ[env.RANK])
+    try:
+        sys_path, join, timeout, call = pickle.loads((folder / "call.pickle").read_bytes())
+        sys.path[:] = [*sys_path, *(entry for entry in sys.path if entry not in sys_path)]
+        function, args = pickle.loads(call)
+        if join:
+            from datetime import timedelta
+
+            import torch.distributed as dist
+
+            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        result = pickle.dumps(function(*args))
+        if join:
+            dist.destroy_process_group()
+    except BaseException:
+        (folder / f"{rank}.failed").write_text(repr(time.time()))
+        traceback.print_exc()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # threads left waiting in a collective must not keep the process alive
+    (folder / f"{rank}.result").write_bytes(result)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _child(Path(sys.argv[1]))

@@ -1,0 +1,63 @@
+"""The helper itself: results by rank, and the culprit's traceback rather than its victims'."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.helpers.distributed import RankFailed, run_ranks
+
+pytestmark = pytest.mark.slow
+
+
+def sum_of_ranks(offset: int) -> tuple[int, int]:
+    import torch
+    import torch.distributed as dist
+
+    total = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(total)
+    return dist.get_rank(), int(total)
+
+
+def fail_on_rank_one() -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        raise ValueError("the planted fault")
+    dist.all_reduce(torch.ones(1))
+
+
+def die_on_rank_one() -> None:
+    import torch
+    import torch.distributed as dist
+
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), 9)
+    dist.all_reduce(torch.ones(1))
+
+
+def wait_for_ever() -> None:
+    import time
+
+    time.sleep(60)
+
+
+def test_results_come_back_by_rank():
+    assert run_ranks(sum_of_ranks, 3, 10) == [(0, 33), (1, 33), (2, 33)]
+
+
+def test_the_first_rank_to_fail_is_shown():
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 failed first(.|\n)*the planted fault"):
+        run_ranks(fail_on_rank_one, 2)
+
+
+def test_a_killed_rank_is_shown_before_its_victims():
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 failed first, exit -9"):
+        run_ranks(die_on_rank_one, 2)
+
+
+def test_a_rank_that_hangs_is_ended():
+    with pytest.raises(RankFailed, match="still ran after 2 s"):
+        run_ranks(wait_for_ever, 1, join=False, timeout=2)
