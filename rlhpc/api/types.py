@@ -68,16 +68,16 @@ class PackedBatch:
     ``extra`` holds further per-token tensors: advantages, old_log_probs, reference_log_probs, engine_log_probs.
     """
 
-    tokens: Int64[Tensor, "T"]
-    targets: Int64[Tensor, "T"]
-    positions: Int64[Tensor, "T"]
-    cu_seqlens: Int32[Tensor, "S+1"]
-    loss_weight: Float32[Tensor, "T"]
+    tokens: Int64[Tensor, " T"]
+    targets: Int64[Tensor, " T"]
+    positions: Int64[Tensor, " T"]
+    cu_seqlens: Int32[Tensor, " S+1"]
+    loss_weight: Float32[Tensor, " T"]
     sample_ids: tuple[int, ...]  # of the first len(sample_ids) sequences; a last one may be alignment padding
-    extra: dict[str, Float32[Tensor, "T"]] = field(default_factory=dict)
+    extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
 
     @property
-    def mask(self) -> Float32[Tensor, "T"]:
+    def mask(self) -> Float32[Tensor, " T"]:
         """1 where the target is a token trained on."""
         return (self.loss_weight > 0).float()
 
@@ -86,8 +86,8 @@ class PackedBatch:
 class TokenStats:
     """Of one packed batch, on every rank that holds it."""
 
-    log_probs: Float32[Tensor, "T"]
-    entropy: Float32[Tensor, "T"]
+    log_probs: Float32[Tensor, " T"]
+    entropy: Float32[Tensor, " T"]
 
 
 @dataclass(frozen=True)

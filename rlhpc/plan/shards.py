@@ -6,7 +6,7 @@ weights are all one operation, the intersection of two lists of shards.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from rlhpc.core.errors import UserError
@@ -160,7 +160,9 @@ def _tensor_shards(
             return _qkv_shards(shape, row.part, tp, tp_rank, shard)
 
 
-def _qkv_shards(shape: ModelShape, part: int, tp: int, tp_rank: int, shard) -> list[Shard]:  # type: ignore[no-untyped-def]
+def _qkv_shards(
+    shape: ModelShape, part: int, tp: int, tp_rank: int, shard: Callable[[int, int, int, int], Shard]
+) -> list[Shard]:
     """The rank's slice of Megatron's fused rows, cut by query group, back in the coordinates of q, k or v.
 
     With more ranks than key-value heads a rank's slice begins or ends inside a group, so segments are intersected.
