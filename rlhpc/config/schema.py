@@ -21,7 +21,7 @@ ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.
 class Section(BaseModel):
     """A frozen group of keys; an unknown key is an error."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class PrepareSection(Section):
@@ -68,7 +68,8 @@ class ParallelSection(Section):
 
 class DataSection(Section):
     train: list[Path] = []
-    """Prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model, extra_info."""
+    """Prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model,
+    extra_info."""
     validation: list[Path] = []
     """Held-out prompt files of the same form."""
     max_prompt_tokens: PositiveInt = 1024

@@ -38,3 +38,6 @@ TOKENIZERS_PARALLELISM = "TOKENIZERS_PARALLELISM"
 
 # PyTorch's compiler costs seconds at start on a CPU and gains nothing in eager engines.
 TORCHDYNAMO_DISABLE = "TORCHDYNAMO_DISABLE"
+
+# Which GPUs a process sees. submitit's local launcher overwrites it.
+CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

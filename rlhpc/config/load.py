@@ -1,0 +1,183 @@
+"""From a YAML file and overrides of the command line to a checked RunConfig, and back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from rlhpc.config import yaml12
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError, did_you_mean, nearest
+
+COMMAND_LINE = "command line"
+_SHOWN_ERRORS = 3
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """The configuration in ``path`` with ``key.sub=value`` overrides laid over it.
+
+    Relative paths inside the file are relative to the working folder, not to the file. Raises one UserError that
+    names the first faults, each with file and line, dotted key, value and what is allowed.
+    """
+    text = _read(path)
+    data = yaml12.parse(text, str(path))
+    if not isinstance(data, dict):
+        raise UserError("holds no keys", where=str(path), remedy="write it as 'key: value' lines, see configs/")
+    places = {key: f"{path}:{line}" for key, line in yaml12.key_lines(text).items()}
+    for override in overrides:
+        key, value = _parse_override(override)
+        _lay_over(data, key, value)
+        places = {other: place for other, place in places.items() if not f"{other}.".startswith(f"{key}.")}
+        for part in _parents(key):
+            places.setdefault(part, COMMAND_LINE)
+    try:
+        # JSON mode takes a text for a path and an integer for a float, and is strict about everything else.
+        return RunConfig.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        details = error.errors(include_url=False, include_context=False)
+        raise _told(details, places, str(path)) from None
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML of every key, defaults too; loads as the same configuration."""
+    return yaml12.dump(config.model_dump(mode="json"))
+
+
+def json_schema() -> str:
+    """The JSON schema of the configuration, for editors."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        folder = path.parent
+        there = [file.name for file in folder.glob("*.y*ml")] if folder.is_dir() else []
+        close = nearest(path.name, there)
+        remedy = f"did you mean {str(folder / close[0])!r}?" if close else "give the path of a configuration"
+        raise UserError("no such file", where=str(path), remedy=remedy) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path), remedy="give a YAML file") from None
+
+
+def _parse_override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not all(key.split(".")):
+        raise UserError(f"{text!r} is not an override", where=COMMAND_LINE, remedy="write it as key.sub=value")
+    return key, yaml12.parse(value, f"{COMMAND_LINE}: {key}")
+
+
+def _lay_over(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set the item that the dotted ``key`` names; sections that are absent or null are made."""
+    *parents, last = key.split(".")
+    item: Any = data
+    for depth, part in enumerate([*parents, last]):
+        if isinstance(item, list):
+            index = _list_index(item, part, key)
+            if depth < len(parents):
+                item = item[index]
+            else:
+                item[index : index + 1] = [value]
+        elif not isinstance(item, dict):
+            parent = ".".join(key.split(".")[:depth])
+            raise UserError(f"{parent} = {item!r} has no keys inside", where=f"{COMMAND_LINE}: {key}")
+        elif depth == len(parents):
+            item[part] = value
+        else:
+            if item.get(part) is None:
+                item[part] = [] if [*parents, last][depth + 1].isdecimal() else {}
+            item = item[part]
+
+
+def _parents(key: str) -> list[str]:
+    """The dotted key and every section around it."""
+    parts = key.split(".")
+    return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+
+
+def _list_index(items: list[Any], part: str, key: str) -> int:
+    """``part`` as an index of ``items``, or of the place after its last item."""
+    if part.isdecimal() and int(part) <= len(items):
+        return int(part)
+    raise UserError(
+        f"{part!r} is not an item of a list of {len(items)}",
+        where=f"{COMMAND_LINE}: {key}",
+        remedy=f"use a number from 0 to {len(items)}",
+    )
+
+
+def _told(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str) -> UserError:
+    """One UserError for all that the schema found."""
+    faults = [_fault(detail, places, file) for detail in details]
+    if len(faults) == 1:
+        return faults[0]
+    more = len(faults) - _SHOWN_ERRORS
+    shown = [str(fault) for fault in faults[:_SHOWN_ERRORS]] + ([f"and {more} more"] if more > 0 else [])
+    return UserError(" | ".join(shown))
+
+
+def _fault(detail: ErrorDetails, places: Mapping[str, str], file: str) -> UserError:
+    location, kind, value = detail["loc"], detail["type"], detail["input"]
+    key = ".".join(str(part) for part in location)
+    where = f"{_place(key, places, file)}: {key}"
+    if kind == "extra_forbidden":
+        return UserError("unknown key", where=where, remedy=did_you_mean(str(location[-1]), _valid_keys(location[:-1])))
+    if kind == "missing":
+        return UserError("is missing", where=where, remedy="add it")
+    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    return UserError(f"{shown} is not allowed", where=where, remedy=f"allowed: {_allowed(location)}")
+
+
+def _place(key: str, places: Mapping[str, str], file: str) -> str:
+    """Where the key, or the nearest section around it, was given."""
+    return next((places[part] for part in _parents(key) if part in places), file)
+
+
+def _valid_keys(location: Sequence[int | str]) -> list[str]:
+    """The keys of the section at ``location``."""
+    section: type[BaseModel] = RunConfig
+    for part in location:
+        annotation = section.model_fields[str(part)].annotation
+        candidates = (annotation, *get_args(annotation))
+        section = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
+    return list(section.model_fields)
+
+
+def _allowed(location: Sequence[int | str]) -> str:
+    """What may stand at ``location``, in words."""
+    schema = RunConfig.model_json_schema()
+
+    def resolve(node: dict[str, Any]) -> dict[str, Any]:
+        if "anyOf" in node:  # a value or null
+            node = next(option for option in node["anyOf"] if option.get("type") != "null")
+        return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+    node = schema
+    for part in location:
+        node = resolve(node["items"] if isinstance(part, int) else node["properties"][part])
+    return _in_words(node, resolve)
+
+
+def _in_words(node: dict[str, Any], resolve: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+    if "enum" in node:
+        return " or ".join(repr(value) for value in node["enum"])
+    match node.get("type"):
+        case "object":
+            return "a section of 'key: value' lines"
+        case "array":
+            return f"a list, each item {_in_words(resolve(node['items']), resolve)}"
+        case "string":
+            kind = "a path" if node.get("format") == "path" else "a text"
+            return f"{kind} that matches {node['pattern']}" if "pattern" in node else kind
+        case "boolean":
+            return "true or false"
+    bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
+    words = [f"{word} {node[bound]:g}" for bound, word in bounds.items() if bound in node]
+    return " ".join(["an integer" if node.get("type") == "integer" else "a number", " and ".join(words)]).strip()

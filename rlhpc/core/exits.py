@@ -1,0 +1,148 @@
+"""How each rank started and ended, in one small file each, and which rank was the cause.
+
+Launchers report only that some rank failed; the first traceback seen is usually a victim's, whose connection to the
+real culprit was lost. So every rank leaves its own record, and the cause is found by comparing them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from rlhpc.core.errors import UserError
+from rlhpc.core.files import read_json, write_json
+from rlhpc.core.rank import RankInfo
+
+Kind = Literal["user", "error", "peer", "signal", "done"]
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    rank: int
+    node: str
+    pid: int
+    time: float
+
+
+@dataclass(frozen=True)
+class ExitRecord:
+    """``kind``: a user's error, another error, the loss of a peer, death without a word, or success."""
+
+    rank: int
+    node: str
+    pid: int
+    time: float
+    kind: Kind
+    type: str = ""
+    message: str = ""
+    traceback: str = ""
+
+
+# Signs that another rank, or the launcher, ended this one. It is harmless that some also have causes of their own:
+# such a record only gives way to one that cannot have been caused from outside.
+_PEER_TYPES = {
+    "BrokenPipeError",
+    "ConnectionAbortedError",
+    "ConnectionRefusedError",
+    "ConnectionResetError",
+    "DistBackendError",
+    "DistNetworkError",
+    "DistStoreError",
+    "KeyboardInterrupt",
+}
+_PEER_MESSAGE = re.compile(
+    r"connection (closed|reset|refused|was closed|aborted)|broken pipe|socket (closed|timeout)|nccl|gloo"
+    r"|failed to recv, got 0 bytes|recvvalue failed|sendbytes failed|timed out (waiting|after)"
+    r"|collective operation timeout|process group .*(shut down|aborted)",
+    re.IGNORECASE,
+)
+
+
+def classify(error: BaseException) -> Kind:
+    """The kind of an exception, judged with the exceptions that it came from."""
+    if isinstance(error, UserError):
+        return "user"
+    if isinstance(error, SystemExit):
+        return "error" if error.code else "done"
+    cause: BaseException | None = error
+    while cause is not None:
+        if type(cause).__name__ in _PEER_TYPES or _PEER_MESSAGE.search(str(cause)):
+            return "peer"
+        cause = cause.__cause__ or cause.__context__
+    return "error"
+
+
+def run_recorded(exits: Path, info: RankInfo, function: Callable[[], None]) -> None:
+    """Call ``function``, leaving a start record before and an exit record after, whatever happens."""
+    write_start(exits, info)
+    try:
+        function()
+    except BaseException as error:
+        write_exit(exits, info, error)
+        raise
+    write_exit(exits, info, None)
+
+
+def write_start(exits: Path, info: RankInfo) -> None:
+    """Say that this process is the rank."""
+    record = StartRecord(info.rank, info.node, os.getpid(), time.time())
+    write_json(_file(exits, info.rank, "start"), asdict(record))
+
+
+def write_exit(exits: Path, info: RankInfo, error: BaseException | None) -> None:
+    """Say how the rank ended; the first record of a process stays."""
+    record = ExitRecord(info.rank, info.node, os.getpid(), time.time(), "done")
+    if error is not None:
+        text = "".join(traceback.format_exception(error))
+        ended = {"kind": classify(error), "type": type(error).__name__, "message": str(error), "traceback": text}
+        record = ExitRecord(**{**asdict(record), **ended})
+    file = _file(exits, info.rank, "exit")
+    if file.exists() and read_json(file)["pid"] == record.pid:
+        return
+    write_json(file, asdict(record))
+
+
+def clear(exits: Path) -> None:
+    """Remove the records of an earlier start."""
+    for file in exits.glob("rank-*.json"):
+        file.unlink()
+
+
+def read_starts(exits: Path) -> dict[int, StartRecord]:
+    """Start records by rank."""
+    return {record["rank"]: StartRecord(**record) for record in _read(exits, "start")}
+
+
+def read_exits(exits: Path) -> dict[int, ExitRecord]:
+    """Exit records by rank."""
+    return {record["rank"]: ExitRecord(**record) for record in _read(exits, "exit")}
+
+
+def culprit(records: Iterable[ExitRecord]) -> ExitRecord | None:
+    """The record of the rank that failed first and of itself; None when no rank failed.
+
+    Ranks that died without a word come as records of kind ``signal``, timed when they were seen dead. The order of
+    belief: a user's error, the earliest; a silent death, when no rank had an error of its own before it; the earliest
+    error; the earliest loss of a peer.
+    """
+    ordered = sorted(records, key=lambda record: record.time)
+
+    def first(*kinds: Kind) -> ExitRecord | None:
+        return next((record for record in ordered if record.kind in kinds), None)
+
+    return first("user") or first("signal", "error") or first("peer")
+
+
+def _file(exits: Path, rank: int, what: str) -> Path:
+    return exits / f"rank-{rank:05d}.{what}.json"
+
+
+def _read(exits: Path, what: str) -> list[dict]:
+    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(exits.glob(f"rank-*.{what}.json"))]
