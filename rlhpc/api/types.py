@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Float, Float32, Int32, Int64
 from torch import Tensor
 
@@ -75,6 +76,16 @@ class PackedBatch:
     loss_weight: Float32[Tensor, " T"]
     sample_ids: tuple[int, ...]  # of the first len(sample_ids) sequences; a last one may be alignment padding
     extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> PackedBatch:
+        """The same batch on another device."""
+        moved = {
+            f.name: getattr(self, f.name).to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
+        extra = {name: tensor.to(device, non_blocking=True) for name, tensor in self.extra.items()}
+        return replace(self, **moved, extra=extra)
 
     @property
     def mask(self) -> Float32[Tensor, " T"]:

@@ -1,0 +1,214 @@
+"""The training back end on megatron-core: one model cut over ranks, with its optimizer when it is trained."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+
+from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TrainStats
+from rlhpc.backends.megatron.log_probs import token_stats
+from rlhpc.backends.megatron.model import DTYPES, ShardedWeights, build_chunks, transformer_config
+from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
+from rlhpc.backends.megatron.packed import RotaryTable, packed_params
+from rlhpc.config.schema import OptimizerSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import ModelShape
+from rlhpc.parallel.compat import device, megatron_device
+from rlhpc.plan.layout import ParallelLayout
+
+_MAX = "max/"  # metrics of this prefix are combined by maximum, all others by sum
+
+
+class MegatronBackend:
+    """Implements ``rlhpc.api.TrainBackend``. Without an optimizer section the model is frozen: a reference."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        layout: ParallelLayout,
+        info: RankInfo,
+        dtype: str,
+        sequence_parallel: bool = True,
+        optimizer: OptimizerSection | None = None,
+    ) -> None:
+        self._section = optimizer
+        self._device = device()
+        self.layout = layout
+        self.rope = RotaryTable(shape, self._device)
+        with megatron_device():
+            self._config = transformer_config(shape, layout, DTYPES[dtype], sequence_parallel)
+            models = build_chunks(shape, layout, self._config)
+            self.weights = ShardedWeights(shape, layout, info, models)
+            self._models = models
+            self._chunks = wrap_chunks(self._config, models)
+            if optimizer is None:
+                for chunk in self._chunks:
+                    chunk.requires_grad_(False).eval()
+            else:
+                self._chunks = distribute(self._config, self._chunks)
+        self._optimizer: Any = None
+
+    @property
+    def alignment(self) -> int:
+        """A packed batch's tokens must be a multiple of this: sequence parallelism cuts them evenly."""
+        return self.layout.tp if self._config.sequence_parallel else 1
+
+    def load_pretrained(self, folder: Path) -> None:
+        """Take the weights of a HuggingFace folder; a trained model starts its optimizer afresh."""
+        self.weights.load(folder)
+        self.reset_optimizer()
+
+    def copy_weights(self, source: MegatronBackend) -> None:
+        """Take the weights of another model of the same shape and layout."""
+        for mine, theirs in zip(self._models, source._models, strict=True):
+            mine.load_state_dict(theirs.state_dict(), strict=False)
+
+    def reset_optimizer(self, section: OptimizerSection | None = None) -> None:
+        """Forget moments and step count, and take the weights as they are for the master weights."""
+        if self._section is None:
+            return
+        self._section = section or self._section
+        with megatron_device():
+            self._optimizer = build_optimizer(self._section, self._config, self._chunks)
+
+    def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
+        """See ``TrainBackend``."""
+
+        def keep(batch: PackedBatch, logits: Tensor, non_loss_data: bool = True) -> TokenStats:
+            return self._token_stats(logits, batch, temperature)
+
+        with torch.no_grad():
+            return self._run(batches, keep, forward_only=True, collect_non_loss_data=True)
+
+    def logits(self, batches: Sequence[PackedBatch]) -> list[Float[Tensor, "T V"]]:
+        """Whole-vocabulary logits of each batch: for tests and tools, not for training."""
+
+        def gather(batch: PackedBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
+            group = parallel_state.get_tensor_model_parallel_group()
+            parts = [torch.empty_like(logits[0]) for _ in range(group.size())]
+            dist.all_gather(parts, logits[0].contiguous(), group=group)
+            return torch.cat(parts, dim=-1)
+
+        with torch.no_grad():
+            return self._run(batches, gather, forward_only=True, collect_non_loss_data=True)
+
+    def train(
+        self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float
+    ) -> TrainStats:
+        """See ``TrainBackend``."""
+
+        def differentiate(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            sums: LossSums = loss(self._token_stats(logits, batch, temperature), batch)
+            no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
+            return sums.total / denominator, no_tokens, sums.metrics
+
+        set_rate(self._optimizer, rate, self._section.weight_decay)
+        for chunk in self._chunks:
+            chunk.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        metrics = self._run(batches, differentiate, forward_only=False)
+        with megatron_device():
+            _, gradient_norm, _ = self._optimizer.step()
+        return TrainStats(float(gradient_norm), _reduce_metrics(metrics, self._device))
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """See ``TrainBackend``."""
+        return self.weights.full_tensors()
+
+    def save(self, folder: Path) -> None:
+        """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
+        with megatron_device(), torch.no_grad():
+            metadata = self._checkpoint_metadata()
+            content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
+            dist_checkpointing.save(
+                self._sharded_state(metadata, is_loading=False), str(folder), content_metadata=content
+            )
+
+    def load(self, folder: Path) -> None:
+        """See ``TrainBackend``."""
+        with megatron_device(), torch.no_grad():
+            state = dist_checkpointing.load(
+                self._sharded_state(self._checkpoint_metadata(), is_loading=True), str(folder)
+            )
+            for i, model in enumerate(self._models):
+                model.load_state_dict(state[f"model{i}"], strict=True)
+            if self._optimizer is not None:
+                self._optimizer.load_state_dict(state["optimizer"])
+
+    def _sharded_state(self, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
+        state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self._models)}
+        if self._optimizer is not None:
+            # Megatron looks the parameters up in "model" without virtual stages and in "model0", … with them.
+            models = state if self.layout.vpp else {"model": state["model0"]}
+            optimizer = self._optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
+            state = {**state, "optimizer": optimizer}
+        return state
+
+    @staticmethod
+    def _checkpoint_metadata() -> dict[str, Any]:
+        return {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "distrib_optim_fully_reshardable_mem_efficient": False,
+            "chained_optim_avoid_prefix": True,
+            "singleton_local_shards": False,
+            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
+        }
+
+    def _token_stats(self, logits: Float[Tensor, "1 T V"], batch: PackedBatch, temperature: float) -> TokenStats:
+        """Statistics at the positions that are trained on, 0 elsewhere."""
+        index = batch.loss_weight.nonzero()[:, 0]
+        group = parallel_state.get_tensor_model_parallel_group()
+        stats = token_stats(logits[0].index_select(0, index), batch.targets[index], group, temperature)
+        zeros = torch.zeros_like(batch.loss_weight)
+        return TokenStats(zeros.index_copy(0, index, stats.log_probs), zeros.index_copy(0, index, stats.entropy))
+
+    def _run(
+        self, batches: Sequence[PackedBatch], finish: Callable[..., Any], forward_only: bool, **options: Any
+    ) -> list[Any]:
+        """The pipeline schedule over the microbatches; what ``finish`` returned for each, on the last stage."""
+
+        def forward_step(batches: Iterator[PackedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            batch = next(batches).to(self._device)
+            params = packed_params(batch, self.rope)
+            logits = chunk(batch.tokens[None], batch.positions[None], None, packed_seq_params=params)
+            return logits, functools.partial(finish, batch)
+
+        iterators = [iter(batches) for _ in self._chunks]
+        several = len(self._chunks) > 1
+        with megatron_device():
+            return get_forward_backward_func()(
+                forward_step_func=forward_step,
+                data_iterator=iterators if several else iterators[0],
+                model=self._chunks if several else self._chunks[0],
+                num_microbatches=len(batches),
+                seq_length=max(len(batch.tokens) for batch in batches),
+                micro_batch_size=1,
+                forward_only=forward_only,
+                **options,
+            )
+
+
+def _reduce_metrics(metrics: list[dict[str, Tensor]], where: torch.device) -> dict[str, float]:
+    """Sums (maxima where the name says so) over this rank's microbatches and then the data-parallel ranks."""
+    names = sorted({name for sums in metrics for name in sums})
+    sums = [name for name in names if not name.startswith(_MAX)]
+    maxima = [name for name in names if name.startswith(_MAX)]
+    group = parallel_state.get_data_parallel_group()
+    reduced: dict[str, float] = {}
+    for chosen, combine, operation in ((sums, sum, dist.ReduceOp.SUM), (maxima, max, dist.ReduceOp.MAX)):
+        if not chosen:
+            continue
+        values = [combine(float(m[name]) for m in metrics if name in m) for name in chosen]
+        tensor = torch.tensor(values, dtype=torch.float64, device=where)
+        dist.all_reduce(tensor, op=operation, group=group)
+        reduced.update(zip(chosen, tensor.tolist(), strict=True))
+    return reduced

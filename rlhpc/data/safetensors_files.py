@@ -1,0 +1,71 @@
+"""Reading blocks of tensors from a HuggingFace folder, sharded or not, without reading whole files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlhpc.core.errors import UserError, did_you_mean
+
+
+class SafetensorsFolder:
+    """A context in which tensors of the folder are read by name and slice; files are opened when first needed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._open: dict[str, Any] = {}
+        self._file_of = self._index()
+
+    def __enter__(self) -> SafetensorsFolder:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._open.clear()
+
+    def read(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
+        """One block of tensor ``name``, which must have ``shape`` in the file."""
+        if name not in self._file_of:
+            raise UserError(
+                f"tensor {name!r} is missing",
+                where=str(self._folder),
+                remedy=did_you_mean(name, self._file_of) + " (config.json and weights must belong together)",
+            )
+        piece = self._file(self._file_of[name]).get_slice(name)
+        found = tuple(piece.get_shape())
+        if found != shape:
+            raise UserError(
+                f"tensor {name!r} has shape {found}, config.json asks for {shape}",
+                where=str(self._folder / self._file_of[name]),
+                remedy="use the config.json that belongs to these weights",
+            )
+        return piece[slices]
+
+    def _index(self) -> dict[str, str]:
+        index = self._folder / "model.safetensors.index.json"
+        if index.is_file():
+            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+        file = "model.safetensors"
+        if not (self._folder / file).is_file():
+            raise UserError(
+                "no model.safetensors and no model.safetensors.index.json",
+                where=str(self._folder),
+                remedy="save the model with save_pretrained (safetensors)",
+            )
+        return dict.fromkeys(self._file(file).keys(), file)
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            from safetensors import SafetensorError, safe_open
+
+            try:
+                self._open[name] = safe_open(str(self._folder / name), framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise UserError(
+                    f"cannot be read ({error})",
+                    where=str(self._folder / name),
+                    remedy="the file is damaged or cut short: copy it again",
+                ) from None
+        return self._open[name]

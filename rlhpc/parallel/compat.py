@@ -1,0 +1,142 @@
+"""Everything that is patched, each with its reason and the upstream line (megatron-core 0.16.1).
+
+On a machine with a GPU only ``adopt_optimizer`` changes anything, and only where Transformer Engine and apex are
+missing. The rest makes Megatron's unconditional CUDA calls answer for the CPU, inside ``megatron_device()`` and nowhere
+else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+CPU = torch.device("cpu")
+
+
+def device() -> torch.device:
+    """Where tensors of this rank live. The rank has chosen its GPU before."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+@contextlib.contextmanager
+def megatron_device() -> Iterator[None]:
+    """Within it, megatron-core runs on this rank's device. With a GPU it does nothing; nested use is free."""
+    if torch.cuda.is_available() or _CpuForCuda.active:
+        yield
+        return
+    _patch_rng_state()
+    originals = {name: getattr(torch.cuda, name) for name in _CUDA_FUNCTIONS}
+    try:
+        for name, stand_in in _CUDA_FUNCTIONS.items():
+            setattr(torch.cuda, name, stand_in)
+        with _CpuForCuda():
+            yield
+    finally:
+        for name, original in originals.items():
+            setattr(torch.cuda, name, original)
+
+
+class _Stream:
+    """A stream of a device that runs everything in order at once."""
+
+    device = CPU
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def __enter__(self) -> _Stream:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+
+# Called by name at about 20 places: layers, mappings, p2p communication, param_and_grad_buffer.py:800/806.
+_CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "current_device": lambda: CPU,
+    "current_stream": lambda *args, **kwargs: _Stream(),
+    "stream": contextlib.nullcontext,
+    "Stream": _Stream,
+    "synchronize": lambda *args, **kwargs: None,
+    "manual_seed": torch.manual_seed,
+    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+}
+
+# Compared as strings in distrib_optimizer.py:361/420/582, clip_grads.py:167 and optimizer.py:671.
+_CUDA_TYPE_NAMES = {
+    torch.float32: "torch.cuda.FloatTensor",
+    torch.bfloat16: "torch.cuda.BFloat16Tensor",
+    torch.float16: "torch.cuda.HalfTensor",
+}
+
+
+class _CpuForCuda(TorchFunctionMode):
+    """What no attribute reaches: device="cuda" literals (schedules.py:596/2138, optimizer.py:481/485,
+    clip_grads.py:103/174, utils.py:1207), pin_memory, ``Tensor.cuda()`` and ``Tensor.type()``.
+
+    Only calls made by megatron.core are changed.
+    """
+
+    active = False
+
+    def __enter__(self) -> _CpuForCuda:
+        _CpuForCuda.active = True
+        return super().__enter__()
+
+    def __exit__(self, *args: Any) -> None:
+        _CpuForCuda.active = False
+        super().__exit__(*args)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
+            return func(*args, **kwargs)
+        if _is_cuda(kwargs.get("device")):
+            kwargs = {**kwargs, "device": CPU}
+        if kwargs.get("pin_memory"):
+            kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.Tensor.cuda:
+            return args[0]
+        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], CPU, *args[2:])
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
+        return func(*args, **kwargs)
+
+
+def _is_cuda(value: Any) -> bool:
+    return (isinstance(value, str) and value.startswith("cuda")) or (
+        isinstance(value, torch.device) and value.type == "cuda"
+    )
+
+
+def _patch_rng_state() -> None:
+    """random.py binds torch.cuda's internals at import: the rng tracker's fork() needs the CPU generator instead."""
+    import megatron.core.tensor_parallel.random as random
+
+    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+
+def adopt_optimizer(adam: type[torch.optim.Optimizer]) -> None:
+    """Put ``adam``, which keeps ``step`` in its parameter groups, where Megatron expects FusedAdam.
+
+    Megatron's path for torch.optim.AdamW breaks on checkpoints (distrib_optimizer.py:642 asserts one step, :940 misses
+    the key, :818-822 alias one step tensor so that Adam advances once per parameter after a resume). Only where neither
+    Transformer Engine nor apex gives a FusedAdam.
+    """
+    import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.distrib_optimizer as distributed
+
+    if optimizer.USING_PYTORCH_OPTIMIZER:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = adam, False
+        distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = adam, True, True
