@@ -87,6 +87,10 @@ class PackedBatch:
         extra = {name: tensor.to(device, non_blocking=True) for name, tensor in self.extra.items()}
         return replace(self, **moved, extra=extra)
 
+    def with_extra(self, name: str, values: Float32[Tensor, " T"]) -> PackedBatch:
+        """The same batch with one more per-token tensor."""
+        return replace(self, extra={**self.extra, name: values})
+
     @property
     def mask(self) -> Float32[Tensor, " T"]:
         """1 where the target is a token trained on."""
@@ -121,11 +125,16 @@ class TrainStats:
 class RunState:
     """The one mutable value of a run: what a checkpoint restores besides weights and optimizer."""
 
-    phase: str = "sft"  # sft, then rl
-    sft_step: int = 0
-    step: int = 0
-    prompt_cursor: int = 0
-    weights_version: int = 0
+    sft_step: int = 0  # supervised steps done
+    sft_cursor: int = 0  # supervised examples taken
+    step: int = 0  # RL steps done
+    prompt_cursor: int = 0  # prompts taken
+    weights_version: int = 0  # pushes to the engine
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer-bearing steps done in both phases."""
+        return self.sft_step + self.step
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

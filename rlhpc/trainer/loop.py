@@ -1,0 +1,120 @@
+"""The run from its first step to its last: phases, validation, checkpoints, what is reported."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+
+from rlhpc.api import RunState
+from rlhpc.checkpoint import CheckpointStore
+from rlhpc.core.errors import UserError
+from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.trainer.build import Run
+from rlhpc.trainer.evaluate import validate
+from rlhpc.trainer.step import Metrics, rl_step, sft_step
+
+
+class Loop:
+    """Carries a run forward from a state."""
+
+    def __init__(self, run: Run, resume: bool) -> None:
+        self._run, self._config = run, run.config
+        self._store = CheckpointStore(run.folder.checkpoints, self._config.checkpoint.keep)
+        self.state = self._restore() if resume else RunState()
+        self._writer = self._new_writer() if run.info.rank == 0 else None
+        self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
+        self._saved = self.state.total_steps if resume else -1
+
+    def run(self) -> None:
+        """All steps that are left."""
+        sft, train, state = self._config.sft, self._config.train, self.state
+        while sft and state.sft_step < sft.steps:
+            began = time.perf_counter()
+            self._report("sft", state.sft_step, sft.steps, sft_step(self._run, state), began)
+            self._save_when_due()
+        if train.steps and state.step == 0:
+            self._begin_rl()
+        while state.step < train.steps:
+            began = time.perf_counter()
+            metrics, _ = rl_step(self._run, state)
+            if state.step % self._config.validation.every == 0 or state.step == train.steps:
+                seconds = time.perf_counter() - began
+                metrics = {**metrics, **self._validate()}
+                began = time.perf_counter() - seconds  # a step's time is without its validation
+            self._report("rl", state.step, train.steps, metrics, began)
+            self._save_when_due()
+        if self._saved != state.total_steps:
+            self._save()
+        if self._writer:
+            self._writer.close()
+
+    def _begin_rl(self) -> None:
+        """RL starts from the warmed-up weights: its reference is what they are now, its optimizer is new."""
+        run = self._run
+        if self._config.sft:
+            run.actor.reset_optimizer(self._config.train.optimizer)
+            if run.reference is not None:
+                run.reference.copy_weights(run.actor)
+        metrics = self._validate()
+        if metrics:
+            self._report("rl", 0, self._config.train.steps, metrics, time.perf_counter())
+
+    def _validate(self) -> Metrics:
+        if self._run.validation is None:
+            return {}
+        return validate(self._run, self.state)
+
+    def _report(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
+        seconds = time.perf_counter() - began
+        if not math.isfinite(metrics.get("gradient_norm", 0.0)):
+            raise UserError(
+                f"the gradient norm is {metrics['gradient_norm']} in {phase} step {step}",
+                where="train.optimizer.learning_rate" if phase == "rl" else "sft.optimizer.learning_rate",
+                remedy="lower the rate, or resume from the last checkpoint with a lower one",
+            )
+        if self._writer is None:
+            return
+        tokens = metrics.pop("tokens", None)
+        if tokens is not None:
+            metrics["perf/tokens_per_second"] = tokens / seconds
+            metrics["perf/step_seconds"] = seconds
+        self._writer.write(phase, step, total, metrics)
+
+    def _save_when_due(self) -> None:
+        every = self._config.checkpoint.every
+        if every and self.state.total_steps % every == 0:
+            self._save()
+
+    def _save(self) -> None:
+        self._store.save(self.state, self._write_models)
+        self._saved = self.state.total_steps
+
+    def _write_models(self, folder: Path) -> None:
+        run = self._run
+        parts = {"actor": run.actor}
+        if self._reference_is_ours():
+            parts["reference"] = run.reference
+        for name, model in parts.items():
+            if run.info.rank == 0:
+                (folder / name).mkdir()
+            dist.barrier()
+            model.save(folder / name)
+
+    def _reference_is_ours(self) -> bool:
+        """After a warm-up the reference model is on no disk but in our checkpoints."""
+        return self._run.reference is not None and self._config.sft is not None and self.state.step > 0
+
+    def _restore(self) -> RunState:
+        saved = self._store.latest()
+        if saved is None:
+            return RunState()
+        self.state = saved.state
+        if saved.state.step and self._config.sft:
+            self._run.actor.reset_optimizer(self._config.train.optimizer)
+        self._run.actor.load(saved.folder / "actor")
+        if self._reference_is_ours():
+            self._run.reference.load(saved.folder / "reference")
+        return saved.state

@@ -1,0 +1,141 @@
+"""One step, read from top to bottom as a single program. Every rank runs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rlhpc.algo.losses import negative_log_likelihood
+from rlhpc.algo.schedule import learning_rate
+from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats
+from rlhpc.observe.metrics import Stopwatch
+from rlhpc.reshard import push
+from rlhpc.rollout.collect import collect
+from rlhpc.trainer.batches import Minibatch, exchange_samples, rl_minibatches, sft_minibatch, with_extra
+from rlhpc.trainer.build import Run
+
+Metrics = dict[str, float]
+
+
+def sft_step(run: Run, state: RunState) -> Metrics:
+    """One supervised update."""
+    section = run.config.sft
+    sequences, state.sft_cursor = run.sft.take(state.sft_cursor, section.sequences_per_step, run.config.seed)
+    minibatch = sft_minibatch(run, sequences)
+    rate = learning_rate(section.optimizer, state.sft_step, section.steps)
+    stats = run.actor.train(minibatch.batches, _sft_loss, minibatch.denominator, temperature=1.0, rate=rate)
+    state.sft_step += 1
+    return {
+        "loss": stats.sums["loss"] / minibatch.denominator,
+        "gradient_norm": stats.gradient_norm,
+        "learning_rate": rate,
+        "tokens": minibatch.denominator,
+    }
+
+
+def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
+    """One step of RL: generate with the present weights, score, and learn from it."""
+    clock = Stopwatch()
+    prompts, state.prompt_cursor = run.prompts.take(
+        state.prompt_cursor, run.config.train.prompts_per_step, run.config.seed
+    )
+    with clock("push"):
+        push(run.actor, run.engine)
+        state.weights_version += 1
+    with clock("rollout"):
+        samples = exchange_samples(run, collect(run.engine, prompts, run.score, _rollout_plan(run, state)))
+        run.engine.sleep()
+    with clock("prepare"):
+        advantages = _advantages(run, samples)
+        minibatches = rl_minibatches(run, samples, advantages)
+    with clock("log_probs"):
+        minibatches = [_attach_log_probs(run, minibatch) for minibatch in minibatches]
+    with clock("update"):
+        metrics = _update(run, state, minibatches)
+    state.step += 1
+    return {**metrics, **_sample_metrics(samples, advantages), **clock.metrics()}, samples
+
+
+def _advantages(run: Run, samples: Sequence[Sample]) -> list[float]:
+    rewards = torch.tensor([sample.reward for sample in samples], dtype=torch.float64)
+    groups = torch.tensor([sample.group_id for sample in samples])
+    return run.algorithm.advantage(rewards, groups, run.config.algorithm).tolist()
+
+
+def _attach_log_probs(run: Run, minibatch: Minibatch) -> Minibatch:
+    """Add the log-probs that the loss compares with: under the reference model, and before the step's first update.
+
+    With a single update a step the latter are the ones of that update itself, and need no pass of their own.
+    """
+    temperature = run.config.rollout.temperature
+    batches = minibatch.batches
+    if run.config.train.minibatches * run.config.train.epochs > 1:
+        old = run.actor.log_probs(batches, temperature)
+        batches = [b.with_extra("old_log_probs", stats.log_probs) for b, stats in zip(batches, old, strict=True)]
+    if run.reference is not None:
+        reference = run.reference.log_probs(batches, temperature)
+        batches = [
+            b.with_extra("reference_log_probs", stats.log_probs) for b, stats in zip(batches, reference, strict=True)
+        ]
+    return Minibatch(tuple(batches), minibatch.denominator)
+
+
+def _update(run: Run, state: RunState, minibatches: Sequence[Minibatch]) -> Metrics:
+    """Epochs times minibatches optimizer updates; metrics are means over the step's updates."""
+    section = run.config.train
+    rate = learning_rate(section.optimizer, state.step, section.steps)
+    loss = functools.partial(_policy_loss, run=run)
+    totals: Metrics = {}
+    updates = [minibatch for _ in range(section.epochs) for minibatch in minibatches]
+    for minibatch in updates:
+        stats = run.actor.train(minibatch.batches, loss, minibatch.denominator, run.config.rollout.temperature, rate)
+        sums = {name: value / minibatch.denominator for name, value in stats.sums.items() if "/" not in name}
+        for name, value in {**sums, "gradient_norm": stats.gradient_norm}.items():
+            totals[name] = totals.get(name, 0.0) + value / len(updates)
+        for name, value in stats.sums.items():
+            if name.startswith("max/"):
+                totals[name.removeprefix("max/")] = max(totals.get(name.removeprefix("max/"), value), value)
+    return {**totals, "learning_rate": rate}
+
+
+def _policy_loss(stats: TokenStats, batch: PackedBatch, run: Run) -> LossSums:
+    """The algorithm's loss on one packed batch, and how far the engine's log-probs are from the trainer's."""
+    before = batch.extra.get("old_log_probs", stats.log_probs.detach())
+    tokens = {
+        **batch.extra,
+        "log_probs": stats.log_probs,
+        "entropy": stats.entropy,
+        "old_log_probs": before,
+        "weight": batch.loss_weight,
+    }
+    sums = run.algorithm.loss(tokens, run.config.algorithm)
+    gap = (before - batch.extra["engine_log_probs"]).abs()
+    metrics = {name: value.detach() for name, value in sums.items()}
+    metrics["engine_gap_mean"] = (gap * batch.loss_weight).sum()
+    metrics["max/engine_gap_max"] = gap.max()
+    return LossSums(sums["loss"], metrics)
+
+
+def _sft_loss(stats: TokenStats, batch: PackedBatch) -> LossSums:
+    loss = negative_log_likelihood(stats.log_probs, batch.loss_weight)
+    return LossSums(loss, {"loss": loss.detach()})
+
+
+def _sample_metrics(samples: Sequence[Sample], advantages: Sequence[float]) -> Metrics:
+    rewards = np.array([sample.reward for sample in samples])
+    lengths = np.array([sample.response_len for sample in samples])
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/max": float(rewards.max()),
+        "reward/min": float(rewards.min()),
+        "advantage/zero_fraction": float((np.array(advantages) == 0).mean()),
+        "response/length_mean": float(lengths.mean()),
+        "response/length_max": float(lengths.max()),
+        "response/truncated_fraction": float(np.mean([sample.truncated for sample in samples])),
+        "rollout/completion_tokens": float(lengths.sum()),
+        "tokens": float(sum(len(sample.tokens) for sample in samples)),
+    }
