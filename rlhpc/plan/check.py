@@ -1,0 +1,167 @@
+"""Can this run work? Answered before anything is started, from the config and the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
+from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.shards import check_divides, model_tensors
+
+# What the layout can plan but this version's trainer does not execute.
+_NOT_EXECUTED = {
+    "pp": "pipeline parallelism",
+    "cp": "context parallelism",
+    "ep": "expert parallelism",
+    "etp": "tensor parallelism inside experts",
+}
+
+Summary = list[tuple[str, str]]
+
+
+def check_config(config: RunConfig, prepared: bool = True) -> Summary:
+    """Refuse what cannot work, with one UserError; return (topic, text) rows that say what was found.
+
+    ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
+    """
+    layout = _check_layout(config)
+    _check_batches(config, layout)
+    summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
+    if not prepared and not config.model.path.exists():
+        summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
+    else:
+        summary.append(("model", _check_model(config, layout)))
+    return summary + [("data", text) for text in _check_data(config, prepared)]
+
+
+def _check_layout(config: RunConfig) -> ParallelLayout:
+    sizes = config.parallel
+    for axis, name in _NOT_EXECUTED.items():
+        if getattr(sizes, axis) > 1:
+            raise UserError(
+                f"{name} of {getattr(sizes, axis)} is not executed in this version",
+                where=f"parallel.{axis}",
+                remedy="set it to 1; tp and data parallelism are available",
+            )
+    if sizes.vpp is not None:
+        raise UserError(
+            "virtual pipeline stages are not executed in this version", where="parallel.vpp", remedy="leave it out"
+        )
+    layout = ParallelLayout(config.world_size, sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp, sizes.vpp)
+    if config.world_size % config.rollout.tp:
+        raise UserError(
+            f"engines of {config.rollout.tp} ranks do not divide the {config.world_size} ranks of the job",
+            where="rollout.tp",
+            remedy=f"use one of {_divisors(config.world_size)}",
+        )
+    return layout
+
+
+def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
+    train, sft = config.train, config.sft
+    if not train.steps and sft is None:
+        raise UserError("0 steps and no sft section: nothing to do", where="train.steps", remedy="set it to 1 or more")
+    if sft is not None and sft.sequences_per_step < layout.dp:
+        raise UserError(
+            f"{sft.sequences_per_step} sequences cannot feed {layout.dp} data-parallel ranks",
+            where="sft.sequences_per_step",
+            remedy=f"use at least {layout.dp}",
+        )
+    if not train.steps:
+        return
+    if not config.data.train:
+        raise UserError("no prompt files", where="data.train", remedy="name at least one .parquet or .jsonl file")
+    samples = train.prompts_per_step * config.rollout.samples_per_prompt
+    valid = [count for count in _divisors(samples) if samples // count >= layout.dp]
+    if not valid:
+        raise UserError(
+            f"{samples} samples a step (train.prompts_per_step x rollout.samples_per_prompt) cannot feed "
+            f"{layout.dp} data-parallel ranks",
+            where="train.prompts_per_step",
+            remedy=f"use at least {-(-layout.dp // config.rollout.samples_per_prompt)}",
+        )
+    if train.minibatches not in valid:
+        wrong = (
+            f"{samples} samples a step do not divide into {train.minibatches} minibatches"
+            if samples % train.minibatches
+            else f"minibatches of {samples // train.minibatches} samples cannot feed {layout.dp} data-parallel ranks"
+        )
+        raise UserError(wrong, where="train.minibatches", remedy=f"use {_nearest(train.minibatches, valid)}")
+
+
+def _check_model(config: RunConfig, layout: ParallelLayout) -> str:
+    """The model's shape suits the layout and the lengths, its files are whole and belong together."""
+    folder = config.model.path
+    shape = read_model(folder)
+    check_divides(shape, layout.tp, "parallel.tp")
+    check_divides(shape, config.rollout.tp, "rollout.tp")
+    _check_lengths(config, shape)
+    weights = check_weights(folder, shape)
+    tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
+    parameters = sum(prod(tensor.shape) for tensor in model_tensors(shape))
+    return (
+        f"{folder}: {shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}, "
+        f"{parameters / 1e6:,.1f} M parameters in {len(set(weights.files.values()))} file(s) of "
+        f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"
+    )
+
+
+def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    if config.train.steps and prompt + response > shape.max_positions:
+        raise UserError(
+            f"{response} response tokens after data.max_prompt_tokens {prompt} exceed the model's "
+            f"{shape.max_positions} positions (max_position_embeddings)",
+            where="rollout.max_response_tokens",
+            remedy=f"lower them to {shape.max_positions} together",
+        )
+
+
+def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
+    groups: dict[str, list[Path]] = {"data.train": config.data.train, "data.validation": config.data.validation}
+    if config.sft is not None:
+        groups["sft.data"] = config.sft.data
+    for key, paths in groups.items():
+        absent = [path for path in paths if not path.exists()]
+        for index, path in enumerate(paths):
+            if prepared or path.exists():
+                check_data_file(path, f"{key}.{index}")
+        if paths:
+            yield f"{key}: {', '.join(map(str, paths))}" + (" (not there yet, prepare makes it)" if absent else "")
+
+
+def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
+    engines = layout.world_size // config.rollout.tp
+    return (
+        f"{layout.world_size} ranks on {config.resources.nodes} node(s): training tp {layout.tp} x dp {layout.dp}, "
+        f"rollout {engines} engine(s) of tp {config.rollout.tp}"
+    )
+
+
+def _batch_text(config: RunConfig) -> str:
+    train, rollout = config.train, config.rollout
+    texts = []
+    if config.sft is not None:
+        texts.append(f"sft {config.sft.steps} steps of {config.sft.sequences_per_step} sequences")
+    if train.steps:
+        texts.append(
+            f"rl {train.steps} steps of {train.prompts_per_step} prompts x {rollout.samples_per_prompt} samples in "
+            f"{train.minibatches} minibatch(es)"
+        )
+    return "; ".join(texts)
+
+
+def _divisors(number: int) -> list[int]:
+    return [d for d in range(1, number + 1) if number % d == 0]
+
+
+def _nearest(number: int, valid: list[int]) -> str:
+    """The valid numbers next to ``number``, below and above."""
+    below = [v for v in valid if v < number][-1:]
+    above = [v for v in valid if v > number][:1]
+    return " or ".join(str(v) for v in below + above)

@@ -1,0 +1,136 @@
+"""Loading a configuration: YAML 1.2 scalars, overrides, and faults told in one line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import dump_config, json_schema, load_config
+from rlhpc.core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+LEAST = "name: tiny\nmodel:\n  path: a/model\ntrain:\n  steps: 3\n"
+
+
+@pytest.fixture
+def config(tmp_path):
+    file = tmp_path / "config.yaml"
+    file.write_text(LEAST)
+    return file
+
+
+def fault(file: Path, *overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(file, overrides)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_least_configuration_takes_the_defaults(config):
+    loaded = load_config(config)
+    assert (loaded.name, loaded.model.path, loaded.train.steps) == ("tiny", Path("a/model"), 3)
+    assert loaded.rollout.samples_per_prompt == 8
+    assert loaded.folder == Path("runs/tiny")
+
+
+def test_floats_without_a_dot_are_floats(config):
+    config.write_text(LEAST + "  optimizer: {learning_rate: 1e-6, weight_decay: 0}\n")
+    optimizer = load_config(config).train.optimizer
+    assert (optimizer.learning_rate, optimizer.weight_decay) == (1e-6, 0.0)
+
+
+def test_only_true_and_false_are_booleans(config):
+    loaded = load_config(config, ["reward.arguments={a: on, b: no, c: true, d: 010, e: 12:30, f: 2024-01-01}"])
+    assert loaded.reward.arguments == {"a": "on", "b": "no", "c": True, "d": 10, "e": "12:30", "f": "2024-01-01"}
+    assert "observe.tensorboard: 'yes' is not allowed; allowed: true or false" in fault(
+        config, "observe.tensorboard=yes"
+    )
+
+
+def test_a_key_given_twice_is_refused_with_its_line(config):
+    config.write_text(LEAST + "seed: 1\nname: other\n")
+    assert fault(config) == f"{config}:7: key 'name' is given twice, first in line 1; correct the YAML"
+
+
+def test_broken_yaml_names_file_and_line(config):
+    config.write_text(LEAST + "data: [a\n")
+    assert fault(config).startswith(f"{config}:7: ")
+
+
+def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
+    config.write_text(LEAST + "rollout:\n  tp: 1\n  max_tokens: 3\n")
+    assert fault(config) == f"{config}:8: rollout.max_tokens: unknown key; did you mean 'max_response_tokens'?"
+    assert fault(config, "rollout={}", "trian.steps=1") == "command line: trian: unknown key; did you mean 'train'?"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("model.dtype=float16", "model.dtype: 'float16' is not allowed; allowed: 'float32' or 'bfloat16'"),
+        ("rollout.tp=0", "rollout.tp: 0 is not allowed; allowed: an integer at least 1"),
+        ("rollout.tp=true", "rollout.tp: True is not allowed; allowed: an integer at least 1"),
+        ("train.steps=1.5", "train.steps: 1.5 is not allowed; allowed: an integer at least 0"),
+        ("rollout.top_p=1.5", "rollout.top_p: 1.5 is not allowed; allowed: a number above 0 and at most 1"),
+        ("train.optimizer.learning_rate=.inf", "allowed: a number above 0"),
+        ("sft=3", "sft: 3 is not allowed; allowed: a section of 'key: value' lines"),
+        ("data.train=a", "data.train: 'a' is not allowed; allowed: a list, each item a path"),
+        ("train.steps.x=1", "train.steps.x: train.steps = 3 has no keys inside"),
+        ("data.train.1=a", "data.train.1: '1' is not an item of a list of 0; use a number from 0 to 0"),
+        ("train.steps", "'train.steps' is not an override; write it as key.sub=value"),
+    ],
+)
+def test_a_wrong_value_names_key_value_and_what_is_allowed(config, override, told):
+    assert told in fault(config, override)
+
+
+def test_a_missing_key_is_named(config):
+    config.write_text("name: tiny\nmodel:\n  path: a\ntrain:\n  prompts_per_step: 3\n")
+    assert fault(config) == f"{config}:4: train.steps: is missing; add it"
+
+
+def test_several_faults_are_told_in_one_line(config):
+    told = fault(config, "rollout.tp=0", "seed=-1", "rollout.top_p=2", "rollout.top_k=1")
+    assert told.count(" | ") == 3
+    assert told.endswith("and 1 more")
+
+
+def test_overrides_reach_sections_and_lists(config):
+    loaded = load_config(
+        config, ["train.steps=7", "data.train.0=x.jsonl", "data.train.1=y.jsonl", "sft.data.0=z.jsonl", "sft.steps=2"]
+    )
+    assert loaded.train.steps == 7
+    assert loaded.data.train == [Path("x.jsonl"), Path("y.jsonl")]
+    assert loaded.sft is not None
+    assert (loaded.sft.data, loaded.sft.steps) == ([Path("z.jsonl")], 2)
+
+
+def test_a_missing_file_names_the_nearest(config):
+    assert fault(config.with_name("confg.yaml")).endswith(f"no such file; did you mean {str(config)!r}?")
+
+
+def test_a_dumped_configuration_loads_as_the_same(config):
+    overrides = ["reward.arguments={a: '1e-6', b: yes, c: 'true', d: '010', e: null}", "algorithm.std_epsilon=1e-9"]
+    loaded = load_config(config, overrides)
+    config.write_text(dump_config(loaded))
+    assert load_config(config) == loaded
+
+
+def test_the_committed_schema_is_current():
+    committed = (ROOT / "configs" / "schema.json").read_text(encoding="utf-8")
+    assert json.loads(committed) == json.loads(json_schema()), "run `rlhpc schema > configs/schema.json`"
+
+
+def test_shipped_configurations_load_and_name_the_schema():
+    files = sorted((ROOT / "configs").glob("*.yaml"))
+    for file in files:
+        load_config(file)
+        assert file.read_text().startswith("# yaml-language-server: $schema=schema.json\n"), file
+
+
+def test_loading_imports_no_torch():
+    code = "import sys, rlhpc.config.load, rlhpc.plan.check; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

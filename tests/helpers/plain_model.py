@@ -1,0 +1,63 @@
+"""A tiny model folder and a whole run's inputs, written by hand: no torch, no transformers, milliseconds."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rlhpc.models import shape_of
+from rlhpc.plan.shards import model_tensors
+
+FIELDS: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "hidden_act": "silu",
+    "vocab_size": 16,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+def write_model(folder: Path, **changes: Any) -> Path:
+    """A Qwen2 of zeros with a tokenizer of ten words; ``changes`` go into config.json."""
+    folder.mkdir(parents=True, exist_ok=True)
+    fields = {**FIELDS, **changes}
+    (folder / "config.json").write_text(json.dumps(fields))
+    shapes = {tensor.name: tensor.shape for tensor in model_tensors(shape_of(fields))}
+    write_safetensors(folder / "model.safetensors", shapes)
+    vocab = {f"word{number}": number for number in range(10)}
+    tokenizer = {"model": {"type": "WordLevel", "vocab": vocab}, "added_tokens": [{"id": 10, "content": "<end>"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    return folder
+
+
+def write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """A safetensors file of float32 zeros."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        start, end = end, end + 4 * prod(shape)
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+
+
+def write_inputs(folder: Path, **changes: Any) -> Path:
+    """Model, prompts and a config.yaml that uses them, all in ``folder``; returns the config."""
+    write_model(folder / "model", **changes)
+    row = {"prompt": [{"role": "user", "content": "word1"}], "data_source": "test", "reward_model": {}}
+    (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    config = folder / "config.yaml"
+    config.write_text(
+        f"name: tiny\nrun_dir: {folder / 'run'}\nmodel:\n  path: {folder / 'model'}\n"
+        f"data:\n  train: [{folder / 'train.jsonl'}]\n  max_prompt_tokens: 32\n"
+        "rollout:\n  samples_per_prompt: 4\n  max_response_tokens: 32\n"
+        "train:\n  steps: 3\n  prompts_per_step: 8\n"
+    )
+    return config

@@ -1,0 +1,161 @@
+"""What cannot work is refused before anything starts, with key, value and remedy."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.core.errors import UserError
+from rlhpc.plan.check import check_config
+from tests.helpers.plain_model import write_inputs, write_safetensors
+
+
+@pytest.fixture
+def inputs(tmp_path):
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+def refused(folder, *overrides: str, prepared: bool = True) -> str:
+    with pytest.raises(UserError) as caught:
+        check_config(load_config(folder / "config.yaml", overrides), prepared)
+    return str(caught.value)
+
+
+def test_a_good_run_is_summarised(inputs):
+    summary = dict(check_config(load_config(inputs / "config.yaml", ["resources.ranks_per_node=2", "parallel.tp=2"])))
+    assert "training tp 2 x dp 1, rollout 2 engine(s) of tp 1" in summary["layout"]
+    assert "rl 3 steps of 8 prompts x 4 samples" in summary["batch"]
+    assert "Qwen2ForCausalLM, 2 layers" in summary["model"]
+    assert "vocabulary 11 of 16" in summary["model"]
+    assert "train.jsonl" in summary["data"]
+
+
+@pytest.mark.parametrize("axis", ["pp", "cp", "ep", "etp"])
+def test_axes_that_the_trainer_does_not_execute_are_refused(inputs, axis):
+    told = refused(inputs, "resources.ranks_per_node=2", f"parallel.{axis}=2")
+    assert told.startswith(f"parallel.{axis}: ")
+    assert "is not executed in this version; set it to 1" in told
+
+
+def test_virtual_stages_are_refused(inputs):
+    assert refused(inputs, "parallel.vpp=2").startswith("parallel.vpp: virtual pipeline stages are not executed")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["resources.ranks_per_node=3", "parallel.tp=2"], "parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide"),
+        (["resources.ranks_per_node=4", "rollout.tp=3"], "rollout.tp: engines of 3 ranks do not divide the 4 ranks"),
+        (["resources.ranks_per_node=3", "parallel.tp=3"], "parallel.tp: 3 does not divide the model's 4 attention"),
+        (["resources.ranks_per_node=3", "rollout.tp=3"], "rollout.tp: 3 does not divide the model's 4 attention"),
+        (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
+        (
+            ["resources.ranks_per_node=4", "train.minibatches=16"],
+            "train.minibatches: minibatches of 2 samples cannot feed 4 data-parallel ranks; use 8",
+        ),
+        (
+            ["resources.ranks_per_node=8", "train.prompts_per_step=1"],
+            "train.prompts_per_step: 4 samples a step (train.prompts_per_step x rollout.samples_per_prompt) cannot "
+            "feed 8 data-parallel ranks; use at least 2",
+        ),
+        (["train.steps=0"], "train.steps: 0 steps and no sft section"),
+        (["data.train=[]"], "data.train: no prompt files"),
+        (["sft={data: [x.jsonl], steps: 1, sequences_per_step: 1}", "resources.ranks_per_node=2"], "sft.sequences_per"),
+        (["rollout.max_response_tokens=225"], "rollout.max_response_tokens: 225 response tokens after"),
+        (["data.train.0=nowhere/train.jsonl"], "data.train.0: no such file 'nowhere/train.jsonl'"),
+        (["data.validation.0=x.csv"], "data.validation.0: 'x.csv' is neither .jsonl nor .parquet"),
+        (["model.path=nowhere"], "model.path: no such folder 'nowhere'"),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_key_and_remedy(inputs, overrides, told):
+    assert refused(inputs, *overrides).startswith(told)
+
+
+def test_a_weight_file_cut_short_names_file_and_missing_bytes(inputs):
+    file = inputs / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    assert refused(inputs).startswith(f"{file}: is cut short, 100 bytes are missing")
+
+
+def test_a_weight_file_cut_inside_its_header_is_refused(inputs):
+    file = inputs / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    assert f"{file}: is cut short inside its header" in refused(inputs)
+
+
+@pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", (9).to_bytes(8, "little")])
+def test_what_is_not_safetensors_is_refused(inputs, content):
+    file = inputs / "model" / "model.safetensors"
+    file.write_bytes(content)
+    assert refused(inputs).startswith(f"{file}: is ")
+
+
+def test_files_that_the_index_names_must_exist(inputs):
+    folder = inputs / "model"
+    index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "model.safetensors").rename(folder / "model-1-of-2.safetensors")
+    assert "names 2 files, of which 1 are missing: model-2-of-2.safetensors" in refused(inputs)
+
+
+def test_weights_of_another_model_are_refused(inputs):
+    file = inputs / "model" / "model.safetensors"
+    write_safetensors(file, {"model.embed_tokens.weight": (16, 32)})
+    assert "'model.embed_tokens.weight' has shape [16, 32], config.json asks for [16, 64]" in refused(inputs)
+    write_safetensors(file, {"model.embed_tokens.weight": (16, 64)})
+    assert "the weights have no tensor 'model.layers.0.self_attn.q_proj.weight'" in refused(inputs)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(inputs):
+    file = inputs / "model" / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    tokenizer["added_tokens"].append({"id": 16, "content": "<extra>"})
+    file.write_text(json.dumps(tokenizer))
+    assert refused(inputs).startswith(f"{file}: token ids go up to 16, but config.json has vocab_size 16")
+
+
+def test_a_unigram_vocabulary_is_counted(inputs):
+    file = inputs / "model" / "tokenizer.json"
+    file.write_text(json.dumps({"model": {"type": "Unigram", "vocab": [[f"w{i}", 0.0] for i in range(17)]}}))
+    assert "token ids go up to 16" in refused(inputs)
+
+
+def test_a_missing_chat_template_is_refused_only_when_it_is_used(inputs):
+    (inputs / "model" / "chat_template.jinja").unlink()
+    assert refused(inputs).startswith("data.chat_template: the tokenizer")
+    check_config(load_config(inputs / "config.yaml", ["data.chat_template=false"]))
+
+
+@pytest.mark.parametrize(
+    ("content", "told"), [("\n \n", "holds no rows"), ("\nnot json\n", "train.jsonl:2: is not a JSON object")]
+)
+def test_bad_jsonl_is_refused(inputs, content, told):
+    (inputs / "train.jsonl").write_text(content)
+    assert told in refused(inputs)
+
+
+def test_bad_parquet_is_refused(inputs):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    file = inputs / "train.parquet"
+    override = f"data.train.0={file}"
+    parquet.write_table(arrow.table({"prompt": ["a"]}), file)
+    check_config(load_config(inputs / "config.yaml", [override]))
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-10])
+    assert refused(inputs, override).startswith(f"{file}: is cut short")
+    file.write_bytes(b"PAR1" + bytes(20) + b"PAR1")
+    assert refused(inputs, override).startswith(f"{file}: cannot be read as parquet")
+    parquet.write_table(arrow.table({"prompt": arrow.array([], arrow.string())}), file)
+    assert refused(inputs, override).startswith(f"{file}: holds no rows")
+
+
+def test_absent_inputs_pass_until_they_are_prepared(inputs):
+    overrides = ["model.path=later/model", "data.train.0=later/train.jsonl"]
+    config = load_config(inputs / "config.yaml", overrides)
+    summary = check_config(config, prepared=False)
+    assert sum("prepare makes it" in text for _, text in summary) == 2
+    assert refused(inputs, *overrides).startswith("model.path: no such folder")
+    assert refused(inputs, *overrides, "train.minibatches=3", prepared=False).startswith("train.minibatches")
