@@ -1,0 +1,58 @@
+"""Reading config.json: what is understood, and what is refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhpc.core.errors import UserError
+from rlhpc.models import shape_of
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_hidden_layers": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "max_position_embeddings": 512,
+    "rope_theta": 10000.0,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+}
+
+
+def _with(**changes: Any) -> dict[str, Any]:
+    return {**LLAMA, **changes}
+
+
+def test_defaults_follow_huggingface() -> None:
+    shape = shape_of(LLAMA)
+    assert (shape.num_kv_heads, shape.head_dim, shape.tied_embeddings) == (4, 32, False)
+    assert (shape.rope.kind, shape.rope.theta, shape.rope.parameters) == ("llama3", 10000.0, {"factor": 8.0})
+
+
+def test_rope_parameters_of_transformers_5_are_read() -> None:
+    fields = _with(rope_scaling=None, rope_theta=None, rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    assert shape_of(fields).rope.theta == 5e5
+
+
+def test_features_of_families() -> None:
+    assert shape_of(_with(architectures=["Qwen2ForCausalLM"])).qkv_bias
+    assert shape_of(_with(architectures=["Qwen3ForCausalLM"])).qk_norm
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["Qwen2ForCausalLMM"]}, r"'Qwen2ForCausalLMM' is not supported; did you mean 'Qwen2For"),
+        ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported; supported: 'silu'"),
+        ({"attention_bias": True}, r"attention_bias = True is not supported"),
+        ({"logit_softcap": 30.0}, r"'logit_softcap' = 30.0 is not understood by this model family"),
+        ({"vocab_size": None}, r"'vocab_size' is missing"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        shape_of(_with(**changes))
