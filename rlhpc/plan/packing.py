@@ -1,0 +1,132 @@
+"""Which samples go to which data-parallel rank and micro batch. Every rank makes the same plans."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhpc.core.errors import UserError
+
+Bin = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """One minibatch: ``bins[dp_rank][microbatch]`` holds sample ids, ``cost[dp_rank]`` is the rank's tokens.
+
+    Every rank has the same number of micro batches, none empty. A micro batch has at most ``capacity`` tokens, unless
+    it is a single longer sample.
+    """
+
+    capacity: int
+    bins: tuple[tuple[Bin, ...], ...]
+    cost: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Tokens of the fullest rank over the mean of all ranks; 1 is perfect."""
+        return max(self.cost) * len(self.cost) / sum(self.cost)
+
+
+def pack(lengths: Sequence[int], dp: int, capacity: int, minibatches: int = 1) -> tuple[PackPlan, ...]:
+    """Pack samples of ``lengths`` tokens; one plan for each minibatch, sample ids being indices into ``lengths``.
+
+    Minibatches are contiguous and as equal in samples as can be, so that the samples of one prompt stay together when
+    their number divides a minibatch's. Raises UserError when a minibatch cannot feed all ranks.
+    """
+    assert min(lengths, default=1) > 0, "a sample without tokens"
+    ends = [len(lengths) * (index + 1) // minibatches for index in range(minibatches)]
+    return tuple(
+        _pack_minibatch(lengths, range(start, end), dp, capacity)
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    )
+
+
+def balance(lengths: Sequence[int], ids: Sequence[int], parts: int) -> list[list[int]]:
+    """Divide ``ids`` into ``parts`` of nearly equal total length: longest first, each to the emptiest part.
+
+    (Graham 1969; on realistic lengths as good as largest differencing, and 100 times faster.)
+    """
+    heap = [(0, part) for part in range(parts)]
+    members: list[list[int]] = [[] for _ in range(parts)]
+    for i in sorted(ids, key=lambda i: (-lengths[i], i)):
+        total, part = heap[0]
+        members[part].append(i)
+        heapq.heapreplace(heap, (total + lengths[i], part))
+    return members
+
+
+def _pack_minibatch(lengths: Sequence[int], ids: Sequence[int], dp: int, capacity: int) -> PackPlan:
+    if len(ids) < dp:
+        raise UserError(
+            f"{len(ids)} samples in a minibatch cannot feed {dp} data-parallel ranks",
+            where="train.minibatches",
+            remedy="use fewer minibatches or more samples a step",
+        )
+    shares = balance(lengths, ids, dp)
+    count = max(len(_first_fit(lengths, share, capacity)) for share in shares)
+    if min(map(len, shares)) >= count:
+        ranks = [_divide(lengths, share, count, capacity) for share in shares]
+    else:
+        ranks = _pack_globally(lengths, ids, dp, capacity)
+    bins = tuple(tuple(tuple(sorted(members)) for members in rank) for rank in ranks)
+    return PackPlan(capacity, bins, tuple(sum(lengths[i] for members in rank for i in members) for rank in bins))
+
+
+def _divide(lengths: Sequence[int], ids: Sequence[int], count: int, capacity: int) -> list[list[int]]:
+    """Exactly ``count`` bins, balanced if capacity allows. First fit must need no more than ``count``."""
+    bins = balance(lengths, ids, count)
+    if all(len(members) == 1 or sum(lengths[i] for i in members) <= capacity for members in bins):
+        return bins
+    return _split(lengths, _first_fit(lengths, ids, capacity), count)
+
+
+def _first_fit(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> list[list[int]]:
+    """Few bins of at most ``capacity``: longest first, each into the first bin with room, or a new one."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(ids, key=lambda i: (-lengths[i], i)):
+        place = next((place for place, free in enumerate(room) if free >= lengths[i]), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(i)
+        room[place] -= lengths[i]
+    return bins
+
+
+def _split(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the fullest bin of several samples until there are ``count`` bins."""
+    bins = list(bins)
+    while len(bins) < count:
+        fullest = max((b for b in bins if len(b) > 1), key=lambda members: sum(lengths[i] for i in members))
+        bins.remove(fullest)
+        bins += balance(lengths, fullest, 2)
+    return bins
+
+
+def _pack_globally(lengths: Sequence[int], ids: Sequence[int], dp: int, capacity: int) -> list[list[list[int]]]:
+    """For samples so long that a rank's fair share has fewer samples than another rank needs micro batches.
+
+    Micro batches are made first, over all ranks, then dealt out, as many to each; ranks are less well balanced.
+    """
+    bins = _first_fit(lengths, ids, capacity)
+    count = -(-len(bins) // dp)
+    if count * dp > len(ids):
+        raise UserError(
+            f"{len(ids)} samples, most of which fill a micro batch of {capacity} tokens, do not divide among {dp} "
+            "data-parallel ranks",
+            where="train.tokens_per_microbatch",
+            remedy=f"raise it, or use a multiple of {dp} samples in each minibatch",
+        )
+    bins = _split(lengths, bins, count * dp)
+    sums = [sum(lengths[i] for i in members) for members in bins]
+    ranks: list[list[list[int]]] = [[] for _ in range(dp)]
+    totals = [0] * dp
+    for place in sorted(range(len(bins)), key=lambda place: (-sums[place], place)):
+        rank = min((r for r in range(dp) if len(ranks[r]) < count), key=lambda r: (totals[r], r))
+        ranks[rank].append(bins[place])
+        totals[rank] += sums[place]
+    return ranks
