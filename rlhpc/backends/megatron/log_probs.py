@@ -11,6 +11,11 @@ from torch import Tensor
 
 from rlhpc.api import TokenStats
 
+# Rows are taken in chunks of about this many elements: no float32 copy of the logits ever exists, and on a CPU a chunk
+# stays in cache through all its passes.
+_CHUNK_ELEMENTS = 1 << 19
+_CHUNK_ELEMENTS_GPU = 1 << 26
+
 
 def token_stats(
     logits: Float[Tensor, "N V"], targets: Int64[Tensor, " N"], group: dist.ProcessGroup, temperature: float
@@ -30,38 +35,62 @@ class _VocabParallelStats(torch.autograd.Function):
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, inverse_temperature: float
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        x = logits.float() * inverse_temperature
-        first = group.rank() * x.size(-1)
-        maximum = x.amax(-1)
+        column = targets - group.rank() * logits.size(-1)
+        here = (column >= 0) & (column < logits.size(-1))
+        column = column.clamp(0, logits.size(-1) - 1)
+        picked = logits.gather(-1, column[:, None])[:, 0].float() * inverse_temperature
+        maximum, total, weighted = _softmax_sums(logits, inverse_temperature)
         if group.size() > 1:
+            local_maximum = maximum.clone()
             dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
-        x = x - maximum[:, None]
-        here = (targets >= first) & (targets < first + x.size(-1))
-        column = (targets - first).clamp(0, x.size(-1) - 1)
-        picked = torch.where(here, x.gather(-1, column[:, None])[:, 0], 0.0)
-        exponentials = x.exp()
-        sums = torch.stack([exponentials.sum(-1), (exponentials * x).sum(-1), picked], dim=-1)
-        if group.size() > 1:
+            shift = local_maximum - maximum
+            weighted, total = shift.exp() * (weighted + shift * total), shift.exp() * total
+            sums = torch.stack([total, weighted, torch.where(here, picked, 0.0)], dim=-1)
             dist.all_reduce(sums, group=group)
-        total, weighted, picked = sums.unbind(-1)
-        log_total, mean = total.log(), weighted / total
-        ctx.save_for_backward(x, log_total, column, here, mean)
+            total, weighted, picked = sums.unbind(-1)
+        log_total, mean = maximum + total.log(), maximum + weighted / total
+        ctx.save_for_backward(logits, column, here, log_total, mean)
+        ctx.inverse_temperature = inverse_temperature
         ctx.set_materialize_grads(False)
-        ctx.inverse_temperature, ctx.dtype = inverse_temperature, logits.dtype
         return picked - log_total, log_total - mean
 
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
     ) -> tuple[Tensor, None, None, None]:
-        x, log_total, column, here, mean = ctx.saved_tensors
-        # d log p(target) / dx_j = [j = target] - p_j;  d entropy / dx_j = -p_j (x_j - E[x])
-        grad = (x - log_total[:, None]).exp_()
+        logits, column, here, log_total, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
-        if grad_entropy is None:
-            grad *= -grad_log_probs[:, None]
-        else:
-            grad *= -(grad_log_probs[:, None] + grad_entropy[:, None] * (x - mean[:, None]))
-        grad.scatter_add_(-1, column[:, None], (grad_log_probs * here)[:, None])
-        return (grad * ctx.inverse_temperature).to(ctx.dtype), None, None, None
+        grad = torch.empty_like(logits)
+        for rows in _chunks(logits):
+            # d log p(target) / dx_j = [j = target] - p_j;  d entropy / dx_j = -p_j (x_j - E[x])
+            x = logits[rows].float() * ctx.inverse_temperature
+            factor = grad_log_probs[rows, None]
+            if grad_entropy is not None:
+                factor = factor + grad_entropy[rows, None] * (x - mean[rows, None])
+            x = x.sub_(log_total[rows, None]).exp_().mul_(factor * -ctx.inverse_temperature)
+            x.scatter_add_(
+                -1, column[rows, None], (grad_log_probs[rows] * here[rows] * ctx.inverse_temperature)[:, None]
+            )
+            grad[rows] = x
+        return grad, None, None, None
+
+
+def _softmax_sums(logits: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """For each row of x = logits / temperature: maximum m, sum of exp(x - m), sum of exp(x - m) (x - m)."""
+    results = [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3)]
+    maximum, total, weighted = results
+    for rows in _chunks(logits):
+        x = logits[rows].float() * inverse_temperature
+        maximum[rows] = x.amax(-1)
+        x.sub_(maximum[rows, None])
+        exponentials = x.exp()
+        total[rows] = exponentials.sum(-1)
+        weighted[rows] = exponentials.mul_(x).sum(-1)
+    return maximum, total, weighted
+
+
+def _chunks(logits: Tensor) -> list[slice]:
+    elements = _CHUNK_ELEMENTS_GPU if logits.is_cuda else _CHUNK_ELEMENTS
+    step = max(1, elements // logits.size(-1))
+    return [slice(start, start + step) for start in range(0, len(logits), step)]

@@ -1,0 +1,44 @@
+"""Vocabulary-parallel log-probs and entropy against PyTorch's softmax, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers.distributed import run_ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_equal_to_softmax_with_gradients(world_size: int) -> None:
+    for forward, backward in run_ranks(_differences, world_size):
+        assert forward < 1e-5
+        assert backward < 1e-5
+
+
+def _differences() -> tuple[float, float]:
+    from rlhpc.backends.megatron import log_probs
+
+    log_probs._CHUNK_ELEMENTS = 4096  # several chunks, the last one short
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    rows, vocabulary = 257, 512
+    targets, a, b = torch.randint(0, vocabulary, (rows,)), torch.randn(rows), torch.randn(rows)
+    forward = backward = 0.0
+    for temperature, with_entropy in ((1.0, True), (0.7, True), (0.7, False)):
+        full = (torch.randn(rows, vocabulary) * 4).requires_grad_()
+        expected = torch.log_softmax(full / temperature, -1)
+        picked = expected.gather(-1, targets[:, None])[:, 0]
+        entropy = -(expected.exp() * expected).sum(-1)
+        (picked * a + (entropy * b if with_entropy else 0)).sum().backward()
+        part = full.detach().chunk(group.size(), -1)[group.rank()].clone().requires_grad_()
+        stats = log_probs.token_stats(part, targets, group, temperature)
+        (stats.log_probs * a + (stats.entropy * b if with_entropy else 0)).sum().backward()
+        forward = max(forward, _far(stats.log_probs, picked), _far(stats.entropy, entropy))
+        backward = max(backward, _far(part.grad, full.grad.chunk(group.size(), -1)[group.rank()]))
+    return forward, backward
+
+
+def _far(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).detach().abs().max())
