@@ -18,6 +18,7 @@ from typing import Literal
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json, write_json
+from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
 
 Kind = Literal["user", "error", "peer", "signal", "done"]
@@ -27,7 +28,7 @@ Kind = Literal["user", "error", "peer", "signal", "done"]
 class StartRecord:
     rank: int
     node: str
-    pid: int
+    process: ProcessId
     time: float
 
 
@@ -92,7 +93,7 @@ def run_recorded(exits: Path, info: RankInfo, function: Callable[[], None]) -> N
 
 def write_start(exits: Path, info: RankInfo) -> None:
     """Say that this process is the rank."""
-    record = StartRecord(info.rank, info.node, os.getpid(), time.time())
+    record = StartRecord(info.rank, info.node, ProcessId.own(), time.time())
     write_json(_file(exits, info.rank, "start"), asdict(record))
 
 
@@ -117,7 +118,8 @@ def clear(exits: Path) -> None:
 
 def read_starts(exits: Path) -> dict[int, StartRecord]:
     """Start records by rank."""
-    return {record["rank"]: StartRecord(**record) for record in _read(exits, "start")}
+    records = _read(exits, "start")
+    return {record["rank"]: StartRecord(**{**record, "process": ProcessId(**record["process"])}) for record in records}
 
 
 def read_exits(exits: Path) -> dict[int, ExitRecord]:

@@ -7,45 +7,57 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 
-def start_ticks(pid: int) -> int | None:
-    """When the process started, in clock ticks since boot; None when it is gone or a zombie.
+@dataclass(frozen=True)
+class ProcessId:
+    """One process for good: pids are used again, but not with the same start (in clock ticks since boot)."""
 
-    Together with the pid this names a process for good: pids are used again.
-    """
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # the name before the bracket may hold blanks
-    return None if fields[0] in "ZX" else int(fields[19])
+    pid: int
+    start: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessId | None:
+        """The process that runs as ``pid`` now; None when there is none or it is a zombie."""
+        try:
+            text = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return None
+        fields = text.rpartition(")")[2].split()  # the name before the bracket may hold blanks
+        return None if fields[0] in "ZX" else cls(pid, int(fields[19]))
+
+    @classmethod
+    def own(cls) -> ProcessId:
+        """This process."""
+        process = cls.of(os.getpid())
+        assert process is not None
+        return process
+
+    def is_alive(self) -> bool:
+        """It runs; one that ended and was not yet waited for does not."""
+        return ProcessId.of(self.pid) == self
+
+    def kill_group(self) -> None:
+        """SIGKILL to the process and, if it leads a process group, to what is left of the group."""
+        if ProcessId.of(self.pid) not in (self, None):
+            return  # another process has the pid, so the group is gone too
+        for kill in (os.killpg, os.kill):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(self.pid, signal.SIGKILL)
 
 
-def is_alive(pid: int) -> bool:
-    """The process runs; one that ended and was not yet waited for does not."""
-    return start_ticks(pid) is not None
-
-
-def die_with(pid: int, poll_seconds: float = 0.5) -> None:
-    """From now on this process, and its process group if it leads one, is killed soon after process ``pid`` ends."""
-    first = start_ticks(pid)
+def die_with(other: ProcessId, poll_seconds: float = 0.5) -> None:
+    """From now on this process, and its process group if it leads one, is killed soon after ``other`` ends."""
+    own = ProcessId.own()
 
     def watch() -> None:
-        while first is not None and start_ticks(pid) == first:
+        while other.is_alive():
             time.sleep(poll_seconds)
-        kill_group(os.getpid())
+        own.kill_group()
 
-    threading.Thread(target=watch, name="die-with-launcher", daemon=True).start()
-
-
-def kill_group(pid: int) -> None:
-    """SIGKILL to the process and, if it leads a process group, to all of the group; silent when they are gone."""
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signal.SIGKILL)
+    threading.Thread(target=watch, name="die-with", daemon=True).start()
 
 
 def oom_kills() -> int:

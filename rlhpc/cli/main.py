@@ -1,0 +1,63 @@
+"""The ``rlhpc`` command."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from rlhpc import __version__
+from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.version_option(__version__, prog_name="rlhpc", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Reinforcement-learning post-training of large language models, as plain processes."""
+
+
+@cli.command()
+@click.argument("config")
+@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
+@click.option("--check", is_flag=True, help="Say whether the run can work, and start nothing.")
+@click.option("--resume", is_flag=True, help="Continue the run in its folder from the newest checkpoint.")
+@click.option("--run-dir", metavar="FOLDER", help="Where the run is written; default: run_dir of CONFIG.")
+def run(config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_dir: str | None) -> None:
+    """Run CONFIG, a YAML file, on this machine; KEY.SUB=VALUE changes a key of it."""
+    from pathlib import Path
+
+    from rlhpc.config.load import load_config
+
+    loaded = load_config(Path(config), overrides)
+    if run_dir is not None:
+        loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
+    if check:
+        from rlhpc.plan.check import check_config
+
+        for topic, text in check_config(loaded, prepared=loaded.prepare is None):
+            click.echo(f"{topic:<8}{text}")
+        return
+    from rlhpc.launch.run import run_here
+
+    sys.exit(run_here(loaded, resume))
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON schema of the configuration, for editors."""
+    from rlhpc.config.load import json_schema
+
+    click.echo(json_schema(), nl=False)
+
+
+def main() -> None:
+    """Entry point of the ``rlhpc`` command: a user's error is one line and exit code 2."""
+    try:
+        cli(prog_name="rlhpc")
+    except UserError as error:
+        print(f"rlhpc: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""A run on this machine: one process per rank, started through submitit, watched until the last has ended."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from submitit import LocalExecutor
+
+from rlhpc.config.load import dump_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import env, exits
+from rlhpc.core.errors import UserError, one_line
+from rlhpc.core.exits import ExitRecord
+from rlhpc.core.files import write_atomic
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.launch.machine import check_resources, environment, rank_environment
+from rlhpc.launch.progress import Display, MetricsFollower, duration
+from rlhpc.launch.rank import run_rank
+from rlhpc.launch.watch import Ranks
+
+TRAINER = "rlhpc.trainer.main:run_rank"
+INTERRUPTED = 130
+_POLL_SECONDS = 0.1
+# After the first failure: for records of the same cause; while only losses of a peer are known, for the cause itself.
+_GRACE_SECONDS, _CAUSE_SECONDS = 1.0, 5.0
+_FINISH_SECONDS = 5.0  # for ranks that are done to tear down engines and process groups
+_FOR_EVER_MINUTES = 60 * 24 * 365
+
+
+def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry: str = TRAINER) -> int:
+    """Run ``entry`` (package.module:function, called with the run folder) on every rank; return the exit code.
+
+    A UserError of a rank is raised here; any other failure is told on stderr and gives 1, Ctrl-C gives 130. The other
+    ranks are ended within about two seconds of the first failure.
+    """
+    started = time.monotonic()
+    check_resources(config.resources)
+    check_folder(folder, resume)
+    folder.create()
+    with _locked(folder):
+        exits.clear(folder.exits)
+        write_atomic(folder.config, dump_config(config))
+        oom_before = oom_kills()
+        ranks = _start(config, folder, entry)
+        try:
+            ended = _watch(ranks, config.world_size, folder)
+            failed = exits.culprit(ended.values())
+            if failed is None:
+                ranks.finish(_FINISH_SECONDS)
+        except KeyboardInterrupt:
+            print(f"rlhpc: interrupted after {duration(time.monotonic() - started)}: {folder.path}", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            ranks.end()
+        if failed is not None:
+            _tell(failed, ranks, oom_kills() > oom_before)
+            return 1
+    if folder.report_text.is_file():
+        print(folder.report_text.read_text(encoding="utf-8").rstrip())
+    print(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
+    return 0
+
+
+def check_folder(folder: RunFolder, resume: bool) -> None:
+    """A fresh run wants a folder without a run; ``resume`` wants one with."""
+    if folder.holds_run() and not resume:
+        raise UserError(
+            f"{str(folder.path)!r} already holds a run",
+            where="run_dir",
+            remedy="continue it with --resume, or choose another folder with --run-dir",
+        )
+    if resume and not folder.config.is_file():
+        raise UserError(f"{str(folder.path)!r} holds no run", where="run_dir", remedy="start it without --resume")
+
+
+@contextmanager
+def _locked(folder: RunFolder) -> Iterator[None]:
+    """Keep a second launcher out of the folder; the lock goes with this process."""
+    with open(folder.path / ".lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another rlhpc is running in {str(folder.path)!r}",
+                where="run_dir",
+                remedy="wait for it, or choose another folder with --run-dir",
+            ) from None
+        yield
+
+
+def _start(config: RunConfig, folder: RunFolder, entry: str) -> Ranks:
+    executor = LocalExecutor(folder=folder.logs)
+    executor.update_parameters(
+        tasks_per_node=config.resources.ranks_per_node,
+        gpus_per_node=config.resources.ranks_per_node,
+        timeout_min=_FOR_EVER_MINUTES,
+        stderr_to_stdout=True,
+    )
+    arguments: tuple[Any, ...] = (entry, str(folder.path), ProcessId.own(), os.environ.get(env.CUDA_VISIBLE_DEVICES))
+    # A terminal's Ctrl-C is the launcher's to handle: processes inherit that they ignore it.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with environment(rank_environment(config.resources)):
+            job = executor.submit(run_rank, *arguments)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return Ranks(job, folder.exits, config.world_size, socket.gethostname())
+
+
+def _watch(ranks: Ranks, world_size: int, folder: RunFolder) -> dict[int, ExitRecord]:
+    """Wait until every rank is done, or one has failed and its peers had time to say so; how each ended."""
+    follower = MetricsFollower(folder.metrics)
+    failed_at = None
+    with Display() as display:
+        while True:
+            ended = ranks.poll()
+            display.update(follower.read_new())
+            if len(ended) == world_size:
+                return ended
+            kinds = {record.kind for record in ended.values()} - {"done"}
+            if kinds:
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at > (_CAUSE_SECONDS if kinds == {"peer"} else _GRACE_SECONDS):
+                    return ended
+            time.sleep(_POLL_SECONDS)
+
+
+def _tell(failed: ExitRecord, ranks: Ranks, oom: bool) -> None:
+    """Raise the rank's UserError, or tell its error and where to read more."""
+    if failed.kind == "user":
+        raise UserError(failed.message)
+    if failed.kind == "signal":
+        cause = "; the kernel ended a process for want of memory meanwhile" if oom else ""
+        text = f"rank {failed.rank} on {failed.node} {failed.message}{cause}"
+    else:
+        text = f"rank {failed.rank} on {failed.node} failed: {failed.type}: {one_line(failed.message)[:500]}"
+    print(f"rlhpc: {text}\nrlhpc: its output and traceback: {ranks.log(failed.rank)}", file=sys.stderr)

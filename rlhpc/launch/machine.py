@@ -1,0 +1,81 @@
+"""What this machine has, found without torch, and the environment that ranks get on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from rlhpc.config.schema import ResourcesSection
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+
+# Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
+_PORTS = range(20000, 30000)
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs that a process started here sees."""
+    visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
+    devices = [file for file in Path("/dev").glob("nvidia*") if file.name.removeprefix("nvidia").isdecimal()]
+    return len(devices) if visible is None else min(len(devices), len([v for v in visible.split(",") if v.strip()]))
+
+
+def check_resources(resources: ResourcesSection) -> None:
+    """Refuse what one machine cannot start."""
+    if resources.nodes > 1:
+        raise UserError(
+            f"`rlhpc run` starts ranks on this machine only, {resources.nodes} nodes are asked for",
+            where="resources.nodes",
+            remedy="set it to 1",
+        )
+    gpus = gpu_count()
+    if 0 < gpus < resources.ranks_per_node:
+        raise UserError(
+            f"{resources.ranks_per_node} ranks on {gpus} GPU(s)",
+            where="resources.ranks_per_node",
+            remedy=f"use at most {gpus}, or set {env.CUDA_VISIBLE_DEVICES}= to run on the CPU",
+        )
+
+
+def rank_environment(resources: ResourcesSection) -> dict[str, str]:
+    """Variables that every rank on this machine gets."""
+    threads = resources.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // resources.ranks_per_node)
+    settings = {
+        env.MASTER_ADDR: "127.0.0.1",
+        env.MASTER_PORT: str(free_port()),
+        env.OMP_NUM_THREADS: str(threads),
+        env.HF_HUB_OFFLINE: "1",
+        env.TOKENIZERS_PARALLELISM: "false",
+    }
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        settings[env.GLOO_SOCKET_IFNAME] = "lo"
+    settings[env.CUDA_DEVICE_MAX_CONNECTIONS if gpu_count() else env.TORCHDYNAMO_DISABLE] = "1"
+    return settings
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    for port in random.sample(_PORTS, 100):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise RuntimeError(f"no free port among 100 of {_PORTS}")
+
+
+@contextlib.contextmanager
+def environment(settings: Mapping[str, str]) -> Iterator[None]:
+    """``settings`` in os.environ for the block only: what is started inside inherits them."""
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

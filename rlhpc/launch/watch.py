@@ -1,0 +1,86 @@
+"""Watching the ranks of one machine: who started, who failed, ending them all."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from submitit import Job
+
+from rlhpc.core.exits import ExitRecord, StartRecord, read_exits, read_starts
+
+# How much later than the first rank another may start before it counts as lost.
+_START_SECONDS = 120.0
+_END_SECONDS = 2.0
+
+
+class Ranks:
+    """The processes of a submitit local job, seen through their start and exit records.
+
+    submitit's controller starts one process per rank and waits for all of them; it neither notices nor ends the
+    others when one dies, and it keeps exit codes to itself.
+    """
+
+    def __init__(self, job: Job, exits: Path, world_size: int, node: str) -> None:
+        self._job, self._exits, self._world_size, self._node = job, exits, world_size, node
+        self._starts: dict[int, StartRecord] = {}
+        self._silent: dict[int, ExitRecord] = {}
+
+    def poll(self) -> dict[int, ExitRecord]:
+        """How the ranks that ended did so; a rank without a word of its own gets a record of kind ``signal``."""
+        if len(self._starts) < self._world_size:
+            self._starts = read_starts(self._exits)
+        all_over = self._job.done()
+        # Looked at before the records are read: a rank writes its record and then ends.
+        gone = {rank for rank, start in self._starts.items() if not start.process.is_alive()}
+        exits = read_exits(self._exits)
+        for rank in range(self._world_size):
+            if rank in gone or (rank not in self._starts and (all_over or self._is_late())):
+                self._silent.setdefault(rank, self._silent_record(rank))
+        return {**self._silent, **exits}
+
+    def log(self, rank: int) -> Path:
+        """What the rank printed."""
+        return Path(self._job.task(rank).paths.stdout)
+
+    def finish(self, seconds: float) -> None:
+        """Give ranks that are done the time to end by themselves."""
+        deadline = time.monotonic() + seconds
+        while not self._job.done() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def end(self) -> None:
+        """Kill every rank with its children, then submitit's controller."""
+        self._starts = read_starts(self._exits)
+        for start in self._starts.values():
+            start.process.kill_group()
+        controller = int(self._job.job_id)
+        for signum in (signal.SIGTERM, signal.SIGKILL):  # the controller hands SIGTERM on to ranks not yet started
+            if self._job.done():
+                return
+            with suppress(ProcessLookupError):
+                os.kill(controller, signum)
+            deadline = time.monotonic() + _END_SECONDS
+            while not self._job.done() and time.monotonic() < deadline:
+                time.sleep(0.02)
+
+    def _is_late(self) -> bool:
+        first = min((start.time for start in self._starts.values()), default=time.time())
+        return time.time() - first > _START_SECONDS
+
+    def _silent_record(self, rank: int) -> ExitRecord:
+        start = self._starts.get(rank)
+        if start is None:
+            return ExitRecord(rank, self._node, 0, time.time(), "signal", message="ended before it started its work")
+        message = _fatal_error(self.log(rank)) or "was killed, or ended without a Python error"
+        return ExitRecord(rank, start.node, start.process.pid, time.time(), "signal", message=message)
+
+
+def _fatal_error(log: Path) -> str:
+    """What faulthandler wrote when the interpreter itself crashed, such as a segmentation fault."""
+    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    fatal = [line for line in text.splitlines() if line.startswith("Fatal Python error: ")]
+    return f"crashed: {fatal[-1].removeprefix('Fatal Python error: ')}" if fatal else ""

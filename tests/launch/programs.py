@@ -1,0 +1,86 @@
+"""Small rank programs that tests launch for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+
+
+def rank() -> int:
+    return int(os.environ[env.RANK])
+
+
+def write_environment(run_dir: str) -> None:
+    """Leave this rank's environment where the test finds it, and steps in metrics.jsonl."""
+    Path(run_dir, f"environment-{rank()}.json").write_text(json.dumps(dict(os.environ)))
+    if rank() == 0:
+        with open(Path(run_dir, "metrics.jsonl"), "a") as file:
+            for step in (1, 2):
+                record = {"phase": "rl", "step": step, "total_steps": 2, "time": time.time(), "reward/mean": step / 4}
+                file.write(json.dumps(record) + "\n")
+        Path(run_dir, "report").mkdir()
+        Path(run_dir, "report", "report.txt").write_text("the report\n")
+
+
+def user_error_on_rank_one(run_dir: str) -> None:
+    """The others hang, as in a collective."""
+    if rank() == 1:
+        raise UserError("8 is too many", where="rollout.tp", remedy="use 4")
+    time.sleep(600)
+
+
+def killed_rank_one(run_dir: str) -> None:
+    """Rank 1 dies without a word; the others lose their connection to it."""
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.2)
+    raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
+
+
+def error_then_lost_peers(run_dir: str) -> None:
+    """Rank 2 fails of itself; the others see it as a lost peer, and write their records before it does."""
+    broken = Path(run_dir, "broken")
+    if rank() == 2:
+        broken.touch()
+        time.sleep(1.5)
+        raise KeyError("the real cause")
+    while not broken.exists():
+        time.sleep(0.01)
+    raise ConnectionResetError("Connection reset by peer")
+
+
+def hang(run_dir: str) -> None:
+    """Say who this is and which child it has, then ignore every polite signal."""
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(signum, signal.SIG_IGN)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    Path(run_dir, f"pids-{rank()}").write_text(f"{os.getpid()} {child.pid}")
+    time.sleep(600)
+
+
+def prepare(folder: str, fail: str = "") -> None:
+    """A prepare hook: makes inputs, or fails as told."""
+    from tests.helpers.plain_model import write_inputs
+
+    if fail == "user":
+        raise UserError("no space", where="prepare", remedy="free some")
+    if fail:
+        raise RuntimeError(fail)
+    write_inputs(Path(folder))
+
+
+def crash_on_rank_one(run_dir: str) -> None:
+    """A segmentation fault in native code."""
+    if rank() == 1:
+        import ctypes
+
+        ctypes.string_at(0)
+    time.sleep(600)

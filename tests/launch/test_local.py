@@ -1,0 +1,193 @@
+"""Real ranks through submitit's local executor: success, every way to fail, and nobody left behind."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.core.exits import read_starts
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.process import ProcessId
+from rlhpc.launch.local import run_local
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+PROGRAMS = "tests.launch.programs"
+
+
+@pytest.fixture(autouse=True)
+def at_root(monkeypatch):
+    monkeypatch.chdir(ROOT)  # ranks import the programs from there
+
+
+def make_config(folder: Path, ranks: int) -> RunConfig:
+    file = folder / "given.yaml"
+    file.write_text(f"name: tiny\nmodel: {{path: none}}\ntrain: {{steps: 1}}\nresources: {{ranks_per_node: {ranks}}}\n")
+    return load_config(file)
+
+
+def launch(folder: Path, program: str, ranks: int, resume: bool = False) -> int:
+    run = RunFolder(folder / "run")
+    try:
+        return run_local(make_config(folder, ranks), run, resume, entry=f"{PROGRAMS}:{program}")
+    finally:
+        assert not [start for start in read_starts(run.exits).values() if start.process.is_alive()]
+
+
+def wait_until(condition, seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.05)
+
+
+def test_ranks_run_with_their_environment_and_the_launcher_keeps_its_own(tmp_path, capsys):
+    before = dict(os.environ)
+    assert launch(tmp_path, "write_environment", 2) == 0
+    assert dict(os.environ) == before
+    seen = [json.loads((tmp_path / "run" / f"environment-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(s["RANK"], s["WORLD_SIZE"], s["LOCAL_RANK"]) for s in seen] == [("0", "2", "0"), ("1", "2", "1")]
+    assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"] != ""
+    assert seen[0]["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
+    assert seen[0]["HF_HUB_OFFLINE"] == "1"
+    assert seen[0].get("CUDA_VISIBLE_DEVICES") == before.get("CUDA_VISIBLE_DEVICES")
+    out = capsys.readouterr().out.splitlines()
+    assert "rl step 2/2 | reward 0.500 | 0 s left" in out
+    assert out[-2] == "the report"
+    assert out[-1].startswith("rlhpc: finished in ")
+
+
+def test_the_run_folder_is_private_and_holds_the_resolved_config(tmp_path):
+    launch(tmp_path, "write_environment", 1)
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+    assert load_config(tmp_path / "run" / "config.yaml") == make_config(tmp_path, 1)
+
+
+def test_a_user_error_of_one_rank_is_raised_while_the_others_hang(tmp_path):
+    started = time.monotonic()
+    with pytest.raises(UserError) as caught:
+        launch(tmp_path, "user_error_on_rank_one", 3)
+    assert str(caught.value) == "rollout.tp: 8 is too many; use 4"
+    assert time.monotonic() - started < 15
+
+
+def test_a_killed_rank_is_named_not_its_victims(tmp_path, capsys):
+    assert launch(tmp_path, "killed_rank_one", 3) == 1
+    told = capsys.readouterr().err
+    assert "rlhpc: rank 1 on " in told
+    assert "was killed" in told
+
+
+def test_a_crash_of_the_interpreter_is_named(tmp_path, capsys):
+    assert launch(tmp_path, "crash_on_rank_one", 2) == 1
+    assert "crashed: Segmentation fault" in capsys.readouterr().err
+
+
+def test_the_rank_that_failed_of_itself_is_named_though_others_wrote_first(tmp_path, capsys):
+    assert launch(tmp_path, "error_then_lost_peers", 3) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert told[0].endswith("failed: KeyError: 'the real cause'")
+    assert told[0].startswith("rlhpc: rank 2 on ")
+    log = Path(told[1].removeprefix("rlhpc: its output and traceback: "))
+    assert "the real cause" in log.read_text()
+
+
+def test_a_program_that_cannot_be_imported_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="has no 'nonsense'"):
+        launch(tmp_path, "nonsense", 2)
+
+
+def test_a_folder_with_a_run_wants_resume(tmp_path):
+    assert launch(tmp_path, "write_environment", 1) == 0
+    with pytest.raises(UserError, match="already holds a run; continue it with --resume"):
+        launch(tmp_path, "write_environment", 1)
+    (tmp_path / "run" / "report" / "report.txt").unlink()
+    (tmp_path / "run" / "report").rmdir()
+    assert launch(tmp_path, "write_environment", 1, resume=True) == 0
+
+
+def test_resume_wants_a_run(tmp_path):
+    with pytest.raises(UserError, match="holds no run; start it without --resume"):
+        launch(tmp_path, "write_environment", 1, resume=True)
+
+
+def test_a_second_launcher_is_kept_out(tmp_path):
+    (tmp_path / "run").mkdir()
+    with open(tmp_path / "run" / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="another rlhpc is running in"):
+            launch(tmp_path, "write_environment", 1)
+
+
+def test_more_than_one_node_is_refused(tmp_path):
+    config = make_config(tmp_path, 1)
+    two = config.model_copy(update={"resources": config.resources.model_copy(update={"nodes": 2})})
+    with pytest.raises(UserError, match=r"resources\.nodes: .*; set it to 1"):
+        run_local(two, RunFolder(tmp_path / "run"))
+
+
+@pytest.fixture
+def hanging(tmp_path):
+    """A launcher in its own session with two hanging ranks, and all their processes."""
+    make_config(tmp_path, 2)
+    code = (
+        "import sys; from pathlib import Path; from rlhpc.config.load import load_config\n"
+        "from rlhpc.core.folder import RunFolder; from rlhpc.launch.local import run_local\n"
+        "folder = Path(sys.argv[1]); config = load_config(folder / 'given.yaml')\n"
+        "sys.exit(run_local(config, RunFolder(folder / 'run'), entry=sys.argv[2]))"
+    )
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path), f"{PROGRAMS}:hang"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    )
+    files = [tmp_path / "run" / f"pids-{rank}" for rank in (0, 1)]
+    wait_until(lambda: all(file.exists() and len(file.read_text().split()) == 2 for file in files), 30, "ranks started")
+    processes = [ProcessId.of(int(pid)) for file in files for pid in file.read_text().split()]
+    assert all(processes)
+    yield launcher, [process for process in processes if process]
+    for process in processes:
+        if process:
+            process.kill_group()
+    launcher.kill()
+    launcher.wait()
+
+
+def test_ranks_and_their_children_die_with_a_killed_launcher(hanging):
+    launcher, processes = hanging
+    launcher.kill()
+    wait_until(lambda: not any(process.is_alive() for process in processes), 5, "ranks ended with the launcher")
+
+
+def test_interrupting_the_terminal_ends_all_ranks_without_a_traceback(hanging):
+    launcher, processes = hanging
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, told = launcher.communicate(timeout=10)
+    assert launcher.returncode == 130
+    assert told.startswith("rlhpc: interrupted after ")
+    assert len(told.splitlines()) == 1
+    assert not any(process.is_alive() for process in processes)
+
+
+def test_a_rank_killed_from_outside_ends_the_run_within_seconds(hanging):
+    launcher, processes = hanging
+    os.kill(processes[2].pid, signal.SIGKILL)
+    killed = time.monotonic()
+    _, told = launcher.communicate(timeout=10)
+    assert time.monotonic() - killed < 4
+    assert launcher.returncode == 1
+    assert told.startswith("rlhpc: rank 1 on ")
+    assert not any(process.is_alive() for process in processes)
