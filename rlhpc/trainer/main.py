@@ -1,4 +1,4 @@
-"""A rank's whole life: join the others, build, run, leave a record of how it ended."""
+"""A rank's program: join the others, build, run."""
 
 from __future__ import annotations
 
@@ -9,24 +9,15 @@ from pathlib import Path
 
 from rlhpc.config.load import load_config
 from rlhpc.core import env
-from rlhpc.core.exits import run_recorded
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.rank import RankInfo
 
 
-def run_rank(run_dir: str, resume: bool = False) -> None:
-    """Run this rank of the run in ``run_dir``, whose resolved config the launcher has written there."""
-    folder, info = RunFolder(Path(run_dir)), RankInfo.from_environ()
-    logging.basicConfig(
-        level=logging.INFO,
-        stream=sys.stderr,
-        format=f"%(asctime)s rank {info.rank} %(name)s: %(message)s",
-        force=True,
-    )
-    run_recorded(folder.exits, info, lambda: _run(folder, info, resume))
+def run_rank(run_dir: str, resume: bool) -> None:
+    """Run this rank of the run in ``run_dir``, whose resolved config the launcher has written there.
 
-
-def _run(folder: RunFolder, info: RankInfo, resume: bool) -> None:
+    ``resume`` continues from the newest checkpoint, or from the start when there is none yet.
+    """
     import torch
 
     from rlhpc.observe.report import write_report
@@ -34,6 +25,13 @@ def _run(folder: RunFolder, info: RankInfo, resume: bool) -> None:
     from rlhpc.trainer.build import build
     from rlhpc.trainer.loop import Loop
 
+    folder, info = RunFolder(Path(run_dir)), RankInfo.from_environ()
+    logging.basicConfig(
+        level=logging.WARNING,
+        stream=sys.stderr,
+        format=f"%(asctime)s rank {info.rank} %(name)s: %(message)s",
+        force=True,
+    )
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))
     config = load_config(folder.config)
     join(info)
