@@ -1,0 +1,92 @@
+"""A checkpoint is whole or it is not there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlhpc.api import RunState
+from rlhpc.checkpoint import CheckpointStore
+from rlhpc.core.errors import UserError
+
+
+@pytest.fixture(autouse=True)
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _write(text: str):
+    return lambda folder: (folder / "weights").write_text(text)
+
+
+def test_the_newest_comes_back_with_its_state_and_old_ones_go(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 3):
+        store.save(RunState(sft_step=10, step=step, prompt_cursor=step * 8, weights_version=step), _write(f"at {step}"))
+    saved = store.latest()
+    assert saved.state == RunState(sft_step=10, step=3, prompt_cursor=24, weights_version=3)
+    assert (saved.folder / "weights").read_text() == "at 3"
+    assert sorted(os.listdir(tmp_path)) == ["step-00000012", "step-00000013"]
+
+
+def test_nothing_saved_is_none(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "absent", keep=1).latest() is None
+
+
+@pytest.mark.parametrize("damage", ["cut", "remove", "state"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = CheckpointStore(tmp_path, keep=5)
+    store.save(RunState(step=1), _write("first"))
+    newest = store.save(RunState(step=2), _write("second"))
+    {
+        "cut": lambda: (newest / "weights").write_text("sec"),
+        "remove": lambda: (newest / "weights").unlink(),
+        "state": lambda: (newest / "state.json").write_text("{"),
+    }[damage]()
+    assert store.latest().state.step == 1
+    assert "is passed over" in caplog.text
+
+
+def test_a_kill_in_the_middle_of_a_save_leaves_the_former_one(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(RunState(step=1), _write("first"))
+    program = f"""
+        import os, signal, torch.distributed as dist
+        from pathlib import Path
+        from rlhpc.api import RunState
+        from rlhpc.checkpoint import CheckpointStore
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        def write(folder):
+            (folder / "weights").write_text("half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        CheckpointStore(Path({str(tmp_path)!r}), keep=1).save(RunState(step=2), write)
+    """
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "PYTHONPATH": root})
+    assert done.returncode == -signal.SIGKILL
+    assert store.latest().state.step == 1
+    store.save(RunState(step=2), _write("again"))  # what the dead left behind is cleared away
+    assert os.listdir(tmp_path) == ["step-00000002"]
+
+
+def test_a_full_disk_is_one_clear_line_and_costs_nothing_saved(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    store.save(RunState(step=1), _write("first"))
+
+    def full(folder: Path) -> None:
+        with open("/dev/full", "w") as file:
+            file.write("x" * 100_000)
+
+    with pytest.raises(UserError, match=r"cannot save a checkpoint \(No space left on device\); free disk space"):
+        store.save(RunState(step=2), full)
+    assert store.latest().state.step == 1
