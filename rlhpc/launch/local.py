@@ -37,7 +37,7 @@ _FOR_EVER_MINUTES = 60 * 24 * 365
 
 
 def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry: str = TRAINER) -> int:
-    """Run ``entry`` (package.module:function, called with the run folder) on every rank; return the exit code.
+    """Call ``entry`` (package.module:function) with the run folder and ``resume`` on every rank; return the exit code.
 
     A UserError of a rank is raised here; any other failure is told on stderr and gives 1, Ctrl-C gives 130. The other
     ranks are ended within about two seconds of the first failure.
@@ -50,7 +50,7 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
         exits.clear(folder.exits)
         write_atomic(folder.config, dump_config(config))
         oom_before = oom_kills()
-        ranks = _start(config, folder, entry)
+        ranks = _start(config, folder, resume, entry)
         try:
             ended = _watch(ranks, config.world_size, folder)
             failed = exits.culprit(ended.values())
@@ -97,7 +97,7 @@ def _locked(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def _start(config: RunConfig, folder: RunFolder, entry: str) -> Ranks:
+def _start(config: RunConfig, folder: RunFolder, resume: bool, entry: str) -> Ranks:
     executor = LocalExecutor(folder=folder.logs)
     executor.update_parameters(
         tasks_per_node=config.resources.ranks_per_node,
@@ -105,7 +105,8 @@ def _start(config: RunConfig, folder: RunFolder, entry: str) -> Ranks:
         timeout_min=_FOR_EVER_MINUTES,
         stderr_to_stdout=True,
     )
-    arguments: tuple[Any, ...] = (entry, str(folder.path), ProcessId.own(), os.environ.get(env.CUDA_VISIBLE_DEVICES))
+    visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
+    arguments: tuple[Any, ...] = (entry, str(folder.path), resume, ProcessId.own(), visible)
     # A terminal's Ctrl-C is the launcher's to handle: processes inherit that they ignore it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

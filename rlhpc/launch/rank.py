@@ -14,8 +14,8 @@ from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.rank import RankInfo
 
 
-def run_rank(entry: str, run_dir: str, launcher: ProcessId, visible_devices: str | None) -> None:
-    """Call ``entry`` (package.module:function) with the run folder, leaving records of start and end.
+def run_rank(entry: str, run_dir: str, resume: bool, launcher: ProcessId, visible_devices: str | None) -> None:
+    """Call ``entry`` (package.module:function) as entry(run_dir, resume), leaving records of start and end.
 
     The process leads a session of its own, so that a terminal's Ctrl-C reaches only the launcher and so that its
     children can be ended with it; it does not outlive the launcher. ``visible_devices`` is CUDA_VISIBLE_DEVICES as
@@ -32,4 +32,4 @@ def run_rank(entry: str, run_dir: str, launcher: ProcessId, visible_devices: str
     os.environ[env.WORLD_SIZE] = str(info.world_size)
     os.environ[env.LOCAL_RANK] = str(info.local_rank)
     folder = RunFolder(Path(run_dir))
-    run_recorded(folder.exits, info, lambda: import_attribute(entry, "trainer")(run_dir))
+    run_recorded(folder.exits, info, lambda: import_attribute(entry, "trainer")(run_dir, resume))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.local import check_folder, run_local
@@ -18,6 +20,7 @@ def run_here(config: RunConfig, resume: bool = False) -> int:
     check_config(config, prepared=config.prepare is None)
     if config.prepare is not None:
         if not run_prepare(config.prepare):
+            print(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
             return 1
         check_config(config)
     return run_local(config, folder, resume)

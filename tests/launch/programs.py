@@ -18,7 +18,7 @@ def rank() -> int:
     return int(os.environ[env.RANK])
 
 
-def write_environment(run_dir: str) -> None:
+def write_environment(run_dir: str, resume: bool) -> None:
     """Leave this rank's environment where the test finds it, and steps in metrics.jsonl."""
     Path(run_dir, f"environment-{rank()}.json").write_text(json.dumps(dict(os.environ)))
     if rank() == 0:
@@ -30,14 +30,14 @@ def write_environment(run_dir: str) -> None:
         Path(run_dir, "report", "report.txt").write_text("the report\n")
 
 
-def user_error_on_rank_one(run_dir: str) -> None:
+def user_error_on_rank_one(run_dir: str, resume: bool) -> None:
     """The others hang, as in a collective."""
     if rank() == 1:
         raise UserError("8 is too many", where="rollout.tp", remedy="use 4")
     time.sleep(600)
 
 
-def killed_rank_one(run_dir: str) -> None:
+def killed_rank_one(run_dir: str, resume: bool) -> None:
     """Rank 1 dies without a word; the others lose their connection to it."""
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -45,7 +45,7 @@ def killed_rank_one(run_dir: str) -> None:
     raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
 
 
-def error_then_lost_peers(run_dir: str) -> None:
+def error_then_lost_peers(run_dir: str, resume: bool) -> None:
     """Rank 2 fails of itself; the others see it as a lost peer, and write their records before it does."""
     broken = Path(run_dir, "broken")
     if rank() == 2:
@@ -57,7 +57,7 @@ def error_then_lost_peers(run_dir: str) -> None:
     raise ConnectionResetError("Connection reset by peer")
 
 
-def hang(run_dir: str) -> None:
+def hang(run_dir: str, resume: bool) -> None:
     """Say who this is and which child it has, then ignore every polite signal."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
@@ -77,7 +77,7 @@ def prepare(folder: str, fail: str = "") -> None:
     write_inputs(Path(folder))
 
 
-def crash_on_rank_one(run_dir: str) -> None:
+def crash_on_rank_one(run_dir: str, resume: bool) -> None:
     """A segmentation fault in native code."""
     if rank() == 1:
         import ctypes

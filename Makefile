@@ -1,0 +1,41 @@
+# Everything for a machine without a GPU: Python 3.11 or newer, pip and make are all that is needed.
+# PyPI's torch is the large CUDA build; PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu brings the small one.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+INSTALLED := $(VENV)/.installed
+STARTED := $(shell date +%s)
+
+.PHONY: venv demo test check bench clean
+
+venv: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml requirements/cpu-engine.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install torch==2.13.0
+	$(PIP) install -e '.[cpu,dev]'
+	$(PIP) install --no-deps -r requirements/cpu-engine.txt
+	touch $@
+
+# Each demo has a folder of its own: a run is never written over.
+demo: venv
+	@$(BIN)/rlhpc run configs/demo.yaml --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
+	@echo "demo: $$(($$(date +%s) - $(STARTED))) s in all, installation included"
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q -m 'not slow'
+
+bench: venv
+	$(BIN)/python -m bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

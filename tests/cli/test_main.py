@@ -1,0 +1,90 @@
+"""The command line as a user meets it: separate processes, exit codes, one line for a mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhpc import __version__
+from rlhpc.config.load import json_schema
+from tests.helpers.plain_model import write_inputs
+
+ROOT = Path(__file__).parents[2]
+
+
+def rlhpc(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+
+
+def told(*arguments: str) -> str:
+    """The one line of a user's error."""
+    done = rlhpc(*arguments)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    return done.stderr.strip()
+
+
+@pytest.fixture
+def config(tmp_path):
+    return str(write_inputs(tmp_path))
+
+
+def test_version():
+    assert rlhpc("--version").stdout == f"rlhpc {__version__}\n"
+
+
+def test_schema():
+    assert json.loads(rlhpc("schema").stdout) == json.loads(json_schema())
+
+
+def test_check_summarises_and_starts_nothing(config, tmp_path):
+    done = rlhpc("run", config, "--check", "train.steps=5")
+    assert done.returncode == 0
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["layout", "batch", "model", "data"]
+    assert "rl 5 steps" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(config):
+    line = told("run", config, "--check", "rolout.tp=2")
+    assert line == "rlhpc: command line: rolout: unknown key; did you mean 'rollout'?"
+
+
+def test_a_run_that_cannot_work_is_refused_before_it_starts(config, tmp_path):
+    assert told("run", config, "train.minibatches=3").startswith("rlhpc: train.minibatches: ")
+    assert told("run", config, "resources.nodes=2").startswith("rlhpc: resources.nodes: ")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(config, tmp_path):
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "metrics.jsonl").write_text("{}\n")
+    line = told("run", config, "--run-dir", str(other))
+    assert line.endswith("already holds a run; continue it with --resume, or choose another folder with --run-dir")
+    assert (other / "metrics.jsonl").read_text() == "{}\n"
+
+
+def test_check_waits_for_what_prepare_makes(config, tmp_path):
+    hook = f"prepare={{function: 'tests.launch.programs:prepare', arguments: {{folder: {tmp_path / 'later'}}}}}"
+    overrides = [hook, f"model.path={tmp_path / 'later' / 'model'}", f"data.train.0={tmp_path / 'later/train.jsonl'}"]
+    done = rlhpc("run", config, "--check", *overrides)
+    assert done.returncode == 0
+    assert done.stdout.count("prepare makes it") == 2
+
+
+def test_a_user_error_of_the_prepare_hook_is_one_line(config):
+    hook = "prepare={function: 'tests.launch.programs:prepare', arguments: {folder: x, fail: user}}"
+    assert told("run", config, hook) == "rlhpc: prepare: no space; free some"
+
+
+def test_a_failure_of_the_prepare_hook_ends_the_run(config, tmp_path):
+    done = rlhpc("run", config, "prepare={function: 'tests.launch.programs:prepare', arguments: {folder: x, fail: Oh}}")
+    assert done.returncode == 1
+    assert "RuntimeError: Oh" in done.stderr
+    assert not (tmp_path / "run").exists()
