@@ -34,7 +34,7 @@ check: venv
 	$(BIN)/python -m pytest -q -m 'not slow'
 
 bench: venv
-	$(BIN)/python -m bench
+	$(BIN)/python -m bench.grpo_step
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -97,18 +97,3 @@ def test_a_breach_is_seen(module, text):
 )
 def test_what_is_allowed_passes(module, text):
     assert not breaches(module, text)
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_environment_variables_are_named_only_in_core_env(file):
-    """os.environ["X"], .get("X"), os.getenv("X") and the like take a name from rlhpc.core.env."""
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Subscript):
-            owner, keys = ast.unparse(node.value), [node.slice]
-        elif isinstance(node, ast.Call):
-            owner, keys = ast.unparse(node.func).rpartition(".")[0], list(node.args[:1])
-            owner = "os.environ" if ast.unparse(node.func) == "os.getenv" else owner
-        else:
-            continue
-        named = any(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys)
-        assert not (owner in ("os.environ", "environ") and named), f"{file.name}:{node.lineno}"
