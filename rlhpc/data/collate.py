@@ -1,0 +1,92 @@
+"""Sequences to a packed batch and per-token results back to samples. Vectorised: this runs on every step's samples."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlhpc.api import PackedBatch
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """Where the response tokens of some sequences are predicted in their packed batch."""
+
+    starts: np.ndarray  # [S] first token of each sequence
+    response_lengths: np.ndarray  # [S]
+    places: np.ndarray  # [sum of response lengths] packed positions, sequence by sequence
+
+    @classmethod
+    def of(cls, lengths: np.ndarray, prompt_lengths: np.ndarray) -> _Spans:
+        starts = np.cumsum(lengths) - lengths
+        response_lengths = lengths - prompt_lengths
+        # Response token i of a sequence with a prompt of p tokens is predicted at its position p - 1 + i.
+        first = starts + prompt_lengths - 1
+        return cls(starts, response_lengths, np.repeat(first, response_lengths) + _counted(response_lengths))
+
+
+def pack_batch(
+    sequences: Sequence[tuple[np.ndarray, int]],
+    *,
+    sample_ids: Sequence[int],
+    weights: Sequence[float] | None = None,
+    per_token: Mapping[str, Sequence[np.ndarray]] | None = None,
+    align: int = 1,
+) -> PackedBatch:
+    """Lay (tokens [L], prompt length) sequences end to end.
+
+    ``weights`` is each sequence's loss weight of a response token (default 1); ``per_token`` holds for each sequence
+    values over its response tokens, scattered to where those are predicted, 0 elsewhere. One more sequence of zeros
+    with weight 0 fills the total up to a multiple of ``align``.
+    """
+    assert len(sequences) == len(sample_ids) > 0
+    lengths = np.array([len(tokens) for tokens, _ in sequences])
+    prompt_lengths = np.array([prompt_len for _, prompt_len in sequences])
+    assert ((prompt_lengths > 0) & (prompt_lengths <= lengths)).all(), "a prompt needs a token, and fits its sequence"
+    spans = _Spans.of(lengths, prompt_lengths)
+    used = int(lengths.sum())
+    total = -(-used // align) * align
+    all_lengths = lengths if total == used else np.append(lengths, total - used)
+
+    tokens = np.zeros(total, dtype=np.int64)
+    tokens[:used] = np.concatenate([tokens for tokens, _ in sequences])
+    targets = np.zeros(total, dtype=np.int64)
+    targets[: used - 1] = tokens[1:used]
+    targets[spans.starts + lengths - 1] = 0  # what follows the last token belongs to the next sequence
+    loss_weight = np.zeros(total, dtype=np.float32)
+    loss_weight[spans.places] = np.repeat(np.ones(len(lengths)) if weights is None else weights, spans.response_lengths)
+
+    extra = {}
+    for name, values in (per_token or {}).items():
+        assert [len(v) for v in values] == spans.response_lengths.tolist(), f"{name}: one value per response token"
+        scattered = np.zeros(total, dtype=np.float32)
+        scattered[spans.places] = np.concatenate(values)
+        extra[name] = torch.from_numpy(scattered)
+    return PackedBatch(
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        positions=torch.from_numpy(_counted(all_lengths)),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int32)),
+        loss_weight=torch.from_numpy(loss_weight),
+        sample_ids=tuple(sample_ids),
+        extra=extra,
+    )
+
+
+def unpack(batch: PackedBatch, values: Tensor, prompt_lengths: Sequence[int]) -> list[np.ndarray]:
+    """Per-token ``values`` [T] of a packed batch as one float32 array [response] for each of its samples, in order."""
+    assert len(prompt_lengths) == len(batch.sample_ids)
+    lengths = np.diff(batch.cu_seqlens.cpu().numpy())[: len(batch.sample_ids)]
+    spans = _Spans.of(lengths, np.asarray(prompt_lengths))
+    picked = values.detach().float().cpu().numpy()[spans.places]
+    return np.split(picked, np.cumsum(spans.response_lengths)[:-1])
+
+
+def _counted(lengths: np.ndarray) -> np.ndarray:
+    """0, 1, … for each length, one after the other, int64."""
+    starts = np.cumsum(lengths) - lengths
+    return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)

@@ -1,0 +1,105 @@
+"""Rows of data files with the place each came from, and the one way rows are taken from a data set."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core.errors import UserError
+
+Row = dict[str, Any]
+
+
+def read_rows(path: Path, where: str) -> Iterator[tuple[str, Row]]:
+    """(place, row) of every row of a .jsonl or .parquet file; ``where`` is the config key that names it.
+
+    The place is ``file:line`` for JSONL and ``file: row n`` (from 1) for parquet.
+    """
+    if not path.is_file():
+        raise UserError(f"no such file {str(path)!r}", where=where, remedy="correct it")
+    if path.suffix == ".jsonl":
+        return _read_jsonl(path)
+    if path.suffix == ".parquet":
+        return _read_parquet(path)
+    raise UserError(f"{str(path)!r} is neither .jsonl nor .parquet", where=where, remedy="convert it to one of them")
+
+
+def need(row: Row, column: str, place: str) -> Any:
+    """The row's value in ``column``; absent or null is a UserError."""
+    if row.get(column) is None:
+        state = "is null" if column in row else "is missing"
+        raise UserError(
+            f"column {column!r} {state}",
+            where=place,
+            remedy=f"add it; the row has {', '.join(repr(name) for name in row) or 'no columns'}",
+        )
+    return row[column]
+
+
+def check_messages(value: Any, column: str, place: str) -> list[Row]:
+    """``value`` as chat messages with text contents; fields that are null (parquet fills them in) are left out."""
+    well_formed = isinstance(value, list) and all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
+    )
+    if not well_formed or not value:
+        raise UserError(
+            f"column {column!r} is {_shown(value)}",
+            where=place,
+            remedy='write it as [{"role": "user", "content": "…"}, …]',
+        )
+    return [{name: field for name, field in message.items() if field is not None} for message in value]
+
+
+class Order:
+    """Endless passes over ``size`` items, each pass in its own order; a pure function of seed and cursor."""
+
+    def __init__(self, size: int, shuffle: bool = True) -> None:
+        self._size, self._shuffle = size, shuffle
+        self._epoch: tuple[int, int] | None = None
+        self._items: list[int] = list(range(size))
+
+    def take(self, cursor: int, count: int, seed: int) -> tuple[list[int], int]:
+        """The indices of the ``count`` items from ``cursor`` on, and the cursor after them."""
+        taken = []
+        for position in range(cursor, cursor + count):
+            epoch, place = divmod(position, self._size)
+            if self._shuffle and self._epoch != (seed, epoch):
+                self._items = list(range(self._size))
+                random.Random(f"{seed}:{epoch}").shuffle(self._items)
+                self._epoch = (seed, epoch)
+            taken.append(self._items[place])
+        return taken, cursor + count
+
+
+def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
+    with open(path, encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"broken JSON ({error})", where=place, remedy="correct or remove the line") from None
+            if not isinstance(row, dict):
+                raise UserError(f"is {_shown(row)}", where=place, remedy='write one {"column": value, …} per line')
+            yield place, row
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (ArrowException, OSError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path), remedy="write the file again") from None
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield f"{path}: row {number}", row
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

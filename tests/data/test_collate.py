@@ -1,0 +1,74 @@
+"""Packing sequences into one batch and back."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import torch
+
+from rlhpc.data.collate import pack_batch, unpack
+
+
+def two_sequences() -> list[tuple[np.ndarray, int]]:
+    return [(np.array([11, 12, 13, 14], np.int32), 2), (np.array([21, 22, 23], np.int32), 1)]
+
+
+def test_targets_positions_and_weights_of_two_sequences():
+    batch = pack_batch(two_sequences(), sample_ids=(5, 3), weights=[0.5, 1.0])
+    assert batch.tokens.tolist() == [11, 12, 13, 14, 21, 22, 23]
+    assert batch.targets.tolist() == [12, 13, 14, 0, 22, 23, 0]
+    assert batch.positions.tolist() == [0, 1, 2, 3, 0, 1, 2]
+    assert batch.cu_seqlens.tolist() == [0, 4, 7]
+    assert batch.loss_weight.tolist() == [0, 0.5, 0.5, 0, 1, 1, 0]
+    assert batch.sample_ids == (5, 3)
+    assert (batch.tokens.dtype, batch.cu_seqlens.dtype, batch.loss_weight.dtype) == (
+        torch.int64,
+        torch.int32,
+        torch.float32,
+    )
+
+
+def test_response_values_lie_where_their_tokens_are_predicted():
+    values = [np.array([0.1, 0.2]), np.array([0.3, 0.4])]
+    batch = pack_batch(two_sequences(), sample_ids=(0, 1), per_token={"advantages": values})
+    np.testing.assert_allclose(batch.extra["advantages"], [0, 0.1, 0.2, 0, 0.3, 0.4, 0], rtol=1e-6)
+
+
+def test_one_dummy_sequence_fills_up_to_the_alignment():
+    values = [np.array([0.1, 0.2]), np.array([0.3, 0.4])]
+    batch = pack_batch(two_sequences(), sample_ids=(0, 1), per_token={"advantages": values}, align=4)
+    assert batch.cu_seqlens.tolist() == [0, 4, 7, 8]
+    assert batch.tokens.tolist()[7:] == [0]
+    assert batch.targets.tolist()[6:] == [0, 0]
+    assert batch.positions.tolist()[7:] == [0]
+    assert batch.mask.tolist()[7:] == [0]
+    assert batch.extra["advantages"].tolist()[7:] == [0]
+    assert pack_batch(two_sequences()[:1], sample_ids=(0,), align=4).cu_seqlens.tolist() == [0, 4]
+
+
+def test_unpack_returns_what_was_packed():
+    draw = np.random.default_rng(0)
+    sequences, values = [], []
+    for _ in range(20):
+        prompt_len, response_len = draw.integers(1, 9), draw.integers(0, 9)
+        sequences.append((draw.integers(0, 99, prompt_len + response_len), int(prompt_len)))
+        values.append(draw.random(response_len, dtype=np.float32))
+    batch = pack_batch(sequences, sample_ids=range(20), weights=[0.0] * 20, per_token={"x": values}, align=64)
+    back = unpack(batch, batch.extra["x"], [prompt_len for _, prompt_len in sequences])
+    assert len(back) == 20
+    for was, now in zip(values, back, strict=True):
+        np.testing.assert_array_equal(was, now)
+
+
+def test_the_weighted_targets_are_the_response_tokens():
+    batch = pack_batch(two_sequences(), sample_ids=(0, 1), align=8)
+    assert batch.targets[batch.mask.bool()].tolist() == [13, 14, 22, 23]
+
+
+def test_thousands_of_sequences_pack_quickly():
+    sequences = [(np.arange(400, dtype=np.int32), 100)] * 4000
+    values = {"advantages": [np.ones(300, np.float32)] * 4000}
+    began = time.process_time()
+    pack_batch(sequences, sample_ids=range(4000), per_token=values, align=8)
+    assert time.process_time() - began < 1

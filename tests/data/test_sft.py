@@ -1,0 +1,70 @@
+"""Supervised examples from both forms of rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.core.errors import UserError
+from rlhpc.data.sft import SFTSet
+from rlhpc.data.tokenizer import Tokenizer
+
+CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+
+
+def load(tokenizer: Tokenizer, tmp_path: Path, *rows: dict[str, Any]) -> SFTSet:
+    path = tmp_path / "sft.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return SFTSet.load([path], tokenizer)
+
+
+def test_both_forms_give_the_same_example(tokenizer: Tokenizer, tmp_path: Path):
+    examples = load(tokenizer, tmp_path, {"messages": CHAT}, {"prompt": "1+2=", "response": "3"})
+    for tokens, prompt_len in examples.sequences:
+        assert tokenizer.decode(tokens[:prompt_len], special=True) == "<|user|>1+2=<|assistant|>"
+        assert tokenizer.decode(tokens[prompt_len:], special=True) == "3<|end|>"
+
+
+def test_only_the_last_answer_is_learnt(tokenizer: Tokenizer, tmp_path: Path):
+    turns = [*CHAT, {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
+    ((tokens, prompt_len),) = load(tokenizer, tmp_path, {"messages": turns}).sequences
+    assert tokenizer.decode(tokens[prompt_len:], special=True) == "4<|end|>"
+
+
+def test_an_example_starts_with_the_prompt_that_rl_uses(tokenizer: Tokenizer, tmp_path: Path):
+    ((tokens, prompt_len),) = load(tokenizer, tmp_path, {"messages": CHAT}).sequences
+    assert tuple(tokens[:prompt_len]) == tokenizer.encode_prompts([CHAT[:1]])[0]
+
+
+def test_taking_wraps_and_repeats_for_the_same_cursor(tokenizer: Tokenizer, tmp_path: Path):
+    rows = [{"prompt": str(i), "response": str(i)} for i in range(5)]
+    examples = load(tokenizer, tmp_path, *rows)
+    taken, cursor = examples.take(3, 4, seed=0)
+    again, _ = examples.take(3, 4, seed=0)
+    assert cursor == 7
+    assert [t.tolist() for t, _ in taken] == [t.tolist() for t, _ in again]
+    assert len({tuple(t) for t, _ in examples.take(5, 5, seed=0)[0]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": CHAT[:1]}, "do not end with an assistant's answer"),
+        ({"messages": CHAT[1:]}, "do not end with an assistant's answer"),
+        ({"messages": "1+2="}, "column 'messages' is '1\\+2='"),
+        ({"text": "1+2=3"}, "neither a column 'messages' nor 'prompt' and 'response'; add them; the row has 'text'"),
+        ({"prompt": "1"}, "column 'response' is missing"),
+        ({"prompt": "1", "response": 3}, "column 'response' is 3"),
+    ],
+)
+def test_other_rows_are_refused_by_line(tokenizer: Tokenizer, tmp_path: Path, row: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=f"sft.jsonl:2: .*{message}"):
+        load(tokenizer, tmp_path, {"messages": CHAT}, row)
+
+
+def test_an_empty_file_is_an_error(tokenizer: Tokenizer, tmp_path: Path):
+    with pytest.raises(UserError, match=r"sft.data: holds no examples"):
+        load(tokenizer, tmp_path)
