@@ -67,9 +67,7 @@ def build(config: RunConfig, folder: RunFolder, info: RankInfo) -> Run:
     rl = config.train.steps > 0
 
     def model(optimizer: OptimizerSection | None) -> MegatronBackend:
-        backend = MegatronBackend(
-            shape, layout, info, config.model.dtype, config.parallel.sequence_parallel, optimizer
-        )
+        backend = MegatronBackend(shape, layout, info, config.model.dtype, config.parallel.sequence_parallel, optimizer)
         backend.load_pretrained(config.model.path)
         return backend
 

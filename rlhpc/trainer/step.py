@@ -13,9 +13,9 @@ from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.reshard import push
-from rlhpc.rollout.collect import collect
-from rlhpc.trainer.batches import Minibatch, exchange_samples, rl_minibatches, sft_minibatch, with_extra
+from rlhpc.trainer.batches import Minibatch, exchange_samples, rl_minibatches, sft_minibatch
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.rollout import generate_samples
 
 Metrics = dict[str, float]
 
@@ -46,7 +46,10 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         push(run.actor, run.engine)
         state.weights_version += 1
     with clock("rollout"):
-        samples = exchange_samples(run, collect(run.engine, prompts, run.score, _rollout_plan(run, state)))
+        section = run.config.rollout
+        samples = exchange_samples(
+            run, generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
+        )
         run.engine.sleep()
     with clock("prepare"):
         advantages = _advantages(run, samples)
