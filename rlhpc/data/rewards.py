@@ -118,13 +118,13 @@ def _check_signature(function: Callable[..., Any], section: RewardSection) -> No
     names = ("data_source", "solution_str", "ground_truth", "extra_info")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # built-in functions have none
+    except ValueError:  # a function written in C may tell none
         return
     try:
         signature.bind(**dict.fromkeys(names), **section.arguments)
     except TypeError as error:
         raise UserError(
-            f"{section.function}{signature} cannot be called with {', '.join((*names, *section.arguments))} ({error})",
+            f"{section.function} cannot be called with {', '.join((*names, *section.arguments))} ({error})",
             where="reward.arguments" if section.arguments else "reward.function",
             remedy="make its parameters and reward.arguments agree",
         ) from None

@@ -88,7 +88,7 @@ def test_arguments_of_the_config_reach_the_function():
 
 
 def test_arguments_that_do_not_fit_are_refused_before_the_run():
-    with pytest.raises(UserError, match=r"reward.arguments: .*plus\(.*\) cannot be called .*unexpected.*'less'"):
+    with pytest.raises(UserError, match=r"reward.arguments: .*plus cannot be called .*unexpected.*'less'"):
         score("plus", "ab", more=0.5, less=0.5)
     with pytest.raises(UserError, match=r"reward.function: .*missing a required argument: 'more'"):
         score("plus", "ab")

@@ -1,0 +1,131 @@
+"""What a finished run looked like: a plot, and a text of its final metrics and last samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core.files import write_atomic
+from rlhpc.core.folder import RunFolder
+from rlhpc.observe.metrics import Record, read_records
+
+WIDTH = 110
+REWARD, ACCURACY, LOSS = "reward/mean", "validation/accuracy", "loss"
+_PLOT = "reward.png"
+
+
+def write_report(folder: RunFolder) -> None:
+    """Write report/reward.png and report/report.txt from metrics.jsonl and samples.jsonl."""
+    records, samples = read_records(folder.metrics), read_records(folder.samples)
+    folder.report.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder.report_text, _text(folder, records, samples))
+    if records:
+        _plot(folder.report / _PLOT, records)
+
+
+def _text(folder: RunFolder, records: Sequence[Record], samples: Sequence[Record]) -> str:
+    from rich.console import Console
+
+    console = Console(width=WIDTH, record=True, file=_Nowhere(), color_system=None)
+    for table in (_final_metrics(records), _validations(records), _last_samples(samples)):
+        if table.row_count:
+            console.print(table)
+    console.print(f"Plot: {folder.report / _PLOT}", soft_wrap=True, highlight=False)
+    return console.export_text()
+
+
+class _Nowhere:
+    """A file that keeps nothing: the console's own record is used."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None: ...
+
+
+def _final_metrics(records: Sequence[Record]) -> Any:
+    """One row per metric: its value in the last record of each phase that has it."""
+    phases = [phase for phase in ("sft", "rl") if any(r["phase"] == phase for r in records)]
+    last: dict[str, dict[str, Any]] = {}
+    for record in records:
+        for name, value in record.items():
+            if name not in ("phase", "step", "total_steps", "time"):
+                last.setdefault(name, {})[record["phase"]] = value
+    steps = {r["phase"]: f"{r['phase']} step {r['step']}/{r['total_steps']}" for r in records}
+    table = _table("Final metrics", "metric", *(steps[phase] for phase in phases))
+    for name in sorted(last):
+        table.add_row(name, *(_number(last[name].get(phase)) for phase in phases))
+    return table
+
+
+def _validations(records: Sequence[Record]) -> Any:
+    table = _table("Validation on held-out prompts", "rl step", "accuracy", "training reward")
+    for record in records:
+        if ACCURACY in record:
+            table.add_row(str(record["step"]), _number(record[ACCURACY]), _number(record.get(REWARD)))
+    return table
+
+
+def _last_samples(samples: Sequence[Record]) -> Any:
+    """The samples of the last validation."""
+    step = max((sample["step"] for sample in samples), default=0)
+    table = _table(f"Held-out samples after rl step {step}", "prompt", "response", "expected", "reward")
+    for sample in samples:
+        if sample["step"] == step:
+            row = (sample["prompt"], sample["response"], str(sample["expected"]))
+            table.add_row(*map(_shortened, row), _number(sample["reward"]))
+    return table
+
+
+def _table(title: str, *columns: str) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", title_style="", box=box.ASCII2)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _shortened(text: str, limit: int = 400) -> Any:
+    """The text as it is, not as console markup; of a long one the beginning and the end."""
+    from rich.text import Text
+
+    return Text(text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}")
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+
+
+def _plot(path: Path, records: Sequence[Record]) -> None:
+    """Reward and accuracy over the steps of both phases, the supervised part shaded."""
+    # Figure and canvas by hand: pyplot would keep state and look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sft_steps = max((r["step"] for r in records if r["phase"] == "sft"), default=0)
+
+    def curve(name: str, keep: Callable[[Record], bool] = lambda _: True) -> tuple[list[int], list[float]]:
+        chosen = [r for r in records if name in r and keep(r)]
+        return [r["step"] + (sft_steps if r["phase"] == "rl" else 0) for r in chosen], [r[name] for r in chosen]
+
+    figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.plot(*curve(REWARD), color="tab:blue", linewidth=1.2, label="training reward (mean)")
+    axes.plot(*curve(ACCURACY), color="tab:orange", marker="o", markersize=4, label="validation accuracy (held out)")
+    axes.set(xlabel="step (supervised, then RL)", ylabel="reward, accuracy", title="Reward over the run")
+    axes.grid(alpha=0.3)
+    handles, labels = axes.get_legend_handles_labels()
+    if sft_steps:
+        handles.append(axes.axvspan(0, sft_steps, color="0.92"))
+        labels.append("supervised warm-up")
+        loss_axes = axes.twinx()
+        handles += loss_axes.plot(*curve(LOSS, lambda r: r["phase"] == "sft"), color="0.5", linewidth=1)
+        labels.append("supervised loss")
+        loss_axes.set_ylabel("supervised loss")
+        loss_axes.set_ylim(bottom=0)
+    axes.legend(handles, labels, loc="center left" if not sft_steps else "upper center", fontsize="small")
+    figure.savefig(path)

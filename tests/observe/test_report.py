@@ -1,0 +1,86 @@
+"""The report at the end of a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from rlhpc.api import RunState
+from rlhpc.core.folder import RunFolder
+from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.observe.report import write_report
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    folder.create()
+    return folder
+
+
+def write_run(folder: RunFolder) -> None:
+    writer = MetricsWriter(folder, False, RunState())
+    for step in range(1, 31):
+        writer.write("sft", step, 30, {"loss": 2.0 / step, "gradient_norm": 0.5})
+    writer.write("rl", 0, 40, {"validation/accuracy": 0.25})
+    for step in range(1, 41):
+        accuracy = {"validation/accuracy": 0.25 + step / 60} if step % 10 == 0 else {}
+        writer.write("rl", step, 40, {"reward/mean": step / 50, "gradient_norm": 0.125, **accuracy})
+    writer.close()
+    with open(folder.samples, "w") as file:
+        for step, response in ((0, "75"), (40, "[bold]85")):
+            sample = {"step": step, "prompt": "47+38=", "response": response, "expected": 85, "reward": 1.0}
+            file.write(json.dumps(sample) + "\n")
+
+
+def test_text_has_final_metrics_validations_and_the_last_samples(folder: RunFolder):
+    write_run(folder)
+    write_report(folder)
+    text = folder.report_text.read_text()
+    assert "sft step 30/30" in text
+    assert "rl step 40/40" in text
+    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    assert ["gradient_norm", "0.5", "0.125"] in lines
+    assert ["validation/accuracy", "", "0.9167"] in lines
+    assert ["0", "0.25", ""] in lines
+    assert ["20", "0.5833", "0.4"] in lines
+    assert ["47+38=", "[bold]85", "85", "1"] in lines
+    assert "75" not in [cell for line in lines for cell in line]
+
+
+def test_plot_is_a_picture_of_readable_size(folder: RunFolder):
+    from matplotlib.image import imread
+
+    write_run(folder)
+    write_report(folder)
+    height, width, _ = imread(folder.report / "reward.png").shape
+    assert width >= 1000
+    assert height >= 500
+
+
+def test_a_run_of_the_warm_up_alone_has_a_report(folder: RunFolder):
+    writer = MetricsWriter(folder, False, RunState())
+    writer.write("sft", 1, 1, {"loss": 2.0})
+    writer.close()
+    write_report(folder)
+    text = folder.report_text.read_text()
+    assert "sft step 1/1" in text
+    assert "Validation" not in text
+    assert (folder.report / "reward.png").is_file()
+
+
+def test_a_run_without_a_step_has_a_report(folder: RunFolder):
+    write_report(folder)
+    assert folder.report_text.is_file()
+
+
+def test_long_texts_are_shortened_in_the_middle(folder: RunFolder):
+    sample = {"step": 0, "prompt": "p", "response": "a" * 500 + "end", "expected": "e", "reward": 0.0}
+    folder.samples.write_text(json.dumps(sample) + "\n")
+    write_report(folder)
+    text = folder.report_text.read_text()
+    assert "…" in text
+    assert "end" in text
+    assert text.count("a") < 450
