@@ -24,7 +24,9 @@ class Loop:
         self._run, self._config = run, run.config
         self._store = CheckpointStore(run.folder.checkpoints, self._config.checkpoint.keep)
         self.state = self._restore() if resume else RunState()
-        self._writer = MetricsWriter(run.folder, run.config.observe.tensorboard) if run.info.rank == 0 else None
+        self._writer = (
+            MetricsWriter(run.folder, run.config.observe.tensorboard, self.state) if run.info.rank == 0 else None
+        )
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
         self._saved = self.state.total_steps if resume else -1
 

@@ -1,0 +1,84 @@
+"""Whole runs of `rlhpc run` on the demo's task, as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parents[2]
+
+
+def write_config(folder: Path, **changes: Any) -> Path:
+    """A small arithmetic run in ``folder``; ``changes`` are dotted keys with __ for the dot."""
+    inputs = folder / "inputs"
+    config: dict[str, Any] = {
+        "name": "small",
+        "run_dir": str(folder / "run"),
+        "prepare": {"function": "rlhpc.data.arithmetic:make", "arguments": {"folder": str(inputs)}},
+        "model": {"path": str(inputs / "model"), "dtype": "float32"},
+        "data": {
+            "train": [str(inputs / "train.parquet")],
+            "validation": [str(inputs / "validation.jsonl")],
+            "max_prompt_tokens": 16,
+        },
+        "reward": {"function": "rlhpc.data.rewards:number"},
+        "rollout": {"samples_per_prompt": 4, "max_response_tokens": 6, "kv_cache_gib": 0.0625},
+        "sft": {
+            "data": [str(inputs / "sft.jsonl")],
+            "steps": 3,
+            "sequences_per_step": 32,
+            "optimizer": {"learning_rate": 1e-3},
+        },
+        "train": {"steps": 3, "prompts_per_step": 16, "optimizer": {"learning_rate": 5e-4}},
+        "validation": {"every": 100, "max_prompts": 32},
+        "checkpoint": {"every": 0},
+    }
+    for key, value in changes.items():
+        section, parts = config, key.split("__")
+        for part in parts[:-1]:
+            section = section.setdefault(part, {})
+        section[parts[-1]] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "config.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+def start(config: Path, *options: str) -> subprocess.Popen[str]:
+    """`rlhpc run config …`, its output piped."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
+    return subprocess.Popen(
+        [sys.executable, "-m", "rlhpc.cli.main", "run", str(config), *options],
+        env={**os.environ, "PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        stdin=subprocess.DEVNULL,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str], timeout: float = 400) -> tuple[int, str]:
+    """Exit code and output."""
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        raise
+    return process.returncode, output
+
+
+def run(config: Path, *options: str) -> tuple[int, str]:
+    """Start and wait."""
+    return finish(start(config, *options))
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    file = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

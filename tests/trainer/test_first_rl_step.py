@@ -1,0 +1,51 @@
+"""The first RL step from the same weights, in every layout: the same samples, loss and gradient norm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import records, run, write_config
+from tests.trainer.test_layouts import LAYOUTS
+
+pytestmark = pytest.mark.slow
+
+
+def _first_step(folder: Path, ranks: int, tp: int, rollout_tp: int) -> dict[str, Any]:
+    config = write_config(
+        folder,
+        resources__ranks_per_node=ranks,
+        parallel__tp=tp,
+        rollout__tp=rollout_tp,
+        sft=None,
+        train__steps=1,
+        train__prompts_per_step=64,
+        train__minibatches=2,  # the second update sees ratios and the clip
+        rollout__samples_per_prompt=8,
+        algorithm__kl__coefficient=0.1,
+        data__validation=[],
+        # A random model answers nothing right: reward what it often does.
+        reward__function="tests.trainer.test_first_rl_step:short_answers",
+    )
+    code, output = run(config)
+    assert code == 0, output
+    return records(folder / "run")[-1]
+
+
+def short_answers(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """A reward that varies within every group."""
+    return 1.0 / (1 + len(solution_str)) + 0.1 * solution_str.count("7")
+
+
+def test_loss_and_gradient_norm_equal_one_rank(tmp_path: Path) -> None:
+    one = _first_step(tmp_path / "one", *LAYOUTS["one"])
+    assert one["gradient_norm"] > 0.01
+    assert one["kl"] > 0
+    for name in ("dp2", "tp2", "dp2_tp2"):
+        ours = _first_step(tmp_path / name, *LAYOUTS[name])
+        assert ours["rollout/completion_tokens"] == one["rollout/completion_tokens"], name
+        assert ours["reward/mean"] == pytest.approx(one["reward/mean"], rel=1e-6), name
+        assert ours["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-6), name
+        assert ours["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4), name

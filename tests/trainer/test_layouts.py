@@ -1,0 +1,62 @@
+"""The same run on one rank and cut over several: the first step equal, and every layout learns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import records, run, write_config
+
+pytestmark = pytest.mark.slow
+
+# name: (ranks, tp, rollout tp)
+LAYOUTS = {"one": (1, 1, 1), "dp2": (2, 1, 1), "tp2": (2, 2, 2), "dp2_tp2": (4, 2, 1)}
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Metrics of the same run in each layout."""
+    found = {}
+    for name, (ranks, tp, rollout_tp) in LAYOUTS.items():
+        folder = tmp_path_factory.mktemp(name)
+        config = write_config(
+            folder,
+            resources__ranks_per_node=ranks,
+            parallel__tp=tp,
+            rollout__tp=rollout_tp,
+            sft__steps=150,
+            sft__sequences_per_step=64,
+            train__steps=24,
+            train__prompts_per_step=32,
+        )
+        code, output = run(config)
+        assert code == 0, output
+        found[name] = records(folder / "run")
+    return found
+
+
+def _step(metrics: list[dict[str, Any]], phase: str, step: int) -> dict[str, Any]:
+    return next(record for record in metrics if (record["phase"], record["step"]) == (phase, step))
+
+
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
+def test_first_steps_equal_one_rank(curves: dict[str, list[dict[str, Any]]], name: str) -> None:
+    ours, one = _step(curves[name], "sft", 1), _step(curves["one"], "sft", 1)
+    assert ours["loss"] == pytest.approx(one["loss"], rel=1e-4)
+    assert ours["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_trainer_and_engine_agree_on_log_probs_in_every_step(
+    curves: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    gaps = [record["engine_gap_max"] for record in curves[name] if "engine_gap_max" in record]
+    assert len(gaps) == 24
+    assert max(gaps) < 1e-4
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout_learns(curves: dict[str, list[dict[str, Any]]], name: str) -> None:
+    rewards = [record["reward/mean"] for record in curves[name] if "reward/mean" in record]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards

@@ -1,0 +1,83 @@
+"""kill -9 and go on: every step's loss equal, bit for bit, to the run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.runs import finish, records, run, start, write_config
+
+pytestmark = pytest.mark.slow
+
+# Kill when this many records are there: in the warm-up, at the change of phases, in RL (with moments, reference and
+# several minibatches), after the last step while the end is written.
+KILLS = (1, 3, 5, 7)
+
+
+def _config(folder: Path) -> Path:
+    return write_config(
+        folder,
+        resources__ranks_per_node=2,
+        checkpoint__every=1,
+        train__steps=4,
+        train__minibatches=2,
+        train__optimizer__schedule="cosine",
+        algorithm__kl__coefficient=0.05,
+    )
+
+
+def _what_matters(record: dict[str, Any]) -> dict[str, Any]:
+    """All that is not a time."""
+    return {name: value for name, value in record.items() if not name.startswith("perf/") and name != "time"}
+
+
+def _kill_at(process: Any, run_dir: Path, count: int) -> None:
+    """SIGKILL a rank a moment after metrics.jsonl has ``count`` lines."""
+    deadline = time.monotonic() + 300
+    while len(records(run_dir)) < count:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    time.sleep(0.05 * count)  # between steps, in the middle of a save, in the next step
+    rank = json.loads((run_dir / "exits" / "rank-00001.start.json").read_text())
+    os.kill(rank["pid"], signal.SIGKILL)
+
+
+def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
+    straight = _config(tmp_path / "straight")
+    code, output = run(straight)
+    assert code == 0, output
+    expected = [_what_matters(record) for record in records(tmp_path / "straight" / "run")]
+    assert [(r["phase"], r["step"]) for r in expected] == [
+        *(("sft", step) for step in (1, 2, 3)),
+        *(("rl", step) for step in range(5)),
+    ]
+
+    config, run_dir = _config(tmp_path / "killed"), tmp_path / "killed" / "run"
+    options: tuple[str, ...] = ()
+    for count in KILLS:
+        process = start(config, *options)
+        _kill_at(process, run_dir, count)
+        code, output = finish(process)
+        assert code == 1
+        assert "rank 1" in output
+        options = ("--resume",)
+    code, output = run(config, "--resume")
+    assert code == 0, output
+    assert [_what_matters(record) for record in records(run_dir)] == expected
+
+
+def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path) -> None:
+    config = write_config(tmp_path, train__steps=0, sft__steps=1, data__validation=[])
+    assert run(config)[0] == 0
+    code, output = run(config)
+    assert code == 2
+    assert "already holds a run" in output
+    assert "--resume" in output
+    assert len(output.strip().splitlines()) == 1
