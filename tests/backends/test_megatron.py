@@ -71,7 +71,7 @@ def _sequences() -> list[torch.Tensor]:
 def _batch(sequences: list[torch.Tensor], alignment: int) -> Any:
     from rlhpc.data.collate import pack_batch
 
-    return pack_batch([(s.numpy(), 1) for s in sequences], align=alignment)
+    return pack_batch([(s.numpy(), 1) for s in sequences], sample_ids=range(len(sequences)), align=alignment)
 
 
 def _logits_differences(folders: dict[str, Path], tp: int) -> dict[str, float]:
