@@ -1,0 +1,134 @@
+"""What vLLM's CPU build lacks, added through its own extension points: a worker class and a model loader.
+
+Imported by vLLM only, by the name in ``vllm_engine.CPU_WORKER``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rlhpc.core import env
+from rlhpc.rollout.vllm_engine import load_all
+
+_LOAD_FORMAT = "rlhpc_unfilled"
+
+
+class Worker(CPUWorker):
+    """vLLM's CPU worker, with weights that can be loaded again and a KV cache that can sleep."""
+
+    def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
+        if vllm_config.parallel_config.tensor_parallel_size > 1:
+            # Used for nothing else once the default group is initialised, it names the shared-memory segment of the
+            # tensor-parallel ranks. As "env://" it would name every job's segment alike, crashed ones included.
+            distributed_init_method = f"file:///{_common_name()}"
+        super().__init__(vllm_config, local_rank, rank, distributed_init_method, **rest)
+
+    def load_model(self, **options: Any) -> None:
+        register_model_loader(_LOAD_FORMAT)(_UnfilledLoader)
+        self.vllm_config.load_config.load_format = _LOAD_FORMAT
+        super().load_model(**options)
+
+    def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Load as at the start: into plain parameters, then packed for the kernels."""
+        model = self.model_runner.get_model()
+        plain: _PlainParameters = model.plain_parameters
+        plain.restore()
+        load_all(model, tensors)
+        with set_current_vllm_config(self.vllm_config):
+            process_weights_after_loading(model, self.model_config, torch.device("cpu"))
+        plain.release()
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the KV cache's memory; the weights stay."""
+        storages = [cache.untyped_storage() for cache in self.model_runner.kv_caches]
+        for storage in {storage.data_ptr(): storage for storage in storages}.values():
+            _release(storage.data_ptr(), storage.nbytes())
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Nothing to do: released memory comes back, zeroed, when it is touched."""
+
+
+class _UnfilledLoader(BaseModelLoader):
+    """Leaves the parameters as they were allocated, and remembers them."""
+
+    def download_model(self, model_config: Any) -> None:
+        pass
+
+    def load_weights(self, model: nn.Module, model_config: Any) -> None:
+        model.plain_parameters = _PlainParameters(model)
+
+
+@dataclass(frozen=True)
+class _PlainParameter:
+    layer: nn.Module
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class _PlainParameters:
+    """A model's parameters as its loader knows them, before they are packed.
+
+    Packing replaces a layer's weight by an empty one, or its data by another layout; the parameter object, which
+    carries how it is cut and loaded, is kept here and put back before each load.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._all = [
+            _PlainParameter(layer, name, parameter, parameter.shape, parameter.dtype)
+            for layer in model.modules()
+            for name, parameter in layer.named_parameters(recurse=False)
+        ]
+
+    def restore(self) -> None:
+        """Put every parameter back with memory of its first shape; values are undefined."""
+        for plain in self._all:
+            if plain.parameter.shape != plain.shape or plain.parameter.dtype != plain.dtype:
+                plain.parameter.data = torch.empty(plain.shape, dtype=plain.dtype)
+            plain.layer.register_parameter(plain.name, plain.parameter)
+
+    def release(self) -> None:
+        """Free the memory of the parameters that packing has replaced."""
+        for plain in self._all:
+            if getattr(plain.layer, plain.name) is not plain.parameter:
+                plain.parameter.data = torch.empty(0, dtype=plain.dtype)
+
+
+def _common_name() -> str:
+    """A name that no other job or engine has, the same on every rank."""
+    names = [f"rlhpc-{os.environ.get(env.SLURM_JOB_ID, 'local')}-{uuid.uuid4().hex[:12]}"]
+    dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def _release(address: int, size: int) -> None:
+    """Give private memory back to the system; it reads as zeros afterwards."""
+    if sys.platform != "linux":
+        ctypes.memset(address, 0, size)
+        return
+    start, stop = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE, (address + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    if start >= stop:
+        ctypes.memset(address, 0, size)
+        return
+    ctypes.memset(address, 0, start - address)
+    ctypes.memset(stop, 0, address + size - stop)
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "madvise on the KV cache failed")
