@@ -13,6 +13,7 @@ STARTED := $(shell date +%s)
 venv: $(INSTALLED)
 
 $(INSTALLED): pyproject.toml requirements/cpu-engine.txt
+	@$(PYTHON) -c 'import sys; sys.exit("rlhpc needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install torch==2.13.0
 	$(PIP) install -e '.[cpu,dev]'

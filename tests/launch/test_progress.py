@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -63,3 +68,25 @@ def test_without_a_terminal_lines_are_printed_now_and_then(capsys):
         for number in range(1, 6):
             display.update([step("rl", number, float(number))])
     assert capsys.readouterr().out.splitlines() == ["rl step 1/10", "rl step 5/10 | 5 s left"]
+
+
+def test_on_a_terminal_the_line_is_rewritten_and_validations_stay():
+    code = (
+        "from rlhpc.launch.progress import Display\n"
+        "step = {'phase': 'rl', 'total_steps': 3}\n"
+        "with Display() as display:\n"
+        "    for number in (1, 2, 3):\n"
+        "        check = {'validation/accuracy': 0.5} if number == 2 else {}\n"
+        "        display.update([{**step, 'step': number, 'time': number, **check}])\n"
+    )
+    master, slave = pty.openpty()
+    root = Path(__file__).parents[2]
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    subprocess.run([sys.executable, "-c", code], cwd=root, stdout=slave, env=environ, check=True)
+    os.close(slave)
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    assert "rl step 2/3 | validation 50.0% | 1 s left\r\n" in shown
+    assert "\x1b[2K" in shown, "the line is cleared before it is written again"
+    last = shown.rsplit("\x1b[2K", 1)[1]
+    assert "rl step" not in last, "the live line is gone at the end"

@@ -1,0 +1,50 @@
+"""The ranks' environment on this machine, and what one machine cannot start."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from rlhpc.config.schema import ResourcesSection
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+from rlhpc.launch import machine
+
+
+def test_cores_are_shared_evenly_and_never_less_than_one():
+    cores = len(os.sched_getaffinity(0))
+    assert machine.rank_environment(ResourcesSection())[env.OMP_NUM_THREADS] == str(cores)
+    many = ResourcesSection(ranks_per_node=10 * cores)
+    assert machine.rank_environment(many)[env.OMP_NUM_THREADS] == "1"
+    assert machine.rank_environment(ResourcesSection(threads_per_rank=7))[env.OMP_NUM_THREADS] == "7"
+
+
+def test_the_compiler_is_off_only_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_count", lambda: 0)
+    settings = machine.rank_environment(ResourcesSection())
+    assert settings[env.TORCHDYNAMO_DISABLE] == "1"
+    monkeypatch.setattr(machine, "gpu_count", lambda: 1)
+    settings = machine.rank_environment(ResourcesSection())
+    assert env.TORCHDYNAMO_DISABLE not in settings
+    assert settings[env.CUDA_DEVICE_MAX_CONNECTIONS] == "1"
+
+
+def test_hidden_gpus_do_not_count(monkeypatch):
+    monkeypatch.setenv(env.CUDA_VISIBLE_DEVICES, "")
+    assert machine.gpu_count() == 0
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(machine, "gpu_count", lambda: 2)
+    with pytest.raises(UserError, match=r"^resources\.ranks_per_node: 4 ranks on 2 GPU"):
+        machine.check_resources(ResourcesSection(ranks_per_node=4))
+    machine.check_resources(ResourcesSection(ranks_per_node=2))
+
+
+def test_a_free_port_can_be_listened_on():
+    port = machine.free_port()
+    assert 20000 <= port < 30000
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
