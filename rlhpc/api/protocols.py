@@ -55,3 +55,6 @@ class RolloutEngine(Protocol):
 
     def sleep(self) -> None:
         """Give the memory of weights and KV cache back to the device, as far as the device can."""
+
+    def shutdown(self) -> None:
+        """Free everything at the end of the run; the ranks' default process group stays."""

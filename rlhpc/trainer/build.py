@@ -86,7 +86,7 @@ def build(config: RunConfig, folder: RunFolder, info: RankInfo) -> Run:
         tokenizer=tokenizer,
         actor=model(config.sft.optimizer if config.sft else config.train.optimizer),
         reference=model(None) if rl and algorithm.needs_reference(config.algorithm) else None,
-        engine=_engine(config, folder, tokenizer) if rl or validation else None,
+        engine=_engine(config, tokenizer) if rl or validation else None,
         algorithm=algorithm,
         score=lambda prompt, completion: reward(prompt, tokenizer.decode(completion.tokens)),
         prompts=prompts,
@@ -95,7 +95,7 @@ def build(config: RunConfig, folder: RunFolder, info: RankInfo) -> Run:
     )
 
 
-def _engine(config: RunConfig, folder: RunFolder, tokenizer: Tokenizer) -> RolloutEngine:
+def _engine(config: RunConfig, tokenizer: Tokenizer) -> RolloutEngine:
     return VllmEngine(
         config.model.path,
         config.rollout,

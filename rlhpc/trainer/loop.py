@@ -35,7 +35,10 @@ class Loop:
         sft, train, state = self._config.sft, self._config.train, self.state
         while sft and state.sft_step < sft.steps:
             began = time.perf_counter()
-            self._report("sft", state.sft_step, sft.steps, sft_step(self._run, state), began)
+            metrics = sft_step(self._run, state)
+            if state.sft_step == sft.steps and not train.steps:
+                metrics = {**metrics, **self._validate()}
+            self._report("sft", state.sft_step, sft.steps, metrics, began)
             self._save_when_due()
         if train.steps and state.step == 0:
             self._begin_rl()

@@ -39,4 +39,6 @@ def run_rank(run_dir: str, resume: bool) -> None:
     Loop(run, resume).run()
     if info.rank == 0:
         write_report(folder)
+    if run.engine is not None:
+        run.engine.shutdown()
     leave()
