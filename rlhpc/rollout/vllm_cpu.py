@@ -12,6 +12,7 @@ import sys
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,11 +34,20 @@ class Worker(CPUWorker):
     """vLLM's CPU worker, with weights that can be loaded again and a KV cache that can sleep."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
+        self._segment = ""
         if vllm_config.parallel_config.tensor_parallel_size > 1:
-            # Used for nothing else once the default group is initialised, it names the shared-memory segment of the
-            # tensor-parallel ranks. As "env://" it would name every job's segment alike, crashed ones included.
-            distributed_init_method = f"file:///{_common_name()}"
+            # Used for nothing else once the default group is initialised, it names the shared-memory segments of the
+            # tensor-parallel ranks. As "env://" it would name every job's segments alike, crashed ones included.
+            self._segment = _common_name()
+            distributed_init_method = f"file:///{self._segment}"
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, **rest)
+
+    def init_device(self) -> None:
+        super().init_device()
+        if self._segment:
+            dist.barrier()  # every rank has mapped the segments; without their names nothing of them outlives the ranks
+            for file in Path("/dev/shm").glob(f"{self._segment}-*"):
+                file.unlink(missing_ok=True)
 
     def load_model(self, **options: Any) -> None:
         register_model_loader(_LOAD_FORMAT)(_UnfilledLoader)
