@@ -12,6 +12,7 @@ from rlhpc.models import ModelShape
 from rlhpc.plan.shards import model_tensors
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
+_SURELY_HAS_ROWS = 16384  # bytes; an empty table of a hundred columns is smaller
 _INDEX = "model.safetensors.index.json"
 _COPY_AGAIN = "copy or download the file again"
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
@@ -188,14 +189,20 @@ def _check_jsonl(path: Path) -> None:
 
 
 def _check_parquet(path: Path) -> None:
-    """Magic bytes at both ends; rows by the footer, where pyarrow is installed (a login node may lack it)."""
+    """Magic bytes at both ends; rows by the footer, where the file is so small that it may have none.
+
+    pyarrow takes 0.3 s to import, and a login node may lack it: ranks look again when they read the file.
+    """
+    size = path.stat().st_size
     with open(path, "rb") as file:
         head = file.read(4)
-        file.seek(max(0, path.stat().st_size - 4))
+        file.seek(max(0, size - 4))
         tail = file.read(4)
     if head != b"PAR1" or tail != b"PAR1":
         wrong = "is cut short" if head == b"PAR1" else "is not a parquet file"
         raise UserError(wrong, where=str(path), remedy=_COPY_AGAIN)
+    if size > _SURELY_HAS_ROWS:
+        return
     try:
         import pyarrow.parquet as parquet
     except ImportError:
