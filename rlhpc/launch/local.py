@@ -23,7 +23,7 @@ from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.launch.machine import check_resources, environment, rank_environment
-from rlhpc.launch.progress import Display, MetricsFollower, duration
+from rlhpc.launch.progress import Display, MetricsFollower
 from rlhpc.launch.rank import run_rank
 from rlhpc.launch.watch import Ranks
 
@@ -42,7 +42,6 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
     A UserError of a rank is raised here; any other failure is told on stderr and gives 1, Ctrl-C gives 130. The other
     ranks are ended within about two seconds of the first failure.
     """
-    started = time.monotonic()
     check_resources(config.resources)
     check_folder(folder, resume)
     folder.create()
@@ -57,7 +56,7 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
             if failed is None:
                 ranks.finish(_FINISH_SECONDS)
         except KeyboardInterrupt:
-            print(f"rlhpc: interrupted after {duration(time.monotonic() - started)}: {folder.path}", file=sys.stderr)
+            print(f"rlhpc: interrupted; continue with --resume: {folder.path}", file=sys.stderr)
             return INTERRUPTED
         finally:
             ranks.end()
@@ -66,7 +65,6 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
             return 1
     if folder.report_text.is_file():
         print(folder.report_text.read_text(encoding="utf-8").rstrip())
-    print(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
     return 0
 
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import faulthandler
+import logging
 import os
+import sys
+import threading
 from pathlib import Path
 
 from rlhpc.core import env
@@ -31,5 +35,17 @@ def run_rank(entry: str, run_dir: str, resume: bool, launcher: ProcessId, visibl
     os.environ[env.RANK] = str(info.rank)
     os.environ[env.WORLD_SIZE] = str(info.world_size)
     os.environ[env.LOCAL_RANK] = str(info.local_rank)
+    done = threading.Event()
+    atexit.register(_end_now, done)  # the first to be registered is the last to be called
     folder = RunFolder(Path(run_dir))
     run_recorded(folder.exits, info, lambda: import_attribute(entry, "trainer")(run_dir, resume))
+    done.set()
+
+
+def _end_now(done: threading.Event) -> None:
+    """End a rank that is done without freeing all that torch and vLLM hold: that takes Python many seconds."""
+    if done.is_set():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)

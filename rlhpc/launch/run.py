@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import sys
+import time
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.local import check_folder, run_local
+from rlhpc.launch.local import TRAINER, check_folder, run_local
 from rlhpc.launch.machine import check_resources
 from rlhpc.launch.prepare import run_prepare
+from rlhpc.launch.progress import duration
 from rlhpc.plan.check import check_config
 
 
-def run_here(config: RunConfig, resume: bool = False) -> int:
-    """Run ``config`` on this machine; return the exit code. Raises UserError for all that the user can mend."""
+def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> int:
+    """Run ``config`` on this machine, ``entry`` on every rank; return the exit code.
+
+    Raises UserError for all that the user can mend.
+    """
+    started = time.monotonic()
     folder = RunFolder(config.folder)
     check_resources(config.resources)
     check_folder(folder, resume)
@@ -23,4 +29,7 @@ def run_here(config: RunConfig, resume: bool = False) -> int:
             print(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
             return 1
         check_config(config)
-    return run_local(config, folder, resume)
+    code = run_local(config, folder, resume, entry)
+    if not code:
+        print(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
+    return code

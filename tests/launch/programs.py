@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rlhpc.core import env
@@ -64,6 +66,22 @@ def hang(run_dir: str, resume: bool) -> None:
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     Path(run_dir, f"pids-{rank()}").write_text(f"{os.getpid()} {child.pid}")
     time.sleep(600)
+
+
+class Slow:
+    """Takes long to free, like the modules of a deep-learning framework."""
+
+    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
+        sleep(600)
+
+
+KEPT: list[Slow] = []
+
+
+def slow_to_tidy_up(run_dir: str, resume: bool) -> None:
+    """Done at once, but with much left to free."""
+    KEPT.append(Slow())
+    atexit.register(Path(run_dir, "tidied").touch)
 
 
 def prepare(folder: str, fail: str = "") -> None:

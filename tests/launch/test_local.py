@@ -16,7 +16,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.core.exits import read_starts
+from rlhpc.core.exits import read_exits, read_starts
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.local import run_local
@@ -64,8 +64,7 @@ def test_ranks_run_with_their_environment_and_the_launcher_keeps_its_own(tmp_pat
     assert seen[0].get("CUDA_VISIBLE_DEVICES") == before.get("CUDA_VISIBLE_DEVICES")
     out = capsys.readouterr().out.splitlines()
     assert "rl step 2/2 | reward 0.500 | 0 s left" in out
-    assert out[-2] == "the report"
-    assert out[-1].startswith("rlhpc: finished in ")
+    assert out[-1] == "the report"
 
 
 def test_the_run_folder_is_private_and_holds_the_resolved_config(tmp_path):
@@ -101,6 +100,12 @@ def test_the_rank_that_failed_of_itself_is_named_though_others_wrote_first(tmp_p
     assert told[0].startswith("rlhpc: rank 2 on ")
     log = Path(told[1].removeprefix("rlhpc: its output and traceback: "))
     assert "the real cause" in log.read_text()
+
+
+def test_a_rank_that_is_done_does_not_wait_for_the_interpreter_to_tidy_up(tmp_path):
+    assert launch(tmp_path, "slow_to_tidy_up", 1) == 0
+    assert time.time() - read_exits(tmp_path / "run" / "exits")[0].time < 4
+    assert (tmp_path / "run" / "tidied").exists(), "handlers that programs register are still called"
 
 
 def test_a_program_that_cannot_be_imported_is_a_user_error(tmp_path):
@@ -177,7 +182,7 @@ def test_interrupting_the_terminal_ends_all_ranks_without_a_traceback(hanging):
     os.killpg(launcher.pid, signal.SIGINT)
     _, told = launcher.communicate(timeout=10)
     assert launcher.returncode == 130
-    assert told.startswith("rlhpc: interrupted after ")
+    assert told.startswith("rlhpc: interrupted; continue with --resume: ")
     assert len(told.splitlines()) == 1
     assert not any(process.is_alive() for process in processes)
 
