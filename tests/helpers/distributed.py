@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
@@ -45,8 +47,9 @@ def run_ranks(
             _wait(processes, folder, timeout)
         finally:
             for process in processes:
-                if process.poll() is None:
-                    process.kill()
+                # With what it has started itself: Megatron's checkpoint writer leaves a helper process.
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
 
@@ -79,6 +82,7 @@ def _start(folder: Path, rank: int, common: Mapping[str, str]) -> subprocess.Pop
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
 
 

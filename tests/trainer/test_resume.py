@@ -46,7 +46,7 @@ def _kill_at(process: Any, run_dir: Path, count: int) -> None:
         time.sleep(0.02)
     time.sleep(0.05 * count)  # between steps, in the middle of a save, in the next step
     rank = json.loads((run_dir / "exits" / "rank-00001.start.json").read_text())
-    os.kill(rank["pid"], signal.SIGKILL)
+    os.kill(rank["process"]["pid"], signal.SIGKILL)
 
 
 def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
