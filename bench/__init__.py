@@ -1,0 +1,1 @@
+"""Benchmarks. Run as modules from the repository root: ``python -m bench.grpo_step``."""

@@ -1,0 +1,11 @@
+# Included by the Makefile. The environment of the system that is measured beside rlhpc, apart from rlhpc's own.
+BENCH_VENV ?= .venv-bench
+
+.PHONY: bench-env
+
+bench-env: $(BENCH_VENV)/.installed
+
+$(BENCH_VENV)/.installed: bench/requirements.txt
+	$(PYTHON) -m venv $(BENCH_VENV)
+	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -r bench/requirements.txt
+	touch $@
