@@ -127,5 +127,5 @@ def _plot(path: Path, records: Sequence[Record]) -> None:
         labels.append("supervised loss")
         loss_axes.set_ylabel("supervised loss")
         loss_axes.set_ylim(bottom=0)
-    axes.legend(handles, labels, loc="center left" if not sft_steps else "upper center", fontsize="small")
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small", frameon=False)
     figure.savefig(path)

@@ -31,6 +31,10 @@ def test_both_forms_give_the_same_example(tokenizer: Tokenizer, tmp_path: Path):
 def test_only_the_last_answer_is_learnt(tokenizer: Tokenizer, tmp_path: Path):
     turns = [*CHAT, {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     ((tokens, prompt_len),) = load(tokenizer, tmp_path, {"messages": turns}).sequences
+    assert (
+        tokenizer.decode(tokens[:prompt_len], special=True)
+        == "<|user|>1+2=<|assistant|>3<|end|><|user|>2+2=<|assistant|>"
+    )
     assert tokenizer.decode(tokens[prompt_len:], special=True) == "4<|end|>"
 
 
