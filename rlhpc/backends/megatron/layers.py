@@ -82,18 +82,15 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, params: PackedPara
     groups = query.size(1) // key.size(1)
     if groups > 1:
         key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    output = torch.zeros_like(query) if len(params.buckets) > 1 else None
+    output = torch.zeros_like(query)
     for bucket in params.buckets:
         q, k, v = (
             x.index_select(0, bucket.rows.flatten()).view(*bucket.rows.shape, *x.shape[1:]).transpose(1, 2)
             for x in (query, key, value)
         )
-        o = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
-        o = o.transpose(1, 2).reshape(-1, *query.shape[1:]).index_select(0, bucket.cells)
-        if output is None:
-            output = torch.zeros_like(query).index_copy(0, bucket.tokens, o)
-        else:
-            output = output.index_copy(0, bucket.tokens, o)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        attended = attended.transpose(1, 2).reshape(-1, *query.shape[1:]).index_select(0, bucket.cells)
+        output = output.index_copy(0, bucket.tokens, attended)
     return output
 
 
