@@ -75,14 +75,14 @@ class Order:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    with open(path, encoding="utf-8") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
             try:
                 row = json.loads(line)
-            except ValueError as error:
+            except ValueError as error:  # bytes that are no UTF-8 too
                 raise UserError(f"broken JSON ({error})", where=place, remedy="correct or remove the line") from None
             if not isinstance(row, dict):
                 raise UserError(f"is {_shown(row)}", where=place, remedy='write one {"column": value, …} per line')

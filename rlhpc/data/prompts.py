@@ -6,6 +6,7 @@ A row's columns: ``data_source`` (a name that rewards may choose by), ``prompt``
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,8 @@ from rlhpc.config.schema import DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.files import Order, Row, check_messages, need, read_rows
 from rlhpc.data.tokenizer import Text, Tokenizer
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,17 +36,21 @@ class PromptSet:
         if not rows:
             raise UserError("holds no prompts", where=where, remedy="name files with at least one row")
         token_lists = tokenizer.encode_prompts([_prompt_of(row, place) for place, row in rows])
+        limit = f"data.max_prompt_tokens {section.max_prompt_tokens}"
         prompts = []
         for number, ((place, row), tokens) in enumerate(zip(rows, token_lists, strict=True)):
             if _is_short(tokens, section, place):
                 prompts.append(_make_prompt(number, row, tokens, place))
         if not prompts:
             raise UserError(
-                f"all {len(rows)} prompts are longer than data.max_prompt_tokens {section.max_prompt_tokens}",
+                f"all {len(rows)} prompts are longer than {limit}",
                 where=where,
                 remedy="raise data.max_prompt_tokens",
             )
-        return cls(tuple(prompts), len(rows) - len(prompts), Order(len(prompts), section.shuffle))
+        dropped = len(rows) - len(prompts)
+        if dropped:
+            _log.warning("%s: %d of %d prompts dropped, longer than %s", where, dropped, len(rows), limit)
+        return cls(tuple(prompts), dropped, Order(len(prompts), section.shuffle))
 
     def __len__(self) -> int:
         return len(self.prompts)

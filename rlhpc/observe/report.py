@@ -117,6 +117,8 @@ def _plot(path: Path, records: Sequence[Record]) -> None:
     axes.plot(*curve(REWARD), color="tab:blue", linewidth=1.2, label="training reward (mean)")
     axes.plot(*curve(ACCURACY), color="tab:orange", marker="o", markersize=4, label="validation accuracy (held out)")
     axes.set(xlabel="step (supervised, then RL)", ylabel="reward, accuracy", title="Reward over the run")
+    lowest = min([0.0, *curve(REWARD)[1]])
+    axes.set_ylim(bottom=1.05 * lowest)
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()
     if sft_steps:

@@ -51,12 +51,13 @@ def test_parquet_and_jsonl_give_the_same_prompts(tokenizer: Tokenizer, tmp_path:
     assert load(tokenizer, tmp_path / "a.parquet").prompts == lines.prompts
 
 
-def test_prompt_ids_count_rows_over_all_files(tokenizer: Tokenizer, tmp_path: Path):
+def test_prompt_ids_count_rows_over_all_files(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     first = write(tmp_path / "a.jsonl", row(), row("1" * 50), row())
     second = write(tmp_path / "b.jsonl", row())
     prompts = load(tokenizer, first, second, max_prompt_tokens=20, overlong_prompts="drop")
     assert [p.prompt_id for p in prompts.prompts] == [0, 2, 3]
     assert prompts.dropped == 1
+    assert "data.train: 1 of 4 prompts dropped, longer than data.max_prompt_tokens 20" in caplog.text
 
 
 def test_taking_is_a_pure_function_of_cursor_and_seed(tokenizer: Tokenizer, tmp_path: Path):
@@ -110,6 +111,13 @@ def test_broken_json_names_file_and_line(tokenizer: Tokenizer, tmp_path: Path):
     path = write(tmp_path / "a.jsonl", row())
     path.write_text(path.read_text() + '{"prompt": \n')
     with pytest.raises(UserError, match=rf"^{path}:2: broken JSON \(Expecting value.*; correct or remove"):
+        load(tokenizer, path)
+
+
+def test_bytes_that_are_no_text_name_file_and_line(tokenizer: Tokenizer, tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", row())
+    path.write_bytes(path.read_bytes() + b'{"prompt": "\xff"}\n')
+    with pytest.raises(UserError, match=rf"^{path}:2: broken JSON \(.*can't decode"):
         load(tokenizer, path)
 
 
