@@ -64,6 +64,7 @@ def _rendezvous(world_size: int) -> dict[str, str]:
         env.MASTER_ADDR: "127.0.0.1",
         env.MASTER_PORT: str(port),
         env.OMP_NUM_THREADS: "1",
+        env.TORCHDYNAMO_DISABLE: "1",  # as the launcher starts ranks without a GPU
     }
     if any(name == "lo" for _, name in socket.if_nameindex()):
         settings[env.GLOO_SOCKET_IFNAME] = "lo"

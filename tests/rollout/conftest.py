@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.tiny_models import make_model
+from tests.rollout.engines import CONTEXT, FAMILIES, VOCAB
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with ``<family>/<a|b>``: two sets of weights of each family."""
+    folder = tmp_path_factory.mktemp("models")
+    for family in FAMILIES:
+        for seed, letter in enumerate("ab"):
+            make_model(folder / family / letter, family, seed, vocab_size=VOCAB, max_position_embeddings=CONTEXT)
+    return folder

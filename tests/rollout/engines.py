@@ -1,0 +1,102 @@
+"""What the engine tests run inside ranks of their own: vLLM changes a process, and pytest's should stay as it is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlhpc.api import Completion, Request
+from rlhpc.config.schema import RolloutSection
+from rlhpc.rollout.vllm_engine import VllmEngine
+
+FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3")
+VOCAB = 200  # not a multiple of vLLM's padding
+CONTEXT = 512
+Result = tuple[list[int], list[float]]  # tokens, log-probs
+# Short, long beyond two blocks of the cache, and one token.
+PROMPTS = [tuple(range(5, 25)), tuple((7 * i + 3) % 190 + 5 for i in range(300)), (42,)]
+
+
+def build(path: Path, tp: int = 1, end_tokens: Sequence[int] = (), **section: Any) -> VllmEngine:
+    section = {"tp": tp, "kv_cache_gib": 0.0625, "max_running": 64, **section}
+    return VllmEngine(
+        path, RolloutSection(**section), dtype="float32", max_model_len=CONTEXT, end_tokens=list(end_tokens)
+    )
+
+
+def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors.torch import load_file
+
+    yield from load_file(path / "model.safetensors").items()
+
+
+def push(engine: VllmEngine, path: Path) -> None:
+    engine.wake_weights()
+    engine.load_weights(weights(path))
+    engine.wake_cache()
+
+
+def results(completions: Sequence[Completion]) -> list[Result]:
+    return [(completion.tokens.tolist(), completion.log_probs.tolist()) for completion in completions]
+
+
+def greedy(engine: VllmEngine, max_tokens: int = 24) -> list[Result]:
+    return results(engine.generate([Request(p, seed=0, max_tokens=max_tokens, temperature=0.0) for p in PROMPTS]))
+
+
+def stock_greedy(path: Path, tp: int, max_tokens: int = 24) -> list[Result]:
+    """The same by vLLM's own front door, from the files in ``path``."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    from vllm import LLM, SamplingParams
+    from vllm.distributed import destroy_model_parallel
+
+    llm = LLM(
+        str(path),
+        dtype="float32",
+        max_model_len=CONTEXT,
+        enforce_eager=True,
+        skip_tokenizer_init=True,
+        kv_cache_memory_bytes=64 << 20,
+        tensor_parallel_size=tp,
+        worker_cls="tests.rollout.stock_worker.StockWorker",
+        distributed_executor_backend="external_launcher" if tp > 1 else None,
+    )
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(prompt)} for prompt in PROMPTS],
+        SamplingParams(temperature=0.0, max_tokens=max_tokens, logprobs=0, ignore_eos=True, detokenize=False),
+        use_tqdm=False,
+    )
+    llm.llm_engine.engine_core._finalizer.detach()  # it would destroy the default process group
+    llm.llm_engine.model_executor.shutdown()
+    destroy_model_parallel()
+    return [
+        (
+            list(output.outputs[0].token_ids),
+            [
+                entry[t].logprob
+                for entry, t in zip(output.outputs[0].logprobs, output.outputs[0].token_ids, strict=True)
+            ],
+        )
+        for output in outputs
+    ]
+
+
+def packed_linears(engine: VllmEngine) -> tuple[int, int]:
+    """(linear layers whose weight is packed for the fast kernels, linear layers)."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    def count(model: torch.nn.Module) -> tuple[int, int]:
+        linears = [layer for layer in model.modules() if isinstance(layer, LinearBase)]
+        return sum(layer.weight.numel() == 0 for layer in linears), len(linears)
+
+    return engine._engine.apply_model(count)[0]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

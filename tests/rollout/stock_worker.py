@@ -1,0 +1,11 @@
+"""vLLM's own loading from disk under our shared-memory names: its own ones collide between runs on one machine."""
+
+from __future__ import annotations
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from rlhpc.rollout.vllm_cpu import Worker
+
+
+class StockWorker(Worker):
+    load_model = CPUWorker.load_model

@@ -1,0 +1,210 @@
+"""What the engine samples: the log-probs it reports, seeds, ends of responses, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhpc.api import Request
+from tests.helpers.distributed import run_ranks
+from tests.rollout import engines
+from tests.rollout.engines import FAMILIES, PROMPTS, VOCAB, Result
+
+pytestmark = pytest.mark.slow
+
+
+@functools.lru_cache(maxsize=2)
+def reference(path: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+
+
+def all_log_probs(path: Path, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> np.ndarray:
+    """HuggingFace's log-probs [response, vocabulary] in float32 where each token after the prompt was drawn."""
+    with torch.no_grad():
+        logits = reference(path)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).numpy()
+
+
+def log_probs_of(path: Path, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> np.ndarray:
+    """Of the tokens themselves, [response]."""
+    return all_log_probs(path, prompt, tokens, temperature)[np.arange(len(tokens)), tokens]
+
+
+def sample(path: Path, temperatures: Sequence[float]) -> dict[float, list[Result]]:
+    engine = engines.build(path)
+    engines.push(engine, path)
+    found = {
+        t: engines.results(
+            engine.generate([Request(p, seed=i, max_tokens=40, temperature=t) for i, p in enumerate(PROMPTS)])
+        )
+        for t in temperatures
+    }
+    engine.shutdown()
+    return found
+
+
+def sample_families(models: Path) -> dict[str, dict[float, list[Result]]]:
+    return {family: sample(models / family / "a", (0.7, 1.0, 0.0)) for family in FAMILIES}
+
+
+@pytest.fixture(scope="module")
+def sampled(models: Path) -> dict[str, dict[float, list[Result]]]:
+    return run_ranks(sample_families, 1, models)[0]
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_logits_over_temperature(sampled, models, family, temperature):
+    for prompt, (tokens, log_probs) in zip(PROMPTS, sampled[family][temperature], strict=True):
+        expected = log_probs_of(models / family / "a", prompt, tokens, temperature)
+        np.testing.assert_allclose(log_probs, expected, atol=1e-4)
+
+
+def test_temperature_zero_takes_the_likeliest_token(sampled, models):
+    for prompt, (tokens, log_probs) in zip(PROMPTS, sampled["qwen2"][0.0], strict=True):
+        expected = all_log_probs(models / "qwen2" / "a", prompt, tokens, 1.0)
+        assert tokens == expected.argmax(-1).tolist()
+        np.testing.assert_allclose(log_probs, expected.max(-1), atol=1e-4)
+
+
+def vary_batches(path: Path) -> list[list[Result]]:
+    """The same eight requests alone, among others in another order, and in an engine that runs two at once."""
+    requests = [Request(PROMPTS[i % 3], seed=1000 + i, max_tokens=30, temperature=1.0) for i in range(8)]
+    others = [Request((9, i), seed=i, max_tokens=10 + i, temperature=0.8) for i in range(20)]
+    engine = engines.build(path)
+    engines.push(engine, path)
+    together = engine.generate(requests)
+    alone = [engine.generate([request])[0] for request in requests]
+    mixed = engine.generate([*others[:10], *requests[::-1], *others[10:]])[10:18][::-1]
+    engine.shutdown()
+    narrow = engines.build(path, max_running=2, prefix_caching=False)
+    engines.push(narrow, path)
+    return [engines.results(found) for found in (together, alone, mixed, narrow.generate(requests))]
+
+
+def test_a_seed_gives_the_same_tokens_in_any_batch(models):
+    together, *others = run_ranks(vary_batches, 1, models / "qwen2" / "a")[0]
+    assert len({tuple(tokens) for tokens, _ in together}) == len(together)
+    for found in others:
+        for (tokens, log_probs), (expected_tokens, expected) in zip(found, together, strict=True):
+            assert tokens == expected_tokens
+            np.testing.assert_allclose(log_probs, expected, atol=1e-5)
+
+
+def draw_first_tokens(path: Path, count: int) -> list[int]:
+    engine = engines.build(path)
+    engines.push(engine, path)
+    requests = [Request(PROMPTS[0], seed=seed, max_tokens=1, temperature=1.0) for seed in range(count)]
+    return [completion.tokens[0] for completion in engine.generate(requests)]
+
+
+def test_seeds_draw_from_the_model_s_distribution(models):
+    path, count = models / "qwen2" / "a", 4000
+    drawn = np.bincount(run_ranks(draw_first_tokens, 1, path, count)[0], minlength=VOCAB)
+    expected = count * np.exp(all_log_probs(path, PROMPTS[0], [0], 1.0)[0])
+    kept = expected > 5
+    statistic = ((drawn - expected)[kept] ** 2 / expected[kept]).sum()
+    degrees = kept.sum() - 1
+    assert degrees > 10
+    assert abs(statistic - degrees) < 5 * np.sqrt(2 * degrees)
+
+
+def end_and_refuse(path: Path) -> dict[str, Any]:
+    engine = engines.build(path)
+    found: dict[str, Any] = {"unloaded": refusal(engine)}
+    engines.push(engine, path)
+    free = engines.greedy(engine)[0][0]
+    engine.sleep()
+    found["asleep"] = refusal(engine)
+    engine.wake_weights()
+    engine.wake_cache()
+    found["unloaded again"] = refusal(engine)
+    engine.sleep()
+    engine.wake_weights()
+    engine.load_weights(engines.weights(path))
+    found["cache asleep"] = refusal(engine)
+    engine.shutdown()
+    ending = engines.build(path, end_tokens=[free[5], free[9]])
+    engines.push(ending, path)
+    (ended,) = ending.generate([Request(PROMPTS[0], seed=0, max_tokens=24, temperature=0.0)])
+    (cut,) = ending.generate([Request(PROMPTS[0], seed=0, max_tokens=3, temperature=0.0)])
+    return {**found, "free": free, "ended": ended, "cut": cut}
+
+
+def refusal(engine: engines.VllmEngine) -> str:
+    try:
+        engines.greedy(engine)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_ends_and_refusals(models):
+    found = run_ranks(end_and_refuse, 1, models / "llama" / "a")[0]
+    free = found["free"]
+    first_end = min(free.index(free[5]), free.index(free[9]))
+    assert found["ended"].tokens.tolist() == free[: first_end + 1]
+    assert not found["ended"].truncated
+    assert found["cut"].tokens.tolist() == free[:3]
+    assert found["cut"].truncated
+    assert "sleep" in found["unloaded"]
+    assert "sleep" in found["asleep"]
+    assert found["unloaded again"] == "generate() before load_weights()"
+    assert "['kv_cache'] sleep" in found["cache asleep"]
+
+
+def process_state() -> dict[str, Any]:
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "MASTER_PORT")
+    return {
+        "environment": {name: os.environ.get(name) for name in launcher},
+        "signals": {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)},
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "gradients": torch.is_grad_enabled(),
+        "affinity": os.sched_getaffinity(0),
+    }
+
+
+def build_and_compare(path: Path) -> dict[str, Any]:
+    import random
+
+    import torch.distributed as dist
+
+    os.environ["LOCAL_WORLD_SIZE"] = "7"
+
+    def numbers() -> tuple[float, ...]:
+        return random.random(), np.random.random(), torch.rand(1).item()
+
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(11)
+    expected = numbers()
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(11)
+    before = process_state()
+    engine = engines.build(path)
+    same, drawn = process_state() == before, numbers()
+    engines.push(engine, path)
+    engines.greedy(engine)
+    engine.shutdown()
+    torch.set_num_threads(2)
+    return {
+        "same": same,
+        "same random numbers": drawn == expected,
+        "threads": torch.get_num_threads(),
+        "group": dist.is_initialized() and dist.get_world_size(),
+    }
+
+
+def test_the_process_stays_the_trainer_s(models):
+    found = run_ranks(build_and_compare, 1, models / "llama" / "a")[0]
+    assert found == {"same": True, "same random numbers": True, "threads": 2, "group": 1}

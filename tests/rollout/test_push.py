@@ -1,0 +1,98 @@
+"""After a push the engine is the one that would have loaded the same weights from disk, to the last bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.rollout import engines
+from tests.rollout.engines import FAMILIES
+
+pytestmark = pytest.mark.slow
+
+
+def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
+    found = {}
+    for family in FAMILIES:
+        a, b = models / family / "a", models / family / "b"
+        stock = engines.stock_greedy(b, tp)
+        engine = engines.build(a, tp)
+        engines.push(engine, a)
+        before = engines.greedy(engine)
+        packed_before = engines.packed_linears(engine)
+        engine.sleep()
+        engines.push(engine, b)
+        found[family] = {
+            "stock": stock,
+            "before": before,
+            "after": engines.greedy(engine),
+            "packed": (packed_before, engines.packed_linears(engine)),
+        }
+        engine.shutdown()
+    return found
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def pushed(request: pytest.FixtureRequest, models: Path) -> list[dict[str, dict[str, Any]]]:
+    """What each rank found, at tensor-parallel size 1 and 2."""
+    return run_ranks(push_families, request.param, models, request.param)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pushed_weights_equal_a_fresh_load_from_disk(pushed, family):
+    for rank in pushed:
+        tokens, log_probs = zip(*rank[family]["after"], strict=True)
+        stock_tokens, stock_log_probs = zip(*rank[family]["stock"], strict=True)
+        assert tokens == stock_tokens
+        assert log_probs == stock_log_probs
+        assert tokens != tuple(tokens for tokens, _ in rank[family]["before"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_linear_layers_stay_packed(pushed, family):
+    before, after = pushed[0][family]["packed"]
+    assert before == after
+    assert after[0] == after[1] == 8
+
+
+def test_ranks_of_an_engine_agree(pushed):
+    assert all(rank[family]["after"] == pushed[0][family]["after"] for rank in pushed for family in FAMILIES)
+
+
+def push_often(path: Path, times: int) -> tuple[list[int], bool]:
+    """Resident bytes after every push, and whether the last engine still answers like the first."""
+    engine = engines.build(path)
+    tensors = list(engines.weights(path))
+    resident = []
+    for index in range(times):
+        engine.wake_weights()
+        engine.load_weights(iter(tensors))
+        engine.wake_cache()
+        if index == 0:
+            first = engines.greedy(engine)
+        resident.append(engines.resident_bytes())
+    return resident, engines.greedy(engine) == first
+
+
+def test_a_hundred_pushes_do_not_leak(models):
+    (resident, same) = run_ranks(push_often, 1, models / "qwen2" / "a", 110)[0]
+    weights = (models / "qwen2" / "a" / "model.safetensors").stat().st_size
+    assert resident[-1] - resident[9] < 5 * weights  # 100 pushes that each left a tenth behind would be 10 times
+    assert same
+
+
+def refuse_incomplete(path: Path) -> str:
+    engine = engines.build(path)
+    engine.wake_weights()
+    try:
+        engine.load_weights((name, tensor) for name, tensor in engines.weights(path) if "layers.1.mlp.down" not in name)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def test_a_missing_weight_is_named(models):
+    assert "model.layers.1.mlp.down_proj.weight" in run_ranks(refuse_incomplete, 1, models / "llama" / "a")[0]
