@@ -34,8 +34,13 @@ check: venv
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -q -m 'not slow'
 
-bench: venv
+# All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
+bench: venv bench-env
+	$(BIN)/python -m bench.startup
+	$(BIN)/python -m bench.rollout
 	$(BIN)/python -m bench.grpo_step
+
+include bench/bench.mk
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
