@@ -15,7 +15,7 @@ NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$", description="package.module:attribute")]
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:attribute
 
 
 class Section(BaseModel):
@@ -30,6 +30,7 @@ class PrepareSection(Section):
     function: ImportPath
     """Called as function(**arguments); must do nothing when its output is already there."""
     arguments: dict[str, Any] = {}
+    """Keyword arguments of the function."""
 
 
 class ModelSection(Section):
@@ -41,6 +42,7 @@ class ModelSection(Section):
 
 class ResourcesSection(Section):
     nodes: PositiveInt = 1
+    """Machines of the job."""
     ranks_per_node: PositiveInt = 1
     """Processes on each node: one per GPU, or per group of CPU cores."""
     threads_per_rank: PositiveInt | None = None
@@ -73,9 +75,11 @@ class DataSection(Section):
     validation: list[Path] = []
     """Held-out prompt files of the same form."""
     max_prompt_tokens: PositiveInt = 1024
+    """Longest prompt, the chat template's tokens included."""
     overlong_prompts: Literal["error", "drop"] = "error"
     """What to do with a prompt longer than max_prompt_tokens."""
     shuffle: bool = True
+    """Take training prompts in a new order in each pass over them; false: in the files' order."""
     chat_template: bool = True
     """Render messages with the tokenizer's chat template; false: join their contents as they are."""
 
@@ -85,15 +89,20 @@ class RewardSection(Section):
     """Called as function(data_source, solution_str, ground_truth, extra_info, **arguments); returns a number, or a
     dict with the key score."""
     arguments: dict[str, Any] = {}
+    """Further keyword arguments of the function."""
 
 
 class RolloutSection(Section):
     tp: PositiveInt = 1
     """Tensor parallel size of each vLLM engine."""
     samples_per_prompt: PositiveInt = 8
+    """Responses to each prompt of an RL step: the group that a response is compared with."""
     max_response_tokens: PositiveInt = 1024
+    """A response is cut off here."""
     temperature: PositiveFloat = 1.0
+    """Logits are divided by it, in sampling and in the loss."""
     top_p: Fraction = 1.0
+    """Sample among the likeliest tokens that together have this probability."""
     max_running: PositiveInt = 256
     """Most sequences that an engine decodes at once."""
     kv_cache_gib: PositiveFloat | None = None
@@ -101,7 +110,9 @@ class RolloutSection(Section):
     gpu_memory_fraction: Fraction = 0.6
     """Share of the GPU's memory that engine weights and KV cache may take while generating."""
     prefix_caching: bool = True
+    """vLLM keeps the cache of a prompt for all its responses."""
     chunked_prefill: bool = True
+    """vLLM takes long prompts in parts, between the tokens of others."""
     cuda_graphs: bool = True
     """Capture CUDA graphs for decoding; no effect on a CPU."""
 
@@ -115,32 +126,48 @@ class KLSection(Section):
 
 class AlgorithmSection(Section):
     name: str = "grpo"
+    """grpo, or package.module:attribute of an algorithm of your own."""
     clip_low: Fraction = 0.2
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
     clip_high: PositiveFloat = 0.2
+    """See clip_low."""
     normalise_std: bool = True
     """Divide a group's advantages by their standard deviation."""
     std_epsilon: PositiveFloat = 1e-6
+    """Added to that deviation."""
     aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
     """Mean over all response tokens of the batch, or over sequences of each one's token mean."""
     kl: KLSection = KLSection()
     entropy_coefficient: NonNegativeFloat = 0.0
+    """Weight of the policy's entropy, which is subtracted from the loss."""
 
 
 class OptimizerSection(Section):
     """AdamW (Loshchilov and Hutter 2019); no decay on vectors (norms and biases)."""
 
     learning_rate: PositiveFloat = 1e-6
+    """Highest rate of the schedule."""
     beta1: Fraction = 0.9
+    """Decay of the gradient's running mean."""
     beta2: Fraction = 0.999
+    """Decay of the running mean of the gradient's square."""
     epsilon: PositiveFloat = 1e-8
+    """Added to the root of that mean."""
     weight_decay: NonNegativeFloat = 0.01
+    """Decoupled, scaled by the learning rate."""
     clip_gradient: PositiveFloat = 1.0
     """Bound on the global gradient norm."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape after the warm-up, down to final_fraction of the rate at the last step."""
     warmup_steps: NonNegativeInt = 0
+    """Steps in which the rate rises linearly."""
     final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """See schedule."""
+
+
+class SFTOptimizerSection(OptimizerSection):
+    learning_rate: PositiveFloat = 1e-5
+    """Highest rate of the schedule."""
 
 
 class SFTSection(Section):
@@ -149,8 +176,10 @@ class SFTSection(Section):
     data: list[Path]
     """Files with a column messages (chat) or prompt and response; the loss is on the last assistant message."""
     steps: PositiveInt
+    """Supervised steps of the whole run."""
     sequences_per_step: PositiveInt = 64
-    optimizer: OptimizerSection = OptimizerSection(learning_rate=1e-5)
+    """Examples in each step, over all ranks."""
+    optimizer: SFTOptimizerSection = SFTOptimizerSection()
 
 
 class TrainSection(Section):
@@ -159,6 +188,7 @@ class TrainSection(Section):
     steps: NonNegativeInt
     """RL steps of the whole run; 0: only the supervised warm-up."""
     prompts_per_step: PositiveInt = 64
+    """Prompts in each step, over all ranks."""
     minibatches: PositiveInt = 1
     """Optimizer updates that each step's samples are divided into."""
     epochs: PositiveInt = 1
@@ -172,7 +202,9 @@ class ValidationSection(Section):
     every: PositiveInt = 10
     """RL steps between validations; one is made before the first step and after the last as well."""
     temperature: NonNegativeFloat = 0.0
+    """Of the one response to each prompt; 0: always the likeliest token."""
     max_prompts: PositiveInt | None = None
+    """Use only so many of the held-out prompts, the first ones; default: all."""
 
 
 class CheckpointSection(Section):
@@ -184,6 +216,7 @@ class CheckpointSection(Section):
 
 class ObserveSection(Section):
     tensorboard: bool = True
+    """Write the metrics for TensorBoard too."""
     samples: NonNegativeInt = 8
     """Samples of each validation written to samples.jsonl and shown at the end."""
 
@@ -192,9 +225,11 @@ class RunConfig(Section):
     """One run of rlhpc."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    """Letters, digits and . _ -"""
     run_dir: Path | None = None
     """Where everything of the run is written; default: runs/<name>."""
     seed: NonNegativeInt = 0
+    """Of sampling and of the order of the data."""
     prepare: PrepareSection | None = None
     model: ModelSection
     resources: ResourcesSection = ResourcesSection()
