@@ -1,0 +1,29 @@
+"""An algorithm of one's own: REINFORCE with the mean of a prompt's other samples as baseline (RLOO, Ahmadian et al.
+2024)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rlhpc.algo import Algorithm
+from rlhpc.config.schema import AlgorithmSection
+
+
+def advantage(rewards: Tensor, groups: Tensor, section: AlgorithmSection) -> Tensor:
+    """Reward of each sample [B] less the mean reward of the others of its group; at least two samples a prompt."""
+    _, group, count = torch.unique(groups, return_inverse=True, return_counts=True)
+    total = torch.zeros(len(count), dtype=rewards.dtype).index_add_(0, group, rewards)
+    return rewards - (total[group] - rewards) / (count[group] - 1)
+
+
+def loss(tokens: Mapping[str, Tensor], section: AlgorithmSection) -> dict[str, Tensor]:
+    """Sums over the tokens [T] of a batch: "loss" is differentiated, the others are reported."""
+    weight = tokens["weight"]
+    policy = -(tokens["advantages"] * tokens["log_probs"] * weight).sum()
+    return {"loss": policy, "policy_loss": policy, "entropy": (tokens["entropy"] * weight).sum()}
+
+
+RLOO = Algorithm("rloo", advantage, loss)

@@ -1,0 +1,52 @@
+"""The examples of the pages, as a user has them: files in the working folder."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+
+from rlhpc.algo import find_algorithm
+from rlhpc.api import Prompt
+from rlhpc.config.schema import AlgorithmSection, KLSection, RewardSection
+from rlhpc.data.rewards import load_reward
+from tests.docs.pages import DOCS
+
+
+@pytest.fixture(autouse=True)
+def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(DOCS / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for module in ("my_reward", "my_algorithm"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+
+def test_the_reward_gives_part_of_it_for_the_last_digit() -> None:
+    prompt = Prompt(0, (1, 2), "sums", "42", {})
+    score = load_reward(RewardSection(function="my_reward:score", arguments={"last_digit": 0.2}))
+    assert [score(prompt, text) for text in ("= 42", "32", "24", "none")] == [1.0, 0.2, 0.0, 0.0]
+    strict = load_reward(RewardSection(function="my_reward:score"))
+    assert strict(prompt, "32") == 0.0
+
+
+def test_the_algorithms_advantages_leave_one_out() -> None:
+    """The numbers that verl 0.9.1 computes."""
+    section = AlgorithmSection(name="my_algorithm:RLOO")
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64), torch.tensor([7, 7, 3, 3])
+    assert find_algorithm(section).advantage(rewards, groups, section).tolist() == [1.0, -1.0, 0.5, -0.5]
+
+
+def test_the_algorithms_gradient_is_that_of_reinforce() -> None:
+    section = AlgorithmSection(name="my_algorithm:RLOO", kl=KLSection(coefficient=0.0))
+    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    tokens = {
+        "log_probs": log_probs,
+        "entropy": torch.ones(3),
+        "advantages": torch.tensor([2.0, -1.0, 5.0]),
+        "weight": torch.tensor([1.0, 0.5, 0.0]),
+    }
+    sums = find_algorithm(section).loss(tokens, section)
+    sums["loss"].backward()
+    assert log_probs.grad.tolist() == [-2.0, 0.5, 0.0]
+    assert float(sums["entropy"]) == 1.5

@@ -1,0 +1,31 @@
+"""docs/metrics.md describes what a run writes: all of it, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import DOCS, table_names
+from tests.helpers.runs import records, run, write_config
+
+pytestmark = pytest.mark.slow
+
+
+def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run with a warm-up, a reference model, several updates a step and a reward from the working folder."""
+    monkeypatch.chdir(DOCS / "examples")
+    config = write_config(
+        tmp_path,
+        sft__steps=1,
+        train__steps=1,
+        train__minibatches=2,
+        reward={"function": "my_reward:score", "arguments": {"last_digit": 0.2}},
+    )
+    code, output = run(config)
+    assert code == 0, output
+    metrics, samples = table_names(DOCS / "metrics.md")
+    assert {name for record in records(tmp_path / "run") for name in record} == set(metrics)
+    lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
+    assert {name for line in lines for name in json.loads(line)} == set(samples)

@@ -1,0 +1,84 @@
+"""What the pages say of files, keys and commands is so."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.cli.main import run
+from rlhpc.config import yaml12
+from rlhpc.config.load import load_config
+from tests.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, name_of, prose
+from tools import config_table, markers
+
+# A link or a picture, not one to another site.
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
+_SMALLEST: dict[str, Any] = {"name": "x", "model": {"path": "m"}, "train": {"steps": 1}}
+_DEMO = ROOT / "configs" / "demo.yaml"
+
+YAML = [pytest.param(text, id=f"{name_of(page)}-{i}") for page in PAGES for i, text in enumerate(blocks(page, "yaml"))]
+COMMANDS = [
+    pytest.param(line, id=f"{name_of(page)}: {line}")
+    for page in PAGES
+    for text in blocks(page, "sh")
+    for line in text.splitlines()
+    if line.startswith("rlhpc run ")
+]
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """Links of a page's text whose file, or whose heading in it, is not there."""
+    broken = []
+    for file, heading in _LINK.findall(text):
+        target = page.parent / file if file else page
+        if not target.exists() or (heading and heading not in anchors(target)):
+            broken.append(f"{file}#{heading}" if heading else file)
+    return broken
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert not broken_links(page, prose(page))
+
+
+def test_a_broken_link_is_seen() -> None:
+    text = "[a](data.md) [b](dta.md) [c](data.md#no-such) [d](https://example.org/x) ![e](images/none.png)"
+    assert broken_links(DOCS / "metrics.md", text) == ["dta.md", "data.md#no-such", "images/none.png"]
+
+
+@pytest.mark.parametrize("text", YAML)
+def test_configurations_in_the_pages_load(text: str, tmp_path: Path) -> None:
+    """A whole one as it is, a part of one laid over the smallest."""
+    data = yaml12.parse(text, "page") or {}
+    file = tmp_path / "config.yaml"
+    file.write_text(text if "name" in data else yaml12.dump({**_SMALLEST, **data}))
+    load_config(file)
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_in_the_pages_are_ones(line: str) -> None:
+    """Options are known to the command line, overrides to the schema."""
+    arguments = shlex.split(line, comments=True)[2:]
+    parameters = run.make_context("run", arguments).params
+    config = ROOT / parameters["config"]
+    load_config(config if config.exists() else _DEMO, parameters["overrides"])
+
+
+@pytest.mark.parametrize(("page", "file"), [("rewards", "my_reward"), ("algorithms", "my_algorithm")])
+def test_a_page_shows_its_example_file(page: str, file: str) -> None:
+    assert (DOCS / "examples" / f"{file}.py").read_text() in blocks(DOCS / f"{page}.md", "python")
+
+
+def test_the_table_of_keys_is_current() -> None:
+    page = markers.between(config_table.PAGE, config_table.MARKER)
+    assert page == config_table.table(), "run `python -m tools.config_table`"
+
+
+def test_each_page_asks_a_question() -> None:
+    titles = {page.name: page.read_text().splitlines()[0] for page in DOCS.glob("*.md")}
+    titles.pop("architecture.md")  # for those who change the code
+    assert all(title.startswith("# ") and title.endswith("?") for title in titles.values()), titles

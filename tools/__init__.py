@@ -1,0 +1,1 @@
+"""Programs that keep the documentation current; not part of the package."""

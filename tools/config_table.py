@@ -1,0 +1,83 @@
+"""Rewrites the table of keys in docs/configuration.md from the configuration's schema.
+
+python -m tools.config_table
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.schema import RunConfig
+from tools.markers import rewrite
+
+PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
+MARKER = "config-table"
+
+
+def table() -> str:
+    """One row for each key, sections in the schema's order."""
+    schema = RunConfig.model_json_schema()
+    rows = [f"| `{key}` | {_kind(field)} | {_default(field)} | {_meaning(field)} |" for key, field in _keys(schema)]
+    return "\n".join(["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+
+
+def _keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(dotted key, JSON schema) of every key that is not a section."""
+
+    def walk(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, field in node["properties"].items():
+            section = next((s for s in _alternatives(field) if "$ref" in s), None)
+            required = {"required": name in node.get("required", [])}
+            if section is None:
+                yield prefix + name, {**field, **required}
+            else:
+                yield from walk(schema["$defs"][section["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+
+    yield from walk(schema, "")
+
+
+def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
+    """The field itself, or what it may be besides null."""
+    return [s for s in field.get("anyOf", [field]) if s.get("type") != "null"]
+
+
+def _kind(field: dict[str, Any]) -> str:
+    (kind,) = _alternatives(field)
+    if "enum" in kind:
+        return " or ".join(f"`{value}`" for value in kind["enum"])
+    if kind.get("type") == "array":
+        return f"list of {_kind(kind['items'])}s"
+    if kind.get("type") == "object":
+        return "keys and values"
+    if kind.get("type") in ("integer", "number"):
+        return _bounded(kind)
+    if kind.get("type") == "boolean":
+        return "`true` or `false`"
+    if kind.get("format") == "path":
+        return "path"
+    return "`package.module:name`" if ":" in kind.get("pattern", "") else "text"
+
+
+def _bounded(kind: dict[str, Any]) -> str:
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
+    bounds = [f"{sign} {kind[bound]:g}" for bound, sign in signs.items() if bound in kind]
+    return ", ".join([str(kind["type"]), *bounds])
+
+
+def _default(field: dict[str, Any]) -> str:
+    if field["required"]:
+        return "required"
+    value = field.get("default")
+    if value in (None, [], {}):
+        return "none"
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _meaning(field: dict[str, Any]) -> str:
+    return " ".join(str(field["description"]).split()).replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    rewrite(PAGE, MARKER, table())
