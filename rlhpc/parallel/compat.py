@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
+_ONEDNN_PRODUCTS = 1 << 22  # multiplications below which MKL is as fast
 
 
 def device() -> torch.device:
@@ -104,6 +105,8 @@ class _CpuForCuda(TorchFunctionMode):
             kwargs = {**kwargs, "device": CPU}
         if kwargs.get("pin_memory"):
             kwargs = {**kwargs, "pin_memory": False}
+        if func is torch.matmul or func is torch.Tensor.matmul:
+            return _matmul(*args)
         if func is torch.Tensor.cuda:
             return args[0]
         if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -111,6 +114,19 @@ class _CpuForCuda(TorchFunctionMode):
         if func is torch.Tensor.type and len(args) == 1 and not kwargs:
             return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
         return func(*args, **kwargs)
+
+
+def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """The product, float32 ones by oneDNN: PyTorch gives them to MKL, which takes half its speed on AMD's processors.
+
+    For the linear layers' products (tensor_parallel/layers.py:341/351/488/531/614), which run outside autograd. Those
+    of the backward pass are seen because deallocate_pipeline_outputs makes Megatron call the autograd engine itself;
+    torch.autograd.backward would leave this mode.
+    """
+    suits = a.dtype is torch.float32 and b.dtype is torch.float32 and b.dim() == 2 and not torch.is_grad_enabled()
+    if not (suits and a.numel() * b.size(1) >= _ONEDNN_PRODUCTS and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
+        return torch.matmul(a, b)
+    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
 
 
 def _is_cuda(value: Any) -> bool:

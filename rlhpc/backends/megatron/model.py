@@ -58,6 +58,7 @@ def transformer_config(
         output_layer_init_method=_leave,
         use_cpu_initialization=False,
         variable_seq_lengths=layout.pp > 1,
+        deallocate_pipeline_outputs=True,
         # Losses arrive divided by global denominators, so gradients are summed and never averaged again.
         calculate_per_token_loss=True,
         gradient_accumulation_fusion=False,
