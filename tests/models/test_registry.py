@@ -43,12 +43,19 @@ def test_features_of_families() -> None:
     assert shape_of(_with(architectures=["Qwen3ForCausalLM"])).qk_norm
 
 
+def test_switches_of_published_models_that_are_off_are_accepted() -> None:
+    """As in the files of Qwen2.5-0.5B."""
+    off = {"use_mrope": False, "use_sliding_window": False, "sliding_window": 32768, "max_window_layers": 24}
+    assert shape_of(_with(architectures=["Qwen2ForCausalLM"], **off)).family == "qwen2"
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"architectures": ["Qwen2ForCausalLMM"]}, r"'Qwen2ForCausalLMM' is not supported; did you mean 'Qwen2For"),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported; supported: 'silu'"),
         ({"attention_bias": True}, r"attention_bias = True is not supported"),
+        ({"architectures": ["Qwen2ForCausalLM"], "use_mrope": True}, r"use_mrope = True is not supported"),
         ({"logit_softcap": 30.0}, r"'logit_softcap' = 30.0 is not understood by this model family"),
         ({"vocab_size": None}, r"'vocab_size' is missing"),
     ],
