@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv demo test check bench clean
+.PHONY: venv demo demo-table test check bench clean
 
 venv: $(INSTALLED)
 
@@ -24,6 +24,10 @@ $(INSTALLED): pyproject.toml requirements/cpu-engine.txt
 demo: venv
 	@$(BIN)/rlhpc run configs/demo.yaml --run-dir runs/demo-$$(date +%Y%m%d-%H%M%S)
 	@echo "demo: $$(($$(date +%s) - $(STARTED))) s in all, installation included"
+
+# README's table and picture, from three runs of the demo.
+demo-table: venv
+	$(BIN)/python -m tools.demo_table
 
 test: venv
 	$(BIN)/python -m pytest -q

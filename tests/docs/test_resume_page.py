@@ -1,0 +1,34 @@
+"""docs/resume.md says which keys may change; the run folder's own config.yaml continues the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.runs import records, run, write_config
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_finished_run_goes_on_in_another_layout_for_more_steps(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        resources__ranks_per_node=2,
+        sft__steps=2,
+        train__steps=2,
+        algorithm__kl__coefficient=0.05,
+        data__validation=[],
+    )
+    code, output = run(config)
+    assert code == 0, output
+    changes = ("parallel.tp=2", "rollout.tp=2", "train.steps=3", "train.optimizer.learning_rate=1e-4")
+    code, output = run(tmp_path / "run" / "config.yaml", "--resume", *changes)
+    assert code == 0, output
+    *_, before, after = records(tmp_path / "run")
+    assert (before["step"], after["step"]) == (2, 3)
+    assert (before["learning_rate"], after["learning_rate"]) == (5e-4, 1e-4)
+    # The policy is as far from the warmed-up model as it was: neither of them was lost.
+    assert before["kl"] > 0.01
+    assert after["kl"] == pytest.approx(before["kl"], rel=0.5)
+    assert after["engine_gap_max"] < 1e-4
