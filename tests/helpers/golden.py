@@ -1,0 +1,36 @@
+"""Comparing with files under tests/golden: a failure shows the difference and how to accept it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def check_numbers(name: str, found: dict[str, list[float]], relative: float, accept: bool) -> None:
+    """Series of numbers by name against a JSON file, each within ``relative`` of what it was."""
+    file = GOLDEN / name
+    if accept:
+        file.write_text(_text(found))
+        return
+    expected = json.loads(file.read_text())
+    same = expected.keys() == found.keys() and all(
+        len(found[key]) == len(expected[key]) and found[key] == pytest.approx(expected[key], rel=relative)
+        for key in expected
+    )
+    if not same:
+        lines = difflib.unified_diff(
+            _text(expected).splitlines(), _text(found).splitlines(), f"tests/golden/{name}", "computed", lineterm=""
+        )
+        pytest.fail(
+            "\n".join([*lines, f"beyond {relative:g}. If it was meant: pytest --accept-golden, and say why."]),
+            pytrace=False,
+        )
+
+
+def _text(series: dict[str, list[float]]) -> str:
+    return json.dumps(series, indent=1) + "\n"
