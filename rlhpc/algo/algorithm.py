@@ -16,8 +16,8 @@ AdvantageFunction = Callable[
     Float[Tensor, " B"],
 ]
 # (token tensors [T] by name, section) -> sums by name; "loss" is differentiated, the others are reported.
-# Of names: log_probs and entropy (with gradient), old_log_probs, advantages, weight, mask, and reference_log_probs
-# where the algorithm needs a reference model.
+# Of names: log_probs and entropy (with gradient), old_log_probs, advantages, weight, engine_log_probs, and
+# reference_log_probs where the algorithm needs a reference model.
 PolicyLoss = Callable[[Mapping[str, Float[Tensor, " T"]], AlgorithmSection], dict[str, Float[Tensor, ""]]]
 
 
@@ -26,7 +26,6 @@ class Algorithm:
     name: str
     advantage: AdvantageFunction
     loss: PolicyLoss
-    needs_critic: bool = False
 
     def needs_reference(self, section: AlgorithmSection) -> bool:
         """Whether log-probs under the reference model enter the loss."""

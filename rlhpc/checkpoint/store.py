@@ -1,7 +1,7 @@
 """Checkpoint folders: written under another name, then renamed, so that what has the right name is whole.
 
-    checkpoints/step-00000120/state.json    RunState, and every file with its size
-                              actor/        the training back end's own format
+checkpoints/step-00000120/state.json    RunState, and every file with its size
+                          actor/        the training back end's own format
 """
 
 from __future__ import annotations

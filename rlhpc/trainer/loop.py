@@ -117,9 +117,26 @@ class Loop:
         if saved is None:
             return RunState()
         self.state = saved.state
+        self._check_phases(saved.folder)
         if saved.state.step and self._config.sft:
             self._run.actor.reset_optimizer(self._config.train.optimizer)
         self._run.actor.load(saved.folder / "actor")
         if self._reference_is_ours():
             self._run.reference.load(saved.folder / "reference")
         return saved.state
+
+    def _check_phases(self, folder: Path) -> None:
+        """Refuse a changed config under which the checkpoint has no meaning."""
+        steps = self._config.sft.steps if self._config.sft else 0
+        if self.state.step and self.state.sft_step != steps:
+            raise UserError(
+                f"{steps} supervised steps, but RL has begun after {self.state.sft_step} of them",
+                where="sft.steps",
+                remedy=f"set it back to {self.state.sft_step}, or start a new run",
+            )
+        if self._reference_is_ours() and not (folder / "reference").is_dir():
+            raise UserError(
+                "a KL term now, but the run has kept no reference model of its beginning",
+                where="algorithm.kl.coefficient",
+                remedy="set it back to 0, or start a new run",
+            )

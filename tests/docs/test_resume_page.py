@@ -32,3 +32,7 @@ def test_a_finished_run_goes_on_in_another_layout_for_more_steps(tmp_path: Path)
     assert before["kl"] > 0.01
     assert after["kl"] == pytest.approx(before["kl"], rel=0.5)
     assert after["engine_gap_max"] < 1e-4
+
+    code, output = run(tmp_path / "run" / "config.yaml", "--resume", "sft.steps=5", "train.steps=4")
+    assert code == 2, output
+    assert "sft.steps: 5 supervised steps, but RL has begun after 2 of them; set it back to 2" in output

@@ -25,15 +25,23 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
             resources__ranks_per_node=ranks,
             parallel__tp=tp,
             rollout__tp=rollout_tp,
-            sft__steps=150,
-            sft__sequences_per_step=64,
-            train__steps=24,
+            sft__steps=2,
+            train__steps=8,
             train__prompts_per_step=32,
+            train__optimizer__learning_rate=1e-3,
+            # Learnt in a few steps by a model that knows nothing.
+            reward__function="tests.trainer.test_layouts:sevens",
+            data__validation=[],
         )
         code, output = run(config)
         assert code == 0, output
         found[name] = records(folder / "run")
     return found
+
+
+def sevens(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """Share of the longest response that is the digit seven."""
+    return solution_str.count("7") / 6
 
 
 def _step(metrics: list[dict[str, Any]], phase: str, step: int) -> dict[str, Any]:
@@ -52,11 +60,12 @@ def test_trainer_and_engine_agree_on_log_probs_in_every_step(
     curves: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
     gaps = [record["engine_gap_max"] for record in curves[name] if "engine_gap_max" in record]
-    assert len(gaps) == 24
+    assert len(gaps) == 8
     assert max(gaps) < 1e-4
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_layout_learns(curves: dict[str, list[dict[str, Any]]], name: str) -> None:
     rewards = [record["reward/mean"] for record in curves[name] if "reward/mean" in record]
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
+    assert rewards[0] < 0.1
+    assert rewards[-1] > 0.5, rewards
