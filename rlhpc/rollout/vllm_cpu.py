@@ -18,20 +18,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from vllm import ir
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.platforms import current_platform
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhpc.core import env
 from rlhpc.rollout.vllm_engine import load_all
 
 _LOAD_FORMAT = "rlhpc_unfilled"
+_KERNELS = "rlhpc_cpu"
 
 
 class Worker(CPUWorker):
-    """vLLM's CPU worker, with weights that can be loaded again and a KV cache that can sleep."""
+    """vLLM's CPU worker, with weights that can be loaded again, a KV cache that can sleep and faster norms."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
         self._segment = ""
@@ -40,6 +43,7 @@ class Worker(CPUWorker):
             # tensor-parallel ranks. As "env://" it would name every job's segments alike, crashed ones included.
             self._segment = _common_name()
             distributed_init_method = f"file:///{self._segment}"
+        _choose_norm_kernels(vllm_config)
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, **rest)
 
     def init_device(self) -> None:
@@ -119,6 +123,42 @@ class _PlainParameters:
         for plain in self._all:
             if getattr(plain.layer, plain.name) is not plain.parameter:
                 plain.parameter.data = torch.empty(0, dtype=plain.dtype)
+
+
+def _choose_norm_kernels(vllm_config: Any) -> None:
+    """RMSNorm by the kernels that the CPU build has and does not use: one pass in place of five, 4 to 9% of a step."""
+    current_platform.import_kernels()
+    priority = vllm_config.kernel_config.ir_op_priority
+    if _KERNELS not in ir.ops.rms_norm.impls:
+        ir.ops.rms_norm.register_impl(_KERNELS, supports_args=_norm_fits)(_rms_norm)
+        ir.ops.fused_add_rms_norm.register_impl(_KERNELS, supports_args=_add_norm_fits, inplace=True)(_add_rms_norm)
+    vllm_config.compilation_config.ir_enable_torch_wrap = False  # a detour that only a compiler needs
+    for providers in (priority.rms_norm, priority.fused_add_rms_norm):
+        if _KERNELS not in providers:
+            providers.insert(0, _KERNELS)
+
+
+def _norm_fits(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> bool:
+    return variance_size is None and weight is not None and weight.dtype == x.dtype and x.is_contiguous()
+
+
+def _rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None) -> Tensor:
+    output = torch.empty_like(x)
+    torch.ops._C.rms_norm(output, x, weight, epsilon)
+    return output
+
+
+def _add_norm_fits(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> bool:
+    return _norm_fits(x, weight, epsilon, variance_size) and x_residual.is_contiguous()
+
+
+def _add_rms_norm(
+    x: Tensor, x_residual: Tensor, weight: Tensor | None, epsilon: float, variance_size: int | None = None
+) -> tuple[Tensor, Tensor]:
+    torch.ops._C.fused_add_rms_norm(x, x_residual, weight, epsilon)
+    return x, x_residual
 
 
 def _common_name() -> str:

@@ -66,11 +66,13 @@ class VllmEngine:
         """
         assert not self._asleep, f"generate() while {sorted(self._asleep)} sleep"
         assert self._loaded, "generate() before load_weights()"
+        from vllm.inputs import tokens_input
+
         for index, request in enumerate(requests):
             assert len(request.prompt) + request.max_tokens <= self._max_model_len, (
                 f"{len(request.prompt)} + {request.max_tokens} tokens in a model of {self._max_model_len}"
             )
-            self._engine.add_request(str(index), {"prompt_token_ids": list(request.prompt)}, self._parameters(request))
+            self._engine.add_request(str(index), tokens_input(list(request.prompt)), self._parameters(request))
         completions: dict[int, Completion] = {}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -128,11 +130,13 @@ class VllmEngine:
             temperature=request.temperature,
             top_p=request.top_p,
             seed=request.seed,
+            ignore_eos=True,  # or the model folder would add end tokens of its own
             stop_token_ids=self._end_tokens,
             logprobs=0,  # of the sampled token only
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_clone=True,  # nobody else holds this object
         )
 
 
@@ -166,6 +170,7 @@ def engine_arguments(
             "gpu_memory_utilization": section.gpu_memory_fraction,
         }
     else:
+        # Compiling takes half a minute at every start and would keep the packed weights of before a push.
         arguments |= {"enforce_eager": True, "worker_cls": CPU_WORKER}
     if section.kv_cache_gib is not None or not on_gpu:
         arguments["kv_cache_memory_bytes"] = int((section.kv_cache_gib or 1.0) * GIB)
