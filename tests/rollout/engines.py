@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,8 @@ from rlhpc.rollout.vllm_engine import VllmEngine
 FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3")
 VOCAB = 200  # not a multiple of vLLM's padding
 CONTEXT = 512
+DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
+cpu_only = pytest.mark.skipif(torch.cuda.is_available(), reason="about vLLM's CPU build; tests/gpu has its own")
 Result = tuple[list[int], list[float]]  # tokens, log-probs
 # Short, long beyond two blocks of the cache, and one token.
 PROMPTS = [tuple(range(5, 25)), tuple((7 * i + 3) % 190 + 5 for i in range(300)), (42,)]
@@ -24,9 +27,7 @@ PROMPTS = [tuple(range(5, 25)), tuple((7 * i + 3) % 190 + 5 for i in range(300))
 
 def build(path: Path, tp: int = 1, end_tokens: Sequence[int] = (), **section: Any) -> VllmEngine:
     section = {"tp": tp, "kv_cache_gib": 0.0625, "max_running": 64, **section}
-    return VllmEngine(
-        path, RolloutSection(**section), dtype="float32", max_model_len=CONTEXT, end_tokens=list(end_tokens)
-    )
+    return VllmEngine(path, RolloutSection(**section), dtype=DTYPE, max_model_len=CONTEXT, end_tokens=list(end_tokens))
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -58,13 +59,13 @@ def stock_greedy(path: Path, tp: int, max_tokens: int = 24) -> list[Result]:
 
     llm = LLM(
         str(path),
-        dtype="float32",
+        dtype=DTYPE,
         max_model_len=CONTEXT,
-        enforce_eager=True,
+        enforce_eager=DTYPE == "float32",
         skip_tokenizer_init=True,
         kv_cache_memory_bytes=64 << 20,
         tensor_parallel_size=tp,
-        worker_cls="tests.rollout.stock_worker.StockWorker",
+        worker_cls="tests.rollout.stock_worker.StockWorker" if DTYPE == "float32" else "auto",
         distributed_executor_backend="external_launcher" if tp > 1 else None,
     )
     outputs = llm.generate(
@@ -96,6 +97,10 @@ def packed_linears(engine: VllmEngine) -> tuple[int, int]:
         return sum(layer.weight.numel() == 0 for layer in linears), len(linears)
 
     return engine._engine.apply_model(count)[0]
+
+
+def worker(engine: VllmEngine) -> Any:
+    return engine._engine.model_executor.driver_worker.worker
 
 
 def resident_bytes() -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import signal
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import FAMILIES, PROMPTS, VOCAB, Result
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, engines.cpu_only]
 
 
 @functools.lru_cache(maxsize=2)
@@ -119,7 +120,7 @@ def test_seeds_draw_from_the_model_s_distribution(models):
     assert abs(statistic - degrees) < 5 * np.sqrt(2 * degrees)
 
 
-def end_and_refuse(path: Path) -> dict[str, Any]:
+def end_and_refuse(path: Path, folder: Path) -> dict[str, Any]:
     engine = engines.build(path)
     found: dict[str, Any] = {"unloaded": refusal(engine)}
     engines.push(engine, path)
@@ -134,6 +135,14 @@ def end_and_refuse(path: Path) -> dict[str, Any]:
     engine.load_weights(engines.weights(path))
     found["cache asleep"] = refusal(engine)
     engine.shutdown()
+    for file in path.iterdir():  # a folder whose own end token is one that the model says
+        (folder / file.name).write_bytes(file.read_bytes())
+    for name in ("config.json", "generation_config.json"):
+        (folder / name).write_text(json.dumps({**json.loads((path / name).read_text()), "eos_token_id": free[2]}))
+    endless = engines.build(folder)
+    engines.push(endless, folder)
+    found["endless"] = engines.greedy(endless)[0][0]
+    endless.shutdown()
     ending = engines.build(path, end_tokens=[free[5], free[9]])
     engines.push(ending, path)
     (ended,) = ending.generate([Request(PROMPTS[0], seed=0, max_tokens=24, temperature=0.0)])
@@ -149,9 +158,10 @@ def refusal(engine: engines.VllmEngine) -> str:
     return ""
 
 
-def test_ends_and_refusals(models):
-    found = run_ranks(end_and_refuse, 1, models / "llama" / "a")[0]
+def test_ends_and_refusals(models, tmp_path):
+    found = run_ranks(end_and_refuse, 1, models / "llama" / "a", tmp_path)[0]
     free = found["free"]
+    assert found["endless"] == free
     first_end = min(free.index(free[5]), free.index(free[9]))
     assert found["ended"].tokens.tolist() == free[: first_end + 1]
     assert not found["ended"].truncated

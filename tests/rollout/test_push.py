@@ -11,7 +11,7 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import FAMILIES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, engines.cpu_only]
 
 
 def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
@@ -30,6 +30,7 @@ def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
             "before": before,
             "after": engines.greedy(engine),
             "packed": (packed_before, engines.packed_linears(engine)),
+            "segments": [file.name for file in Path("/dev/shm").glob(f"{engines.worker(engine)._segment}-*")],
         }
         engine.shutdown()
     return found
@@ -60,6 +61,11 @@ def test_linear_layers_stay_packed(pushed, family):
 
 def test_ranks_of_an_engine_agree(pushed):
     assert all(rank[family]["after"] == pushed[0][family]["after"] for rank in pushed for family in FAMILIES)
+
+
+@pytest.mark.parametrize("pushed", [2], indirect=True)
+def test_no_shared_memory_outlives_its_ranks(pushed):
+    assert all(rank[family]["segments"] == [] for rank in pushed for family in FAMILIES)
 
 
 def push_often(path: Path, times: int) -> tuple[list[int], bool]:

@@ -13,13 +13,13 @@ from tests.rollout import engines
 from tests.rollout.engines import PROMPTS
 from tests.rollout.test_generate import log_probs_of
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, engines.cpu_only]
 
 CACHE_BYTES = 320 << 20
 
 
 def _caches(engine: engines.VllmEngine) -> list[Any]:
-    return engine._engine.model_executor.driver_worker.worker.model_runner.kv_caches
+    return engines.worker(engine).model_runner.kv_caches
 
 
 def sleep_and_wake(path: Path) -> dict[str, Any]:
