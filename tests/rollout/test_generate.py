@@ -191,6 +191,7 @@ def build_and_compare(path: Path) -> dict[str, Any]:
     import torch.distributed as dist
 
     os.environ["LOCAL_WORLD_SIZE"] = "7"
+    del os.environ["LOCAL_RANK"]  # as under a launcher that does not set torchrun's variables
 
     def numbers() -> tuple[float, ...]:
         return random.random(), np.random.random(), torch.rand(1).item()
