@@ -94,10 +94,13 @@ def test_an_overlong_prompt_names_file_and_row(tmp_path: Path) -> None:
 
 def test_a_tokenizer_larger_than_the_model_is_refused_before_any_rank_starts(tmp_path: Path) -> None:
     config = _config(tmp_path)
-    assert run(config, "--check")[0] == 0
     assert run(config, "train.steps=1")[0] == 0
-    file = tmp_path / "inputs" / "model" / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 9}))
+    assert run(config, "--check")[0] == 0
+    file = tmp_path / "inputs" / "model" / "tokenizer.json"
+    document = json.loads(file.read_text())
+    document["model"]["vocab"]["z"] = 99
+    file.write_text(json.dumps(document))
     line = _one_line(run(config, "--check"))
-    assert "vocab" in line
-    assert str(tmp_path / "inputs" / "model") in line
+    assert str(file) in line
+    assert "vocab_size" in line
+    assert "99" in line
