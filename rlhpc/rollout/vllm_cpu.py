@@ -24,9 +24,11 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhpc.core import env
+from rlhpc.core.errors import UserError
 from rlhpc.rollout.vllm_engine import load_all
 
 _LOAD_FORMAT = "rlhpc_unfilled"
@@ -37,6 +39,7 @@ class Worker(CPUWorker):
     """vLLM's CPU worker, with weights that can be loaded again, a KV cache that can sleep and faster norms."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
+        _check_head_size(vllm_config.model_config)
         self._segment = ""
         if vllm_config.parallel_config.tensor_parallel_size > 1:
             # Used for nothing else once the default group is initialised, it names the shared-memory segments of the
@@ -123,6 +126,17 @@ class _PlainParameters:
         for plain in self._all:
             if getattr(plain.layer, plain.name) is not plain.parameter:
                 plain.parameter.data = torch.empty(0, dtype=plain.dtype)
+
+
+def _check_head_size(model_config: Any) -> None:
+    """vLLM itself notices only when it generates."""
+    size, sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
+    if not model_config.use_mla and size not in sizes:
+        raise UserError(
+            f"attention heads of size {size} are not among those of vLLM's CPU build ({', '.join(map(str, sizes))})",
+            where=f"{model_config.model}/config.json",
+            remedy="take a model with another head size, or a GPU",
+        )
 
 
 def _choose_norm_kernels(vllm_config: Any) -> None:

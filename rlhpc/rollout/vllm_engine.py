@@ -199,6 +199,8 @@ def _build(arguments: dict[str, Any]) -> Any:
 
     try:
         return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+    except UserError:
+        raise
     except ValueError as error:
         raise UserError(
             f"vLLM refuses: {error}",

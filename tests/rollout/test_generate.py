@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from rlhpc.api import Request
+from rlhpc.core.errors import UserError
 from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 from tests.rollout.engines import FAMILIES, PROMPTS, VOCAB, Result
 
@@ -219,3 +221,21 @@ def build_and_compare(path: Path) -> dict[str, Any]:
 def test_the_process_stays_the_trainer_s(models):
     found = run_ranks(build_and_compare, 1, models / "llama" / "a")[0]
     assert found == {"same": True, "same random numbers": True, "threads": 2, "group": 1}
+
+
+def build_wrongly(path: Path, head_16: Path) -> list[str]:
+    found = []
+    for folder, section in ((head_16, {}), (path, {"kv_cache_gib": 1e-5})):
+        try:
+            engines.build(folder, **section)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_vllm_cannot_do_is_told_in_a_line(models, tmp_path):
+    head_16 = make_model(tmp_path / "model", "qwen3", head_dim=16, vocab_size=VOCAB)
+    heads, memory = run_ranks(build_wrongly, 1, models / "qwen3" / "a", head_16)[0]
+    assert heads.startswith(f"{head_16}/config.json: attention heads of size 16")
+    assert memory.startswith("rollout: vLLM refuses: No available memory")
+    assert "rollout.kv_cache_gib" in memory
