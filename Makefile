@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv demo demo-table test check bench clean
+.PHONY: venv slurm demo demo-table test chaos check bench clean
 
 venv: $(INSTALLED)
 
@@ -29,8 +29,17 @@ demo: venv
 demo-table: venv
 	$(BIN)/python -m tools.demo_table
 
-test: venv
+# What the tests on a real Slurm need. Where it cannot be installed they skip, and the end of the run says so.
+slurm:
+	@tests/slurm/install.sh || echo "make: the tests on a real Slurm will be skipped" >&2
+
+test: venv slurm
 	$(BIN)/python -m pytest -q
+
+# Twenty runs on a real Slurm, each hit by a fault at a random moment, and twenty that run out of time: an hour or so.
+chaos: venv slurm
+	$(BIN)/python -m tests.slurm.chaos
+	$(BIN)/python -m tests.slurm.time_limit
 
 check: venv
 	$(BIN)/ruff check .
@@ -41,6 +50,8 @@ check: venv
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
 bench: venv bench-env
 	$(BIN)/python -m bench.startup
+	$(BIN)/python -m bench.slurm_launch
+	$(BIN)/python -m bench.slurm_recovery
 	$(BIN)/python -m bench.rollout
 	$(BIN)/python -m bench.grpo_step
 

@@ -44,7 +44,12 @@ def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    (kind,) = _alternatives(field)
+    first, *others = _alternatives(field)
+    if others:
+        return " or ".join(_kind(kind) for kind in (first, *others))
+    kind = first
+    if "prefixItems" in kind:
+        return "[" + ", ".join(_kind(item) for item in kind["prefixItems"]) + "]"
     if "enum" in kind:
         return " or ".join(f"`{value}`" for value in kind["enum"])
     if kind.get("type") == "array":
@@ -57,7 +62,7 @@ def _kind(field: dict[str, Any]) -> str:
         return "`true` or `false`"
     if kind.get("format") == "path":
         return "path"
-    return "`package.module:name`" if ":" in kind.get("pattern", "") else "text"
+    return "`package.module:name`" if kind.get("pattern", "").endswith(r":\w+$") else "text"
 
 
 def _bounded(kind: dict[str, Any]) -> str:

@@ -2,6 +2,7 @@
 
 checkpoints/step-00000120/state.json    RunState, and every file with its size
                           actor/        the training back end's own format
+            .writing-0003/              where the ranks of the third start write; gone when a later one begins
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from rlhpc.api import RunState
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json, write_json
+from rlhpc.core.folder import AttemptFolder, Superseded
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "state.json"
@@ -37,8 +39,9 @@ class Saved:
 class CheckpointStore:
     """The checkpoints of one run. ``save`` and ``prepare`` are collective over all ranks."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(self, attempt: AttemptFolder, keep: int) -> None:
+        self._folder, self._keep = attempt.run.checkpoints, keep
+        self._workshop = self._folder / f".writing-{attempt.path.name}"
 
     def save(self, state: RunState, write: Callable[[Path], None]) -> Path:
         """Let ``write`` fill a new folder on all ranks, then give it its name; older ones beyond ``keep`` go.
@@ -46,23 +49,27 @@ class CheckpointStore:
         A rank killed at any moment leaves the former checkpoint as it was.
         """
         final = self._folder / f"step-{state.total_steps:08d}"
-        writing = self._folder / f"{final.name}.writing"
-        if dist.get_rank() == 0:
-            for leftover in self._folder.glob("*.writing"):
-                shutil.rmtree(leftover)
-            writing.mkdir(parents=True)
-        dist.barrier()
+        writing = self._workshop / final.name
         try:
+            if dist.get_rank() == 0:
+                for leftover in self._workshop.iterdir():
+                    shutil.rmtree(leftover)
+                writing.mkdir()
+            dist.barrier()
             write(writing)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                self._commit(writing, final, state)
         except OSError as error:
+            if not self._workshop.is_dir():
+                raise Superseded(f"a later start of the run has begun; {final.name} is not saved") from error
+            if isinstance(error, ConnectionError):  # a helper process was lost: that is no matter of the disk
+                raise
             raise UserError(
                 f"cannot save a checkpoint ({error.strerror or error})",
                 where=str(writing),
-                remedy="free disk space or quota; the former checkpoint is untouched; then run again with --resume",
+                remedy="free disk space or quota; the former checkpoint is untouched; then resume the run",
             ) from error
-        dist.barrier()
-        if dist.get_rank() == 0:
-            self._commit(writing, final, state)
         dist.barrier()
         return final
 
@@ -86,7 +93,7 @@ class CheckpointStore:
         sizes = {str(path.relative_to(writing)): path.stat().st_size for path in files}
         write_json(writing / _STATE, {"state": state.to_json(), "files": sizes})
         if final.exists():  # a run resumed from an older checkpoint comes by again
-            shutil.rmtree(final)
+            os.replace(final, self._workshop / f"former-{final.name}")
         os.replace(writing, final)
         _flush(self._folder)
         for old in self._named()[: -self._keep]:

@@ -7,6 +7,8 @@ import sys
 import click
 
 from rlhpc import __version__
+from rlhpc.cli.status import cancel, logs, status
+from rlhpc.cli.submit import resume, submit
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 
 
@@ -48,6 +50,10 @@ def schema() -> None:
     from rlhpc.config.load import json_schema
 
     click.echo(json_schema(), nl=False)
+
+
+for command in (submit, status, logs, cancel, resume):
+    cli.add_command(command)
 
 
 def main() -> None:

@@ -43,6 +43,19 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
         raise _told(details, places, str(path)) from None
 
 
+def absolute_paths(config: RunConfig) -> RunConfig:
+    """The same with every relative path made absolute from the working folder, for ranks that start elsewhere."""
+    return RunConfig.model_validate(_absolute(config.model_dump()))
+
+
+def _absolute(value: Any) -> Any:
+    if isinstance(value, Path):
+        return value.absolute()
+    if isinstance(value, dict):
+        return {key: _absolute(item) for key, item in value.items()}
+    return [_absolute(item) for item in value] if isinstance(value, list) else value
+
+
 def dump_config(config: RunConfig) -> str:
     """YAML of every key, defaults too; loads as the same configuration."""
     return yaml12.dump(config.model_dump(mode="json"))

@@ -20,11 +20,15 @@ class UserError(ValueError):
         super().__init__(one_line(f"{line}; {remedy}" if remedy else line))
 
     def __reduce__(self) -> tuple:
-        return _rebuild, (self.message, self.where, self.remedy)
+        return _rebuild, (type(self), self.message, self.where, self.remedy)
 
 
-def _rebuild(message: str, where: str, remedy: str) -> UserError:
-    return UserError(message, where=where, remedy=remedy)
+class NodeError(UserError):
+    """One machine of the job is at fault, not what was asked of it; another one may do. ``where`` names it."""
+
+
+def _rebuild(kind: type[UserError], message: str, where: str, remedy: str) -> UserError:
+    return kind(message, where=where, remedy=remedy)
 
 
 def one_line(text: str) -> str:

@@ -6,9 +6,12 @@ real culprit was lost. So every rank leaves its own record, and the cause is fou
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import os
 import re
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable
@@ -21,7 +24,11 @@ from rlhpc.core.files import read_json, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
 
-Kind = Literal["user", "error", "peer", "signal", "done"]
+Kind = Literal["user", "error", "peer", "signal", "stopped", "done"]
+
+# sysexits.h EX_IOERR: the exit code that tells of a full disk when no record of it can be written.
+EXIT_DISK_FULL = 74
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 @dataclass(frozen=True)
@@ -34,7 +41,8 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """``kind``: a user's error, another error, the loss of a peer, death without a word, or success."""
+    """``kind``: a user's error, another error, the loss of a peer, death without a word, a stop that the ranks agreed
+    on (``message`` says why, see rlhpc.core.stop), or success."""
 
     rank: int
     node: str
@@ -80,15 +88,26 @@ def classify(error: BaseException) -> Kind:
     return "error"
 
 
-def run_recorded(exits: Path, info: RankInfo, function: Callable[[], None]) -> None:
-    """Call ``function``, leaving a start record before and an exit record after, whatever happens."""
-    write_start(exits, info)
+def run_recorded(exits: Path, info: RankInfo, function: Callable[[], str | None]) -> None:
+    """Call ``function``, leaving a start record before and an exit record after, whatever happens.
+
+    ``function`` returns why it stopped before its end, None if it did not.
+    """
     try:
-        function()
-    except BaseException as error:
-        write_exit(exits, info, error)
+        write_start(exits, info)
+        try:
+            stopped = function()
+        except BaseException as error:
+            write_exit(exits, info, error)
+            raise
+        write_exit(exits, info, stopped=stopped)
+    except OSError as error:
+        if error.errno in DISK_FULL:
+            with contextlib.suppress(OSError):  # the log may be on the same disk
+                traceback.print_exc()
+                sys.stderr.flush()
+            os._exit(EXIT_DISK_FULL)
         raise
-    write_exit(exits, info, None)
 
 
 def write_start(exits: Path, info: RankInfo) -> None:
@@ -97,9 +116,10 @@ def write_start(exits: Path, info: RankInfo) -> None:
     write_json(_file(exits, info.rank, "start"), asdict(record))
 
 
-def write_exit(exits: Path, info: RankInfo, error: BaseException | None) -> None:
+def write_exit(exits: Path, info: RankInfo, error: BaseException | None = None, stopped: str | None = None) -> None:
     """Say how the rank ended; the first record of a process stays."""
-    record = ExitRecord(info.rank, info.node, os.getpid(), time.time(), "done")
+    kind: Kind = "stopped" if stopped else "done"
+    record = ExitRecord(info.rank, info.node, os.getpid(), time.time(), kind, message=stopped or "")
     if error is not None:
         text = "".join(traceback.format_exception(error))
         ended = {"kind": classify(error), "type": type(error).__name__, "message": str(error), "traceback": text}
@@ -108,12 +128,6 @@ def write_exit(exits: Path, info: RankInfo, error: BaseException | None) -> None
     if file.exists() and read_json(file)["pid"] == record.pid:
         return
     write_json(file, asdict(record))
-
-
-def clear(exits: Path) -> None:
-    """Remove the records of an earlier start."""
-    for file in exits.glob("rank-*.json"):
-        file.unlink()
 
 
 def read_starts(exits: Path) -> dict[int, StartRecord]:

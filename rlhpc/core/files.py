@@ -9,8 +9,8 @@ from typing import Any
 
 
 def write_atomic(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader sees the old file or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write ``text`` so that a reader sees the old file or the new one, never a part. The folder must be there: to make
+    one here would give back a place to write to ranks that were fenced off (rlhpc.core.attempts)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)

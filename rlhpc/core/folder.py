@@ -6,6 +6,69 @@ from dataclasses import dataclass
 from pathlib import Path
 
 
+class Superseded(RuntimeError):
+    """A later start of the run has begun: these ranks may write nothing more."""
+
+
+@dataclass(frozen=True)
+class AttemptFolder:
+    """What one start of the ranks leaves."""
+
+    path: Path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    @property
+    def run(self) -> RunFolder:
+        return RunFolder(self.path.parent.parent)
+
+    @property
+    def record(self) -> Path:
+        """When, where and how the ranks were started (rlhpc.core.attempts)."""
+        return self.path / "attempt.json"
+
+    @property
+    def verdict(self) -> Path:
+        """How it ended and what was done about it (rlhpc.core.attempts)."""
+        return self.path / "verdict.json"
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration of this start, with what recovery has changed."""
+        return self.path / "config.yaml"
+
+    @property
+    def exits(self) -> Path:
+        """One start and one exit record of each rank (rlhpc.core.exits)."""
+        return self.path / "exits"
+
+    @property
+    def logs(self) -> Path:
+        """What each rank printed."""
+        return self.path / "logs"
+
+    @property
+    def heartbeats(self) -> Path:
+        """Each rank's last progress; after a hang its stacks (rlhpc.core.heartbeat)."""
+        return self.path / "heartbeats"
+
+    @property
+    def deadline(self) -> Path:
+        """When Slurm will end the job, as the launcher last heard."""
+        return self.path / "deadline.json"
+
+    def is_current(self) -> bool:
+        """No later start of the run exists: its ranks may write into the run. One look at the file system."""
+        return not self.run.attempt(self.number + 1).path.exists()
+
+    def check_current(self) -> None:
+        """Raise Superseded when a later start of the run exists."""
+        if not self.is_current():
+            raise Superseded(f"a later start than {self.path.name} of the run exists")
+
+
 @dataclass(frozen=True)
 class RunFolder:
     """Where everything of one run is written. ``path`` is made absolute, so that ranks may change their folder."""
@@ -21,14 +84,28 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
-    def logs(self) -> Path:
-        """What each rank printed."""
-        return self.path / "logs"
+    def attempts(self) -> Path:
+        """One folder per start of the ranks."""
+        return self.path / "attempts"
+
+    def attempt(self, number: int) -> AttemptFolder:
+        """The folder of one start; numbers count from 1 and are never used again."""
+        return AttemptFolder(self.attempts / f"{number:04d}")
 
     @property
-    def exits(self) -> Path:
-        """One start and one exit record of each rank (rlhpc.core.exits)."""
-        return self.path / "exits"
+    def job(self) -> Path:
+        """Which Slurm job the run was last submitted as (rlhpc.launch.submit)."""
+        return self.path / "job.json"
+
+    @property
+    def stop_requested(self) -> Path:
+        """Is there when a user asked the ranks to save and end for good."""
+        return self.path / "stop-requested"
+
+    @property
+    def submission(self) -> Path:
+        """submitit's files: the job script and what the batch step printed."""
+        return self.path / "submission"
 
     @property
     def metrics(self) -> Path:
@@ -63,10 +140,10 @@ class RunFolder:
         """Make the folder and its fixed parts, readable by the owner alone: nodes are shared."""
         self.path.mkdir(parents=True, exist_ok=True)
         self.path.chmod(0o700)
-        for part in (self.logs, self.exits, self.checkpoints):
+        for part in (self.attempts, self.checkpoints):
             part.mkdir(exist_ok=True)
 
     def holds_run(self) -> bool:
         """A run has left steps or a checkpoint here."""
         has_steps = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        return has_steps or (self.checkpoints.is_dir() and any(self.checkpoints.iterdir()))
+        return has_steps or any(self.checkpoints.glob("step-*"))

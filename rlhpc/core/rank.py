@@ -14,6 +14,7 @@ from rlhpc.core.errors import UserError
 _SOURCES = (
     (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK),
     (env.SUBMITIT_LOCAL_GLOBALID, env.SUBMITIT_LOCAL_NTASKS, env.SUBMITIT_LOCAL_LOCALID),
+    (env.SLURM_PROCID, env.RLHPC_WORLD_SIZE, env.SLURM_LOCALID),
     (env.SLURM_PROCID, env.SLURM_NTASKS, env.SLURM_LOCALID),
 )
 
@@ -46,10 +47,10 @@ class RankInfo:
             master_port=int(environ.get(env.MASTER_PORT, "0")),
             restart_count=int(environ.get(env.SLURM_RESTART_COUNT, "0")),
         )
-        if info.world_size > 1 and not info.master_port:
+        if info.world_size > 1 and not info.master_port and not environ.get(env.RLHPC_STORE):
             raise UserError(
                 f"rank {info.rank} of {info.world_size} has no rendezvous",
                 where=env.MASTER_PORT,
-                remedy=f"set {env.MASTER_ADDR} and {env.MASTER_PORT}, or start the ranks with rlhpc",
+                remedy=f"start the ranks with rlhpc, or set {env.MASTER_ADDR} and {env.MASTER_PORT}",
             )
         return info

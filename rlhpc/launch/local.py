@@ -16,18 +16,21 @@ from submitit import LocalExecutor
 
 from rlhpc.config.load import dump_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core import env, exits
+from rlhpc.core import attempts, env, exits
+from rlhpc.core.attempts import Verdict, saved_step
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import write_atomic
-from rlhpc.core.folder import RunFolder
+from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.launch.diagnose import diagnose_error
+from rlhpc.launch.hang import HangWatch
 from rlhpc.launch.machine import check_resources, environment, rank_environment
 from rlhpc.launch.progress import Display, MetricsFollower
-from rlhpc.launch.rank import run_rank
+from rlhpc.launch.rank import TRAINER, run_local_rank
+from rlhpc.launch.store import StoreServer
 from rlhpc.launch.watch import Ranks
 
-TRAINER = "rlhpc.trainer.main:run_rank"
 INTERRUPTED = 130
 _POLL_SECONDS = 0.1
 # After the first failure: for records of the same cause; while only losses of a peer are known, for the cause itself.
@@ -37,32 +40,43 @@ _FOR_EVER_MINUTES = 60 * 24 * 365
 
 
 def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry: str = TRAINER) -> int:
-    """Call ``entry`` (package.module:function) with the run folder and ``resume`` on every rank; return the exit code.
+    """Call ``entry`` (package.module:function) on every rank (rlhpc.core.context); return the exit code.
 
-    A UserError of a rank is raised here; any other failure is told on stderr and gives 1, Ctrl-C gives 130. The other
-    ranks are ended within about two seconds of the first failure.
+    It continues from the newest checkpoint in ``folder`` if there is one, which only ``resume`` allows. A UserError of
+    a rank is raised here; any other failure is told on stderr and gives 1. The other ranks are ended within about two
+    seconds of the first failure. Ctrl-C lets the ranks finish their step and save, a second one ends them at once; both
+    give 130.
     """
-    check_resources(config.resources)
+    check_resources(config)
     check_folder(folder, resume)
     folder.create()
     with _locked(folder):
-        exits.clear(folder.exits)
-        write_atomic(folder.config, dump_config(config))
+        attempt = _begin(config, folder)
         oom_before = oom_kills()
-        ranks = _start(config, folder, resume, entry)
+        store = StoreServer.open(host="127.0.0.1")
+        ranks = _start(config, attempt, entry, store)
         try:
-            ended = _watch(ranks, config.world_size, folder)
+            ended = _watch_or_stop(ranks, config, attempt)
             failed = exits.culprit(ended.values())
             if failed is None:
                 ranks.finish(_FINISH_SECONDS)
         except KeyboardInterrupt:
-            print(f"rlhpc: interrupted; continue with --resume: {folder.path}", file=sys.stderr)
+            attempts.end(attempt, Verdict(time.time(), "stopped", "ended by Ctrl-C before the ranks had saved", "stop"))
+            print(f"rlhpc: ended; continue with --resume: {folder.path}", file=sys.stderr)
             return INTERRUPTED
         finally:
             ranks.end()
+            store.close()
         if failed is not None:
+            cause = diagnose_error(failed).cause
+            attempts.end(attempt, Verdict(time.time(), cause, failed.message, "stop", failed.rank, failed.node))
             _tell(failed, ranks, oom_kills() > oom_before)
             return 1
+        if any(record.kind == "stopped" for record in ended.values()):
+            attempts.end(attempt, Verdict(time.time(), "stopped", "saved and ended on request", "stop"))
+            print(f"rlhpc: saved and ended; continue with --resume: {folder.path}", file=sys.stderr)
+            return INTERRUPTED
+        attempts.end(attempt, Verdict(time.time(), "finished", "", "none"))
     if folder.report_text.is_file():
         print(folder.report_text.read_text(encoding="utf-8").rstrip())
     return 0
@@ -95,8 +109,24 @@ def _locked(folder: RunFolder) -> Iterator[None]:
         yield
 
 
-def _start(config: RunConfig, folder: RunFolder, resume: bool, entry: str) -> Ranks:
-    executor = LocalExecutor(folder=folder.logs)
+def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
+    nodes = (socket.gethostname(),)
+    attempt = attempts.begin(
+        folder,
+        job_id="",
+        restart_count=0,
+        nodes=nodes,
+        world_size=config.world_size,
+        saved_step=saved_step(folder),
+        silence_seconds=config.recovery.silence_seconds,
+    )
+    write_atomic(folder.config, dump_config(config))
+    write_atomic(attempt.config, dump_config(config))
+    return attempt
+
+
+def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreServer) -> Ranks:
+    executor = LocalExecutor(folder=attempt.logs)
     executor.update_parameters(
         tasks_per_node=config.resources.ranks_per_node,
         gpus_per_node=config.resources.ranks_per_node,
@@ -104,18 +134,30 @@ def _start(config: RunConfig, folder: RunFolder, resume: bool, entry: str) -> Ra
         stderr_to_stdout=True,
     )
     visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
-    arguments: tuple[Any, ...] = (entry, str(folder.path), resume, ProcessId.own(), visible)
+    arguments: tuple[Any, ...] = (entry, str(attempt.path), ProcessId.own(), visible)
     # A terminal's Ctrl-C is the launcher's to handle: processes inherit that they ignore it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with environment(rank_environment(config.resources)):
-            job = executor.submit(run_rank, *arguments)
+        with environment({**rank_environment(config.resources), **store.environment("127.0.0.1")}):
+            job = executor.submit(run_local_rank, *arguments)
     finally:
         signal.signal(signal.SIGINT, handler)
-    return Ranks(job, folder.exits, config.world_size, socket.gethostname())
+    return Ranks(job, attempt.exits, config.world_size, socket.gethostname())
 
 
-def _watch(ranks: Ranks, world_size: int, folder: RunFolder) -> dict[int, ExitRecord]:
+def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> dict[int, ExitRecord]:
+    """Watch; the first Ctrl-C asks the ranks to save and end, and the watch goes on."""
+    policy, world_size = config.recovery, config.world_size
+    hangs = HangWatch(attempt.heartbeats, world_size, policy.silence_seconds, policy.start_seconds)
+    try:
+        return _watch(ranks, world_size, attempt.run, hangs)
+    except KeyboardInterrupt:
+        print("rlhpc: finishing the step and saving; Ctrl-C again ends at once", file=sys.stderr)
+        ranks.ask_to_stop()
+        return _watch(ranks, world_size, attempt.run, hangs)
+
+
+def _watch(ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch) -> dict[int, ExitRecord]:
     """Wait until every rank is done, or one has failed and its peers had time to say so; how each ended."""
     follower = MetricsFollower(folder.metrics)
     failed_at = None
@@ -125,7 +167,11 @@ def _watch(ranks: Ranks, world_size: int, folder: RunFolder) -> dict[int, ExitRe
             display.update(follower.read_new())
             if len(ended) == world_size:
                 return ended
-            kinds = {record.kind for record in ended.values()} - {"done"}
+            hang = hangs.poll()
+            if hang is not None:
+                rank = max(hang.rank, 0)
+                return {rank: ExitRecord(rank, hang.node, 0, time.time(), "error", "Hang", hang.message)}
+            kinds = {record.kind for record in ended.values()} - {"done", "stopped"}
             if kinds:
                 failed_at = failed_at or time.monotonic()
                 if time.monotonic() - failed_at > (_CAUSE_SECONDS if kinds == {"peer"} else _GRACE_SECONDS):

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlhpc.config.schema import ResourcesSection
+from rlhpc.config.schema import ResourcesSection, RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 
@@ -24,14 +24,15 @@ def gpu_count() -> int:
     return len(devices) if visible is None else min(len(devices), len([v for v in visible.split(",") if v.strip()]))
 
 
-def check_resources(resources: ResourcesSection) -> None:
+def check_resources(config: RunConfig) -> None:
     """Refuse what one machine cannot start."""
-    if resources.nodes > 1:
+    if config.slurm.most_nodes > 1:
         raise UserError(
-            f"`rlhpc run` starts ranks on this machine only, {resources.nodes} nodes are asked for",
-            where="resources.nodes",
-            remedy="set it to 1",
+            f"`rlhpc run` starts ranks on this machine only, {config.slurm.most_nodes} nodes are asked for",
+            where="slurm.nodes",
+            remedy="set it to 1, or start the run with `rlhpc submit`",
         )
+    resources = config.resources
     gpus = gpu_count()
     if 0 < gpus < resources.ranks_per_node:
         raise UserError(

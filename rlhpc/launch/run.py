@@ -7,10 +7,11 @@ import time
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.local import TRAINER, check_folder, run_local
+from rlhpc.launch.local import check_folder, run_local
 from rlhpc.launch.machine import check_resources
 from rlhpc.launch.prepare import run_prepare
 from rlhpc.launch.progress import duration
+from rlhpc.launch.rank import TRAINER
 from rlhpc.plan.check import check_config
 
 
@@ -21,7 +22,7 @@ def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> i
     """
     started = time.monotonic()
     folder = RunFolder(config.folder)
-    check_resources(config.resources)
+    check_resources(config)
     check_folder(folder, resume)
     check_config(config, prepared=config.prepare is None)
     if config.prepare is not None:

@@ -46,6 +46,12 @@ class Ranks:
         """What the rank printed."""
         return Path(self._job.task(rank).paths.stdout)
 
+    def ask_to_stop(self) -> None:
+        """Let the ranks finish their step, save and end."""
+        for start in read_starts(self._exits).values():
+            if start.process.is_alive():
+                os.kill(start.process.pid, signal.SIGUSR2)
+
     def finish(self, seconds: float) -> None:
         """Give ranks that are done the time to end by themselves."""
         deadline = time.monotonic() + seconds

@@ -11,26 +11,38 @@ import torch.distributed as dist
 from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.compat import megatron_device
+from rlhpc.parallel.store import open_store
 from rlhpc.plan.layout import ParallelLayout
 
 
 def join(info: RankInfo, timeout_minutes: float = 30) -> None:
-    """Enter the job's default process group: NCCL with a GPU, gloo without."""
-    os.environ.setdefault(env.MASTER_ADDR, info.master_addr)
+    """Enter the job's default process group: NCCL with a GPU, gloo without.
+
+    The ranks meet in the job's own store when the launcher has named one, else at MASTER_ADDR and MASTER_PORT, where
+    torch's TCPStore lets any user of the cluster read and write.
+    """
+    os.environ.setdefault(env.MASTER_ADDR, info.master_addr)  # for libraries that ask
     os.environ.setdefault(env.MASTER_PORT, str(info.master_port or 29500))
-    on_gpu = torch.cuda.is_available()
+    on_gpu, timeout = torch.cuda.is_available(), datetime.timedelta(minutes=timeout_minutes)
     if on_gpu:
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
-    elif info.world_size == 1 and not info.master_port:
-        # Alone there is nobody to meet, and no port to be taken by somebody else.
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        return
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=_store(info, timeout),
         rank=info.rank,
         world_size=info.world_size,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
+        timeout=timeout,
     )
+
+
+def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store | None:
+    """Where this rank finds the others; None to let torch open a TCPStore."""
+    store = open_store()
+    if store is not None:
+        store.set_timeout(timeout)
+        return store
+    # Alone there is nobody to meet, and no port to be taken by somebody else.
+    return dist.HashStore() if info.world_size == 1 and not info.master_port else None
 
 
 def build_groups(layout: ParallelLayout, seed: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from math import prod
 from pathlib import Path
 
@@ -29,8 +30,10 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
 
     ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
     """
-    layout = _check_layout(config)
-    _check_batches(config, layout)
+    if config.slurm.least_nodes > config.slurm.most_nodes:
+        raise UserError(f"{config.slurm.nodes} is no range", where="slurm.nodes", remedy="write [least, most]")
+    check_nodes(config, config.slurm.least_nodes)
+    layout = check_nodes(config, config.slurm.most_nodes)
     summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
     if not prepared and not config.model.path.exists():
         summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
@@ -39,7 +42,29 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     return summary + [("data", text) for text in _check_data(config, prepared)]
 
 
-def _check_layout(config: RunConfig) -> ParallelLayout:
+def check_nodes(config: RunConfig, nodes: int) -> ParallelLayout:
+    """The layout on so many nodes; a UserError when layout or batches do not fit them."""
+    world_size = nodes * config.resources.ranks_per_node
+    try:
+        layout = _check_layout(config, world_size)
+        _check_batches(config, layout)
+    except UserError as error:
+        if config.slurm.least_nodes == config.slurm.most_nodes:
+            raise
+        raise UserError(f"on {nodes} nodes: {error.message}", where=error.where, remedy=error.remedy) from None
+    return layout
+
+
+def largest_usable(config: RunConfig, nodes: int) -> int:
+    """The most of ``nodes`` that slurm.nodes, layout and batches can use; 0 when they are too few."""
+    for count in range(min(nodes, config.slurm.most_nodes), config.slurm.least_nodes - 1, -1):
+        with suppress(UserError):
+            check_nodes(config, count)
+            return count
+    return 0
+
+
+def _check_layout(config: RunConfig, world_size: int) -> ParallelLayout:
     sizes = config.parallel
     for axis, name in _NOT_EXECUTED.items():
         if getattr(sizes, axis) > 1:
@@ -52,12 +77,19 @@ def _check_layout(config: RunConfig) -> ParallelLayout:
         raise UserError(
             "virtual pipeline stages are not executed in this version", where="parallel.vpp", remedy="leave it out"
         )
-    layout = ParallelLayout(config.world_size, sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp, sizes.vpp)
-    if config.world_size % config.rollout.tp:
+    layout = ParallelLayout(world_size, sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp, sizes.vpp)
+    if world_size % config.rollout.tp:
         raise UserError(
-            f"engines of {config.rollout.tp} ranks do not divide the {config.world_size} ranks of the job",
+            f"engines of {config.rollout.tp} ranks do not divide the {world_size} ranks of the job",
             where="rollout.tp",
-            remedy=f"use one of {_divisors(config.world_size)}",
+            remedy=f"use one of {_divisors(world_size)}",
+        )
+    ranks = config.resources.ranks_per_node
+    if world_size > ranks and ranks % config.rollout.tp:
+        raise UserError(
+            f"engines of {config.rollout.tp} ranks would span nodes of {ranks}, which is not executed in this version",
+            where="rollout.tp",
+            remedy=f"use one of {_divisors(ranks)}",
         )
     return layout
 
@@ -138,7 +170,7 @@ def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
 def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
     engines = layout.world_size // config.rollout.tp
     return (
-        f"{layout.world_size} ranks on {config.resources.nodes} node(s): training tp {layout.tp} x dp {layout.dp}, "
+        f"{layout.world_size} ranks on {config.slurm.most_nodes} node(s): training tp {layout.tp} x dp {layout.dp}, "
         f"rollout {engines} engine(s) of tp {config.rollout.tp}"
     )
 

@@ -37,7 +37,7 @@ class ParallelLayout:
                 raise UserError(
                     f"{product} = {model_size} ranks does not divide the {self.world_size} ranks of the job",
                     where="parallel",
-                    remedy=f"use a multiple of {model_size} ranks (resources.nodes x resources.ranks_per_node), "
+                    remedy=f"use a multiple of {model_size} ranks (slurm.nodes x resources.ranks_per_node), "
                     f"or sizes whose product is one of {_divisors(self.world_size)}",
                 )
 

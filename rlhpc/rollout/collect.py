@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from rlhpc.api import Completion, Prompt, Request, RolloutEngine, Sample
+from rlhpc.core.heartbeat import touch
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ def collect(
     completions = engine.generate(build_requests(prompts, share, sampling))
     samples = []
     for index, completion in enumerate(completions):
+        touch("score")
         group = share.start + index // sampling.samples_per_prompt
         prompt = prompts[group]
         samples.append(

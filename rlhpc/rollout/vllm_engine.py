@@ -21,6 +21,7 @@ from rlhpc.api import Completion, Request
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 
 GIB = 1 << 30
@@ -75,6 +76,7 @@ class VllmEngine:
             self._engine.add_request(str(index), tokens_input(list(request.prompt)), self._parameters(request))
         completions: dict[int, Completion] = {}
         while self._engine.has_unfinished_requests():
+            touch("generate")
             for output in self._engine.step():
                 completions[int(output.request_id)] = _completion(output.outputs[0])
         return [completions[index] for index in range(len(requests))]

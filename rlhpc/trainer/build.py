@@ -9,6 +9,7 @@ from rlhpc.algo import Algorithm, find_algorithm
 from rlhpc.api import Completion, Prompt, RolloutEngine
 from rlhpc.backends.megatron import MegatronBackend
 from rlhpc.config.schema import OptimizerSection, RunConfig
+from rlhpc.core.context import RankContext
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.rank import RankInfo
 from rlhpc.data.prompts import PromptSet
@@ -26,8 +27,7 @@ class Run:
     """Everything that a rank works with."""
 
     config: RunConfig
-    folder: RunFolder
-    info: RankInfo
+    context: RankContext
     layout: ParallelLayout
     tokenizer: Tokenizer
     actor: MegatronBackend
@@ -38,6 +38,14 @@ class Run:
     prompts: PromptSet | None
     validation: PromptSet | None
     sft: SFTSet | None
+
+    @property
+    def info(self) -> RankInfo:
+        return self.context.info
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.context.run
 
     @property
     def engine_index(self) -> int:
@@ -54,9 +62,9 @@ class Run:
         return self.info.rank % self.config.rollout.tp == 0
 
 
-def build(config: RunConfig, folder: RunFolder, info: RankInfo) -> Run:
+def build(config: RunConfig, context: RankContext) -> Run:
     """Build models, data and engine on this rank; the ranks have joined. Collective."""
-    parallel = config.parallel
+    info, parallel = context.info, config.parallel
     layout = ParallelLayout(
         info.world_size, parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp, parallel.vpp
     )
@@ -80,8 +88,7 @@ def build(config: RunConfig, folder: RunFolder, info: RankInfo) -> Run:
     sft = SFTSet.load(config.sft.data, tokenizer) if config.sft else None
     return Run(
         config=config,
-        folder=folder,
-        info=info,
+        context=context,
         layout=layout,
         tokenizer=tokenizer,
         actor=model(config.sft.optimizer if config.sft else config.train.optimizer),

@@ -7,6 +7,7 @@ import json
 import numpy as np
 
 from rlhpc.api import RunState, Sample
+from rlhpc.core.heartbeat import touch
 from rlhpc.reshard import push
 from rlhpc.trainer.batches import exchange_samples
 from rlhpc.trainer.build import Run
@@ -19,6 +20,7 @@ def validate(run: Run, state: RunState) -> Metrics:
     """One response to each held-out prompt; accuracy is the mean reward. Leaves the engine asleep."""
     section = run.config.validation
     prompts = run.validation.prompts[: section.max_prompts]
+    touch("validation", state.step)
     push(run.actor, run.engine)
     samples = exchange_samples(
         run, generate_samples(run, state, prompts, samples_per_prompt=1, temperature=section.temperature)
@@ -35,6 +37,7 @@ def validate(run: Run, state: RunState) -> Metrics:
 def _keep(run: Run, state: RunState, samples: list[Sample]) -> None:
     """Append the first few samples, in words, to samples.jsonl."""
     prompts = {prompt.prompt_id: prompt for prompt in run.validation.prompts}
+    run.context.attempt.check_current()
     with open(run.folder.samples, "a", encoding="utf-8") as file:
         for sample in samples[: run.config.observe.samples]:
             record = {

@@ -11,38 +11,56 @@ import torch.distributed as dist
 from rlhpc.api import RunState
 from rlhpc.checkpoint import CheckpointStore
 from rlhpc.core.errors import UserError
+from rlhpc.core.heartbeat import touch
+from rlhpc.core.stop import Reason
 from rlhpc.observe.metrics import MetricsWriter
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.evaluate import validate
 from rlhpc.trainer.step import Metrics, rl_step, sft_step
+from rlhpc.trainer.stop import Stopper
 
 
 class Loop:
     """Carries a run forward from a state."""
 
-    def __init__(self, run: Run, resume: bool) -> None:
+    def __init__(self, run: Run) -> None:
         self._run, self._config = run, run.config
-        self._store = CheckpointStore(run.folder.checkpoints, self._config.checkpoint.keep)
-        self.state = self._restore() if resume else RunState()
+        self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
+        self._stopper = Stopper(run.context)
+        self._saved = -1
+        self.state = self._restore()
+        run.context.attempt.check_current()
         self._writer = (
             MetricsWriter(run.folder, run.config.observe.tensorboard, self.state) if run.info.rank == 0 else None
         )
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
-        self._saved = self.state.total_steps if resume else -1
 
-    def run(self) -> None:
-        """All steps that are left."""
+    def run(self) -> Reason | None:
+        """All steps that are left, or until the ranks agree to stop; the answer is why they did. Saved at the end."""
+        try:
+            reason = self._run_phases()
+            if self._saved != self.state.total_steps:
+                self._save()
+            return reason
+        finally:
+            if self._writer:
+                self._writer.close()
+
+    def _run_phases(self) -> Reason | None:
         sft, train, state = self._config.sft, self._config.train, self.state
         while sft and state.sft_step < sft.steps:
+            self._stopper.begin()
             began = time.perf_counter()
             metrics = sft_step(self._run, state)
             if state.sft_step == sft.steps and not train.steps:
                 metrics = {**metrics, **self._validate()}
             self._report("sft", state.sft_step, sft.steps, metrics, began)
-            self._save_when_due()
+            if (reason := self._after_step()) != "none":
+                return reason
         if train.steps and state.step == 0:
             self._begin_rl()
         while state.step < train.steps:
+            self._stopper.begin()
             began = time.perf_counter()
             metrics, _ = rl_step(self._run, state)
             if state.step % self._config.validation.every == 0 or state.step == train.steps:
@@ -50,11 +68,9 @@ class Loop:
                 metrics = {**metrics, **self._validate()}
                 began = time.perf_counter() - seconds  # a step's time is without its validation
             self._report("rl", state.step, train.steps, metrics, began)
-            self._save_when_due()
-        if self._saved != state.total_steps:
-            self._save()
-        if self._writer:
-            self._writer.close()
+            if (reason := self._after_step()) != "none":
+                return reason
+        return None
 
     def _begin_rl(self) -> None:
         """RL starts from the warmed-up weights: its reference is what they are now, its optimizer is new."""
@@ -88,14 +104,25 @@ class Loop:
             metrics["perf/step_seconds"] = seconds
         self._writer.write(phase, step, total, metrics)
 
-    def _save_when_due(self) -> None:
+    def _after_step(self) -> Reason:
+        """Save if it is due, and agree with the other ranks whether to stop; after the last step there is no need."""
+        self._stopper.stepped()
         every = self._config.checkpoint.every
         if every and self.state.total_steps % every == 0:
             self._save()
+        if self.state.total_steps == self._total:
+            return "none"
+        reason, first_save = self._stopper.agree()
+        if first_save and self._saved != self.state.total_steps:
+            self._save()  # at the first step it shows that saving works, and how long it takes
+        return reason
 
     def _save(self) -> None:
+        began = time.monotonic()
+        touch("save", self.state.total_steps)
         self._store.save(self.state, self._write_models)
         self._saved = self.state.total_steps
+        self._stopper.saved(time.monotonic() - began)
 
     def _write_models(self, folder: Path) -> None:
         run = self._run
@@ -123,6 +150,7 @@ class Loop:
         self._run.actor.load(saved.folder / "actor")
         if self._reference_is_ours():
             self._run.reference.load(saved.folder / "reference")
+        self._saved = saved.state.total_steps
         return saved.state
 
     def _check_phases(self, folder: Path) -> None:

@@ -5,27 +5,26 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from pathlib import Path
 
 from rlhpc.config.load import load_config
 from rlhpc.core import env
-from rlhpc.core.folder import RunFolder
-from rlhpc.core.rank import RankInfo
+from rlhpc.core.context import RankContext
 
 
-def run_rank(run_dir: str, resume: bool) -> None:
-    """Run this rank of the run in ``run_dir``, whose resolved config the launcher has written there.
+def run_rank(context: RankContext) -> str | None:
+    """Run this rank with the resolved config of its attempt, from the newest checkpoint or, without one, the start.
 
-    ``resume`` continues from the newest checkpoint, or from the start when there is none yet.
+    Returns why the ranks agreed to stop before the last step, None if they did not.
     """
     import torch
 
     from rlhpc.observe.report import write_report
+    from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import join, leave
     from rlhpc.trainer.build import build
     from rlhpc.trainer.loop import Loop
 
-    folder, info = RunFolder(Path(run_dir)), RankInfo.from_environ()
+    info = context.info
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stderr,
@@ -33,12 +32,15 @@ def run_rank(run_dir: str, resume: bool) -> None:
         force=True,
     )
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))
-    config = load_config(folder.config)
+    config = load_config(context.attempt.config)
     join(info)
-    run = build(config, folder, info)
-    Loop(run, resume).run()
-    if info.rank == 0:
-        write_report(folder)
+    context.heartbeat.watch_collectives(last_collectives)
+    run = build(config, context)
+    stopped = Loop(run).run()
+    if info.rank == 0 and stopped is None:
+        context.attempt.check_current()
+        write_report(context.run)
     if run.engine is not None:
         run.engine.shutdown()
     leave()
+    return stopped

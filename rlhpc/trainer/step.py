@@ -11,6 +11,7 @@ import torch
 from rlhpc.algo.losses import negative_log_likelihood
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats
+from rlhpc.core.heartbeat import touch
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.reshard import push
 from rlhpc.trainer.batches import Minibatch, exchange_samples, rl_minibatches, sft_minibatch
@@ -23,6 +24,7 @@ Metrics = dict[str, float]
 def sft_step(run: Run, state: RunState) -> Metrics:
     """One supervised update."""
     section = run.config.sft
+    touch("supervised step", state.sft_step + 1)
     sequences, state.sft_cursor = run.sft.take(state.sft_cursor, section.sequences_per_step, run.config.seed)
     minibatch = sft_minibatch(run, sequences)
     rate = learning_rate(section.optimizer, state.sft_step, section.steps)
@@ -42,9 +44,12 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     prompts, state.prompt_cursor = run.prompts.take(
         state.prompt_cursor, run.config.train.prompts_per_step, run.config.seed
     )
+    step = state.step + 1
+    touch("push", step)
     with clock("push"):
         push(run.actor, run.engine)
         state.weights_version += 1
+    touch("rollout", step)
     with clock("rollout"):
         section = run.config.rollout
         samples = exchange_samples(
@@ -54,8 +59,10 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     with clock("prepare"):
         advantages = _advantages(run, samples)
         minibatches = rl_minibatches(run, samples, advantages)
+    touch("log_probs", step)
     with clock("log_probs"):
         minibatches = [_attach_log_probs(run, minibatch) for minibatch in minibatches]
+    touch("update", step)
     with clock("update"):
         metrics = _update(run, state, minibatches)
     state.step += 1

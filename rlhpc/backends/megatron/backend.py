@@ -20,6 +20,7 @@ from rlhpc.backends.megatron.model import DTYPES, ShardedWeights, build_chunks, 
 from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
 from rlhpc.backends.megatron.packed import RotaryTable, packed_params
 from rlhpc.config.schema import OptimizerSection
+from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device
@@ -177,6 +178,7 @@ class MegatronBackend:
         """The pipeline schedule over the microbatches; what ``finish`` returned for each, on the last stage."""
 
         def forward_step(batches: Iterator[PackedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+            touch("backward and forward" if not forward_only else "forward")
             batch = next(batches).to(self._device)
             params = packed_params(batch, self.rope)
             logits = chunk(batch.tokens[None], batch.positions[None], None, packed_seq_params=params)

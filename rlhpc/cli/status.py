@@ -1,0 +1,136 @@
+"""``rlhpc status``, ``logs`` and ``cancel``. Imports click only; the rest when a command runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import click
+
+from rlhpc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhpc.launch.status import RunStatus
+
+_WATCH_SECONDS = 2.0
+
+
+@click.command()
+@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.option("--json", "as_text", is_flag=True, help="Print JSON, for programs.")
+@click.option("--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C.")
+def status(runs: tuple[str, ...], as_text: bool, watch: bool) -> None:
+    """How runs stand; without RUN all of yours. RUN is a run's folder, its name or its job's id."""
+    import json
+
+    from rlhpc.launch.status import as_json
+
+    if watch:
+        _watch(runs)
+        return
+    found = _read(runs)
+    if as_text:
+        click.echo(json.dumps([as_json(one) for one in found], indent=2))
+        return
+    from rlhpc.launch.status_view import details, overview, show
+
+    show(details(found[0]) if len(runs) == 1 and len(found) == 1 else overview(found))
+
+
+@click.command()
+@click.argument("run")
+@click.option("--rank", type=int, help="This rank's, instead of the one that is to blame.")
+@click.option("--attempt", type=int, metavar="N", help="Of the N-th start of the ranks; default: the last.")
+@click.option("--all", "all_ranks", is_flag=True, help="Those of the other ranks too, after the first.")
+@click.option("--job", is_flag=True, help="What the job's own step printed: setup, launcher, srun.")
+@click.option("--lines", type=click.IntRange(min=1), default=40, show_default=True, help="From the end of each.")
+@click.option("--follow", is_flag=True, help="Go on with what is printed from now on, until the job is over.")
+def logs(run: str, rank: int | None, attempt: int | None, all_ranks: bool, job: bool, lines: int, follow: bool) -> None:
+    """What the ranks of RUN printed, first the one that is to blame for its end."""
+    from rlhpc.launch.logs import batch_log, follow_log, log_files, tail
+    from rlhpc.launch.registry import find_run
+
+    known = find_run(run)
+    files = [batch_log(known)] if job else log_files(known, attempt, rank, all_ranks)
+    for file in files:
+        click.echo(f"==> {file.title}: {file.path} <==")
+        click.echo(tail(file.path, lines), nl=False)
+    if not follow:
+        return
+    try:
+        for text in follow_log(files[0].path, _over(known.job.job_id if known.job else "")):
+            click.echo(text, nl=False)
+    except KeyboardInterrupt:
+        click.echo()
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.option("--save", is_flag=True, help="Let the ranks finish their step, save and end; `rlhpc resume` goes on.")
+def cancel(runs: tuple[str, ...], save: bool) -> None:
+    """Take the jobs of runs out of Slurm. RUN is a run's folder, its name or its job's id."""
+    from rlhpc.launch.cancel import cancel as cancel_job
+    from rlhpc.launch.registry import find_runs
+    from rlhpc.launch.slurm.commands import require_controller
+
+    found = [run for text in runs for run in find_runs(text)]
+    require_controller()
+    failed: list[UserError] = []
+    for run in found:
+        try:
+            click.echo(f"{run.name}: {cancel_job(run, save)}")
+        except UserError as error:
+            failed.append(error)
+    if failed:
+        raise UserError(" | ".join(str(error) for error in failed))
+
+
+def _read(names: tuple[str, ...]) -> list[RunStatus]:
+    from rlhpc.launch.registry import all_runs, find_runs
+    from rlhpc.launch.slurm.commands import require_controller
+    from rlhpc.launch.slurm.queue import read_job
+    from rlhpc.launch.status import run_status, statuses
+
+    found = [run for text in names for run in find_runs(text)] if names else all_runs()
+    try:
+        if any(run.job for run in found):
+            require_controller()
+    except UserError as error:
+        click.echo(f"rlhpc: {error}", err=True)
+        click.echo("rlhpc: what follows is from the run folders alone", err=True)
+        return [run_status(run, None, asked=False) for run in found]
+    if len(names) == 1 and len(found) == 1 and found[0].job:
+        return [run_status(found[0], read_job(found[0].job.job_id, detail=True))]
+    return statuses(found)
+
+
+def _watch(names: tuple[str, ...]) -> None:
+    import contextlib
+    import time
+
+    from rich.live import Live
+
+    from rlhpc.launch.status_view import overview
+
+    with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False, screen=False) as live:
+        while True:
+            live.update(overview(_read(names)), refresh=True)
+            time.sleep(_WATCH_SECONDS)
+
+
+def _over(job_id: str) -> Callable[[], bool]:
+    """Says whether the job has ended, asking Slurm every few seconds only."""
+    import time
+
+    from rlhpc.launch.slurm.queue import read_job
+
+    asked, over = float("-inf"), not job_id
+
+    def ended() -> bool:
+        nonlocal asked, over
+        if not over and time.monotonic() - asked > _WATCH_SECONDS:
+            job, asked = read_job(job_id), time.monotonic()
+            over = job is None or not job.live
+        return over
+
+    return ended

@@ -1,0 +1,148 @@
+"""The starts of a run's ranks: one record at the beginning of each, one verdict at its end.
+
+The number of the newest start is also the fence. Ranks of an earlier one that nobody could end, behind a network cut
+for instance, see that they were superseded, and what they were writing has lost its name: see ``begin``.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from rlhpc.core.files import read_json, write_json
+from rlhpc.core.folder import AttemptFolder, RunFolder
+
+Cause = Literal[
+    "finished",
+    "user",
+    "data",
+    "gpu_memory",
+    "host_memory",
+    "network",
+    "bad_node",
+    "hang",
+    "disk_full",
+    "crash",
+    "launch",
+    "time_limit",
+    "preempted",
+    "stopped",
+    "requeued",
+]
+Action = Literal["none", "retry", "requeue", "stop"]
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the ranks. ``job_id`` is empty for a run on this machine; ``saved_step`` is the newest checkpoint's
+    step then, -1 for none; ``silence_seconds`` without progress are a hang; ``overrides`` (KEY=VALUE) and ``excluded``
+    nodes are what recovery has changed so far."""
+
+    number: int
+    job_id: str
+    restart_count: int
+    nodes: tuple[str, ...]
+    world_size: int
+    started: float
+    saved_step: int
+    silence_seconds: float = 1800.0
+    overrides: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a start ended, by which rank (-1: none in particular) and node, and what was done about it.
+
+    ``overrides`` and ``excluded`` are those of the next start, ``failures`` the ones in a row so far.
+    """
+
+    time: float
+    cause: Cause
+    message: str
+    action: Action
+    rank: int = -1
+    node: str = ""
+    detail: str = ""
+    wait_seconds: float = 0.0
+    overrides: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
+    failures: int = 0
+
+
+def begin(run: RunFolder, **known: object) -> AttemptFolder:
+    """Make the folder of a new start, fence off all earlier ones, and write its record; ``known`` are its fields
+    but ``number`` and ``started``.
+
+    Earlier ranks write checkpoints under ``checkpoints/.writing-NNNN`` only, and rename them when whole; with that
+    folder renamed away, in one step of the file system, their next write or rename fails.
+    """
+    run.create()
+    folder = _next(run)
+    for part in (folder.exits, folder.logs, folder.heartbeats):
+        part.mkdir()
+    for old in run.checkpoints.glob(".writing-*"):
+        trash = run.checkpoints / f".trash-{uuid.uuid4().hex}"
+        old.rename(trash)
+    for trash in run.checkpoints.glob(".trash-*"):
+        shutil.rmtree(trash, ignore_errors=True)
+    (run.checkpoints / f".writing-{folder.path.name}").mkdir()
+    attempt = Attempt(number=folder.number, started=time.time(), **known)  # type: ignore[arg-type]
+    write_json(folder.record, asdict(attempt))
+    return folder
+
+
+def saved_step(run: RunFolder) -> int:
+    """Step of the newest checkpoint, -1 when there is none. By name only: what is named is whole."""
+    names = run.checkpoints.glob("step-*") if run.checkpoints.is_dir() else ()
+    return max((int(path.name.removeprefix("step-")) for path in names), default=-1)
+
+
+def end(folder: AttemptFolder, verdict: Verdict) -> None:
+    """Write the verdict; the last one counts."""
+    write_json(folder.verdict, asdict(verdict))
+
+
+def folders(run: RunFolder) -> list[AttemptFolder]:
+    """All starts, oldest first."""
+    if not run.attempts.is_dir():
+        return []
+    return [AttemptFolder(path) for path in sorted(run.attempts.iterdir()) if path.name.isdecimal()]
+
+
+def read_attempt(folder: AttemptFolder) -> Attempt | None:
+    """The record; None for a start that was cut short before it was written."""
+    try:
+        fields = read_json(folder.record)
+    except FileNotFoundError:
+        return None
+    return Attempt(**_tuples(fields))
+
+
+def read_verdict(folder: AttemptFolder) -> Verdict | None:
+    """The verdict; None while the ranks run, or when nobody was left to give one."""
+    try:
+        fields = read_json(folder.verdict)
+    except FileNotFoundError:
+        return None
+    return Verdict(**_tuples(fields))
+
+
+def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _next(run: RunFolder) -> AttemptFolder:
+    """A number that nobody else took: mkdir is atomic, on network file systems too."""
+    number = max((folder.number for folder in folders(run)), default=0) + 1
+    while True:
+        folder = run.attempt(number)
+        try:
+            folder.path.mkdir()
+        except FileExistsError:
+            number += 1
+        else:
+            return folder

@@ -1,0 +1,59 @@
+"""The last collective operations of a rank, as it writes them down when ranks hang. Torch-free values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``sequence`` counts a group's collectives, alike on all its ranks; ``sizes`` are the shapes of its inputs."""
+
+    sequence: int
+    operation: str
+    sizes: tuple[tuple[int, ...], ...]
+    finished: bool
+
+
+@dataclass(frozen=True)
+class GroupState:
+    """One process group on one back end, seen from one of its ranks. ``recent``: the last collectives, oldest first."""
+
+    group: str
+    description: str
+    backend: str
+    ranks: tuple[int, ...]
+    recent: tuple[Collective, ...]
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The same on all ranks of the group."""
+        return self.group, self.backend
+
+    @property
+    def last(self) -> Collective:
+        """The newest collective that the rank has called."""
+        return self.recent[-1]
+
+    @property
+    def pending(self) -> Collective | None:
+        """The oldest collective that has not finished on this rank."""
+        return next((c for c in self.recent if not c.finished), None)
+
+    def at(self, sequence: int) -> Collective | None:
+        """The collective of that number, if it is among the recent ones."""
+        return next((c for c in self.recent if c.sequence == sequence), None)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> GroupState:
+        recent = [
+            Collective(c["sequence"], c["operation"], tuple(tuple(size) for size in c["sizes"]), c["finished"])
+            for c in value["recent"]
+        ]
+        ranks = tuple(value["ranks"])
+        return cls(value["group"], value["description"], value["backend"], ranks, tuple(recent))

@@ -1,0 +1,211 @@
+"""A rank's signs of life, and what it says of itself when the ranks hang.
+
+Ranks ``touch`` a phase whenever they have come a bit further. A thread writes that down, now and then, in the folder
+that all ranks and the launcher share; when the launcher writes into the file ``dump`` there, the thread answers with
+the Python stacks of all threads and with the last collectives. A rank that holds the interpreter's lock in native code
+cannot run the thread: the launcher sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can
+crash a process whose threads are running, so it is the last thing to be tried. A stopped process answers nothing.
+
+Files are written in place and read after opening them anew: over NFS a client sees that at once, but a new file, or one
+that was renamed over another, up to a minute later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core.collectives import GroupState
+from rlhpc.core.process import ProcessId
+
+DUMP_SIGNAL = signal.SIGURG  # a process that does not expect it, a rank's child perhaps, ignores it; Slurm can send it
+_RECORD_BYTES = 1024
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A rank's record. ``idle`` is the time since its last progress when it was written, ``touches`` counts them.
+
+    ``stacks`` and ``collectives`` are the newest requests for them that the rank has answered, empty if none.
+    """
+
+    rank: int
+    node: str
+    process: ProcessId
+    main_thread: int
+    touches: int = 0
+    phase: str = ""
+    step: int | None = None
+    idle: float = 0.0
+    stacks: str = ""
+    collectives: str = ""
+    ended: bool = False
+
+
+def beat_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.json"
+
+
+def stacks_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.stacks.txt"
+
+
+def collectives_file(folder: Path, rank: int) -> Path:
+    return folder / f"rank-{rank:05d}.collectives.json"
+
+
+def dump_file(folder: Path) -> Path:
+    """Anything new that is written into it makes every rank answer; what it holds is the request's name."""
+    return folder / "dump"
+
+
+def read_beat(folder: Path, rank: int) -> Beat | None:
+    """The rank's record; None when there is none, or it is just being written."""
+    try:
+        fields = json.loads(beat_file(folder, rank).read_text(encoding="utf-8"))
+        return Beat(**{**fields, "process": ProcessId(**fields["process"])})
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def look_seconds(world_size: int) -> float:
+    """How often a rank looks for a request: at most a thousand looks a second of all ranks together."""
+    return min(max(0.5, world_size / 1000), 10.0)
+
+
+def write_seconds(world_size: int, silence_seconds: float) -> float:
+    """How often a rank writes at most: two hundred writes a second of all, and often enough for the watch."""
+    return min(max(1.0, world_size / 200), silence_seconds / 4)
+
+
+class Heartbeat:
+    """One rank's. ``start`` it early, before slow imports; threads may ``touch`` it at any rate."""
+
+    def __init__(self, folder: Path, rank: int, *, world_size: int = 1, silence_seconds: float = 1800.0) -> None:
+        self._folder, self._look = folder, look_seconds(world_size)
+        self._period = write_seconds(world_size, silence_seconds)
+        main = threading.main_thread().ident or 0
+        self._beat = Beat(rank, socket.gethostname(), ProcessId.own(), main)
+        # Count, time, phase, step: replaced as a whole, so that threads need no lock.
+        self._progress: tuple[int, float, str, int | None] = (0, time.monotonic(), "starting", None)
+        self._written = float("-inf")
+        self._collectives: Callable[[], Sequence[GroupState]] | None = None
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
+
+    def start(self) -> Heartbeat:
+        """Write the first record and keep on; ``touch`` of this module is this rank's from now on."""
+        global _current
+        self._folder.mkdir(parents=True, exist_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC
+        self._stacks = os.open(stacks_file(self._folder, self._beat.rank), flags, 0o600)
+        self._write()
+        faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
+        self._thread.start()
+        _current = self
+        return self
+
+    def touch(self, phase: str, step: int | None = None) -> None:
+        """There was progress. Costs well under a microsecond and touches no file."""
+        self._progress = (self._progress[0] + 1, time.monotonic(), phase, step)
+
+    def watch_collectives(self, last: Callable[[], Sequence[GroupState]]) -> None:
+        """``last`` tells the last collectives of this rank from now on."""
+        self._collectives = last
+
+    def stop(self) -> None:
+        """The rank is done; it will not be waited for."""
+        global _current
+        self._end.set()
+        self._thread.join(timeout=5)
+        faulthandler.unregister(DUMP_SIGNAL)
+        self._write(ended=True)
+        _current = None
+
+    def _run(self) -> None:
+        while not self._end.wait(self._look):
+            with contextlib.suppress(OSError):  # a full disk or a stale mount ends no rank
+                self._write_when_due()
+                self._answer(self._request())
+
+    def _write_when_due(self) -> None:
+        if self._progress[0] != self._beat.touches and time.monotonic() - self._written >= self._period:
+            self._write()
+
+    def _write(self, **changes: Any) -> None:
+        touches, at, phase, step = self._progress
+        now = time.monotonic()
+        known: dict[str, Any] = {"touches": touches, "phase": phase[:100], "step": step, "idle": round(now - at, 3)}
+        self._beat = replace(self._beat, **known, **changes)
+        text = json.dumps(asdict(self._beat)).encode()
+        assert len(text) < _RECORD_BYTES
+        _write_in_place(beat_file(self._folder, self._beat.rank), text.ljust(_RECORD_BYTES - 1) + b"\n")
+        self._written = now
+
+    def _request(self) -> str:
+        try:
+            return dump_file(self._folder).read_text(encoding="utf-8").strip()[:100]
+        except (FileNotFoundError, UnicodeDecodeError):
+            return ""
+
+    def _answer(self, request: str) -> None:
+        """First the stacks, which never wait; the recorder of collectives might, behind a hung device."""
+        if not request or request == self._beat.collectives:
+            return
+        with contextlib.suppress(OSError):
+            self._write_stacks(_all_stacks())
+        self._write(stacks=request)
+        with contextlib.suppress(OSError):
+            text = json.dumps([group.as_json() for group in self._last_collectives()], indent=1) + "\n"
+            _write_in_place(collectives_file(self._folder, self._beat.rank), text.encode())
+        self._write(collectives=request)
+
+    def _last_collectives(self) -> Sequence[GroupState]:
+        try:
+            return self._collectives() if self._collectives else []
+        except Exception as error:  # a report without them is better than none
+            print(f"rlhpc: the last collectives are not known: {error}", file=sys.stderr, flush=True)
+            return []
+
+    def _write_stacks(self, text: bytes) -> None:
+        """Through the descriptor that faulthandler has, which goes on behind it."""
+        os.ftruncate(self._stacks, 0)
+        os.lseek(self._stacks, 0, os.SEEK_SET)
+        os.write(self._stacks, text)
+
+
+_current: Heartbeat | None = None
+
+
+def touch(phase: str, step: int | None = None) -> None:
+    """Progress of this process's rank; nothing where no heartbeat was started."""
+    if _current is not None:
+        _current.touch(phase, step)
+
+
+def _all_stacks() -> bytes:
+    """The Python stacks of all threads, innermost call first."""
+    with open(os.memfd_create("stacks"), "r+b") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
+
+
+def _write_in_place(path: Path, data: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+    try:
+        os.write(descriptor, data)
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,142 @@
+"""A rank's connection to its job's store: reaching it, proving each other, one request at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+from rlhpc.core.store_protocol import (
+    ACCEPTED,
+    CLIENT_BYTES,
+    GREETING,
+    GREETING_BYTES,
+    REFUSED,
+    SECRET_BYTES,
+    SERVER_BYTES,
+    ProtocolError,
+    nonce,
+    pack,
+    payload_size,
+    proof,
+    proves,
+    unpack,
+)
+
+_GRACE_SECONDS = 20.0  # for an answer to come, beyond what the request itself may wait
+_HANDSHAKE_SECONDS = 10.0
+_RETRY_SECONDS = (0.05, 1.0)  # first and longest pause between attempts
+
+
+@dataclass(frozen=True)
+class StoreAddress:
+    host: str
+    port: int
+    secret: bytes
+
+    def __repr__(self) -> str:
+        return f"{self.host}:{self.port}"  # the secret stays out of logs and tracebacks
+
+    @classmethod
+    def parse(cls, text: str, secret: str) -> StoreAddress:
+        """From the environment's ``host:port`` and hexadecimal secret."""
+        host, _, port = text.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise UserError(f"{text!r} is no address", where=env.RLHPC_STORE, remedy="write it as host:port")
+        try:
+            key = bytes.fromhex(secret)
+        except ValueError:
+            key = b""
+        if len(key) != SECRET_BYTES:
+            raise UserError(
+                f"it is not {SECRET_BYTES} bytes in hexadecimal",
+                where=env.RLHPC_STORE_SECRET,
+                remedy="start the ranks with rlhpc, which makes a new one for each job",
+            )
+        return cls(host, int(port), key)
+
+
+class Refused(Exception):
+    """The store does not take our secret; or what listens there cannot prove that it is the store."""
+
+
+class StoreConnection:
+    """One authenticated connection. Not for two threads at once. OSError or ProtocolError when it is lost."""
+
+    def __init__(self, address: StoreAddress, timeout: float = _HANDSHAKE_SECONDS) -> None:
+        self._socket = socket.create_connection((address.host, address.port), timeout=timeout)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self._prove(address.secret)
+        except BaseException:
+            self.close()
+            raise
+
+    def call(self, code: int, fields: Sequence[bytes] = (), wait_seconds: float = 0.0) -> tuple[int, list[bytes]]:
+        """The answer to one request, which itself may take up to ``wait_seconds``."""
+        self._socket.settimeout(wait_seconds + _GRACE_SECONDS)
+        self._socket.sendall(pack(code, fields))
+        return unpack(self._receive(payload_size(self._receive(4))))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.close()
+
+    def _prove(self, secret: bytes) -> None:
+        greeting = self._receive(GREETING_BYTES)
+        if not greeting.startswith(GREETING):
+            raise ProtocolError("another program answers there")
+        theirs, ours = greeting[len(GREETING) :], nonce()
+        reply = ours + proof(secret, b"client", theirs, ours)
+        assert len(reply) == CLIENT_BYTES
+        self._socket.sendall(reply)
+        answer = self._receive(1)
+        if answer == REFUSED:
+            raise Refused("it refuses our secret")
+        if answer != ACCEPTED or not proves(self._receive(SERVER_BYTES - 1), secret, b"server", theirs, ours):
+            raise Refused("what listens there does not know the secret")
+
+    def _receive(self, size: int) -> bytes:
+        data = bytearray(size)
+        view, got = memoryview(data), 0
+        while got < size:
+            count = self._socket.recv_into(view[got:])
+            if not count:
+                raise ConnectionResetError("the job's store closed the connection")
+            got += count
+        return bytes(data)
+
+
+def reach(address: StoreAddress, seconds: float) -> StoreConnection:
+    """Connect, trying again for ``seconds``; a UserError names what stands in the way."""
+    deadline = time.monotonic() + seconds
+    pause, longest = _RETRY_SECONDS
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return StoreConnection(address, timeout=max(0.1, min(left, _HANDSHAKE_SECONDS)))
+        except Refused as error:
+            raise _unreachable(
+                address, str(error), f"take {env.RLHPC_STORE} and {env.RLHPC_STORE_SECRET} from one job"
+            ) from None
+        except ProtocolError as error:
+            raise _unreachable(address, str(error), "submit the job again, it will take another port") from None
+        except socket.gaierror as error:
+            cause = f"this node does not know the host name ({error.strerror})"
+            remedy = "have the site's administrators make host names resolve on compute nodes"
+        except OSError as error:
+            cause = f"no connection within {seconds:g} s ({error.strerror or error})"
+            remedy = "see whether the job's first node still runs, and whether a firewall is between the nodes"
+        if time.monotonic() + pause > deadline:
+            raise _unreachable(address, cause, remedy) from None
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+
+
+def _unreachable(address: StoreAddress, cause: str, remedy: str) -> UserError:
+    return UserError(f"the job's store at {address!r}: {cause}", where=f"node {socket.gethostname()}", remedy=remedy)

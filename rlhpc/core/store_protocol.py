@@ -1,0 +1,168 @@
+"""What the ranks of a job and its key-value store say to each other, byte for byte.
+
+The store lets ranks find each other. It listens where every user of the cluster can connect, so both sides first prove
+that they know the job's secret, 32 random bytes that never travel:
+
+    server: GREETING, 32 random bytes
+    client: 32 random bytes, HMAC-SHA256(secret, "client" + both)
+    server: ACCEPTED, HMAC-SHA256(secret, "server" + both)          or REFUSED, and the end of the connection
+
+Protected: a stranger can neither read nor write a key, nor pose as the store, nor learn the secret from what it sees of
+a handshake. Not protected: what follows are plain frames, so one who can read or change packets on the job's network
+(root on a node, a tapped switch) can read keys and take over a connection. Whoever has the secret may do everything.
+
+A frame is its payload's length (4 bytes, big endian) and the payload: one byte that says what it is, and fields, each
+with its length (4 bytes) in front. A client waits for the answer to its request before it sends another.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import struct
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from hashlib import sha256
+
+GREETING = b"rlhpc-store-1\n"
+SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+GREETING_BYTES = len(GREETING) + NONCE_BYTES
+CLIENT_BYTES = NONCE_BYTES + PROOF_BYTES  # all that is ever read of a client that has not proved itself
+SERVER_BYTES = 1 + PROOF_BYTES
+ACCEPTED, REFUSED = b"\x01", b"\x00"
+
+MAX_FRAME_BYTES = 256 << 20  # after authentication; values are addresses, ids and small pickles
+_LENGTH = struct.Struct("!I")
+_NUMBER = struct.Struct("!q")
+_SECONDS = struct.Struct("!d")
+
+
+class Op(IntEnum):
+    """Requests, with their fields."""
+
+    SET = 1  # key, value
+    GET = 2  # seconds, keys: waits until all are there
+    ADD = 3  # key, number
+    WAIT = 4  # seconds, keys
+    CHECK = 5  # keys
+    COMPARE_SET = 6  # key, expected, desired
+    DELETE = 7  # key
+    NUM_KEYS = 8
+    APPEND = 9  # key, value
+    MULTI_SET = 10  # key, value, key, value, ...
+
+
+class Status(IntEnum):
+    """Answers, with their fields."""
+
+    DONE = 1  # what the request asked for
+    TIMEOUT = 2  # the keys that are not there
+    INVALID = 3  # why: the request cannot be done, the connection goes on
+
+
+class ProtocolError(Exception):
+    """The other side does not speak this protocol."""
+
+
+def new_secret() -> bytes:
+    """A secret for one job."""
+    return secrets.token_bytes(SECRET_BYTES)
+
+
+def nonce() -> bytes:
+    """Bytes that no handshake has used before."""
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """What only a holder of the secret can say; ``role`` keeps one side's proof from serving as the other's."""
+    assert len(secret) == SECRET_BYTES, "the secret has another length"
+    return hmac.digest(secret, role + GREETING + server_nonce + client_nonce, sha256)
+
+
+def proves(given: bytes, secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bool:
+    """Whether ``given`` is the proof, in a time that does not depend on where it differs."""
+    return hmac.compare_digest(given, proof(secret, role, server_nonce, client_nonce))
+
+
+def pack(code: int, fields: Iterable[bytes] = ()) -> bytes:
+    """One frame."""
+    parts = [bytes((code,))]
+    for field in fields:
+        parts += (_LENGTH.pack(len(field)), field)
+    size = sum(map(len, parts))
+    if size > MAX_FRAME_BYTES:
+        raise ValueError(f"{size:,} bytes for the job's store, which takes {MAX_FRAME_BYTES:,} at once")
+    return b"".join((_LENGTH.pack(size), *parts))
+
+
+def unpack(payload: bytes) -> tuple[int, list[bytes]]:
+    """Code and fields of one frame's payload."""
+    if not payload:
+        raise ProtocolError("an empty frame")
+    fields, at = [], 1
+    while at < len(payload):
+        start = at + _LENGTH.size
+        if start > len(payload):
+            raise ProtocolError("a field is cut off")
+        at = start + _LENGTH.unpack_from(payload, at)[0]
+        if at > len(payload):
+            raise ProtocolError("a field is longer than its frame")
+        fields.append(payload[start:at])
+    return payload[0], fields
+
+
+def payload_size(head: bytes) -> int:
+    """How many bytes follow a frame's first four."""
+    size: int = _LENGTH.unpack(head)[0]
+    if not 0 < size <= MAX_FRAME_BYTES:
+        raise ProtocolError(f"a frame of {size:,} bytes")
+    return size
+
+
+class FrameBuffer:
+    """Bytes as they arrive, cut into frames."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """The payloads that ``data`` completes."""
+        self._data += data
+        while len(self._data) >= _LENGTH.size:
+            end = _LENGTH.size + payload_size(bytes(self._data[: _LENGTH.size]))
+            if len(self._data) < end:
+                return
+            payload = bytes(self._data[_LENGTH.size : end])
+            del self._data[:end]
+            yield payload
+
+
+def number(value: int) -> bytes:
+    """A signed 64-bit number as a field."""
+    return _NUMBER.pack(value)
+
+
+def as_number(field: bytes) -> int:
+    """The number in a field."""
+    try:
+        value: int = _NUMBER.unpack(field)[0]
+    except struct.error:
+        raise ProtocolError(f"a number of {len(field)} bytes") from None
+    return value
+
+
+def seconds(value: float) -> bytes:
+    """A span of time as a field."""
+    return _SECONDS.pack(value)
+
+
+def as_seconds(field: bytes) -> float:
+    """The span of time in a field: finite, not negative."""
+    try:
+        value: float = _SECONDS.unpack(field)[0]
+    except struct.error:
+        raise ProtocolError(f"a span of time of {len(field)} bytes") from None
+    if not 0 <= value < 1e9:
+        raise ProtocolError(f"a span of {value} s")
+    return value

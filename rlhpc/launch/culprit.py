@@ -1,0 +1,321 @@
+"""Which rank the others wait for, from what every rank said when nothing moved any more. Values in, a value out."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from rlhpc.core.collectives import Collective, GroupState
+
+# answered: its heartbeat ran; stuck: only faulthandler's signal was heard; silent: not even that; absent: never begun.
+Condition = Literal["answered", "stuck", "silent", "absent", "ended"]
+_WORST_FIRST: tuple[Condition, ...] = ("silent", "stuck", "absent", "ended", "answered")
+
+_THREAD = re.compile(r"^(?:(?:Current t|T)hread 0x([0-9a-f]+)|Stack) \(most recent call first\):")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
+_NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*/|^<")
+_OWN_PACKAGE = re.compile(r"/rlhpc/\w")
+# Where a rank that waits for others is found, whatever it waits in.
+_WAITING = re.compile(r"/torch/distributed/|/rlhpc/core/store_client\.py$")
+_PLUMBING = re.compile(r"/rlhpc/(core/store_client|parallel/store)\.py$")
+# Their inputs have one size on all ranks.
+_EVEN = {"all_reduce", "broadcast", "reduce"}
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{self.function}: {self.file}:{self.line}"
+
+    @property
+    def is_own(self) -> bool:
+        """Ours or the user's, not a library's."""
+        if _PLUMBING.search(self.file):
+            return False
+        return not _NOT_OWN.search(self.file) or bool(_OWN_PACKAGE.search(self.file))
+
+
+@dataclass(frozen=True)
+class RankState:
+    """``frames``: the main thread's Python stack, innermost first; ``groups``: its last collectives by group."""
+
+    rank: int
+    node: str = ""
+    condition: Condition = "answered"
+    phase: str = ""
+    step: int | None = None
+    idle: float | None = None
+    frames: tuple[Frame, ...] = ()
+    groups: tuple[GroupState, ...] = ()
+
+    @property
+    def own_frame(self) -> Frame | None:
+        return next((frame for frame in self.frames if frame.is_own), None)
+
+    @property
+    def waits_by_stack(self) -> bool:
+        """Its innermost calls are torch's for communication, or of the store where ranks meet."""
+        return any(_WAITING.search(frame.file) for frame in self.frames[:4])
+
+    @property
+    def where(self) -> str:
+        """Phase and innermost own frame."""
+        frame = f" ({self.own_frame})" if self.own_frame else ""
+        return f"{self.phase}{frame}"
+
+    @property
+    def name(self) -> str:
+        return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``rank`` -1: no rank stands out."""
+
+    rank: int
+    node: str
+    message: str
+
+
+@dataclass(frozen=True)
+class _Wait:
+    """Where ranks of a group wait: in one collective of it, for those that have not called it."""
+
+    group: GroupState
+    call: Collective
+    waiting: tuple[int, ...]
+    missing: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        return f"{self.call.operation} #{self.call.sequence} of {_group(self.group)}"
+
+
+# Of each group, by its key: what each rank that knows it says.
+_Groups = dict[tuple[str, str], dict[int, GroupState]]
+
+
+def parse_stacks(text: str, main_thread: int) -> tuple[Frame, ...]:
+    """The main thread's frames from what faulthandler wrote, innermost first. Without the name of a thread they are the
+    main one's. Of several dumps the newest counts."""
+    threads: dict[int, list[Frame]] = {}
+    frames: list[Frame] = []
+    for line in text.splitlines():
+        if match := _THREAD.match(line):
+            frames = []
+            threads[int(match[1], 16) if match[1] else main_thread] = frames
+        elif match := _FRAME.match(line):
+            frames.append(Frame(match[1], int(match[2]), match[3]))
+    return tuple(threads.get(main_thread, frames))
+
+
+def find_culprit(states: Sequence[RankState]) -> Finding:
+    """The rank that the others wait for, and one line that says where it is and what they wait in."""
+    by_rank = {state.rank: state for state in states}
+    groups: _Groups = {}
+    for state in states:
+        for group in state.groups:
+            groups.setdefault(group.key, {})[state.rank] = group
+    found = _mismatch(by_rank, groups)
+    if found is not None:
+        return found
+    waits = [wait for views in groups.values() for wait in _waits(views, by_rank)]
+    return (
+        _awaited(by_rank, waits)
+        or _miscounted(by_rank, waits)
+        or _crossed(by_rank, waits)
+        or _without_collectives(states)
+    )
+
+
+def _waits(views: Mapping[int, GroupState], known: Container[int]) -> list[_Wait]:
+    """One for each collective of the group that is under way and that not all of its ranks have called."""
+    pending: dict[int, list[int]] = {}
+    for rank, view in views.items():
+        if view.pending is not None:
+            pending.setdefault(view.pending.sequence, []).append(rank)
+    found = []
+    for sequence, waiting in sorted(pending.items()):
+        group = views[waiting[0]]
+        missing = [r for r in group.ranks if r in known and (r not in views or views[r].last.sequence < sequence)]
+        call = group.at(sequence)
+        if missing and call is not None:
+            found.append(_Wait(group, call, tuple(waiting), tuple(missing)))
+    return found
+
+
+def _mismatch(by_rank: Mapping[int, RankState], groups: _Groups) -> Finding | None:
+    """Ranks of a group whose collectives of one number differ; the fewer are at fault."""
+    for views in groups.values():
+        for sequence in sorted({view.pending.sequence for view in views.values() if view.pending is not None}):
+            calls = {rank: call for rank, view in views.items() if (call := view.at(sequence)) is not None}
+            kinds = Counter(_kind(call) for call in calls.values())
+            if len(kinds) > 1:
+                return _tell_mismatch(by_rank, next(iter(views.values())), calls, kinds)
+    return None
+
+
+def _kind(call: Collective) -> tuple[str, int]:
+    """What must be equal on all ranks: the operation, and how many numbers where that is the same for all."""
+    return call.operation, sum(map(prod, call.sizes)) if call.operation in _EVEN else 0
+
+
+def _tell_mismatch(
+    by_rank: Mapping[int, RankState],
+    group: GroupState,
+    calls: Mapping[int, Collective],
+    kinds: Counter[tuple[str, int]],
+) -> Finding:
+    fewest = min(kinds, key=lambda kind: kinds[kind])
+    usual = max((kind for kind in kinds if kind != fewest), key=lambda kind: kinds[kind])
+    odd = by_rank[min(rank for rank, call in calls.items() if _kind(call) == fewest)]
+    theirs = next(call for call in calls.values() if _kind(call) == usual)
+    sizes = fewest[0] == usual[0]
+    more = f" (and {_ranks(kinds[fewest] - 1)} more)" if kinds[fewest] > 1 else ""
+    return Finding(
+        odd.rank,
+        odd.node,
+        f"{odd.name}{more} calls {_call(calls[odd.rank], sizes)} in {odd.where} where {_ranks(kinds[usual])}"
+        f" {'calls' if kinds[usual] == 1 else 'call'} {_call(theirs, sizes)}: #{theirs.sequence} of {_group(group)}",
+    )
+
+
+def _awaited(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
+    """The rank that most wait for, among those that wait for nobody."""
+    waiting = {rank for wait in waits for rank in wait.waiting}
+    awaited_in: dict[int, list[int]] = {}
+    for place, wait in enumerate(waits):
+        for rank in wait.missing:
+            awaited_in.setdefault(rank, []).append(place)
+    ends = [by_rank[rank] for rank in awaited_in if rank not in waiting]
+    if not ends:
+        return None
+    counts = {places: len(_all_behind(places, waits, awaited_in)) for places in map(tuple, awaited_in.values())}
+
+    def order(state: RankState) -> tuple[int, int, int]:
+        return -counts[tuple(awaited_in[state.rank])], _WORST_FIRST.index(state.condition), state.rank
+
+    culprit = min(ends, key=order)
+    places = awaited_in[culprit.rank]
+    alike = [s for s in ends if s.condition == culprit.condition and awaited_in[s.rank] == places]
+    more = f" (and {_ranks(len(alike) - 1)} more)" if len(alike) > 1 else ""
+    awaited = f"{_wait(counts[tuple(places)])} for it in {waits[places[0]].text}"
+    return Finding(culprit.rank, culprit.node, f"{_doing(culprit)}{more} while {awaited}")
+
+
+def _all_behind(places: Sequence[int], waits: Sequence[_Wait], awaited_in: Mapping[int, Sequence[int]]) -> set[int]:
+    """Who waits in ``places``, or for somebody who does."""
+    found: set[int] = set()
+    left, seen = list(places), set(places)
+    while left:
+        new = set(waits[left.pop()].waiting) - found
+        found |= new
+        following = {place for rank in new for place in awaited_in.get(rank, ())} - seen
+        left += following
+        seen |= following
+    return found
+
+
+def _miscounted(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
+    """Of ranks that have come to the same collective, the one that has called fewer or more than the others of groups
+    by the same description: it has left one out, or called one too many."""
+    for wait in waits:
+        counts = {rank: _counts(by_rank[rank]) for rank in wait.waiting}
+        for description in sorted({name for known in counts.values() for name in known}):
+            found = {rank: known[description] for rank, known in counts.items() if description in known}
+            (usual, agree), *rest = Counter(found.values()).most_common()
+            if rest and agree > sum(number for _, number in rest):
+                odd = by_rank[min(rank for rank, count in found.items() if count != usual)]
+                return Finding(
+                    odd.rank,
+                    odd.node,
+                    f"{odd.name} waits in {wait.text} in {odd.where} after {found[odd.rank]} collectives of group"
+                    f" {description} where {_ranks(agree)} came there after {usual}",
+                )
+    return None
+
+
+def _counts(state: RankState) -> dict[str, int]:
+    """How many collectives it has called in its groups, by description."""
+    named = [group for group in state.groups if group.description not in ("", "default_pg")]
+    names = Counter(group.description for group in named)
+    return {group.description: group.last.sequence for group in named if names[group.description] == 1}
+
+
+def _crossed(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
+    """Ranks that wait for each other in different groups. At fault is one that waits in nothing by its stack, else the
+    one that is missing where most wait for fewest."""
+    if not waits:
+        return None
+    best: tuple[bool, float, int] | None = None
+    for place, wait in enumerate(waits):
+        idle = [rank for rank in wait.missing if not by_rank[rank].waits_by_stack]
+        order = (not idle, -len(wait.waiting) / len(wait.missing), place)
+        best = order if best is None else min(best, order)
+    assert best is not None
+    wait = waits[best[2]]
+    culprit = by_rank[min(wait.missing, key=lambda rank: (by_rank[rank].waits_by_stack, rank))]
+    own = next((w for w in waits if culprit.rank in w.waiting), None)
+    doing = _doing(culprit)
+    if own is not None and culprit.waits_by_stack:
+        doing = f"{culprit.name} waits in {own.text} in {culprit.where}"
+    return Finding(culprit.rank, culprit.node, f"{doing} while {_wait(len(wait.waiting))} for it in {wait.text}")
+
+
+def _without_collectives(states: Sequence[RankState]) -> Finding:
+    """No collective is under way: a rank that does not answer, else one that does not look as if it waited."""
+    for condition in ("silent", "stuck", "absent"):
+        found = [state for state in states if state.condition == condition]
+        if found:
+            more = f"; {_ranks(len(found) - 1)} more like it" if len(found) > 1 else ""
+            return Finding(found[0].rank, found[0].node, f"{_doing(found[0])}{more}")
+    busy = [state for state in states if state.condition == "answered" and not state.waits_by_stack]
+    count = len(states) - len(busy)
+    if busy and (count or len(busy) == 1):
+        waiters = f" while {_wait(count)}" if count else ""
+        more = f"; {_ranks(len(busy) - 1)} more like it" if len(busy) > 1 else ""
+        return Finding(busy[0].rank, busy[0].node, f"{_doing(busy[0])}{waiters}{more}")
+    first = min(states, key=lambda state: state.rank)
+    return Finding(-1, "", f"no rank stands out: {_doing(first)}, and {_ranks(len(states) - 1)} are much the same")
+
+
+def _doing(state: RankState) -> str:
+    """The rank and what is known of it, as the beginning of a sentence."""
+    last = f"; last seen in {state.phase}" if state.phase else ""
+    match state.condition:
+        case "silent":
+            return f"{state.name} does not answer (stopped, or its node is out of reach{last})"
+        case "stuck":
+            return f"{state.name} is stuck in native code ({state.own_frame or 'no frame is known'}{last})"
+        case "absent":
+            return f"{state.name} has not begun"
+        case "ended":
+            return f"{state.name} has ended"
+    return f"{state.name} is in {state.where}"
+
+
+def _group(group: GroupState) -> str:
+    if group.description in ("", "default_pg"):
+        return "the default group" if group.group == "0" else f"group {group.group}"
+    return f"group {group.description}"
+
+
+def _call(call: Collective, with_sizes: bool) -> str:
+    sizes = " ".join("x".join(map(str, size)) for size in call.sizes)
+    return f"{call.operation} of {sizes}" if with_sizes else call.operation
+
+
+def _wait(count: int) -> str:
+    return f"{_ranks(count)} {'waits' if count == 1 else 'wait'}"
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"

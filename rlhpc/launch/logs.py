@@ -1,0 +1,114 @@
+"""What the ranks of a run printed, the culprit's first."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.core import attempts, exits
+from rlhpc.core.errors import UserError
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.launch.registry import Run
+
+_BLOCK = 1 << 16
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class Log:
+    """One file, and what to call it."""
+
+    title: str
+    path: Path
+
+
+def log_files(run: Run, attempt: int | None = None, rank: int | None = None, all_ranks: bool = False) -> list[Log]:
+    """The logs to show, first the one that matters: of the rank that is to blame, else rank 0's. ``attempt`` is the
+    number of a start, by default the last. Before any start it is what the batch step printed."""
+    starts = attempts.folders(run.folder)
+    if attempt is None and not starts:
+        return [batch_log(run)]
+    folder = _start(run, starts, attempt)
+    ranks = _ranks(folder)
+    if rank is not None:
+        if rank not in ranks:
+            has = f"there are {min(ranks)} to {max(ranks)}" if ranks else "none has printed anything yet"
+            raise UserError(f"start {folder.number} has no log of it", where=f"rank {rank}", remedy=has)
+        chosen = [rank]
+    elif not ranks:
+        return [batch_log(run)]
+    else:
+        first = culprit_of(folder)
+        first = first if first in ranks else min(ranks)
+        chosen = [first, *(other for other in ranks if all_ranks and other != first)]
+    return [Log(f"rank {number}, start {folder.number}", _file(folder, number)) for number in chosen]
+
+
+def batch_log(run: Run) -> Log:
+    """What the job's own step printed: the setup lines, the launcher, srun."""
+    if run.job is None:
+        raise UserError("no rank has printed anything", where=str(run.folder.path), remedy="see `rlhpc status`")
+    path = Path(run.job.log)
+    if not path.is_file():
+        raise UserError(
+            f"job {run.job.job_id} has printed nothing yet",
+            where=str(run.folder.path),
+            remedy=f"see `rlhpc status {run.job.job_id}`",
+        )
+    return Log(f"job {run.job.job_id}", path)
+
+
+def culprit_of(folder: AttemptFolder) -> int | None:
+    """The rank to blame for the end of a start, by its verdict or else by the ranks' records."""
+    verdict = attempts.read_verdict(folder)
+    if verdict is not None and verdict.rank >= 0:
+        return verdict.rank
+    record = exits.culprit(exits.read_exits(folder.exits).values()) if folder.exits.is_dir() else None
+    return record.rank if record is not None else None
+
+
+def tail(path: Path, lines: int) -> str:
+    """The last lines of a file of any size."""
+    with open(path, "rb") as file:
+        position, data = file.seek(0, 2), b""
+        while position > 0 and data.count(b"\n") <= lines:
+            step = min(_BLOCK, position)
+            position -= step
+            file.seek(position)
+            data = file.read(step) + data
+    return "".join(line + "\n" for line in data.decode(errors="replace").splitlines()[-lines:])
+
+
+def follow_log(path: Path, ended: Callable[[], bool]) -> Iterator[str]:
+    """What is appended to the file from now on, until ``ended`` and nothing is left."""
+    with open(path, "rb") as file:
+        file.seek(0, 2)
+        while True:
+            over = ended()  # asked before the last read
+            if text := file.read():
+                yield text.decode(errors="replace")
+            elif over:
+                return
+            else:
+                time.sleep(_POLL_SECONDS)
+
+
+def _start(run: Run, starts: list[AttemptFolder], number: int | None) -> AttemptFolder:
+    if number is None:
+        return starts[-1]
+    folder = next((start for start in starts if start.number == number), None)
+    if folder is None:
+        known = f"there are 1 to {starts[-1].number}" if starts else "there is none yet"
+        raise UserError("no such start of the ranks", where=f"--attempt {number}", remedy=known)
+    return folder
+
+
+def _ranks(folder: AttemptFolder) -> list[int]:
+    names = [path.stem.removeprefix("rank-") for path in folder.logs.glob("rank-*.log")]
+    return sorted(int(name) for name in names if name.isdecimal())
+
+
+def _file(folder: AttemptFolder, rank: int) -> Path:
+    return folder.logs / f"rank-{rank:05d}.log"

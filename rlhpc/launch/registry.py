@@ -1,0 +1,133 @@
+"""Which runs this user has handed to Slurm: job.json in each run folder, and a list of the folders in the home."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+import time
+from dataclasses import asdict, dataclass
+from getpass import getuser
+from pathlib import Path
+
+from rlhpc.core import env
+from rlhpc.core.errors import UserError, nearest
+from rlhpc.core.files import read_json, write_json
+from rlhpc.core.folder import RunFolder
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What job.json says: the job a run was last submitted as. ``workdir``: relative paths of its config start there;
+    ``log``: what its batch step prints."""
+
+    job_id: str
+    cluster: str
+    submitted: float
+    user: str
+    name: str
+    workdir: str
+    log: str
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run folder with the job it was last submitted as, None if it never was."""
+
+    folder: RunFolder
+    job: JobRecord | None
+
+    @property
+    def name(self) -> str:
+        return self.job.name if self.job else self.folder.path.name
+
+
+def read_run(path: Path) -> Run:
+    """The run in a folder."""
+    folder = RunFolder(path)
+    try:
+        known = read_json(folder.job)
+    except (FileNotFoundError, ValueError):
+        return Run(folder, None)
+    fields = {name: known.get(name, default) for name, default in _DEFAULTS.items()}
+    return Run(folder, JobRecord(**fields))
+
+
+def enter(folder: RunFolder, record: JobRecord) -> None:
+    """Write job.json, and the folder into this user's list; a list that cannot be written is not worth a failure."""
+    write_json(folder.job, asdict(record))
+    try:
+        _state().mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_json(_file(folder.path), {"folder": str(folder.path)})
+    except OSError as error:
+        print(f"rlhpc: warning: `rlhpc status` will not list this run: {error}", file=sys.stderr)
+
+
+def new_record(job_id: str, name: str, workdir: Path, log: Path, cluster: str = "") -> JobRecord:
+    return JobRecord(job_id, cluster, time.time(), getuser(), name, str(workdir), str(log))
+
+
+def all_runs() -> list[Run]:
+    """This user's runs, the last submitted first; folders that are gone leave the list."""
+    runs = []
+    for file in sorted(_state().glob("*.json")):
+        try:
+            path = Path(read_json(file)["folder"])
+        except (OSError, ValueError, KeyError, TypeError):
+            file.unlink(missing_ok=True)
+            continue
+        run = read_run(path)
+        if run.job is None:
+            file.unlink(missing_ok=True)
+        else:
+            runs.append(run)
+    return sorted(runs, key=lambda run: run.job.submitted if run.job else 0.0, reverse=True)
+
+
+def find_runs(text: str) -> list[Run]:
+    """The run that is meant by a folder, a name, or a job's id; all elements for the id of an array."""
+    path = Path(text)
+    for folder in (path, Path("runs") / text):
+        if (folder / "config.yaml").is_file() or (folder / "job.json").is_file():
+            return [read_run(folder)]
+    known = all_runs()
+    by_job = [run for run in known if run.job and text in (run.job.job_id, run.job.job_id.partition("_")[0])]
+    if by_job:
+        return sorted(by_job, key=lambda run: _element(run))
+    named = [run for run in known if run.name == text]
+    if len(named) > 1:
+        folders = ", ".join(str(run.folder.path) for run in named[:4])
+        raise UserError(f"{len(named)} runs have this name: {folders}", where=text, remedy="give the folder")
+    if named:
+        return named
+    close = nearest(text, {run.name for run in known})
+    remedy = f"did you mean {close[0]!r}?" if close else "give its folder, its name or its job's id, see `rlhpc status`"
+    raise UserError("no such run", where=text, remedy=remedy)
+
+
+def find_run(text: str) -> Run:
+    """As find_runs, but one."""
+    runs = find_runs(text)
+    if len(runs) > 1:
+        ids = ", ".join(run.job.job_id for run in runs if run.job)
+        raise UserError(f"is an array of {len(runs)} runs", where=text, remedy=f"give one of {ids}")
+    return runs[0]
+
+
+_DEFAULTS = {"job_id": "", "cluster": "", "submitted": 0.0, "user": "", "name": "", "workdir": "", "log": ""}
+
+
+def _element(run: Run) -> int:
+    index = run.job.job_id.partition("_")[2] if run.job else ""
+    return int(index) if index.isdecimal() else 0
+
+
+def _state() -> Path:
+    """By the XDG base directory specification."""
+    base = os.environ.get(env.XDG_STATE_HOME) or ""
+    root = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
+    return root / "rlhpc" / "runs"
+
+
+def _file(folder: Path) -> Path:
+    return _state() / f"{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}.json"

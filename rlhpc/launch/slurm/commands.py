@@ -1,0 +1,205 @@
+"""Asking Slurm's commands, and whether there is a Slurm that can be asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+
+_ASK_SECONDS = 20.0
+# `scontrol ping` answers in hundredths of a second. One that hangs means a wrong configuration, a dead munge, or a
+# controller with too much to do, for which it is worth waiting.
+_PING_SECONDS, _SLOW_SECONDS = 1.5, 15.0
+_CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/usr/local/etc/slurm.conf")
+_MUNGE_SOCKET = "/run/munge/munge.socket.2"
+# Users keep filters and formats in these; what is parsed here must not depend on them.
+_FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
+
+
+@dataclass(frozen=True)
+class Answer:
+    code: int
+    out: str
+    err: str
+
+
+def ask(*command: str, seconds: float = _ASK_SECONDS) -> Answer:
+    """Run a command of Slurm, in English and with times as ISO 8601. Raises UserError where it is absent or hangs."""
+    try:
+        done = subprocess.run(
+            command,
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=seconds,
+            check=False,
+        )
+    except FileNotFoundError:
+        raise _no_slurm(command[0]) from None
+    except subprocess.TimeoutExpired:
+        raise UserError(
+            f"`{' '.join(command[:3])}` did not answer within {seconds:.0f} s",
+            where="slurm",
+            remedy="try again later; the controller may be overloaded",
+        ) from None
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def require_controller() -> None:
+    """Refuse to go on without a controller that answers. A dead one is told within two seconds."""
+    if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
+        raise _no_slurm("sbatch")
+    configured = os.environ.get(env.SLURM_CONF)
+    if configured and not Path(configured).is_file():
+        raise UserError(
+            f"no such file {configured!r}",
+            where=env.SLURM_CONF,
+            remedy="correct the variable, or unset it for the site's default",
+        )
+    answer = _ping(_PING_SECONDS)
+    if answer is None:
+        _refuse_without_munge()
+        print("rlhpc: Slurm's controller is slow to answer, waiting for it", file=sys.stderr)
+        answer = _ping(_SLOW_SECONDS)
+    if answer is not None and re.search(r"\bis UP\b", answer.out):
+        return
+    _refuse_without_munge()
+    if answer is not None and "fatal" in answer.err:
+        raise UserError(
+            f"its configuration cannot be used: {last_line(answer.err)}",
+            where="slurm",
+            remedy=f"log in to a login node of the cluster, or set {env.SLURM_CONF}",
+        )
+    raise UserError(
+        f"the controller does not answer{_controllers(answer)}",
+        where="slurm",
+        remedy="wait until it is back (`scontrol ping`), or tell the administrators; jobs already there go on",
+    )
+
+
+def last_line(text: str) -> str:
+    """The last line that says something, without the name of the command before it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return re.sub(r"^\w+: (error|fatal): ", "", lines[-1]) if lines else ""
+
+
+@contextmanager
+def private_files() -> Iterator[None]:
+    """What the block writes nobody else can read. sbatch hands the mask on to the job."""
+    mask = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(mask)
+
+
+@contextmanager
+def clean_submission(options: frozenset[str]) -> Iterator[None]:
+    """For the block no variable of the environment overrides an option of the script, and traces of a job that this
+    process runs in do not reach the new one."""
+    before = dict(os.environ)
+    for name in before:
+        if _overrides(name, options) or (env.SLURM_JOB_ID in before and _of_outer_job(name)):
+            del os.environ[name]
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _overrides(name: str, options: frozenset[str]) -> bool:
+    """sbatch believes its variables more than the script."""
+    if not name.startswith("SBATCH_"):
+        return False
+    aliases = {"timelimit": "time", "mem-per-node": "mem", "no-requeue": "requeue", "array-inx": "array"}
+    option = name.removeprefix("SBATCH_").lower().replace("_", "-")
+    return aliases.get(option, option) in {*options, "array", "job-name", "open-mode", "wait", "output", "error"}
+
+
+def _of_outer_job(name: str) -> bool:
+    return name.startswith(("SLURM_", "SLURMD_", "SRUN_")) and name != env.SLURM_CONF
+
+
+def _environment() -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    return {**kept, env.LC_ALL: "C", env.SLURM_TIME_FORMAT: "standard"}
+
+
+def _no_slurm(command: str) -> UserError:
+    return UserError(
+        f"no Slurm on this machine: there is no `{command}`",
+        where=socket.gethostname(),
+        remedy="log in to a login node of the cluster, or use `rlhpc run` on this machine",
+    )
+
+
+def _ping(seconds: float) -> Answer | None:
+    try:
+        done = subprocess.run(
+            ["scontrol", "ping"],
+            env=_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    return Answer(done.returncode, done.stdout, done.stderr)
+
+
+def _controllers(answer: Answer | None) -> str:
+    hosts = re.findall(r"^Slurmctld\(\w+\) at (\S+) is DOWN", answer.out if answer else "", re.MULTILINE)
+    return f" (down: {', '.join(hosts)})" if hosts else ""
+
+
+def _refuse_without_munge() -> None:
+    """Slurm's commands try for two seconds before they say that nobody can vouch for this user."""
+    path = _munge_socket()
+    if path is None:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(0.2)
+        try:
+            probe.connect(path)
+        except OSError as error:
+            raise munge_error(f"{path}: {error.strerror or error}") from None
+
+
+def munge_error(detail: str) -> UserError:
+    return UserError(
+        f"munge, by which Slurm knows users, does not run on this machine ({detail})",
+        where=socket.gethostname(),
+        remedy="use another login node, or ask the administrators to start munged",
+    )
+
+
+def _munge_socket() -> str | None:
+    """Where munge listens by slurm.conf; None where that cannot be known, or munge is not used."""
+    names = [os.environ.get(env.SLURM_CONF) or "", *_CONFIGURATIONS]
+    file = next((Path(name) for name in names if name and Path(name).is_file()), None)
+    if file is None:
+        return None
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    kind = re.search(r"^\s*AuthType\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
+    if kind and kind.group(1) != "auth/munge":
+        return None
+    path = re.search(r"^\s*AuthInfo\s*=.*?socket=([^,\s]+)", text, re.MULTILINE | re.IGNORECASE)
+    return path.group(1) if path else _MUNGE_SOCKET

@@ -1,0 +1,195 @@
+"""The batch job of a run as a plain value: sbatch's options, the lines before the command, the Python."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.config.schema import RunConfig, SlurmSection
+from rlhpc.core.errors import UserError
+from rlhpc.launch.slurm.times import seconds_of
+
+Option = str | int | bool
+
+# A fallback of the launcher's own deadline: the steps get USR2 so long before the time limit, or a tenth of it.
+_SIGNAL_SECONDS = 120
+# Options of sbatch with a key of their own, which the rest of the program reads too.
+OPTION_KEYS = {
+    "nodes": "slurm.nodes",
+    "time": "slurm.time",
+    "partition": "slurm.partition",
+    "account": "slurm.account",
+    "qos": "slurm.qos",
+    "reservation": "slurm.reservation",
+    "constraint": "slurm.constraint",
+    "comment": "slurm.comment",
+    "exclude": "slurm.exclude",
+    "ntasks-per-node": "resources.ranks_per_node",
+    "gpus-per-node": "slurm.gpus_per_node and slurm.gpu_type",
+    "cpus-per-task": "slurm.cpus_per_rank",
+    "mem": "slurm.memory",
+    "job-name": "name",
+}
+# What would break the launcher.
+_OURS = frozenset(
+    {"array", "output", "error", "input", "open-mode", "ntasks", "chdir", "wrap", "wait", "parsable", "test-only"}
+)
+# Memory and GPUs asked for in another way replace ours.
+_INSTEAD = {
+    "mem-per-cpu": "mem",
+    "mem-per-gpu": "mem",
+    "gpus": "gpus-per-node",
+    "gpus-per-task": "gpus-per-node",
+    "no-requeue": "requeue",
+}
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """``options`` are sbatch's by their long names, in order; True is a bare flag. ``setup`` are lines of bash."""
+
+    name: str
+    options: tuple[tuple[str, Option], ...]
+    setup: tuple[str, ...]
+    python: str
+
+
+def make_spec(config: RunConfig, workdir: Path, python: str, conda: str = "conda") -> JobSpec:
+    """The job of ``config``, which runs in ``workdir`` with the interpreter ``python`` of this machine, or with the
+    one of slurm.conda; ``conda`` is the program that knows environments."""
+    slurm = config.slurm
+    own: dict[str, Option | None] = {
+        "job-name": config.name,
+        "chdir": str(workdir),
+        "nodes": slurm.nodes if isinstance(slurm.nodes, int) else f"{slurm.nodes[0]}-{slurm.nodes[1]}",
+        **_tasks(config),
+        "gpus-per-node": _gpus(config),
+        "mem": slurm.memory,
+        "time": slurm.time,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "reservation": slurm.reservation,
+        "constraint": slurm.constraint,
+        "comment": slurm.comment,
+        "exclude": ",".join(slurm.exclude) or None,
+        "exclusive": slurm.exclusive or None,
+        "signal": f"USR2@{_signal_seconds(slurm)}",
+        "requeue": True,
+        "kill-on-invalid-dep": "yes" if "dependency" in slurm.sbatch_options else None,
+    }
+    extra = _extra_options(slurm)
+    for name in extra:
+        own.pop(_INSTEAD.get(name, name), None)
+    if "gpu" in str(extra.get("gres", "")):
+        own.pop("gpus-per-node", None)
+    options = {name: value for name, value in {**own, **extra}.items() if value is not None and value is not False}
+    for name, value in options.items():
+        _check_value(OPTION_KEYS.get(name, f"slurm.sbatch_options.{name}"), str(value))
+    job_python = "python" if slurm.conda else shlex.quote(python)
+    return JobSpec(config.name, tuple(options.items()), _setup(slurm, workdir, job_python, conda), job_python)
+
+
+def _tasks(config: RunConfig) -> dict[str, Option | None]:
+    """What each node must have. With a range of nodes the job counts no tasks: Slurm reckons their number at the first
+    start and keeps it, so that a job that ran on four nodes would never come back on two (seen on 22.05)."""
+    ranks, cores = config.resources.ranks_per_node, config.slurm.cpus_per_rank
+    if isinstance(config.slurm.nodes, int):
+        return {"ntasks-per-node": ranks, "cpus-per-task": cores}
+    return {"mincpus": ranks * (cores or 1)}
+
+
+def gpus_per_node(config: RunConfig) -> int:
+    """GPUs that the job gets on each node: one for each rank unless the config says otherwise."""
+    asked = config.slurm.gpus_per_node
+    return config.resources.ranks_per_node if asked is None else asked
+
+
+def _gpus(config: RunConfig) -> str | int | None:
+    count, kind = gpus_per_node(config), config.slurm.gpu_type
+    if not count:
+        return None
+    return f"{kind}:{count}" if kind else count
+
+
+def _signal_seconds(slurm: SlurmSection) -> int:
+    limit = seconds_of(slurm.time) if slurm.time is not None else None
+    return _SIGNAL_SECONDS if limit is None else max(1, min(_SIGNAL_SECONDS, limit // 10))
+
+
+def _extra_options(slurm: SlurmSection) -> dict[str, Option]:
+    """The user's, with the names as sbatch writes them; what has a key of its own belongs there."""
+    extra = {}
+    for given, value in slurm.sbatch_options.items():
+        name, where = given.lstrip("-").replace("_", "-"), f"slurm.sbatch_options.{given}"
+        if name in OPTION_KEYS:
+            raise UserError("has a key of its own", where=where, remedy=f"use {OPTION_KEYS[name]}")
+        if name in _OURS:
+            raise UserError("is set by rlhpc itself", where=where, remedy="leave it out")
+        extra[name] = value
+    return extra
+
+
+def _check_value(key: str, text: str) -> None:
+    """An option is one line of the script."""
+    if "\n" in text or "\r" in text:
+        raise UserError(f"{text!r} has more than one line", where=key, remedy="make it one line")
+
+
+def _setup(slurm: SlurmSection, workdir: Path, python: str, conda: str) -> tuple[str, ...]:
+    """What the batch step does first. A line that fails ends the job and says which."""
+    folder = shlex.quote(str(workdir))
+    lines = [
+        "umask 077",
+        'stop_job() { echo "rlhpc: $(hostname): $1" >&2; exit 1; }',
+        f"cd {folder} || stop_job {_say(f'the working folder {workdir} is not there; use one that all nodes share')}",
+        "ulimit -l unlimited 2>/dev/null || true",
+        *_modules(slurm.modules),
+        *_conda(slurm.conda, conda),
+        *(f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()),
+        *_user_lines(slurm.setup),
+        f"command -v {python} >/dev/null || stop_job {_say(f'{python} is not there; use one that all nodes see')}",
+    ]
+    return tuple(lines)
+
+
+def _modules(modules: list[str]) -> list[str]:
+    """Batch shells are not login shells: the site's start files may not have been read."""
+    if not modules:
+        return []
+    places = '/etc/profile.d/*modules*.sh /etc/profile.d/*lmod*.sh "${LMOD_PKG:-/none}/init/bash" '
+    return [
+        f'for file in {places}"${{MODULESHOME:-/none}}/init/bash"; do',
+        "  # shellcheck source=/dev/null",
+        '  command -v module >/dev/null || ! [ -r "$file" ] || . "$file"',
+        "done",
+        f"command -v module >/dev/null || stop_job {_say('slurm.modules: this node has no environment modules')}",
+        *(
+            f"module load {shlex.quote(name)} || stop_job {_say(f'slurm.modules: cannot load {name}')}"
+            for name in modules
+        ),
+    ]
+
+
+def _conda(environment: str | None, conda: str) -> list[str]:
+    """Activation wants the shell function, which only start files of interactive shells define."""
+    if environment is None:
+        return []
+    program = shlex.quote(conda)
+    return [
+        f"command -v {program} >/dev/null || stop_job {_say(f'slurm.conda: there is no {conda}')}",
+        f'eval "$({program} shell.bash hook)"',
+        f"conda activate {shlex.quote(environment)} || stop_job {_say(f'slurm.conda: cannot activate {environment}')}",
+    ]
+
+
+def _user_lines(setup: list[str]) -> list[str]:
+    if not setup:
+        return []
+    told = "trap 'echo \"rlhpc: $(hostname): slurm.setup: failed: $BASH_COMMAND\" >&2' ERR"
+    return [told, "set -e", *setup, "set +e", "trap - ERR"]
+
+
+def _say(text: str) -> str:
+    return shlex.quote(text)

@@ -1,0 +1,214 @@
+"""The state of jobs: from squeue, then scontrol, then sacct where there is an accounting database.
+
+No JSON: ``squeue --json`` of some versions ignores -j, and the types of its fields change between versions.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rlhpc.core.errors import UserError
+from rlhpc.launch.slurm.commands import ask, last_line
+from rlhpc.launch.slurm.reasons import Reason, read_reason
+from rlhpc.launch.slurm.times import seconds_of, time_of
+
+LIVE = frozenset(
+    {
+        "PENDING",
+        "RUNNING",
+        "CONFIGURING",
+        "COMPLETING",
+        "SUSPENDED",
+        "STOPPED",
+        "SIGNALING",
+        "STAGE_OUT",
+        "RESIZING",
+        "REQUEUED",
+        "REQUEUE_HOLD",
+        "REQUEUE_FED",
+        "RESV_DEL_HOLD",
+        "SPECIAL_EXIT",
+    }
+)
+_WORDS = {
+    "PENDING": "queued",
+    "RUNNING": "running",
+    "CONFIGURING": "starting",
+    "COMPLETING": "ending",
+    "COMPLETED": "ended",
+    "FAILED": "failed",
+    "CANCELLED": "cancelled",
+    "TIMEOUT": "out of time",
+    "NODE_FAIL": "node failed",
+    "OUT_OF_MEMORY": "out of memory",
+    "PREEMPTED": "preempted",
+    "REQUEUED": "queued",
+    "REQUEUE_HOLD": "held",
+    "SPECIAL_EXIT": "held",
+}
+# The reason comes last: it is free text in some versions.
+_SQUEUE = "%i|%T|%S|%e|%L|%N|%r"
+_SACCT = "JobID,State,Start,End,NodeList,ExitCode,Reason"
+
+
+@dataclass(frozen=True)
+class JobStatus:
+    """One job as Slurm knows it. ``start`` of a queued job is the expected one; ``time_left`` in seconds.
+
+    ``restarts`` and ``exit_code`` (CODE:SIGNAL) are known from scontrol and sacct only.
+    """
+
+    job_id: str
+    state: str
+    reason: str = ""
+    start: float | None = None
+    end: float | None = None
+    time_left: int | None = None
+    nodes: str = ""
+    restarts: int | None = None
+    exit_code: str = ""
+    source: Literal["squeue", "scontrol", "sacct"] = "squeue"
+
+    @property
+    def live(self) -> bool:
+        """Queued, running, or between the two."""
+        return self.state in LIVE
+
+    @property
+    def queued(self) -> bool:
+        return self.state in ("PENDING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+
+    @property
+    def words(self) -> str:
+        return _WORDS.get(self.state, self.state.lower().replace("_", " "))
+
+    @property
+    def why(self) -> Reason:
+        """What a queued job waits for."""
+        return read_reason(self.reason)
+
+
+def read_jobs(ids: Iterable[str]) -> dict[str, JobStatus]:
+    """The jobs that Slurm still knows, by id (array elements as 7_3). Raises UserError when Slurm does not answer."""
+    wanted = sorted(set(ids))
+    if not wanted:
+        return {}
+    found = _from_squeue(wanted)
+    missing = [job_id for job_id in wanted if job_id not in found]
+    if len(missing) == 1:
+        found |= _from_scontrol(missing[0])
+    missing = [job_id for job_id in missing if job_id not in found]
+    return found | (_from_sacct(missing) if missing else {})
+
+
+def read_job(job_id: str, detail: bool = False) -> JobStatus | None:
+    """One job; None when Slurm does not know it (any more). ``detail``: with restarts, from another command."""
+    if detail and (status := _from_scontrol(job_id).get(job_id)) is not None:
+        return status
+    return read_jobs([job_id]).get(job_id)
+
+
+def parse_squeue(text: str) -> dict[str, JobStatus]:
+    """Lines of ``squeue -h -r -o`` with this module's format."""
+    found = {}
+    for line in text.splitlines():
+        fields = [field.strip() for field in line.strip().split("|", 6)]
+        if len(fields) == 7 and re.fullmatch(r"\d+(_\d+)?", fields[0]):
+            job_id, state, start, end, left, nodes, reason = fields
+            seconds = seconds_of(left) if _state(state) == "RUNNING" else None  # of a queued job it is the whole limit
+            found[job_id] = JobStatus(
+                job_id, _state(state), _reason(reason), time_of(start), time_of(end), seconds, nodes
+            )
+    return found
+
+
+def parse_scontrol(text: str) -> dict[str, JobStatus]:
+    """Lines of ``scontrol show job -o``; values may hold blanks, a name begins after one and ends with ``=``."""
+    found = {}
+    for line in text.splitlines():
+        pairs = re.findall(r"(?:^|\s)([A-Za-z][\w/:]*)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", line.strip())
+        fields = dict(reversed(pairs))  # the first of a name counts: SubmitLine comes late and holds anything
+        if "JobState" not in fields:
+            continue
+        job_id = fields.get("JobId", "")
+        if fields.get("ArrayTaskId", "").isdecimal():
+            job_id = f"{fields.get('ArrayJobId', job_id)}_{fields['ArrayTaskId']}"
+        restarts = fields.get("Restarts", "")
+        found[job_id] = JobStatus(
+            job_id,
+            _state(fields["JobState"]),
+            _reason(fields.get("Reason", "")),
+            time_of(fields.get("StartTime", "")),
+            time_of(fields.get("EndTime", "")),
+            _left(fields),
+            "" if fields.get("NodeList") in (None, "(null)") else fields["NodeList"],
+            int(restarts) if restarts.isdecimal() else None,
+            fields.get("ExitCode", ""),
+            "scontrol",
+        )
+    return found
+
+
+def parse_sacct(text: str) -> dict[str, JobStatus]:
+    """Lines of ``sacct -n -P -X`` with this module's format; of a job that was requeued the last line counts."""
+    found = {}
+    for line in text.splitlines():
+        fields = line.strip().split("|", 6)
+        if len(fields) == 7 and re.fullmatch(r"\d+(_\d+)?", fields[0]):
+            job_id, state, start, end, nodes, exit_code, reason = fields
+            nodes = "" if nodes == "None assigned" else nodes
+            found[job_id] = JobStatus(
+                job_id,
+                _state(state),
+                _reason(reason),
+                time_of(start),
+                time_of(end),
+                None,
+                nodes,
+                None,
+                exit_code,
+                "sacct",
+            )
+    return found
+
+
+def _from_squeue(ids: Sequence[str]) -> dict[str, JobStatus]:
+    answer = ask("squeue", "-h", "-r", "-a", "-t", "all", "-o", _SQUEUE, "-j", ",".join(ids))
+    if answer.code and "invalid job id" not in answer.err.lower():
+        raise UserError(f"squeue failed: {last_line(answer.err)}", where="slurm", remedy="see `scontrol ping`")
+    return parse_squeue(answer.out)
+
+
+def _from_scontrol(job_id: str) -> dict[str, JobStatus]:
+    """Remembers a finished job for a while (MinJobAge, minutes)."""
+    answer = ask("scontrol", "show", "job", "-o", job_id)
+    return parse_scontrol(answer.out) if answer.code == 0 else {}
+
+
+def _from_sacct(ids: Sequence[str]) -> dict[str, JobStatus]:
+    """Nothing where there is no database, or no sacct."""
+    try:
+        answer = ask("sacct", "-n", "-P", "-X", "-o", _SACCT, "-j", ",".join(ids))
+    except UserError:
+        return {}
+    return parse_sacct(answer.out) if answer.code == 0 else {}
+
+
+def _state(text: str) -> str:
+    """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED; of ``RUNNING,COMPLETING`` the last word counts."""
+    words = re.findall(r"[A-Z_]+", text.upper().partition(" ")[0])
+    return words[-1] if words else "UNKNOWN"
+
+
+def _reason(text: str) -> str:
+    return "" if text in ("None", "(null)", "") else text
+
+
+def _left(fields: dict[str, str]) -> int | None:
+    limit, used = seconds_of(fields.get("TimeLimit", "")), seconds_of(fields.get("RunTime", ""))
+    if fields["JobState"] != "RUNNING" or limit is None or used is None:
+        return None
+    return max(0, limit - used)

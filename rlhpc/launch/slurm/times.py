@@ -1,0 +1,36 @@
+"""Slurm's ways to write times and durations."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+
+def seconds_of(text: str | int) -> int | None:
+    """A duration as sbatch takes it and squeue shows it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None if it is no such
+    thing: UNLIMITED, NOT_SET, N/A and the like."""
+    days, dash, rest = str(text).strip().rpartition("-")
+    parts = rest.split(":")
+    if not all(part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if dash:
+        hours, minutes, seconds = (*numbers, 0, 0)[:3]
+    elif len(numbers) == 3:
+        hours, minutes, seconds = numbers
+    else:
+        hours, (minutes, seconds) = 0, (*numbers, 0)[:2]
+    return ((int(days or 0) * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def time_of(text: str) -> float | None:
+    """Unix time of 2026-11-21T10:31:00 in this machine's zone; None for N/A, Unknown, None."""
+    try:
+        return datetime.fromisoformat(text.strip()).timestamp()
+    except ValueError:
+        return None
+
+
+def clock(time: float, now: float) -> str:
+    """When, as short as it is clear: 14:05, tomorrow's with the day."""
+    moment, today = datetime.fromtimestamp(time), datetime.fromtimestamp(now)
+    return moment.strftime("%H:%M" if moment.date() == today.date() else "%a %d %b %H:%M")

@@ -1,0 +1,343 @@
+"""The job's key-value store, by which ranks find each other: one thread in the launcher's process, no torch.
+
+It takes the place of torch's TCPStore, which lets whoever can connect read and overwrite every key. What the two sides
+say, and what that protects, is in ``core/store_protocol``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import resource
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Sequence
+
+from rlhpc.core import env
+from rlhpc.core.store_protocol import (
+    ACCEPTED,
+    CLIENT_BYTES,
+    GREETING,
+    NONCE_BYTES,
+    REFUSED,
+    FrameBuffer,
+    Op,
+    ProtocolError,
+    Status,
+    as_number,
+    as_seconds,
+    new_secret,
+    nonce,
+    number,
+    pack,
+    proof,
+    proves,
+    unpack,
+)
+
+# Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
+PORTS = range(20000, 30000)
+HANDSHAKE_SECONDS = 5.0
+_MOST_STRANGERS = 2048  # connections that have not proved themselves; the oldest makes room for the next
+_TOLD_STRANGERS = 5  # lines about them on stderr
+
+
+class StoreServer:
+    """Listens on ``port`` of every interface from construction to ``close``; the thread ends with the process."""
+
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self.secret, self.port = secret, int(listener.getsockname()[1])
+        self._listener, self._values = listener, _Values()
+        self._connections: set[_Connection] = set()
+        self._strangers: dict[_Connection, None] = {}  # by age
+        self._told = 0
+        self._loop = asyncio.new_event_loop()
+        self._end = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="job-store", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, preferred_port: int | None = None, secret: bytes | None = None, host: str = "") -> StoreServer:
+        """Listen on ``preferred_port``, or on a free one; told on stderr when the preferred one is taken.
+
+        ``host`` is the one interface to listen on, every one when empty. Raises the limit on open files of this process
+        and of those it starts: each rank keeps a connection or two.
+        """
+        _allow_connections()
+        if preferred_port is not None:
+            try:
+                return cls(_listen(host, preferred_port), secret or new_secret())
+            except OSError as error:
+                cause = error.strerror or error
+        for port in random.sample(PORTS, 200):
+            try:
+                listener = _listen(host, port)
+            except OSError:
+                continue
+            if preferred_port is not None:
+                node = socket.gethostname()
+                print(f"rlhpc: port {preferred_port} on {node}: {cause}; port {port} is used instead", file=sys.stderr)
+            return cls(listener, secret or new_secret())
+        raise RuntimeError(f"no free port among 200 of {PORTS}")
+
+    def environment(self, host: str) -> dict[str, str]:
+        """Variables by which ranks find the store on ``host``; the secret among them is not for a command line."""
+        return {env.RLHPC_STORE: f"{host}:{self.port}", env.RLHPC_STORE_SECRET: self.secret.hex()}
+
+    def close(self) -> None:
+        """Stop listening and end every connection."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._end.set)
+            self._thread.join(timeout=5)
+
+    def _run(self) -> None:
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        server = await self._loop.create_server(lambda: _Connection(self), sock=self._listener, backlog=4096)
+        await self._end.wait()
+        server.close()
+        for connection in list(self._connections):
+            connection.drop()
+        await asyncio.sleep(0)  # the sockets are closed by callbacks
+
+    # What connections ask of their server, in its thread.
+
+    def _joined(self, connection: _Connection) -> None:
+        self._connections.add(connection)
+        self._strangers[connection] = None
+        if len(self._strangers) > _MOST_STRANGERS:
+            next(iter(self._strangers)).drop()
+
+    def _proved(self, connection: _Connection) -> None:
+        self._strangers.pop(connection, None)
+
+    def _left(self, connection: _Connection) -> None:
+        self._connections.discard(connection)
+        self._strangers.pop(connection, None)
+
+    def _tell(self, peer: str, what: str) -> None:
+        self._told += 1
+        if self._told <= _TOLD_STRANGERS:
+            more = "; further ones are not told" if self._told == _TOLD_STRANGERS else ""
+            print(f"rlhpc: the job's store: a connection from {peer} {what}{more}", file=sys.stderr)
+
+
+def preferred_port(job_id: int) -> int:
+    """The port that a job of this number tries first, so that people find it where they expect it."""
+    return PORTS[job_id % len(PORTS)]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(4096)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _allow_connections() -> None:
+    """As many open files as the system lets this process have: the soft limit is often 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Connection(asyncio.Protocol):
+    """One client: first its proof, then its requests."""
+
+    def __init__(self, server: StoreServer) -> None:
+        self._server, self._values = server, server._values
+        self._nonce, self._proof, self._frames = nonce(), b"", FrameBuffer()
+        self._known, self._peer = False, "?"
+        self._wait: _Wait | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._peer = str((transport.get_extra_info("peername") or ("?",))[0])
+        sock = transport.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        self._patience = self._server._loop.call_later(HANDSHAKE_SECONDS, self._give_up)
+        self._server._joined(self)
+        transport.write(GREETING + self._nonce)
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            if not self._known:
+                data = self._prove(data)
+            for payload in self._frames.feed(data) if data else ():
+                self._request(payload)
+        except ProtocolError as error:
+            self._server._tell(self._peer, f"broke the protocol: {error}")
+            self.drop()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._patience.cancel()
+        if self._wait is not None:
+            self._values.forget(self._wait)
+        self._server._left(self)
+
+    def drop(self) -> None:
+        """End the connection at once."""
+        self._transport.abort()
+
+    def _prove(self, data: bytes) -> bytes:
+        """Take the proof; what follows it, empty while it is not whole or was wrong."""
+        missing = CLIENT_BYTES - len(self._proof)
+        self._proof += data[:missing]
+        if len(self._proof) < CLIENT_BYTES or self._transport.is_closing():
+            return b""
+        theirs, given = self._proof[:NONCE_BYTES], self._proof[NONCE_BYTES:]
+        secret = self._server.secret
+        if not proves(given, secret, b"client", self._nonce, theirs):
+            self._server._tell(self._peer, "was refused: it does not know the job's secret")
+            self._transport.write(REFUSED)
+            self._transport.close()
+            return b""
+        self._known = True
+        self._patience.cancel()
+        self._server._proved(self)
+        self._transport.write(ACCEPTED + proof(secret, b"server", self._nonce, theirs))
+        return data[missing:]
+
+    def _give_up(self) -> None:
+        self._server._tell(self._peer, f"did not prove itself within {HANDSHAKE_SECONDS:g} s")
+        self.drop()
+
+    def _request(self, payload: bytes) -> None:
+        if self._wait is not None:
+            raise ProtocolError("a request before the last one was answered")
+        code, fields = unpack(payload)
+        if code in (Op.GET, Op.WAIT):
+            if not fields:
+                raise ProtocolError("fields are missing")
+            self._wait_for(code, as_seconds(fields[0]), fields[1:])
+            return
+        self._answer(*self._values.answer(code, fields))
+
+    def _wait_for(self, code: int, seconds: float, keys: list[bytes]) -> None:
+        wait = _Wait(keys, code == Op.GET, self._arrived)
+        if self._values.advance(wait):
+            return
+        self._wait = wait
+        wait.timer = self._server._loop.call_later(seconds, self._expired)
+
+    def _arrived(self, values: Sequence[bytes]) -> None:
+        self._wait = None
+        self._answer(Status.DONE, values)
+
+    def _expired(self) -> None:
+        wait, self._wait = self._wait, None
+        assert wait is not None
+        self._values.forget(wait)
+        self._answer(Status.TIMEOUT, self._values.missing(wait.keys))
+
+    def _answer(self, status: Status, fields: Sequence[bytes]) -> None:
+        try:
+            self._transport.write(pack(status, fields))
+        except ValueError as error:  # values that are too large together
+            self._transport.write(pack(Status.INVALID, [str(error).encode()]))
+
+
+class _Wait:
+    """Someone who wants ``keys`` to be there. It waits for one at a time, so that many keys cost it no more memory."""
+
+    def __init__(self, keys: Sequence[bytes], with_values: bool, arrived: Callable[[Sequence[bytes]], None]) -> None:
+        self.keys, self.with_values, self.arrived = keys, with_values, arrived
+        self.next = 0
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class _Values:
+    """Keys, values, and who waits for what. For one thread."""
+
+    def __init__(self) -> None:
+        self._values: dict[bytes, bytes] = {}
+        self._waiting: dict[bytes, dict[_Wait, None]] = {}
+
+    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in keys if key not in self._values]
+
+    def advance(self, wait: _Wait) -> bool:
+        """Answer ``wait`` if all its keys are there, else keep it until the next one comes."""
+        values = self._values
+        while wait.next < len(wait.keys):
+            key = wait.keys[wait.next]
+            if key not in values:
+                self._waiting.setdefault(key, {})[wait] = None
+                return False
+            wait.next += 1
+            if wait.next == len(wait.keys) and wait.with_values and self.missing(wait.keys):
+                wait.next = 0  # one was deleted meanwhile
+        if wait.timer is not None:
+            wait.timer.cancel()
+        wait.arrived([values[key] for key in wait.keys] if wait.with_values else ())
+        return True
+
+    def forget(self, wait: _Wait) -> None:
+        """``wait`` is over."""
+        if wait.timer is not None:
+            wait.timer.cancel()
+        if wait.next < len(wait.keys):
+            key = wait.keys[wait.next]
+            self._waiting.get(key, {}).pop(wait, None)
+            if not self._waiting.get(key, True):
+                del self._waiting[key]
+
+    def answer(self, code: int, fields: list[bytes]) -> tuple[Status, Sequence[bytes]]:
+        """Do what needs no waiting."""
+        match code, fields:
+            case Op.SET, [key, value]:
+                self._put(key, value)
+            case Op.ADD, [key, amount]:
+                return self._add(key, as_number(amount))
+            case Op.CHECK, keys:
+                return Status.DONE, [number(not self.missing(keys))]
+            case Op.COMPARE_SET, [key, expected, desired]:
+                return Status.DONE, [self._compare_set(key, expected, desired)]
+            case Op.DELETE, [key]:
+                return Status.DONE, [number(self._values.pop(key, None) is not None)]
+            case Op.NUM_KEYS, []:
+                return Status.DONE, [number(len(self._values))]
+            case Op.APPEND, [key, value]:
+                self._put(key, self._values.get(key, b"") + value)
+            case Op.MULTI_SET, pairs if len(pairs) % 2 == 0:
+                for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+                    self._put(key, value)
+            case _:
+                raise ProtocolError(f"request {code} with {len(fields)} fields")
+        return Status.DONE, ()
+
+    def _put(self, key: bytes, value: bytes) -> None:
+        self._values[key] = value
+        for wait in self._waiting.pop(key, ()):
+            self.advance(wait)
+
+    def _add(self, key: bytes, amount: int) -> tuple[Status, Sequence[bytes]]:
+        try:
+            total = int(self._values.get(key, b"0")) + amount
+            answer = [number(total)]
+        except (ValueError, struct.error):
+            return Status.INVALID, [b"the value is no 64-bit number"]
+        self._put(key, str(total).encode())
+        return Status.DONE, answer
+
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """The value afterwards; ``expected`` when there is none and one was expected."""
+        present = self._values.get(key)
+        if present == expected or (present is None and not expected):
+            self._put(key, desired)
+            return desired
+        return expected if present is None else present

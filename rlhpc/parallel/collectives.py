@@ -1,0 +1,56 @@
+"""What this rank's process groups have called last, from torch's own flight recorder.
+
+The recorder is on by default and sees every collective of gloo and NCCL, Megatron's and the engine's too: it sits in
+the process groups. Sends and receives it sees on NCCL only, so they are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhpc.core.collectives import Collective, GroupState
+
+KEPT = 8  # of each group, besides those that are not finished
+# One recorder for the CPU's back ends, one for NCCL's; each build of torch has what it needs (c10d/init.cpp).
+_RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+
+
+def last_collectives() -> list[GroupState]:
+    """Each group that has called a collective among the last 2,000 of this process. Never waits for other ranks."""
+    entries = [entry for name in _RECORDERS for entry in _entries(name)]
+    members = _members()
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            found.setdefault((entry["process_group"][0], entry["profiling_name"].partition(":")[0]), []).append(entry)
+    return [_state(group, backend, members.get(group, ()), calls) for (group, backend), calls in found.items()]
+
+
+def _entries(recorder: str) -> list[dict[str, Any]]:
+    dump = getattr(torch._C._distributed_c10d, recorder, None)
+    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+
+
+def _members() -> dict[str, tuple[int, ...]]:
+    """Global ranks by the name of their group. Groups that this rank is not in have a number in the group's place."""
+    groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
+    return {g.group_name: tuple(sorted(ranks)) for g, ranks in groups if isinstance(g, dist.ProcessGroup)}
+
+
+def _state(group: str, backend: str, ranks: tuple[int, ...], entries: list[dict[str, Any]]) -> GroupState:
+    calls = [
+        Collective(
+            sequence=entry["collective_seq_id"],
+            operation=entry["profiling_name"].partition(":")[2],
+            sizes=tuple(tuple(size) for size in entry["input_sizes"]),
+            finished=entry["retired"] or entry["state"] == "completed",
+        )
+        for entry in entries
+    ]
+    recent = [call for place, call in enumerate(calls) if not call.finished or place >= len(calls) - KEPT]
+    description = entries[-1]["process_group"][1]
+    return GroupState(group, "" if description == "undefined" else description, backend, ranks, tuple(recent))

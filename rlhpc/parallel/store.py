@@ -1,0 +1,142 @@
+"""The job's own key-value store as torch sees it: a ``Store`` for ``init_process_group`` and every group after it."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import threading
+from collections.abc import MutableMapping, Sequence
+
+import torch.distributed as dist
+
+from rlhpc.core import env
+from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
+from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, number, seconds
+
+CONNECT_SECONDS = 60.0
+_addresses: dict[str, StoreAddress] = {}  # the secret leaves the environment when it is read, and stays here
+_stores: list[JobStore] = []  # torch's C++ objects call a store's methods for as long as the process lives
+
+
+def open_store(environ: MutableMapping[str, str] = os.environ) -> JobStore | None:
+    """The store that the launcher has named in the environment; None when it has named none.
+
+    The secret is taken out of ``environ``, so that what this process starts does not inherit it.
+    """
+    address = _address(environ)
+    return None if address is None else JobStore(address)
+
+
+def _address(environ: MutableMapping[str, str]) -> StoreAddress | None:
+    text = environ.get(env.RLHPC_STORE)
+    if not text:
+        return None
+    if env.RLHPC_STORE_SECRET in environ or text not in _addresses:
+        _addresses[text] = StoreAddress.parse(text, environ.pop(env.RLHPC_STORE_SECRET, ""))
+    return _addresses[text]
+
+
+class JobStore(dist.Store):
+    """A client of ``launch.store.StoreServer``. Threads may use one together: each call has a connection to itself.
+
+    Raises UserError when the server cannot be reached or refuses the secret, DistStoreError when keys do not come in
+    time, DistNetworkError when the connection is lost.
+    """
+
+    # getNumKeys and deleteKey are what torch's C++ side calls; the others' names are the same on both sides.
+
+    def __init__(self, address: StoreAddress, connect_seconds: float = CONNECT_SECONDS) -> None:
+        super().__init__()
+        self._address, self._connect_seconds = address, connect_seconds
+        self._lock, self._idle, self._pid = threading.Lock(), [reach(address, connect_seconds)], os.getpid()
+        _stores.append(self)
+
+    def clone(self) -> JobStore:
+        """This store: a clone is for threads that must not wait for each other's calls, and here none does."""
+        return self
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._call(Op.SET, [key.encode(), _bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        return self.multi_get([key])[0]
+
+    def add(self, key: str, value: int) -> int:
+        return as_number(self._call(Op.ADD, [key.encode(), number(value)])[0])
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(as_number(self._call(Op.CHECK, _encoded(keys))[0]))
+
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
+        self._wait(Op.WAIT, keys, self.timeout if timeout is None else timeout)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        return self._call(Op.COMPARE_SET, [key.encode(), _bytes(expected), _bytes(desired)])[0]
+
+    def delete_key(self, key: str) -> bool:
+        return bool(as_number(self._call(Op.DELETE, [key.encode()])[0]))
+
+    deleteKey = delete_key
+
+    def num_keys(self) -> int:
+        return as_number(self._call(Op.NUM_KEYS)[0])
+
+    getNumKeys = num_keys
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._call(Op.APPEND, [key.encode(), _bytes(value)])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return self._wait(Op.GET, keys, self.timeout)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        fields = [field for key, value in zip(keys, values, strict=True) for field in (key.encode(), _bytes(value))]
+        self._call(Op.MULTI_SET, fields)
+
+    def has_extended_api(self) -> bool:
+        """append, multi_get and multi_set are there."""
+        return True
+
+    def _wait(self, op: Op, keys: Sequence[str], timeout: datetime.timedelta) -> list[bytes]:
+        limit = max(0.0, timeout.total_seconds())
+        return self._call(op, [seconds(limit), *_encoded(keys)], limit)
+
+    def _call(self, op: Op, fields: Sequence[bytes] = (), wait_seconds: float = 0.0) -> list[bytes]:
+        connection = self._take()
+        try:
+            status, answer = connection.call(op, fields, wait_seconds)
+        except (OSError, ProtocolError) as error:
+            connection.close()
+            raise dist.DistNetworkError(f"lost the job's store at {self._address!r}: {error}") from error
+        except BaseException:
+            connection.close()  # interrupted: the answer would be taken for that of the next request
+            raise
+        with self._lock:
+            self._idle.append(connection)
+        if status == Status.TIMEOUT:
+            raise dist.DistStoreError(f"wait timeout after {wait_seconds:g} s in the job's store, {_names(answer)}")
+        if status != Status.DONE:
+            raise ValueError(f"the job's store: {b' '.join(answer).decode(errors='replace')}")
+        return answer
+
+    def _take(self) -> StoreConnection:
+        """A connection that nobody uses. One that a parent process opened is the parent's."""
+        if self._pid != os.getpid():
+            self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        return reach(self._address, self._connect_seconds)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
+
+
+def _encoded(keys: Sequence[str]) -> list[bytes]:
+    return [key.encode() for key in keys]
+
+
+def _names(keys: Sequence[bytes]) -> str:
+    shown = ", ".join(key.decode(errors="replace") for key in keys[:5])
+    return f"missing: {shown}" + (f" and {len(keys) - 5} more" if len(keys) > 5 else "")
