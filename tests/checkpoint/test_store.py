@@ -15,7 +15,9 @@ import torch.distributed as dist
 
 from rlhpc.api import RunState
 from rlhpc.checkpoint import CheckpointStore
+from rlhpc.core.attempts import begin
 from rlhpc.core.errors import UserError
+from rlhpc.core.folder import AttemptFolder, RunFolder, Superseded
 
 
 @pytest.fixture(autouse=True)
@@ -25,27 +27,35 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def _begin(folder: Path) -> AttemptFolder:
+    return begin(RunFolder(folder), job_id="", restart_count=0, nodes=("here",), world_size=1, saved_step=-1)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir() if not path.name.startswith("."))
+
+
 def _write(text: str):
     return lambda folder: (folder / "weights").write_text(text)
 
 
 def test_the_newest_comes_back_with_its_state_and_old_ones_go(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=2)
+    store = CheckpointStore(_begin(tmp_path), keep=2)
     for step in (1, 2, 3):
         store.save(RunState(sft_step=10, step=step, prompt_cursor=step * 8, weights_version=step), _write(f"at {step}"))
     saved = store.latest()
     assert saved.state == RunState(sft_step=10, step=3, prompt_cursor=24, weights_version=3)
     assert (saved.folder / "weights").read_text() == "at 3"
-    assert sorted(os.listdir(tmp_path)) == ["step-00000012", "step-00000013"]
+    assert _names(tmp_path) == ["step-00000012", "step-00000013"]
 
 
 def test_nothing_saved_is_none(tmp_path: Path) -> None:
-    assert CheckpointStore(tmp_path / "absent", keep=1).latest() is None
+    assert CheckpointStore(RunFolder(tmp_path / "absent").attempt(1), keep=1).latest() is None
 
 
 @pytest.mark.parametrize("damage", ["cut", "remove", "state"])
 def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, caplog: pytest.LogCaptureFixture) -> None:
-    store = CheckpointStore(tmp_path, keep=5)
+    store = CheckpointStore(_begin(tmp_path), keep=5)
     store.save(RunState(step=1), _write("first"))
     newest = store.save(RunState(step=2), _write("second"))
     {
@@ -58,29 +68,30 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, caplog
 
 
 def test_a_kill_in_the_middle_of_a_save_leaves_the_former_one(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(_begin(tmp_path), keep=1)
     store.save(RunState(step=1), _write("first"))
     program = f"""
         import os, signal, torch.distributed as dist
         from pathlib import Path
         from rlhpc.api import RunState
         from rlhpc.checkpoint import CheckpointStore
+        from rlhpc.core.folder import RunFolder
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         def write(folder):
             (folder / "weights").write_text("half")
             os.kill(os.getpid(), signal.SIGKILL)
-        CheckpointStore(Path({str(tmp_path)!r}), keep=1).save(RunState(step=2), write)
+        CheckpointStore(RunFolder({str(tmp_path)!r}).attempt(1), keep=1).save(RunState(step=2), write)
     """
     root = str(Path(__file__).parents[2])
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "PYTHONPATH": root})
     assert done.returncode == -signal.SIGKILL
     assert store.latest().state.step == 1
     store.save(RunState(step=2), _write("again"))  # what the dead left behind is cleared away
-    assert os.listdir(tmp_path) == ["step-00000002"]
+    assert _names(tmp_path) == ["step-00000002"]
 
 
 def test_a_full_disk_is_one_clear_line_and_costs_nothing_saved(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path, keep=1)
+    store = CheckpointStore(_begin(tmp_path), keep=1)
     store.save(RunState(step=1), _write("first"))
 
     def full(folder: Path) -> None:
@@ -90,3 +101,24 @@ def test_a_full_disk_is_one_clear_line_and_costs_nothing_saved(tmp_path: Path) -
     with pytest.raises(UserError, match=r"cannot save a checkpoint \(No space left on device\); free disk space"):
         store.save(RunState(step=2), full)
     assert store.latest().state.step == 1
+
+
+@pytest.mark.parametrize("moment", ["before", "during", "after"])
+def test_an_orphan_of_an_earlier_start_saves_nothing_more(tmp_path: Path, moment: str) -> None:
+    """The orphan's ranks may still run when a later start begins: before, while and after they write."""
+    orphan = CheckpointStore(_begin(tmp_path), keep=1)
+    orphan.save(RunState(step=1), _write("at 1"))
+
+    def write(folder: Path) -> None:
+        if moment == "during":
+            _begin(tmp_path)
+        (folder / "weights").write_text("the orphan's")
+        if moment == "after":
+            _begin(tmp_path)
+
+    if moment == "before":
+        _begin(tmp_path)
+    with pytest.raises(Superseded):
+        orphan.save(RunState(step=1), write)  # the same step: what is saved under it must stay
+    assert _names(tmp_path) == ["step-00000001"]
+    assert (orphan.latest().folder / "weights").read_text() == "at 1"

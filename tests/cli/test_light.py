@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ def modules_after(*arguments: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].removeprefix("loaded: ").split())
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["run", "--help"], ["submit", "--help"], ["status", "--help"]]
+)
 def test_help_imports_only_click(arguments):
     assert not modules_after(*arguments) & {*HEAVY, "numpy", "pydantic", "yaml", "rich", "submitit"}
 
@@ -38,6 +41,25 @@ def test_help_imports_only_click(arguments):
 def test_a_check_imports_nothing_heavy(tmp_path):
     config = write_inputs(tmp_path)
     assert not modules_after("run", str(config), "--check") & {*HEAVY, "submitit", "rich"}
+
+
+def test_a_dry_run_of_a_submission_imports_nothing_heavy(tmp_path):
+    config = write_inputs(tmp_path)
+    assert not modules_after("submit", str(config), "--dry-run") & {*HEAVY, "numpy", "rich"}
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_answers_at_once(tmp_path):
+    """Under half a second of work; the least of some, because other tests use the same cores."""
+    config = write_inputs(tmp_path)
+    command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(config), "--dry-run"]
+    used = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(used) < 0.5
 
 
 def test_the_schema_imports_nothing_heavy():

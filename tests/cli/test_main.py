@@ -57,7 +57,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(config):
 
 def test_a_run_that_cannot_work_is_refused_before_it_starts(config, tmp_path):
     assert told("run", config, "train.minibatches=3").startswith("rlhpc: train.minibatches: ")
-    assert told("run", config, "resources.nodes=2").startswith("rlhpc: resources.nodes: ")
+    assert told("run", config, "slurm.nodes=2").startswith("rlhpc: slurm.nodes: ")
     assert not (tmp_path / "run").exists()
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 from rlhpc.algo import find_algorithm
 from rlhpc.api import Prompt
+from rlhpc.config.load import load_config
 from rlhpc.config.schema import AlgorithmSection, KLSection, RewardSection
 from rlhpc.data.rewards import load_reward
-from tests.docs.pages import DOCS
+from rlhpc.launch.submit import make_plan
+from tests.docs.pages import DOCS, ROOT
 
 
 @pytest.fixture(autouse=True)
@@ -50,3 +53,9 @@ def test_the_algorithms_gradient_is_that_of_reinforce() -> None:
     sums["loss"].backward()
     assert log_probs.grad.tolist() == [-2.0, 0.5, 0.0]
     assert float(sums["entropy"]) == 1.5
+
+
+def test_the_slurm_example_makes_a_job(tmp_path: Path) -> None:
+    plan = make_plan([load_config(ROOT / "configs" / "slurm_demo.yaml")], tmp_path)
+    assert {"#SBATCH --nodes=2", "#SBATCH --ntasks-per-node=2"} <= set(plan.script.splitlines())
+    assert "gpus" not in plan.script

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlhpc.cli.main import run
+from rlhpc.cli.main import cli
 from rlhpc.config import yaml12
 from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors, blocks, name_of, prose
 from tools import config_table, markers
 
@@ -20,13 +21,17 @@ _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]*)(?:#([^)\s]+))?\)")
 _SMALLEST: dict[str, Any] = {"name": "x", "model": {"path": "m"}, "train": {"steps": 1}}
 _DEMO = ROOT / "configs" / "demo.yaml"
 
+# `slurm.nodes`, also `slurm.nodes: [2, 4]`; not a file such as slurm.conf or data/x.jsonl.
+_SECTIONS = "|".join(name for name, field in RunConfig.model_fields.items() if "Section" in str(field.annotation))
+_KEY = re.compile(rf"`({_SECTIONS})\.(?!conf\b|md\b|py\b)([a-z][\w.]*)")
+
 YAML = [pytest.param(text, id=f"{name_of(page)}-{i}") for page in PAGES for i, text in enumerate(blocks(page, "yaml"))]
 COMMANDS = [
     pytest.param(line, id=f"{name_of(page)}: {line}")
     for page in PAGES
     for text in blocks(page, "sh")
     for line in text.splitlines()
-    if line.startswith("rlhpc run ")
+    if line.startswith("rlhpc ")
 ]
 
 
@@ -50,6 +55,25 @@ def test_a_broken_link_is_seen() -> None:
     assert broken_links(DOCS / "metrics.md", text) == ["dta.md", "data.md#no-such", "images/none.png"]
 
 
+def unknown_keys(text: str) -> list[str]:
+    """Keys in a page's code words that the configuration does not have."""
+    known = {key for key, _ in config_table._keys(RunConfig.model_json_schema())}
+    known |= {section.rpartition(".")[0] for section in known}
+    free = ("reward.arguments.", "slurm.sbatch_options.", "prepare.arguments.")  # their names are the user's
+    named = [f"{section}.{key.rstrip('.')}" for section, key in _KEY.findall(text)]
+    return [key for key in named if key not in known and not key.startswith(free)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_keys_in_the_pages_exist(page: Path) -> None:
+    assert not unknown_keys(prose(page))
+
+
+def test_a_key_that_is_not_there_is_seen() -> None:
+    text = "`slurm.nodes: [2, 4]`, `recovery.tries`, `slurm.container.image`, `slurm.conf`, `slurm.sbatch_options.x`"
+    assert unknown_keys(text + " `slurm.timeout=3`") == ["recovery.tries", "slurm.timeout"]
+
+
 @pytest.mark.parametrize("text", YAML)
 def test_configurations_in_the_pages_load(text: str, tmp_path: Path) -> None:
     """A whole one as it is, a part of one laid over the smallest."""
@@ -62,10 +86,11 @@ def test_configurations_in_the_pages_load(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_in_the_pages_are_ones(line: str) -> None:
     """Options are known to the command line, overrides to the schema."""
-    arguments = shlex.split(line, comments=True)[2:]
-    parameters = run.make_context("run", arguments).params
-    config = ROOT / parameters["config"]
-    load_config(config if config.exists() else _DEMO, parameters["overrides"])
+    name, *arguments = shlex.split(line, comments=True)[1:]
+    parameters = cli.commands[name].make_context(name, arguments).params
+    words = parameters.get("overrides", ())
+    config = ROOT / parameters.get("config", "")
+    load_config(config if config.is_file() else _DEMO, [word for word in words if "=" in word])
 
 
 @pytest.mark.parametrize(("page", "file"), [("rewards", "my_reward"), ("algorithms", "my_algorithm")])

@@ -11,6 +11,20 @@ import pytest
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
+def check_text(name: str, found: str, accept: bool) -> None:
+    """A text against a file, character by character."""
+    file = GOLDEN / name
+    if accept:
+        file.write_text(found)
+        return
+    expected = file.read_text() if file.exists() else ""
+    if expected != found:
+        lines = difflib.unified_diff(
+            expected.splitlines(), found.splitlines(), f"tests/golden/{name}", "computed", lineterm=""
+        )
+        pytest.fail("\n".join([*lines, "If it was meant: pytest --accept-golden, and say why."]), pytrace=False)
+
+
 def check_numbers(name: str, found: dict[str, list[float]], relative: float, accept: bool) -> None:
     """Series of numbers by name against a JSON file, each within ``relative`` of what it was."""
     file = GOLDEN / name

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlhpc.core import env
+from rlhpc.core.context import RankContext
 from rlhpc.core.errors import UserError
 
 
@@ -20,26 +21,26 @@ def rank() -> int:
     return int(os.environ[env.RANK])
 
 
-def write_environment(run_dir: str, resume: bool) -> None:
+def write_environment(context: RankContext) -> None:
     """Leave this rank's environment where the test finds it, and steps in metrics.jsonl."""
-    Path(run_dir, f"environment-{rank()}.json").write_text(json.dumps(dict(os.environ)))
+    Path(context.run.path, f"environment-{rank()}.json").write_text(json.dumps(dict(os.environ)))
     if rank() == 0:
-        with open(Path(run_dir, "metrics.jsonl"), "a") as file:
+        with open(Path(context.run.path, "metrics.jsonl"), "a") as file:
             for step in (1, 2):
                 record = {"phase": "rl", "step": step, "total_steps": 2, "time": time.time(), "reward/mean": step / 4}
                 file.write(json.dumps(record) + "\n")
-        Path(run_dir, "report").mkdir()
-        Path(run_dir, "report", "report.txt").write_text("the report\n")
+        Path(context.run.path, "report").mkdir()
+        Path(context.run.path, "report", "report.txt").write_text("the report\n")
 
 
-def user_error_on_rank_one(run_dir: str, resume: bool) -> None:
+def user_error_on_rank_one(context: RankContext) -> None:
     """The others hang, as in a collective."""
     if rank() == 1:
         raise UserError("8 is too many", where="rollout.tp", remedy="use 4")
     time.sleep(600)
 
 
-def killed_rank_one(run_dir: str, resume: bool) -> None:
+def killed_rank_one(context: RankContext) -> None:
     """Rank 1 dies without a word; the others lose their connection to it."""
     if rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -47,9 +48,9 @@ def killed_rank_one(run_dir: str, resume: bool) -> None:
     raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
 
 
-def error_then_lost_peers(run_dir: str, resume: bool) -> None:
+def error_then_lost_peers(context: RankContext) -> None:
     """Rank 2 fails of itself; the others see it as a lost peer, and write their records before it does."""
-    broken = Path(run_dir, "broken")
+    broken = Path(context.run.path, "broken")
     if rank() == 2:
         broken.touch()
         time.sleep(1.5)
@@ -59,13 +60,22 @@ def error_then_lost_peers(run_dir: str, resume: bool) -> None:
     raise ConnectionResetError("Connection reset by peer")
 
 
-def hang(run_dir: str, resume: bool) -> None:
+def hang(context: RankContext) -> None:
     """Say who this is and which child it has, then ignore every polite signal."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    Path(run_dir, f"pids-{rank()}").write_text(f"{os.getpid()} {child.pid}")
+    Path(context.run.path, f"pids-{rank()}").write_text(f"{os.getpid()} {child.pid}")
     time.sleep(600)
+
+
+def stop_when_asked(context: RankContext) -> str:
+    """Work until asked to stop, and save."""
+    Path(context.run.path, f"pids-{rank()}").write_text(f"{os.getpid()} {os.getpid()}")
+    while context.stop.reason == "none":
+        time.sleep(0.01)
+    Path(context.run.path, f"saved-{rank()}").touch()
+    return context.stop.reason
 
 
 class Slow:
@@ -78,10 +88,10 @@ class Slow:
 KEPT: list[Slow] = []
 
 
-def slow_to_tidy_up(run_dir: str, resume: bool) -> None:
+def slow_to_tidy_up(context: RankContext) -> None:
     """Done at once, but with much left to free."""
     KEPT.append(Slow())
-    atexit.register(Path(run_dir, "tidied").touch)
+    atexit.register(Path(context.run.path, "tidied").touch)
 
 
 def prepare(folder: str, fail: str = "") -> None:
@@ -95,7 +105,7 @@ def prepare(folder: str, fail: str = "") -> None:
     write_inputs(Path(folder))
 
 
-def crash_on_rank_one(run_dir: str, resume: bool) -> None:
+def crash_on_rank_one(context: RankContext) -> None:
     """A segmentation fault in native code."""
     if rank() == 1:
         import ctypes

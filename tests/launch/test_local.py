@@ -15,8 +15,9 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.attempts import folders
 from rlhpc.core.errors import UserError
-from rlhpc.core.exits import read_exits, read_starts
+from rlhpc.core.exits import StartRecord, read_exits, read_starts
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.local import run_local
@@ -37,12 +38,18 @@ def make_config(folder: Path, ranks: int) -> RunConfig:
     return load_config(file)
 
 
+def starts(run: RunFolder) -> dict[int, StartRecord]:
+    """Of the newest attempt."""
+    found = folders(run)
+    return read_starts(found[-1].exits) if found else {}
+
+
 def launch(folder: Path, program: str, ranks: int, resume: bool = False) -> int:
     run = RunFolder(folder / "run")
     try:
         return run_local(make_config(folder, ranks), run, resume, entry=f"{PROGRAMS}:{program}")
     finally:
-        assert not [start for start in read_starts(run.exits).values() if start.process.is_alive()]
+        assert not [start for start in starts(run).values() if start.process.is_alive()]
 
 
 def wait_until(condition, seconds: float, what: str) -> None:
@@ -59,6 +66,10 @@ def test_ranks_run_with_their_environment_and_the_launcher_keeps_its_own(tmp_pat
     seen = [json.loads((tmp_path / "run" / f"environment-{rank}.json").read_text()) for rank in (0, 1)]
     assert [(s["RANK"], s["WORLD_SIZE"], s["LOCAL_RANK"]) for s in seen] == [("0", "2", "0"), ("1", "2", "1")]
     assert seen[0]["MASTER_PORT"] == seen[1]["MASTER_PORT"] != ""
+    assert seen[0]["RLHPC_STORE"] == seen[1]["RLHPC_STORE"]
+    secret = seen[0]["RLHPC_STORE_SECRET"].encode()
+    files = [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "environment-" not in file.name]
+    assert not [file for file in files if secret in file.read_bytes()], "it is in no file of the run"
     assert seen[0]["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 2))
     assert seen[0]["HF_HUB_OFFLINE"] == "1"
     assert seen[0].get("CUDA_VISIBLE_DEVICES") == before.get("CUDA_VISIBLE_DEVICES")
@@ -104,7 +115,7 @@ def test_the_rank_that_failed_of_itself_is_named_though_others_wrote_first(tmp_p
 
 def test_a_rank_that_is_done_does_not_wait_for_the_interpreter_to_tidy_up(tmp_path):
     assert launch(tmp_path, "slow_to_tidy_up", 1) == 0
-    assert time.time() - read_exits(tmp_path / "run" / "exits")[0].time < 4
+    assert time.time() - read_exits(RunFolder(tmp_path / "run").attempt(1).exits)[0].time < 4
     assert (tmp_path / "run" / "tidied").exists(), "handlers that programs register are still called"
 
 
@@ -137,14 +148,14 @@ def test_a_second_launcher_is_kept_out(tmp_path):
 
 def test_more_than_one_node_is_refused(tmp_path):
     config = make_config(tmp_path, 1)
-    two = config.model_copy(update={"resources": config.resources.model_copy(update={"nodes": 2})})
-    with pytest.raises(UserError, match=r"resources\.nodes: .*; set it to 1"):
+    two = config.model_copy(update={"slurm": config.slurm.model_copy(update={"nodes": 2})})
+    with pytest.raises(UserError, match=r"slurm\.nodes: .*; set it to 1"):
         run_local(two, RunFolder(tmp_path / "run"))
 
 
-@pytest.fixture
-def hanging(tmp_path):
-    """A launcher in its own session with two hanging ranks, and all their processes."""
+@pytest.fixture(params=["hang"])
+def hanging(tmp_path, request):
+    """A launcher in its own session with two ranks that wait, and all their processes."""
     make_config(tmp_path, 2)
     code = (
         "import sys; from pathlib import Path; from rlhpc.config.load import load_config\n"
@@ -153,7 +164,7 @@ def hanging(tmp_path):
         "sys.exit(run_local(config, RunFolder(folder / 'run'), entry=sys.argv[2]))"
     )
     launcher = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path), f"{PROGRAMS}:hang"],
+        [sys.executable, "-c", code, str(tmp_path), f"{PROGRAMS}:{request.param}"],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,
@@ -177,13 +188,29 @@ def test_ranks_and_their_children_die_with_a_killed_launcher(hanging):
     wait_until(lambda: not any(process.is_alive() for process in processes), 5, "ranks ended with the launcher")
 
 
-def test_interrupting_the_terminal_ends_all_ranks_without_a_traceback(hanging):
+def test_interrupting_the_terminal_twice_ends_all_ranks_without_a_traceback(hanging):
+    launcher, processes = hanging
+    os.killpg(launcher.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert launcher.poll() is None, "the ranks have the time to save"
+    os.killpg(launcher.pid, signal.SIGINT)
+    _, told = launcher.communicate(timeout=10)
+    assert launcher.returncode == 130
+    first, second = told.splitlines()
+    assert first == "rlhpc: finishing the step and saving; Ctrl-C again ends at once"
+    assert second.startswith("rlhpc: ended; continue with --resume: ")
+    assert not any(process.is_alive() for process in processes)
+
+
+@pytest.mark.parametrize("hanging", ["stop_when_asked"], indirect=True)
+def test_interrupting_the_terminal_once_lets_the_ranks_save(hanging, tmp_path):
     launcher, processes = hanging
     os.killpg(launcher.pid, signal.SIGINT)
     _, told = launcher.communicate(timeout=10)
     assert launcher.returncode == 130
-    assert told.startswith("rlhpc: interrupted; continue with --resume: ")
-    assert len(told.splitlines()) == 1
+    assert told.splitlines()[1].startswith("rlhpc: saved and ended; continue with --resume: ")
+    assert [(tmp_path / "run" / f"saved-{rank}").exists() for rank in (0, 1)] == [True, True]
+    assert {end.kind for end in read_exits(RunFolder(tmp_path / "run").attempt(1).exits).values()} == {"stopped"}
     assert not any(process.is_alive() for process in processes)
 
 

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from rlhpc.config.schema import ResourcesSection
+from rlhpc.config.schema import ResourcesSection, RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
@@ -38,9 +38,14 @@ def test_hidden_gpus_do_not_count(monkeypatch):
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(machine, "gpu_count", lambda: 2)
+
+    def config(ranks: int) -> RunConfig:
+        known = {"name": "tiny", "model": {"path": "none"}, "train": {"steps": 1}}
+        return RunConfig.model_validate({**known, "resources": {"ranks_per_node": ranks}})
+
     with pytest.raises(UserError, match=r"^resources\.ranks_per_node: 4 ranks on 2 GPU"):
-        machine.check_resources(ResourcesSection(ranks_per_node=4))
-    machine.check_resources(ResourcesSection(ranks_per_node=2))
+        machine.check_resources(config(4))
+    machine.check_resources(config(2))
 
 
 def test_a_free_port_can_be_listened_on():

@@ -61,6 +61,15 @@ def test_virtual_stages_are_refused(inputs):
             "train.prompts_per_step: 4 samples a step (train.prompts_per_step x rollout.samples_per_prompt) cannot "
             "feed 8 data-parallel ranks; use at least 2",
         ),
+        (
+            ["slurm.nodes=2", "resources.ranks_per_node=1", "rollout.tp=2"],
+            "rollout.tp: engines of 2 ranks would span nodes of 1, which is not executed in this version; use one of ",
+        ),
+        (
+            ["slurm.nodes=[1, 2]", "resources.ranks_per_node=2", "train.minibatches=4", "train.prompts_per_step=2"],
+            "train.minibatches: on 2 nodes: minibatches of 2 samples cannot feed 4 data-parallel ranks; use 2",
+        ),
+        (["slurm.nodes=[3, 2]"], "slurm.nodes: (3, 2) is no range; write [least, most]"),
         (["train.steps=0"], "train.steps: 0 steps and no sft section"),
         (["data.train=[]"], "data.train: no prompt files"),
         (["sft={data: [x.jsonl], steps: 1, sequences_per_step: 1}", "resources.ranks_per_node=2"], "sft.sequences_per"),

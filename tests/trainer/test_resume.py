@@ -45,7 +45,7 @@ def _kill_at(process: Any, run_dir: Path, count: int) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     time.sleep(0.05 * count)  # between steps, in the middle of a save, in the next step
-    rank = json.loads((run_dir / "exits" / "rank-00001.start.json").read_text())
+    rank = json.loads((sorted((run_dir / "attempts").iterdir())[-1] / "exits" / "rank-00001.start.json").read_text())
     os.kill(rank["process"]["pid"], signal.SIGKILL)
 
 

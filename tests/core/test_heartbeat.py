@@ -1,0 +1,201 @@
+"""A rank's signs of life: cheap, seldom written, and answered even when the interpreter's lock is held."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rlhpc.core import heartbeat
+from rlhpc.core.collectives import Collective, GroupState
+from rlhpc.core.heartbeat import (
+    DUMP_SIGNAL,
+    Heartbeat,
+    collectives_file,
+    dump_file,
+    look_seconds,
+    read_beat,
+    stacks_file,
+    touch,
+    write_seconds,
+)
+from rlhpc.core.process import ProcessId
+
+
+@pytest.fixture
+def beat(tmp_path):
+    started = Heartbeat(tmp_path / "heartbeats", 3, silence_seconds=4.0).start()
+    yield started
+    if heartbeat._current is not None:
+        started.stop()
+
+
+def until(condition, seconds: float = 5.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_the_first_record_is_there_at_once_and_tells_no_progress(beat, tmp_path):
+    found = read_beat(tmp_path / "heartbeats", 3)
+    assert (found.rank, found.process, found.touches, found.phase) == (3, ProcessId.own(), 0, "starting")
+    assert found.main_thread == threading.main_thread().ident
+
+
+def test_progress_is_written_with_its_phase_and_age(beat, tmp_path):
+    time.sleep(0.3)
+    touch("rollout", 7)
+    until(lambda: read_beat(tmp_path / "heartbeats", 3).touches == 1)
+    found = read_beat(tmp_path / "heartbeats", 3)
+    assert (found.phase, found.step) == ("rollout", 7)
+    assert found.idle < 1.5
+
+
+def test_without_progress_nothing_is_written(beat, tmp_path):
+    touch("rollout")
+    until(lambda: read_beat(tmp_path / "heartbeats", 3).touches == 1)
+    before = (tmp_path / "heartbeats" / "rank-00003.json").stat().st_mtime_ns
+    time.sleep(1.5)
+    assert (tmp_path / "heartbeats" / "rank-00003.json").stat().st_mtime_ns == before
+
+
+def test_steady_progress_is_written_once_in_a_while(beat, tmp_path):
+    file, times = tmp_path / "heartbeats" / "rank-00003.json", set()
+    deadline = time.monotonic() + 3
+    while time.monotonic() < deadline:
+        touch("train")
+        times.add(file.stat().st_mtime_ns)
+        time.sleep(0.01)
+    assert 2 <= len(times) <= 5
+
+
+def test_a_touch_is_cheap(beat):
+    began = time.process_time()
+    for step in range(100_000):
+        touch("train", step)
+    assert time.process_time() - began < 0.3, "3 µs each"
+
+
+def test_without_a_heartbeat_a_touch_does_nothing():
+    assert heartbeat._current is None
+    touch("train")
+
+
+def test_periods_follow_the_number_of_ranks_and_stay_within_the_silence():
+    assert (look_seconds(8), look_seconds(4000), look_seconds(10**6)) == (0.5, 4.0, 10.0)
+    assert (write_seconds(8, 1800), write_seconds(10_000, 1800), write_seconds(10_000, 60)) == (1.0, 50.0, 15.0)
+
+
+def test_a_request_is_answered_with_the_stacks_of_all_threads_and_the_collectives(beat, tmp_path):
+    folder, end = tmp_path / "heartbeats", threading.Event()
+    known = GroupState("0", "default_pg", "gloo", (0, 1), (Collective(5, "all_reduce", ((3, 2),), False),))
+    beat.watch_collectives(lambda: [known])
+    threading.Thread(target=lambda: end.wait(20), name="other").start()
+    touch("train", 2)
+    dump_file(folder).write_text("first\n")
+    until(lambda: read_beat(folder, 3).collectives == "first")
+    end.set()
+    assert read_beat(folder, 3).stacks == "first"
+    assert read_beat(folder, 3).phase == "train", "the record is of now"
+    text = stacks_file(folder, 3).read_text()
+    assert f"0x{threading.main_thread().ident:016x}" in text
+    assert "in test_a_request_is_answered_with_the_stacks_of_all_threads_and_the_collectives" in text
+    assert "in <lambda>" in text
+    assert [GroupState.from_json(value) for value in json.loads(collectives_file(folder, 3).read_text())] == [known]
+
+
+def test_each_request_is_answered_once(beat, tmp_path):
+    folder = tmp_path / "heartbeats"
+    dump_file(folder).write_text("first")
+    until(lambda: read_beat(folder, 3).collectives == "first")
+    stacks_file(folder, 3).unlink()
+    beat._stacks = os.open(stacks_file(folder, 3), os.O_WRONLY | os.O_CREAT)
+    time.sleep(1.2)
+    assert stacks_file(folder, 3).read_text() == ""
+    dump_file(folder).write_text("second")
+    until(lambda: read_beat(folder, 3).collectives == "second")
+    assert stacks_file(folder, 3).read_text() != ""
+
+
+def test_collectives_that_cannot_be_told_do_not_end_the_thread(beat, tmp_path):
+    folder = tmp_path / "heartbeats"
+    beat.watch_collectives(lambda: 1 / 0)
+    dump_file(folder).write_text("first")
+    until(lambda: read_beat(folder, 3).collectives == "first")
+    touch("later")
+    until(lambda: read_beat(folder, 3).phase == "later")
+
+
+def test_a_folder_that_goes_away_does_not_end_the_rank(beat, tmp_path):
+    folder = tmp_path / "heartbeats"
+    folder.rename(tmp_path / "gone")
+    touch("train")
+    time.sleep(1.2)
+    (tmp_path / "gone").rename(folder)
+    touch("train again")
+    until(lambda: read_beat(folder, 3).phase == "train again")
+
+
+def test_the_end_is_written(beat, tmp_path):
+    touch("done")
+    beat.stop()
+    found = read_beat(tmp_path / "heartbeats", 3)
+    assert (found.ended, found.phase, found.touches) == (True, "done", 1)
+
+
+def test_a_record_that_is_half_written_is_none(tmp_path):
+    (tmp_path / "rank-00000.json").write_text('{"rank": 0, "no')
+    assert read_beat(tmp_path, 0) is None
+    assert read_beat(tmp_path, 1) is None
+
+
+STUCK = """
+import ctypes, sys, time
+from pathlib import Path
+from rlhpc.core.heartbeat import Heartbeat, touch
+Heartbeat(Path(sys.argv[1]), 0).start()
+library = ctypes.PyDLL(None)
+mutex = ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+
+def in_native_code():
+    until = ctypes.create_string_buffer(int(time.time() + 3).to_bytes(8, "little"), 16)
+    library.pthread_mutex_timedlock(mutex, until)
+
+touch("train")
+print("in", flush=True)
+in_native_code()
+print("out", flush=True)
+time.sleep(60)
+"""
+
+
+def test_while_native_code_holds_the_lock_the_signal_writes_the_stack(tmp_path):
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline() == "in\n"
+        dump_file(tmp_path).write_text("first")
+        time.sleep(1)
+        assert read_beat(tmp_path, 0).stacks == ""
+        process.send_signal(DUMP_SIGNAL)
+        until(lambda: "in in_native_code" in stacks_file(tmp_path, 0).read_text())
+        assert process.stdout.readline() == "out\n"
+        until(lambda: read_beat(tmp_path, 0).collectives == "first")
+        assert "in _all_stacks" in stacks_file(tmp_path, 0).read_text(), "replaced by the rank's own answer"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_the_signal_does_not_end_a_process_that_does_not_know_it():
+    child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1, text=True)
+    assert child.stdout.readline() == "up\n"
+    child.send_signal(DUMP_SIGNAL)
+    child.communicate("\n", timeout=10)
+    assert child.returncode == 0

@@ -1,0 +1,22 @@
+"""The pages about plain sbatch and about shared clusters name what there is."""
+
+from __future__ import annotations
+
+import re
+
+from rlhpc.launch import shape
+from tests.docs.pages import DOCS, ROOT, table_names
+from tests.slurm.test_shared import KNOWN
+
+
+def test_every_template_is_on_the_page() -> None:
+    templates, options = table_names(DOCS / "sbatch.md")
+    assert set(templates) == {file.name for file in (ROOT / "sbatch").iterdir()}
+    assert options == [names[0] for names in (shape._NODES, shape._RANKS, shape._CPUS, shape._GPUS)]
+
+
+def test_everything_that_listens_is_on_the_page() -> None:
+    """What a test finds on a node beyond these fails it."""
+    text = (DOCS / "shared_clusters.md").read_text()
+    rows = re.findall(r"^\| ([^|`]+?) \| .* \|$", text, re.MULTILINE)
+    assert set(rows) - {"what", "---"} == set(KNOWN)

@@ -1,0 +1,45 @@
+"""The page about Slurm: its commands exist with their options, its table of states is the code's."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import click
+import pytest
+
+from rlhpc.cli.main import cli
+from rlhpc.launch.slurm.queue import _WORDS
+from tests.docs.pages import DOCS, blocks
+
+PAGE = DOCS / "slurm.md"
+COMMANDS = [line for text in blocks(PAGE, "sh") for line in text.splitlines() if line.startswith("rlhpc ")]
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_commands_parse(line: str) -> None:
+    name, *words = shlex.split(line, comments=True)[1:]
+    command = cli.commands[name]
+    command.make_context(name, words)
+
+
+def test_an_option_that_is_not_there_is_seen() -> None:
+    with pytest.raises(click.NoSuchOption):
+        cli.commands["submit"].make_context("submit", ["my.yaml", "--arrray"])
+
+
+def test_every_option_of_the_new_commands_is_on_the_page() -> None:
+    text = PAGE.read_text()
+    for name in ("submit", "status", "logs", "cancel", "resume"):
+        shown = [
+            option for option in cli.commands[name].params if isinstance(option, click.Option) and not option.hidden
+        ]
+        absent = {option.opts[-1] for option in shown} - {"--lines", "--run-dir", "--help"}
+        assert not {option for option in absent if option not in text}
+
+
+def test_states_are_those_that_status_shows() -> None:
+    rows = re.findall(r"^\| (`.*?`) \|", PAGE.read_text(), re.MULTILINE)
+    states = {word for row in rows for word in re.findall(r"`([\w ]+)`", row)}
+    assert {"finished", "failed", "stopped", "retrying", "gone", "unknown"} <= states
+    assert {"queued", "running", "ending", "cancelled", "out of time", "node failed"} <= states & set(_WORDS.values())

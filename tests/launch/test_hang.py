@@ -1,0 +1,237 @@
+"""Hangs of real ranks are named in time; slow ones are left alone."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.core import env
+from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat
+from rlhpc.core.process import ProcessId
+from rlhpc.launch.hang import Hang, HangWatch
+from rlhpc.launch.store import StoreServer
+
+ROOT = Path(__file__).parents[2]
+SILENCE = 4.0
+
+
+class Clock:
+    """Time as the watch sees it."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def pass_by(self, watch: HangWatch, seconds: float) -> Hang | None:
+        """So much time, in which the watch is polled as it is meant to be; what the last poll returned."""
+        found = None
+        for _ in range(int(seconds)):
+            self.now += 1
+            found = watch.poll()
+        return found
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def write(folder: Path, rank: int, touches: int, **fields) -> None:
+    import json
+    from dataclasses import asdict
+
+    beat = Beat(rank, "node0", ProcessId(1, 2), 3, touches, "train", **fields)
+    beat_file(folder, rank).write_text(json.dumps(asdict(beat)))
+
+
+def test_one_rank_that_moves_is_enough(tmp_path):
+    clock = Clock()
+    watch = HangWatch(tmp_path, 4, 100.0, 500.0, clock=clock)
+    for rank in range(4):
+        write(tmp_path, rank, 1)
+    for touches in range(2, 30):
+        assert clock.pass_by(watch, 90) is None
+        write(tmp_path, 2, touches)
+    assert dump_file(tmp_path).read_text() == ""
+
+
+def test_before_the_first_progress_the_longer_limit_holds(tmp_path):
+    clock = Clock()
+    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    write(tmp_path, 0, 0)
+    clock.pass_by(watch, 499)
+    assert dump_file(tmp_path).read_text() == ""
+    clock.pass_by(watch, 2)
+    assert dump_file(tmp_path).read_text() == "request-1\n"
+
+
+def test_the_age_of_the_progress_counts_from_when_it_was_made(tmp_path):
+    clock = Clock()
+    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    clock.pass_by(watch, 300)
+    write(tmp_path, 0, 5, idle=40.0)  # written 40 s after it, by a rank that may not write oftener
+    clock.pass_by(watch, 1)
+    assert watch.silent_for == pytest.approx(40)
+
+
+def test_nobody_answers_a_request(tmp_path):
+    clock = Clock()
+    signals: list[str] = []
+    watch = HangWatch(tmp_path, 2, 100.0, 500.0, lambda: signals.append("all"), clock)
+    write(tmp_path, 0, 5)
+    assert clock.pass_by(watch, 102) is None
+    assert dump_file(tmp_path).read_text() == "request-1\n"
+    assert clock.pass_by(watch, 4) is None, "ranks still have time to answer"
+    assert signals == ["all"], "once"
+    hang = clock.pass_by(watch, 2)
+    assert hang.message == "rank 0 on node0 does not answer (stopped, or its node is out of reach; last seen in train)"
+    assert (tmp_path / "hang.txt").read_text() == hang.report
+    assert re.search(r"^1 +\? +absent$", hang.report, re.M)
+
+
+def test_a_rank_that_moves_again_when_asked_was_only_slow(tmp_path):
+    clock = Clock()
+    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    write(tmp_path, 0, 5)
+    clock.pass_by(watch, 102)
+    write(tmp_path, 0, 6)
+    assert clock.pass_by(watch, 90) is None
+    assert dump_file(tmp_path).read_text() == "request-1\n"
+    clock.pass_by(watch, 15)
+    assert dump_file(tmp_path).read_text() == "request-2\n"
+
+
+def test_a_job_that_was_suspended_has_not_hung(tmp_path):
+    clock = Clock()
+    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    write(tmp_path, 0, 5)
+    clock.pass_by(watch, 50)
+    clock.now += 3600
+    clock.pass_by(watch, 45)
+    assert dump_file(tmp_path).read_text() == ""
+    clock.pass_by(watch, 10)
+    assert dump_file(tmp_path).read_text() == "request-1\n"
+
+
+def test_many_ranks_are_read_a_few_at_a_time(tmp_path):
+    count = 3000
+    watch = HangWatch(tmp_path, count, 100.0, 500.0)
+    for rank in range(count):
+        write(tmp_path, rank, 1)
+    slowest, polls = 0.0, 0
+    while len(watch._beats) < count:
+        began = time.monotonic()
+        assert watch.poll() is None
+        slowest = max(slowest, time.monotonic() - began)
+        polls += 1
+    assert slowest < 1
+    assert polls < 100
+    began = time.monotonic()
+    for _ in range(1000):
+        watch.poll()
+    assert time.monotonic() - began < 3, "most of them only look at the clock"
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """start(scenario): four ranks of tests.launch.hanging and the watch over them."""
+    server = StoreServer.open(host="127.0.0.1")
+    started: list[subprocess.Popen] = []
+
+    def start(scenario: str) -> HangWatch:
+        watch = HangWatch(tmp_path, 4, SILENCE, 120.0)
+        for rank in range(4):
+            settings = {
+                env.RANK: str(rank),
+                env.LOCAL_RANK: str(rank),
+                env.WORLD_SIZE: "4",
+                env.OMP_NUM_THREADS: "1",
+                env.TORCHDYNAMO_DISABLE: "1",
+                env.GLOO_SOCKET_IFNAME: "lo",
+                env.RLHPC_STORE: f"127.0.0.1:{server.port}",
+                env.RLHPC_STORE_SECRET: server.secret.hex(),
+            }
+            command = [sys.executable, "-W", "ignore", "-m", "tests.launch.hanging", str(tmp_path), scenario]
+            with open(tmp_path / f"{rank}.log", "wb") as log:
+                started.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env={**os.environ, **settings},
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        return watch
+
+    yield start
+    for process in started:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not any(ProcessId.of(process.pid) for process in started)
+    server.close()
+
+
+def wait_for_hang(watch: HangWatch) -> Hang:
+    """The hang, which must come within the silence and ten seconds."""
+    deadline = time.monotonic() + 150
+    while (hang := watch.poll()) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert watch.silent_for < SILENCE + 10
+    print(hang.report)
+    return hang
+
+
+DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("scenario", "rank", "message"),
+    [
+        ("sleeping", 1, rf"rank 1 on \S+ is in rollout \(user_reward: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}"),
+        ("stopped", 2, rf"rank 2 on \S+ does not answer \(stopped, .*\) {DEFAULT_GROUP}"),
+        ("spinning", 3, rf"rank 3 on \S+ is in train \(spinning: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}"),
+        ("native", 3, rf"rank 3 on \S+ is stuck in native code \(native: \S+/hanging\.py:\d+; .*\) {DEFAULT_GROUP}"),
+        (
+            "other_collective",
+            2,
+            r"rank 2 on \S+ calls broadcast in train \(other_collective: \S+\) where 3 ranks call all_reduce: #4 of .*",
+        ),
+        (
+            "skipping",
+            1,
+            r"rank 1 on \S+ waits in all_reduce #4 of the default group in train \(main: .*\)"
+            r" after 3 collectives of group TENSOR_MODEL_PARALLEL_GROUP where 2 ranks came there after 4",
+        ),
+        ("ending", 0, rf"rank 0 on \S+ has ended {DEFAULT_GROUP}"),
+        ("never_joining", 1, r"rank 1 on \S+ is in join \(user_reward: \S+:\d+\) while 3 ranks wait"),
+    ],
+)
+def test_the_culprit_is_named(ranks, scenario, rank, message, tmp_path):
+    hang = wait_for_hang(ranks(scenario))
+    assert re.fullmatch(message, hang.message), hang.message
+    assert hang.rank == rank
+    assert hang.node
+    assert hang.report.startswith(hang.message)
+    assert all(re.search(rf"^{each} ", hang.report, re.M) for each in range(4)), "a row for each"
+    if scenario != "stopped":
+        assert "hread 0x" in hang.report or scenario == "ending"
+
+
+@pytest.mark.slow
+def test_ranks_that_wait_for_a_slow_peer_have_not_hung(ranks, tmp_path):
+    watch = ranks("healthy")
+    began = time.monotonic()
+    while (read_beat(tmp_path, 0) is None or read_beat(tmp_path, 0).touches < 15) and time.monotonic() - began < 100:
+        assert watch.poll() is None
+        time.sleep(0.2)
+    assert read_beat(tmp_path, 0).touches >= 15
+    assert read_beat(tmp_path, 1).idle < 1.5
+    assert dump_file(tmp_path).read_text() == ""

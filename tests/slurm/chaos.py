@@ -1,0 +1,198 @@
+"""Runs of the demo's task on a real Slurm, each hit by a fault at a random moment, none helped by a person.
+
+python -m tests.slurm.chaos [--runs 20] [--seed 0] [--faults kill_rank,unplug] [--side-by-side 2]
+
+Each run must finish, take every step once, give up no step that a checkpoint held, and end with the weights of an
+undisturbed run on as many ranks, bit by bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core import attempts
+from rlhpc.core.attempts import Verdict
+from rlhpc.core.folder import RunFolder
+from tests.helpers.runs import ROOT, records, write_config
+from tests.slurm.cluster import Cluster
+from tests.slurm.faults import FAULTS, Target, newest_checkpoint, small_disk, wait_for
+from tests.slurm.settings import Settings
+
+SFT_STEPS, RL_STEPS, EVERY = 10, 30, 5
+NODES = (2, 3, 4)
+_DISK_MIB = 192
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one run; ``wrong`` is empty when all is as it should be."""
+
+    fault: str
+    nodes: int
+    moment: str
+    seconds: float
+    starts: int
+    causes: tuple[str, ...]
+    recovery: float
+    wrong: str = ""
+
+
+def config(folder: Path, nodes: int, **changes: Any) -> Path:
+    """The demo's task, short, with a checkpoint every few steps."""
+    return write_config(
+        folder,
+        **{
+            "slurm": {"nodes": nodes, "gpus_per_node": 0, "cpus_per_rank": 1, "time": 20},
+            "recovery": {"wait_seconds": 3, "silence_seconds": 120},
+            "sft__steps": SFT_STEPS,
+            "train__steps": RL_STEPS,
+            "train__prompts_per_step": 32,
+            "train__minibatches": 2,
+            "checkpoint__every": EVERY,
+            "validation__every": 10,
+            **changes,
+        },
+    )
+
+
+def submit(cluster: Cluster, file: Path) -> int:
+    """`rlhpc submit`, as a user does; the job's id."""
+    environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(file.parent / "state")}
+    command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file)]
+    cluster.run(command, env=environ, timeout=120, check=True)
+    return int(json.loads((file.parent / "run" / "job.json").read_text())["job_id"])
+
+
+def undisturbed(cluster: Cluster, folder: Path, nodes: int) -> Path:
+    """A run that nothing happens to; its run folder."""
+    job_id = submit(cluster, config(folder, nodes))
+    cluster.wait_state(job_id, "COMPLETED", timeout=400)
+    return folder / "run"
+
+
+def disturbed(
+    cluster: Cluster, folder: Path, reference: Path, nodes: int, fault: str, chance: random.Random
+) -> Outcome:
+    """A run that is hit by ``fault`` at a random moment, and how it came out."""
+    began = time.monotonic()
+    job_id = submit(cluster, config(folder, nodes))
+    run = RunFolder(folder / "run")
+    total = len(records(reference))
+    count = chance.randrange(0, total - 2)
+    wait_for(lambda: len(records(run.path)) >= count and _ranks_started(run, nodes), 400, f"{count} records")
+    time.sleep(chance.uniform(0.0, 1.0) if count else chance.uniform(0.0, 10.0))
+    saved = newest_checkpoint(run)
+    where = FAULTS[fault](Target(cluster, job_id, run, chance))
+    moment = f"{where + ' ' if where else ''}after {len(records(run.path))} of {total} steps"
+    hit = time.time()
+    wrong = ""
+    try:
+        cluster.wait_state(job_id, "COMPLETED", timeout=500)
+    except AssertionError as error:
+        wrong = f"did not finish: {str(error).splitlines()[0]}"
+    wrong = wrong or difference(run.path, reference) or _lost(run, saved)
+    starts = [record for folder in attempts.folders(run) if (record := attempts.read_attempt(folder))]
+    verdicts = [_cause(verdict) for folder in attempts.folders(run) if (verdict := attempts.read_verdict(folder))]
+    second = next((start.started for start in starts if start.started > hit), hit)
+    return Outcome(fault, nodes, moment, time.monotonic() - began, len(starts), tuple(verdicts), second - hit, wrong)
+
+
+def _cause(verdict: Verdict) -> str:
+    return verdict.cause + (f": {verdict.message[:100]}" if verdict.action in ("retry", "stop") else "")
+
+
+def difference(run: Path, reference: Path) -> str:
+    """What tells the two runs apart: any metric but times, any byte of the last checkpoint's tensors."""
+    ours, theirs = ([_what_matters(record) for record in records(path)] for path in (run, reference))
+    if ours != theirs:
+        first = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
+        return f"metrics differ from record {first} on ({len(ours)} and {len(theirs)} records)"
+    if _weights(run) != _weights(reference):
+        return "final weights differ"
+    return ""
+
+
+def _what_matters(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if not name.startswith("perf/") and name != "time"}
+
+
+def _weights(run: Path) -> dict[str, str]:
+    """Digests of the last checkpoint's tensor files, weights and optimizer."""
+    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(last.glob("actor/*.distcp"))}
+
+
+def _lost(run: RunFolder, saved: int) -> str:
+    """Every later start must begin at the checkpoint there was when the fault came, or at a newer one."""
+    starts = [record for folder in attempts.folders(run) if (record := attempts.read_attempt(folder))]
+    return "" if starts[-1].saved_step >= saved or len(starts) == 1 else f"step {saved} was saved and is lost"
+
+
+def _ranks_started(run: RunFolder, nodes: int) -> bool:
+    folders = attempts.folders(run)
+    return bool(folders) and len(list(folders[-1].exits.glob("*.start.json"))) == nodes
+
+
+def chaos(runs: int, seed: int, faults: list[str], folder: Path, side_by_side: int) -> list[Outcome]:
+    """All runs, told one by one as they end."""
+    chance = random.Random(seed)
+    plan = [(index, chance.choice(NODES), faults[index % len(faults)], chance.random()) for index in range(runs)]
+    for index in range(runs):
+        small_disk(folder / f"run-{index}", _DISK_MIB)
+    with Cluster.up(Settings(nodes=max(NODES))) as cluster:
+        wanted = sorted({nodes for _, nodes, _, _ in plan})
+        references = {nodes: undisturbed(cluster, folder / f"reference-{nodes}", nodes) for nodes in wanted}
+    print(f"undisturbed runs on {wanted} nodes: done", flush=True)
+
+    def one(item: tuple[int, int, str, float]) -> Outcome:
+        index, nodes, fault, own = item
+        with Cluster.up(Settings(nodes=max(NODES))) as cluster:
+            where = folder / f"run-{index}"
+            outcome = disturbed(cluster, where, references[nodes], nodes, fault, random.Random(own))
+        print(f"{index + 1:3} {_line(outcome)}", flush=True)
+        return outcome
+
+    try:
+        with ThreadPoolExecutor(side_by_side) as pool:
+            return list(pool.map(one, plan))
+    finally:
+        for index in range(runs):
+            subprocess.run(["umount", "-l", str(folder / f"run-{index}")], check=False)
+
+
+def _line(outcome: Outcome) -> str:
+    verdict = f"FAILED: {outcome.wrong}" if outcome.wrong else "ok"
+    return (
+        f"{outcome.fault:18} {outcome.nodes} nodes, {outcome.moment}: "
+        f"{outcome.starts} starts ({', '.join(outcome.causes)}), again after {outcome.recovery:.0f} s, "
+        f"{outcome.seconds:.0f} s in all: {verdict}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--faults", default=",".join(FAULTS))
+    parser.add_argument("--side-by-side", type=int, default=1)
+    options = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="rlhpc-chaos-"))
+    outcomes = chaos(options.runs, options.seed, options.faults.split(","), folder, options.side_by_side)
+    good = sum(not outcome.wrong for outcome in outcomes)
+    print(f"{good} of {len(outcomes)} runs finished by themselves with the weights of an undisturbed run ({folder})")
+    sys.exit(0 if good == len(outcomes) else 1)
+
+
+if __name__ == "__main__":
+    main()

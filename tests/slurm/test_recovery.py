@@ -1,0 +1,203 @@
+"""Every cause has its answer, on a real Slurm. The ranks' programs are small ones; the trainer has its own tests."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.core import attempts
+from rlhpc.core.attempts import Attempt, Verdict
+from rlhpc.core.exits import read_exits
+from rlhpc.core.folder import RunFolder
+from tests.helpers.runs import ROOT, write_config
+from tests.slurm.cluster import Cluster
+from tests.slurm.faults import wait_for
+
+pytestmark = pytest.mark.slow
+
+
+def submit(
+    cluster: Cluster,
+    folder: Path,
+    program: str,
+    *options: str,
+    nodes: object = 2,
+    ranks: int = 1,
+    tokens: int = 16000,
+    **recovery: object,
+) -> int:
+    """A job whose ranks run ``program`` of tests.slurm.programs; its id."""
+    count = nodes if isinstance(nodes, int) else nodes[0]
+    file = write_config(
+        folder,
+        slurm={"nodes": nodes, "gpus_per_node": 0},
+        recovery={"wait_seconds": 1, **recovery},
+        resources__ranks_per_node=ranks,
+        train__tokens_per_microbatch=tokens,
+    )
+    run = RunFolder(folder / "run")
+    run.create()
+    run.config.write_text(file.read_text())
+    script = f"exec {sys.executable} -u -m rlhpc.launch.job {run.path} tests.slurm.programs:{program}"
+    known = [f"--nodes={count}", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={folder}/log"]
+    return cluster.submit(*known, *options, script=script, cwd=ROOT)
+
+
+def history(folder: Path) -> list[tuple[Attempt, Verdict | None]]:
+    run = RunFolder(folder / "run")
+    found = [(attempts.read_attempt(f), attempts.read_verdict(f)) for f in attempts.folders(run)]
+    return [(attempt, verdict) for attempt, verdict in found if attempt is not None]
+
+
+def wait_for_ranks(run: RunFolder) -> None:
+    """Until the first start's ranks are at work."""
+    wait_for(lambda: bool(list(run.attempt(1).exits.glob("*.start.json"))), 30, "ranks have started")
+    time.sleep(1)
+
+
+def told(folder: Path) -> list[tuple[str, str]]:
+    """(cause, action) of every start."""
+    return [(verdict.cause, verdict.action) if verdict else ("", "") for _, verdict in history(folder)]
+
+
+def test_out_of_memory_is_answered_by_smaller_micro_batches(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "too_large")
+    cluster.wait_state(job, "COMPLETED")
+    assert told(tmp_path) == [("gpu_memory", "retry"), ("gpu_memory", "retry"), ("finished", "none")]
+    first, second, third = (attempt.overrides for attempt, _ in history(tmp_path))
+    assert (first, second) == ((), ("train.tokens_per_microbatch=8000",))
+    assert third == ("train.tokens_per_microbatch=4000",)
+    assert history(tmp_path)[0][1].rank == 1
+
+
+def test_a_key_set_anew_by_the_user_wins_over_recovery_s(cluster, tmp_path):
+    for tokens, changes in ((16000, ("train.tokens_per_microbatch=4000",)), (4500, ())):
+        job = submit(cluster, tmp_path, "too_large", tokens=tokens)
+        cluster.wait_state(job, "COMPLETED")
+        assert history(tmp_path)[-1][0].overrides == changes
+    assert [attempt.number for attempt, _ in history(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_wrong_input_stops_at_once_with_its_line_and_exit_code(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "wrong_input")
+    assert cluster.wait_state(job, "FAILED")["ExitCode"] == "2:0"
+    assert told(tmp_path) == [("user", "stop")]
+    assert "rollout.tp: 8 is too many; use 4" in (tmp_path / "log").read_text()
+
+
+def test_an_error_of_the_code_stops_with_its_traceback(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "wrong_code")
+    cluster.wait_state(job, "FAILED")
+    ((_, verdict),) = history(tmp_path)
+    assert (verdict.cause, verdict.action, verdict.rank) == ("user", "stop", 1)
+    assert "programs.py" in verdict.detail
+    assert "KeyError: 'score'" in verdict.message
+
+
+def test_a_bad_node_is_left_out_of_the_next_start(cluster, tmp_path):
+    """In a job that may shrink at once; in another, by the queue."""
+    shrinking = submit(cluster, tmp_path / "a", "bad_node", "--nodelist=node[1-3]", "--nodes=3", nodes=[2, 3])
+    cluster.wait_state(shrinking, "COMPLETED")
+    assert told(tmp_path / "a") == [("bad_node", "retry"), ("finished", "none")]
+    assert [attempt.nodes for attempt, _ in history(tmp_path / "a")] == [
+        ("node1", "node2", "node3"),
+        ("node1", "node3"),
+    ]
+    fixed = submit(cluster, tmp_path / "b", "bad_node")
+    cluster.wait_state(fixed, "COMPLETED", restarts=1)
+    assert told(tmp_path / "b") == [("bad_node", "requeue"), ("finished", "none")]
+    assert "node2" not in history(tmp_path / "b")[1][0].nodes
+
+
+def test_a_node_that_does_not_see_the_run_folder_is_left_out(cluster, tmp_path):
+    cluster.run(["mount", "-t", "tmpfs", "none", str(tmp_path)], node="node2", check=True)
+    try:
+        job = submit(cluster, tmp_path, "done", "--nodelist=node[1-3]", "--nodes=3", nodes=[2, 3])
+        cluster.wait_state(job, "COMPLETED")
+    finally:
+        cluster.run(["umount", str(tmp_path)], node="node2", check=True)
+    assert told(tmp_path) == [("bad_node", "retry"), ("finished", "none")]
+    assert history(tmp_path)[0][1].node == "node2"
+
+
+def test_a_node_that_lacks_what_ranks_need_is_named(cluster, tmp_path):
+    """The rank looks before it imports anything heavy: here its node has no shared memory left."""
+    cluster.run("fallocate -l $(df --output=avail -B1 /dev/shm | tail -1) /dev/shm/left", node="node2", check=True)
+    try:
+        options = ("--nodelist=node[1-3]", "--nodes=3", "--ntasks-per-node=2")
+        job = submit(cluster, tmp_path, "done", *options, nodes=[2, 3], ranks=2)
+        cluster.wait_state(job, "COMPLETED")
+    finally:
+        cluster.run("rm -f /dev/shm/left", node="node2", check=True)
+    assert told(tmp_path) == [("bad_node", "retry"), ("finished", "none")]
+    verdict = history(tmp_path)[0][1]
+    assert verdict.node == "node2"
+    assert "MiB are free in /dev/shm" in verdict.message
+
+
+def test_lost_connections_are_tried_again_with_growing_pauses(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "lost_connection")
+    cluster.wait_state(job, "COMPLETED")
+    assert told(tmp_path) == [("network", "retry"), ("network", "retry"), ("finished", "none")]
+    assert [verdict.wait_seconds for _, verdict in history(tmp_path)][:2] == [1.0, 2.0]
+
+
+def test_a_full_disk_is_waited_for(cluster, tmp_path):
+    """What the first rank meets here with nothing to write, `make chaos` meets on a disk that is really full."""
+    job = submit(cluster, tmp_path, "full_disk")
+    cluster.wait_state(job, "COMPLETED")
+    assert told(tmp_path) == [("disk_full", "retry"), ("finished", "none")]
+
+
+def test_failures_in_a_row_are_bounded(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "dies", retries=2, bad_node="retry")
+    cluster.wait_state(job, "FAILED")
+    assert [action for _, action in told(tmp_path)] == ["retry", "retry", "stop"]
+    assert "3 starts in a row without a newer checkpoint" in history(tmp_path)[-1][1].message
+    assert history(tmp_path)[0][1].rank == 1
+
+
+def test_a_hang_is_named_in_time_and_tried_again(cluster, tmp_path):
+    silence = 8.0
+    job = submit(cluster, tmp_path, "stuck", silence_seconds=silence)
+    cluster.wait_state(job, "COMPLETED")
+    assert told(tmp_path) == [("hang", "retry"), ("finished", "none")]
+    (first, verdict), _ = history(tmp_path)
+    assert verdict.time - first.started < silence + 10
+    assert "time.sleep" in verdict.detail or "programs.py" in verdict.detail
+
+
+@pytest.mark.parametrize("how", ["requeue", "preempt", "signal"])
+def test_ranks_stop_together_when_slurm_asks_and_go_on_later(cluster, tmp_path, how):
+    job = submit(cluster, tmp_path, "work", "--nodelist=node1,node2")
+    run = RunFolder(tmp_path / "run")
+    wait_for_ranks(run)
+    if how == "requeue":
+        cluster.run(["scontrol", "requeue", str(job)], check=True)
+    elif how == "preempt":
+        cluster.submit("--partition=urgent", "--exclusive", "--nodelist=node1", script="sleep 1", cwd="/tmp")
+    else:
+        cluster.run(["scancel", "--signal=USR2", str(job)], check=True)
+    cluster.wait_state(job, "RUNNING", restarts=1)
+    assert {record.kind for record in read_exits(run.attempt(1).exits).values()} == {"stopped"}
+    first = attempts.read_verdict(run.attempt(1))
+    assert (first.cause, first.action) == {
+        "requeue": ("stopped", "none"),
+        "preempt": ("preempted", "requeue"),
+        "signal": ("stopped", "requeue"),
+    }[how]
+    cluster.run(["scancel", str(job)])
+
+
+def test_a_user_s_wish_to_stop_ends_the_job_for_good(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "work")
+    run = RunFolder(tmp_path / "run")
+    wait_for_ranks(run)
+    run.stop_requested.touch()
+    cluster.run(["scancel", "--signal=USR2", str(job)], check=True)
+    cluster.wait_state(job, "COMPLETED")
+    assert told(tmp_path) == [("stopped", "none")]
+    assert not run.stop_requested.exists()

@@ -1,0 +1,402 @@
+"""`rlhpc submit` and `resume` against a real Slurm: what goes in, what is refused, and in which words."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import runs
+from tests.helpers.plain_model import write_inputs
+from tests.slurm.cluster import Cluster
+from tests.slurm.front import ROOT, Front
+from tests.slurm.scontrol import wait
+from tests.slurm.settings import Settings
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def front(cluster, tmp_path):
+    return Front(cluster, tmp_path)
+
+
+@pytest.fixture
+def accounted(accounted_cluster, tmp_path):
+    yield Front(accounted_cluster, tmp_path)
+    accounted_cluster.run("scancel --user root")
+
+
+# ---- a job goes in
+
+
+def test_the_script_that_is_printed_is_the_one_that_slurm_gets(front):
+    words = ["slurm.nodes=[1, 2]", 'slurm.comment=it\'s "mine" 100%', "slurm.environment.A=$b c", "slurm.time=5"]
+    printed = front.ok(*front.submission(*words), "--dry-run")
+    assert not front.run_dir.exists(), "a dry run writes nothing"
+    job = front.submit("sleep", *words)
+    text, _, command = printed.partition("\n# submitted as: ")
+    assert text == (front.run_dir / "submission" / f"{job}_submission.sh").read_text()
+    known = front.cluster.run(["scontrol", "write", "batch_script", job, "-"], check=True).stdout
+    assert text.strip() == known.strip()
+    assert command.strip() == f"(cd {ROOT} && umask 077 && sbatch {front.run_dir}/submission/.submission_file_*.sh)"
+    slurm = front.cluster.job(job)
+    assert (slurm["Comment"], slurm["TimeLimit"]) == ('it\'s "mine" 100%', "00:05:00")
+    assert (slurm["WorkDir"], slurm["JobName"], slurm["Requeue"]) == (str(ROOT), "tiny", "1")
+
+
+def test_an_array_is_printed_as_it_is_submitted(front):
+    configs = [str(write_inputs(front.folder / name)) for name in ("a", "b")]
+    words = ["submit", "--array", *configs, "--entry", "tests.slurm.jobs:sleep", "slurm.gpus_per_node=0"]
+    printed = front.ok(*words, "--dry-run").partition("\n# submitted as: ")[0]
+    job = front.ok(*words).split()[2].rstrip(":").partition("_")[0]
+    (script,) = (front.folder / "a" / ".arrays").glob(f"*/{job}_submission.sh")
+    assert printed == script.read_text()
+
+
+def test_a_submission_says_what_it_did_and_what_to_type_next(front):
+    lines = front.ok(*front.submission()).splitlines()
+    (job,) = front.queue()
+    assert lines[0] == f"submitted job {job}: tiny"
+    assert lines[1].split() == ["folder", str(front.run_dir)]
+    assert "running since" in lines[2] or "queue" in lines[2]
+    assert lines[3].split("  ")[-1] == f"rlhpc status {job} | rlhpc logs {job} | rlhpc cancel {job}"
+    record = json.loads((front.run_dir / "job.json").read_text())
+    assert (record["job_id"], record["user"], record["workdir"]) == (job, "root", str(ROOT))
+    front.cluster.wait_state(job, "RUNNING")
+    wait(Path(record["log"]).is_file, 10, "the batch step's log")
+    modes = {path: path.stat().st_mode & 0o077 for path in front.run_dir.rglob("*") if not path.is_symlink()}
+    assert not any(modes.values()), "nothing is readable by others"
+    assert front.run_dir.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_exit_code_of_the_program_is_the_jobs(front):
+    failed, fine = front.submit("fail"), front.submit("succeed", f"run_dir={front.folder / 'other'}")
+    assert front.cluster.wait_state(failed, "FAILED")["ExitCode"] == "2:0"
+    assert front.cluster.wait_state(fine, "COMPLETED")["ExitCode"] == "0:0"
+
+
+def test_a_setup_line_that_fails_ends_the_job_and_is_in_its_log(front):
+    job = front.submit("succeed", "slurm.setup=['cd /nowhere']")
+    front.cluster.wait_state(job, "FAILED")
+    assert "slurm.setup: failed: cd /nowhere" in front.ok("logs", job)
+
+
+# ---- refusals: one line, exit code 2, nothing left behind
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["slurm.partition=mian"], "slurm.partition: no partition 'mian'; did you mean 'main'?"),
+        (["slurm.gpus_per_node=9"], "slurm.gpus_per_node: no node of the cluster has GPUs, 9 are asked for"),
+        (["slurm.partition=main", "slurm.nodes=9"], "slurm.nodes: 9 nodes, but partition main has 4"),
+        (["slurm.time=9-0"], "slurm.time: 9-0 is longer than the cluster allows; use at most 1-00:00:00"),
+        (["slurm.memory=999G"], "slurm.memory: 999G of memory on each node"),
+        (["slurm.cpus_per_rank=99"], "slurm.cpus_per_rank: 99 CPUs on each node"),
+        (["slurm.constraint=fast"], "slurm.constraint: no node of the cluster has the feature 'fast'"),
+        (["slurm.constraint=fast&new"], "slurm.constraint: no node has the features 'fast&new'; see `sinfo"),
+        (["slurm.reservation=mine"], "slurm.reservation: no reservation 'mine' that you may use now"),
+        (["slurm.exclude=[node99]"], "slurm.exclude: one of the nodes 'node99' does not exist"),
+        (["slurm.sbatch_options.gres=tpu:1"], "slurm.gpus_per_node: this cluster has no such GPUs (gres)"),
+        (["slurm.sbatch_options.mem-per-cpu=99G"], "slurm.memory: no node has so much memory"),
+        (["slurm.sbatch_options.licenses=a:1"], "slurm.sbatch_options.licenses: no such licence"),
+        (["slurm.sbatch_options.bogus=1"], "slurm.sbatch_options: this cluster's sbatch has no option 'bogus'"),
+        (["slurm.sbatch_options.mail-type=XX"], "slurm.sbatch_options.mail-type: sbatch does not allow this value"),
+        (["slurm.sbatch_options.distribution=XX"], "slurm.sbatch_options.distribution: sbatch does not allow this"),
+    ],
+)
+def test_what_slurm_cannot_give_is_refused(front, overrides, told):
+    line = front.told(*front.submission(*overrides))
+    assert line.startswith(told)
+    assert "; " in line, "with a remedy"
+    assert front.queue() == []
+    assert not front.run_dir.exists()
+
+
+def test_a_job_that_can_never_start_is_cancelled_and_told(front):
+    # A QoS may allow longer jobs than the partition, so this is left to Slurm to judge.
+    words = ["slurm.time=9-0", "slurm.qos=long"]
+    line = front.told(*front.submission(*words))
+    assert "could never start, it has a longer time than its partition allows (PartitionTimeLimit)" in line
+    assert line.startswith("slurm.time: ")
+    assert line.endswith("lower it; --keep leaves such a job in the queue")
+    wait(lambda: front.queue() == [], 5, "the job is gone")
+    shown = front.ok(*front.submission(*words), "--keep")
+    assert "has a longer time than its partition allows (PartitionTimeLimit); slurm.time: lower it" in shown
+    assert len(front.queue()) == 1
+
+
+def test_a_job_that_slurm_gives_up_at_once_is_told(front):
+    line = front.told(*front.submission("slurm.sbatch_options.deadline=now+1minutes"))
+    assert "could never start, it cannot meet its deadline" in line
+
+
+def test_nodes_that_are_only_down_are_waited_for(front):
+    front.cluster.run(["scontrol", "update", "NodeName=node[2-4]", "State=DOWN", "Reason=test"], check=True)
+    try:
+        shown = front.ok(*front.submission("slurm.nodes=3"))
+        assert "are down, drained or reserved" in shown or "has more nodes than its partition allows" in shown
+        assert len(front.queue()) == 1
+    finally:
+        front.cluster.run(["scontrol", "update", "NodeName=node[2-4]", "State=RESUME"], check=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "repair", "told"),
+    [
+        ("stop_controller", "start_controller", "slurm: the controller does not answer (down: login); wait until it"),
+        ("stop_munge", "start_munge", "login: munge, by which Slurm knows users, does not run on this machine"),
+    ],
+)
+def test_a_controller_that_is_down_is_told_within_two_seconds(front, fault, repair, told):
+    code = (
+        "import time; from rlhpc.launch.slurm.commands import require_controller; started = time.monotonic()\n"
+        "try: require_controller()\n"
+        "finally: print(time.monotonic() - started)\n"
+    )
+    getattr(front.cluster, fault)()
+    try:
+        assert front.told(*front.submission()).startswith(told)
+        assert front.told("cancel", str(make_known(front))).startswith(told)
+        done = front.cluster.run([sys.executable, "-c", code], cwd=ROOT)
+    finally:
+        getattr(front.cluster, repair)()
+    assert done.returncode != 0
+    assert float(done.stdout) < 2
+
+
+def make_known(front: Front) -> Path:
+    """A run folder with a job in it."""
+    folder = front.folder / "known"
+    folder.mkdir()
+    (folder / "job.json").write_text(json.dumps({"job_id": "1", "name": "known"}))
+    return folder
+
+
+def test_a_wrong_slurm_conf_is_told_at_once(front):
+    started = time.monotonic()
+    line = front.told(*front.submission(), env={"SLURM_CONF": "/nowhere/slurm.conf"})
+    assert line.startswith("SLURM_CONF: no such file '/nowhere/slurm.conf'; correct the variable")
+    assert time.monotonic() - started < 10
+    assert not front.run_dir.exists()
+
+
+# ---- the folder
+
+
+def test_a_run_that_is_in_the_queue_is_not_submitted_twice(front):
+    job = front.submit("sleep")
+    line = front.told(*front.submission())
+    assert line.startswith(f"run_dir: job {job} of this run is ")
+    assert line.endswith(f"watch it with `rlhpc status {job}`, or end it with `rlhpc cancel {job}`")
+    assert front.told("resume", job).startswith(f"run_dir: job {job} of this run is ")
+    assert front.queue() == [job]
+    assert (front.run_dir / "config.yaml").is_file(), "the run that is at work was left alone"
+    front.ok("cancel", job)
+    assert front.submit("sleep") != job
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(front):
+    front.cluster.wait_state(front.submit("succeed"), "COMPLETED")
+    before = (front.run_dir / "config.yaml").read_text()
+    line = front.told(*front.submission("train.steps=9"))
+    assert "already holds a run; continue it with `rlhpc resume" in line
+    assert (front.run_dir / "config.yaml").read_text() == before
+
+
+def test_resume_goes_on_in_the_same_folder(front):
+    first = front.submit("fail")
+    front.cluster.wait_state(first, "FAILED")
+    (front.run_dir / "stop-requested").touch()
+    words = ["resume", "tiny", "--entry", "tests.slurm.jobs:succeed", "train.steps=4"]
+    second = front.ok(*words).split()[2].rstrip(":")
+    front.cluster.wait_state(second, "COMPLETED")
+    assert "steps: 4" in (front.run_dir / "config.yaml").read_text()
+    assert not (front.run_dir / "stop-requested").exists()
+    assert "finished" in front.ok("status", "tiny")
+    assert "the run has finished; ask for more steps" in front.told("resume", second)
+
+
+def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(front):
+    front.cluster.wait_state(front.submit("fail"), "FAILED")
+    before = {path: path.read_bytes() for path in front.run_dir.rglob("*.yaml")}
+    front.told("resume", "tiny", "slurm.reservation=mine")
+    assert {path: path.read_bytes() for path in front.run_dir.rglob("*.yaml")} == before
+    assert (front.run_dir / "metrics.jsonl").is_file()
+
+
+# ---- arrays
+
+
+def test_an_array_runs_each_config_in_its_own_folder(front):
+    configs = [write_inputs(front.folder / name) for name in ("a", "b", "c")]
+    words = ["--array", *map(str, configs), "--entry", "tests.slurm.jobs:succeed", "slurm.gpus_per_node=0"]
+    shown = front.ok("submit", *words, "train.steps=7")
+    ids = [line.split()[2].rstrip(":") for line in shown.splitlines() if line.startswith("submitted")]
+    array = ids[0].partition("_")[0]
+    assert ids == [f"{array}_{index}" for index in range(3)]
+    for name, job in zip("abc", ids, strict=True):
+        folder = front.folder / name / "run"
+        wait((folder / "report" / "report.txt").is_file, 30, f"job {job}")
+        assert json.loads((folder / "job.json").read_text())["job_id"] == job
+        assert "steps: 7" in (folder / "config.yaml").read_text()
+    wait(lambda: front.ok("status", array).count("finished") == 3, 10, "all are finished")
+
+
+def test_runs_that_ask_for_different_things_are_no_array(front):
+    first, second = write_inputs(front.folder / "a"), write_inputs(front.folder / "b")
+    second.write_text(second.read_text() + "slurm: {time: 30}\n")
+    line = front.told("submit", "--array", str(first), str(second), "slurm.gpus_per_node=0")
+    assert line.startswith("slurm.time: None in 'tiny', 30 in 'tiny', but an array asks once for all its jobs")
+    line = front.told("submit", "--array", str(first), str(first), "slurm.gpus_per_node=0")
+    assert line.startswith("run_dir: 'tiny' and 'tiny' would both write to ")
+    assert front.queue() == []
+
+
+# ---- following
+
+
+def test_following_shows_progress_and_ends_with_the_run(front):
+    words = front.submission()
+    words[words.index("tests.slurm.jobs:sleep")] = "tests.slurm.jobs:succeed"
+    done = front.run(*words, "--follow")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("rl step 3/3 | reward 0.300 | 1,000 tokens/s") for line in lines)
+    assert lines[-2:] == ["the report", f"rlhpc: finished: {front.run_dir}"]
+
+
+def test_following_a_run_that_fails_gives_its_code_and_cause(front):
+    words = front.submission()
+    words[words.index("tests.slurm.jobs:sleep")] = "tests.slurm.jobs:fail"
+    done = front.run(*words, "--follow")
+    assert done.returncode == 2
+    assert "wrong input, or an error in the user's code (rank 1 on node1): rollout.tp: 8 is too many" in done.stderr
+
+
+def test_ctrl_c_leaves_the_job_running(front):
+    process = front.popen(*front.submission(), "--follow", stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait(lambda: len(front.queue()) == 1, 20, "the job")
+    (job,) = front.queue()
+    front.cluster.wait_state(job, "RUNNING")
+    time.sleep(2)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130, err
+    assert out.endswith(f"rlhpc: job {job} goes on unwatched; end it with `rlhpc cancel {job}`\n")
+    assert "Traceback" not in err
+    assert front.cluster.job(job)["JobState"] == "RUNNING"
+
+
+# ---- with an accounting database
+
+
+def test_accounts_and_qos_are_named(accounted):
+    line = accounted.told(*accounted.submission("slurm.account=projcet"))
+    told = "slurm.account: account 'projcet' is unknown, or not yours in this partition; did you mean 'project'"
+    assert line.startswith(told)
+    line = accounted.told(*accounted.submission("slurm.qos=hgih"))
+    assert line.startswith("slurm.qos: QoS 'hgih' is unknown, or not yours; ")
+    assert "normal" in line
+
+
+def test_a_limit_that_the_job_alone_exceeds_is_told_from_one_that_is_shared(accounted):
+    manage = ["sacctmgr", "-i", "modify", "qos", "normal", "set"]
+    accounted.cluster.run([*manage, "MaxTRESPerUser=cpu=3"], check=True)
+    try:
+        line = accounted.told(*accounted.submission("slurm.cpus_per_rank=4"))
+        assert line.startswith("slurm.cpus_per_rank: job ")
+        assert "could never start, it waits: its QoS limits the CPUs of all your jobs together" in line
+        wait(lambda: accounted.queue() == [], 5, "the job is gone")
+        first = accounted.submit("sleep", "slurm.cpus_per_rank=2")
+        accounted.cluster.wait_state(first, "RUNNING")
+        other = [f"run_dir={accounted.folder / 'other'}", "slurm.cpus_per_rank=2"]
+        assert "its QoS limits the CPUs of all your jobs together" in accounted.ok(*accounted.submission(*other))
+        assert len(accounted.queue()) == 2, "this one waits for the other"
+    finally:
+        accounted.cluster.run([*manage, "MaxTRESPerUser=cpu=-1"], check=True)
+
+
+# ---- two users
+
+
+def test_two_users_keep_their_runs_apart(front):
+    """The same config, at the same time; neither sees into the other's folder, list of runs, or job."""
+    site = next(path for path in sys.path if path.endswith("site-packages"))
+    config = write_inputs(front.cluster.folder / "everybodys")  # pytest's folders are for root alone
+    theirs = {}
+    for user in ("alice", "bob"):
+        home = front.cluster.home(user)
+        words = ["/usr/bin/python3", "-m", "rlhpc.cli.main", "submit", str(config), f"run_dir={home / 'run'}"]
+        words += ["--entry", "tests.slurm.jobs:sleep", "slurm.gpus_per_node=0"]
+        done = front.cluster.run(words, user=user, cwd=ROOT, env={"PYTHONPATH": site})
+        assert done.returncode == 0, done.stderr
+        theirs[user] = (home / "run", done.stdout.split()[2].rstrip(":"))
+    for user, other in (("alice", "bob"), ("bob", "alice")):
+        folder, job = theirs[other]
+        front.cluster.wait_state(job, "RUNNING")
+        assert front.cluster.run(["ls", str(folder)], user=user).returncode != 0
+        script = front.cluster.run(["scontrol", "write", "batch_script", job, "-"], user=user)
+        assert (script.stdout, "Invalid user id" in script.stderr) == ("", True)
+        words = ["/usr/bin/python3", "-m", "rlhpc.cli.main"]
+        listed = front.cluster.run([*words, "status"], user=user, cwd=ROOT, env={"PYTHONPATH": site}).stdout
+        assert len(listed.splitlines()) == 2
+        assert theirs[user][1] in listed
+        assert front.cluster.run([*words, "cancel", job], user=user, cwd=ROOT, env={"PYTHONPATH": site}).returncode == 2
+        assert job in front.queue()
+
+
+# ---- GPUs, and the whole way
+
+
+def test_gpus_are_asked_for_by_count_and_type(slurm, tmp_path):
+    with Cluster.up(Settings(nodes=1, gpus=2)) as cluster:
+        front = Front(cluster, tmp_path)
+        words = ["submit", str(front.config), "--entry", "tests.slurm.jobs:sleep", "resources.ranks_per_node=2"]
+        line = front.told(*words, "slurm.gpu_type=h200")
+        assert line == "slurm.gpu_type: no 'h200' GPUs in the cluster; did you mean 'h100'?"
+        assert front.told(*words, "slurm.gpus_per_node=3").startswith("slurm.gpus_per_node: 3 GPUs on each node, but")
+        line = front.told(*words, "slurm.sbatch_options.gpus-per-task=9")
+        assert line.startswith(
+            "slurm: no node of the partition can give what is asked for; ask for less: its nodes have"
+        )
+        assert line.endswith("8 CPUs, 8,000 MiB, 2 h100 GPUs")
+        job = front.ok(*words, "slurm.gpu_type=h100").split()[2].rstrip(":")
+        assert cluster.wait_state(job, "RUNNING")["TresPerNode"] == "gres:gpu:h100:2"
+
+
+def test_inputs_are_prepared_before_the_job_waits(front):
+    hook = "prepare={{function: 'tests.launch.programs:prepare', arguments: {{folder: {folder}, fail: {fail}}}}}"
+    told = front.told(*front.submission(hook.format(folder="x", fail="user")))
+    assert told == "prepare: no space; free some"
+    done = front.run(*front.submission(hook.format(folder="x", fail="Oh")))
+    assert (done.returncode, front.queue()) == (2, [])
+    assert "RuntimeError: Oh" in done.stderr
+    later = front.folder / "later"
+    words = [f"model.path={later / 'model'}", f"data.train.0={later / 'train.jsonl'}"]
+    front.submit("sleep", hook.format(folder=later, fail="''"), *words)
+    assert (later / "model" / "config.json").is_file()
+
+
+def test_a_real_run_is_saved_cancelled_and_resumed(front):
+    config = runs.write_config(front.folder / "real", train__steps=400, slurm__nodes=2, slurm__gpus_per_node=0)
+    folder = front.folder / "real" / "run"
+    front.ok("submit", str(config))
+    wait(lambda: len(runs.records(folder)) > 5, 120, "some steps", lambda: front.run("status", str(folder)).stdout)
+    front.ok("cancel", str(folder), "--save")
+    wait(lambda: "stopped as asked" in front.ok("status", str(folder)), 60, "the ranks have saved", interval=1)
+    saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
+    last = runs.records(folder)[-1]
+    assert (last["phase"], saved) == ("rl", 3 + last["step"]), "three of the warm-up and these: not one step is lost"
+    rl_steps = last["step"] + 2
+    done = front.run("resume", str(folder), f"train.steps={rl_steps}", "--follow")
+    assert done.returncode == 0, done.stdout + done.stderr
+    steps = [(record["phase"], record["step"]) for record in runs.records(folder)]
+    assert steps[-2:] == [("rl", rl_steps - 1), ("rl", rl_steps)]
+    assert len(set(steps)) == len(steps), "none was taken twice"
