@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from rlhpc.core.errors import UserError, did_you_mean
 
@@ -16,6 +16,35 @@ class Rope:
     theta: float
     kind: str = "default"
     parameters: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Layers whose feed-forward part is ``num_experts`` small ones, of which each token takes ``top_k``."""
+
+    num_experts: int
+    top_k: int
+    ffn_size: int  # of one expert
+    layers: tuple[int, ...]  # the layers that have experts; the others are dense
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    normalise: bool = True  # the weights of a token's experts sum to one
+    bias: bool = False  # a number per expert that is added for the choice alone (DeepSeek-V3, section 2.1.2)
+    shared_ffn_size: int = 0  # of the experts that every token takes, together
+    num_groups: int | None = None  # a token chooses groups_kept groups first, then experts among theirs
+    groups_kept: int | None = None
+    scale: float = 1.0  # factor on the weights
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Keys and values from one small vector per token (MLA; DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    query_rank: int | None  # None: queries straight from the hidden state
+    kv_rank: int
+    nope_dim: int  # of a head, without position
+    rope_dim: int  # of a head, rotated; one key for all heads
+    value_dim: int
+    interleaved_rope: bool = True  # pairs are neighbours, not halves
 
 
 @dataclass(frozen=True)
@@ -37,6 +66,13 @@ class ModelShape:
     tied_embeddings: bool
     qkv_bias: bool = False
     qk_norm: bool = False
+    experts: Experts | None = None
+    latent: LatentAttention | None = None
+
+    @property
+    def rope_dim(self) -> int:
+        """Rotated dimensions of a head."""
+        return self.latent.rope_dim if self.latent else self.head_dim
 
 
 # Fields that say nothing of the network's function: bookkeeping, generation, training-time settings that are off.

@@ -1,7 +1,7 @@
 """The vocabulary of a family's table: which HuggingFace tensor lies where in Megatron's model.
 
-A ``Row`` names one HuggingFace tensor (``{layer}`` stands for the layer's number), its shape, and the Megatron
-parameter that holds it with the way that parameter is cut over tensor-parallel ranks.
+A ``Row`` names one HuggingFace tensor (``{layer}`` and ``{expert}`` stand for numbers), its shape, and the Megatron
+parameter that holds it with the way that parameter is cut over ranks.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ class Cut(Enum):
     VOCAB = "vocab"  # dim 0, padded at the end to a multiple of tp
     QKV = "qkv"  # dim 0 of [q heads of group 0, k 0, v 0, q heads of group 1, …]
     GATE_UP = "gate_up"  # dim 0 of each rank: its part of gate, then its part of up
+    EXPERT_GATE_UP = "expert_gate_up"  # one expert's GATE_UP in [local experts, 2 x ffn / etp, hidden]
+    EXPERT_DOWN = "expert_down"  # one expert's COLUMNS in [local experts, hidden, ffn / etp]
 
 
 class Where(Enum):
-    """Which pipeline stage holds a tensor."""
+    """Which pipeline stage holds a tensor, and of a layer's tensors, which layers have it."""
 
     FIRST = "first"
     LAYER = "layer"
+    DENSE_LAYER = "dense_layer"  # layers without experts
+    EXPERT_LAYER = "expert_layer"  # layers with experts
     LAST = "last"
 
 
