@@ -1,88 +1,97 @@
-"""What a packed batch is to every layer: sequence bounds and rotary angles, computed once for all of them."""
+"""What a packed batch is to every layer: who sees whom, and rotary angles, computed once for all of them."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
 import torch
-from jaxtyping import Float, Float32
+from jaxtyping import Float, Float32, Int64
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from rlhpc.api import PackedBatch
+from rlhpc.backends.megatron.segments import Segments
 from rlhpc.models import ModelShape, Rope
-
-# Sequences are padded to the longest of their bucket on a CPU; a bucket takes lengths down to this share of it.
-_BUCKET_FILL = 0.7
-_SHORT = 32  # tokens: below it a call costs more than the padding it saves
+from rlhpc.plan.context import ContextSplit
 
 
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's record of a packed batch, with what our attention needs besides."""
+    """Megatron's record of a packed batch, with what our attention needs besides. L is this rank's tokens."""
 
-    cos: Float32[Tensor, " T head_dim"] = None
-    sin: Float32[Tensor, " T head_dim"] = None
-    buckets: tuple[PaddedBucket, ...] = ()
+    cos: Float32[Tensor, "L rope_dim"] = None
+    sin: Float32[Tensor, "L rope_dim"] = None
+    context: ContextIndex = None
 
 
-@dataclass(frozen=True)
-class PaddedBucket:
-    """Sequences of like length laid in rows: ``rows[i, j]`` is the packed index of token j of sequence i.
+class ContextIndex:
+    """A split's indices on this rank's device; each is made when first asked for, and serves all layers.
 
-    Beyond a sequence's end ``rows`` repeats its last token, which no token before it sees: attention is causal.
-    ``cells`` are the true tokens in the flattened rows, ``tokens`` their packed indices.
+    Sizes and orders of tokens as in ``rlhpc.plan.context``.
     """
 
-    rows: Tensor  # int64 [sequences, longest]
-    cells: Tensor  # int64 [tokens]
-    tokens: Tensor  # int64 [tokens]
+    def __init__(self, split: ContextSplit, rank: int, device: torch.device) -> None:
+        self.split, self.part, self.device = split, split.part(rank), device
+
+    @cached_property
+    def packed(self) -> Int64[Tensor, " L"]:
+        """Where in the batch each local token lies; -1 for those that only fill up."""
+        return self._tensor(self.part.packed)
+
+    @cached_property
+    def gathered_of_packed(self) -> Int64[Tensor, " T"]:
+        return self._tensor(self.split.gathered_of_packed)
+
+    @cached_property
+    def gathered_of_whole(self) -> Int64[Tensor, " P"]:
+        return self._tensor(self.split.gathered_of_whole)
+
+    @cached_property
+    def whole_of_gathered(self) -> Int64[Tensor, " P"]:
+        return self._tensor(self.split.whole_of_gathered)
+
+    @cached_property
+    def whole(self) -> Segments:
+        """Whole sequences: of a rank that has all their tokens, of some heads."""
+        lengths = self.split.filled_lengths
+        return Segments(lengths, lengths, self.device)
+
+    @cached_property
+    def visible(self) -> Int64[Tensor, " keys"]:
+        """What the local queries see, segment after segment, in gathered order."""
+        return self._tensor(self.part.visible)
+
+    @cached_property
+    def chunks(self) -> Segments:
+        """The local queries, with the keys that ``visible`` lays out for them."""
+        return Segments(self.part.query_lengths, self.part.visible_lengths, self.device)
+
+    def _tensor(self, index: np.ndarray) -> Tensor:
+        return torch.from_numpy(index).to(self.device)
 
 
-def packed_params(batch: PackedBatch, rope: RotaryTable) -> PackedParams:
-    """The layers' view of a batch."""
-    lengths = batch.cu_seqlens.diff().tolist()
-    cos, sin = rope(batch.positions)
+def packed_params(context: ContextIndex, rope: RotaryTable, positions: Int64[Tensor, " L"]) -> PackedParams:
+    """The layers' view of a rank's part of a batch."""
+    cos, sin = rope(positions)
+    whole = context.whole
     return PackedParams(
         qkv_format="thd",
-        cu_seqlens_q=batch.cu_seqlens,
-        cu_seqlens_kv=batch.cu_seqlens,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
+        cu_seqlens_q=whole.query_bounds,
+        cu_seqlens_kv=whole.key_bounds,
+        max_seqlen_q=whole.longest_query,
+        max_seqlen_kv=whole.longest_key,
         cos=cos,
         sin=sin,
-        buckets=() if batch.tokens.is_cuda else padded_buckets(lengths),
+        context=context,
     )
-
-
-def padded_buckets(lengths: list[int]) -> tuple[PaddedBucket, ...]:
-    """Group sequences of like length for one attention call each."""
-    starts = [0]
-    for length in lengths:
-        starts.append(starts[-1] + length)
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    buckets: list[list[int]] = []
-    for i in order:
-        longest = lengths[buckets[-1][0]] if buckets else 0
-        if buckets and (lengths[i] >= _BUCKET_FILL * longest or longest <= _SHORT):
-            buckets[-1].append(i)
-        else:
-            buckets.append([i])
-    return tuple(_bucket([starts[i] for i in members], [lengths[i] for i in members]) for members in buckets)
-
-
-def _bucket(starts: list[int], lengths: list[int]) -> PaddedBucket:
-    start, length = torch.tensor(starts)[:, None], torch.tensor(lengths)[:, None]
-    column = torch.arange(max(lengths))[None]
-    rows = start + torch.minimum(column, length - 1)
-    cells = (column < length).flatten().nonzero()[:, 0]
-    return PaddedBucket(rows, cells, rows.flatten()[cells])
 
 
 class RotaryTable:
     """cos and sin by position, for the family's rotary embedding and its long-context scaling.
 
-    The frequencies of scaled kinds (linear, llama3, yarn, …) come from transformers' own functions, so that trainer,
+    The frequencies of scaled kinds (linear, llama3, yarn) come from transformers' own functions, so that trainer,
     engine and HuggingFace agree (transformers/modeling_rope_utils.py).
     """
 
@@ -90,25 +99,40 @@ class RotaryTable:
         frequencies, self.scale = rotary_frequencies(shape.rope, shape)
         self.frequencies = frequencies.to(device)
 
-    def __call__(self, positions: Tensor) -> tuple[Float[Tensor, " T head_dim"], Float[Tensor, " T head_dim"]]:
+    def __call__(self, positions: Tensor) -> tuple[Float[Tensor, "L rope_dim"], Float[Tensor, "L rope_dim"]]:
         angles = positions[:, None].float() * self.frequencies[None]
         angles = torch.cat([angles, angles], dim=-1)
         return angles.cos() * self.scale, angles.sin() * self.scale
 
 
-def rotary_frequencies(rope: Rope, shape: ModelShape) -> tuple[Float32[Tensor, " half_head_dim"], float]:
+def rotary_frequencies(rope: Rope, shape: ModelShape) -> tuple[Float32[Tensor, " half_rope_dim"], float]:
     """(inverse frequencies, factor on cos and sin)."""
     if rope.kind == "default":
-        exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.int64).float() / shape.head_dim
+        exponents = torch.arange(0, shape.rope_dim, 2, dtype=torch.int64).float() / shape.rope_dim
         return 1.0 / rope.theta**exponents, 1.0
     from transformers import PretrainedConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     config = PretrainedConfig(
-        head_dim=shape.head_dim,
+        head_dim=shape.rope_dim,
         hidden_size=shape.hidden_size,
         num_attention_heads=shape.num_heads,
         max_position_embeddings=shape.max_positions,
     )
     config.rope_parameters = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.parameters}
     return ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+
+
+def softmax_scale(shape: ModelShape) -> float:
+    """The factor on the products of queries and keys.
+
+    With yarn, DeepSeek's latent attention takes its ``mscale_all_dim`` out of cos and sin and puts it here
+    (transformers' yarn_apply_mscale; vLLM's deepseek_v2.py:560).
+    """
+    if shape.latent is None:
+        return 1.0 / math.sqrt(shape.head_dim)
+    scale = 1.0 / math.sqrt(shape.latent.nope_dim + shape.latent.rope_dim)
+    weight, factor = shape.rope.parameters.get("mscale_all_dim"), shape.rope.parameters.get("factor", 1.0)
+    if shape.rope.kind == "default" or not weight or factor <= 1:
+        return scale
+    return scale * (0.1 * weight * math.log(factor) + 1.0) ** 2

@@ -1,0 +1,157 @@
+"""The attention core that Megatron's layers call: packed sequences, causal, cut over context-parallel ranks or not."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rlhpc.backends.megatron.context import gather_visible, heads_to_tokens, tokens_to_heads
+from rlhpc.backends.megatron.packed import PackedParams
+from rlhpc.backends.megatron.segments import Segments
+
+
+class PackedAttention(torch.nn.Module):
+    """Causal attention over packed sequences with grouped queries, rotary embedding included.
+
+    Rotating here, by explicit positions, needs one multiplication for the whole batch; Megatron's own way loops over
+    the sequences. With ``rotates=False`` queries and keys come rotated, and may be longer than values.
+
+    Under context parallelism ``cp_comm_type`` says how ranks come to see whole sequences: "all_gather" gives every
+    rank all keys and values, "a2a" gives it all tokens of some heads, which the number of heads must allow.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        attn_mask_type: AttnMaskType,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+        rotates: bool = True,
+        **_: Any,
+    ) -> None:
+        super().__init__()
+        assert attn_mask_type is AttnMaskType.causal
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.rotates = rotates
+        group = pg_collection.cp if pg_collection is not None else None
+        self.group = group if group is not None and group.size() > 1 else None
+        assert self.group is None or cp_comm_type in ("all_gather", "a2a"), cp_comm_type
+        self.exchanges_heads = cp_comm_type == "a2a"
+
+    def forward(
+        self,
+        query: Float[Tensor, "L heads d"],
+        key: Float[Tensor, "L kv_heads d"],
+        value: Float[Tensor, "L kv_heads dv"],
+        attention_mask: Tensor | None = None,
+        /,
+        *,
+        packed_seq_params: PackedParams,
+        **_: Any,
+    ) -> Float[Tensor, "L heads dv"]:
+        params, context, group = packed_seq_params, packed_seq_params.context, self.group
+        if self.rotates:
+            query, key = rotate(query, params.cos, params.sin), rotate(key, params.cos, params.sin)
+        if group is None:
+            return attend(query, key, value, context.whole, self.scale)
+        if self.exchanges_heads:
+            query, key, value = tokens_to_heads(query, key, value, context, group)
+            return heads_to_tokens(attend(query, key, value, context.whole, self.scale), context, group)
+        key, value = gather_visible(key, value, context, group)
+        return attend(query, key, value, context.chunks, self.scale)
+
+
+def rotate(x: Float[Tensor, "T heads d"], cos: Float[Tensor, "T d"], sin: Float[Tensor, "T d"]) -> Tensor:
+    """Rotary embedding, halves convention (Su et al. 2021; transformers' apply_rotary_pos_emb)."""
+    first, second = x.chunk(2, dim=-1)
+    turned = torch.cat([-second, first], dim=-1)
+    return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+
+
+def attend(
+    query: Float[Tensor, "queries heads d"],
+    key: Float[Tensor, "keys kv_heads d"],
+    value: Float[Tensor, "keys kv_heads dv"],
+    segments: Segments,
+    scale: float,
+) -> Float[Tensor, "queries heads dv"]:
+    """Attention of each segment's queries to its keys. Fused kernels take half precision on a GPU."""
+    fused = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+    function = _attend_fused if fused else _attend_padded
+    # Kernels want values as long as keys: zeros more of them give zeros more of output.
+    value_dim, missing = value.size(-1), key.size(-1) - value.size(-1)
+    if missing:
+        value = F.pad(value, (0, missing))
+    return function(query, key, value, segments, scale)[..., :value_dim]
+
+
+def _attend_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """PyTorch's attention, one call for each bucket of segments of like lengths."""
+    key, value = _one_for_each_query(query, key, value)
+    output = torch.zeros_like(query)
+    for bucket in segments.buckets:
+        q, k, v = (
+            x.index_select(0, rows.flatten()).unflatten(0, rows.shape).transpose(1, 2)
+            for x, rows in ((query, bucket.query_rows), (key, bucket.key_rows), (value, bucket.key_rows))
+        )
+        attended = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bucket.mask, is_causal=bucket.mask is None, scale=scale
+        )
+        attended = attended.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells)
+        output = output.index_copy(0, bucket.queries, attended)
+    return output
+
+
+def _attend_fused(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
+    """flash-attn where the site has built it, PyTorch's variable-length kernel elsewhere.
+
+    Both align causal attention bottom-right: flash-attn since 2.1 (its README), and PyTorch's kernel is flash-attn's.
+    """
+    bounds = (segments.query_bounds, segments.key_bounds, segments.longest_query, segments.longest_key)
+    flash = _flash_attention()
+    if flash is not None:
+        return flash(query, key, value, *bounds, softmax_scale=scale, causal=True)
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"scale": scale}
+    accepted = _parameters(varlen_attn)
+    options.update({"is_causal": True} if "is_causal" in accepted else {"window_size": (-1, 0)})
+    if query.size(1) != key.size(1):
+        if "enable_gqa" in accepted:
+            options["enable_gqa"] = True
+        else:
+            key, value = _one_for_each_query(query, key, value)
+    return varlen_attn(query, key, value, *bounds, **options)
+
+
+def _one_for_each_query(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values repeated to as many heads as queries have."""
+    groups = query.size(1) // key.size(1)
+    if groups == 1:
+        return key, value
+    return key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+
+
+@functools.cache
+def _flash_attention() -> Any:
+    try:
+        from flash_attn import flash_attn_varlen_func
+    except ImportError:
+        return None
+    return flash_attn_varlen_func
+
+
+@functools.cache
+def _parameters(function: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(function).parameters)

@@ -1,0 +1,99 @@
+"""Over what attention runs: runs of queries end to end, and for each the run of keys that it sees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Bool, Int32, Int64
+from torch import Tensor
+
+# Without a fused kernel, segments are padded to the longest of their bucket, which takes lengths down to this share.
+_BUCKET_FILL = 0.7
+_SHORT = 32  # tokens: below it a call costs more than the padding it saves
+
+
+@dataclass(frozen=True, eq=False)
+class Segments:
+    """Query j of a segment sees its keys 0 … key_length - query_length + j: the last query sees the last key.
+
+    Kernels call this causal with bottom-right alignment. With as many keys as queries it is plain causal attention.
+    """
+
+    query_lengths: np.ndarray  # int64 [segments]
+    key_lengths: np.ndarray  # int64 [segments], none shorter than its queries
+    device: torch.device
+
+    @cached_property
+    def query_bounds(self) -> Int32[Tensor, " segments+1"]:
+        return _bounds(self.query_lengths, self.device)
+
+    @cached_property
+    def key_bounds(self) -> Int32[Tensor, " segments+1"]:
+        return _bounds(self.key_lengths, self.device)
+
+    @cached_property
+    def longest_query(self) -> int:
+        return int(self.query_lengths.max())
+
+    @cached_property
+    def longest_key(self) -> int:
+        return int(self.key_lengths.max())
+
+    @cached_property
+    def buckets(self) -> tuple[PaddedBucket, ...]:
+        """The segments grouped by like lengths, for one attention call each."""
+        pairs = list(zip(self.query_lengths.tolist(), self.key_lengths.tolist(), strict=True))
+        # Of the two chunks that a rank holds of each sequence, all early ones have one ratio, all late ones another.
+        order = sorted(range(len(pairs)), key=lambda i: (-pairs[i][1] / pairs[i][0], -pairs[i][1]))
+        buckets: list[list[int]] = []
+        for i in order:
+            if buckets and _alike(pairs[buckets[-1][0]], pairs[i]):
+                buckets[-1].append(i)
+            else:
+                buckets.append([i])
+        return tuple(self._bucket(np.array(members)) for members in buckets)
+
+    def _bucket(self, members: np.ndarray) -> PaddedBucket:
+        queries, keys = self.query_lengths[members, None], self.key_lengths[members, None]
+        query_column, key_column = np.arange(queries.max())[None], np.arange(keys.max())[None]
+        query_rows = _starts(self.query_lengths)[members, None] + np.minimum(query_column, queries - 1)
+        key_rows = _starts(self.key_lengths)[members, None] + np.minimum(key_column, keys - 1)
+        cells = (query_column < queries).ravel().nonzero()[0]
+        mask = None
+        if (queries != keys).any():
+            last_seen = query_column + keys - queries  # [members, queries]
+            mask = torch.from_numpy(key_column[:, None] <= last_seen[:, :, None])[:, None].to(self.device)
+        rows = (torch.from_numpy(x).to(self.device) for x in (query_rows, key_rows, cells, query_rows.ravel()[cells]))
+        return PaddedBucket(*rows, mask=mask)
+
+
+@dataclass(frozen=True)
+class PaddedBucket:
+    """Segments of like lengths laid in rows: ``query_rows[i, j]`` is the index of query j of segment i.
+
+    Beyond a segment's end the rows repeat its last token: no true query sees such a key, and what such a query yields
+    is dropped. ``cells`` are the true queries in the flattened rows, ``queries`` their indices.
+    """
+
+    query_rows: Int64[Tensor, "segments longest_query"]
+    key_rows: Int64[Tensor, "segments longest_key"]
+    cells: Int64[Tensor, " queries"]
+    queries: Int64[Tensor, " queries"]
+    mask: Bool[Tensor, "segments 1 longest_query longest_key"] | None  # None: plain causal
+
+
+def _alike(longest: tuple[int, int], pair: tuple[int, int]) -> bool:
+    if max(longest) <= _SHORT:
+        return pair[0] <= longest[0] and pair[1] <= longest[1]
+    return all(_BUCKET_FILL * most <= length <= most for most, length in zip(longest, pair, strict=True))
+
+
+def _starts(lengths: np.ndarray) -> np.ndarray:
+    return np.cumsum(lengths) - lengths
+
+
+def _bounds(lengths: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
