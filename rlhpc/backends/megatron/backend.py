@@ -10,11 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TrainStats
+from rlhpc.backends.megatron.checkpoint import Content
 from rlhpc.backends.megatron.log_probs import token_stats
 from rlhpc.backends.megatron.model import DTYPES, ShardedWeights, build_chunks, transformer_config
 from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
@@ -127,42 +128,15 @@ class MegatronBackend:
 
     def save(self, folder: Path) -> None:
         """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
-        with megatron_device(), torch.no_grad():
-            metadata = self._checkpoint_metadata()
-            content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-            dist_checkpointing.save(
-                self._sharded_state(metadata, is_loading=False), str(folder), content_metadata=content
-            )
+        self._content.save(folder)
 
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
-        with megatron_device(), torch.no_grad():
-            state = dist_checkpointing.load(
-                self._sharded_state(self._checkpoint_metadata(), is_loading=True), str(folder)
-            )
-            for i, model in enumerate(self._models):
-                model.load_state_dict(state[f"model{i}"], strict=True)
-            if self._optimizer is not None:
-                self._optimizer.load_state_dict(state["optimizer"])
+        self._content.load(folder)
 
-    def _sharded_state(self, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self._models)}
-        if self._optimizer is not None:
-            # Megatron looks the parameters up in "model" without virtual stages and in "model0", … with them.
-            models = state if self.layout.vpp else {"model": state["model0"]}
-            optimizer = self._optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata)
-            state = {**state, "optimizer": optimizer}
-        return state
-
-    @staticmethod
-    def _checkpoint_metadata() -> dict[str, Any]:
-        return {
-            "distrib_optim_sharding_type": "fully_reshardable",
-            "distrib_optim_fully_reshardable_mem_efficient": False,
-            "chained_optim_avoid_prefix": True,
-            "singleton_local_shards": False,
-            "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-        }
+    @property
+    def _content(self) -> Content:
+        return Content(self.layout, self._models, self._optimizer)
 
     def _token_stats(self, logits: Float[Tensor, "1 T V"], batch: PackedBatch, temperature: float) -> TokenStats:
         """Statistics at the positions that are trained on, 0 elsewhere."""
