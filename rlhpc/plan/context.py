@@ -40,6 +40,7 @@ class ContextSplit:
     lengths: tuple[int, ...]
     cp: int
     align: int
+    least: int = 0  # local tokens, for ranks that must hold equally many
 
     @cached_property
     def filled_lengths(self) -> np.ndarray:
@@ -48,7 +49,8 @@ class ContextSplit:
         filled = -(-lengths // self._chunks) * self._chunks
         # Each rank holds as many chunks of the last sequence as of any other.
         step = lcm(self.align, self._chunks // self.cp)
-        missing = -(int(filled.sum()) // self.cp) % step
+        local = int(filled.sum()) // self.cp
+        missing = -(-max(local, self.least) // step) * step - local
         return np.append(filled, missing * self.cp) if missing else filled
 
     @property
@@ -77,7 +79,8 @@ class ContextSplit:
     def gathered_of_packed(self) -> np.ndarray:
         """int64 [T] drops what fills up: ``packed = gathered[gathered_of_packed]``."""
         lengths = np.array(self.lengths, dtype=np.int64)
-        return self.gathered_of_whole[_ranges(self._starts[: len(lengths)], lengths)]
+        index: np.ndarray = self.gathered_of_whole[_ranges(self._starts[: len(lengths)], lengths)]
+        return index
 
     def part(self, rank: int) -> ContextPart:
         """What ``rank`` of the context-parallel group holds."""
@@ -86,7 +89,7 @@ class ContextSplit:
         positions = places - self._starts[sequence]
         lengths = np.zeros(len(self.filled_lengths), dtype=np.int64)
         lengths[: len(self.lengths)] = self.lengths
-        packed = np.where(positions < lengths[sequence], (np.cumsum(lengths) - lengths)[sequence] + positions, -1)
+        packed = np.where(positions < lengths[sequence], _exclusive_sum(lengths)[sequence] + positions, -1)
 
         size, held = self.filled_lengths // self._chunks, self._held(rank)
         visible_lengths = np.outer(size, held + 1).ravel()
@@ -106,7 +109,7 @@ class ContextSplit:
     @property
     def _starts(self) -> np.ndarray:
         """int64 [S] where each sequence starts in whole order."""
-        return np.cumsum(self.filled_lengths) - self.filled_lengths
+        return _exclusive_sum(self.filled_lengths)
 
     def _whole_places(self, rank: int) -> np.ndarray:
         """int64 [L] where the rank's tokens lie in whole order."""
@@ -115,13 +118,21 @@ class ContextSplit:
         return _ranges(starts.ravel(), np.repeat(size, len(held)))
 
 
-def split_context(lengths: Sequence[int], cp: int, align: int = 1) -> ContextSplit:
-    """Cut sequences of ``lengths`` tokens over ``cp`` ranks; every rank then holds a multiple of ``align`` tokens."""
+def split_context(lengths: Sequence[int], cp: int, align: int = 1, least: int = 0) -> ContextSplit:
+    """Cut sequences of ``lengths`` tokens over ``cp`` ranks; every rank then holds a multiple of ``align`` tokens.
+
+    ``least`` local tokens are filled up to.
+    """
     assert min(cp, align, *lengths) > 0
-    return ContextSplit(tuple(int(length) for length in lengths), cp, align)
+    return ContextSplit(tuple(int(length) for length in lengths), cp, align, least)
 
 
 def _ranges(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """start, start + 1, … for each pair of start and length, one after the other."""
-    offsets = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
-    return offsets + np.arange(int(lengths.sum()), dtype=np.int64)
+    offsets = np.repeat(starts - _exclusive_sum(lengths), lengths)
+    return offsets + np.arange(len(offsets), dtype=np.int64)
+
+
+def _exclusive_sum(lengths: np.ndarray) -> np.ndarray:
+    sums: np.ndarray = np.cumsum(lengths) - lengths
+    return sums
