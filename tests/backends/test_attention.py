@@ -1,0 +1,79 @@
+"""The attention core on one rank: packed sequences against one sequence at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers.attention_cases import (
+    CASES,
+    Case,
+    attention,
+    batch,
+    farthest,
+    inputs,
+    one_at_a_time,
+    outcome,
+    rotary_table,
+)
+
+
+def run(case: Case, align: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    from rlhpc.backends.megatron.context import local_batch
+    from rlhpc.plan.context import split_context
+
+    local = local_batch(batch(case), split_context(case.lengths, cp=1, align=align), 0, rotary_table(case))
+    *leaves, gradient = inputs(case, dtype)
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    output = attention(case)(*map(local.take, leaves), packed_seq_params=local.params)
+    return outcome(local.gather(output, None), gradient, *leaves)
+
+
+@pytest.mark.parametrize("align", [1, 16])
+@pytest.mark.parametrize("name", CASES)
+def test_packed_equals_one_sequence_at_a_time(name: str, align: int) -> None:
+    """Outputs, and gradients of queries, keys and values."""
+    case = CASES[name]
+    *leaves, gradient = (x.double() for x in inputs(case))
+    leaves = [leaf.requires_grad_() for leaf in leaves]
+    assert farthest(run(case, align), outcome(one_at_a_time(case, *leaves), gradient, *leaves)) < 1e-5
+
+
+def test_bfloat16_stays_bfloat16() -> None:
+    case = CASES["grouped queries"]
+    outputs = run(case, dtype=torch.bfloat16)
+    assert {x.dtype for x in outputs} == {torch.bfloat16}
+    assert farthest(outputs[:1], run(case)[:1]) < 0.05
+
+
+def test_segments_see_the_keys_that_end_with_them() -> None:
+    """Fewer queries than keys: the last query sees the last key, the one before it all but that."""
+    from rlhpc.backends.megatron.attention import attend
+    from rlhpc.backends.megatron.segments import Segments
+
+    torch.manual_seed(0)
+    queries, keys = np.array([3, 4, 1, 40, 2]), np.array([3, 9, 6, 60, 33])
+    q, k, v = torch.randn(50, 2, 8), torch.randn(111, 1, 8), torch.randn(111, 1, 8)
+    output, query, first = attend(q, k, v, Segments(queries, keys, torch.device("cpu")), 0.3), 0, 0
+    for a, b in zip(queries, keys, strict=True):
+        for j in range(a):
+            seen = slice(first, first + b - a + j + 1)
+            weights = (q[query + j] @ k[seen, 0].T * 0.3).softmax(-1)
+            torch.testing.assert_close(output[query + j], weights @ v[seen, 0], atol=1e-5, rtol=0)
+        query, first = query + a, first + b
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_without_a_fused_kernel_few_calls_and_little_padding(cp: int) -> None:
+    from rlhpc.backends.megatron.packed import ContextIndex
+    from rlhpc.plan.context import split_context
+
+    lengths = np.random.default_rng(0).lognormal(5, 1, 200).astype(int) + 1
+    index = ContextIndex(split_context(lengths.tolist(), cp), 0, torch.device("cpu"))
+    segments = index.chunks
+    assert len(segments.buckets) < 40
+    found = torch.cat([bucket.queries for bucket in segments.buckets])
+    assert sorted(found.tolist()) == list(range(int(segments.query_lengths.sum())))
+    padded = sum(bucket.query_rows.numel() * bucket.key_rows.size(1) for bucket in segments.buckets)
+    assert padded < 2 * int((segments.query_lengths * segments.key_lengths).sum())

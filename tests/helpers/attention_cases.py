@@ -1,0 +1,142 @@
+"""Packed batches for tests of attention, and what attention is: one sequence at a time, in float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIXED = (11, 3, 40, 7, 1, 22, 64, 5)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Heads and sizes of one attention; queries and keys longer than values come rotated, as latent attention's do."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    value_dim: int
+    lengths: tuple[int, ...]
+
+    @property
+    def rotates(self) -> bool:
+        return self.dim == self.value_dim
+
+
+CASES = {
+    "as many keys as queries": Case(4, 4, 16, 16, MIXED),
+    "grouped queries": Case(8, 4, 16, 16, MIXED),
+    "two key heads": Case(8, 2, 16, 16, MIXED),
+    "one key head": Case(4, 1, 16, 16, MIXED),
+    "latent": Case(4, 4, 24, 16, MIXED),
+    "short": Case(4, 2, 8, 8, (2, 5, 3, 1)),
+    "single tokens": Case(4, 2, 8, 8, (1, 1, 1)),
+    "one sequence": Case(4, 2, 8, 8, (97,)),
+}
+
+
+def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
+    """Query, key, value and the gradient of the output, random, the same in every process."""
+    generator = torch.Generator().manual_seed(5)
+    sizes = [(case.heads, case.dim), (case.kv_heads, case.dim), (case.kv_heads, case.value_dim)]
+    sizes.append((case.heads, case.value_dim))
+    tokens = sum(case.lengths)
+    return tuple(torch.randn(tokens, *size, generator=generator).to(device, dtype) for size in sizes)
+
+
+def batch(case: Case, device: str = "cpu") -> Any:
+    """A packed batch of the case's lengths; its tokens do not matter."""
+    import numpy as np
+
+    from rlhpc.data.collate import pack_batch
+
+    sequences = [(np.arange(length), 1) for length in case.lengths]
+    return pack_batch(sequences, sample_ids=range(len(sequences))).to(torch.device(device))
+
+
+def rotary_table(case: Case, device: str = "cpu") -> Any:
+    """The default rotary embedding, of one head's size."""
+    from rlhpc.backends.megatron.packed import RotaryTable
+    from rlhpc.models import ModelShape, Rope
+
+    shape = ModelShape(
+        family="qwen2",
+        architecture="Qwen2ForCausalLM",
+        num_layers=1,
+        hidden_size=case.heads * case.dim,
+        ffn_size=8,
+        num_heads=case.heads,
+        num_kv_heads=case.kv_heads,
+        head_dim=case.dim,
+        vocab_size=64,
+        max_positions=512,
+        norm_epsilon=1e-6,
+        rope=Rope(theta=10000.0),
+        tied_embeddings=False,
+    )
+    return RotaryTable(shape, torch.device(device))
+
+
+def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) -> Any:
+    """The module as Megatron makes it."""
+    from types import SimpleNamespace
+
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from rlhpc.backends.megatron.attention import PackedAttention
+
+    config = TransformerConfig(
+        num_layers=1,
+        hidden_size=case.heads * case.dim,
+        num_attention_heads=case.heads,
+        num_query_groups=case.kv_heads,
+        kv_channels=case.dim,
+    )
+    return PackedAttention(
+        config=config,
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        cp_comm_type=cp_comm_type,
+        softmax_scale=None,
+        pg_collection=SimpleNamespace(cp=group),
+        rotates=case.rotates,
+    )
+
+
+def one_at_a_time(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """[T, heads, value_dim]: softmax over the tokens that came before, sequence by sequence."""
+    outputs, start = [], 0
+    for length in case.lengths:
+        q, k, v = (x[start : start + length].double().transpose(0, 1) for x in (query, key, value))
+        if case.rotates:
+            q, k = _rotated(q), _rotated(k)
+        k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=0) for x in (k, v))
+        scores = q @ k.transpose(1, 2) / case.dim**0.5
+        later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+        outputs.append((scores.masked_fill(later, -torch.inf).softmax(-1) @ v).transpose(0, 1))
+        start += length
+    return torch.cat(outputs)
+
+
+def _rotated(x: Tensor) -> Tensor:
+    """Pairs (i, i + half) turned by position x theta^(-2i / dim)."""
+    length, half = x.size(1), x.size(2) // 2
+    frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
+    angles = torch.arange(length, device=x.device)[:, None] * frequencies
+    a, b = x.split(half, dim=-1)
+    return torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], dim=-1)
+
+
+def outcome(output: Tensor, gradient: Tensor, *leaves: Tensor) -> list[Tensor]:
+    """The output and the gradients of the leaves that ``gradient`` of the output gives."""
+    return [output.detach(), *torch.autograd.grad(output, leaves, gradient.to(output.dtype))]
+
+
+def farthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
+    """The greatest difference of any two values."""
+    return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
