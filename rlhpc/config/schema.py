@@ -55,15 +55,25 @@ class ParallelSection(Section):
     pp: PositiveInt = 1
     """Pipeline parallel size."""
     vpp: PositiveInt | None = None
-    """Virtual pipeline stages on each pipeline rank."""
+    """Virtual pipeline stages on each pipeline rank: shorter pauses at the price of more messages. Needs pp > 1."""
+    first_stage_layers: PositiveInt | None = None
+    """Layers on the first pipeline rank; default: as many as on each rank between first and last."""
+    last_stage_layers: PositiveInt | None = None
+    """Layers on the last pipeline rank; default: as many as on each rank between first and last."""
     cp: PositiveInt = 1
-    """Context parallel size."""
+    """Context parallel size: each sequence is cut over so many ranks."""
+    cp_method: Literal["all_gather", "ulysses"] = "all_gather"
+    """How those ranks come to attend to whole sequences: all_gather gives each one all keys and values, ulysses gives
+    it all tokens of some heads (Jacobs et al. 2023) and needs the heads of a tensor-parallel rank to divide by cp."""
     ep: PositiveInt = 1
-    """Expert parallel size."""
+    """Expert parallel size: the experts of a layer are divided among so many ranks."""
     etp: PositiveInt = 1
     """Tensor parallel size inside an expert."""
+    expert_dispatch: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens reach the ranks of their experts: each to its own, or all to all of them."""
     sequence_parallel: bool = True
-    """Cut activations along the sequence between tensor-parallel regions; used when tp > 1."""
+    """Cut activations along the sequence between tensor-parallel regions; used when tp > 1. Experts and latent
+    attention need it then."""
 
 
 class DataSection(Section):

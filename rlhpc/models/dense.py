@@ -1,50 +1,38 @@
-"""The table that dense Llama-like families share; what differs is in the shape (biases, query and key norms)."""
+"""The rows that Llama-like families share; what differs is in the shape (biases, query and key norms)."""
 
 from __future__ import annotations
 
 from rlhpc.models.shape import ModelShape
 from rlhpc.models.tables import Cut, Row, Where
 
-_HF, _LOCAL = "model.layers.{layer}.", "decoder.layers.{layer}."
+LAYER, LOCAL_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
 
 
 def dense_table(shape: ModelShape) -> list[Row]:
-    """Rows of embedding, one layer, final norm and head."""
+    """The table of a family with grouped-query attention and a SwiGLU feed-forward part in every layer."""
+    return frame_table(shape, attention_rows(shape), mlp_rows(shape))
+
+
+def frame_table(shape: ModelShape, attention: list[Row], feed_forward: list[Row]) -> list[Row]:
+    """Embedding, layers of the given parts with an RMS norm before each, final norm and head."""
+    vocab, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
+    pre_mlp = "post_attention_layernorm.weight"
     rows = [
-        Row(
-            "model.embed_tokens.weight",
-            (shape.vocab_size, shape.hidden_size),
-            "embedding.word_embeddings.weight",
-            Cut.VOCAB,
-            Where.FIRST,
-        ),
-        *attention_rows(shape),
-        *mlp_rows(shape),
-        _layer_norm("input_layernorm.weight", shape),
-        Row(
-            _HF + "post_attention_layernorm.weight",
-            (shape.hidden_size,),
-            _LOCAL + "pre_mlp_layernorm.weight",
-            Cut.WHOLE,
-        ),
-        Row("model.norm.weight", (shape.hidden_size,), "decoder.final_layernorm.weight", Cut.WHOLE, Where.LAST),
+        Row("model.embed_tokens.weight", vocab, "embedding.word_embeddings.weight", Cut.VOCAB, Where.FIRST),
+        *attention,
+        *feed_forward,
+        Row(LAYER + "input_layernorm.weight", norm, LOCAL_LAYER + "input_layernorm.weight", Cut.WHOLE),
+        Row(LAYER + pre_mlp, norm, LOCAL_LAYER + "pre_mlp_layernorm.weight", Cut.WHOLE),
+        Row("model.norm.weight", norm, "decoder.final_layernorm.weight", Cut.WHOLE, Where.LAST),
     ]
     if not shape.tied_embeddings:
-        rows.append(
-            Row(
-                "lm_head.weight",
-                (shape.vocab_size, shape.hidden_size),
-                "output_layer.weight",
-                Cut.VOCAB,
-                Where.LAST,
-            )
-        )
+        rows.append(Row("lm_head.weight", vocab, "output_layer.weight", Cut.VOCAB, Where.LAST))
     return rows
 
 
 def attention_rows(shape: ModelShape) -> list[Row]:
     """Grouped-query attention: q, k and v fused by query group in Megatron."""
-    hf, local = _HF + "self_attn.", _LOCAL + "self_attention."
+    hf, local = LAYER + "self_attn.", LOCAL_LAYER + "self_attention."
     heads = (("q_proj", shape.num_heads), ("k_proj", shape.num_kv_heads), ("v_proj", shape.num_kv_heads))
     rows = []
     for part, (name, count) in enumerate(heads):
@@ -62,16 +50,14 @@ def attention_rows(shape: ModelShape) -> list[Row]:
     return rows
 
 
-def mlp_rows(shape: ModelShape) -> list[Row]:
-    """SwiGLU: gate and up fused in Megatron's first linear."""
-    hf, local = _HF + "mlp.", _LOCAL + "mlp."
-    up = (shape.ffn_size, shape.hidden_size)
+def mlp_rows(
+    shape: ModelShape, name: str = "mlp.", ffn_size: int | None = None, where: Where = Where.LAYER
+) -> list[Row]:
+    """SwiGLU: gate and up fused in Megatron's first linear. ``name`` is the module's, the same on both sides."""
+    hf, local, size = LAYER + name, LOCAL_LAYER + name, ffn_size or shape.ffn_size
+    up, down = (size, shape.hidden_size), (shape.hidden_size, size)
     return [
-        Row(hf + "gate_proj.weight", up, local + "linear_fc1.weight", Cut.GATE_UP, part=0),
-        Row(hf + "up_proj.weight", up, local + "linear_fc1.weight", Cut.GATE_UP, part=1),
-        Row(hf + "down_proj.weight", (shape.hidden_size, shape.ffn_size), local + "linear_fc2.weight", Cut.COLUMNS),
+        Row(hf + "gate_proj.weight", up, local + "linear_fc1.weight", Cut.GATE_UP, where, part=0),
+        Row(hf + "up_proj.weight", up, local + "linear_fc1.weight", Cut.GATE_UP, where, part=1),
+        Row(hf + "down_proj.weight", down, local + "linear_fc2.weight", Cut.COLUMNS, where),
     ]
-
-
-def _layer_norm(name: str, shape: ModelShape) -> Row:
-    return Row(_HF + name, (shape.hidden_size,), _LOCAL + name, Cut.WHOLE)

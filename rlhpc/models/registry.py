@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.models.deepseek import DEEPSEEK_V3
 from rlhpc.models.llama import LLAMA
+from rlhpc.models.mixtral import MIXTRAL
 from rlhpc.models.qwen2 import QWEN2
 from rlhpc.models.qwen3 import QWEN3
+from rlhpc.models.qwen3_moe import QWEN3_MOE
 from rlhpc.models.shape import ConfigReader, ModelShape
 from rlhpc.models.tables import Family
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)}
 
 
 def read_model(folder: Path) -> ModelShape:

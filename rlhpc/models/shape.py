@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -58,7 +59,7 @@ class ModelShape:
     ffn_size: int
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     vocab_size: int
     max_positions: int
     norm_epsilon: float
@@ -73,6 +74,14 @@ class ModelShape:
     def rope_dim(self) -> int:
         """Rotated dimensions of a head."""
         return self.latent.rope_dim if self.latent else self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor on the products of queries and keys. Latent attention under yarn has one more (transformers'
+        modeling_deepseek_v3.py, yarn_apply_mscale)."""
+        factor, over_all = (float(self.rope.parameters.get(name) or 0.0) for name in ("factor", "mscale_all_dim"))
+        more = 0.1 * over_all * math.log(factor) + 1.0 if self.latent and factor > 1 else 1.0
+        return more**2 / math.sqrt(self.head_dim)
 
 
 # Fields that say nothing of the network's function: bookkeeping, generation, training-time settings that are off.
@@ -94,10 +103,12 @@ _NEUTRAL = {
     "model_type",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "pad_token_id",
     "pretraining_tp",
     "problem_type",
     "return_dict",
+    "router_aux_loss_coef",
     "sliding_window",
     "torch_dtype",
     "transformers_version",
@@ -109,7 +120,7 @@ class ConfigReader:
     """Reads the fields of one ``config.json``, remembers which, and refuses what nobody read."""
 
     def __init__(self, fields: Mapping[str, Any], where: str) -> None:
-        self._fields, self._where, self._read = fields, where, set(_NEUTRAL)
+        self._fields, self.where, self._read = fields, where, set(_NEUTRAL)
 
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
@@ -118,7 +129,7 @@ class ConfigReader:
     def need(self, name: str) -> Any:
         value = self.get(name)
         if value is None:
-            raise UserError(f"{name!r} is missing", where=self._where, remedy=did_you_mean(name, self._fields))
+            raise UserError(f"{name!r} is missing", where=self.where, remedy=did_you_mean(name, self._fields))
         return value
 
     def expect(self, name: str, *allowed: Any) -> None:
@@ -127,8 +138,24 @@ class ConfigReader:
         if value not in allowed:
             raise UserError(
                 f"{name} = {value!r} is not supported",
-                where=self._where,
+                where=self.where,
                 remedy="supported: " + ", ".join(repr(a) for a in allowed),
+            )
+
+    def check_experts(self, experts: Experts) -> None:
+        """Refuse numbers of experts that make no model."""
+        least = 2 if experts.normalise else 1  # one weight that is normalised is always one: nothing to learn
+        if not least <= experts.top_k <= experts.num_experts:
+            raise UserError(
+                f"num_experts_per_tok = {experts.top_k} of {experts.num_experts} experts is not supported",
+                where=self.where,
+                remedy=f"supported: {least} to {experts.num_experts}",
+            )
+        if experts.num_groups and experts.num_experts % experts.num_groups:
+            raise UserError(
+                f"{experts.num_groups} groups do not divide the {experts.num_experts} experts",
+                where=self.where,
+                remedy="correct n_group",
             )
 
     def finish(self) -> None:
@@ -137,27 +164,85 @@ class ConfigReader:
         if unknown:
             raise UserError(
                 f"{unknown[0]!r} = {self._fields[unknown[0]]!r} is not understood by this model family",
-                where=self._where,
+                where=self.where,
                 remedy="remove the field if it has no effect, or add it to the family's file in rlhpc/models",
             )
 
 
-def read_rope(reader: ConfigReader) -> Rope:
+# Scalings whose frequencies do not depend on a sequence's length: parameters that each one needs, and may have
+# (transformers/modeling_rope_utils.py).
+_ROPE_KINDS = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "high_freq_factor", "low_freq_factor"), ("original_max_position_embeddings",)),
+    "yarn": (
+        ("factor",),
+        (
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "original_max_position_embeddings",
+            "truncate",
+        ),
+    ),
+}
+
+
+def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> Rope:
     """transformers 5 keeps ``rope_parameters``; older files ``rope_theta`` beside ``rope_scaling``."""
     theta, scaling = reader.get("rope_theta"), dict(reader.get("rope_scaling") or {})
     parameters = {**scaling, **dict(reader.get("rope_parameters") or {})}
-    theta = parameters.pop("rope_theta", None) or theta or 10000.0
+    theta = parameters.pop("rope_theta", None) or theta or default_theta
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
+    if parameters.get("partial_rotary_factor") == 1.0:  # all of a head
+        del parameters["partial_rotary_factor"]
+    _check_rope(kind, parameters, reader.where)
     return Rope(float(theta), kind, parameters)
 
 
-def read_dense(reader: ConfigReader, family: str, architecture: str, **features: Any) -> ModelShape:
-    """The fields that Llama and all that descend from it share."""
+def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
+    """Refuse a scaling that is not built here, lacks a parameter, or has one that is not understood."""
+    if kind not in _ROPE_KINDS:
+        raise UserError(
+            f"rope_type = {kind!r} is not supported",
+            where=where,
+            remedy="supported: " + ", ".join(map(repr, _ROPE_KINDS)),
+        )
+    needed, optional = _ROPE_KINDS[kind]
+    missing = [name for name in needed if parameters.get(name) is None]
+    unknown = sorted(set(parameters) - set(needed) - set(optional))
+    if missing:
+        raise UserError(
+            f"{missing[0]!r} is missing from the rotary parameters of rope_type {kind!r}",
+            where=where,
+            remedy="restore it as the model was published",
+        )
+    if unknown:
+        raise UserError(
+            f"{unknown[0]!r} = {parameters[unknown[0]]!r} is not understood for rope_type {kind!r}",
+            where=where,
+            remedy="remove it if it has no effect",
+        )
+
+
+def read_dense(
+    reader: ConfigReader, family: str, architecture: str, default_theta: float = 10000.0, **features: Any
+) -> ModelShape:
+    """The fields that Llama and all that descend from it share. ``features`` are further fields of the shape."""
+    if reader.get("quantization_config"):
+        raise UserError(
+            "the weights are quantised (quantization_config)",
+            where=reader.where,
+            remedy="convert them to bfloat16 and remove the field; DeepSeek's repository has fp8_cast_bf16.py for it",
+        )
     reader.expect("hidden_act", "silu")
     if reader.get("use_sliding_window", False):
         reader.expect("use_sliding_window", False)
     hidden_size, num_heads = int(reader.need("hidden_size")), int(reader.need("num_attention_heads"))
+    head_dim = int(reader.get("head_dim") or hidden_size // num_heads)
     shape = ModelShape(
         family=family,
         architecture=architecture,
@@ -166,11 +251,11 @@ def read_dense(reader: ConfigReader, family: str, architecture: str, **features:
         ffn_size=int(reader.need("intermediate_size")),
         num_heads=num_heads,
         num_kv_heads=int(reader.get("num_key_value_heads") or num_heads),
-        head_dim=int(reader.get("head_dim") or hidden_size // num_heads),
+        head_dim=features.pop("head_dim", head_dim),
         vocab_size=int(reader.need("vocab_size")),
         max_positions=int(reader.need("max_position_embeddings")),
         norm_epsilon=float(reader.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(reader),
+        rope=read_rope(reader, default_theta),
         tied_embeddings=bool(reader.get("tie_word_embeddings", False)),
         **features,
     )

@@ -45,6 +45,10 @@ class Row:
     where: Where = Where.LAYER
     part: int = 0  # in a fused parameter: 0 q or gate, 1 k or up, 2 v
 
+    @property
+    def of_each_expert(self) -> bool:
+        return self.cut in (Cut.EXPERT_GATE_UP, Cut.EXPERT_DOWN)
+
 
 @dataclass(frozen=True)
 class Family:

@@ -11,7 +11,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.shards import check_divides, model_tensors
 
 # What the layout can plan but this version's trainer does not execute.
@@ -77,7 +77,7 @@ def _check_layout(config: RunConfig, world_size: int) -> ParallelLayout:
         raise UserError(
             "virtual pipeline stages are not executed in this version", where="parallel.vpp", remedy="leave it out"
         )
-    layout = ParallelLayout(world_size, sizes.tp, sizes.pp, sizes.cp, sizes.ep, sizes.etp, sizes.vpp)
+    layout = make_layout(sizes, world_size)
     if world_size % config.rollout.tp:
         raise UserError(
             f"engines of {config.rollout.tp} ranks do not divide the {world_size} ranks of the job",

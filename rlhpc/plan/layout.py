@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import gcd, prod
 
+from rlhpc.config.schema import ParallelSection
 from rlhpc.core.errors import UserError
 
 # Innermost axis first, Megatron's order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py, RankGenerator). Dense layers
@@ -18,7 +19,8 @@ EXPERT_AXES = ("etp", "ep", "edp", "pp")
 class ParallelLayout:
     """How ``world_size`` ranks are cut. dp and edp (the experts' dp) are what the other axes leave.
 
-    ``vpp`` is the number of virtual stages on each pipeline rank, None without interleaving.
+    ``vpp`` is the number of virtual stages on each pipeline rank, None without interleaving. The first and the last
+    pipeline rank may have a number of layers of their own; the others share the rest evenly.
     """
 
     world_size: int
@@ -28,6 +30,8 @@ class ParallelLayout:
     ep: int = 1
     etp: int = 1
     vpp: int | None = None
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
 
     def __post_init__(self) -> None:
         for axes in (("tp", "cp", "pp"), ("etp", "ep", "pp")):
@@ -73,6 +77,43 @@ class ParallelLayout:
         """The group along ``axes`` that ``rank`` belongs to."""
         return next(group for group in self.groups(*axes) if rank in group)
 
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Layers on each pipeline rank; a UserError when they do not come out even."""
+        own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers} if self.pp > 1 else {}
+        sizes = {stage: layers for stage, layers in own.items() if layers is not None}
+        rest, others = num_layers - sum(sizes.values()), self.pp - len(sizes)
+        share = rest // others if others else 0
+        counts = [sizes.get(stage, share) for stage in range(self.pp)]
+        if sum(counts) != num_layers or min(counts) < 1:
+            told = f"{rest} of the {num_layers} layers" if sizes else f"{num_layers} layers"
+            raise UserError(
+                f"{told} do not divide into {others}{' other' if sizes else ''} pipeline stages",
+                where="parallel.pp",
+                remedy="set parallel.first_stage_layers or last_stage_layers, or another pp",
+            )
+        uneven = next((count for count in counts if count % (self.vpp or 1)), None)
+        if uneven is not None:
+            raise UserError(
+                f"the {uneven} layers of a pipeline stage do not divide into {self.vpp} virtual stages",
+                where="parallel.vpp",
+                remedy=f"use one of {_divisors(gcd(*counts))}",
+            )
+        return counts
+
+    def layer_places(self, num_layers: int) -> list[tuple[int, int, int]]:
+        """(pipeline rank, chunk, number inside the chunk) of every layer: chunks are dealt round the ranks.
+
+        As Megatron's get_num_layers_to_build (transformer_block.py) and get_transformer_layer_offset
+        (transformer_layer.py) do.
+        """
+        chunks, counts = self.vpp or 1, self.stage_layers(num_layers)
+        return [
+            (stage, chunk, local)
+            for chunk in range(chunks)
+            for stage, count in enumerate(counts)
+            for local in range(count // chunks)
+        ]
+
     @cached_property
     def _coords(self) -> list[dict[str, int]]:
         coords = []
@@ -84,6 +125,21 @@ class ParallelLayout:
                     rest, coord[axis] = divmod(rest, self.size(axis))
             coords.append(coord)
         return coords
+
+
+def make_layout(parallel: ParallelSection, world_size: int) -> ParallelLayout:
+    """The layout that the configuration asks for on so many ranks."""
+    return ParallelLayout(
+        world_size,
+        tp=parallel.tp,
+        pp=parallel.pp,
+        cp=parallel.cp,
+        ep=parallel.ep,
+        etp=parallel.etp,
+        vpp=parallel.vpp,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+    )
 
 
 def _divisors(number: int) -> list[int]:

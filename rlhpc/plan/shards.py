@@ -6,8 +6,9 @@ weights are all one operation, the intersection of two lists of shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
 
 from rlhpc.core.errors import UserError
 from rlhpc.models import FAMILIES, ModelShape
@@ -22,6 +23,7 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     layer: int | None = None
+    expert: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Box:
 class Shard:
     """A rank keeps ``box`` of ``tensor`` in its parameter ``local_name`` at ``local_start``.
 
-    ``chunk`` is the virtual pipeline stage whose module holds the parameter.
+    ``chunk`` is the virtual pipeline stage whose module holds the parameter. A parameter that stacks experts has one
+    leading dimension more than the tensor of one expert.
     """
 
     tensor: TensorSpec
@@ -55,13 +58,25 @@ class Shard:
 
     @property
     def local_box(self) -> Box:
-        stop = tuple(a + n for a, n in zip(self.local_start, self.box.shape, strict=True))
-        return Box(self.local_start, stop)
+        shape = (1,) * (len(self.local_start) - len(self.box.start)) + self.box.shape
+        return Box(self.local_start, tuple(a + n for a, n in zip(self.local_start, shape, strict=True)))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A tensor, the row of its table, and the parameter that holds it: on which stage, in which chunk, whose expert."""
+
+    tensor: TensorSpec
+    row: Row
+    local_name: str
+    stage: int = 0
+    chunk: int = 0
+    local_expert: int = 0
 
 
 def model_tensors(shape: ModelShape) -> list[TensorSpec]:
     """Every tensor of the model, in the order of its layers."""
-    return [tensor for tensor, *_ in _placed_rows(shape)]
+    return [place.tensor for place in _places(shape)]
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -88,72 +103,87 @@ def check_divides(shape: ModelShape, tp: int, where: str) -> None:
 def megatron_shards(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Shard]:
     """What one rank of the training side keeps, in the order of the model's tensors."""
     coord = layout.coord(rank)
-    tp_rank, pp_rank = coord["tp"], coord["pp"]
     shards: list[Shard] = []
-    for tensor, row, chunk, stage, local_name in _placed_rows(shape, layout):
-        if stage == pp_rank:
-            shards += _tensor_shards(shape, tensor, row, local_name, chunk, layout.tp, tp_rank)
-    if shape.tied_embeddings and layout.pp > 1 and pp_rank == layout.pp - 1:
+    for place in _places(shape, layout, coord):
+        shards += _tensor_shards(shape, place, layout, coord)
+    if shape.tied_embeddings and layout.pp > 1 and coord["pp"] == layout.pp - 1:
         # Megatron keeps a second copy of tied embeddings on the last stage.
-        tensor, row, *_ = next(_placed_rows(shape, layout))
-        shards += _tensor_shards(shape, tensor, row, "output_layer.weight", (layout.vpp or 1) - 1, layout.tp, tp_rank)
+        first = next(_places(shape, layout))
+        copy = replace(first, local_name="output_layer.weight", chunk=(layout.vpp or 1) - 1)
+        shards += _tensor_shards(shape, copy, layout, coord)
     return shards
 
 
-def layer_place(layer: int, num_layers: int, pp: int, vpp: int | None) -> tuple[int, int, int]:
-    """(pipeline rank, chunk, number inside the chunk) of a layer: chunks of equal size dealt round the ranks."""
-    chunks = pp * (vpp or 1)
-    per_chunk, rest = divmod(num_layers, chunks)
-    if rest:
-        raise UserError(
-            f"{num_layers} layers do not divide into pp {pp} x vpp {vpp or 1} = {chunks} chunks",
-            where="parallel.pp",
-            remedy="choose sizes whose product divides the number of layers",
-        )
-    chunk, local = divmod(layer, per_chunk)
-    return chunk % pp, chunk // pp, local
-
-
-def _placed_rows(
-    shape: ModelShape, layout: ParallelLayout | None = None
-) -> Iterator[tuple[TensorSpec, Row, int, int, str]]:
-    """(tensor, its row, chunk, pipeline rank, local name) of every tensor of the model."""
-    pp, vpp = (layout.pp, layout.vpp) if layout else (1, None)
+def _places(
+    shape: ModelShape, layout: ParallelLayout | None = None, coord: Mapping[str, int] | None = None
+) -> Iterator[_Place]:
+    """Every tensor of the model, or of the rank at ``coord``: of its stage, and of each layer's experts its own."""
+    layout = layout or ParallelLayout(1)
     rows = FAMILIES[shape.family].table(shape)
-    for row in rows:
-        if row.where is Where.FIRST:
-            yield TensorSpec(row.hf_name, row.shape), row, 0, 0, row.local_name
-    for layer in range(shape.num_layers):
-        stage, chunk, local = layer_place(layer, shape.num_layers, pp, vpp)
+    last_stage, last_chunk = layout.pp - 1, (layout.vpp or 1) - 1
+    if coord is None or coord["pp"] == 0:
         for row in rows:
-            if row.where is Where.LAYER:
-                tensor = TensorSpec(row.hf_name.format(layer=layer), row.shape, layer)
-                yield tensor, row, chunk, stage, row.local_name.format(layer=local)
-    for row in rows:
-        if row.where is Where.LAST:
-            yield TensorSpec(row.hf_name, row.shape), row, (vpp or 1) - 1, pp - 1, row.local_name
+            if row.where is Where.FIRST:
+                yield _Place(TensorSpec(row.hf_name, row.shape), row, row.local_name)
+    expert_layers = set(shape.experts.layers) if shape.experts else set()
+    for layer, (stage, chunk, local) in enumerate(layout.layer_places(shape.num_layers)):
+        if coord is None or coord["pp"] == stage:
+            kind = Where.EXPERT_LAYER if layer in expert_layers else Where.DENSE_LAYER
+            held = [row for row in rows if row.where in (Where.LAYER, kind)]
+            for tensor, row, local_expert in _layer_tensors(shape, layout, coord, held, layer):
+                yield _Place(tensor, row, row.local_name.format(layer=local), stage, chunk, local_expert)
+    if coord is None or coord["pp"] == last_stage:
+        for row in rows:
+            if row.where is Where.LAST:
+                yield _Place(TensorSpec(row.hf_name, row.shape), row, row.local_name, last_stage, last_chunk)
 
 
-def _tensor_shards(
-    shape: ModelShape, tensor: TensorSpec, row: Row, local_name: str, chunk: int, tp: int, tp_rank: int
-) -> list[Shard]:
+def _layer_tensors(
+    shape: ModelShape, layout: ParallelLayout, coord: Mapping[str, int] | None, rows: list[Row], layer: int
+) -> Iterator[tuple[TensorSpec, Row, int]]:
+    """(tensor, row, expert counted from the rank's first) of one layer; the rows of experts for one after another."""
+    for of_each_expert, group in groupby(rows, key=lambda row: row.of_each_expert):
+        if not of_each_expert:
+            for row in group:
+                yield TensorSpec(row.hf_name.format(layer=layer), row.shape, layer), row, 0
+            continue
+        assert shape.experts is not None, "a row for each expert of a model that has none"
+        each, expert_rows = shape.experts.num_experts // layout.ep, list(group)
+        held = (
+            range(shape.experts.num_experts) if coord is None else range(each * coord["ep"], each * (coord["ep"] + 1))
+        )
+        for expert in held:
+            for row in expert_rows:
+                name = row.hf_name.format(layer=layer, expert=expert)
+                yield TensorSpec(name, row.shape, layer, expert), row, expert % each
+
+
+def _tensor_shards(shape: ModelShape, place: _Place, layout: ParallelLayout, coord: Mapping[str, int]) -> list[Shard]:
+    tensor, row, local_name, chunk = place.tensor, place.row, place.local_name, place.chunk
+    tp, tp_rank = (layout.etp, coord["etp"]) if row.of_each_expert else (layout.tp, coord["tp"])
+
     def shard(dim: int, start: int, stop: int, local: int) -> Shard:
         begin, end, at = [0] * len(tensor.shape), list(tensor.shape), [0] * len(tensor.shape)
         begin[dim], end[dim], at[dim] = start, stop, local
+        if row.of_each_expert:
+            at.insert(0, place.local_expert)
         return Shard(tensor, Box(tuple(begin), tuple(end)), local_name, tuple(at), chunk)
 
     size = tensor.shape[0]
     match row.cut:
         case Cut.WHOLE:
             return [shard(0, 0, size, 0)]
-        case Cut.COLUMNS:
+        case Cut.COLUMNS | Cut.EXPERT_DOWN:
             part = tensor.shape[1] // tp
             return [shard(1, tp_rank * part, (tp_rank + 1) * part, 0)]
-        case Cut.ROWS | Cut.VOCAB:
+        case Cut.ROWS:
+            part = size // tp
+            return [shard(0, tp_rank * part, (tp_rank + 1) * part, 0)]
+        case Cut.VOCAB:
             part = padded_vocab(size, tp) // tp
             start, stop = tp_rank * part, min((tp_rank + 1) * part, size)
             return [shard(0, start, stop, 0)] if start < stop else []
-        case Cut.GATE_UP:
+        case Cut.GATE_UP | Cut.EXPERT_GATE_UP:
             part = size // tp
             return [shard(0, tp_rank * part, (tp_rank + 1) * part, row.part * part)]
         case Cut.QKV:

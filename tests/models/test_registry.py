@@ -19,7 +19,7 @@ LLAMA = {
     "vocab_size": 64,
     "max_position_embeddings": 512,
     "rope_theta": 10000.0,
-    "rope_scaling": {"rope_type": "llama3", "factor": 8.0},
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
 }
 
 
@@ -30,7 +30,8 @@ def _with(**changes: Any) -> dict[str, Any]:
 def test_defaults_follow_huggingface() -> None:
     shape = shape_of(LLAMA)
     assert (shape.num_kv_heads, shape.head_dim, shape.tied_embeddings) == (4, 32, False)
-    assert (shape.rope.kind, shape.rope.theta, shape.rope.parameters) == ("llama3", 10000.0, {"factor": 8.0})
+    assert (shape.rope.kind, shape.rope.theta) == ("llama3", 10000.0)
+    assert shape.rope.parameters == {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def test_rope_parameters_of_transformers_5_are_read() -> None:
@@ -58,6 +59,10 @@ def test_switches_of_published_models_that_are_off_are_accepted() -> None:
         ({"architectures": ["Qwen2ForCausalLM"], "use_mrope": True}, r"use_mrope = True is not supported"),
         ({"logit_softcap": 30.0}, r"'logit_softcap' = 30.0 is not understood by this model family"),
         ({"vocab_size": None}, r"'vocab_size' is missing"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, r"rope_type = 'dynamic' is not supported; supported: "),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, r"'high_freq_factor' is missing from .* 'llama3'"),
+        ({"rope_scaling": {"mrope_section": [16]}}, r"'mrope_section' = \[16\] is not understood for rope_type"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"the weights are quantised .* convert them to bfloat16"),
     ],
 )
 def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], message: str) -> None:

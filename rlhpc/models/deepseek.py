@@ -1,0 +1,89 @@
+"""DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv 2412.19437): latent attention, experts in groups, shared experts.
+
+The layers that predict further tokens (num_nextn_predict_layers), stored as layers after the last one, are not built:
+neither the policy nor its log-probs use them.
+"""
+
+from __future__ import annotations
+
+from rlhpc.core.errors import UserError
+from rlhpc.models.dense import frame_table
+from rlhpc.models.experts import expert_rows
+from rlhpc.models.latent import latent_rows
+from rlhpc.models.shape import ConfigReader, Experts, LatentAttention, ModelShape, read_dense
+from rlhpc.models.tables import Family, Row
+
+_NEUTRAL = (
+    "auto_map",  # the same model, in code of its own
+    "aux_loss_alpha",  # of pre-training
+    "ep_size",  # of DeepSeek's own inference code
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+    "seq_aux",
+)
+
+
+def _read(reader: ConfigReader, architecture: str) -> ModelShape:
+    for name in _NEUTRAL:
+        reader.get(name)
+    reader.expect("attention_bias", False)
+    reader.expect("moe_layer_freq", 1)
+    latent, experts = _read_latent(reader), _read_experts(reader)
+    reader.check_experts(experts)
+    return read_dense(
+        reader,
+        "deepseek_v3",
+        architecture,
+        latent=latent,
+        experts=experts,
+        head_dim=latent.nope_dim + latent.rope_dim,
+    )
+
+
+def _read_latent(reader: ConfigReader) -> LatentAttention:
+    reader.get("qk_head_dim")  # the sum of both parts
+    rank = reader.get("q_lora_rank")
+    return LatentAttention(
+        query_rank=None if rank is None else int(rank),
+        kv_rank=int(reader.need("kv_lora_rank")),
+        nope_dim=int(reader.need("qk_nope_head_dim")),
+        rope_dim=int(reader.need("qk_rope_head_dim")),
+        value_dim=int(reader.need("v_head_dim")),
+        interleaved_rope=bool(reader.get("rope_interleave", True)),
+    )
+
+
+def _read_experts(reader: ConfigReader) -> Experts:
+    reader.expect("scoring_func", "sigmoid")
+    reader.expect("topk_method", "noaux_tc")
+    reader.expect("norm_topk_prob", True)
+    top_k, groups, kept = (reader.get(name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
+    grouped = groups is not None and int(groups) > 1
+    if grouped and int(top_k) != 2 * int(kept):
+        # The reference code ranks groups by their two best experts, Megatron by top_k / groups kept.
+        raise UserError(
+            f"num_experts_per_tok {top_k} with topk_group {kept} is not supported",
+            where=reader.where,
+            remedy="supported: two experts for each group kept",
+        )
+    ffn_size = int(reader.need("moe_intermediate_size"))
+    first, layers = int(reader.get("first_k_dense_replace") or 0), int(reader.need("num_hidden_layers"))
+    return Experts(
+        num_experts=int(reader.need("n_routed_experts")),
+        top_k=int(reader.need("num_experts_per_tok")),
+        ffn_size=ffn_size,
+        layers=tuple(range(first, layers)),
+        score="sigmoid",
+        bias=True,
+        shared_ffn_size=ffn_size * int(reader.get("n_shared_experts") or 0),
+        num_groups=int(groups) if grouped else None,
+        groups_kept=int(kept) if grouped else None,
+        scale=float(reader.get("routed_scaling_factor", 1.0)),
+    )
+
+
+def _table(shape: ModelShape) -> list[Row]:
+    return frame_table(shape, latent_rows(shape), expert_rows(shape))
+
+
+DEEPSEEK_V3 = Family("deepseek_v3", ("DeepseekV3ForCausalLM",), _read, _table)

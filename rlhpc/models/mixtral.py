@@ -1,0 +1,28 @@
+"""Mixtral (Jiang et al. 2024): Llama whose every feed-forward part is a mixture of experts."""
+
+from __future__ import annotations
+
+from rlhpc.models.dense import attention_rows, frame_table
+from rlhpc.models.experts import expert_rows
+from rlhpc.models.shape import ConfigReader, Experts, ModelShape, read_dense
+from rlhpc.models.tables import Family, Row
+
+
+def _read(reader: ConfigReader, architecture: str) -> ModelShape:
+    reader.expect("sliding_window", None)  # in this family it is on when it is there
+    reader.expect("router_jitter_noise", 0.0)
+    experts = Experts(
+        num_experts=int(reader.need("num_local_experts")),
+        top_k=int(reader.need("num_experts_per_tok")),
+        ffn_size=int(reader.need("intermediate_size")),
+        layers=tuple(range(int(reader.need("num_hidden_layers")))),
+    )
+    reader.check_experts(experts)
+    return read_dense(reader, "mixtral", architecture, default_theta=1e6, experts=experts)
+
+
+def _table(shape: ModelShape) -> list[Row]:
+    return frame_table(shape, attention_rows(shape), expert_rows(shape, "block_sparse_moe.", ("w1", "w3", "w2")))
+
+
+MIXTRAL = Family("mixtral", ("MixtralForCausalLM",), _read, _table)
