@@ -26,7 +26,8 @@ from rlhpc.core.attempts import Verdict
 from rlhpc.core.folder import RunFolder
 from tests.helpers.runs import ROOT, records, write_config
 from tests.slurm.cluster import Cluster
-from tests.slurm.faults import FAULTS, Target, newest_checkpoint, small_disk, wait_for
+from tests.slurm.faults import FAULTS, Target, small_disk
+from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
 SFT_STEPS, RL_STEPS, EVERY = 10, 30, 5
@@ -90,15 +91,15 @@ def disturbed(
     run = RunFolder(folder / "run")
     total = len(records(reference))
     count = chance.randrange(0, total - 2)
-    wait_for(lambda: len(records(run.path)) >= count and _ranks_started(run, nodes), 400, f"{count} records")
+    wait(lambda: len(records(run.path)) >= count and _ranks_started(run, nodes), 400, f"{count} records")
     time.sleep(chance.uniform(0.0, 1.0) if count else chance.uniform(0.0, 10.0))
-    saved = newest_checkpoint(run)
+    saved = attempts.saved_step(run)
     where = FAULTS[fault](Target(cluster, job_id, run, chance))
     moment = f"{where + ' ' if where else ''}after {len(records(run.path))} of {total} steps"
     hit = time.time()
     wrong = ""
     try:
-        cluster.wait_state(job_id, "COMPLETED", timeout=500)
+        cluster.wait_state(job_id, "COMPLETED", timeout=1200)
     except AssertionError as error:
         wrong = f"did not finish: {str(error).splitlines()[0]}"
     wrong = wrong or difference(run.path, reference) or _lost(run, saved)
