@@ -28,17 +28,51 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+_DSV3: dict[str, Any] = {
+    **_EXPERTS,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 64,
+}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama3": ("Llama", {"rope_parameters": _LLAMA3_ROPE}),
     "qwen2": ("Qwen2", {}),
     "qwen2_tied": ("Qwen2", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3", {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3moe": ("Qwen3Moe", {**_EXPERTS, "num_experts": 4, "norm_topk_prob": True}),
+    "dsv3": ("DeepseekV3", {**_DSV3, "rope_parameters": _YARN}),
+    "dsv3_direct": ("DeepseekV3", {**_DSV3, "q_lora_rank": None, "rope_interleave": False}),
 }
 
 
 def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
-    """Save a model of ``kind`` into ``folder``, with norms and biases that are not trivial."""
+    """Save a model of ``kind`` into ``folder``, with norms and biases that are not trivial.
+
+    ``changes`` are fields of its config, such as num_hidden_layers (2 unless told).
+    """
     import torch
     import transformers
 
@@ -49,5 +83,8 @@ def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     with torch.no_grad():
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1) if param.dim() == 1 else param.mul_(4)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(std=0.05)
     model.save_pretrained(folder)
     return folder
