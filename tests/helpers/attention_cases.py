@@ -30,6 +30,7 @@ CASES = {
     "as many keys as queries": Case(4, 4, 16, 16, MIXED),
     "grouped queries": Case(8, 4, 16, 16, MIXED),
     "two key heads": Case(8, 2, 16, 16, MIXED),
+    "three key heads": Case(12, 3, 8, 8, MIXED),
     "one key head": Case(4, 1, 16, 16, MIXED),
     "latent": Case(4, 4, 24, 16, MIXED),
     "short": Case(4, 2, 8, 8, (2, 5, 3, 1)),
