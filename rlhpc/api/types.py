@@ -91,6 +91,18 @@ class PackedBatch:
         """The same batch with one more per-token tensor."""
         return replace(self, extra={**self.extra, name: values})
 
+    def blank(self, length: int) -> PackedBatch:
+        """A batch of the same fields with one sequence of zeros that is not trained on."""
+        blanks = {
+            f.name: getattr(self, f.name).new_zeros(length)
+            for f in fields(self)
+            if isinstance(getattr(self, f.name), Tensor)
+        }
+        blanks["positions"] = torch.arange(length, device=self.positions.device)
+        blanks["cu_seqlens"] = self.cu_seqlens.new_tensor([0, length])
+        extra = {name: tensor.new_zeros(length) for name, tensor in self.extra.items()}
+        return replace(self, **blanks, sample_ids=(), extra=extra)
+
     @property
     def mask(self) -> Float32[Tensor, " T"]:
         """1 where the target is a token trained on."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 CPU = torch.device("cpu")
@@ -31,15 +32,20 @@ def megatron_device() -> Iterator[None]:
         yield
         return
     _patch_rng_state()
-    originals = {name: getattr(torch.cuda, name) for name in _CUDA_FUNCTIONS}
+    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
+
+    stand_ins: list[tuple[Any, str, Any]] = [(torch.cuda, *item) for item in _CUDA_FUNCTIONS.items()]
+    stand_ins += [(dist, *item) for item in _UNEVEN_COLLECTIVES.items()]
+    stand_ins.append((token_dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host))
+    originals = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
     try:
-        for name, stand_in in _CUDA_FUNCTIONS.items():
-            setattr(torch.cuda, name, stand_in)
+        for module, name, stand_in in stand_ins:
+            setattr(module, name, stand_in)
         with _CpuForCuda():
             yield
     finally:
-        for name, original in originals.items():
-            setattr(torch.cuda, name, original)
+        for module, name, original in originals:
+            setattr(module, name, original)
 
 
 class _Stream:
@@ -54,6 +60,9 @@ class _Stream:
     def wait_event(self, event: Any) -> None: ...
 
     def synchronize(self) -> None: ...
+
+    def record_event(self) -> _Stream:
+        return self
 
     def __enter__(self) -> _Stream:
         return self
@@ -71,6 +80,41 @@ _CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "manual_seed": torch.manual_seed,
     "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
 }
+
+
+def _splits_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    """Upstream (moe_utils.py:1093) converts what is on a GPU only; all_to_all_single refuses tensors as splits."""
+    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+
+
+def _all_gather(outputs: list[torch.Tensor], part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+    """Parts of unequal length too (mappings.py:150), which NCCL takes and gloo does not."""
+    if async_op or len({len(output) for output in outputs}) == 1:
+        return _torch_all_gather(outputs, part, group=group, async_op=async_op)
+    padded = part.new_zeros(max(map(len, outputs)), *part.shape[1:])
+    padded[: len(part)] = part
+    gathered = [torch.empty_like(padded) for _ in outputs]
+    _torch_all_gather(gathered, padded, group=group)
+    for output, whole in zip(outputs, gathered, strict=True):
+        output.copy_(whole[: len(output)])
+    return None
+
+
+def _reduce_scatter(
+    output: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
+) -> Any:
+    """The way back of ``_all_gather`` (mappings.py:196): gloo has no reduce_scatter of unequal parts."""
+    if options.get("async_op") or len({len(part) for part in parts}) == 1:
+        return _torch_reduce_scatter(output, parts, op=op, group=group, **options)
+    whole = torch.cat(parts)
+    dist.all_reduce(whole, op=op, group=group)
+    output.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])
+    return None
+
+
+_torch_all_gather, _torch_reduce_scatter = dist.all_gather, dist.reduce_scatter
+# Only where expert tensor parallelism and expert parallelism meet.
+_UNEVEN_COLLECTIVES: dict[str, Callable[..., Any]] = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
 
 # Compared as strings in distrib_optimizer.py:361/420/582, clip_grads.py:167 and optimizer.py:671.
 _CUDA_TYPE_NAMES = {

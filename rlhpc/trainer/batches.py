@@ -46,7 +46,6 @@ def rl_minibatches(run: Run, samples: Sequence[Sample], advantages: Sequence[flo
                     "engine_log_probs": [samples[i].log_probs for i in bin_ids],
                     "advantages": [_spread(advantages[i], samples[i].response_len) for i in bin_ids],
                 },
-                align=run.actor.alignment,
             )
             for bin_ids in _my_bins(run, plan)
         )
@@ -59,7 +58,7 @@ def sft_minibatch(run: Run, sequences: Sequence[tuple[np.ndarray, int]]) -> Mini
     lengths = [len(tokens) for tokens, _ in sequences]
     (plan,) = pack(lengths, run.layout.dp, run.config.train.tokens_per_microbatch)
     batches = tuple(
-        pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids, align=run.actor.alignment)
+        pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids)
         for bin_ids in _my_bins(run, plan)
     )
     return Minibatch(batches, float(sum(len(tokens) - prompt_len for tokens, prompt_len in sequences)))

@@ -18,7 +18,7 @@ from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
 from rlhpc.parallel.groups import build_groups
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.rollout.vllm_engine import VllmEngine
 
 
@@ -64,10 +64,8 @@ class Run:
 
 def build(config: RunConfig, context: RankContext) -> Run:
     """Build models, data and engine on this rank; the ranks have joined. Collective."""
-    info, parallel = context.info, config.parallel
-    layout = ParallelLayout(
-        info.world_size, parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp, parallel.vpp
-    )
+    info = context.info
+    layout = make_layout(config.parallel, info.world_size)
     build_groups(layout, config.seed)
     shape = read_model(config.model.path)
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data.chat_template)
@@ -75,7 +73,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     rl = config.train.steps > 0
 
     def model(optimizer: OptimizerSection | None) -> MegatronBackend:
-        backend = MegatronBackend(shape, layout, info, config.model.dtype, config.parallel.sequence_parallel, optimizer)
+        backend = MegatronBackend(shape, layout, info, config.model.dtype, config.parallel, optimizer)
         backend.load_pretrained(config.model.path)
         return backend
 

@@ -49,6 +49,7 @@ def _actor(folder: Path, tp: int, optimizer: Any = None) -> Any:
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.schema import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -58,7 +59,7 @@ def _actor(folder: Path, tp: int, optimizer: Any = None) -> Any:
     layout = ParallelLayout(info.world_size, tp=tp)
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
-    backend = MegatronBackend(read_model(folder), layout, info, "float32", optimizer=optimizer)
+    backend = MegatronBackend(read_model(folder), layout, info, "float32", ParallelSection(tp=tp), optimizer)
     backend.load_pretrained(folder)
     return backend
 
@@ -68,10 +69,10 @@ def _sequences() -> list[torch.Tensor]:
     return [torch.randint(2, 64, (length,), generator=generator) for length in LENGTHS]
 
 
-def _batch(sequences: list[torch.Tensor], alignment: int) -> Any:
+def _batch(sequences: list[torch.Tensor]) -> Any:
     from rlhpc.data.collate import pack_batch
 
-    return pack_batch([(s.numpy(), 1) for s in sequences], sample_ids=range(len(sequences)), align=alignment)
+    return pack_batch([(s.numpy(), 1) for s in sequences], sample_ids=range(len(sequences)))
 
 
 def _logits_differences(folders: dict[str, Path], tp: int) -> dict[str, float]:
@@ -82,7 +83,7 @@ def _logits_difference(folder: Path, tp: int) -> float:
     from transformers import AutoModelForCausalLM
 
     backend, sequences = _actor(folder, tp), _sequences()
-    (logits,) = backend.logits([_batch(sequences, backend.alignment)])
+    (logits,) = backend.logits([_batch(sequences)])
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     worst, start = 0.0, 0
     for sequence in sequences:
@@ -111,7 +112,7 @@ def _train(backend: Any, steps: int) -> list[tuple[float, float]]:
     layout, sequences = backend.layout, _sequences()
     rank = layout.coord(torch.distributed.get_rank())["dp"]
     mine = sequences[rank :: layout.dp]
-    batches = [_batch(part, backend.alignment) for part in (mine[:1], mine[1:])]
+    batches = [_batch(part) for part in (mine[:1], mine[1:])]
     tokens = sum(LENGTHS) - len(LENGTHS)
     stats = [backend.train(batches, _negative_log_likelihood, tokens, 1.0, 1e-3) for _ in range(steps)]
     return [(s.sums["loss"] / tokens, s.gradient_norm) for s in stats]

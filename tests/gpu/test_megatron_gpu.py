@@ -42,6 +42,7 @@ def test_nothing_of_torch_is_patched_while_megatron_runs() -> None:
 
 def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.schema import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups, join
@@ -50,7 +51,7 @@ def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
     info, layout = RankInfo.from_environ(), ParallelLayout(1)
     join(info)
     build_groups(layout, seed=1)
-    backend = MegatronBackend(read_model(folder), layout, info, dtype, optimizer=optimizer)
+    backend = MegatronBackend(read_model(folder), layout, info, dtype, ParallelSection(), optimizer)
     backend.load_pretrained(folder)
     return backend
 

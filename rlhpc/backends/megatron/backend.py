@@ -16,15 +16,18 @@ from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TrainStats
 from rlhpc.backends.megatron.checkpoint import Content
+from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.log_probs import token_stats
-from rlhpc.backends.megatron.model import DTYPES, ShardedWeights, build_chunks, transformer_config
+from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
 from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
-from rlhpc.backends.megatron.packed import RotaryTable, packed_params
-from rlhpc.config.schema import OptimizerSection
+from rlhpc.backends.megatron.packed import RotaryTable
+from rlhpc.backends.megatron.weights import ShardedWeights
+from rlhpc.config.schema import OptimizerSection, ParallelSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device
+from rlhpc.plan.context import ContextSplit, split_context
 from rlhpc.plan.layout import ParallelLayout
 
 _MAX = "max/"  # metrics of this prefix are combined by maximum, all others by sum
@@ -39,15 +42,15 @@ class MegatronBackend:
         layout: ParallelLayout,
         info: RankInfo,
         dtype: str,
-        sequence_parallel: bool = True,
+        parallel: ParallelSection,
         optimizer: OptimizerSection | None = None,
     ) -> None:
         self._section = optimizer
         self._device = device()
-        self.layout = layout
+        self.layout, self._coord = layout, layout.coord(info.rank)
         self.rope = RotaryTable(shape, self._device)
         with megatron_device():
-            self._config = transformer_config(shape, layout, DTYPES[dtype], sequence_parallel)
+            self._config = transformer_config(shape, layout, DTYPES[dtype], parallel)
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
             self._models = models
@@ -58,11 +61,6 @@ class MegatronBackend:
             else:
                 self._chunks = distribute(self._config, self._chunks)
         self._optimizer: Any = None
-
-    @property
-    def alignment(self) -> int:
-        """A packed batch's tokens must be a multiple of this: sequence parallelism cuts them evenly."""
-        return self.layout.tp if self._config.sequence_parallel else 1
 
     def load_pretrained(self, folder: Path) -> None:
         """Take the weights of a HuggingFace folder; a trained model starts its optimizer afresh."""
@@ -85,20 +83,21 @@ class MegatronBackend:
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
         """See ``TrainBackend``."""
 
-        def keep(batch: PackedBatch, logits: Tensor, non_loss_data: bool = True) -> TokenStats:
-            return self._token_stats(logits, batch, temperature)
+        def keep(batch: PackedBatch, local: LocalBatch, logits: Tensor, non_loss_data: bool = True) -> TokenStats:
+            return self._token_stats(logits, batch, local, temperature)
 
         with torch.no_grad():
-            return self._run(batches, keep, forward_only=True, collect_non_loss_data=True)
+            stats = self._run(batches, keep, forward_only=True, collect_non_loss_data=True)
+        return self._from_last_stage(stats, batches)
 
     def logits(self, batches: Sequence[PackedBatch]) -> list[Float[Tensor, "T V"]]:
-        """Whole-vocabulary logits of each batch: for tests and tools, not for training."""
+        """Whole-vocabulary logits of each batch on the last pipeline stage: for tests and tools, not for training."""
 
-        def gather(batch: PackedBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
+        def gather(batch: PackedBatch, local: LocalBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
             group = parallel_state.get_tensor_model_parallel_group()
             parts = [torch.empty_like(logits[0]) for _ in range(group.size())]
             dist.all_gather(parts, logits[0].contiguous(), group=group)
-            return torch.cat(parts, dim=-1)
+            return local.gather(torch.cat(parts, dim=-1), parallel_state.get_context_parallel_group())
 
         with torch.no_grad():
             return self._run(batches, gather, forward_only=True, collect_non_loss_data=True)
@@ -108,8 +107,10 @@ class MegatronBackend:
     ) -> TrainStats:
         """See ``TrainBackend``."""
 
-        def differentiate(batch: PackedBatch, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            sums: LossSums = loss(self._token_stats(logits, batch, temperature), batch)
+        def differentiate(
+            batch: PackedBatch, local: LocalBatch, logits: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            sums: LossSums = loss(self._token_stats(logits, batch, local, temperature), batch)
             no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
             return sums.total / denominator, no_tokens, sums.metrics
 
@@ -120,7 +121,7 @@ class MegatronBackend:
         metrics = self._run(batches, differentiate, forward_only=False)
         with megatron_device():
             _, gradient_norm, _ = self._optimizer.step()
-        return TrainStats(float(gradient_norm), _reduce_metrics(metrics, self._device))
+        return TrainStats(float(gradient_norm), self._reduce_metrics(metrics))
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See ``TrainBackend``."""
@@ -138,53 +139,98 @@ class MegatronBackend:
     def _content(self) -> Content:
         return Content(self.layout, self._models, self._optimizer)
 
-    def _token_stats(self, logits: Float[Tensor, "1 T V"], batch: PackedBatch, temperature: float) -> TokenStats:
-        """Statistics at the positions that are trained on, 0 elsewhere."""
-        index = batch.loss_weight.nonzero()[:, 0]
+    def _token_stats(
+        self, logits: Float[Tensor, "1 L V"], batch: PackedBatch, local: LocalBatch, temperature: float
+    ) -> TokenStats:
+        """Statistics of the whole batch at the positions that are trained on, 0 elsewhere."""
+        weight = local.take(batch.loss_weight)
+        index = weight.nonzero()[:, 0]
         group = parallel_state.get_tensor_model_parallel_group()
-        stats = token_stats(logits[0].index_select(0, index), batch.targets[index], group, temperature)
-        zeros = torch.zeros_like(batch.loss_weight)
-        return TokenStats(zeros.index_copy(0, index, stats.log_probs), zeros.index_copy(0, index, stats.entropy))
+        targets = local.take(batch.targets)[index]
+        stats = token_stats(logits[0].index_select(0, index), targets, group, temperature)
+        zeros = torch.zeros_like(weight)
+        both = torch.stack([zeros.index_copy(0, index, x) for x in (stats.log_probs, stats.entropy)], dim=-1)
+        return TokenStats(*local.gather(both, parallel_state.get_context_parallel_group()).unbind(-1))
 
     def _run(
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], forward_only: bool, **options: Any
     ) -> list[Any]:
-        """The pipeline schedule over the microbatches; what ``finish`` returned for each, on the last stage."""
+        """The pipeline schedule over the micro batches; what ``finish`` returned for each, on the last stage."""
+        padded = self._whole_rounds(batches)
 
-        def forward_step(batches: Iterator[PackedBatch], chunk: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        def forward_step(
+            batches: Iterator[tuple[PackedBatch, ContextSplit]], chunk: torch.nn.Module
+        ) -> tuple[Tensor, Callable[..., Any]]:
             touch("backward and forward" if not forward_only else "forward")
-            batch = next(batches).to(self._device)
-            params = packed_params(batch, self.rope)
-            logits = chunk(batch.tokens[None], batch.positions[None], None, packed_seq_params=params)
-            return logits, functools.partial(finish, batch)
+            batch, split = next(batches)
+            batch = batch.to(self._device)
+            local = local_batch(batch, split, self._coord["cp"], self.rope)
+            logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params)
+            return logits, functools.partial(finish, batch, local)
 
-        iterators = [iter(batches) for _ in self._chunks]
+        splits = self._splits(padded)
+        iterators = [iter(list(zip(padded, splits, strict=True))) for _ in self._chunks]
         several = len(self._chunks) > 1
         with megatron_device():
-            return get_forward_backward_func()(
+            results = get_forward_backward_func()(
                 forward_step_func=forward_step,
                 data_iterator=iterators if several else iterators[0],
                 model=self._chunks if several else self._chunks[0],
-                num_microbatches=len(batches),
-                seq_length=max(len(batch.tokens) for batch in batches),
+                num_microbatches=len(padded),
+                seq_length=self.layout.cp * max(split.local_tokens for split in splits),
                 micro_batch_size=1,
                 forward_only=forward_only,
                 **options,
             )
+        return results[: len(batches)]
 
+    def _whole_rounds(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
+        """Interleaved stages take micro batches in rounds of pp: blank ones fill the last round."""
+        missing = -len(batches) % self.layout.pp if self.layout.vpp else 0
+        return [*batches, *[batches[0].blank(1) for _ in range(missing)]]
 
-def _reduce_metrics(metrics: list[dict[str, Tensor]], where: torch.device) -> dict[str, float]:
-    """Sums (maxima where the name says so) over this rank's microbatches and then the data-parallel ranks."""
-    names = sorted({name for sums in metrics for name in sums})
-    sums = [name for name in names if not name.startswith(_MAX)]
-    maxima = [name for name in names if name.startswith(_MAX)]
-    group = parallel_state.get_data_parallel_group()
-    reduced: dict[str, float] = {}
-    for chosen, combine, operation in ((sums, sum, dist.ReduceOp.SUM), (maxima, max, dist.ReduceOp.MAX)):
-        if not chosen:
-            continue
-        values = [combine(float(m[name]) for m in metrics if name in m) for name in chosen]
-        tensor = torch.tensor(values, dtype=torch.float64, device=where)
-        dist.all_reduce(tensor, op=operation, group=group)
-        reduced.update(zip(chosen, tensor.tolist(), strict=True))
-    return reduced
+    def _splits(self, batches: Sequence[PackedBatch]) -> list[ContextSplit]:
+        """How each batch is cut over cp. Expert dispatch by all-gather needs equal lengths on all ranks."""
+        lengths = [batch.cu_seqlens.diff().tolist() for batch in batches]
+        cp, align = self.layout.cp, self.layout.tp if self._config.sequence_parallel else 1
+        splits = [split_context(batch_lengths, cp, align) for batch_lengths in lengths]
+        if self._config.moe_token_dispatcher_type != "allgather" or self._config.num_moe_experts is None:
+            return splits
+        least = torch.tensor(max(split.local_tokens for split in splits), device=self._device)
+        group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(least, op=dist.ReduceOp.MAX, group=group)
+        return [split_context(batch_lengths, cp, align, int(least)) for batch_lengths in lengths]
+
+    def _from_last_stage(self, stats: list[TokenStats], batches: Sequence[PackedBatch]) -> list[TokenStats]:
+        """The last pipeline stage's results on every stage."""
+        if self.layout.pp == 1:
+            return stats
+        lengths = [len(batch.tokens) for batch in batches]
+        if stats:
+            flat = torch.stack([torch.cat([s.log_probs for s in stats]), torch.cat([s.entropy for s in stats])])
+        else:
+            flat = torch.empty(2, sum(lengths), device=self._device)
+        group = parallel_state.get_pipeline_model_parallel_group()
+        dist.broadcast(flat, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
+        return [TokenStats(*part) for part in flat.split(lengths, dim=1)]
+
+    def _reduce_metrics(self, metrics: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sums (maxima where the name says so) over micro batches and data-parallel ranks, on every rank."""
+        names = sorted({name for sums in metrics for name in sums})
+        sums = [name for name in names if not name.startswith(_MAX)]
+        maxima = [name for name in names if name.startswith(_MAX)]
+        reduced: dict[str, float] = {}
+        for chosen, combine, operation in ((sums, sum, dist.ReduceOp.SUM), (maxima, max, dist.ReduceOp.MAX)):
+            if not chosen:
+                continue
+            values = [combine(float(m[name]) for m in metrics if name in m) for name in chosen]
+            tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
+            dist.all_reduce(tensor, op=operation, group=parallel_state.get_data_parallel_group())
+            reduced.update(zip(chosen, tensor.tolist(), strict=True))
+        if self.layout.pp > 1:
+            shared = [reduced]
+            group = parallel_state.get_pipeline_model_parallel_group()
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast_object_list(shared, src=last, group=group, device=self._device)
+            (reduced,) = shared
+        return reduced

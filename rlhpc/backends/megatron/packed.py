@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -121,18 +120,3 @@ def rotary_frequencies(rope: Rope, shape: ModelShape) -> tuple[Float32[Tensor, "
     )
     config.rope_parameters = {"rope_type": rope.kind, "rope_theta": rope.theta, **rope.parameters}
     return ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
-
-
-def softmax_scale(shape: ModelShape) -> float:
-    """The factor on the products of queries and keys.
-
-    With yarn, DeepSeek's latent attention takes its ``mscale_all_dim`` out of cos and sin and puts it here
-    (transformers' yarn_apply_mscale; vLLM's deepseek_v2.py:560).
-    """
-    if shape.latent is None:
-        return 1.0 / math.sqrt(shape.head_dim)
-    scale = 1.0 / math.sqrt(shape.latent.nope_dim + shape.latent.rope_dim)
-    weight, factor = shape.rope.parameters.get("mscale_all_dim"), shape.rope.parameters.get("factor", 1.0)
-    if shape.rope.kind == "default" or not weight or factor <= 1:
-        return scale
-    return scale * (0.1 * weight * math.log(factor) + 1.0) ** 2

@@ -1,0 +1,146 @@
+"""Mixture of experts in Megatron's MoE layer: the router and the experts, on PyTorch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int64
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from rlhpc.parallel.compat import device
+
+
+class Router(TopKRouter):
+    """Megatron's router with its gate in plain PyTorch: upstream's calls Transformer Engine (moe_utils.py:1192).
+
+    It counts what it decides while gradients are on, for the metrics of an update; a recomputed forward counts once.
+    """
+
+    def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.aux_weight = 0.0  # 1 / tokens of the whole batch, set before each update
+        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens that each expert took
+        self.entropy = torch.zeros((), device=device())  # sum over tokens
+        self.tokens = torch.zeros((), device=device())
+
+    def gating(self, input: Float[Tensor, "T 1 hidden"]) -> Float[Tensor, "T 1 experts"]:
+        dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
+        return F.linear(input.to(dtype), self.weight.to(dtype))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        probs, routing_map = super().routing(logits, padding_mask)
+        if torch.is_grad_enabled():
+            self._count(logits.detach(), routing_map)
+        return probs, routing_map
+
+    @torch.no_grad()
+    def _count(self, logits: Tensor, routing_map: Tensor) -> None:
+        scores = logits.flatten(0, -2).float()
+        if self.score_function == "sigmoid":
+            scores = scores.sigmoid().log()
+        log_probs = scores.log_softmax(-1)
+        self.load += routing_map.sum(0)
+        self.entropy -= (log_probs.exp() * log_probs).sum()
+        self.tokens += len(scores)
+
+    def take_counts(self) -> Float[Tensor, " experts+2"]:
+        """Load of each expert, sum of entropies, tokens, on this rank since the last call."""
+        counts = torch.cat([self.load, self.entropy[None], self.tokens[None]])
+        for counter in (self.load, self.entropy, self.tokens):
+            counter.zero_()
+        return counts
+
+    def attach_and_log_load_balancing_loss(
+        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *_: Any, **options: Any
+    ) -> Tensor:
+        """The auxiliary loss as a mean over the tokens of the whole batch.
+
+        Upstream leaves the division to finalize_model_grads, which here gets losses that are divided already.
+        """
+        tokens = options.get("valid_token_count")
+        tokens = len(activation) if tokens is None else tokens
+        return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens * self.aux_weight)
+
+
+class GroupedExperts(MegatronModule):
+    """All experts of this rank in two tensors, each multiplied in one grouped product.
+
+    Weights lie as vLLM keeps them: w13 [experts, 2 x ffn / etp, hidden], gate then up, and
+    w2 [experts, hidden, ffn / etp].
+    """
+
+    def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **_: Any) -> None:
+        super().__init__(config=config)
+        self._groups = pg_collection
+        ffn, hidden = config.moe_ffn_hidden_size // pg_collection.expt_tp.size(), config.hidden_size
+        options = {"dtype": config.params_dtype, "device": device()}
+        self.w13 = torch.nn.Parameter(torch.empty(num_local_experts, 2 * ffn, hidden, **options))
+        self.w2 = torch.nn.Parameter(torch.empty(num_local_experts, hidden, ffn, **options))
+        for weight, dim in ((self.w13, 1), (self.w2, 2)):
+            # Reduced over the experts' own data-parallel group, at any ep: checkpoints move between ep sizes.
+            weight.allreduce = False
+            weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride = True, dim, 1
+
+    def forward(
+        self,
+        x: Float[Tensor, "N hidden"],
+        tokens_per_expert: Int64[Tensor, " local_experts"],
+        probs: Float[Tensor, " N"],
+    ) -> tuple[Float[Tensor, "N hidden"], None]:
+        if not len(x):  # no token chose them: gradients of zero, and the same graph on every rank
+            return x + 0 * (self.w13.sum() + self.w2.sum()), None
+        ends = tokens_per_expert.to(x.device).cumsum(0).to(torch.int32)
+        gate, up = _grouped_product(x, self.w13, ends).chunk(2, dim=-1)
+        activated = (F.silu(gate) * up * probs[:, None]).to(x.dtype)
+        return _grouped_product(activated, self.w2, ends), None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
+    ) -> dict[str, Any]:
+        """Global tensors [all experts, …]; gate and up are two parts of dim 1, each cut over etp."""
+        ep, etp, edp = self._groups.ep, self._groups.expt_tp, self._groups.expt_dp
+        axis = len(sharded_offsets)
+        experts, replica = (axis, ep.rank(), ep.size()), (0, 0, edp.rank())
+
+        def halves(key: str, weight: Tensor, replica_id: tuple, flattened_range: slice | None) -> list[ShardedTensor]:
+            assert flattened_range is None
+            return [
+                ShardedTensor.from_rank_offsets(
+                    key,
+                    half,
+                    *sharded_offsets,
+                    experts,
+                    (axis + 1, part * etp.size() + etp.rank(), 2 * etp.size()),
+                    replica_id=replica_id,
+                    prepend_axis_num=axis,
+                )
+                for part, half in enumerate(weight.chunk(2, dim=1))
+            ]
+
+        w13 = ShardedTensorFactory(f"{prefix}w13", self.w13, halves, lambda parts: torch.cat(parts, dim=1), replica)
+        w2 = ShardedTensor.from_rank_offsets(
+            f"{prefix}w2",
+            self.w2,
+            *sharded_offsets,
+            experts,
+            (axis + 2, etp.rank(), etp.size()),
+            replica_id=replica,
+            prepend_axis_num=axis,
+        )
+        return {f"{prefix}w13": w13, f"{prefix}w2": w2}
+
+
+def _grouped_product(x: Tensor, weight: Float[Tensor, "G out in"], ends: Tensor) -> Tensor:
+    """x's rows up to ends[0] times weight[0] transposed, and so on. On a GPU PyTorch has this for bfloat16 only."""
+    if x.is_cuda and x.dtype is not torch.bfloat16:
+        parts = x.tensor_split(ends[:-1].tolist())
+        return torch.cat([F.linear(part, one) for part, one in zip(parts, weight, strict=True)])
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)

@@ -1,0 +1,145 @@
+"""The weights of this rank's modules, in and out by the plan's shards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from torch import Tensor
+
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.safetensors_files import SafetensorsFolder
+from rlhpc.models import ModelShape
+from rlhpc.parallel.compat import device
+from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.shards import Shard, TensorSpec, megatron_shards, model_tensors
+
+_OUTPUT = "output_layer.weight"
+_PADDED = {"embedding.word_embeddings.weight", _OUTPUT}
+_EXPERT_BIAS = "mlp.router.expert_bias"  # the one weight that is no parameter; float32 always
+
+ShardsByTensor = dict[str, list[Shard]]
+
+
+class ShardedWeights:
+    """The parameters of this rank's modules, and the routers' biases, seen as the plan's shards."""
+
+    def __init__(self, shape: ModelShape, layout: ParallelLayout, info: RankInfo, chunks: list[GPTModel]) -> None:
+        self._shape, self._layout = shape, layout
+        self._shards = megatron_shards(shape, layout, info.rank)
+        self._params = [_weights_of(chunk) for chunk in chunks]
+        self._dtype = next(chunks[0].parameters()).dtype
+        self._members: dict[dist.ProcessGroup, list[ShardsByTensor]] = {}
+        held = {(shard.chunk, shard.local_name) for shard in self._shards}
+        present = {(i, name) for i, params in enumerate(self._params) for name in params}
+        assert held == present, f"plan and model differ: {sorted(held ^ present)[:4]}"
+
+    def parameter(self, shard: Shard) -> Tensor:
+        """The parameter that holds the shard."""
+        return self._params[shard.chunk][shard.local_name]
+
+    def view(self, shard: Shard) -> Tensor:
+        """The live block of that parameter."""
+        return block_of(self.parameter(shard).data, shard)
+
+    @torch.no_grad()
+    def load(self, folder: Path) -> None:
+        """Read this rank's byte ranges of a HuggingFace folder; rows that pad the vocabulary become zero."""
+        for params in self._params:
+            for name in params.keys() & _PADDED:
+                params[name].data.zero_()
+        with SafetensorsFolder(folder) as files:
+            for shard in self._shards:
+                self.view(shard).copy_(files.read(shard.tensor.name, shard.tensor.shape, shard.box.slices))
+
+    @torch.no_grad()
+    def full_tensors(
+        self, view: Callable[[Shard], Tensor] | None = None, dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of the model whole, on every rank: gather over one copy of the model, then assemble.
+
+        ``view`` gives the block of a shard in ``dtype``, by default the weight itself. Collective over all ranks.
+        """
+        view, dtype = view or self.view, dtype or self._dtype
+        for tensor in model_tensors(self._shape):
+            group = _copy_group(tensor)
+            members = self._shards_by_member(group)
+            mine = members[group.rank()].get(tensor.name, [])
+            if all(_holds_whole(tensor, shards) for shards in members):
+                yield tensor.name, view(mine[0])
+                continue
+            size = max(sum(prod(shard.box.shape) for shard in shards.get(tensor.name, [])) for shards in members)
+            holder = next(shard for shards in members for shard in shards.get(tensor.name, []))
+            is_bias = holder.local_name.endswith(_EXPERT_BIAS)
+            flat = _flatten(map(view, mine), size, torch.float32 if is_bias else dtype)
+            parts = [torch.empty_like(flat) for _ in members]
+            dist.all_gather(parts, flat, group=group)
+            yield tensor.name, _assemble(tensor, parts, members)
+
+    def _shards_by_member(self, group: dist.ProcessGroup) -> list[ShardsByTensor]:
+        """For each rank of the group, its shards by tensor; a second copy of tied embeddings is left out."""
+        if group not in self._members:
+            members: list[ShardsByTensor] = []
+            for rank in dist.get_process_group_ranks(group):
+                shards: ShardsByTensor = {}
+                for shard in megatron_shards(self._shape, self._layout, rank):
+                    if not (shard.local_name == _OUTPUT and self._shape.tied_embeddings):
+                        shards.setdefault(shard.tensor.name, []).append(shard)
+                members.append(shards)
+            self._members[group] = members
+        return self._members[group]
+
+
+def block_of(parameter: Tensor, shard: Shard) -> Tensor:
+    """The part of a parameter (or of its gradient) that holds ``shard``, in the tensor's own number of dims."""
+    return parameter[shard.local_box.slices].view(shard.box.shape)
+
+
+def _weights_of(chunk: GPTModel) -> dict[str, Tensor]:
+    biases = {name: buffer for name, buffer in chunk.named_buffers() if name.endswith(_EXPERT_BIAS)}
+    return {**dict(chunk.named_parameters()), **biases}
+
+
+def _copy_group(tensor: TensorSpec) -> dist.ProcessGroup:
+    """The ranks that hold one copy of the model between them: experts are cut by other axes than the rest."""
+    if tensor.expert is None:
+        return parallel_state.get_model_parallel_group()
+    return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
+
+
+def _holds_whole(tensor: TensorSpec, shards: ShardsByTensor) -> bool:
+    mine = shards.get(tensor.name, [])
+    return len(mine) == 1 and mine[0].box.shape == tensor.shape
+
+
+def _flatten(blocks: Iterable[Tensor], size: int, dtype: torch.dtype) -> Tensor:
+    """This rank's blocks of a tensor end to end, padded to the largest rank's."""
+    flat = torch.empty(size, dtype=dtype, device=device())
+    start = 0
+    for block in blocks:
+        flat[start : start + block.numel()].view(block.shape).copy_(block)
+        start += block.numel()
+    return flat
+
+
+def _assemble(tensor: TensorSpec, parts: list[Tensor], members: list[ShardsByTensor]) -> Tensor:
+    """The whole tensor from every member's flat blocks."""
+    full: Tensor | None = None
+    for flat, shards in zip(parts, members, strict=True):
+        start = 0
+        for shard in shards.get(tensor.name, []):
+            size = prod(shard.box.shape)
+            block = flat[start : start + size].view(shard.box.shape)
+            if shard.box.shape == tensor.shape:
+                return block
+            if full is None:
+                full = flat.new_empty(tensor.shape)
+            full[shard.box.slices] = block
+            start += size
+    assert full is not None, f"no rank holds {tensor.name}"
+    return full
