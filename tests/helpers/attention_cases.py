@@ -109,12 +109,13 @@ def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) ->
     )
 
 
-def one_at_a_time(case: Case, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def one_at_a_time(case: Case, query: Tensor, key: Tensor, value: Tensor, rotates: bool | None = None) -> Tensor:
     """[T, heads, value_dim]: softmax over the tokens that came before, sequence by sequence."""
+    rotates = case.rotates if rotates is None else rotates
     outputs, start = [], 0
     for length in case.lengths:
         q, k, v = (x[start : start + length].double().transpose(0, 1) for x in (query, key, value))
-        if case.rotates:
+        if rotates:
             q, k = _rotated(q), _rotated(k)
         k, v = (x.repeat_interleave(case.heads // case.kv_heads, dim=0) for x in (k, v))
         scores = q @ k.transpose(1, 2) / case.dim**0.5
