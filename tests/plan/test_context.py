@@ -135,6 +135,16 @@ def test_two_ranks_hold_the_outer_and_the_inner_chunks() -> None:
     assert split.part(1).visible_lengths.tolist() == [4, 6, 2, 3]
 
 
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_batches_of_unequal_length_can_be_filled_up_to_one(cp: int) -> None:
+    """Every rank then holds the same number, without the tokens changing."""
+    most = max(split_context(lengths, cp, align=3).local_tokens for lengths in LENGTHS.values())
+    splits = [split_context(lengths, cp, align=3, least=most) for lengths in LENGTHS.values()]
+    assert {split.local_tokens for split in splits} == {most}
+    for split in splits:
+        assert gathered(split)[split.gathered_of_packed].tolist() == list(range(sum(split.lengths)))
+
+
 def test_a_large_batch_is_cut_quickly() -> None:
     lengths = [400] * 2000
     began = time.process_time()
