@@ -1,4 +1,4 @@
-"""Rotary angles, against transformers' own modules."""
+"""Rotary angles, against transformers' and vLLM's own modules."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from rlhpc.models.shape import ModelShape, Rope
+from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import KINDS
 
 _LLAMA3 = KINDS["llama3"][1]["rope_parameters"]
@@ -55,6 +57,13 @@ def test_angles_of_latent_attention_equal_huggingfaces(tmp_path: Path, name: str
     assert _difference(config, "DeepseekV3ForCausalLM", DeepseekV3RotaryEmbedding, tmp_path) < 1e-6
 
 
+@pytest.mark.slow
+def test_angles_equal_the_engines() -> None:
+    """Of vLLM's own tables, bit for bit."""
+    (differences,) = run_ranks(_differences_to_engine, 1, join=False)
+    assert differences == dict.fromkeys(differences, 0.0)
+
+
 def test_rotation_equals_huggingfaces() -> None:
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
@@ -65,6 +74,45 @@ def test_rotation_equals_huggingfaces() -> None:
     cos, sin = (torch.cat([part, part], dim=-1) for part in (angles.cos(), angles.sin()))
     expected, _ = apply_rotary_pos_emb(x, x, cos, sin)
     torch.testing.assert_close(rotate(x, cos, sin), expected, rtol=0, atol=1e-6)
+
+
+def _differences_to_engine() -> dict[str, float]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from rlhpc.backends.megatron.packed import RotaryTable
+
+    found = {}
+    for family, ropes in (("llama", ROPES), ("deepseek", LATENT_ROPES)):
+        for name, given in ropes.items():
+            parameters = dict(given)
+            rope = Rope(parameters.pop("rope_theta"), parameters.pop("rope_type"), parameters)
+            # vLLM gives DeepSeek's models a yarn of their own (deepseek_v2.py).
+            kind = "deepseek_yarn" if family == "deepseek" and rope.kind == "yarn" else rope.kind
+            with set_current_vllm_config(VllmConfig()):
+                theirs = get_rope(32, 512, True, {**given, "rope_type": kind}, torch.float32).cos_sin_cache
+            cos, sin = RotaryTable(_shape(rope), torch.device("cpu"))(POSITIONS)
+            ours = torch.cat([cos[:, :16], sin[:, :16]], dim=-1)
+            found[f"{family}, {name}"] = float((ours - theirs[POSITIONS]).abs().max())
+    return found
+
+
+def _shape(rope: Rope) -> ModelShape:
+    return ModelShape(
+        family="llama",
+        architecture="LlamaForCausalLM",
+        num_layers=1,
+        hidden_size=128,
+        ffn_size=8,
+        num_heads=4,
+        num_kv_heads=4,
+        head_dim=32,
+        vocab_size=64,
+        max_positions=512,
+        norm_epsilon=1e-6,
+        rope=rope,
+        tied_embeddings=False,
+    )
 
 
 def _difference(config: Any, architecture: str, module: Any, folder: Path) -> float:
