@@ -18,7 +18,8 @@ from rlhpc.core.folder import RunFolder
 from tests.helpers.runs import records
 from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
-from tests.slurm.faults import Target, kill_rank, wait_for
+from tests.slurm.faults import Target, kill_rank
+from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
 _WAIT = 1.0
@@ -40,7 +41,7 @@ def main() -> None:
         print("  judged   ranks started again   next step done")
         for round_ in range(1, options.rounds + 1):
             _wait_for_steps(run, time.time())
-            wait_for(lambda: attempts.saved_step(run) > 0, 120, "a checkpoint")
+            wait(lambda: attempts.saved_step(run) > 0, 120, "a checkpoint")
             killed = time.time()
             kill_rank(target)
             _wait_for_steps(run, killed)
@@ -62,7 +63,7 @@ def _wait_for_steps(run: RunFolder, since: float) -> None:
         found = records(run.path)
         return newest is not None and bool(found) and found[-1]["time"] > max(newest.started, since) + 2
 
-    wait_for(stepped, 300, "steps after a start")
+    wait(stepped, 300, "steps after a start")
 
 
 if __name__ == "__main__":

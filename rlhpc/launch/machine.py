@@ -45,17 +45,22 @@ def check_resources(config: RunConfig) -> None:
 def rank_environment(resources: ResourcesSection) -> dict[str, str]:
     """Variables that every rank on this machine gets."""
     threads = resources.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // resources.ranks_per_node)
-    settings = {
-        env.MASTER_ADDR: "127.0.0.1",
-        env.MASTER_PORT: str(free_port()),
+    settings = common_environment("127.0.0.1", free_port(), threads, gpus=gpu_count() > 0)
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        settings[env.GLOO_SOCKET_IFNAME] = "lo"
+    return settings
+
+
+def common_environment(master: str, port: int, threads: int, gpus: bool) -> dict[str, str]:
+    """What ranks need wherever they run; ``port`` is a free one on ``master``, for libraries that meet there."""
+    return {
+        env.MASTER_ADDR: master,
+        env.MASTER_PORT: str(port),
         env.OMP_NUM_THREADS: str(threads),
         env.HF_HUB_OFFLINE: "1",
         env.TOKENIZERS_PARALLELISM: "false",
+        env.CUDA_DEVICE_MAX_CONNECTIONS if gpus else env.TORCHDYNAMO_DISABLE: "1",
     }
-    if any(name == "lo" for _, name in socket.if_nameindex()):
-        settings[env.GLOO_SOCKET_IFNAME] = "lo"
-    settings[env.CUDA_DEVICE_MAX_CONNECTIONS if gpu_count() else env.TORCHDYNAMO_DISABLE] = "1"
-    return settings
 
 
 def free_port() -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from rlhpc.config.schema import ContainerSection, RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.launch.machine import common_environment
 
 RANK_MODULE = "rlhpc.launch.rank"
 
@@ -102,16 +103,11 @@ def srun_environment(
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
     threads = resources.threads_per_rank or slurm.cpus_per_rank or _cores_per_rank(resources.ranks_per_node)
     settings = {
+        **common_environment(master, port, threads, gpus=slurm.gpus_per_node != 0),
         env.RLHPC_WORLD_SIZE: str(world_size),
         env.RLHPC_STORE: f"{master}:{store[0]}",
         env.RLHPC_STORE_SECRET: store[1].hex(),
-        env.MASTER_ADDR: master,
-        env.MASTER_PORT: str(port),
-        env.OMP_NUM_THREADS: str(threads),
-        env.HF_HUB_OFFLINE: "1",
-        env.TOKENIZERS_PARALLELISM: "false",
     }
-    settings[env.TORCHDYNAMO_DISABLE if slurm.gpus_per_node == 0 else env.CUDA_DEVICE_MAX_CONNECTIONS] = "1"
     if slurm.cpus_per_rank is not None:
         settings[env.SRUN_CPUS_PER_TASK] = str(slurm.cpus_per_rank)
     if slurm.interface is not None:

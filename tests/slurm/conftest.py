@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster
+from tests.slurm.front import Front
 from tests.slurm.possible import why_no_accounting, why_not
 from tests.slurm.settings import Settings
 
@@ -32,6 +34,12 @@ def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
     """Four idle nodes. What a test broke is mended after it, and its jobs are cancelled."""
     yield shared_cluster
     shared_cluster.heal()
+
+
+@pytest.fixture
+def front(cluster: Cluster, tmp_path: Path) -> Front:
+    """The command line on that cluster's login machine, with a small run."""
+    return Front(cluster, tmp_path)
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,26 +43,17 @@ def kill_rank(target: Target) -> str:
 
 def crash_node(target: Target) -> str:
     """Power loss; the node is back after a while."""
-    node = target.node()
-    target.cluster.crash(node)
-    _later(20, lambda: target.cluster.boot(node))
-    return node
+    return _on_a_node(target, target.cluster.crash, 20, target.cluster.boot)
 
 
 def unplug(target: Target) -> str:
     """The cable is pulled, and put back when Slurm has long given the node up: the orphans live on meanwhile."""
-    node = target.node()
-    target.cluster.unplug(node)
-    _later(50, lambda: target.cluster.plug(node))
-    return node
+    return _on_a_node(target, target.cluster.unplug, 50, target.cluster.plug)
 
 
 def kill_slurmd(target: Target) -> str:
     """Only the daemon dies; the ranks of the node live on."""
-    node = target.node()
-    target.cluster.kill_slurmd(node)
-    _later(40, lambda: target.cluster.start_slurmd(node))
-    return node
+    return _on_a_node(target, target.cluster.kill_slurmd, 40, target.cluster.start_slurmd)
 
 
 def preempt(target: Target) -> str:
@@ -123,6 +113,13 @@ FAULTS: dict[str, Fault] = {
 }
 
 
+def _on_a_node(target: Target, hurt: Callable[[str], object], seconds: float, mend: Callable[[str], object]) -> str:
+    node = target.node()
+    hurt(node)
+    _later(seconds, lambda: mend(node))
+    return node
+
+
 def _later(seconds: float, action: Callable[[], object]) -> None:
     def act() -> None:
         with contextlib.suppress(OSError, RuntimeError):  # the cluster may be gone with its run
@@ -131,18 +128,6 @@ def _later(seconds: float, action: Callable[[], object]) -> None:
     timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()
-
-
-def newest_checkpoint(run: RunFolder) -> int:
-    """Step of the newest whole checkpoint, -1 for none."""
-    return attempts.saved_step(run)
-
-
-def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}"
-        time.sleep(0.1)
 
 
 def small_disk(folder: Path, mebibytes: int) -> None:

@@ -26,9 +26,11 @@ class Front:
         command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
         return self.cluster.popen(command, env=self._environ, cwd=ROOT, **popen)
 
-    def run(self, *arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *arguments: str, env: dict[str, str] | None = None, timeout: float = 60
+    ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
-        return self.cluster.run(command, env={**self._environ, **(env or {})}, cwd=ROOT)
+        return self.cluster.run(command, env={**self._environ, **(env or {})}, cwd=ROOT, timeout=timeout)
 
     def ok(self, *arguments: str) -> str:
         """What it prints; a failure fails the test."""
@@ -48,9 +50,10 @@ class Front:
         words = [str(config or self.config), "--entry", f"tests.slurm.jobs:{program}", "slurm.gpus_per_node=0"]
         return self.ok("submit", *words, *overrides).split()[2].rstrip(":")
 
-    def submission(self, *overrides: str) -> list[str]:
+    def submission(self, *overrides: str, program: str = "sleep") -> list[str]:
         """The words of such a submission."""
-        return ["submit", str(self.config), "--entry", "tests.slurm.jobs:sleep", "slurm.gpus_per_node=0", *overrides]
+        entry = f"tests.slurm.jobs:{program}"
+        return ["submit", str(self.config), "--entry", entry, "slurm.gpus_per_node=0", *overrides]
 
     def queue(self) -> list[str]:
         """Ids of the jobs in the queue."""

@@ -14,7 +14,7 @@ from rlhpc.core.exits import read_exits
 from rlhpc.core.folder import RunFolder
 from tests.helpers.runs import ROOT, write_config
 from tests.slurm.cluster import Cluster
-from tests.slurm.faults import wait_for
+from tests.slurm.scontrol import wait
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ def history(folder: Path) -> list[tuple[Attempt, Verdict | None]]:
 
 def wait_for_ranks(run: RunFolder) -> None:
     """Until the first start's ranks are at work."""
-    wait_for(lambda: bool(list(run.attempt(1).exits.glob("*.start.json"))), 30, "ranks have started")
+    wait(lambda: bool(list(run.attempt(1).exits.glob("*.start.json"))), 30, "ranks have started")
     time.sleep(1)
 
 

@@ -19,11 +19,6 @@ from tests.slurm.settings import Settings
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def front(cluster, tmp_path):
-    return Front(cluster, tmp_path)
-
-
 def state_of(front: Front, run: str) -> str:
     return json.loads(front.ok("status", run, "--json"))[0]["state"]
 

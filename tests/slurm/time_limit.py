@@ -20,7 +20,7 @@ from rlhpc.core.folder import RunFolder
 from tests.helpers.runs import records
 from tests.slurm.chaos import config, submit
 from tests.slurm.cluster import Cluster
-from tests.slurm.faults import newest_checkpoint, wait_for
+from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
 
@@ -36,8 +36,8 @@ def one(cluster: Cluster, folder: Path, index: int) -> str:
         seed=index,
     )
     job_id, run = submit(cluster, file), RunFolder(folder / "run")
-    wait_for(lambda: _verdict(run) is not None, 240, f"the first start of job {job_id} has ended")
-    steps, saved, verdict = _steps(run.path), newest_checkpoint(run), _verdict(run)
+    wait(lambda: _verdict(run) is not None, 240, f"the first start of job {job_id} has ended")
+    steps, saved, verdict = _steps(run.path), attempts.saved_step(run), _verdict(run)
     cluster.run(["scancel", str(job_id)])
     assert verdict is not None
     wrong = "" if verdict.cause == "time_limit" else f"ended as {verdict.cause}: {verdict.message}"
