@@ -36,6 +36,8 @@ class PrepareSection(Section):
 class ModelSection(Section):
     path: Path
     """Folder with config.json, safetensors and tokenizer, as HuggingFace saves them."""
+    family: ImportPath | None = None
+    """A model family of your own, a value of type rlhpc.models.Family; default: the one that config.json names."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Type of weights and activations in training and rollout; master weights are float32 always."""
 

@@ -1,6 +1,34 @@
-"""Layer 1: what is known of each model family, from ``config.json`` alone. Torch-free."""
+"""Layer 1: what is known of each model family, from ``config.json`` alone. Torch-free.
 
-from rlhpc.models.registry import FAMILIES, read_model, shape_of
-from rlhpc.models.shape import Experts, LatentAttention, ModelShape, Rope
+A family is a file here and a line in ``FAMILIES``, or a value of one's own that the configuration names.
+"""
 
-__all__ = ["FAMILIES", "Experts", "LatentAttention", "ModelShape", "Rope", "read_model", "shape_of"]
+from rlhpc.models.dense import attention_rows, dense_table, frame_table, mlp_rows
+from rlhpc.models.experts import expert_rows
+from rlhpc.models.latent import latent_rows
+from rlhpc.models.registry import FAMILIES, find_family, read_model, shape_of
+from rlhpc.models.shape import ConfigReader, Experts, LatentAttention, ModelShape, Rope, read_dense
+from rlhpc.models.tables import Cut, Family, Row, Where
+
+__all__ = [
+    "FAMILIES",
+    "ConfigReader",
+    "Cut",
+    "Experts",
+    "Family",
+    "LatentAttention",
+    "ModelShape",
+    "Rope",
+    "Row",
+    "Where",
+    "attention_rows",
+    "dense_table",
+    "expert_rows",
+    "find_family",
+    "frame_table",
+    "latent_rows",
+    "mlp_rows",
+    "read_dense",
+    "read_model",
+    "shape_of",
+]

@@ -37,6 +37,7 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
         latent=latent,
         experts=experts,
         head_dim=latent.nope_dim + latent.rope_dim,
+        num_kv_heads=int(reader.need("num_attention_heads")),
     )
 
 

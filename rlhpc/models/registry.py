@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.imports import import_attribute
 from rlhpc.models.deepseek import DEEPSEEK_V3
 from rlhpc.models.llama import LLAMA
 from rlhpc.models.mixtral import MIXTRAL
@@ -20,8 +22,22 @@ from rlhpc.models.tables import Family
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)}
 
 
-def read_model(folder: Path) -> ModelShape:
-    """The shape of the HuggingFace model in ``folder``."""
+def find_family(name: str) -> Family:
+    """A family of the package by its name, or one from outside by ``package.module:attribute``."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    family = import_attribute(name, where="model.family")
+    if not isinstance(family, Family):
+        raise UserError(
+            f"{name!r} is a {type(family).__name__}",
+            where="model.family",
+            remedy="name a value of type rlhpc.models.Family",
+        )
+    return family
+
+
+def read_model(folder: Path, family: str | None = None) -> ModelShape:
+    """The shape of the HuggingFace model in ``folder``; ``family`` as in ``find_family``, by its config if None."""
     file = folder / "config.json"
     if not folder.is_dir():
         raise UserError(f"no such folder {str(folder)!r}", where="model.path", remedy="give a HuggingFace model folder")
@@ -33,16 +49,21 @@ def read_model(folder: Path) -> ModelShape:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"not a JSON document ({error})", where=str(file), remedy="restore the file") from None
-    return shape_of(fields, str(file))
+    return shape_of(fields, str(file), family)
 
 
-def shape_of(fields: Mapping[str, Any], where: str = "config.json") -> ModelShape:
-    """The shape that the fields of a ``config.json`` describe; refuses what no family understands."""
-    known = {architecture: family for family in FAMILIES.values() for architecture in family.architectures}
+def shape_of(fields: Mapping[str, Any], where: str = "config.json", family: str | None = None) -> ModelShape:
+    """The shape that the fields of a ``config.json`` describe; refuses what the family does not understand.
+
+    It names its family as ``find_family`` takes it, so that it means the same in every process.
+    """
+    names = [family] if family is not None else list(FAMILIES)
+    known = {architecture: name for name in names for architecture in find_family(name).architectures}
     named = list(fields.get("architectures") or [])
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
-        name = named[0] if named else "none"
-        raise UserError(f"architecture {name!r} is not supported", where=where, remedy=did_you_mean(name, known))
-    reader = ConfigReader(fields, where)
-    return known[architecture].read(reader, architecture)
+        name, of_family = (named[0] if named else "none"), f" by {family}" if family else ""
+        remedy = did_you_mean(name, known)
+        raise UserError(f"architecture {name!r} is not supported{of_family}", where=where, remedy=remedy)
+    found = known[architecture]
+    return replace(find_family(found).read(ConfigReader(fields, where), architecture), family=found)

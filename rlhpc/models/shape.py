@@ -231,7 +231,7 @@ def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
 def read_dense(
     reader: ConfigReader, family: str, architecture: str, default_theta: float = 10000.0, **features: Any
 ) -> ModelShape:
-    """The fields that Llama and all that descend from it share. ``features`` are further fields of the shape."""
+    """The fields that Llama and all that descend from it share; ``features`` are set in the shape as they are."""
     if reader.get("quantization_config"):
         raise UserError(
             "the weights are quantised (quantization_config)",
@@ -242,22 +242,20 @@ def read_dense(
     if reader.get("use_sliding_window", False):
         reader.expect("use_sliding_window", False)
     hidden_size, num_heads = int(reader.need("hidden_size")), int(reader.need("num_attention_heads"))
-    head_dim = int(reader.get("head_dim") or hidden_size // num_heads)
-    shape = ModelShape(
-        family=family,
-        architecture=architecture,
-        num_layers=int(reader.need("num_hidden_layers")),
-        hidden_size=hidden_size,
-        ffn_size=int(reader.need("intermediate_size")),
-        num_heads=num_heads,
-        num_kv_heads=int(reader.get("num_key_value_heads") or num_heads),
-        head_dim=features.pop("head_dim", head_dim),
-        vocab_size=int(reader.need("vocab_size")),
-        max_positions=int(reader.need("max_position_embeddings")),
-        norm_epsilon=float(reader.get("rms_norm_eps", 1e-6)),
-        rope=read_rope(reader, default_theta),
-        tied_embeddings=bool(reader.get("tie_word_embeddings", False)),
-        **features,
-    )
+    fields: dict[str, Any] = {
+        "family": family,
+        "architecture": architecture,
+        "num_layers": int(reader.need("num_hidden_layers")),
+        "hidden_size": hidden_size,
+        "ffn_size": int(reader.need("intermediate_size")),
+        "num_heads": num_heads,
+        "num_kv_heads": int(reader.get("num_key_value_heads") or num_heads),
+        "head_dim": int(reader.get("head_dim") or hidden_size // num_heads),
+        "vocab_size": int(reader.need("vocab_size")),
+        "max_positions": int(reader.need("max_position_embeddings")),
+        "norm_epsilon": float(reader.get("rms_norm_eps", 1e-6)),
+        "rope": read_rope(reader, default_theta),
+        "tied_embeddings": bool(reader.get("tie_word_embeddings", False)),
+    }
     reader.finish()
-    return shape
+    return ModelShape(**{**fields, **features})

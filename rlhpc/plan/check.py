@@ -11,16 +11,9 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
-from rlhpc.plan.layout import ParallelLayout, make_layout
-from rlhpc.plan.shards import check_divides, model_tensors
-
-# What the layout can plan but this version's trainer does not execute.
-_NOT_EXECUTED = {
-    "pp": "pipeline parallelism",
-    "cp": "context parallelism",
-    "ep": "expert parallelism",
-    "etp": "tensor parallelism inside experts",
-}
+from rlhpc.plan.fit import check_engine, fitting_layout
+from rlhpc.plan.layout import ParallelLayout, divisors
+from rlhpc.plan.shards import model_tensors
 
 Summary = list[tuple[str, str]]
 
@@ -32,21 +25,22 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     """
     if config.slurm.least_nodes > config.slurm.most_nodes:
         raise UserError(f"{config.slurm.nodes} is no range", where="slurm.nodes", remedy="write [least, most]")
-    check_nodes(config, config.slurm.least_nodes)
-    layout = check_nodes(config, config.slurm.most_nodes)
+    shape = read_model(config.model.path, config.model.family) if config.model.path.exists() else None
+    check_nodes(config, config.slurm.least_nodes, shape)
+    layout = check_nodes(config, config.slurm.most_nodes, shape)
     summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
-    if not prepared and not config.model.path.exists():
+    if shape is None and not prepared:
         summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
     else:
-        summary.append(("model", _check_model(config, layout)))
+        summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
     return summary + [("data", text) for text in _check_data(config, prepared)]
 
 
-def check_nodes(config: RunConfig, nodes: int) -> ParallelLayout:
-    """The layout on so many nodes; a UserError when layout or batches do not fit them."""
+def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) -> ParallelLayout:
+    """The layout on so many nodes; a UserError when layout, model (if known) or batches do not fit them."""
     world_size = nodes * config.resources.ranks_per_node
     try:
-        layout = _check_layout(config, world_size)
+        layout = _check_layout(config, world_size, shape)
         _check_batches(config, layout)
     except UserError as error:
         if config.slurm.least_nodes == config.slurm.most_nodes:
@@ -64,33 +58,23 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
     return 0
 
 
-def _check_layout(config: RunConfig, world_size: int) -> ParallelLayout:
-    sizes = config.parallel
-    for axis, name in _NOT_EXECUTED.items():
-        if getattr(sizes, axis) > 1:
-            raise UserError(
-                f"{name} of {getattr(sizes, axis)} is not executed in this version",
-                where=f"parallel.{axis}",
-                remedy="set it to 1; tp and data parallelism are available",
-            )
-    if sizes.vpp is not None:
-        raise UserError(
-            "virtual pipeline stages are not executed in this version", where="parallel.vpp", remedy="leave it out"
-        )
-    layout = make_layout(sizes, world_size)
+def _check_layout(config: RunConfig, world_size: int, shape: ModelShape | None) -> ParallelLayout:
+    layout = fitting_layout(config.parallel, world_size, shape)
     if world_size % config.rollout.tp:
         raise UserError(
             f"engines of {config.rollout.tp} ranks do not divide the {world_size} ranks of the job",
             where="rollout.tp",
-            remedy=f"use one of {_divisors(world_size)}",
+            remedy=f"use one of {divisors(world_size)}",
         )
     ranks = config.resources.ranks_per_node
     if world_size > ranks and ranks % config.rollout.tp:
         raise UserError(
             f"engines of {config.rollout.tp} ranks would span nodes of {ranks}, which is not executed in this version",
             where="rollout.tp",
-            remedy=f"use one of {_divisors(ranks)}",
+            remedy=f"use one of {divisors(ranks)}",
         )
+    if shape:
+        check_engine(shape, config.rollout.tp, "rollout.tp")
     return layout
 
 
@@ -109,7 +93,7 @@ def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
     if not config.data.train:
         raise UserError("no prompt files", where="data.train", remedy="name at least one .parquet or .jsonl file")
     samples = train.prompts_per_step * config.rollout.samples_per_prompt
-    valid = [count for count in _divisors(samples) if samples // count >= layout.dp]
+    valid = [count for count in divisors(samples) if samples // count >= layout.dp]
     if not valid:
         raise UserError(
             f"{samples} samples a step (train.prompts_per_step x rollout.samples_per_prompt) cannot feed "
@@ -126,12 +110,9 @@ def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
         raise UserError(wrong, where="train.minibatches", remedy=f"use {_nearest(train.minibatches, valid)}")
 
 
-def _check_model(config: RunConfig, layout: ParallelLayout) -> str:
-    """The model's shape suits the layout and the lengths, its files are whole and belong together."""
+def _check_model(config: RunConfig, shape: ModelShape) -> str:
+    """The model suits the lengths, its files are whole and belong together."""
     folder = config.model.path
-    shape = read_model(folder)
-    check_divides(shape, layout.tp, "parallel.tp")
-    check_divides(shape, config.rollout.tp, "rollout.tp")
     _check_lengths(config, shape)
     weights = check_weights(folder, shape)
     tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
@@ -170,7 +151,7 @@ def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
 def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
     engines = layout.world_size // config.rollout.tp
     return (
-        f"{layout.world_size} ranks on {config.slurm.most_nodes} node(s): training tp {layout.tp} x dp {layout.dp}, "
+        f"{layout.world_size} ranks on {config.slurm.most_nodes} node(s): training {layout.text}; "
         f"rollout {engines} engine(s) of tp {config.rollout.tp}"
     )
 
@@ -186,10 +167,6 @@ def _batch_text(config: RunConfig) -> str:
             f"{train.minibatches} minibatch(es)"
         )
     return "; ".join(texts)
-
-
-def _divisors(number: int) -> list[int]:
-    return [d for d in range(1, number + 1) if number % d == 0]
 
 
 def _nearest(number: int, valid: list[int]) -> str:

@@ -42,7 +42,7 @@ class ParallelLayout:
                     f"{product} = {model_size} ranks does not divide the {self.world_size} ranks of the job",
                     where="parallel",
                     remedy=f"use a multiple of {model_size} ranks (slurm.nodes x resources.ranks_per_node), "
-                    f"or sizes whose product is one of {_divisors(self.world_size)}",
+                    f"or sizes whose product is one of {divisors(self.world_size)}",
                 )
 
     @property
@@ -52,6 +52,20 @@ class ParallelLayout:
     @property
     def edp(self) -> int:
         return self.world_size // (self.etp * self.ep * self.pp)
+
+    @property
+    def text(self) -> str:
+        """The axes as a person reads them: tp and dp, and what else is more than one."""
+        stages = [f"vpp {self.vpp}"] if self.vpp else []
+        for name, layers in (("first", self.first_stage_layers), ("last", self.last_stage_layers)):
+            stages += [f"{name} stage of {layers}"] if layers else []
+        parts = [f"tp {self.tp}"]
+        if self.pp > 1:
+            parts.append(f"pp {self.pp}" + (f" ({', '.join(stages)})" if stages else ""))
+        parts += [f"cp {self.cp}"] if self.cp > 1 else []
+        experts = [f"{axis} {self.size(axis)}" for axis in ("etp", "ep") if self.size(axis) > 1]
+        text = " x ".join([*parts, f"dp {self.dp}"])
+        return f"{text}, experts {' x '.join([*experts, f'dp {self.edp}'])}" if experts else text
 
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``: tp, cp, dp, pp, etp, ep or edp."""
@@ -81,6 +95,12 @@ class ParallelLayout:
         """Layers on each pipeline rank; a UserError when they do not come out even."""
         own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers} if self.pp > 1 else {}
         sizes = {stage: layers for stage, layers in own.items() if layers is not None}
+        if self.vpp and len(sizes) == self.pp:
+            raise UserError(
+                "of two ranks with virtual stages, the last takes what the first leaves",
+                where="parallel.last_stage_layers",
+                remedy="leave it out",
+            )
         rest, others = num_layers - sum(sizes.values()), self.pp - len(sizes)
         share = rest // others if others else 0
         counts = [sizes.get(stage, share) for stage in range(self.pp)]
@@ -96,7 +116,7 @@ class ParallelLayout:
             raise UserError(
                 f"the {uneven} layers of a pipeline stage do not divide into {self.vpp} virtual stages",
                 where="parallel.vpp",
-                remedy=f"use one of {_divisors(gcd(*counts))}",
+                remedy=f"use one of {divisors(gcd(*counts))}",
             )
         return counts
 
@@ -136,11 +156,12 @@ def make_layout(parallel: ParallelSection, world_size: int) -> ParallelLayout:
         cp=parallel.cp,
         ep=parallel.ep,
         etp=parallel.etp,
-        vpp=parallel.vpp,
+        vpp=parallel.vpp if parallel.vpp != 1 else None,
         first_stage_layers=parallel.first_stage_layers,
         last_stage_layers=parallel.last_stage_layers,
     )
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """All of them, from 1 to the number."""
     return [d for d in range(1, number + 1) if number % d == 0]

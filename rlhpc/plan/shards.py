@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from rlhpc.core.errors import UserError
-from rlhpc.models import FAMILIES, ModelShape
+from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
 from rlhpc.plan.layout import ParallelLayout
 
@@ -84,22 +83,6 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def check_divides(shape: ModelShape, tp: int, where: str) -> None:
-    """Refuse a tensor-parallel size that does not divide the model, naming what it does not divide."""
-    for label, number in (("attention heads", shape.num_heads), ("feed-forward size", shape.ffn_size)):
-        if number % tp:
-            valid = [d for d in range(1, shape.num_heads + 1) if not (shape.num_heads % d or shape.ffn_size % d)]
-            raise UserError(
-                f"{tp} does not divide the model's {number} {label}", where=where, remedy=f"use one of {valid}"
-            )
-    if max(tp, shape.num_kv_heads) % min(tp, shape.num_kv_heads):
-        raise UserError(
-            f"{tp} and the model's {shape.num_kv_heads} key-value heads do not divide one another",
-            where=where,
-            remedy=f"use a divisor or a multiple of {shape.num_kv_heads}",
-        )
-
-
 def megatron_shards(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Shard]:
     """What one rank of the training side keeps, in the order of the model's tensors."""
     coord = layout.coord(rank)
@@ -119,7 +102,7 @@ def _places(
 ) -> Iterator[_Place]:
     """Every tensor of the model, or of the rank at ``coord``: of its stage, and of each layer's experts its own."""
     layout = layout or ParallelLayout(1)
-    rows = FAMILIES[shape.family].table(shape)
+    rows = find_family(shape.family).table(shape)
     last_stage, last_chunk = layout.pp - 1, (layout.vpp or 1) - 1
     if coord is None or coord["pp"] == 0:
         for row in rows:

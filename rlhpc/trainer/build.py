@@ -67,7 +67,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     info = context.info
     layout = make_layout(config.parallel, info.world_size)
     build_groups(layout, config.seed)
-    shape = read_model(config.model.path)
+    shape = read_model(config.model.path, config.model.family)
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data.chat_template)
     algorithm = find_algorithm(config.algorithm)
     rl = config.train.steps > 0

@@ -26,28 +26,35 @@ def refused(folder, *overrides: str, prepared: bool = True) -> str:
 
 def test_a_good_run_is_summarised(inputs):
     summary = dict(check_config(load_config(inputs / "config.yaml", ["resources.ranks_per_node=2", "parallel.tp=2"])))
-    assert "training tp 2 x dp 1, rollout 2 engine(s) of tp 1" in summary["layout"]
+    assert "training tp 2 x dp 1; rollout 2 engine(s) of tp 1" in summary["layout"]
     assert "rl 3 steps of 8 prompts x 4 samples" in summary["batch"]
     assert "Qwen2ForCausalLM, 2 layers" in summary["model"]
     assert "vocabulary 11 of 16" in summary["model"]
     assert "train.jsonl" in summary["data"]
 
 
-@pytest.mark.parametrize("axis", ["pp", "cp", "ep", "etp"])
-def test_axes_that_the_trainer_does_not_execute_are_refused(inputs, axis):
-    told = refused(inputs, "resources.ranks_per_node=2", f"parallel.{axis}=2")
-    assert told.startswith(f"parallel.{axis}: ")
-    assert "is not executed in this version; set it to 1" in told
-
-
-def test_virtual_stages_are_refused(inputs):
-    assert refused(inputs, "parallel.vpp=2").startswith("parallel.vpp: virtual pipeline stages are not executed")
+def test_the_summary_names_every_axis(inputs):
+    ranks, axes = "resources.ranks_per_node=8", "parallel={tp: 2, pp: 2, cp: 2, first_stage_layers: 1, vpp: 1}"
+    summary = dict(check_config(load_config(inputs / "config.yaml", [ranks, axes])))
+    assert "training tp 2 x pp 2 (first stage of 1) x cp 2 x dp 1; rollout" in summary["layout"]
 
 
 @pytest.mark.parametrize(
     ("overrides", "told"),
     [
-        (["resources.ranks_per_node=3", "parallel.tp=2"], "parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide"),
+        (
+            ["resources.ranks_per_node=3", "parallel.tp=2"],
+            "parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide the 3 ranks of the job; nearest that fit: tp 1 x "
+            "dp 3",
+        ),
+        (
+            ["resources.ranks_per_node=4", "parallel.pp=4"],
+            "parallel.pp: 2 layers do not divide into 4 pipeline stages; nearest that fit: tp 1 x pp 2 x dp 2",
+        ),
+        (
+            ["resources.ranks_per_node=2", "parallel.ep=2"],
+            "parallel.ep: 2 ranks are to share experts, which the model does not have; nearest that fit: tp 1 x dp 2",
+        ),
         (["resources.ranks_per_node=4", "rollout.tp=3"], "rollout.tp: engines of 3 ranks do not divide the 4 ranks"),
         (["resources.ranks_per_node=3", "parallel.tp=3"], "parallel.tp: 3 does not divide the model's 4 attention"),
         (["resources.ranks_per_node=3", "rollout.tp=3"], "rollout.tp: 3 does not divide the model's 4 attention"),

@@ -1,0 +1,211 @@
+"""Layouts that do not suit a model are refused by what does not divide what, and the nearest that do are named."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from rlhpc.config.schema import ParallelSection
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape, shape_of
+from rlhpc.plan.fit import check_engine, fitting_layout, misfits, nearest_layouts
+from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.shards import megatron_shards
+from tests.helpers.published import DEEPSEEK_V3_BF16, MIXTRAL_8X7B, QWEN3_30B_A3B
+
+DENSE = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "num_hidden_layers": 6,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "vocab_size": 37,
+    "max_position_embeddings": 64,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "mixtral": MIXTRAL_8X7B,
+    "qwen3_moe": QWEN3_30B_A3B,
+    "deepseek": DEEPSEEK_V3_BF16,
+}
+
+
+def shape(model: str, **changes: Any) -> ModelShape:
+    return shape_of({**MODELS[model], **changes})
+
+
+def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        fitting_layout(ParallelSection(**parallel), world_size, model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "world_size", "parallel", "told"),
+    [
+        (
+            shape("dense"),
+            3,
+            {"tp": 3},
+            "parallel.tp: 3 does not divide the model's 8 attention heads; nearest that fit",
+        ),
+        (shape("dense", intermediate_size=30), 4, {"tp": 4}, "parallel.tp: 4 does not divide the model's 30 feed-forw"),
+        (
+            shape("dense", num_attention_heads=12, num_key_value_heads=3, hidden_size=24),
+            2,
+            {"tp": 2},
+            "parallel.tp: 2 and the model's 3 key-value heads do not divide one another; nearest that fit: tp 1 x dp 2",
+        ),
+        (
+            shape("deepseek", n_shared_experts=3, moe_intermediate_size=10),
+            4,
+            {"tp": 4},
+            "30 feed-forward size of share",
+        ),
+        (shape("dense"), 8, {"tp": 4, "cp": 2, "cp_method": "ulysses"}, ""),
+        (
+            shape("dense"),
+            16,
+            {"tp": 4, "cp": 4, "cp_method": "ulysses"},
+            "parallel.cp: 4 does not divide the 2 attention heads of a rank, as cp_method ulysses needs; nearest that "
+            "fit: tp 2 x cp 4 x dp 2 | tp 4 x cp 2 x dp 2 | ",
+        ),
+        (
+            shape("dense"),
+            2,
+            {"ep": 2},
+            "parallel.ep: 2 ranks are to share experts, which the model does not have; near",
+        ),
+        (shape("dense"), 2, {"etp": 2}, "parallel.etp: 2 ranks are to share experts, which the model does not have"),
+        (
+            shape("mixtral"),
+            48,
+            {"ep": 3},
+            "parallel.ep: 3 does not divide the model's 8 experts; nearest that fit: tp 1",
+        ),
+        (
+            shape("qwen3_moe"),
+            5,
+            {"etp": 5},
+            "parallel.etp: 5 does not divide the model's 768 feed-forward size of an ex",
+        ),
+        (
+            shape("mixtral"),
+            2,
+            {"tp": 2, "sequence_parallel": False},
+            "parallel.sequence_parallel: a model with experts needs it at tp 2; set it to true, or tp to 1",
+        ),
+        (
+            shape("deepseek", first_k_dense_replace=61),
+            2,
+            {"tp": 2, "sequence_parallel": False},
+            "parallel.sequence_parallel: a model with experts needs it at tp 2",
+        ),
+        (
+            shape("dense"),
+            4,
+            {"pp": 4},
+            "parallel.pp: 6 layers do not divide into 4 pipeline stages; nearest that fit: ",
+        ),
+        (
+            shape("dense"),
+            2,
+            {"pp": 2, "vpp": 2},
+            "parallel.vpp: the 3 layers of a pipeline stage do not divide into 2 v",
+        ),
+        (shape("dense"), 2, {"vpp": 2}, "parallel.vpp: 2 has a meaning only with several pipeline stages (pp > 1)"),
+        (
+            shape("dense"),
+            2,
+            {"first_stage_layers": 2},
+            "parallel.first_stage_layers: 2 has a meaning only with several",
+        ),
+        (
+            shape("dense"),
+            3,
+            {"pp": 3, "last_stage_layers": 1},
+            "parallel.pp: 5 of the 6 layers do not divide into 2 oth",
+        ),
+        (
+            shape("dense"),
+            6,
+            {"tp": 4},
+            "parallel: tp 4 x cp 1 x pp 1 = 4 ranks does not divide the 6 ranks of the job; nearest that fit: tp 2 x "
+            "dp 3 | ",
+        ),
+        (
+            shape("mixtral"),
+            4,
+            {"ep": 8},
+            "parallel: etp 1 x ep 8 x pp 1 = 8 ranks does not divide the 4 ranks of the job; nearest that fit: tp 1 x "
+            "dp 4, experts ep 4 x dp 1 | ",
+        ),
+    ],
+)
+def test_the_reason_and_the_nearest_are_named(
+    model: ModelShape, world_size: int, parallel: dict[str, Any], told: str
+) -> None:
+    if told:
+        assert told in refused(model, world_size, **parallel)
+    else:
+        fitting_layout(ParallelSection(**parallel), world_size, model)
+
+
+def test_what_fits_is_the_layout_asked_for() -> None:
+    section = ParallelSection(tp=8, pp=16, ep=64, last_stage_layers=1)
+    layout = fitting_layout(section, 2048, shape("deepseek"))
+    assert layout == ParallelLayout(2048, tp=8, pp=16, ep=64, last_stage_layers=1)
+
+
+def test_key_value_heads_of_latent_attention_do_not_matter() -> None:
+    fitting_layout(ParallelSection(tp=128), 128, shape("deepseek", num_key_value_heads=3))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_layout_named_fits_and_can_be_planned(model: str) -> None:
+    found, asked = shape(model), ParallelSection(tp=3, pp=5, cp=2, ep=3, etp=3, vpp=3)
+    for world_size in (8, 48, 90):
+        layouts = nearest_layouts(found, asked, world_size)
+        assert 0 < len(layouts) <= 3
+        for layout in layouts:
+            assert list(misfits(found, layout, asked)) == []
+            assert layout.world_size == world_size
+            assert megatron_shards(found, layout, world_size - 1)
+
+
+def test_nearest_is_nearest() -> None:
+    asked = ParallelSection(tp=8, pp=16, ep=64)
+    first, *_ = nearest_layouts(shape("deepseek"), asked, 2048)
+    assert first.text == "tp 8 x pp 16 (last stage of 1) x dp 16, experts ep 64 x dp 2"
+    # 61 layers in two chunks on each of 16 ranks do not go; fewer ranks or chunks do.
+    with_chunks = nearest_layouts(shape("deepseek"), ParallelSection(tp=8, pp=16, ep=64, vpp=2), 2048)
+    assert with_chunks[0].text == first.text
+
+
+def test_the_search_is_quick_on_ten_thousand_ranks() -> None:
+    start = time.process_time()
+    assert nearest_layouts(shape("deepseek"), ParallelSection(tp=8, pp=12, cp=2, ep=48), 10080)
+    assert time.process_time() - start < 1
+
+
+def test_no_layout_near_is_said_so() -> None:
+    told = refused(shape("dense"), 7, tp=7, sequence_parallel=False, first_stage_layers=1)
+    assert "nearest that fit: tp 1 x dp 7" in told
+    small = shape("dense", num_hidden_layers=1)
+    assert "no layout near it fits 1009 ranks" not in refused(small, 1009, pp=1009)
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "told"),
+    [
+        (shape("dense"), 3, "3 does not divide the model's 8 attention heads; use one of [1, 2, 4, 8]"),
+        (shape("qwen3_moe", moe_intermediate_size=772), 8, "8 does not divide the model's 772 feed-forward size of an"),
+    ],
+)
+def test_engine_sizes_that_do_not_divide_the_model_are_refused(model: ModelShape, tp: int, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_engine(model, tp, "rollout.tp")
+    assert str(caught.value).startswith(f"rollout.tp: {told}")
