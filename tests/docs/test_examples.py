@@ -21,7 +21,7 @@ from tests.docs.pages import DOCS, ROOT
 def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DOCS / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in ("my_reward", "my_algorithm"):
+    for module in ("my_reward", "my_algorithm", "my_family"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 

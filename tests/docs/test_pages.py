@@ -93,7 +93,9 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
     load_config(config if config.is_file() else _DEMO, [word for word in words if "=" in word])
 
 
-@pytest.mark.parametrize(("page", "file"), [("rewards", "my_reward"), ("algorithms", "my_algorithm")])
+@pytest.mark.parametrize(
+    ("page", "file"), [("rewards", "my_reward"), ("algorithms", "my_algorithm"), ("families", "my_family")]
+)
 def test_a_page_shows_its_example_file(page: str, file: str) -> None:
     assert (DOCS / "examples" / f"{file}.py").read_text() in blocks(DOCS / f"{page}.md", "python")
 

@@ -44,6 +44,7 @@ _DSV3: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
+    "head_dim": 16,  # transformers takes the rotary embedding's size from it
 }
 _YARN = {
     "rope_type": "yarn",
@@ -66,6 +67,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dsv3": ("DeepseekV3", {**_DSV3, "rope_parameters": _YARN}),
     "dsv3_direct": ("DeepseekV3", {**_DSV3, "q_lora_rank": None, "rope_interleave": False}),
 }
+# Models of families that the package does not have.
+OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {"mistral": ("Mistral", {"sliding_window": None})}
 
 
 def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
@@ -76,7 +79,7 @@ def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
     import torch
     import transformers
 
-    family, own = KINDS[kind]
+    family, own = {**KINDS, **OUTSIDE}[kind]
     config = getattr(transformers, f"{family}Config")(**{**_COMMON, **own, **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(config).float()

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import time
-from contextlib import suppress
 
 import numpy as np
 import pytest
 
-from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.shards import Box, megatron_shards, model_tensors, padded_vocab
+from rlhpc.plan.shards import megatron_shards, padded_vocab
+from tests.helpers.coverage import assert_filled_once, assert_held_once, small_layouts
 from tests.helpers.published import DEEPSEEK_V3_BF16
 
 BASE = {
@@ -57,78 +55,20 @@ SHAPES = {
     "deepseek_v3": _shape(**DEEPSEEK),
     "deepseek_v3_direct": _shape(**{**DEEPSEEK, "q_lora_rank": None, "num_hidden_layers": 6}),
 }
-STAGES: list[dict[str, int]] = [
-    {},
-    {"pp": 2},
-    {"pp": 2, "vpp": 2},
-    {"pp": 2, "first_stage_layers": 1},
-    {"pp": 3, "first_stage_layers": 1, "last_stage_layers": 1},
-    {"pp": 2, "vpp": 2, "last_stage_layers": 2},
-]
-
-
-def _layouts(shape: ModelShape) -> list[ParallelLayout]:
-    """Small layouts along every axis and several at once, those of experts where the model has some."""
-    layouts = []
-    for stages, tp, cp in itertools.product(STAGES, (1, 2, 4), (1, 2)):
-        pp = stages.get("pp", 1)
-        for ep, etp, dp in ((1, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 2), (1, 2, 1), (2, 2, 2), (2, 4, 2)):
-            ranks, is_dense = tp * cp * dp, shape.experts is None
-            if ranks * pp > 16 or ranks % (ep * etp) or (is_dense and ep * etp > 1):
-                continue
-            layout = ParallelLayout(ranks * pp, tp=tp, cp=cp, ep=ep, etp=etp, **stages)
-            with suppress(UserError):
-                layout.stage_layers(shape.num_layers)
-                layouts.append(layout)
-    return layouts
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_each_element_is_held_once_by_every_model_replica(kind: str) -> None:
-    """On the ranks that differ along tp and pp, and of experts on those that differ along etp, ep and pp."""
-    shape = SHAPES[kind]
-    tensors = model_tensors(shape)
-    layouts = _layouts(shape)
+    layouts = small_layouts(SHAPES[kind])
     assert len(layouts) > 20
     for layout in layouts:
-        held = [megatron_shards(shape, layout, rank) for rank in range(layout.world_size)]
-        for axes, of_expert in ((("tp", "pp"), False), (("etp", "ep", "pp"), True)):
-            chosen = [tensor for tensor in tensors if (tensor.expert is not None) == of_expert]
-            for group in layout.groups(*axes) if chosen else ():
-                counts = {tensor.name: np.zeros(tensor.shape, np.int8) for tensor in chosen}
-                for shard in (shard for rank in group for shard in held[rank]):
-                    is_second_copy = shard.local_name == "output_layer.weight" and shape.tied_embeddings
-                    if (shard.tensor.expert is not None) == of_expert and not is_second_copy:
-                        counts[shard.tensor.name][shard.box.slices] += 1
-                for name, count in counts.items():
-                    assert (count == (layout.tp if _is_whole(name) else 1)).all(), (layout, name)
-
-
-def _is_whole(name: str) -> bool:
-    """Replicated over tp: norms, the router, and latent attention's way down."""
-    return name.endswith(
-        ("norm.weight", "gate.weight", "e_score_correction_bias", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
-    )
+        assert_held_once(SHAPES[kind], layout)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
 def test_no_element_of_a_local_parameter_is_held_twice_or_left_out(kind: str) -> None:
-    """Boxes fill each parameter from its first element to its last; only the vocabulary's padding lies beyond."""
-    shape = SHAPES[kind]
-    for layout in _layouts(shape)[::3]:
-        for rank in range(layout.world_size):
-            boxes: dict[tuple[int, str], list[Box]] = {}
-            for shard in megatron_shards(shape, layout, rank):
-                boxes.setdefault((shard.chunk, shard.local_name), []).append(shard.local_box)
-            for (_, name), held in boxes.items():
-                filled = np.zeros([max(stops) for stops in zip(*(box.stop for box in held), strict=True)], np.int8)
-                for box in held:
-                    filled[box.slices] += 1
-                assert (filled == 1).all(), (layout, rank, name)
-                if name.endswith("experts.w13"):
-                    assert shape.experts is not None
-                    each = (shape.experts.num_experts // layout.ep, 2 * shape.experts.ffn_size // layout.etp, 16)
-                    assert filled.shape == each, layout
+    for layout in small_layouts(SHAPES[kind])[::3]:
+        assert_filled_once(SHAPES[kind], layout)
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
