@@ -31,12 +31,7 @@ def megatron_device() -> Iterator[None]:
     if torch.cuda.is_available() or _CpuForCuda.active:
         yield
         return
-    _patch_rng_state()
-    import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
-
-    stand_ins: list[tuple[Any, str, Any]] = [(torch.cuda, *item) for item in _CUDA_FUNCTIONS.items()]
-    stand_ins += [(dist, *item) for item in _UNEVEN_COLLECTIVES.items()]
-    stand_ins.append((token_dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host))
+    stand_ins = _stand_ins()
     originals = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
     try:
         for module, name, stand_in in stand_ins:
@@ -179,12 +174,24 @@ def _is_cuda(value: Any) -> bool:
     )
 
 
-def _patch_rng_state() -> None:
-    """random.py binds torch.cuda's internals at import: the rng tracker's fork() needs the CPU generator instead."""
-    import megatron.core.tensor_parallel.random as random
+# random.py binds torch.cuda's internals at import: the rng tracker's fork() needs the CPU generator instead.
+_RNG_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "_get_cuda_rng_state": lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
+    "_set_cuda_rng_state": lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
+}
 
-    random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+
+def _stand_ins() -> list[tuple[Any, str, Callable[..., Any]]]:
+    """(module, name, what it is while Megatron runs)."""
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import token_dispatcher
+
+    return [
+        *((torch.cuda, *item) for item in _CUDA_FUNCTIONS.items()),
+        *((random, *item) for item in _RNG_FUNCTIONS.items()),
+        *((dist, *item) for item in _UNEVEN_COLLECTIVES.items()),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host),
+    ]
 
 
 def adopt_optimizer(adam: type[torch.optim.Optimizer]) -> None:

@@ -1,0 +1,92 @@
+"""Every family on every axis, against HuggingFace's model trained by PyTorch on one rank; checkpoints across layouts.
+
+``python -m tests.helpers.equality`` tries many more layouts than these.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import Case, Distance, actor, make_reference, section, train, try_cases
+from tests.helpers.tiny_models import KINDS
+
+pytestmark = pytest.mark.slow
+
+ON_EIGHT_RANKS = (
+    Case("llama", tp=4),
+    Case("llama3", tp=2, pp=2, vpp=2),
+    Case("qwen2", pp=2, cp=2, first_stage_layers=1, last_stage_layers=3, cp_method="ulysses"),
+    Case("qwen2", tp=2, sequence_parallel=False),
+    Case("qwen2_tied", tp=2, pp=4),
+    Case("qwen3", tp=2, pp=2, cp=2),
+    Case("mixtral", tp=2, ep=4),
+    Case("mixtral", pp=2, ep=2, etp=2),
+    Case("qwen3moe", tp=2, pp=2, vpp=2, ep=2),
+    Case("qwen3moe", cp=2, ep=2, etp=2, expert_dispatch="allgather"),
+    Case("dsv3", tp=2, pp=2, cp=2, ep=4),
+    Case("dsv3", tp=2, pp=2, ep=2, etp=2, expert_dispatch="allgather"),
+    Case("dsv3_direct", tp=2, cp=2, cp_method="ulysses", ep=4),
+)
+
+# From and to: every axis changes somewhere.
+MOVES = (
+    (Case("qwen3", tp=2, pp=2, cp=2), Case("qwen3", tp=4, pp=2, vpp=None)),
+    (Case("qwen2_tied", pp=2, vpp=2, tp=2), Case("qwen2_tied", cp=4)),
+    (Case("qwen3moe", tp=2, pp=2, vpp=2, ep=4), Case("qwen3moe", cp=2, ep=2, etp=2)),
+    (Case("dsv3", ep=4), Case("dsv3", tp=2, pp=2, first_stage_layers=1, last_stage_layers=3, ep=2)),
+)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: make_reference(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+
+
+def test_one_rank_equals_huggingface_and_torch_adamw(references: dict[str, Path]) -> None:
+    """Logits, losses, gradients and the weights after three clipped AdamW steps, for every family."""
+    _all_near([Case(kind) for kind in KINDS], references, 1)
+
+
+def test_every_axis_and_combination_equals_one_rank(references: dict[str, Path]) -> None:
+    _all_near(ON_EIGHT_RANKS, references, 8)
+
+
+def test_a_checkpoint_goes_on_in_another_layout(references: dict[str, Path], tmp_path: Path) -> None:
+    """The losses after the move equal those of the run that stayed."""
+    for pairs in run_ranks(_move, 8, references, MOVES, tmp_path, timeout=900):
+        for move, (stayed, moved) in zip(MOVES, pairs, strict=True):
+            for (loss, norm), (moved_loss, moved_norm) in zip(stayed, moved, strict=True):
+                assert moved_loss == pytest.approx(loss, rel=1e-5), move
+                assert moved_norm == pytest.approx(norm, rel=1e-4), move
+
+
+def _all_near(cases: tuple[Case, ...] | list[Case], references: dict[str, Path], world_size: int) -> None:
+    far: dict[str, Distance] = {}
+    for distances in run_ranks(try_cases, world_size, references, cases, timeout=900):
+        far.update({str(case): d for case, d in zip(cases, distances, strict=True) if not d.is_small})
+    assert not far
+
+
+def _move(
+    references: dict[str, Path], moves: tuple[tuple[Case, Case], ...], folder: Path
+) -> list[tuple[list[tuple[float, float]], list[tuple[float, float]]]]:
+    """(loss, gradient norm) of two steps after a save: by the run that saved, and by one that loaded it elsewhere."""
+    import torch.distributed as dist
+
+    results = []
+    for number, (before, after) in enumerate(moves):
+        saved, start = folder / str(number), references[before.kind] / "start"
+        if dist.get_rank() == 0:
+            saved.mkdir()
+        backend = actor(start, before, section())
+        train(backend, 2)
+        dist.barrier()
+        backend.save(saved)
+        stayed = train(backend, 2)
+        backend = actor(start, after, section())
+        backend.load(saved)
+        results.append((stayed, train(backend, 2)))
+    return results

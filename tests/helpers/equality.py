@@ -1,0 +1,332 @@
+"""Is a layout equal to one rank? A HuggingFace model trained by PyTorch is the one rank; layouts are tried in turn.
+
+``make_reference`` trains the model for some steps and keeps logits, losses, gradients and weights. ``try_cases`` runs
+on real ranks and says how far each layout is from that. ``python -m tests.helpers.equality`` tries every family on
+every axis and random combinations, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import random
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import KINDS, make_model
+
+LENGTHS = (11, 3, 40, 7, 9, 22, 64, 5)
+STEPS = 3
+LAYERS = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a layout; dp takes the ranks that are left."""
+
+    kind: str
+    tp: int = 1
+    pp: int = 1
+    vpp: int | None = None
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    cp_method: str = "all_gather"
+    expert_dispatch: str = "alltoall"
+    sequence_parallel: bool = True
+
+    def __str__(self) -> str:
+        changed = [f for f in fields(self) if f.name != "kind" and getattr(self, f.name) != f.default]
+        return " ".join([self.kind, *(f"{f.name}={getattr(self, f.name)}" for f in changed)])
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a case is from the reference, the worst over ranks, tensors and steps."""
+
+    logits: float  # absolute
+    loss: float  # relative
+    gradient_norm: float  # relative
+    gradient: float  # of a tensor's largest element, after clipping
+    weight: float  # absolute, after the last step
+
+    @property
+    def is_small(self) -> bool:
+        return (
+            self.logits < 1e-5
+            and self.loss < 1e-5
+            and max(self.gradient_norm, self.gradient) < 1e-4
+            and self.weight < 1e-5
+        )
+
+
+def section() -> Any:
+    from rlhpc.config.schema import OptimizerSection
+
+    return OptimizerSection(learning_rate=1e-3, weight_decay=0.1, clip_gradient=0.5, epsilon=1e-5)
+
+
+def sequences() -> list[Any]:
+    import torch
+
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 64, (length,), generator=generator) for length in LENGTHS]
+
+
+def make_reference(folder: Path, kind: str) -> Path:
+    """Train ``kind`` under PyTorch; folder/{start,gradients,end} hold tensors, results.pt the numbers and logits."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    start = make_model(folder / "start", kind, num_hidden_layers=LAYERS)
+    model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
+    params, options = list(model.parameters()), section()
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": options.weight_decay},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    adamw = torch.optim.AdamW(
+        groups, lr=options.learning_rate, betas=(options.beta1, options.beta2), eps=options.epsilon
+    )
+    with torch.no_grad():
+        logits = [model(s[None]).logits[0] for s in sequences()]
+    numbers = []
+    for step in range(STEPS):
+        adamw.zero_grad()
+        loss = torch.zeros(())
+        for s in sequences():
+            log_probs = model(s[None]).logits[0, :-1].log_softmax(-1)
+            loss = loss - log_probs.gather(-1, s[1:, None]).sum()
+        loss = loss / (sum(LENGTHS) - len(LENGTHS))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(params, options.clip_gradient)
+        if step == 0:
+            _save_gradients(model, folder / "gradients")
+        adamw.step()
+        numbers.append((loss.item(), norm.item()))
+    model.save_pretrained(folder / "end")
+    torch.save({"logits": logits, "numbers": numbers}, folder / "results.pt")
+    return folder
+
+
+def _save_gradients(model: Any, folder: Path) -> None:
+    """In the names and shapes of saved weights, which differ from those of the modules."""
+    values = {param: param.data for param in model.parameters()}
+    for param in values:
+        param.data = param.grad.clone() if param.grad is not None else param.data.new_zeros(param.shape)
+    model.save_pretrained(folder)
+    for param, data in values.items():
+        param.data = data
+
+
+def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distance]:
+    """Run on every rank of a job: each case in turn, with process groups of its own."""
+    return [_try(references[case.kind], case) for case in cases]
+
+
+def actor(folder: Path, case: Case, optimizer: Any = None) -> Any:
+    """A back end with the weights of ``folder`` in the layout of ``case``; groups of a former layout are left."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.schema import ParallelSection
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.models import read_model
+    from rlhpc.parallel.groups import build_groups
+    from rlhpc.plan.layout import make_layout
+
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
+        parallel_state._global_process_group_list = None
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group is not dist.group.WORLD:
+                dist.destroy_process_group(group)
+        gc.collect()  # modules that refer to one another keep their groups, and each group has threads that poll
+    parallel = ParallelSection(**{f.name: getattr(case, f.name) for f in fields(case) if f.name != "kind"})
+    info = RankInfo.from_environ()
+    layout = make_layout(parallel, info.world_size)
+    build_groups(layout, seed=1)
+    backend = MegatronBackend(read_model(folder), layout, info, "float32", parallel, optimizer)
+    backend.load_pretrained(folder)
+    return backend
+
+
+def batches_of(layout: Any, rank: int) -> list[Any]:
+    """This rank's share of the sequences in as many micro batches as every other rank has."""
+    from rlhpc.data.collate import pack_batch
+
+    mine = list(enumerate(sequences()))[layout.coord(rank)["dp"] :: layout.dp]
+    count = min(2, len(LENGTHS) // layout.dp)
+    parts = [mine[i::count] for i in range(count)]
+    return [pack_batch([(s.numpy(), 1) for _, s in part], sample_ids=[i for i, _ in part]) for part in parts]
+
+
+def negative_log_likelihood(stats: Any, batch: Any) -> Any:
+    from rlhpc.api import LossSums
+
+    loss = -(stats.log_probs * batch.loss_weight).sum()
+    return LossSums(loss, {"loss": loss.detach()})
+
+
+def train(backend: Any, steps: int) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each step."""
+    import torch.distributed as dist
+
+    tokens = sum(LENGTHS) - len(LENGTHS)
+    batches = batches_of(backend.layout, dist.get_rank())
+    stats = [backend.train(batches, negative_log_likelihood, tokens, 1.0, 1e-3) for _ in range(steps)]
+    return [(s.sums["loss"] / tokens, s.gradient_norm) for s in stats]
+
+
+def _try(reference: Path, case: Case) -> Distance:
+    import torch
+    import torch.distributed as dist
+
+    results = torch.load(reference / "results.pt")
+    backend = actor(reference / "start", case, section())
+    batches = batches_of(backend.layout, dist.get_rank())
+    logits = 0.0
+    for batch, ours in zip(batches, backend.logits(batches), strict=False):
+        expected = torch.cat([results["logits"][i] for i in batch.sample_ids])
+        logits = max(logits, float((ours[:, : expected.size(-1)] - expected).abs().max()))
+    numbers = train(backend, 1)
+    gradient = max(
+        float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-4))
+        for ours, theirs in _beside(_gradients(backend), reference / "gradients")
+    )
+    numbers += train(backend, STEPS - 1)
+    weight = max(
+        float((ours - theirs).abs().max()) for ours, theirs in _beside(backend.full_tensors(), reference / "end")
+    )
+    apart = [
+        [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
+        for ours, theirs in zip(numbers, results["numbers"], strict=True)
+    ]
+    return Distance(logits, max(x[0] for x in apart), max(x[1] for x in apart), gradient, weight)
+
+
+def _beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any, Any]]:
+    """Pairs of our tensor and the one of the same name in the folder's files."""
+    from safetensors import safe_open
+
+    theirs = {}
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, "pt") as opened:
+            theirs.update({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118
+    names = set()
+    for name, tensor in ours:
+        names.add(name)
+        yield tensor, theirs[name]
+    assert names == set(theirs)
+
+
+def _gradients(backend: Any) -> Iterator[tuple[str, Any]]:
+    """Whole gradients of the last update. Each data-parallel rank has only its shard of them summed."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhpc.backends.megatron.weights import block_of
+
+    for chunk in backend._chunks:
+        for buffer in chunk.buffers + chunk.expert_parallel_buffers:
+            group = buffer.data_parallel_group
+            for bucket in buffer.buckets:
+                shard = bucket.grad_data.view(group.size(), -1)[group.rank()].clone()
+                dist.all_gather_into_tensor(bucket.grad_data, shard, group=group)
+
+    def gradient(shard: Any) -> Any:
+        param = backend.weights.parameter(shard)
+        return block_of(param.main_grad if hasattr(param, "main_grad") else param, shard)
+
+    return backend.weights.full_tensors(gradient, torch.float32)
+
+
+def single_axes(kinds: Sequence[str] = tuple(KINDS)) -> list[Case]:
+    """Every family on every axis that it has, for 8 ranks."""
+    cases = []
+    for kind in kinds:
+        cases += [
+            Case(kind),
+            Case(kind, tp=2),
+            Case(kind, tp=4),
+            Case(kind, pp=2),
+            Case(kind, pp=4),
+            Case(kind, pp=2, vpp=2),
+            Case(kind, pp=2, first_stage_layers=1, last_stage_layers=3),
+            Case(kind, cp=2),
+            Case(kind, cp=4),
+            Case(kind, cp=2, cp_method="ulysses"),
+            Case(kind, cp=4, cp_method="ulysses"),
+        ]
+        if _has_experts(kind):
+            cases += [
+                Case(kind, ep=2),
+                Case(kind, ep=4),
+                Case(kind, ep=2, expert_dispatch="allgather"),
+                Case(kind, etp=2),
+                Case(kind, ep=2, etp=2),
+                Case(kind, ep=2, etp=2, expert_dispatch="allgather"),
+            ]
+        elif kind != "qwen2_tied":
+            cases.append(Case(kind, tp=2, sequence_parallel=False))
+    return cases
+
+
+def random_cases(count: int, seed: int) -> list[Case]:
+    """Combinations of several axes that 8 ranks and 4 layers allow."""
+    draw = random.Random(seed)
+    cases: list[Case] = []
+    while len(cases) < count:
+        kind = draw.choice(list(KINDS))
+        sizes = [(2, 2, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 2, 1), (2, 4, 1), (1, 4, 2), (4, 1, 2)]
+        tp, pp, cp = draw.choice(sizes)
+        ep, etp = draw.choice([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]) if _has_experts(kind) else (1, 1)
+        if 8 % (ep * etp * pp):
+            continue
+        method = draw.choice(["all_gather", "ulysses"]) if cp > 1 and 4 // tp % cp == 0 else "all_gather"
+        uneven = draw.choice([{}, {"first_stage_layers": 1, "last_stage_layers": 3}]) if pp == 2 else {}
+        vpp = draw.choice([None, 2]) if pp == 2 and not uneven else None
+        dispatch = draw.choice(["alltoall", "allgather"]) if _has_experts(kind) else "alltoall"
+        case = Case(kind, tp, pp, vpp, cp, ep, etp, **uneven, cp_method=method, expert_dispatch=dispatch)
+        if case not in cases:
+            cases.append(case)
+    return cases
+
+
+def _has_experts(kind: str) -> bool:
+    return kind.startswith(("mixtral", "qwen3moe", "dsv3"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kinds", nargs="+", default=list(KINDS))
+    parser.add_argument("--random", type=int, default=20, help="number of random combinations")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    cases = single_axes(options.kinds) + random_cases(options.random, options.seed)
+    with tempfile.TemporaryDirectory() as name:
+        kinds = {case.kind for case in cases}
+        references = {kind: make_reference(Path(name) / kind, kind) for kind in sorted(kinds)}
+        ranks = run_ranks(try_cases, 8, references, cases, timeout=7200)
+    worst = [Distance(*(max(getattr(d, f.name) for d in row) for f in fields(Distance))) for row in zip(*ranks)]  # noqa: B905
+    print("case | " + " | ".join(f.name for f in fields(Distance)))
+    for case, distance in zip(cases, worst, strict=True):
+        row = " | ".join(f"{getattr(distance, f.name):.1e}" for f in fields(Distance))
+        print(f"{case} | {row}{'' if distance.is_small else '  <-- too far'}")
+    near = sum(distance.is_small for distance in worst)
+    print(f"{near} of {len(cases)} equal")
+    sys.exit(near < len(cases))
+
+
+if __name__ == "__main__":
+    from tests.helpers import equality  # ranks look functions up by their module's name
+
+    equality.main()
