@@ -127,10 +127,14 @@ class LossSums:
 
 @dataclass(frozen=True)
 class TrainStats:
-    """Of one optimizer update, equal on every rank. ``sums`` are LossSums.metrics reduced over all ranks."""
+    """Of one optimizer update, equal on every rank. ``sums`` are LossSums.metrics reduced over all ranks.
+
+    ``gauges`` are finished values of the back end's own, such as what routers of experts did.
+    """
 
     gradient_norm: float
     sums: dict[str, float]
+    gauges: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

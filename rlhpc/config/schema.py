@@ -192,6 +192,15 @@ class SFTSection(Section):
     optimizer: SFTOptimizerSection = SFTOptimizerSection()
 
 
+class ExpertsSection(Section):
+    """Mixture-of-experts models; no effect on others."""
+
+    aux_loss: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss (Fedus et al. 2022, section 2.2); 0: routers learn from the objective alone."""
+    bias_update_rate: NonNegativeFloat = 0.0
+    """By how much an update moves each expert's bias towards equal load, in models that have one; 0: it is frozen."""
+
+
 class TrainSection(Section):
     """The RL phase."""
 
@@ -206,6 +215,7 @@ class TrainSection(Section):
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens that a rank takes through forward and backward at once; never less than one sequence."""
     optimizer: OptimizerSection = OptimizerSection()
+    experts: ExpertsSection = ExpertsSection()
 
 
 class ValidationSection(Section):

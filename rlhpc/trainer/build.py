@@ -73,7 +73,9 @@ def build(config: RunConfig, context: RankContext) -> Run:
     rl = config.train.steps > 0
 
     def model(optimizer: OptimizerSection | None) -> MegatronBackend:
-        backend = MegatronBackend(shape, layout, info, config.model.dtype, config.parallel, optimizer)
+        backend = MegatronBackend(
+            shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts
+        )
         backend.load_pretrained(config.model.path)
         return backend
 

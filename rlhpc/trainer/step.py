@@ -31,6 +31,7 @@ def sft_step(run: Run, state: RunState) -> Metrics:
     stats = run.actor.train(minibatch.batches, _sft_loss, minibatch.denominator, temperature=1.0, rate=rate)
     state.sft_step += 1
     return {
+        **stats.gauges,
         "loss": stats.sums["loss"] / minibatch.denominator,
         "gradient_norm": stats.gradient_norm,
         "learning_rate": rate,
@@ -103,7 +104,7 @@ def _update(run: Run, state: RunState, minibatches: Sequence[Minibatch]) -> Metr
     for minibatch in updates:
         stats = run.actor.train(minibatch.batches, loss, minibatch.denominator, run.config.rollout.temperature, rate)
         sums = {name: value / minibatch.denominator for name, value in stats.sums.items() if "/" not in name}
-        for name, value in {**sums, "gradient_norm": stats.gradient_norm}.items():
+        for name, value in {**sums, **stats.gauges, "gradient_norm": stats.gradient_norm}.items():
             totals[name] = totals.get(name, 0.0) + value / len(updates)
         for name, value in stats.sums.items():
             if name.startswith("max/"):

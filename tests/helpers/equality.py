@@ -131,7 +131,7 @@ def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distan
     return [_try(references[case.kind], case) for case in cases]
 
 
-def actor(folder: Path, case: Case, optimizer: Any = None) -> Any:
+def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None) -> Any:
     """A back end with the weights of ``folder`` in the layout of ``case``; groups of a former layout are left."""
     import torch.distributed as dist
     from megatron.core import parallel_state
@@ -154,7 +154,7 @@ def actor(folder: Path, case: Case, optimizer: Any = None) -> Any:
     info = RankInfo.from_environ()
     layout = make_layout(parallel, info.world_size)
     build_groups(layout, seed=1)
-    backend = MegatronBackend(read_model(folder), layout, info, "float32", parallel, optimizer)
+    backend = MegatronBackend(read_model(folder), layout, info, "float32", parallel, optimizer, experts)
     backend.load_pretrained(folder)
     return backend
 
@@ -200,7 +200,7 @@ def _try(reference: Path, case: Case) -> Distance:
     numbers = train(backend, 1)
     gradient = max(
         float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-4))
-        for ours, theirs in _beside(_gradients(backend), reference / "gradients")
+        for ours, theirs in _beside(gradients(backend), reference / "gradients")
     )
     numbers += train(backend, STEPS - 1)
     weight = max(
@@ -228,7 +228,7 @@ def _beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any
     assert names == set(theirs)
 
 
-def _gradients(backend: Any) -> Iterator[tuple[str, Any]]:
+def gradients(backend: Any) -> Iterator[tuple[str, Any]]:
     """Whole gradients of the last update. Each data-parallel rank has only its shard of them summed."""
     import torch
     import torch.distributed as dist

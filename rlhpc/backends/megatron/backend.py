@@ -17,12 +17,13 @@ from torch import Tensor
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TrainStats
 from rlhpc.backends.megatron.checkpoint import Content
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
+from rlhpc.backends.megatron.experts import routers_of, routing_metrics
 from rlhpc.backends.megatron.log_probs import token_stats
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
 from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
-from rlhpc.config.schema import OptimizerSection, ParallelSection
+from rlhpc.config.schema import ExpertsSection, OptimizerSection, ParallelSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
@@ -44,16 +45,18 @@ class MegatronBackend:
         dtype: str,
         parallel: ParallelSection,
         optimizer: OptimizerSection | None = None,
+        experts: ExpertsSection | None = None,
     ) -> None:
         self._section = optimizer
         self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
+        self._has_experts = shape.experts is not None
         self.rope = RotaryTable(shape, self._device)
         with megatron_device():
-            self._config = transformer_config(shape, layout, DTYPES[dtype], parallel)
+            self._config = transformer_config(shape, layout, DTYPES[dtype], parallel, experts or ExpertsSection())
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
-            self._models = models
+            self._models, self._routers = models, routers_of(models)
             self._chunks = wrap_chunks(self._config, models)
             if optimizer is None:
                 for chunk in self._chunks:
@@ -118,10 +121,12 @@ class MegatronBackend:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        self._weigh_aux_losses(batches)
         metrics = self._run(batches, differentiate, forward_only=False)
         with megatron_device():
             _, gradient_norm, _ = self._optimizer.step()
-        return TrainStats(float(gradient_norm), self._reduce_metrics(metrics))
+        gauges = routing_metrics(self._routers, self._config.moe_router_topk) if self._has_experts else {}
+        return TrainStats(float(gradient_norm), self._reduce_metrics(metrics), gauges)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See ``TrainBackend``."""
@@ -183,6 +188,15 @@ class MegatronBackend:
                 **options,
             )
         return results[: len(batches)]
+
+    def _weigh_aux_losses(self, batches: Sequence[PackedBatch]) -> None:
+        """Tell the routers by what the update divides: the tokens of all ranks' batches."""
+        if not self._config.moe_aux_loss_coeff:
+            return
+        tokens = torch.tensor(float(sum(len(batch.tokens) for batch in batches)), device=self._device)
+        dist.all_reduce(tokens, group=parallel_state.get_data_parallel_group())
+        for router in self._routers:
+            router.aux_weight = 1.0 / float(tokens)
 
     def _whole_rounds(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
         """Interleaved stages take micro batches in rounds of pp: blank ones fill the last round."""

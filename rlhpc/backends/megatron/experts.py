@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from jaxtyping import Float, Int64
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.transformer.module import MegatronModule
@@ -59,15 +62,53 @@ class Router(TopKRouter):
         return counts
 
     def attach_and_log_load_balancing_loss(
-        self, activation: Tensor, aux_loss_coeff: float, aux_loss: Tensor, aux_loss_name: str, *_: Any, **options: Any
+        self,
+        activation: Tensor,
+        aux_loss_coeff: float,
+        aux_loss: Tensor,
+        aux_loss_name: str,
+        reduce_group: dist.ProcessGroup,
+        **_: Any,
     ) -> Tensor:
-        """The auxiliary loss as a mean over the tokens of the whole batch.
+        """Micro batches' auxiliary losses, averaged by their tokens; ``aux_loss`` is this rank's part of one.
 
         Upstream leaves the division to finalize_model_grads, which here gets losses that are divided already.
         """
-        tokens = options.get("valid_token_count")
-        tokens = len(activation) if tokens is None else tokens
+        tokens = len(activation) * reduce_group.size()
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens * self.aux_weight)
+
+
+def routers_of(models: Sequence[torch.nn.Module]) -> list[Router]:
+    """The routers of this rank's modules, layer after layer."""
+    return [module for model in models for module in model.modules() if isinstance(module, Router)]
+
+
+def routing_metrics(routers: Sequence[Router], top_k: int) -> dict[str, float]:
+    """What the routers did since the last call, over all ranks and layers; equal on every rank. Collective.
+
+    load_max: the busiest expert's tokens over the mean, in the worst layer; idle: share of experts without a token;
+    dropped: share of choices that no expert took; entropy: of a token's distribution over experts, in nats.
+    """
+    sums = torch.zeros(5, device=device())  # layers, idle, dropped, entropy; then the maximum
+    for router in routers:
+        counts = router.take_counts()
+        dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
+        load, entropy, tokens = counts[:-2], counts[-2], counts[-1]
+        choices = tokens * top_k
+        sums[:4] += torch.stack(
+            [torch.ones_like(tokens), (load == 0).float().mean(), 1 - load.sum() / choices, entropy / tokens]
+        )
+        sums[4] = torch.maximum(sums[4], load.max() * len(load) / choices)
+    group = parallel_state.get_pipeline_model_parallel_group()
+    dist.all_reduce(sums[:4], group=group)
+    dist.all_reduce(sums[4], op=dist.ReduceOp.MAX, group=group)
+    layers, idle, dropped, entropy, busiest = sums.tolist()
+    return {
+        "experts/load_max": busiest,
+        "experts/idle": idle / layers,
+        "experts/dropped": dropped / layers,
+        "experts/entropy": entropy / layers,
+    }
 
 
 class GroupedExperts(MegatronModule):

@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.backends.megatron.layers import block_spec
-from rlhpc.config.schema import ParallelSection
+from rlhpc.config.schema import ExpertsSection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device
 from rlhpc.plan.layout import ParallelLayout
@@ -21,7 +21,11 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(
-    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, parallel: ParallelSection
+    shape: ModelShape,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    parallel: ParallelSection,
+    experts: ExpertsSection,
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Without Transformer Engine and apex, Megatron's own fusions are off."""
     return TransformerConfig(
@@ -73,11 +77,11 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        **(_expert_options(shape) if shape.experts else {}),
+        **(_expert_options(shape, experts) if shape.experts else {}),
     )
 
 
-def _expert_options(shape: ModelShape) -> dict[str, Any]:
+def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any]:
     experts = shape.experts
     return {
         "num_moe_experts": experts.num_experts,
@@ -89,12 +93,12 @@ def _expert_options(shape: ModelShape) -> dict[str, Any]:
         # Softmax over the chosen experts alone is softmax over all, then normalised.
         "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalise,
         "moe_router_enable_expert_bias": experts.bias,
-        "moe_router_bias_update_rate": 0.0,
+        "moe_router_bias_update_rate": section.bias_update_rate,
         "moe_router_num_groups": experts.num_groups,
         "moe_router_group_topk": experts.groups_kept,
         "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
-        "moe_router_load_balancing_type": "none",
-        "moe_aux_loss_coeff": 0.0,
+        "moe_router_load_balancing_type": "aux_loss" if section.aux_loss else "none",
+        "moe_aux_loss_coeff": section.aux_loss,
         "moe_router_dtype": "fp32",
     }
 

@@ -1,0 +1,88 @@
+"""Routers in training: the auxiliary loss and the bias per expert, as configured, and what routers did as metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import Case, actor, gradients, negative_log_likelihood, section
+from tests.helpers.tiny_models import make_model
+
+pytestmark = pytest.mark.slow
+
+EXPERTS, TOP_K = 4, 2
+LENGTHS = (16, 8, 24)  # that four ranks share without filling up
+
+
+def test_the_auxiliary_loss_is_that_of_one_rank_on_ranks_that_share_the_tokens(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3moe")
+    ((one, _), (without, _)) = run_ranks(_router_gradients, 1, folder, [Case("qwen3moe")] * 2, [0.1, 0.0])[0]
+    assert np.abs(one - without).max() > 0.01 * np.abs(one).max()
+    cases = [Case("qwen3moe", tp=2, cp=2, ep=2), Case("qwen3moe", pp=2, tp=2)]
+    for shared in run_ranks(_router_gradients, 4, folder, cases, [0.1, 0.1]):
+        for router, _ in shared:
+            assert np.abs(router - one).max() < 1e-4 * np.abs(one).max()
+
+
+def test_metrics_say_what_the_routers_did(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3moe")
+    ((_, one),) = run_ranks(_router_gradients, 1, folder, [Case("qwen3moe")], [0.0])[0]
+    assert 1.0 < one["experts/load_max"] <= EXPERTS / TOP_K
+    assert one["experts/dropped"] == 0.0
+    assert 0.0 <= one["experts/idle"] < 1.0
+    assert 0.1 < one["experts/entropy"] < np.log(EXPERTS)
+    for ranks in run_ranks(_router_gradients, 4, folder, [Case("qwen3moe", tp=2, cp=2, ep=2)], [0.0]):
+        assert ranks[0][1] == pytest.approx(one, rel=1e-4)
+
+
+def test_a_bias_moves_by_its_rate_or_not_at_all(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "dsv3")
+    for frozen, moved in run_ranks(_bias_changes, 2, folder, [0.0, 0.01]):
+        assert (frozen == 0).all()
+        np.testing.assert_allclose(np.abs(moved[moved != 0]), 0.01, rtol=1e-4)
+        assert (moved > 0).any()
+        assert (moved < 0).any()
+
+
+def _batch() -> Any:
+    import torch
+
+    from rlhpc.data.collate import pack_batch
+
+    generator = torch.Generator().manual_seed(5)
+    tokens = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in LENGTHS]
+    return pack_batch([(t, 1) for t in tokens], sample_ids=range(len(tokens)))
+
+
+def _router_gradients(folder: Path, cases: list[Case], aux_losses: list[float]) -> list[tuple[np.ndarray, dict]]:
+    """All routers' gradients of one update, and its gauges, for each case."""
+    from rlhpc.config.schema import ExpertsSection
+
+    results = []
+    for case, aux_loss in zip(cases, aux_losses, strict=True):
+        backend = actor(folder, case, section(), ExpertsSection(aux_loss=aux_loss))
+        stats = backend.train([_batch()], negative_log_likelihood, 45.0, 1.0, 1e-3)
+        routers = [g.flatten().numpy() for name, g in gradients(backend) if name.endswith("mlp.gate.weight")]
+        results.append((np.concatenate(routers), stats.gauges))
+    return results
+
+
+def _bias_changes(folder: Path, rates: list[float]) -> list[np.ndarray]:
+    from rlhpc.config.schema import ExpertsSection
+
+    changes = []
+    for rate in rates:
+        backend = actor(folder, Case("dsv3", ep=2), section(), ExpertsSection(bias_update_rate=rate))
+        before = _biases(backend)
+        backend.train([_batch()], negative_log_likelihood, 90.0, 1.0, 1e-3)
+        changes.append(_biases(backend) - before)
+    return changes
+
+
+def _biases(backend: Any) -> np.ndarray:
+    found = [t.clone().numpy() for name, t in backend.full_tensors() if name.endswith("e_score_correction_bias")]
+    return np.concatenate(found)
