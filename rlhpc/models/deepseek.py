@@ -42,13 +42,16 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
 
 
 def _read_latent(reader: ConfigReader) -> LatentAttention:
-    reader.get("qk_head_dim")  # the sum of both parts
-    rank = reader.get("q_lora_rank")
+    # The reference code's norms between down and up have this one whatever the field says, vLLM's have the field's.
+    reader.expect("rms_norm_eps", 1e-6)
+    rank, nope_dim, rope_dim = (reader.get("q_lora_rank"), *map(reader.need, ("qk_nope_head_dim", "qk_rope_head_dim")))
+    reader.expect("head_dim", None, rope_dim)  # transformers' name for what the rotary embedding turns
+    reader.expect("qk_head_dim", None, nope_dim + rope_dim)
     return LatentAttention(
         query_rank=None if rank is None else int(rank),
         kv_rank=int(reader.need("kv_lora_rank")),
-        nope_dim=int(reader.need("qk_nope_head_dim")),
-        rope_dim=int(reader.need("qk_rope_head_dim")),
+        nope_dim=int(nope_dim),
+        rope_dim=int(rope_dim),
         value_dim=int(reader.need("v_head_dim")),
         interleaved_rope=bool(reader.get("rope_interleave", True)),
     )

@@ -41,7 +41,8 @@ def fitting_layout(parallel: ParallelSection, world_size: int, shape: ModelShape
         if found is None:
             return layout
         misfit = found
-    remedy = misfit.remedy or _remedy(nearest_layouts(shape, parallel, world_size), world_size)
+    nearest = " | ".join(layout.text for layout in nearest_layouts(shape, parallel, world_size))
+    remedy = misfit.remedy or f"nearest that fit: {nearest}"
     raise UserError(misfit.message, where=misfit.where, remedy=remedy)
 
 
@@ -70,10 +71,10 @@ def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection
 def nearest_layouts(
     shape: ModelShape | None, parallel: ParallelSection, world_size: int, count: int = 3
 ) -> list[ParallelLayout]:
-    """The layouts most like the one asked for that suit ranks and model, nearest first; possibly none.
+    """The layouts most like the one asked for that suit ranks and model, nearest first.
 
-    Looks at a few sizes of each axis; a size twice or half as large is one step away. A layout that changes more keys
-    than another, among them the same, is left out.
+    There is always one, if only data parallelism alone. Looks at a few sizes of each axis; a size twice or half as
+    large is one step away. A layout that changes more keys than another, among them the same, is left out.
     """
     stages: Callable[[int], list[ParallelLayout]] = cache(lambda pp: _stage_variants(shape, parallel, pp))
 
@@ -113,7 +114,7 @@ def _tensor_misfits(shape: ModelShape, tp: int, where: str) -> Iterator[Misfit]:
         yield from _does_not_divide(tp, shape.ffn_size, "feed-forward size", where)
     if shape.experts and shape.experts.shared_ffn_size:
         yield from _does_not_divide(tp, shape.experts.shared_ffn_size, "feed-forward size of shared experts", where)
-    if shape.latent is None and max(tp, shape.num_kv_heads) % min(tp, shape.num_kv_heads):
+    if max(tp, shape.num_kv_heads) % min(tp, shape.num_kv_heads):
         message = f"{tp} and the model's {shape.num_kv_heads} key-value heads do not divide one another"
         yield Misfit(where, message)
 
@@ -206,9 +207,3 @@ def _distance(shape: ModelShape | None, layout: ParallelLayout, parallel: Parall
         counts = layout.stage_layers(shape.num_layers)
         moved = 0.25 + max(counts) * layout.pp / shape.num_layers - 1
     return sum(map(abs, steps)) + chunks + moved, abs(sum(steps))
-
-
-def _remedy(layouts: list[ParallelLayout], world_size: int) -> str:
-    if not layouts:
-        return f"no layout near it fits {world_size} ranks; use another number of ranks"
-    return "nearest that fit: " + " | ".join(layout.text for layout in layouts)

@@ -91,6 +91,8 @@ def test_one_group_is_none() -> None:
         (DEEPSEEK_V3_BF16, {"norm_topk_prob": False}, r"norm_topk_prob = False is not supported"),
         (DEEPSEEK_V3_BF16, {"topk_group": 2}, r"num_experts_per_tok 8 with topk_group 2 is not supported"),
         (DEEPSEEK_V3_BF16, {"n_routed_experts": 255}, r"8 groups do not divide the 255 experts"),
+        (DEEPSEEK_V3_BF16, {"rms_norm_eps": 1e-5}, r"rms_norm_eps = 1e-05 is not supported; supported: 1e-06"),
+        (DEEPSEEK_V3_BF16, {"head_dim": 56}, r"head_dim = 56 is not supported; supported: None, 64"),
         (DEEPSEEK_V3_BF16, {"index_topk": 2048}, r"'index_topk' = 2048 is not understood"),
         (MIXTRAL_8X7B, {"sliding_window": 4096}, r"sliding_window = 4096 is not supported"),
         (MIXTRAL_8X7B, {"router_jitter_noise": 0.1}, r"router_jitter_noise = 0.1 is not supported"),

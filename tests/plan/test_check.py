@@ -8,7 +8,9 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
+from rlhpc.models import read_model
 from rlhpc.plan.check import check_config
+from rlhpc.plan.shards import model_tensors
 from tests.helpers.plain_model import write_inputs, write_safetensors
 
 
@@ -123,6 +125,19 @@ def test_weights_of_another_model_are_refused(inputs):
     assert "'model.embed_tokens.weight' has shape [16, 32], config.json asks for [16, 64]" in refused(inputs)
     write_safetensors(file, {"model.embed_tokens.weight": (16, 64)})
     assert "the weights have no tensor 'model.layers.0.self_attn.q_proj.weight'" in refused(inputs)
+
+
+def test_weights_of_layers_that_predict_further_tokens_are_left_alone(tmp_path):
+    """DeepSeek-V3 stores them as layers after the last one."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1}
+    attention = {"kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    further = {"num_nextn_predict_layers": 1}
+    fields = {"architectures": ["DeepseekV3ForCausalLM"], **experts, **attention, **further}
+    config = load_config(write_inputs(tmp_path, **fields))
+    model = tmp_path / "model"
+    shapes = {tensor.name: tensor.shape for tensor in model_tensors(read_model(model))}
+    write_safetensors(model / "model.safetensors", {**shapes, "model.layers.2.eh_proj.weight": (64, 128)})
+    assert "DeepseekV3ForCausalLM, 2 layers" in dict(check_config(config))["model"]
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(inputs):

@@ -65,7 +65,6 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             {"tp": 4},
             "30 feed-forward size of share",
         ),
-        (shape("dense"), 8, {"tp": 4, "cp": 2, "cp_method": "ulysses"}, ""),
         (
             shape("dense"),
             16,
@@ -148,13 +147,12 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
 def test_the_reason_and_the_nearest_are_named(
     model: ModelShape, world_size: int, parallel: dict[str, Any], told: str
 ) -> None:
-    if told:
-        assert told in refused(model, world_size, **parallel)
-    else:
-        fitting_layout(ParallelSection(**parallel), world_size, model)
+    assert told in refused(model, world_size, **parallel)
 
 
 def test_what_fits_is_the_layout_asked_for() -> None:
+    fitting_layout(ParallelSection(tp=4, cp=2, cp_method="ulysses"), 8, shape("dense"))
+    fitting_layout(ParallelSection(tp=4, cp=4), 16, shape("dense"))
     section = ParallelSection(tp=8, pp=16, ep=64, last_stage_layers=1)
     layout = fitting_layout(section, 2048, shape("deepseek"))
     assert layout == ParallelLayout(2048, tp=8, pp=16, ep=64, last_stage_layers=1)
@@ -176,13 +174,22 @@ def test_every_layout_named_fits_and_can_be_planned(model: str) -> None:
             assert megatron_shards(found, layout, world_size - 1)
 
 
-def test_nearest_is_nearest() -> None:
-    asked = ParallelSection(tp=8, pp=16, ep=64)
-    first, *_ = nearest_layouts(shape("deepseek"), asked, 2048)
-    assert first.text == "tp 8 x pp 16 (last stage of 1) x dp 16, experts ep 64 x dp 2"
-    # 61 layers in two chunks on each of 16 ranks do not go; fewer ranks or chunks do.
-    with_chunks = nearest_layouts(shape("deepseek"), ParallelSection(tp=8, pp=16, ep=64, vpp=2), 2048)
-    assert with_chunks[0].text == first.text
+def test_the_nearest_come_first_and_change_no_more_than_they_must() -> None:
+    def texts(model: str, world_size: int, **parallel: Any) -> list[str]:
+        return [layout.text for layout in nearest_layouts(shape(model), ParallelSection(**parallel), world_size)]
+
+    # Of 61 layers on 16 ranks, one must be alone on the last.
+    deepseek = {"tp": 8, "pp": 16, "ep": 64}
+    assert texts("deepseek", 2048, **deepseek)[0] == "tp 8 x pp 16 (last stage of 1) x dp 16, experts ep 64 x dp 2"
+    assert texts("deepseek", 2048, **deepseek, vpp=2)[0] == texts("deepseek", 2048, **deepseek)[0]
+    # Only ep is wrong, so only ep is changed, by the smallest factor first.
+    assert texts("mixtral", 48, ep=3) == [
+        "tp 1 x dp 48, experts ep 4 x dp 12",
+        "tp 1 x dp 48, experts ep 2 x dp 24",
+        "tp 1 x dp 48, experts ep 8 x dp 6",
+    ]
+    assert texts("mixtral", 48, tp=3, ep=3)[0] == "tp 4 x dp 12, experts ep 4 x dp 12"
+    assert texts("dense", 4, tp=2, ep=2) == ["tp 2 x dp 2"]
 
 
 def test_the_search_is_quick_on_ten_thousand_ranks() -> None:
@@ -191,11 +198,9 @@ def test_the_search_is_quick_on_ten_thousand_ranks() -> None:
     assert time.process_time() - start < 1
 
 
-def test_no_layout_near_is_said_so() -> None:
-    told = refused(shape("dense"), 7, tp=7, sequence_parallel=False, first_stage_layers=1)
-    assert "nearest that fit: tp 1 x dp 7" in told
-    small = shape("dense", num_hidden_layers=1)
-    assert "no layout near it fits 1009 ranks" not in refused(small, 1009, pp=1009)
+def test_data_parallelism_alone_is_left_where_nothing_divides() -> None:
+    assert "nearest that fit: tp 1 x dp 7" in refused(shape("dense"), 7, tp=7, first_stage_layers=1)
+    assert refused(shape("dense", num_hidden_layers=1), 1009, pp=1009).endswith("nearest that fit: tp 1 x dp 1009")
 
 
 @pytest.mark.parametrize(
