@@ -152,7 +152,7 @@ class MegatronBackend:
         index = weight.nonzero()[:, 0]
         group = parallel_state.get_tensor_model_parallel_group()
         targets = local.take(batch.targets)[index]
-        stats = token_stats(logits[0].index_select(0, index), targets, group, temperature)
+        stats = token_stats(logits[0], index, targets, group, temperature)
         zeros = torch.zeros_like(weight)
         both = torch.stack([zeros.index_copy(0, index, x) for x in (stats.log_probs, stats.entropy)], dim=-1)
         return TokenStats(*local.gather(both, parallel_state.get_context_parallel_group()).unbind(-1))
@@ -170,9 +170,11 @@ class MegatronBackend:
             batch, split = next(batches)
             batch = batch.to(self._device)
             local = local_batch(batch, split, self._coord["cp"], self.rope)
-            logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params)
+            logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **output)
             return logits, functools.partial(finish, batch, local)
 
+        # Half-precision logits stay so: the wrapper would copy all of them to float32.
+        output = {"fp32_output": False} if self._config.bf16 else {}
         splits = self._splits(padded)
         iterators = [iter(list(zip(padded, splits, strict=True))) for _ in self._chunks]
         several = len(self._chunks) > 1

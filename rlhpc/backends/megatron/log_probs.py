@@ -18,13 +18,18 @@ _CHUNK_ELEMENTS_GPU = 1 << 26
 
 
 def token_stats(
-    logits: Float[Tensor, "N V"], targets: Int64[Tensor, " N"], group: dist.ProcessGroup, temperature: float
+    logits: Float[Tensor, "T V"],
+    rows: Int64[Tensor, " N"],
+    targets: Int64[Tensor, " N"],
+    group: dist.ProcessGroup,
+    temperature: float,
 ) -> TokenStats:
-    """Natural-log probability of each target and entropy of its distribution at logits / temperature.
+    """Natural-log probability of each target and entropy of its distribution at logits / temperature, of some rows.
 
-    ``logits`` are this rank's part of the vocabulary, parts in rank order. Differentiable.
+    ``logits`` are this rank's part of the vocabulary, parts in rank order. Differentiable; besides the gradient of
+    ``logits``, in its own type, no tensor of its size is made.
     """
-    log_probs, entropy = _VocabParallelStats.apply(logits, targets, group, 1.0 / temperature)
+    log_probs, entropy = _VocabParallelStats.apply(logits, rows, targets, group, 1.0 / temperature)
     return TokenStats(log_probs, entropy)
 
 
@@ -33,13 +38,13 @@ class _VocabParallelStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, group: dist.ProcessGroup, inverse_temperature: float
+        ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, group: dist.ProcessGroup, inverse_temperature: float
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         column = targets - group.rank() * logits.size(-1)
         here = (column >= 0) & (column < logits.size(-1))
         column = column.clamp(0, logits.size(-1) - 1)
-        picked = logits.gather(-1, column[:, None])[:, 0].float() * inverse_temperature
-        maximum, total, weighted = _softmax_sums(logits, inverse_temperature)
+        picked = logits[rows, column].float() * inverse_temperature
+        maximum, total, weighted = _softmax_sums(logits, rows, inverse_temperature)
         if group.size() > 1:
             local_maximum = maximum.clone()
             dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=group)
@@ -49,7 +54,7 @@ class _VocabParallelStats(torch.autograd.Function):
             dist.all_reduce(sums, group=group)
             total, weighted, picked = sums.unbind(-1)
         log_total, mean = maximum + total.log(), maximum + weighted / total
-        ctx.save_for_backward(logits, column, here, log_total, mean)
+        ctx.save_for_backward(logits, rows, column, here, log_total, mean)
         ctx.inverse_temperature = inverse_temperature
         ctx.set_materialize_grads(False)
         return picked - log_total, log_total - mean
@@ -57,40 +62,40 @@ class _VocabParallelStats(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None]:
-        logits, column, here, log_total, mean = ctx.saved_tensors
+    ) -> tuple[Tensor, None, None, None, None]:
+        logits, rows, column, here, log_total, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
-        grad = torch.empty_like(logits)
-        for rows in _chunks(logits):
+        grad = torch.zeros_like(logits)
+        for part in _chunks(rows, logits):
             # d log p(target) / dx_j = [j = target] - p_j;  d entropy / dx_j = -p_j (x_j - E[x])
-            x = logits[rows].float() * ctx.inverse_temperature
-            factor = grad_log_probs[rows, None]
+            x = logits[rows[part]].float() * ctx.inverse_temperature
+            factor = grad_log_probs[part, None]
             if grad_entropy is not None:
-                factor = factor + grad_entropy[rows, None] * (x - mean[rows, None])
-            x = x.sub_(log_total[rows, None]).exp_().mul_(factor * -ctx.inverse_temperature)
+                factor = factor + grad_entropy[part, None] * (x - mean[part, None])
+            x = x.sub_(log_total[part, None]).exp_().mul_(factor * -ctx.inverse_temperature)
             x.scatter_add_(
-                -1, column[rows, None], (grad_log_probs[rows] * here[rows] * ctx.inverse_temperature)[:, None]
+                -1, column[part, None], (grad_log_probs[part] * here[part] * ctx.inverse_temperature)[:, None]
             )
-            grad[rows] = x
-        return grad, None, None, None
+            grad[rows[part]] = x.to(grad.dtype)
+        return grad, None, None, None, None
 
 
-def _softmax_sums(logits: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row of x = logits / temperature: maximum m, sum of exp(x - m), sum of exp(x - m) (x - m)."""
-    results = [logits.new_empty(len(logits), dtype=torch.float32) for _ in range(3)]
+def _softmax_sums(logits: Tensor, rows: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """For each of the rows of x = logits / temperature: maximum m, sum of exp(x - m), sum of exp(x - m) (x - m)."""
+    results = [logits.new_empty(len(rows), dtype=torch.float32) for _ in range(3)]
     maximum, total, weighted = results
-    for rows in _chunks(logits):
-        x = logits[rows].float() * inverse_temperature
-        maximum[rows] = x.amax(-1)
-        x.sub_(maximum[rows, None])
+    for part in _chunks(rows, logits):
+        x = logits[rows[part]].float() * inverse_temperature
+        maximum[part] = x.amax(-1)
+        x.sub_(maximum[part, None])
         exponentials = x.exp()
-        total[rows] = exponentials.sum(-1)
-        weighted[rows] = exponentials.mul_(x).sum(-1)
+        total[part] = exponentials.sum(-1)
+        weighted[part] = exponentials.mul_(x).sum(-1)
     return maximum, total, weighted
 
 
-def _chunks(logits: Tensor) -> list[slice]:
+def _chunks(rows: Tensor, logits: Tensor) -> list[slice]:
     elements = _CHUNK_ELEMENTS_GPU if logits.is_cuda else _CHUNK_ELEMENTS
     step = max(1, elements // logits.size(-1))
-    return [slice(start, start + step) for start in range(0, len(logits), step)]
+    return [slice(start, start + step) for start in range(0, len(rows), step)]
