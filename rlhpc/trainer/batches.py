@@ -32,7 +32,7 @@ def exchange_samples(run: Run, samples: list[Sample]) -> list[Sample]:
 def rl_minibatches(run: Run, samples: Sequence[Sample], advantages: Sequence[float]) -> list[Minibatch]:
     """Pack a step's samples into its minibatches; per token: advantages and the engine's log-probs."""
     train, mean_of_sequences = run.config.train, run.config.algorithm.aggregation == "sequence-mean"
-    plans = pack([len(s.tokens) for s in samples], run.layout.dp, train.tokens_per_microbatch, train.minibatches)
+    plans = pack([len(s.tokens) for s in samples], run.layout.dp, _capacity(run), train.minibatches)
     minibatches = []
     for plan in plans:
         ids = _sample_ids(plan)
@@ -56,12 +56,17 @@ def rl_minibatches(run: Run, samples: Sequence[Sample], advantages: Sequence[flo
 def sft_minibatch(run: Run, sequences: Sequence[tuple[np.ndarray, int]]) -> Minibatch:
     """Pack supervised (tokens, prompt length) sequences; the loss is a mean over response tokens."""
     lengths = [len(tokens) for tokens, _ in sequences]
-    (plan,) = pack(lengths, run.layout.dp, run.config.train.tokens_per_microbatch)
+    (plan,) = pack(lengths, run.layout.dp, _capacity(run))
     batches = tuple(
         pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids)
         for bin_ids in _my_bins(run, plan)
     )
     return Minibatch(batches, float(sum(len(tokens) - prompt_len for tokens, prompt_len in sequences)))
+
+
+def _capacity(run: Run) -> int:
+    """Most tokens of a micro batch: context-parallel ranks share it."""
+    return run.config.train.tokens_per_microbatch * run.layout.cp
 
 
 def _my_bins(run: Run, plan: PackPlan) -> tuple[tuple[int, ...], ...]:

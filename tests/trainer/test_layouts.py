@@ -10,20 +10,25 @@ from tests.helpers.runs import records, run, write_config
 
 pytestmark = pytest.mark.slow
 
-# name: (ranks, tp, rollout tp)
-LAYOUTS = {"one": (1, 1, 1), "dp2": (2, 1, 1), "tp2": (2, 2, 2), "dp2_tp2": (4, 2, 1)}
+# name: (ranks, axes of the training side, rollout tp)
+LAYOUTS: dict[str, tuple[int, dict[str, int], int]] = {
+    "one": (1, {}, 1),
+    "dp2": (2, {}, 1),
+    "dp2_tp2": (4, {"tp": 2}, 1),
+    "pp2_cp2": (4, {"pp": 2, "cp": 2}, 2),
+}
 
 
 @pytest.fixture(scope="module")
 def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Metrics of the same run in each layout."""
     found = {}
-    for name, (ranks, tp, rollout_tp) in LAYOUTS.items():
+    for name, (ranks, axes, rollout_tp) in LAYOUTS.items():
         folder = tmp_path_factory.mktemp(name)
         config = write_config(
             folder,
             resources__ranks_per_node=ranks,
-            parallel__tp=tp,
+            parallel=axes,
             rollout__tp=rollout_tp,
             sft__steps=2,
             train__steps=8,
