@@ -19,6 +19,7 @@ def run_rank(context: RankContext) -> str | None:
     import torch
 
     from rlhpc.observe.report import write_report
+    from rlhpc.parallel.agreement import check_agreement, facts_of
     from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import join, leave
     from rlhpc.trainer.build import build
@@ -34,6 +35,7 @@ def run_rank(context: RankContext) -> str | None:
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))
     config = load_config(context.attempt.config)
     join(info)
+    check_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)
     run = build(config, context)
     stopped = Loop(run).run()

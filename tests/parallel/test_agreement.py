@@ -1,0 +1,47 @@
+"""A rank with another version or another config is named at the start, on every rank."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.core.errors import UserError
+from rlhpc.core.rank import RankInfo
+from rlhpc.parallel.agreement import check_agreement, disagreement, facts_of
+from tests.helpers.distributed import run_ranks
+
+
+def test_the_rank_that_differs_is_named_with_node_and_both_values() -> None:
+    everyone = [("a", {"torch": "2.13"}), ("a", {"torch": "2.13"}), ("b", {"torch": "2.11"})]
+    assert disagreement(everyone) == "rank 2 on b has torch 2.11, the others have 2.13"
+    assert disagreement(everyone[:2]) is None
+
+
+def test_many_ranks_are_counted() -> None:
+    everyone = [("a", {"x": "1"})] * 8 + [("b", {"x": "2"})] * 6
+    assert disagreement(everyone) == "rank 8 on b, 9 on b, 10 on b, 11 on b and 2 more has x 2, the others have 1"
+
+
+@pytest.mark.slow
+def test_ranks_that_read_different_configs_all_stop(tmp_path: Path) -> None:
+    for name, text in (("same", "a"), ("other", "b")):
+        (tmp_path / name).write_text(text)
+    for agreed, told in run_ranks(_ask, 3, tmp_path):
+        assert agreed is None
+        assert "rank 1 on " in told
+        assert "config.yaml" in told
+
+
+def _ask(folder: Path) -> tuple[str | None, str | None]:
+    info = RankInfo.from_environ()
+    told = []
+    for odd in ("same", "other"):
+        facts = facts_of([folder / (odd if info.rank == 1 else "same")])
+        named = {(name if not name.startswith("/") else "config.yaml"): value for name, value in facts.items()}
+        try:
+            check_agreement(info, named)
+            told.append(None)
+        except UserError as error:
+            told.append(str(error))
+    return told[0], told[1]
