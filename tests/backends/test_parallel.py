@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, Distance, actor, make_reference, section, train, try_cases
-from tests.helpers.tiny_models import KINDS
+from tests.helpers.tiny_models import KINDS, OUTSIDE
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +28,7 @@ ON_EIGHT_RANKS = (
     Case("qwen3moe", cp=2, ep=2, etp=2, expert_dispatch="allgather"),
     Case("dsv3", tp=2, pp=2, cp=2, ep=4),
     Case("dsv3", tp=2, pp=2, ep=2, etp=2, expert_dispatch="allgather"),
+    Case("mistral", tp=2, pp=2, cp=2),
     Case("dsv3_direct", tp=2, cp=2, cp_method="ulysses", ep=4),
 )
 
@@ -42,12 +43,12 @@ MOVES = (
 
 @pytest.fixture(scope="module")
 def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: make_reference(tmp_path_factory.mktemp(kind), kind) for kind in KINDS}
+    return {kind: make_reference(tmp_path_factory.mktemp(kind), kind) for kind in (*KINDS, *OUTSIDE)}
 
 
 def test_one_rank_equals_huggingface_and_torch_adamw(references: dict[str, Path]) -> None:
-    """Logits, losses, gradients and the weights after three clipped AdamW steps, for every family."""
-    _all_near([Case(kind) for kind in KINDS], references, 1)
+    """Logits, losses, gradients and the weights after three clipped AdamW steps; one family is a user's."""
+    _all_near([Case(kind) for kind in (*KINDS, *OUTSIDE)], references, 1)
 
 
 def test_every_axis_and_combination_equals_one_rank(references: dict[str, Path]) -> None:

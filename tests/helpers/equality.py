@@ -20,6 +20,8 @@ from typing import Any
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import KINDS, make_model
 
+ROOT = Path(__file__).parents[2]
+FROM_OUTSIDE = {"mistral": "my_family:MISTRAL"}  # docs/examples/my_family.py
 LENGTHS = (11, 3, 40, 7, 9, 22, 64, 5)
 STEPS = 3
 LAYERS = 4
@@ -150,11 +152,14 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None) 
             if group is not dist.group.WORLD:
                 dist.destroy_process_group(group)
         gc.collect()  # modules that refer to one another keep their groups, and each group has threads that poll
+    sys.path.insert(0, str(ROOT / "docs" / "examples"))
     parallel = ParallelSection(**{f.name: getattr(case, f.name) for f in fields(case) if f.name != "kind"})
     info = RankInfo.from_environ()
     layout = make_layout(parallel, info.world_size)
     build_groups(layout, seed=1)
-    backend = MegatronBackend(read_model(folder), layout, info, "float32", parallel, optimizer, experts)
+    backend = MegatronBackend(
+        read_model(folder, FROM_OUTSIDE.get(case.kind)), layout, info, "float32", parallel, optimizer, experts
+    )
     backend.load_pretrained(folder)
     return backend
 

@@ -1,0 +1,57 @@
+"""Floating-point operations that a model's arithmetic needs, whatever a back end makes of it (no recomputation).
+
+After PaLM (arXiv 2204.02311, appendix B), with causal attention counted at half the square.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rlhpc.models import ModelShape
+
+# The backward pass multiplies twice for each product of the forward pass.
+_FORWARD_AND_BACKWARD = 3
+
+# Dense bfloat16 TFLOP/s by a part of the device's name, from NVIDIA's data sheets.
+PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.5, "H200": 989.5, "B200": 2250.0}
+
+
+def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Of one forward and backward pass over sequences of ``lengths`` tokens."""
+    return _FORWARD_AND_BACKWARD * forward_flops(shape, lengths)
+
+
+def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
+    """Of one forward pass: two for each weight that a token meets, and attention."""
+    weights = shape.num_layers * _attention_weights(shape) + shape.vocab_size * shape.hidden_size
+    weights += sum(_feed_forward_weights(shape, layer) for layer in range(shape.num_layers))
+    key_dim = shape.head_dim
+    value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
+    pairs = sum(length * (length + 1) / 2 for length in lengths)
+    attention = shape.num_layers * 2 * shape.num_heads * (key_dim + value_dim) * pairs
+    return 2.0 * weights * sum(lengths) + attention
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Dense bfloat16 TFLOP/s of a GPU, None when it is not known."""
+    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
+
+
+def _attention_weights(shape: ModelShape) -> int:
+    hidden, heads = shape.hidden_size, shape.num_heads
+    if shape.latent is None:
+        return hidden * shape.head_dim * 2 * (heads + shape.num_kv_heads)
+    latent = shape.latent
+    query_dim = heads * (latent.nope_dim + latent.rope_dim)
+    query = hidden * query_dim if latent.query_rank is None else latent.query_rank * (hidden + query_dim)
+    down = hidden * (latent.kv_rank + latent.rope_dim)
+    up = latent.kv_rank * heads * (latent.nope_dim + latent.value_dim)
+    return query + down + up + heads * latent.value_dim * hidden
+
+
+def _feed_forward_weights(shape: ModelShape, layer: int) -> int:
+    experts = shape.experts
+    if experts is None or layer not in experts.layers:
+        return 3 * shape.hidden_size * shape.ffn_size
+    chosen = experts.top_k * experts.ffn_size + experts.shared_ffn_size
+    return 3 * shape.hidden_size * chosen + shape.hidden_size * experts.num_experts
