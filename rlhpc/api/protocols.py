@@ -14,6 +14,16 @@ from rlhpc.api.types import Completion, LossSums, PackedBatch, Request, TokenSta
 LossFunction = Callable[[TokenStats, PackedBatch], LossSums]
 
 
+class BackgroundWrite(Protocol):
+    """A part of a checkpoint that is being written."""
+
+    def done(self) -> bool:
+        """This rank's share is written, or never will be. Not collective."""
+
+    def finish(self) -> None:
+        """Wait for the end; an OSError on every rank if a share could not be written."""
+
+
 class TrainBackend(Protocol):
     """A model cut over ranks, with its optimizer when it is trained."""
 
@@ -31,8 +41,15 @@ class TrainBackend(Protocol):
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, by HuggingFace's name, on every rank: the plain path, one tensor at a time."""
 
-    def save(self, folder: Path) -> None:
-        """Write weights and optimizer state into an existing empty folder, each rank its own shards."""
+    def offload(self, keep_parameters: bool = False) -> None:
+        """Let go of the device's memory as the configuration says. Later calls bring back what they need."""
+
+    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+        """Write weights and optimizer state into an existing empty folder, each rank its own shards.
+
+        ``asynchronous``: return before they are written, with what the end of the writing is asked of. Training may go
+        on meanwhile, and changes nothing of what is written.
+        """
 
     def load(self, folder: Path) -> None:
         """Restore what ``save`` wrote, bit for bit."""

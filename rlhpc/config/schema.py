@@ -8,20 +8,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-NonNegativeFloat = Annotated[float, Field(ge=0)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:attribute
-
-
-class Section(BaseModel):
-    """A frozen group of keys; an unknown key is an error."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+from rlhpc.config.jobs import RecoverySection, SlurmSection
+from rlhpc.config.section import (
+    Fraction,
+    ImportPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Section,
+    Share,
+)
 
 
 class PrepareSection(Section):
@@ -153,7 +152,7 @@ class AlgorithmSection(Section):
 
 
 class OptimizerSection(Section):
-    """AdamW (Loshchilov and Hutter 2019); no decay on vectors (norms and biases)."""
+    """AdamW (Loshchilov and Hutter 2019) unless ``function`` says otherwise; no decay on vectors (norms and biases)."""
 
     learning_rate: PositiveFloat = 1e-6
     """Highest rate of the schedule."""
@@ -171,8 +170,14 @@ class OptimizerSection(Section):
     """Shape after the warm-up, down to final_fraction of the rate at the last step."""
     warmup_steps: NonNegativeInt = 0
     """Steps in which the rate rises linearly."""
-    final_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    final_fraction: Share = 0.0
     """See schedule."""
+    host_fraction: Share = 0.0
+    """AdamW only: this share of the parameters has its moments in host memory and is updated there, by the CPU."""
+    function: ImportPath | None = None
+    """Your own in place of AdamW, called as function(param_groups, **arguments); see docs/optimizer.md."""
+    arguments: dict[str, Any] = {}
+    """Keyword arguments of the function; beta1, beta2 and epsilon are AdamW's own and not passed on."""
 
 
 class SFTOptimizerSection(OptimizerSection):
@@ -218,6 +223,33 @@ class TrainSection(Section):
     experts: ExpertsSection = ExpertsSection()
 
 
+class OffloadSection(Section):
+    """What leaves the training device while it is not needed. It comes back by itself before it is used."""
+
+    parameters: bool = False
+    """The actor's weights, while the engine generates."""
+    gradients: bool = False
+    """Gradient buffers, outside of updates: freed, their content is not kept."""
+    optimizer: bool = False
+    """Master weights and moments, outside of updates."""
+    reference: bool = False
+    """The frozen reference model, except while it computes."""
+    fraction: Share = 1.0
+    """At least this share of the chosen bytes, in whole buffers: gradients first, then optimizer, then weights."""
+
+
+class MemorySection(Section):
+    """How training is made to fit into the device's memory, in both phases; see docs/memory.md."""
+
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations not kept for the backward pass but computed again: of recompute_modules, or of all layers."""
+    recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] = ["core_attn"]
+    """With selective: attention without its projections, dense feed-forward, expert layers, shared experts."""
+    recompute_layers: PositiveInt = 1
+    """With full: layers of which only the first one's input is kept."""
+    offload: OffloadSection = OffloadSection()
+
+
 class ValidationSection(Section):
     every: PositiveInt = 10
     """RL steps between validations; one is made before the first step and after the last as well."""
@@ -232,106 +264,8 @@ class CheckpointSection(Section):
     """Steps (warm-up steps too) between checkpoints; 0: only at the end, and where the run must stop."""
     keep: PositiveInt = 2
     """Newest checkpoints kept on disk."""
-
-
-class ContainerSection(Section):
-    """The ranks run in a container; the launcher around them does not."""
-
-    runtime: Literal["apptainer", "pyxis"]
-    """Which one the site has: `apptainer exec` (or singularity), or srun's --container-image (Enroot)."""
-    image: str
-    """Image file or address, as the runtime takes it; rlhpc and what it trains with are installed inside."""
-    mounts: list[Annotated[str, Field(pattern=r"^/[^,]*$")]] = []
-    """Host folders to mount, /path or /path:/inside[:ro]; the run folder, model and data are added by themselves."""
-    python: str = "python3"
-    """The Python inside the image."""
-    options: list[str] = []
-    """Further options of `apptainer exec`, or of srun for Pyxis."""
-
-
-class SlurmSection(Section):
-    """The batch job that `rlhpc submit` asks for. What is left out is the site's default."""
-
-    nodes: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
-    """Nodes of the job, or [least, most]: it starts with what is free, and may come back with another number."""
-    time: PositiveInt | Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2})$")] | None = None
-    """Time limit as Slurm takes it: minutes, HH:MM:SS or D-HH:MM:SS. A longer run saves in time and is requeued."""
-    partition: str | None = None
-    """Partition."""
-    account: str | None = None
-    """Account that is charged."""
-    qos: str | None = None
-    """Quality of service."""
-    reservation: str | None = None
-    """Reservation."""
-    constraint: str | None = None
-    """Node features."""
-    comment: str | None = None
-    """Comment shown to administrators; everyone on the cluster can read it."""
-    exclude: list[str] = []
-    """Nodes never to be used."""
-    exclusive: bool = False
-    """Share the nodes with no other job."""
-    gpus_per_node: NonNegativeInt | None = None
-    """GPUs on each node; default: one for each rank. 0: ranks compute on the CPU."""
-    gpu_type: str | None = None
-    """Kind of GPU by the site's name, such as h100."""
-    cpus_per_rank: PositiveInt | None = None
-    """CPU cores of each rank."""
-    memory: NonNegativeInt | Annotated[str, Field(pattern=r"^\d+[KMGT]?$")] | None = None
-    """Host memory of each node, such as 480G, or a number of MiB; 0: all of it."""
-    modules: list[str] = []
-    """Environment modules to load, in this order."""
-    conda: str | None = None
-    """Conda environment to activate, by name or folder."""
-    environment: dict[Annotated[str, Field(pattern=r"^[A-Za-z_]\w*$")], str] = {}
-    """Environment variables of the job."""
-    setup: list[str] = []
-    """Shell lines run on the first node, before the ranks start."""
-    container: ContainerSection | None = None
-    interface: str | None = None
-    """Network interface of NCCL and gloo on every node; default: the one that leads to the first node."""
-    cpu_bind: str | None = None
-    """srun's --cpu-bind, such as cores; default: the site's."""
-    sbatch_options: dict[str, str | int | bool] = {}
-    """Further options of sbatch by their long names without --."""
-    srun_options: list[str] = []
-    """Further options of srun, as written on its command line."""
-    port: Annotated[int, Field(ge=1024, le=65535)] | None = None
-    """Port of the rendezvous on the first node; default: 20000 + job id modulo 10000. Another one if it is taken."""
-
-    @property
-    def least_nodes(self) -> int:
-        return self.nodes if isinstance(self.nodes, int) else self.nodes[0]
-
-    @property
-    def most_nodes(self) -> int:
-        return self.nodes if isinstance(self.nodes, int) else self.nodes[1]
-
-
-class RecoverySection(Section):
-    """What a Slurm job does by itself when it fails. Wrong input and errors of the user's code stop it at once."""
-
-    retries: NonNegativeInt = 5
-    """Most failures in a row; one that comes after a newer checkpoint counts from one again."""
-    wait_seconds: NonNegativeFloat = 120.0
-    """Pause before a retry."""
-    out_of_memory: Literal["shrink", "stop"] = "shrink"
-    """shrink: halve train.tokens_per_microbatch, or on the engine's side rollout.max_running, and go on."""
-    network: Literal["retry", "stop"] = "retry"
-    """Lost connections, NCCL and gloo timeouts: retry, waiting twice as long each time."""
-    bad_node: Literal["exclude", "retry", "stop"] = "exclude"
-    """GPU or node faults, and a node on which ranks die twice in a row: leave it out of the job from then on."""
-    hang: Literal["retry", "stop"] = "retry"
-    """No rank made progress for silence_seconds."""
-    disk_full: Literal["retry", "stop"] = "retry"
-    """Disk or quota exhausted: retry, waiting twice as long each time."""
-    crash: Literal["retry", "stop"] = "retry"
-    """A rank died by a signal, srun could not start the ranks, or an error that fits no other cause."""
-    silence_seconds: PositiveFloat = 1800.0
-    """So long without progress of any rank is a hang: all Python stacks are written and the job's ranks ended."""
-    start_seconds: PositiveFloat = 1800.0
-    """The same, from the start of the ranks to their first step: models are built and loaded in between."""
+    asynchronous: bool = False
+    """Write checkpoints in the background of training; the last one, and where the run must stop, at once."""
 
 
 class ObserveSection(Section):
@@ -362,6 +296,7 @@ class RunConfig(Section):
     algorithm: AlgorithmSection = AlgorithmSection()
     sft: SFTSection | None = None
     train: TrainSection
+    memory: MemorySection = MemorySection()
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.config.schema import ContainerSection, RunConfig
+from rlhpc.config.jobs import ContainerSection
+from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.launch.machine import common_environment

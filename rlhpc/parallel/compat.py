@@ -1,8 +1,7 @@
 """Everything that is patched, each with its reason and the upstream line (megatron-core 0.16.1).
 
-On a machine with a GPU only ``adopt_optimizer`` changes anything, and only where Transformer Engine and apex are
-missing. The rest makes Megatron's unconditional CUDA calls answer for the CPU, inside ``megatron_device()`` and nowhere
-else.
+On a machine with a GPU only ``adopt_optimizer`` changes anything. The rest makes Megatron's unconditional CUDA calls
+answer for the CPU, inside ``megatron_device()`` and nowhere else.
 """
 
 from __future__ import annotations
@@ -138,6 +137,8 @@ class _CpuForCuda(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is torch.autograd.backward and kwargs.get("grad_tensors") and not kwargs.get("inputs"):
+            return self._backward(args[0], kwargs["grad_tensors"])
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
             return func(*args, **kwargs)
         if _is_cuda(kwargs.get("device")):
@@ -154,13 +155,24 @@ class _CpuForCuda(TorchFunctionMode):
             return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
         return func(*args, **kwargs)
 
+    def _backward(self, tensors: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
+        """torch.autograd.backward would leave this mode in the middle of a pass, where recomputation calls it
+        (tensor_parallel/random.py:566/614)."""
+        super().__enter__()
+        try:
+            torch.autograd.Variable._execution_engine.run_backward(
+                tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
+        finally:
+            super().__exit__(None, None, None)
+
 
 def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """The product, float32 ones by oneDNN: PyTorch gives them to MKL, which takes half its speed on AMD's processors.
 
     For the linear layers' products (tensor_parallel/layers.py:341/351/488/531/614), which run outside autograd. Those
-    of the backward pass are seen because deallocate_pipeline_outputs makes Megatron call the autograd engine itself;
-    torch.autograd.backward would leave this mode.
+    of the backward pass are seen because deallocate_pipeline_outputs makes Megatron call the autograd engine itself,
+    and in recomputation because ``_backward`` does.
     """
     suits = a.dtype is torch.float32 and b.dtype is torch.float32 and b.dim() == 2 and not torch.is_grad_enabled()
     if not (suits and a.numel() * b.size(1) >= _ONEDNN_PRODUCTS and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
@@ -194,16 +206,16 @@ def _stand_ins() -> list[tuple[Any, str, Callable[..., Any]]]:
     ]
 
 
-def adopt_optimizer(adam: type[torch.optim.Optimizer]) -> None:
-    """Put ``adam``, which keeps ``step`` in its parameter groups, where Megatron expects FusedAdam.
+def adopt_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
+    """Let Megatron build ``make(params=groups, lr=…, betas=…, …)``, which keeps ``step`` in its parameter groups, where
+    it takes the FusedAdam that it finds (optimizer/__init__.py:357).
 
     Megatron's path for torch.optim.AdamW breaks on checkpoints (distrib_optimizer.py:642 asserts one step, :940 misses
-    the key, :818-822 alias one step tensor so that Adam advances once per parameter after a resume). Only where neither
-    Transformer Engine nor apex gives a FusedAdam.
+    the key, :818-822 alias one step tensor so that Adam advances once per parameter after a resume); its check of the
+    class (:515) knows no others.
     """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
 
-    if optimizer.USING_PYTORCH_OPTIMIZER:
-        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = adam, False
-        distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = adam, True, True
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = make, False
+    distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = torch.optim.Optimizer, True, True

@@ -11,8 +11,11 @@ from rlhpc.api import RolloutEngine, TrainBackend
 def push(actor: TrainBackend, engine: RolloutEngine) -> None:
     """Wake the engine with the actor's weights. Collective over all ranks.
 
-    The weights come first and the KV cache after, so that gathered tensors and cache never need memory together.
+    The weights come first and the KV cache after, so that gathered tensors and cache never need memory together; what
+    only training needs leaves before, and the actor's weights between the two.
     """
+    actor.offload(keep_parameters=True)
     engine.wake_weights()
     engine.load_weights(actor.full_tensors())
+    actor.offload()
     engine.wake_cache()

@@ -74,9 +74,11 @@ def build(config: RunConfig, context: RankContext) -> Run:
 
     def model(optimizer: OptimizerSection | None) -> MegatronBackend:
         backend = MegatronBackend(
-            shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts
+            shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts, config.memory
         )
         backend.load_pretrained(config.model.path)
+        if optimizer is None:
+            backend.offload()
         return backend
 
     reward = load_reward(config.reward)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rlhpc.api import RunState
+from rlhpc.api import BackgroundWrite, RunState
 from rlhpc.checkpoint import CheckpointStore
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
@@ -41,6 +42,7 @@ class Loop:
             reason = self._run_phases()
             if self._saved != self.state.total_steps:
                 self._save()
+            self._settle(wait=True)
             return reason
         finally:
             if self._writer:
@@ -79,6 +81,7 @@ class Loop:
             run.actor.reset_optimizer(self._config.train.optimizer)
             if run.reference is not None:
                 run.reference.copy_weights(run.actor)
+                run.reference.offload()
         metrics = self._validate()
         if metrics:
             self._report("rl", 0, self._config.train.steps, metrics, time.perf_counter())
@@ -107,9 +110,10 @@ class Loop:
     def _after_step(self) -> Reason:
         """Save if it is due, and agree with the other ranks whether to stop; after the last step there is no need."""
         self._stopper.stepped()
+        self._settle(wait=False)
         every = self._config.checkpoint.every
         if every and self.state.total_steps % every == 0:
-            self._save()
+            self._save(asynchronous=self._config.checkpoint.asynchronous)
         if self.state.total_steps == self._total:
             return "none"
         reason, first_save = self._stopper.agree()
@@ -117,15 +121,21 @@ class Loop:
             self._save()  # at the first step it shows that saving works, and how long it takes
         return reason
 
-    def _save(self) -> None:
+    def _save(self, asynchronous: bool = False) -> None:
         began = time.monotonic()
         touch("save", self.state.total_steps)
-        self._store.save(self.state, self._write_models)
+        self._store.save(self.state, functools.partial(self._write_models, asynchronous))
         self._saved = self.state.total_steps
-        self._stopper.saved(time.monotonic() - began)
+        if not asynchronous:  # how long a save takes where the run must stop
+            self._stopper.saved(time.monotonic() - began)
 
-    def _write_models(self, folder: Path) -> None:
-        run = self._run
+    def _settle(self, wait: bool) -> None:
+        """Let a save that is in the background come to its end, if it has."""
+        touch("end of a save", self.state.total_steps)
+        self._store.settle(wait)
+
+    def _write_models(self, asynchronous: bool, folder: Path) -> list[BackgroundWrite]:
+        run, shares = self._run, []
         parts = {"actor": run.actor}
         if self._reference_is_ours():
             parts["reference"] = run.reference
@@ -133,7 +143,10 @@ class Loop:
             if run.info.rank == 0:
                 (folder / name).mkdir()
             dist.barrier()
-            model.save(folder / name)
+            shares.append(model.save(folder / name, asynchronous))
+        if "reference" in parts:
+            run.reference.offload()
+        return [share for share in shares if share is not None]
 
     def _reference_is_ours(self) -> bool:
         """After a warm-up the reference model is on no disk but in our checkpoints."""
@@ -150,6 +163,7 @@ class Loop:
         self._run.actor.load(saved.folder / "actor")
         if self._reference_is_ours():
             self._run.reference.load(saved.folder / "reference")
+            self._run.reference.offload()
         self._saved = saved.state.total_steps
         return saved.state
 

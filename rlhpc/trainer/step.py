@@ -10,7 +10,7 @@ import torch
 
 from rlhpc.algo.losses import negative_log_likelihood
 from rlhpc.algo.schedule import learning_rate
-from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats
+from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats, TrainBackend
 from rlhpc.core.heartbeat import touch
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.reshard import push
@@ -62,7 +62,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         minibatches = rl_minibatches(run, samples, advantages)
     touch("log_probs", step)
     with clock("log_probs"):
-        minibatches = [_attach_log_probs(run, minibatch) for minibatch in minibatches]
+        minibatches = _attach_log_probs(run, minibatches)
     touch("update", step)
     with clock("update"):
         metrics = _update(run, state, minibatches)
@@ -76,21 +76,23 @@ def _advantages(run: Run, samples: Sequence[Sample]) -> list[float]:
     return run.algorithm.advantage(rewards, groups, run.config.algorithm).tolist()
 
 
-def _attach_log_probs(run: Run, minibatch: Minibatch) -> Minibatch:
-    """Add the log-probs that the loss compares with: under the reference model, and before the step's first update.
+def _attach_log_probs(run: Run, minibatches: Sequence[Minibatch]) -> list[Minibatch]:
+    """Add the log-probs that the loss compares with: before the step's first update, and under the reference model.
 
-    With a single update a step the latter are the ones of that update itself, and need no pass of their own.
+    With a single update a step the former are the ones of that update itself, and need no pass of their own.
     """
-    temperature = run.config.rollout.temperature
-    batches = minibatch.batches
+    attached = list(minibatches)
     if run.config.train.minibatches * run.config.train.epochs > 1:
-        old = run.actor.log_probs(batches, temperature)
-        batches = [b.with_extra("old_log_probs", stats.log_probs) for b, stats in zip(batches, old, strict=True)]
+        attached = [_with_log_probs(run, minibatch, run.actor, "old_log_probs") for minibatch in attached]
     if run.reference is not None:
-        reference = run.reference.log_probs(batches, temperature)
-        batches = [
-            b.with_extra("reference_log_probs", stats.log_probs) for b, stats in zip(batches, reference, strict=True)
-        ]
+        attached = [_with_log_probs(run, minibatch, run.reference, "reference_log_probs") for minibatch in attached]
+        run.reference.offload()
+    return attached
+
+
+def _with_log_probs(run: Run, minibatch: Minibatch, model: TrainBackend, name: str) -> Minibatch:
+    stats = model.log_probs(minibatch.batches, run.config.rollout.temperature)
+    batches = [batch.with_extra(name, s.log_probs) for batch, s in zip(minibatch.batches, stats, strict=True)]
     return Minibatch(tuple(batches), minibatch.denominator)
 
 

@@ -36,7 +36,10 @@ def _names(folder: Path) -> list[str]:
 
 
 def _write(text: str):
-    return lambda folder: (folder / "weights").write_text(text)
+    def write(folder: Path) -> None:
+        (folder / "weights").write_text(text)
+
+    return write
 
 
 def test_the_newest_comes_back_with_its_state_and_old_ones_go(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ from typing import get_args
 
 import pytest
 
+from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.load import load_config
-from rlhpc.config.schema import RecoverySection
 from rlhpc.core.attempts import Action, Attempt, Cause
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.diagnose import Diagnosis

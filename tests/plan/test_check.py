@@ -60,6 +60,23 @@ def test_the_summary_names_every_axis(inputs):
         (["resources.ranks_per_node=4", "rollout.tp=3"], "rollout.tp: engines of 3 ranks do not divide the 4 ranks"),
         (["resources.ranks_per_node=3", "parallel.tp=3"], "parallel.tp: 3 does not divide the model's 4 attention"),
         (["resources.ranks_per_node=3", "rollout.tp=3"], "rollout.tp: 3 does not divide the model's 4 attention"),
+        (["train.optimizer.arguments.momentum=1"], "train.optimizer.arguments: momentum without a function to take"),
+        (
+            ["sft={data: [a], steps: 1}", "sft.optimizer.function=a:b", "sft.optimizer.host_fraction=0.5"],
+            "sft.optimizer.host_fraction: 0.5 of the parameters of a:b: only AdamW can be shared with the host; set",
+        ),
+        (
+            ["memory.recompute=selective", "memory.recompute_modules=[mlp, moe]"],
+            "memory.recompute_modules: the model has no experts to recompute (moe); use core_attn, mlp or both",
+        ),
+        (
+            ["memory.recompute=full", "memory.recompute_layers=3"],
+            "memory.recompute_layers: groups of 3 layers do not divide stages of 2 layers; use one of [1, 2]",
+        ),
+        (
+            ["memory.recompute=selective", "memory.recompute_modules=[]"],
+            "memory.recompute_modules: no modules to recompute; name at least one, or set memory.recompute to none",
+        ),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
         (
             ["resources.ranks_per_node=4", "train.minibatches=16"],

@@ -15,15 +15,16 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TrainStats
-from rlhpc.backends.megatron.checkpoint import Content
+from rlhpc.backends.megatron.checkpoint import BackgroundWrite, Content
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import routers_of, routing_metrics
 from rlhpc.backends.megatron.log_probs import token_stats
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
+from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, device_tensors
 from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
-from rlhpc.config.schema import ExpertsSection, OptimizerSection, ParallelSection
+from rlhpc.config.schema import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
@@ -46,14 +47,18 @@ class MegatronBackend:
         parallel: ParallelSection,
         optimizer: OptimizerSection | None = None,
         experts: ExpertsSection | None = None,
+        memory: MemorySection | None = None,
     ) -> None:
+        memory = memory or MemorySection()
         self._section = optimizer
         self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
         self._has_experts = shape.experts is not None
         self.rope = RotaryTable(shape, self._device)
         with megatron_device():
-            self._config = transformer_config(shape, layout, DTYPES[dtype], parallel, experts or ExpertsSection())
+            self._config = transformer_config(
+                shape, layout, DTYPES[dtype], parallel, experts or ExpertsSection(), memory
+            )
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
             self._models, self._routers = models, routers_of(models)
@@ -64,14 +69,22 @@ class MegatronBackend:
             else:
                 self._chunks = distribute(self._config, self._chunks)
         self._optimizer: Any = None
+        self._offload = Offload(
+            configured_kinds(memory.offload, trained=optimizer is not None),
+            memory.offload.fraction,
+            lambda kind: device_tensors(self._models, self._optimizer, kind),
+        )
 
     def load_pretrained(self, folder: Path) -> None:
         """Take the weights of a HuggingFace folder; a trained model starts its optimizer afresh."""
+        self._offload.restore("parameters")
         self.weights.load(folder)
         self.reset_optimizer()
 
     def copy_weights(self, source: MegatronBackend) -> None:
         """Take the weights of another model of the same shape and layout."""
+        self._offload.restore("parameters")
+        source._offload.restore("parameters")
         for mine, theirs in zip(self._models, source._models, strict=True):
             mine.load_state_dict(theirs.state_dict(), strict=False)
 
@@ -80,6 +93,7 @@ class MegatronBackend:
         if self._section is None:
             return
         self._section = section or self._section
+        self._offload.restore(*KINDS)
         with megatron_device():
             self._optimizer = build_optimizer(self._section, self._config, self._chunks)
 
@@ -117,6 +131,7 @@ class MegatronBackend:
             no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
             return sums.total / denominator, no_tokens, sums.metrics
 
+        self._offload.restore(*KINDS)
         set_rate(self._optimizer, rate, self._section.weight_decay)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
@@ -130,14 +145,21 @@ class MegatronBackend:
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See ``TrainBackend``."""
+        self._offload.restore("parameters")
         return self.weights.full_tensors()
 
-    def save(self, folder: Path) -> None:
+    def offload(self, keep_parameters: bool = False) -> None:
+        """See ``TrainBackend``."""
+        self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
+
+    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
         """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
-        self._content.save(folder)
+        self._offload.restore("optimizer", "parameters")
+        return self._content.save(folder, asynchronous)
 
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
+        self._offload.restore("optimizer", "parameters")
         self._content.load(folder)
 
     @property
@@ -161,6 +183,7 @@ class MegatronBackend:
         self, batches: Sequence[PackedBatch], finish: Callable[..., Any], forward_only: bool, **options: Any
     ) -> list[Any]:
         """The pipeline schedule over the micro batches; what ``finish`` returned for each, on the last stage."""
+        self._offload.restore("parameters")
         padded = self._whole_rounds(batches)
 
         def forward_step(

@@ -2,43 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import os
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch.distributed.checkpoint import CheckpointException
 
 from rlhpc.parallel.compat import megatron_device
 from rlhpc.plan.layout import ParallelLayout
 
+_RNG_AXES = ("tp", "pp", "ep", "etp")  # ranks that differ along others draw alike
+
 
 @dataclass(frozen=True)
 class Content:
-    """What a checkpoint holds of one model: the modules of this rank's stages, and the optimizer of a trained one."""
+    """What a checkpoint holds of one model: the modules of this rank's stages, and of a trained one the optimizer and
+    the states of the random generators."""
 
     layout: ParallelLayout
     models: Sequence[GPTModel]
     optimizer: MegatronOptimizer | None
 
-    def save(self, folder: Path) -> None:
-        """Each rank writes its own shards into an existing empty folder. Collective."""
-        with megatron_device(), torch.no_grad():
+    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+        """Each rank writes its own shards into an existing empty folder. Collective.
+
+        ``asynchronous``: what is to be written is copied, a process of its own writes it, and ``finish`` of the answer
+        makes the checkpoint whole.
+        """
+        with megatron_device(), torch.no_grad(), _plain_errors():
             metadata = _metadata()
             content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-            dist_checkpointing.save(self._sharded(metadata, is_loading=False), str(folder), content_metadata=content)
+            content["rng_axes"] = self._rng_sizes
+            state = self._sharded(metadata, is_loading=False)
+            request = dist_checkpointing.save(
+                {**state, **self._rng()}, str(folder), async_sharded_save=asynchronous, content_metadata=content
+            )
+            return BackgroundWrite(request) if asynchronous else None
 
     def load(self, folder: Path) -> None:
-        """Take what was saved, in this layout or another. Collective."""
+        """Take what was saved, in this layout or another; generators only where they are cut alike. Collective."""
         with megatron_device(), torch.no_grad():
-            state = dist_checkpointing.load(self._sharded(_metadata(), is_loading=True), str(folder))
+            template = self._sharded(_metadata(), is_loading=True)
+            saved = dist_checkpointing.load_content_metadata(str(folder)) or {}
+            if saved.get("rng_axes") == self._rng_sizes:
+                template.update(self._rng())
+            state = dist_checkpointing.load(template, str(folder))
             for i, model in enumerate(self.models):
                 model.load_state_dict(state[f"model{i}"], strict=True)
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(state["optimizer"])
+            if "rng" in state:
+                _set_rng_states(state["rng"])
 
     def _sharded(self, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
         state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
@@ -51,6 +77,55 @@ class Content:
             "optimizer": self.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
         }
 
+    @property
+    def _rng_sizes(self) -> dict[str, int]:
+        return {axis: self.layout.size(axis) for axis in _RNG_AXES}
+
+    def _rng(self) -> dict[str, ShardedObject]:
+        """The generators' states, by one rank for all that draw alike. No step of a run draws from them: sampling and
+        data have seeds of their own."""
+        if self.optimizer is None:
+            return {}
+        coords = [tuple(self.layout.coord(rank)[axis] for axis in _RNG_AXES) for rank in range(self.layout.world_size)]
+        mine, kinds = coords[dist.get_rank()], sorted(set(coords))
+        copies = [rank for rank, coord in enumerate(coords) if coord == mine]
+        replica = copies.index(dist.get_rank())
+        return {"rng": ShardedObject("rng", _rng_states(), (len(kinds),), (kinds.index(mine),), replica_id=replica)}
+
+
+class BackgroundWrite:
+    """Shards on their way to disk. A process forked from the rank writes them: it sees what was in memory then."""
+
+    def __init__(self, request: AsyncRequest) -> None:
+        self._caller, self._finalize = TemporalAsyncCaller(), request.finalize_fns
+        self._caller.schedule_async_call(request._replace(finalize_fns=[]))
+
+    def done(self) -> bool:
+        """This rank's writer has ended, well or not."""
+        process = self._caller.process
+        return process is None or not process.is_alive()
+
+    def finish(self) -> None:
+        """Wait for the writer, and make the checkpoint whole; an OSError if it could not be written. Collective."""
+        with megatron_device(), _plain_errors():
+            self._caller.close()
+            for finalize in self._finalize:
+                finalize()
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """An error of the disk as the OSError that it was, on every rank: Megatron tells rank 0 alone, in a traceback."""
+    try:
+        yield
+    except CheckpointException as error:
+        found = re.search(r"\[Errno (\d+)\]", "".join(str(failure) for failure, _ in error.failures.values()))
+        number = torch.tensor([int(found[1]) if found else 0])
+        dist.broadcast(number, src=0)
+        if int(number):
+            raise OSError(int(number), os.strerror(int(number))) from error
+        raise RuntimeError("a checkpoint was not written") from error
+
 
 def _metadata() -> dict[str, Any]:
     """How Megatron is to lay its optimizer's state out: by parameters, not by this layout's buffers."""
@@ -61,3 +136,19 @@ def _metadata() -> dict[str, Any]:
         "singleton_local_shards": False,
         "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
     }
+
+
+def _rng_states() -> dict[str, Any]:
+    on_gpu = torch.cuda.is_initialized()
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if on_gpu else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _set_rng_states(states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["host"])
+    if states["device"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["device"])
+    get_cuda_rng_tracker().set_states(states["tracker"])

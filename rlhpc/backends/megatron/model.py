@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.backends.megatron.layers import block_spec
-from rlhpc.config.schema import ExpertsSection, ParallelSection
+from rlhpc.config.schema import ExpertsSection, MemorySection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device
 from rlhpc.plan.layout import ParallelLayout
@@ -26,6 +26,7 @@ def transformer_config(
     dtype: torch.dtype,
     parallel: ParallelSection,
     experts: ExpertsSection,
+    memory: MemorySection,
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Without Transformer Engine and apex, Megatron's own fusions are off."""
     return TransformerConfig(
@@ -78,7 +79,21 @@ def transformer_config(
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         **(_expert_options(shape, experts) if shape.experts else {}),
+        **_recompute_options(memory),
     )
+
+
+def _recompute_options(memory: MemorySection) -> dict[str, Any]:
+    """Which activations Megatron computes again in the backward pass."""
+    if memory.recompute == "none":
+        return {}
+    if memory.recompute == "selective":
+        return {"recompute_granularity": "selective", "recompute_modules": list(memory.recompute_modules)}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": memory.recompute_layers,
+    }
 
 
 def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -11,6 +14,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhpc.backends.megatron.adamw import AdamW
 from rlhpc.config.schema import OptimizerSection
+from rlhpc.core.errors import UserError
+from rlhpc.core.imports import import_attribute
 from rlhpc.parallel.compat import adopt_optimizer
 
 
@@ -40,8 +45,8 @@ def distribute(config: TransformerConfig, chunks: list[torch.nn.Module]) -> list
 def build_optimizer(
     section: OptimizerSection, config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> MegatronOptimizer:
-    """AdamW with float32 master weights, its state cut over the data-parallel ranks."""
-    adopt_optimizer(AdamW)
+    """AdamW or the user's optimizer, with float32 master weights, its state cut over the data-parallel ranks."""
+    adopt_optimizer(AdamW if section.function is None else functools.partial(_make_custom, section))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam",
@@ -59,6 +64,50 @@ def build_optimizer(
         use_gloo_process_groups=False,
     )
     config.grad_scale_func = optimizer.scale_loss if config.bf16 else None
+    for inner in inner_optimizers(optimizer):
+        if isinstance(inner, AdamW):
+            inner.host_fraction = section.host_fraction
+            inner.begin()
+    return optimizer
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
+    """PyTorch's view: one for the dense parameters, one for the experts', on a rank that has any."""
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    return [part.optimizer for part in parts if part.optimizer is not None]
+
+
+def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
+    """The user's optimizer, whose state is looked at once there is any."""
+    where = "optimizer.function"
+    function = import_attribute(section.function, where)
+    try:
+        optimizer = function(params, **section.arguments)
+    except TypeError as error:
+        raise UserError(
+            f"{section.function} cannot be called with parameter groups and {sorted(section.arguments)} ({error})",
+            where=where,
+            remedy="make its parameters and optimizer.arguments agree",
+        ) from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UserError(
+            f"{section.function} made a {type(optimizer).__name__}, which is no torch.optim.Optimizer",
+            where=where,
+            remedy="return one",
+        )
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        hook.remove()
+        for param, state in optimizer.state.items():
+            shapes = {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}
+            if shapes != dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(param.shape)) or len(state) > len(shapes):
+                raise UserError(
+                    f"{section.function} keeps {sorted(state)} for a parameter, which a checkpoint cannot hold",
+                    where=where,
+                    remedy="keep exp_avg and exp_avg_sq of the parameter's shape, and the step in its group",
+                )
+
+    hook = optimizer.register_step_post_hook(check)
     return optimizer
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from rlhpc.config.schema import SlurmSection
+from rlhpc.config.jobs import SlurmSection
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.launch.slurm.commands import ask, last_line, munge_error
 from rlhpc.launch.slurm.job_spec import OPTION_KEYS

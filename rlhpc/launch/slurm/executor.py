@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.schema import SlurmSection
+from rlhpc.config.jobs import SlurmSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
 from rlhpc.launch.slurm.commands import clean_submission

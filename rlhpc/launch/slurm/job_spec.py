@@ -6,7 +6,8 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhpc.config.schema import RunConfig, SlurmSection
+from rlhpc.config.jobs import SlurmSection
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.launch.slurm.times import seconds_of
 

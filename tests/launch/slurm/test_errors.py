@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.config.schema import SlurmSection
+from rlhpc.config.jobs import SlurmSection
 from rlhpc.launch.slurm.errors import submission_error
 
 SLURM = SlurmSection(partition="gpu", account="proj", qos="high", time="9-0", memory="9T", reservation="r", nodes=9)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlhpc.config.schema import SlurmSection
+from rlhpc.config.jobs import SlurmSection
 from rlhpc.launch.slurm.reasons import read_reason
 
 

@@ -1,0 +1,144 @@
+"""Memory of the training device given away between phases: gradients, optimizer state and weights on the host.
+
+What is moved is whole storages, emptied in place: every view of Megatron's contiguous buffers stays valid. On a CPU
+the same bytes take the same way, so that one path serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor, UntypedStorage
+
+from rlhpc.backends.megatron.optimizer import inner_optimizers
+from rlhpc.config.schema import OffloadSection
+
+Kind = Literal["gradients", "optimizer", "parameters"]
+KINDS: tuple[Kind, ...] = ("gradients", "optimizer", "parameters")
+
+
+@dataclass
+class _Part:
+    """A storage and, while it is away, its size and its bytes on the host (None: not worth keeping)."""
+
+    kind: Kind
+    storage: UntypedStorage
+    away: int = 0
+    host: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return self.away or self.storage.nbytes()
+
+
+class Offload:
+    """Moves ``kinds`` of a model's memory away and back, at least ``fraction`` of their bytes, in the order of KINDS.
+
+    ``find`` gives the present tensors of a kind, on the device. Gradients come back as zeros.
+    """
+
+    def __init__(self, kinds: Sequence[Kind], fraction: float, find: Callable[[Kind], Iterable[Tensor]]) -> None:
+        self._kinds, self._fraction, self._find = [kind for kind in KINDS if kind in kinds], fraction, find
+        self._away: dict[int, _Part] = {}
+        self._spare: dict[int, list[Tensor]] = {}  # host memory, pinned and so dear to make, by size
+
+    @torch.no_grad()
+    def release(self, *kinds: Kind) -> None:
+        """Move what is configured of these kinds away."""
+        parts = [part for part in self._chosen() if part.kind in kinds and not part.away]
+        for part in parts:
+            if part.kind != "gradients":
+                part.host = self._host(part.storage)
+                part.host.copy_(_bytes(part.storage), non_blocking=True)
+        _wait(parts)
+        for part in parts:
+            part.away = part.storage.nbytes()
+            part.storage.resize_(0)
+            self._away[_key(part.storage)] = part
+        if parts and parts[0].storage.device.type == "cuda":
+            torch.cuda.empty_cache()  # the engine's allocator takes from the driver, not from PyTorch's cache
+
+    @torch.no_grad()
+    def restore(self, *kinds: Kind) -> None:
+        """Bring back what is away of these kinds."""
+        parts = [part for part in self._away.values() if part.kind in kinds]
+        for part in parts:
+            part.storage.resize_(part.away)
+            content = _bytes(part.storage)
+            if part.host is None:
+                content.zero_()
+            else:
+                content.copy_(part.host, non_blocking=True)
+        _wait(parts)
+        for part in parts:
+            del self._away[_key(part.storage)]
+            if part.host is not None:
+                self._spare.setdefault(part.host.numel(), []).append(part.host)
+
+    @property
+    def bytes_away(self) -> int:
+        """Of the device, at present."""
+        return sum(part.away for part in self._away.values())
+
+    def _chosen(self) -> list[_Part]:
+        """Enough whole storages for the fraction, gradients first; each under the first kind that names it."""
+        found: dict[int, _Part] = {}
+        for kind in ("parameters", "gradients", "optimizer"):  # float32 weights are their own master weights
+            for tensor in self._find(kind):
+                storage = tensor.untyped_storage()
+                key = _key(storage)
+                found.setdefault(key, self._away.get(key) or _Part(kind, storage))
+        parts = [part for kind in self._kinds for part in found.values() if part.kind == kind and part.size]
+        wanted, held, chosen = self._fraction * sum(part.size for part in parts), 0, []
+        for part in parts:
+            if held >= wanted:
+                break
+            chosen.append(part)
+            held += part.size
+        return chosen
+
+    def _host(self, storage: UntypedStorage) -> Tensor:
+        size = storage.nbytes()
+        spare = self._spare.get(size)
+        if spare:
+            return spare.pop()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+
+
+def configured_kinds(section: OffloadSection, trained: bool) -> list[Kind]:
+    """What the config lets go: of the actor, or of a frozen model its weights."""
+    if not trained:
+        return ["parameters"] if section.reference else []
+    return [kind for kind in KINDS if getattr(section, kind)]
+
+
+def device_tensors(models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, kind: Kind) -> list[Tensor]:
+    """The tensors of a kind that are on the training device."""
+    params = [param for model in models for param in model.parameters()]
+    if kind == "parameters":
+        return [param.data for param in params]
+    if kind == "gradients":
+        return [param.main_grad for param in params if hasattr(param, "main_grad")]
+    found = []
+    for inner in [] if optimizer is None else inner_optimizers(optimizer):
+        for param in (param for group in inner.param_groups for param in group["params"]):
+            own = [param, *inner.state.get(param, {}).values()]
+            found += [value for value in own if torch.is_tensor(value) and value.device == param.device]
+    return found
+
+
+def _key(storage: UntypedStorage) -> int:
+    return int(storage._cdata)  # the object behind it; Python's wrappers are made anew
+
+
+def _bytes(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _wait(parts: Sequence[_Part]) -> None:
+    if parts and parts[0].storage.device.type == "cuda":
+        torch.cuda.current_stream().synchronize()

@@ -1,0 +1,64 @@
+"""Keys of optimizers and memory that contradict each other or the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+from rlhpc.config.schema import MemorySection, OptimizerSection, RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.plan.layout import ParallelLayout, divisors
+
+
+def check_optimizers(config: RunConfig) -> None:
+    """Of both phases."""
+    sections = {"train.optimizer": config.train.optimizer}
+    if config.sft is not None:
+        sections["sft.optimizer"] = config.sft.optimizer
+    for key, section in sections.items():
+        _check_optimizer(key, section)
+
+
+def _check_optimizer(key: str, section: OptimizerSection) -> None:
+    if section.function is None and section.arguments:
+        raise UserError(
+            f"{', '.join(section.arguments)} without a function to take them",
+            where=f"{key}.arguments",
+            remedy=f"set {key}.function, or leave them out",
+        )
+    if section.function is not None and section.host_fraction:
+        raise UserError(
+            f"{section.host_fraction} of the parameters of {section.function}: only AdamW can be shared with the host",
+            where=f"{key}.host_fraction",
+            remedy=f"set it to 0, or leave {key}.function out",
+        )
+
+
+def check_memory(memory: MemorySection, shape: ModelShape, layout: ParallelLayout) -> None:
+    """What is to be recomputed is there, and divides evenly."""
+    if memory.recompute == "selective":
+        _check_modules(memory.recompute_modules, shape)
+    elif memory.recompute == "full":
+        _check_groups(memory.recompute_layers, shape, layout)
+
+
+def _check_modules(modules: Sequence[str], shape: ModelShape) -> None:
+    absent = [] if shape.experts else [name for name in modules if name in ("moe", "shared_experts")]
+    if absent or not modules:
+        raise UserError(
+            f"the model has no experts to recompute ({absent[0]})" if absent else "no modules to recompute",
+            where="memory.recompute_modules",
+            remedy="use core_attn, mlp or both" if absent else "name at least one, or set memory.recompute to none",
+        )
+
+
+def _check_groups(size: int, shape: ModelShape, layout: ParallelLayout) -> None:
+    """Megatron takes groups of equal size on every stage (transformer_block.py:535)."""
+    lengths = sorted({layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)})
+    if any(length % size for length in lengths):
+        raise UserError(
+            f"groups of {size} layers do not divide stages of {' and '.join(map(str, lengths))} layers",
+            where="memory.recompute_layers",
+            remedy=f"use one of {divisors(gcd(*lengths))}",
+        )

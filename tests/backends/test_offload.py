@@ -1,0 +1,153 @@
+"""Memory that is away between phases: gone from the device, and back without a changed bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_model
+from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
+
+pytestmark = pytest.mark.slow
+
+EVERYTHING = {"parameters": True, "gradients": True, "optimizer": True}
+DTYPES = ("float32", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All that is looked at, from two data-parallel ranks."""
+    folder = tmp_path_factory.mktemp("offload")
+    return run_ranks(_look, 2, make_model(folder / "model", "qwen3moe"), folder)[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_five_steps_are_bit_equal_and_so_are_those_after_a_resume(found: dict[str, Any], dtype: str) -> None:
+    """Away as in a run: gradients and optimizer before the weights are pushed, the weights after it."""
+    runs = found["runs"][dtype]
+    for name in ("all", "half", "gradients"):
+        assert runs[name] == runs["kept"], name
+    assert runs["resumed"] == runs["kept"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_away_holds_no_memory(found: dict[str, Any], dtype: str) -> None:
+    """Bytes on the device while away: of the weights, gradients, master weights and moments, all that there are."""
+    assert found["held"][dtype]["kept"] == found["total"][dtype]
+    assert found["held"][dtype]["all"] == 0
+
+
+def test_weights_that_are_being_pushed_stay(found: dict[str, Any]) -> None:
+    weights, others = found["weights while pushed"], found["others while pushed"]
+    assert weights > 0
+    assert others == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_fraction_is_of_all_bytes_that_may_go(found: dict[str, Any], dtype: str) -> None:
+    share = 1 - found["held"][dtype]["half"] / found["total"][dtype]
+    assert 0.5 <= share < 0.9
+
+
+def test_a_frozen_model_is_away_unless_it_computes(found: dict[str, Any]) -> None:
+    reference = found["reference"]
+    assert reference["at rest"] == 0
+    assert reference["computing"] > 0
+    assert reference["afterwards"] == 0
+    assert reference["log-probs are equal"]
+    assert reference["a copy of the actor is equal"]
+
+
+def _look(model: Path, folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"runs": {}, "held": {}, "total": {}}
+    for dtype in DTYPES:
+        runs = found["runs"][dtype] = {}
+        held = found["held"][dtype] = {}
+        for name, keys in {
+            "kept": {},
+            "all": EVERYTHING,
+            "half": {**EVERYTHING, "fraction": 0.5},
+            "gradients": {"gradients": True},
+        }.items():
+            actor = _actor(model, dtype, keys)
+            runs[name] = _steps(actor, 3)
+            actor.offload()
+            held[name] = sum(_held(actor, kind) for kind in ("parameters", "gradients", "optimizer"))
+            if name == "all":
+                _save(actor, folder / dtype)
+            runs[name] += [*_steps(actor, 2), digest(actor)]
+            if name == "kept":
+                found["total"][dtype] = held["kept"]
+        actor = _actor(model, dtype, EVERYTHING)
+        actor.offload()
+        actor.load(folder / dtype)
+        runs["resumed"] = [*runs["kept"][:3], *_steps(actor, 2), digest(actor)]
+    actor.offload(keep_parameters=True)
+    found["weights while pushed"] = _held(actor, "parameters")
+    found["others while pushed"] = _held(actor, "gradients") + _held(actor, "optimizer")
+    found["reference"] = _reference(model, actor)
+    return found
+
+
+def _actor(model: Path, dtype: str, keys: dict[str, Any], trained: bool = True) -> Any:
+    from rlhpc.config.schema import MemorySection
+
+    section = optimizer_section() if trained else None
+    return make_actor(model, section, MemorySection(offload=keys), dtype)
+
+
+def _steps(actor: Any, count: int) -> list[Any]:
+    """Updates with what comes between them in a run: weights read, everything away, log-probs."""
+    found = []
+    for _ in range(count):
+        actor.offload(keep_parameters=True)
+        weights = digest(actor)
+        actor.offload()
+        log_probs = [float(stats.log_probs.sum()) for stats in actor.log_probs(batches_of(actor), 1.0)]
+        found.append((weights, log_probs, train(actor)))
+    return found
+
+
+def _save(actor: Any, folder: Path) -> None:
+    import torch.distributed as dist
+
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    actor.save(folder)
+
+
+def _held(actor: Any, kind: str) -> int:
+    """Bytes of the storages behind the tensors of a kind; those of a former kind do not count again."""
+    from rlhpc.backends.megatron.offload import device_tensors
+
+    def storages(kind: str) -> dict[int, int]:
+        tensors = device_tensors(actor._models, actor._optimizer, kind)
+        return {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+
+    counted = storages("parameters") if kind == "optimizer" else {}
+    return sum(size for key, size in storages(kind).items() if key not in counted)
+
+
+def _reference(model: Path, actor: Any) -> dict[str, Any]:
+    import torch
+
+    plain = _actor(model, "bfloat16", {}, trained=False)
+    expected = plain.log_probs(batches_of(plain), 1.0)
+    frozen = _actor(model, "bfloat16", {"reference": True}, trained=False)
+    frozen.offload()
+    found: dict[str, Any] = {"at rest": _held(frozen, "parameters")}
+    stats = frozen.log_probs(batches_of(frozen), 1.0)
+    found["computing"] = _held(frozen, "parameters")
+    found["log-probs are equal"] = all(
+        torch.equal(a.log_probs, b.log_probs) for a, b in zip(stats, expected, strict=True)
+    )
+    frozen.offload()
+    found["afterwards"] = _held(frozen, "parameters")
+    actor.offload()
+    frozen.copy_weights(actor)
+    frozen.offload()
+    found["a copy of the actor is equal"] = digest(frozen) == digest(actor)
+    return found

@@ -1,0 +1,186 @@
+"""AdamW shared with the host, an optimizer of the user's, and the types that an update is made in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_model
+from tests.helpers.training import make_actor, optimizer_section, train
+
+pytestmark = pytest.mark.slow
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, with an unused second moment: what a checkpoint has room for is there."""
+
+    def __init__(self, params: Any, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": 1e-3, "weight_decay": 0.0, "beta": beta})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
+                mean = state["exp_avg"]
+                direction = torch.lerp(param.grad, mean, group["beta"]).sign()
+                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
+                mean.lerp_(param.grad, 0.01)
+
+
+def make_nothing(params: Any) -> str:
+    return "nothing"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """All that is looked at, from two data-parallel ranks."""
+    folder = tmp_path_factory.mktemp("optimizer")
+    model = make_model(folder / "model", "qwen3", tie_word_embeddings=True)
+    first, second = run_ranks(_look, 2, model, folder)
+    assert first["losses"] == second["losses"]
+    return first
+
+
+def test_the_host_s_share_changes_no_bit(found: dict[str, Any]) -> None:
+    losses = found["losses"]
+    assert losses["host 0.4"] == losses["host 0.0"]
+    assert losses["host 1.0"] == losses["host 0.0"]
+    shares = found["shares"]
+    assert shares["host 0.0"] == 0.0
+    assert 0.4 <= shares["host 0.4"] < 1.0
+    assert shares["host 1.0"] == 1.0
+
+
+def test_a_checkpoint_does_not_know_of_the_host(found: dict[str, Any]) -> None:
+    """Saved with a share of 0.4 after two of four updates, loaded with 0.4, with 0 and with 1."""
+    for share in ("0.4", "0.0", "1.0"):
+        assert found["losses"][f"resumed with {share}"] == found["losses"]["host 0.0"][2:]
+
+
+def test_weights_decay_and_vectors_do_not(found: dict[str, Any]) -> None:
+    assert found["decay"] == {1: {0.0}, 2: {0.1}}
+
+
+def test_an_optimizer_of_one_s_own_trains_and_resumes(found: dict[str, Any]) -> None:
+    """The first update of Lion moves every weight by the rate, whatever the gradient."""
+    lion = found["losses"]["lion"]
+    assert lion[0] == found["losses"]["host 0.0"][0]
+    assert lion[-1][0] < lion[0][0]
+    assert found["lion's first move"] == pytest.approx(1e-3, rel=1e-3)
+    assert found["losses"]["lion resumed"] == lion[2:]
+
+
+def test_what_megatron_cannot_save_is_refused_at_the_first_update(found: dict[str, Any]) -> None:
+    told = found["told"]
+    assert told["torch.optim:AdamW"] == (
+        "optimizer.function: torch.optim:AdamW keeps ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
+        "checkpoint cannot hold; keep exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
+    )
+    assert "made a str, which is no torch.optim.Optimizer; return one" in told["nothing"]
+    assert "cannot be called with parameter groups and ['momentum']" in told["wrong arguments"]
+
+
+def test_bfloat16_weights_have_float32_masters_moments_and_gradients(found: dict[str, Any]) -> None:
+    assert found["types"] == {
+        "weights": {torch.bfloat16},
+        "gradient buffers": {torch.float32},
+        "master weights": {torch.float32},
+        "moments": {torch.float32},
+    }
+
+
+def _look(model: Path, folder: Path) -> dict[str, Any]:
+    losses: dict[str, Any] = {}
+    shares: dict[str, float] = {}
+    for share in (0.0, 0.4, 1.0):
+        actor = make_actor(model, optimizer_section(host_fraction=share))
+        name = f"host {share}"
+        losses[name] = train(actor, 2)
+        if share == 0.4:
+            _save(actor, folder / "adamw")
+        losses[name] += train(actor, 2)
+        shares[name] = _share_on_host(actor)
+    for share in (0.4, 0.0, 1.0):
+        actor = make_actor(model, optimizer_section(host_fraction=share))
+        actor.load(folder / "adamw")
+        losses[f"resumed with {share}"] = train(actor, 2)
+    found = {"losses": losses, "shares": shares, "decay": _decay(actor), "told": _refusals(model)}
+
+    section = optimizer_section(function="tests.backends.test_optimizer:Lion", weight_decay=0.0)
+    actor = make_actor(model, section)
+    before = {name: tensor.clone() for name, tensor in actor.full_tensors()}
+    losses["lion"] = train(actor, 1)
+    moved = torch.cat([(tensor - before[name]).abs().flatten() for name, tensor in actor.full_tensors()])
+    found["lion's first move"] = float(moved.median())
+    losses["lion"] += train(actor, 1)
+    _save(actor, folder / "lion")
+    losses["lion"] += train(actor, 2)
+    actor = make_actor(model, section)
+    actor.load(folder / "lion")
+    losses["lion resumed"] = train(actor, 2)
+
+    found["types"] = _types(model)
+    return found
+
+
+def _save(actor: Any, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    actor.save(folder)
+
+
+def _inner(actor: Any) -> Any:
+    from rlhpc.backends.megatron.optimizer import inner_optimizers
+
+    (inner,) = inner_optimizers(actor._optimizer)
+    return inner
+
+
+def _share_on_host(actor: Any) -> float:
+    inner = _inner(actor)
+    params = [param for group in inner.param_groups for param in group["params"]]
+    return sum(param.numel() for param in inner._on_host) / sum(param.numel() for param in params)
+
+
+def _decay(actor: Any) -> dict[int, set[float]]:
+    """Weight decay by the number of dimensions of the weight."""
+    (part,) = getattr(actor._optimizer, "chained_optimizers", [actor._optimizer])
+    decay: dict[int, set[float]] = {}
+    for weight, (group, _) in part.model_param_group_index_map.items():
+        decay.setdefault(weight.dim(), set()).add(part.optimizer.param_groups[group]["weight_decay"])
+    return decay
+
+
+def _refusals(model: Path) -> dict[str, str]:
+    from rlhpc.core.errors import UserError
+
+    told = {}
+    for name, keys in {
+        "torch.optim:AdamW": {"function": "torch.optim:AdamW"},
+        "nothing": {"function": "tests.backends.test_optimizer:make_nothing"},
+        "wrong arguments": {"function": "tests.backends.test_optimizer:Lion", "arguments": {"momentum": 1}},
+    }.items():
+        with pytest.raises(UserError) as caught:
+            train(make_actor(model, optimizer_section(**keys)))
+        told[name] = str(caught.value)
+    return told
+
+
+def _types(model: Path) -> dict[str, set[torch.dtype]]:
+    actor = make_actor(model, optimizer_section(), dtype="bfloat16")
+    train(actor, 1)
+    params = [param for module in actor._models for param in module.parameters()]
+    inner = _inner(actor)
+    return {
+        "weights": {param.dtype for param in params},
+        "gradient buffers": {buffer.grad_data.dtype for chunk in actor._chunks for buffer in chunk.buffers},
+        "master weights": {param.dtype for group in inner.param_groups for param in group["params"]},
+        "moments": {value.dtype for state in inner.state.values() for value in state.values()},
+    }

@@ -1,0 +1,74 @@
+"""A small actor on real ranks and the same few updates of it, to compare one way of training with another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+LENGTHS = (11, 3, 40, 7, 7, 22, 64, 5)
+
+
+def make_actor(folder: Path, optimizer: Any = None, memory: Any = None, dtype: str = "float32", **parallel: Any) -> Any:
+    """The back end with the weights of ``folder``. All actors of a process are of one layout."""
+    from megatron.core import parallel_state
+
+    from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.schema import ParallelSection
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.models import read_model
+    from rlhpc.parallel.groups import build_groups
+    from rlhpc.plan.layout import make_layout
+
+    section, info = ParallelSection(**parallel), RankInfo.from_environ()
+    layout = make_layout(section, info.world_size)
+    if not parallel_state.model_parallel_is_initialized():
+        build_groups(layout, seed=1)
+    backend = MegatronBackend(read_model(folder), layout, info, dtype, section, optimizer, memory=memory)
+    backend.load_pretrained(folder)
+    return backend
+
+
+def optimizer_section(**changes: Any) -> Any:
+    from rlhpc.config.schema import OptimizerSection
+
+    return OptimizerSection(
+        **{"learning_rate": 1e-3, "weight_decay": 0.1, "clip_gradient": 0.5, "epsilon": 1e-5, **changes}
+    )
+
+
+def batches_of(backend: Any) -> list[Any]:
+    """This rank's share of eight sequences, in two micro batches."""
+    import torch
+
+    from rlhpc.data.collate import pack_batch
+
+    generator = torch.Generator().manual_seed(3)
+    sequences = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in LENGTHS]
+    layout = backend.layout
+    mine = sequences[layout.coord(torch.distributed.get_rank())["dp"] :: layout.dp]
+    return [pack_batch([(s, 1) for s in part], sample_ids=range(len(part))) for part in (mine[:1], mine[1:])]
+
+
+def train(backend: Any, steps: int = 1) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each update."""
+    tokens = sum(LENGTHS) - len(LENGTHS)
+    stats = [backend.train(batches_of(backend), _negative_log_likelihood, tokens, 1.0, 1e-3) for _ in range(steps)]
+    return [(s.sums["loss"] / tokens, s.gradient_norm) for s in stats]
+
+
+def digest(backend: Any) -> str:
+    """Of every weight, bit by bit."""
+    import hashlib
+
+    found = hashlib.sha256()
+    for name, tensor in backend.full_tensors():
+        found.update(name.encode())
+        found.update(tensor.detach().float().clone().numpy().tobytes())  # numpy() would pin the storage
+    return found.hexdigest()
+
+
+def _negative_log_likelihood(stats: Any, batch: Any) -> Any:
+    from rlhpc.api import LossSums
+
+    loss = -(stats.log_probs * batch.loss_weight).sum()
+    return LossSums(loss, {"loss": loss.detach()})
