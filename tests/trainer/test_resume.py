@@ -18,9 +18,17 @@ pytestmark = pytest.mark.slow
 # Kill when this many records are there: in the warm-up, at the change of phases, in RL (with moments, reference and
 # several minibatches), after the last step while the end is written.
 KILLS = (1, 3, 5, 7)
+EVERY_LEVER = {
+    "checkpoint__asynchronous": True,
+    "memory": {
+        "recompute": "full",
+        "offload": {"parameters": True, "gradients": True, "optimizer": True, "reference": True},
+    },
+    "train__optimizer__host_fraction": 0.5,
+}
 
 
-def _config(folder: Path) -> Path:
+def _config(folder: Path, **changes: Any) -> Path:
     return write_config(
         folder,
         resources__ranks_per_node=2,
@@ -29,6 +37,7 @@ def _config(folder: Path) -> Path:
         train__minibatches=2,
         train__optimizer__schedule="cosine",
         algorithm__kl__coefficient=0.05,
+        **changes,
     )
 
 
@@ -50,6 +59,7 @@ def _kill_at(process: Any, run_dir: Path, count: int) -> None:
 
 
 def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
+    """And with every lever of memory and saves in the background, neither of which changes a bit."""
     straight = _config(tmp_path / "straight")
     code, output = run(straight)
     assert code == 0, output
@@ -59,7 +69,7 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
         *(("rl", step) for step in range(5)),
     ]
 
-    config, run_dir = _config(tmp_path / "killed"), tmp_path / "killed" / "run"
+    config, run_dir = _config(tmp_path / "killed", **EVERY_LEVER), tmp_path / "killed" / "run"
     options: tuple[str, ...] = ()
     for count in KILLS:
         process = start(config, *options)

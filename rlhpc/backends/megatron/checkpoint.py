@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest, TemporalAsyncCaller
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -45,9 +47,13 @@ class Content:
             metadata = _metadata()
             content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
             content["rng_axes"] = self._rng_sizes
-            state = self._sharded(metadata, is_loading=False)
             request = dist_checkpointing.save(
-                {**state, **self._rng()}, str(folder), async_sharded_save=asynchronous, content_metadata=content
+                {**self._sharded(metadata, is_loading=False), **self._rng()},
+                str(folder),
+                # What data-parallel ranks hold alike is written by all of them, each a part.
+                FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"]),
+                async_sharded_save=asynchronous,
+                content_metadata=content,
             )
             return BackgroundWrite(request) if asynchronous else None
 
