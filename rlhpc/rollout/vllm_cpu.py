@@ -25,6 +25,7 @@ from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhpc.core import env
@@ -108,14 +109,23 @@ class _PlainParameters:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self._all = [
             _PlainParameter(layer, name, parameter, parameter.shape, parameter.dtype)
             for layer in model.modules()
             for name, parameter in layer.named_parameters(recurse=False)
         ]
+        self._known = {(plain.layer, plain.name) for plain in self._all}
 
     def restore(self) -> None:
         """Put every parameter back with memory of its first shape; values are undefined."""
+        for layer in self._model.modules():
+            for name, _ in list(layer.named_parameters(recurse=False)):
+                if (layer, name) not in self._known:
+                    delattr(layer, name)  # made by packing, from others
+            # While it is there, vLLM holds the weights of experts for packed (unquantized_fused_moe_method.py:187).
+            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                layer.quant_method.moe_kernel = None
         for plain in self._all:
             if plain.parameter.shape != plain.shape or plain.parameter.dtype != plain.dtype:
                 plain.parameter.data = torch.empty(plain.shape, dtype=plain.dtype)
@@ -130,10 +140,13 @@ class _PlainParameters:
 
 def _check_head_size(model_config: Any) -> None:
     """vLLM itself notices only when it generates."""
-    size, sizes = model_config.get_head_size(), CPUAttentionBackend.get_supported_head_sizes()
-    if not model_config.use_mla and size not in sizes:
+    backend, what = CPUAttentionBackend, "attention heads"
+    if model_config.use_mla:
+        backend, what = CPUMLABackend, "latent keys (kv_lora_rank + qk_rope_head_dim)"
+    size, sizes = model_config.get_head_size(), backend.get_supported_head_sizes()
+    if size not in sizes:
         raise UserError(
-            f"attention heads of size {size} are not among those of vLLM's CPU build ({', '.join(map(str, sizes))})",
+            f"{what} of size {size} are not among those of vLLM's CPU build ({', '.join(map(str, sizes))})",
             where=f"{model_config.model}/config.json",
             remedy="take a model with another head size, or a GPU",
         )

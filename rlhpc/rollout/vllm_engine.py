@@ -23,6 +23,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
+from rlhpc.models import ModelShape
 
 GIB = 1 << 30
 CPU_WORKER = "rlhpc.rollout.vllm_cpu.Worker"
@@ -42,6 +43,7 @@ class VllmEngine:
     def __init__(
         self,
         model_path: Path,
+        shape: ModelShape,
         section: RolloutSection,
         *,
         dtype: str,
@@ -54,7 +56,7 @@ class VllmEngine:
         self._loaded = False
         self._asleep: set[str] = set()
         arguments = engine_arguments(
-            model_path, section, dtype, max_model_len, on_gpu=self._on_gpu, world_size=_world_size()
+            model_path, shape, section, dtype, max_model_len, on_gpu=self._on_gpu, world_size=_world_size()
         )
         with _process_kept():
             self._engine = _build(arguments)
@@ -143,7 +145,14 @@ class VllmEngine:
 
 
 def engine_arguments(
-    model_path: Path, section: RolloutSection, dtype: str, max_model_len: int, *, on_gpu: bool, world_size: int
+    model_path: Path,
+    shape: ModelShape,
+    section: RolloutSection,
+    dtype: str,
+    max_model_len: int,
+    *,
+    on_gpu: bool,
+    world_size: int,
 ) -> dict[str, Any]:
     """What vLLM is asked for. No weights are read: they come from the trainer."""
     arguments: dict[str, Any] = {
@@ -160,6 +169,7 @@ def engine_arguments(
         "generation_config": "vllm",  # sampling is ours to say, not the model folder's
         "disable_log_stats": True,
         "seed": 0,
+        **_shape_arguments(model_path, shape, on_gpu),
     }
     if world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
@@ -179,11 +189,38 @@ def engine_arguments(
     return arguments
 
 
+def _shape_arguments(model_path: Path, shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
+    """What vLLM has to be told of models with experts and latent attention."""
+    arguments: dict[str, Any] = {}
+    if shape.experts and shape.experts.bias:
+        # transformers 5 does not write these two; without them vLLM takes softmax for sigmoid, and no bias.
+        arguments["hf_overrides"] = {"scoring_func": shape.experts.score, "topk_method": "noaux_tc"}
+    if shape.experts and on_gpu:
+        arguments["moe_backend"] = "triton"  # keeps weights as they were loaded; others reorder them for their kernels
+    if shape.latent and not shape.latent.interleaved_rope:
+        raise UserError(
+            "rope_interleave = False is not supported by vLLM, which would rotate other dimensions",
+            where=f"{model_path}/config.json",
+            remedy="take a model with interleaved rotary dimensions, as DeepSeek publishes them",
+        )
+    if shape.latent and not on_gpu:
+        # The CPU build's own kernel rotates them wrongly in float32: log-probs are off by up to 1.6.
+        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+    return arguments
+
+
 @torch.no_grad()
 def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """vLLM's own loader of the model, and the check that no parameter was left out."""
-    expected = {name for name, _ in model.named_parameters()}
-    missing = expected - model.load_weights(tensors)
+    parameters = dict(model.named_parameters())
+    loaded = model.load_weights(tensors)
+    # Latent attention keeps views of a parameter's parts as parameters of their own.
+    storages = {parameters[name].untyped_storage().data_ptr() for name in loaded & parameters.keys()}
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if name not in loaded and parameter.untyped_storage().data_ptr() not in storages
+    ]
     assert not missing, f"no weights for {sorted(missing)}"
 
 

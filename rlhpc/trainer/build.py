@@ -16,7 +16,7 @@ from rlhpc.data.prompts import PromptSet
 from rlhpc.data.rewards import load_reward
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.models import read_model
+from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.groups import build_groups
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.rollout.vllm_engine import VllmEngine
@@ -95,7 +95,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
         tokenizer=tokenizer,
         actor=model(config.sft.optimizer if config.sft else config.train.optimizer),
         reference=model(None) if rl and algorithm.needs_reference(config.algorithm) else None,
-        engine=_engine(config, tokenizer) if rl or validation else None,
+        engine=_engine(config, shape, tokenizer) if rl or validation else None,
         algorithm=algorithm,
         score=lambda prompt, completion: reward(prompt, tokenizer.decode(completion.tokens)),
         prompts=prompts,
@@ -104,9 +104,10 @@ def build(config: RunConfig, context: RankContext) -> Run:
     )
 
 
-def _engine(config: RunConfig, tokenizer: Tokenizer) -> RolloutEngine:
+def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
     return VllmEngine(
         config.model.path,
+        shape,
         config.rollout,
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.tiny_models import make_model
-from tests.rollout.engines import CONTEXT, FAMILIES, VOCAB
+from tests.rollout.engines import CHANGES, CONTEXT, FAMILIES, VOCAB
 
 
 @pytest.fixture(scope="session")
@@ -14,5 +14,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     for family in FAMILIES:
         for seed, letter in enumerate("ab"):
-            make_model(folder / family / letter, family, seed, vocab_size=VOCAB, max_position_embeddings=CONTEXT)
+            changes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, **CHANGES.get(family, {})}
+            make_model(folder / family / letter, family, seed, **changes)
     return folder

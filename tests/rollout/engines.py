@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,9 +14,12 @@ from torch import Tensor
 
 from rlhpc.api import Completion, Request
 from rlhpc.config.schema import RolloutSection
+from rlhpc.models import read_model
 from rlhpc.rollout.vllm_engine import VllmEngine
 
-FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3")
+FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3moe", "dsv3")
+# vLLM's CPU build knows the sizes of the published model alone.
+CHANGES = {"dsv3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}}
 VOCAB = 200  # not a multiple of vLLM's padding
 CONTEXT = 512
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -27,7 +31,8 @@ PROMPTS = [tuple(range(5, 25)), tuple((7 * i + 3) % 190 + 5 for i in range(300))
 
 def build(path: Path, tp: int = 1, end_tokens: Sequence[int] = (), **section: Any) -> VllmEngine:
     section = {"tp": tp, "kv_cache_gib": 0.0625, "max_running": 64, **section}
-    return VllmEngine(path, RolloutSection(**section), dtype=DTYPE, max_model_len=CONTEXT, end_tokens=list(end_tokens))
+    options = {"dtype": DTYPE, "max_model_len": CONTEXT, "end_tokens": list(end_tokens)}
+    return VllmEngine(path, read_model(path), RolloutSection(**section), **options)
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -57,8 +62,15 @@ def stock_greedy(path: Path, tp: int, max_tokens: int = 24) -> list[Result]:
     from vllm import LLM, SamplingParams
     from vllm.distributed import destroy_model_parallel
 
+    model_type = json.loads((path / "config.json").read_text())["model_type"]
+    options: dict[str, Any] = {}
+    if model_type == "deepseek_v3":
+        # As in the published config.json; and without the kernel that is wrong in float32.
+        options["hf_overrides"] = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+        options["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     llm = LLM(
         str(path),
+        **options,
         dtype=DTYPE,
         max_model_len=CONTEXT,
         enforce_eager=DTYPE == "float32",

@@ -223,9 +223,9 @@ def test_the_process_stays_the_trainer_s(models):
     assert found == {"same": True, "same random numbers": True, "threads": 2, "group": 1}
 
 
-def build_wrongly(path: Path, head_16: Path) -> list[str]:
+def build_wrongly(path: Path, *others: Path) -> list[str]:
     found = []
-    for folder, section in ((head_16, {}), (path, {"kv_cache_gib": 1e-5})):
+    for folder, section in ((path, {"kv_cache_gib": 1e-5}), *((other, {}) for other in others)):
         try:
             engines.build(folder, **section)
         except UserError as error:
@@ -234,8 +234,13 @@ def build_wrongly(path: Path, head_16: Path) -> list[str]:
 
 
 def test_what_vllm_cannot_do_is_told_in_a_line(models, tmp_path):
-    head_16 = make_model(tmp_path / "model", "qwen3", head_dim=16, vocab_size=VOCAB)
-    heads, memory = run_ranks(build_wrongly, 1, models / "qwen3" / "a", head_16)[0]
+    head_16 = make_model(tmp_path / "heads", "qwen3", head_dim=16, vocab_size=VOCAB)
+    latent_48 = make_model(tmp_path / "latent", "dsv3", vocab_size=VOCAB)
+    halves = make_model(tmp_path / "halves", "dsv3_direct", vocab_size=VOCAB)
+    others = (head_16, latent_48, halves)
+    memory, heads, latent, rotated = run_ranks(build_wrongly, 1, models / "qwen3" / "a", *others)[0]
     assert heads.startswith(f"{head_16}/config.json: attention heads of size 16")
+    assert latent.startswith(f"{latent_48}/config.json: latent keys (kv_lora_rank + qk_rope_head_dim) of size 48")
+    assert rotated.startswith(f"{halves}/config.json: rope_interleave = False is not supported by vLLM")
     assert memory.startswith("rollout: vLLM refuses: No available memory")
     assert "rollout.kv_cache_gib" in memory

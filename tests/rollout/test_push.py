@@ -25,10 +25,13 @@ def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
         packed_before = engines.packed_linears(engine)
         engine.sleep()
         engines.push(engine, b)
+        after = engines.greedy(engine)
+        engine.load_weights(engines.weights(a))  # without a sleep between
         found[family] = {
             "stock": stock,
             "before": before,
-            "after": engines.greedy(engine),
+            "after": after,
+            "again": engines.greedy(engine),
             "packed": (packed_before, engines.packed_linears(engine)),
             "segments": [file.name for file in Path("/dev/shm").glob(f"{engines.worker(engine)._segment}-*")],
         }
@@ -50,13 +53,15 @@ def test_pushed_weights_equal_a_fresh_load_from_disk(pushed, family):
         assert tokens == stock_tokens
         assert log_probs == stock_log_probs
         assert tokens != tuple(tokens for tokens, _ in rank[family]["before"])
+        assert rank[family]["again"] == rank[family]["before"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_linear_layers_stay_packed(pushed, family):
     before, after = pushed[0][family]["packed"]
     assert before == after
-    assert after[0] == after[1] == 8
+    assert after[0] >= 6
+    assert after[1] - after[0] == (2 if family == "dsv3" else 0)  # kv_b_proj, which is multiplied in parts
 
 
 def test_ranks_of_an_engine_agree(pushed):
@@ -83,9 +88,10 @@ def push_often(path: Path, times: int) -> tuple[list[int], bool]:
     return resident, engines.greedy(engine) == first
 
 
-def test_a_hundred_pushes_do_not_leak(models):
-    (resident, same) = run_ranks(push_often, 1, models / "qwen2" / "a", 110)[0]
-    weights = (models / "qwen2" / "a" / "model.safetensors").stat().st_size
+@pytest.mark.parametrize("family", ["qwen2", "dsv3"])
+def test_a_hundred_pushes_do_not_leak(models, family):
+    (resident, same) = run_ranks(push_often, 1, models / family / "a", 110)[0]
+    weights = (models / family / "a" / "model.safetensors").stat().st_size
     assert resident[-1] - resident[9] < 5 * weights  # 100 pushes that each left a tenth behind would be 10 times
     assert same
 
