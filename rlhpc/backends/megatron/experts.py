@@ -18,6 +18,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from rlhpc.backends.megatron.replay import GivenRoutes
 from rlhpc.parallel.compat import device
 
 
@@ -39,7 +40,9 @@ class Router(TopKRouter):
         return F.linear(input.to(dtype), self.weight.to(dtype))
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        probs, routing_map = super().routing(logits, padding_mask)
+        # By the name of padding_mask come the experts that are given to the tokens (ReplayLayer).
+        self.router_replay = None if padding_mask is None else GivenRoutes(padding_mask)
+        probs, routing_map = super().routing(logits)
         if torch.is_grad_enabled():
             self._count(logits.detach(), routing_map)
         return probs, routing_map
@@ -136,8 +139,10 @@ class GroupedExperts(MegatronModule):
         tokens_per_expert: Int64[Tensor, " local_experts"],
         probs: Float[Tensor, " N"],
     ) -> tuple[Float[Tensor, "N hidden"], None]:
-        if not len(x):  # no token chose them: gradients of zero, and the same graph on every rank
-            return x + 0 * (self.w13.sum() + self.w2.sum()), None
+        if not len(x):
+            # No token chose them: gradients of zero, through all inputs, for the backward passes of the exchanges that
+            # brought them wait for every rank.
+            return x + 0 * (self.w13.sum() + self.w2.sum() + probs.sum()), None
         ends = tokens_per_expert.to(x.device).cumsum(0).to(torch.int32)
         gate, up = _grouped_product(x, self.w13, ends).chunk(2, dim=-1)
         activated = (F.silu(gate) * up * probs[:, None]).to(x.dtype)
