@@ -135,9 +135,6 @@ def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distan
 
 def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None) -> Any:
     """A back end with the weights of ``folder`` in the layout of ``case``; groups of a former layout are left."""
-    import torch.distributed as dist
-    from megatron.core import parallel_state
-
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.schema import ParallelSection
     from rlhpc.core.rank import RankInfo
@@ -145,13 +142,7 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None) 
     from rlhpc.parallel.groups import build_groups
     from rlhpc.plan.layout import make_layout
 
-    if parallel_state.model_parallel_is_initialized():
-        parallel_state.destroy_model_parallel()
-        parallel_state._global_process_group_list = None
-        for group in list(dist.distributed_c10d._world.pg_map):
-            if group is not dist.group.WORLD:
-                dist.destroy_process_group(group)
-        gc.collect()  # modules that refer to one another keep their groups, and each group has threads that poll
+    _leave_former()
     sys.path.insert(0, str(ROOT / "docs" / "examples"))
     parallel = ParallelSection(**{f.name: getattr(case, f.name) for f in fields(case) if f.name != "kind"})
     info = RankInfo.from_environ()
@@ -161,7 +152,31 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None) 
         read_model(folder, FROM_OUTSIDE.get(case.kind)), layout, info, "float32", parallel, optimizer, experts
     )
     backend.load_pretrained(folder)
+    _former.append(backend)
     return backend
+
+
+_former: list[Any] = []
+
+
+def _leave_former() -> None:
+    """Let go of the groups of the back end before: each has a thread that wakes up a hundred times a second."""
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    if not parallel_state.model_parallel_is_initialized():
+        return
+    for backend in _former:
+        for chunk in backend._chunks:
+            vars(chunk).clear()  # hooks in autograd's nodes refer to the wrapper, where gc does not see it
+        del chunk, backend
+    _former.clear()
+    parallel_state.destroy_model_parallel()
+    parallel_state._global_process_group_list = None
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+    gc.collect()
 
 
 def batches_of(layout: Any, rank: int) -> list[Any]:
