@@ -43,6 +43,11 @@ class ShardedWeights:
         """The parameter that holds the shard."""
         return self._params[shard.chunk][shard.local_name]
 
+    def parameters(self) -> Iterator[Tensor]:
+        """Each of them once, routers' biases too."""
+        for params in self._params:
+            yield from params.values()
+
     def view(self, shard: Shard) -> Tensor:
         """The live block of that parameter."""
         return block_of(self.parameter(shard).data, shard)
