@@ -64,6 +64,25 @@ def test_a_checkpoint_goes_on_in_another_layout(references: dict[str, Path], tmp
                 assert moved_norm == pytest.approx(norm, rel=1e-4), move
 
 
+def test_a_checkpoint_goes_on_bit_equal_in_the_same_layout(references: dict[str, Path], tmp_path: Path) -> None:
+    case, start = Case("dsv3", tp=2, ep=2), references["dsv3"] / "start"
+    stayed = run_ranks(_save_and_go_on, 2, start, case, tmp_path)
+    assert run_ranks(_load_and_go_on, 2, start, case, tmp_path) == stayed
+
+
+def _save_and_go_on(start: Path, case: Case, saved: Path) -> list[tuple[float, float]]:
+    backend = actor(start, case, section())
+    train(backend, 2)
+    backend.save(saved)
+    return train(backend, 2)
+
+
+def _load_and_go_on(start: Path, case: Case, saved: Path) -> list[tuple[float, float]]:
+    backend = actor(start, case, section())
+    backend.load(saved)
+    return train(backend, 2)
+
+
 def _all_near(cases: tuple[Case, ...] | list[Case], references: dict[str, Path], world_size: int) -> None:
     far: dict[str, Distance] = {}
     for distances in run_ranks(try_cases, world_size, references, cases, timeout=900):
