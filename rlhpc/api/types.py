@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int32, Int64
+from jaxtyping import Float, Float32, Int16, Int32, Int64
 from torch import Tensor
 
 
@@ -40,6 +40,7 @@ class Completion:
     tokens: np.ndarray  # int32 [response]
     log_probs: np.ndarray  # float32 [response]
     truncated: bool  # stopped by max_tokens, not by an end token
+    routes: np.ndarray | None = None  # uint8 or int16 [prompt + response - 1, layers with experts, top_k], if asked for
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Sample:
     reward: float
     weights_version: int
     truncated: bool
+    routes: np.ndarray | None = None  # see Completion
 
     @property
     def response_len(self) -> int:
@@ -75,6 +77,7 @@ class PackedBatch:
     cu_seqlens: Int32[Tensor, " S+1"]
     loss_weight: Float32[Tensor, " T"]
     sample_ids: tuple[int, ...]  # of the first len(sample_ids) sequences; a last one may be alignment padding
+    routes: Int16[Tensor, "T layers top_k"] | None = None  # 1 + an expert that the token goes to; 0: the router chooses
     extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> PackedBatch:
@@ -94,7 +97,7 @@ class PackedBatch:
     def blank(self, length: int) -> PackedBatch:
         """A batch of the same fields with one sequence of zeros that is not trained on."""
         blanks = {
-            f.name: getattr(self, f.name).new_zeros(length)
+            f.name: getattr(self, f.name).new_zeros((length, *getattr(self, f.name).shape[1:]))
             for f in fields(self)
             if isinstance(getattr(self, f.name), Tensor)
         }

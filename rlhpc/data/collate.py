@@ -35,13 +35,14 @@ def pack_batch(
     sample_ids: Sequence[int],
     weights: Sequence[float] | None = None,
     per_token: Mapping[str, Sequence[np.ndarray]] | None = None,
+    routes: Sequence[np.ndarray] | None = None,
     align: int = 1,
 ) -> PackedBatch:
     """Lay (tokens [L], prompt length) sequences end to end.
 
     ``weights`` is each sequence's loss weight of a response token (default 1); ``per_token`` holds for each sequence
-    values over its response tokens, scattered to where those are predicted, 0 elsewhere. One more sequence of zeros
-    with weight 0 fills the total up to a multiple of ``align``.
+    values over its response tokens, scattered to where those are predicted, 0 elsewhere; ``routes`` the experts of all
+    its tokens but the last. One more sequence of zeros with weight 0 fills the total up to a multiple of ``align``.
     """
     assert len(sequences) == len(sample_ids) > 0
     lengths = np.array([len(tokens) for tokens, _ in sequences])
@@ -73,8 +74,17 @@ def pack_batch(
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int32)),
         loss_weight=torch.from_numpy(loss_weight),
         sample_ids=tuple(sample_ids),
+        routes=None if routes is None else torch.from_numpy(_packed_routes(routes, spans.starts, total)),
         extra=extra,
     )
+
+
+def _packed_routes(routes: Sequence[np.ndarray], starts: np.ndarray, total: int) -> np.ndarray:
+    """int16 [total, layers, top_k], 0 where no route is known."""
+    packed = np.zeros((total, *routes[0].shape[1:]), dtype=np.int16)
+    for start, one in zip(starts, routes, strict=True):
+        np.add(one, 1, out=packed[start : start + len(one)], casting="unsafe", dtype=np.int16)
+    return packed
 
 
 def unpack(batch: PackedBatch, values: Tensor, prompt_lengths: Sequence[int]) -> list[np.ndarray]:

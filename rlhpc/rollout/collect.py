@@ -103,6 +103,7 @@ def collect(
                 reward=float(score(prompt, completion)),
                 weights_version=weights_version,
                 truncated=completion.truncated,
+                routes=completion.routes,
             )
         )
     return samples

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.rollout.cpu_routes import RouteRecorder
 from rlhpc.rollout.vllm_engine import load_all
 
 _LOAD_FORMAT = "rlhpc_unfilled"
@@ -37,11 +39,11 @@ _KERNELS = "rlhpc_cpu"
 
 
 class Worker(CPUWorker):
-    """vLLM's CPU worker, with weights that can be loaded again, a KV cache that can sleep and faster norms."""
+    """vLLM's CPU worker, with weights that can be loaded again, a KV cache that can sleep, routes and faster norms."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
         _check_head_size(vllm_config.model_config)
-        self._segment = ""
+        self._segment, self._recorder = "", None
         if vllm_config.parallel_config.tensor_parallel_size > 1:
             # Used for nothing else once the default group is initialised, it names the shared-memory segments of the
             # tensor-parallel ranks. As "env://" it would name every job's segments alike, crashed ones included.
@@ -71,6 +73,19 @@ class Worker(CPUWorker):
         with set_current_vllm_config(self.vllm_config):
             process_weights_after_loading(model, self.model_config, torch.device("cpu"))
         plain.release()
+
+    def record_routes(self) -> None:
+        """From now on; see ``RouteRecorder``."""
+        self._recorder = RouteRecorder(self.model_runner, self.cache_config.block_size)
+
+    def routes_of(self, request_id: str, tokens: int) -> np.ndarray:
+        return self._recorder.of(request_id, tokens)
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        output = super().execute_model(scheduler_output)
+        if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
+            self._recorder.keep(scheduler_output.total_num_scheduled_tokens)
+        return output
 
     def sleep(self, level: int = 1) -> None:
         """Release the KV cache's memory; the weights stay."""

@@ -36,8 +36,8 @@ class VllmEngine:
 
     All ranks of the job build their engines together, after the default process group is initialised (a rank alone
     needs none). A new engine sleeps and has no weights: ``wake_weights``, ``load_weights``, ``wake_cache``, then
-    ``generate``. ``end_tokens`` end a response and are part of it. Raises UserError when vLLM refuses the model or
-    the memory it is given.
+    ``generate``. ``end_tokens`` end a response and are part of it. With ``routes`` each completion says to which
+    experts its tokens went. Raises UserError when vLLM refuses the model or the memory it is given.
     """
 
     def __init__(
@@ -49,8 +49,10 @@ class VllmEngine:
         dtype: str,
         max_model_len: int,
         end_tokens: Sequence[int],
+        routes: bool = False,
     ) -> None:
         self._end_tokens = list(end_tokens)
+        self._expert_layers = list(shape.experts.layers) if routes and shape.experts else []
         self._max_model_len = max_model_len
         self._on_gpu = torch.cuda.is_available()
         self._loaded = False
@@ -58,8 +60,12 @@ class VllmEngine:
         arguments = engine_arguments(
             model_path, shape, section, dtype, max_model_len, on_gpu=self._on_gpu, world_size=_world_size()
         )
+        if self._expert_layers and self._on_gpu:
+            arguments |= _route_arguments(section)
         with _process_kept():
             self._engine = _build(arguments)
+        if self._expert_layers and not self._on_gpu:
+            self._engine.collective_rpc("record_routes")
         self.sleep()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -80,7 +86,7 @@ class VllmEngine:
         while self._engine.has_unfinished_requests():
             touch("generate")
             for output in self._engine.step():
-                completions[int(output.request_id)] = _completion(output.outputs[0])
+                completions[int(output.request_id)] = _completion(output.outputs[0], self._routes(output))
         return [completions[index] for index in range(len(requests))]
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -119,6 +125,16 @@ class VllmEngine:
         self._engine.model_executor.shutdown()
         destroy_model_parallel()
         del self._engine
+
+    def _routes(self, output: Any) -> np.ndarray | None:
+        """See ``Completion``."""
+        if not self._expert_layers:
+            return None
+        if self._on_gpu:
+            routes: np.ndarray = output.outputs[0].routed_experts[:, self._expert_layers]
+            return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
+        tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+        return self._engine.collective_rpc("routes_of", args=(output.request_id, tokens))[0]
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
@@ -209,6 +225,26 @@ def _shape_arguments(model_path: Path, shape: ModelShape, on_gpu: bool) -> dict[
     return arguments
 
 
+def _route_arguments(section: RolloutSection) -> dict[str, Any]:
+    """What makes vLLM return routes on a GPU."""
+    from vllm import EngineArgs
+
+    known = EngineArgs.__dataclass_fields__
+    where, remedy = "train.experts.replay_routes", "set it to false"
+    if "enable_return_routed_experts" not in known:
+        raise UserError("this version of vLLM does not return routes", where=where, remedy=remedy)
+    if section.tp > 1:
+        raise UserError(
+            f"on a GPU vLLM returns routes on the first rank of an engine alone, and rollout.tp is {section.tp}",
+            where=where,
+            remedy=f"{remedy}, or rollout.tp to 1",
+        )
+    arguments = {"enable_return_routed_experts": True}
+    if "aux_output_config" not in known:
+        arguments["async_scheduling"] = False  # before it had that, vLLM mixed up routes of steps under way together
+    return arguments
+
+
 @torch.no_grad()
 def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
     """vLLM's own loader of the model, and the check that no parameter was left out."""
@@ -273,12 +309,13 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _completion(output: Any) -> Completion:
+def _completion(output: Any, routes: np.ndarray | None) -> Completion:
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     completion = Completion(
         tokens=np.asarray(output.token_ids, dtype=np.int32),
         log_probs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         truncated=output.finish_reason == "length",
+        routes=routes,
     )
     assert completion.tokens.shape == completion.log_probs.shape
     return completion

@@ -46,6 +46,7 @@ def rl_minibatches(run: Run, samples: Sequence[Sample], advantages: Sequence[flo
                     "engine_log_probs": [samples[i].log_probs for i in bin_ids],
                     "advantages": [_spread(advantages[i], samples[i].response_len) for i in bin_ids],
                 },
+                routes=[samples[i].routes for i in bin_ids] if train.experts.replay_routes else None,
             )
             for bin_ids in _my_bins(run, plan)
         )
@@ -57,10 +58,7 @@ def sft_minibatch(run: Run, sequences: Sequence[tuple[np.ndarray, int]]) -> Mini
     """Pack supervised (tokens, prompt length) sequences; the loss is a mean over response tokens."""
     lengths = [len(tokens) for tokens, _ in sequences]
     (plan,) = pack(lengths, run.layout.dp, _capacity(run))
-    batches = tuple(
-        pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids)
-        for bin_ids in _my_bins(run, plan)
-    )
+    batches = tuple(pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids) for bin_ids in _my_bins(run, plan))
     return Minibatch(batches, float(sum(len(tokens) - prompt_len for tokens, prompt_len in sequences)))
 
 

@@ -112,4 +112,5 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         end_tokens=tokenizer.end_tokens,
+        routes=config.train.experts.replay_routes,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -91,7 +92,9 @@ def _attach_log_probs(run: Run, minibatches: Sequence[Minibatch]) -> list[Miniba
 
 
 def _with_log_probs(run: Run, minibatch: Minibatch, model: TrainBackend, name: str) -> Minibatch:
-    stats = model.log_probs(minibatch.batches, run.config.rollout.temperature)
+    # Routes were the actor's choices; a reference model makes its own.
+    asked = [batch if model is run.actor else replace(batch, routes=None) for batch in minibatch.batches]
+    stats = model.log_probs(asked, run.config.rollout.temperature)
     batches = [batch.with_extra(name, s.log_probs) for batch, s in zip(minibatch.batches, stats, strict=True)]
     return Minibatch(tuple(batches), minibatch.denominator)
 

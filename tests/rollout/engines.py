@@ -29,9 +29,9 @@ Result = tuple[list[int], list[float]]  # tokens, log-probs
 PROMPTS = [tuple(range(5, 25)), tuple((7 * i + 3) % 190 + 5 for i in range(300)), (42,)]
 
 
-def build(path: Path, tp: int = 1, end_tokens: Sequence[int] = (), **section: Any) -> VllmEngine:
+def build(path: Path, tp: int = 1, end_tokens: Sequence[int] = (), routes: bool = False, **section: Any) -> VllmEngine:
     section = {"tp": tp, "kv_cache_gib": 0.0625, "max_running": 64, **section}
-    options = {"dtype": DTYPE, "max_model_len": CONTEXT, "end_tokens": list(end_tokens)}
+    options = {"dtype": DTYPE, "max_model_len": CONTEXT, "end_tokens": list(end_tokens), "routes": routes}
     return VllmEngine(path, read_model(path), RolloutSection(**section), **options)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float
+from jaxtyping import Float, Int16
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
@@ -193,6 +193,7 @@ class MegatronBackend:
             batch, split = next(batches)
             batch = batch.to(self._device)
             local = local_batch(batch, split, self._coord["cp"], self.rope)
+            local.params.routes = self._own_routes(batch, local)
             logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **output)
             return logits, functools.partial(finish, batch, local)
 
@@ -213,6 +214,13 @@ class MegatronBackend:
                 **options,
             )
         return results[: len(batches)]
+
+    def _own_routes(self, batch: PackedBatch, local: LocalBatch) -> Int16[Tensor, "T layers topk"] | None:
+        """Of the tokens that this rank's routers see: a part of the local ones under sequence parallelism."""
+        if batch.routes is None:
+            return None
+        routes = local.take(batch.routes)
+        return routes.chunk(self.layout.tp)[self._coord["tp"]] if self._config.sequence_parallel else routes
 
     def _weigh_aux_losses(self, batches: Sequence[PackedBatch]) -> None:
         """Tell the routers by what the update divides: the tokens of all ranks' batches."""

@@ -24,6 +24,7 @@ from rlhpc.backends.megatron.attention import PackedAttention
 from rlhpc.backends.megatron.experts import GroupedExperts, Router
 from rlhpc.backends.megatron.latent import LatentSelfAttention
 from rlhpc.backends.megatron.norm import RMSNorm
+from rlhpc.backends.megatron.replay import ReplayLayer
 from rlhpc.models import ModelShape
 
 
@@ -48,7 +49,7 @@ def block_spec(shape: ModelShape, config: TransformerConfig, vp_stage: int | Non
 def _layer_spec(shape: ModelShape, config: TransformerConfig, layer: int) -> ModuleSpec:
     has_experts = shape.experts is not None and layer in shape.experts.layers
     return ModuleSpec(
-        module=TransformerLayer,
+        module=ReplayLayer if has_experts else TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
             self_attention=_attention_spec(shape, config),

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float, Float32, Int64
+from jaxtyping import Float, Float32, Int16, Int64
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
@@ -23,6 +23,7 @@ class PackedParams(PackedSeqParams):
     cos: Float32[Tensor, "L rope_dim"] = None
     sin: Float32[Tensor, "L rope_dim"] = None
     context: ContextIndex = None
+    routes: Int16[Tensor, "L_local layers topk"] | None = None  # as in PackedBatch, of the tokens that routers see here
 
 
 class ContextIndex:

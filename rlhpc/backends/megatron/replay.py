@@ -1,0 +1,58 @@
+"""Routing replay: tokens go to the experts that they went to in the engine (R3, arXiv 2510.11370).
+
+Their weights are computed as ever, from this model's scores of those experts, and are differentiated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int16, Int64
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from rlhpc.backends.megatron.packed import PackedParams
+
+
+class ReplayLayer(TransformerLayer):
+    """A layer with experts, which takes its tokens' routes from the packed parameters.
+
+    They go on by the name of padding_mask: the one per-token tensor that Megatron hands from layer to router, and back
+    to it when activations are computed again, of the whole layer or of its experts alone.
+    """
+
+    def forward(self, *args: Any, packed_seq_params: PackedParams, **options: Any) -> Any:
+        routes = packed_seq_params.routes
+        if routes is not None:
+            place = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # among the layers with experts
+            options["padding_mask"] = given_experts(routes[:, place], self.config.num_moe_experts).t()
+        return super().forward(*args, packed_seq_params=packed_seq_params, **options)
+
+
+class GivenRoutes:
+    """Used in place of Megatron's RouterReplay (router_replay.py), which knows one batch at a time."""
+
+    def __init__(self, given: Bool[Tensor, "T experts"]) -> None:
+        self._given = given
+
+    def get_replay_topk(
+        self,
+        scores: Float[Tensor, "T experts"],
+        topk: int,
+        num_groups: int | None,
+        group_topk: int | None,
+        own_choice: Callable[..., tuple[Tensor, Tensor]],
+    ) -> tuple[Float[Tensor, "T topk"], Int64[Tensor, "T topk"]]:
+        """Scores and indices of the experts given; tokens to which none are given choose for themselves."""
+        _, own = own_choice(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        given = self._given.int().topk(topk, dim=1).indices
+        index = torch.where(self._given.any(1, keepdim=True), given, own)
+        return scores.gather(1, index), index
+
+
+def given_experts(routes: Int16[Tensor, "T topk"], num_experts: int) -> Bool[Tensor, "T experts"]:
+    """Whether each expert is given to each token; ``routes`` as in ``PackedBatch``."""
+    given = torch.zeros(len(routes), num_experts + 1, dtype=torch.bool, device=routes.device)
+    return given.scatter_(1, routes.long(), True)[:, 1:]
