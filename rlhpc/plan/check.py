@@ -14,7 +14,7 @@ from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
 from rlhpc.plan.fit import check_engine, fitting_layout
 from rlhpc.plan.layout import ParallelLayout, divisors
 from rlhpc.plan.shards import model_tensors
-from rlhpc.plan.training import check_memory, check_optimizers
+from rlhpc.plan.training import check_experts, check_memory, check_optimizers
 
 Summary = list[tuple[str, str]]
 
@@ -32,6 +32,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     check_optimizers(config)
     if shape is not None:
         check_memory(config.memory, shape, layout)
+        check_experts(config.train.experts, shape)
     summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
     if shape is None and not prepared:
         summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))

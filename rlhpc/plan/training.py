@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from rlhpc.config.schema import MemorySection, OptimizerSection, RunConfig
+from rlhpc.config.schema import ExpertsSection, MemorySection, OptimizerSection, RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.layout import ParallelLayout, divisors
@@ -32,6 +32,14 @@ def _check_optimizer(key: str, section: OptimizerSection) -> None:
             f"{section.host_fraction} of the parameters of {section.function}: only AdamW can be shared with the host",
             where=f"{key}.host_fraction",
             remedy=f"set it to 0, or leave {key}.function out",
+        )
+
+
+def check_experts(section: ExpertsSection, shape: ModelShape) -> None:
+    """What is asked of experts is there."""
+    if section.replay_routes and shape.experts is None:
+        raise UserError(
+            "the model has no experts", where="train.experts.replay_routes", remedy="set it to false, or leave it out"
         )
 
 

@@ -110,7 +110,7 @@ def make_reference(folder: Path, kind: str) -> Path:
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(params, options.clip_gradient)
         if step == 0:
-            _save_gradients(model, folder / "gradients")
+            save_gradients(model, folder / "gradients")
         adamw.step()
         numbers.append((loss.item(), norm.item()))
     model.save_pretrained(folder / "end")
@@ -118,7 +118,7 @@ def make_reference(folder: Path, kind: str) -> Path:
     return folder
 
 
-def _save_gradients(model: Any, folder: Path) -> None:
+def save_gradients(model: Any, folder: Path) -> None:
     """In the names and shapes of saved weights, which differ from those of the modules."""
     values = {param: param.data for param in model.parameters()}
     for param in values:
@@ -133,7 +133,7 @@ def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distan
     return [_try(references[case.kind], case) for case in cases]
 
 
-def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None) -> Any:
+def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None, memory: Any = None) -> Any:
     """A back end with the weights of ``folder`` in the layout of ``case``; groups of a former layout are left."""
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.schema import ParallelSection
@@ -148,9 +148,8 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None) 
     info = RankInfo.from_environ()
     layout = make_layout(parallel, info.world_size)
     build_groups(layout, seed=1)
-    backend = MegatronBackend(
-        read_model(folder, FROM_OUTSIDE.get(case.kind)), layout, info, "float32", parallel, optimizer, experts
-    )
+    shape = read_model(folder, FROM_OUTSIDE.get(case.kind))
+    backend = MegatronBackend(shape, layout, info, "float32", parallel, optimizer, experts, memory)
     backend.load_pretrained(folder)
     _former.append(backend)
     return backend
@@ -220,11 +219,11 @@ def _try(reference: Path, case: Case) -> Distance:
     numbers = train(backend, 1)
     gradient = max(
         float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-4))
-        for ours, theirs in _beside(gradients(backend), reference / "gradients")
+        for ours, theirs in beside(gradients(backend), reference / "gradients")
     )
     numbers += train(backend, STEPS - 1)
     weight = max(
-        float((ours - theirs).abs().max()) for ours, theirs in _beside(backend.full_tensors(), reference / "end")
+        float((ours - theirs).abs().max()) for ours, theirs in beside(backend.full_tensors(), reference / "end")
     )
     apart = [
         [abs(a - b) / b for a, b in zip(ours, theirs, strict=True)]
@@ -233,7 +232,7 @@ def _try(reference: Path, case: Case) -> Distance:
     return Distance(logits, max(x[0] for x in apart), max(x[1] for x in apart), gradient, weight)
 
 
-def _beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any, Any]]:
+def beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any, Any]]:
     """Pairs of our tensor and the one of the same name in the folder's files."""
     from safetensors import safe_open
 

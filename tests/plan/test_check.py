@@ -77,6 +77,7 @@ def test_the_summary_names_every_axis(inputs):
             ["memory.recompute=selective", "memory.recompute_modules=[]"],
             "memory.recompute_modules: no modules to recompute; name at least one, or set memory.recompute to none",
         ),
+        (["train.experts.replay_routes=true"], "train.experts.replay_routes: the model has no experts; set it to fal"),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
         (
             ["resources.ranks_per_node=4", "train.minibatches=16"],
