@@ -245,8 +245,9 @@ class MemorySection(Section):
 
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations not kept for the backward pass but computed again: of recompute_modules, or of all layers."""
-    recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] = ["core_attn"]
-    """With selective: attention without its projections, dense feed-forward, expert layers, shared experts."""
+    recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] = ["core_attn", "mlp", "moe"]
+    """With selective, of those that the model has: attention without its projections, dense feed-forward, expert
+    layers, shared experts."""
     recompute_layers: PositiveInt = 1
     """With full: layers of which only the first one's input is kept."""
     offload: OffloadSection = OffloadSection()

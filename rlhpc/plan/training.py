@@ -52,12 +52,11 @@ def check_memory(memory: MemorySection, shape: ModelShape, layout: ParallelLayou
 
 
 def _check_modules(modules: Sequence[str], shape: ModelShape) -> None:
-    absent = [] if shape.experts else [name for name in modules if name in ("moe", "shared_experts")]
-    if absent or not modules:
+    if not shape.experts and not {"core_attn", "mlp"} & set(modules):
         raise UserError(
-            f"the model has no experts to recompute ({absent[0]})" if absent else "no modules to recompute",
+            f"the model has none of {list(modules)}" if modules else "no modules to recompute",
             where="memory.recompute_modules",
-            remedy="use core_attn, mlp or both" if absent else "name at least one, or set memory.recompute to none",
+            remedy="use core_attn, mlp or both, or set memory.recompute to none",
         )
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
+from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train, update
 
 pytestmark = pytest.mark.slow
 
@@ -17,7 +17,7 @@ KINDS = ("qwen3", "qwen3moe", "dsv3")
 LAYERS = 4
 WAYS: dict[str, dict[str, Any]] = {
     "none": {},
-    "core_attn": {"recompute": "selective"},
+    "core_attn": {"recompute": "selective", "recompute_modules": ["core_attn"]},
     "mlp": {"recompute": "selective", "recompute_modules": ["mlp"]},
     "experts": {"recompute": "selective", "recompute_modules": ["moe", "shared_experts"]},
     "full": {"recompute": "full"},
@@ -36,7 +36,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "none"])
 def test_every_bit_of_losses_gradients_and_weights_is_the_same(found: Any, kind: str, way: str) -> None:
-    for what in ("log_probs", "steps", "gradients", "weights"):
+    """Metrics too: a router that runs twice counts once."""
+    for what in ("log_probs", "metrics", "gradients", "steps", "weights"):
         assert found[kind][way][what] == found[kind]["none"][what], what
 
 
@@ -74,12 +75,13 @@ def _one(model: Path, keys: dict[str, Any]) -> dict[str, Any]:
 
     actor = make_actor(model, optimizer_section(), MemorySection(**keys), tp=2)
     log_probs = [stats.log_probs.tolist() for stats in actor.log_probs(batches_of(actor), 1.0)]
-    steps = train(actor)
+    metrics = update(actor).sums
     gradients = [buffer.grad_data.tolist() for c in actor._chunks for buffer in c.buffers + c.expert_parallel_buffers]
-    steps += train(actor, 2)
+    steps = train(actor, 2)
     calls, kept = _count(actor)
     return {
         "log_probs": log_probs,
+        "metrics": metrics,
         "steps": steps,
         "gradients": gradients,
         "weights": digest(actor),

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 LENGTHS = (11, 3, 40, 7, 7, 22, 64, 5)
+_TOKENS = sum(LENGTHS) - len(LENGTHS)
 
 
 def make_actor(folder: Path, optimizer: Any = None, memory: Any = None, dtype: str = "float32", **parallel: Any) -> Any:
@@ -49,11 +50,15 @@ def batches_of(backend: Any) -> list[Any]:
     return [pack_batch([(s, 1) for s in part], sample_ids=range(len(part))) for part in (mine[:1], mine[1:])]
 
 
+def update(backend: Any) -> Any:
+    """One update's TrainStats."""
+    return backend.train(batches_of(backend), _negative_log_likelihood, _TOKENS, 1.0, 1e-3)
+
+
 def train(backend: Any, steps: int = 1) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each update."""
-    tokens = sum(LENGTHS) - len(LENGTHS)
-    stats = [backend.train(batches_of(backend), _negative_log_likelihood, tokens, 1.0, 1e-3) for _ in range(steps)]
-    return [(s.sums["loss"] / tokens, s.gradient_norm) for s in stats]
+    stats = [update(backend) for _ in range(steps)]
+    return [(s.sums["loss"] / _TOKENS, s.gradient_norm) for s in stats]
 
 
 def digest(backend: Any) -> str:

@@ -66,8 +66,8 @@ def test_the_summary_names_every_axis(inputs):
             "sft.optimizer.host_fraction: 0.5 of the parameters of a:b: only AdamW can be shared with the host; set",
         ),
         (
-            ["memory.recompute=selective", "memory.recompute_modules=[mlp, moe]"],
-            "memory.recompute_modules: the model has no experts to recompute (moe); use core_attn, mlp or both",
+            ["memory.recompute=selective", "memory.recompute_modules=[moe]"],
+            "memory.recompute_modules: the model has none of ['moe']; use core_attn, mlp or both, or set",
         ),
         (
             ["memory.recompute=full", "memory.recompute_layers=3"],
@@ -75,7 +75,7 @@ def test_the_summary_names_every_axis(inputs):
         ),
         (
             ["memory.recompute=selective", "memory.recompute_modules=[]"],
-            "memory.recompute_modules: no modules to recompute; name at least one, or set memory.recompute to none",
+            "memory.recompute_modules: no modules to recompute; use core_attn, mlp or both, or set memory.recompute to",
         ),
         (["train.experts.replay_routes=true"], "train.experts.replay_routes: the model has no experts; set it to fal"),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
