@@ -1,0 +1,144 @@
+"""Mixtures of experts through the whole trainer; the engine's routes in training, where the two would part."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.runs import records, run, write_config
+from tests.helpers.tiny_models import make_model
+
+pytestmark = pytest.mark.slow
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # the sizes that vLLM's CPU build knows
+# name: (kind, axes of the training side, rollout tp, further keys). Without replay the second parts from its engine.
+RUNS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
+    "mixtral": ("mixtral", {"ep": 2}, 1, {}),
+    "qwen3moe": ("qwen3moe", {"ep": 2, "expert_dispatch": "allgather"}, 2, {"train__experts__replay_routes": True}),
+    "dsv3": ("dsv3", {"tp": 2, "ep": 2}, 1, {"train__minibatches": 2}),
+}
+
+
+def make(folder: str, kind: str, **changes: Any) -> None:
+    """The demo's inputs with another model; called by the runs' prepare."""
+    from rlhpc.data.arithmetic import VOCABULARY
+    from rlhpc.data.arithmetic import make as make_inputs
+
+    make_inputs(folder)
+    model, end = Path(folder) / "model", VOCABULARY.index("<|end|>")
+    for file in (*model.glob("*.safetensors"), model / "generation_config.json"):
+        file.unlink()
+    make_model(model, kind, vocab_size=len(VOCABULARY), max_position_embeddings=64, eos_token_id=end, **changes)
+    if kind == "qwen3moe":
+        leave_to_rounding(model)
+
+
+def leave_to_rounding(model: Path) -> None:
+    """Routers see all four experts alike but for the last bit."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    (file,) = model.glob("*.safetensors")
+    tensors = load_file(file)
+    for name, gate in tensors.items():
+        if name.endswith("mlp.gate.weight"):
+            bits = torch.randint(-1, 2, gate.shape, generator=torch.Generator().manual_seed(0))
+            tensors[name] = gate[:1] * (1 + bits * 2.0**-23)
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module")
+def metrics(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Of the RL steps of each run."""
+    found = {}
+    for name, (kind, axes, rollout_tp, keys) in RUNS.items():
+        folder = tmp_path_factory.mktemp(name)
+        config = write_config(
+            folder,
+            prepare={
+                "function": "tests.trainer.test_experts:make",
+                "arguments": {"folder": str(folder / "inputs"), "kind": kind, **(LATENT if kind == "dsv3" else {})},
+            },
+            resources__ranks_per_node=2,
+            parallel=axes,
+            rollout__tp=rollout_tp,
+            sft=None,
+            train__steps=2,
+            train__optimizer__learning_rate=1e-3,
+            reward__function="tests.trainer.test_layouts:sevens",
+            data__validation=[],
+            **keys,
+        )
+        code, output = run(config)
+        assert code == 0, output
+        found[name] = [record for record in records(folder / "run") if "engine_gap_max" in record]
+    return found
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_trainer_and_engine_agree_on_log_probs(metrics: dict[str, list[dict[str, Any]]], name: str) -> None:
+    assert len(metrics[name]) == 2
+    for step in metrics[name]:
+        assert step["engine_gap_max"] < 1e-4
+        assert math.isfinite(step["loss"])
+        assert step["gradient_norm"] > 0.01
+
+
+def replay(model: Path) -> dict[str, Any]:
+    """Largest gap of log-probs and share of choices that are others than the engine's, without its routes and with."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhpc.api import Request
+    from rlhpc.backends.megatron.experts import routers_of
+    from rlhpc.config.schema import RolloutSection
+    from rlhpc.data.collate import pack_batch, unpack
+    from rlhpc.models import read_model
+    from rlhpc.reshard import push
+    from rlhpc.rollout.vllm_engine import VllmEngine
+    from tests.helpers.training import make_actor, optimizer_section
+
+    rank, maps = dist.get_rank(), []
+    actor = make_actor(model, optimizer_section(), ep=2)
+    for router in routers_of(actor._models):
+        router.register_forward_hook(lambda *call: maps.append(call[2][1]))
+    options = {"dtype": "float32", "max_model_len": 256, "end_tokens": []}
+    section = RolloutSection(kv_cache_gib=0.0625)
+    engine = VllmEngine(model, read_model(model), section, **options, routes=True)
+    push(actor, engine)
+    prompts = [tuple((7 * i + j + 50 * rank) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]
+    completions = engine.generate([Request(p, seed=i, max_tokens=40, temperature=1.0) for i, p in enumerate(prompts)])
+    batch = pack_batch(
+        [(np.array([*p, *c.tokens]), len(p)) for p, c in zip(prompts, completions, strict=True)],
+        sample_ids=range(len(prompts)),
+        routes=[c.routes for c in completions],
+    )
+    found: dict[str, Any] = {}
+    for name, given in (("free", replace(batch, routes=None)), ("replayed", batch)):
+        maps.clear()
+        (stats,) = actor.log_probs([given], 1.0)
+        ours = unpack(batch, stats.log_probs, [len(p) for p in prompts])
+        gap = max(float(np.abs(x - c.log_probs).max()) for x, c in zip(ours, completions, strict=True))
+        routes = batch.routes.long()
+        engines = torch.zeros(*routes.shape[:2], 5, dtype=torch.bool).scatter_(2, routes, True)[..., 1:]
+        other = (torch.stack(maps, dim=1) != engines).any(-1)[(routes > 0).all(-1).all(-1)]
+        found[name] = (gap, float(other.float().mean()))
+    return found
+
+
+def test_routes_of_the_engine_are_taken_where_the_trainer_s_own_differ(tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model", "qwen3moe", vocab_size=200)
+    leave_to_rounding(model)
+    for found in run_ranks(replay, 2, model):
+        gap, other = found["free"]
+        assert gap > 1e-2
+        assert other > 0.1
+        gap, other = found["replayed"]
+        assert gap < 1e-4
+        assert other == 0
