@@ -15,23 +15,7 @@ from tests.helpers.training import make_actor, optimizer_section, train
 pytestmark = pytest.mark.slow
 
 
-class Lion(torch.optim.Optimizer):
-    """Chen et al. 2023, with an unused second moment: what a checkpoint has room for is there."""
-
-    def __init__(self, params: Any, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": 1e-3, "weight_decay": 0.0, "beta": beta})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                state = self.state[param]
-                if not state:
-                    state.update(exp_avg=torch.zeros_like(param), exp_avg_sq=torch.zeros_like(param))
-                mean = state["exp_avg"]
-                direction = torch.lerp(param.grad, mean, group["beta"]).sign()
-                param.mul_(1 - group["lr"] * group["weight_decay"]).sub_(direction, alpha=group["lr"])
-                mean.lerp_(param.grad, 0.01)
+LION = "docs.examples.my_optimizer:Lion"  # the page's example
 
 
 def make_nothing(params: Any) -> str:
@@ -80,7 +64,7 @@ def test_an_optimizer_of_one_s_own_trains_and_resumes(found: dict[str, Any]) -> 
 def test_what_megatron_cannot_save_is_refused_at_the_first_update(found: dict[str, Any]) -> None:
     told = found["told"]
     assert told["torch.optim:AdamW"] == (
-        "optimizer.function: torch.optim:AdamW keeps ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
+        "train.optimizer.function: torch.optim:AdamW keeps ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
         "checkpoint cannot hold; keep exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
     )
     assert "made a str, which is no torch.optim.Optimizer; return one" in told["nothing"]
@@ -113,7 +97,7 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
         losses[f"resumed with {share}"] = train(actor, 2)
     found = {"losses": losses, "shares": shares, "decay": _decay(actor), "told": _refusals(model)}
 
-    section = optimizer_section(function="tests.backends.test_optimizer:Lion", weight_decay=0.0)
+    section = optimizer_section(function=LION, weight_decay=0.0)
     actor = make_actor(model, section)
     before = {name: tensor.clone() for name, tensor in actor.full_tensors()}
     losses["lion"] = train(actor, 1)
@@ -165,7 +149,7 @@ def _refusals(model: Path) -> dict[str, str]:
     for name, keys in {
         "torch.optim:AdamW": {"function": "torch.optim:AdamW"},
         "nothing": {"function": "tests.backends.test_optimizer:make_nothing"},
-        "wrong arguments": {"function": "tests.backends.test_optimizer:Lion", "arguments": {"momentum": 1}},
+        "wrong arguments": {"function": LION, "arguments": {"momentum": 1}},
     }.items():
         with pytest.raises(UserError) as caught:
             train(make_actor(model, optimizer_section(**keys)))

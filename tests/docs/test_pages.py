@@ -59,7 +59,12 @@ def unknown_keys(text: str) -> list[str]:
     """Keys in a page's code words that the configuration does not have."""
     known = {key for key, _ in config_table._keys(RunConfig.model_json_schema())}
     known |= {section.rpartition(".")[0] for section in known}
-    free = ("reward.arguments.", "slurm.sbatch_options.", "prepare.arguments.")  # their names are the user's
+    free = (
+        "reward.arguments.",
+        "train.optimizer.arguments.",
+        "slurm.sbatch_options.",
+        "prepare.arguments.",
+    )  # their names are the user's
     named = [f"{section}.{key.rstrip('.')}" for section, key in _KEY.findall(text)]
     return [key for key in named if key not in known and not key.startswith(free)]
 
@@ -94,7 +99,13 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "file"), [("rewards", "my_reward"), ("algorithms", "my_algorithm"), ("families", "my_family")]
+    ("page", "file"),
+    [
+        ("rewards", "my_reward"),
+        ("algorithms", "my_algorithm"),
+        ("families", "my_family"),
+        ("optimizer", "my_optimizer"),
+    ],
 )
 def test_a_page_shows_its_example_file(page: str, file: str) -> None:
     assert (DOCS / "examples" / f"{file}.py").read_text() in blocks(DOCS / f"{page}.md", "python")

@@ -13,7 +13,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhpc.backends.megatron.adamw import AdamW
-from rlhpc.config.schema import OptimizerSection
+from rlhpc.config.schema import OptimizerSection, SFTOptimizerSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
 from rlhpc.parallel.compat import adopt_optimizer
@@ -79,7 +79,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
     """The user's optimizer, whose state is looked at once there is any."""
-    where = "optimizer.function"
+    where = f"{'sft' if isinstance(section, SFTOptimizerSection) else 'train'}.optimizer.function"
     function = import_attribute(section.function, where)
     try:
         optimizer = function(params, **section.arguments)
@@ -87,7 +87,7 @@ def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: A
         raise UserError(
             f"{section.function} cannot be called with parameter groups and {sorted(section.arguments)} ({error})",
             where=where,
-            remedy="make its parameters and optimizer.arguments agree",
+            remedy="make its parameters and the arguments beside it agree",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
