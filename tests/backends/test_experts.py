@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def test_the_auxiliary_loss_is_that_of_one_rank_on_ranks_that_share_the_tokens(t
 def test_metrics_say_what_the_routers_did(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen3moe")
     ((_, one),) = run_ranks(_router_gradients, 1, folder, [Case("qwen3moe")], [0.0])[0]
+    page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    assert set(one) == set(re.findall(r"^\| `(experts/\w+)`", page, re.M))
     assert 1.0 < one["experts/load_max"] <= EXPERTS / TOP_K
     assert one["experts/dropped"] == 0.0
     assert 0.0 <= one["experts/idle"] < 1.0
