@@ -72,3 +72,12 @@ def test_thousands_of_sequences_pack_quickly():
     began = time.process_time()
     pack_batch(sequences, sample_ids=range(4000), per_token=values, align=8)
     assert time.process_time() - began < 1
+
+
+def test_routes_are_counted_from_one_and_left_open_where_none_is_known():
+    routes = [np.array([[[0, 255]], [[3, 1]]], dtype=np.uint8), np.array([[[300, 2]]], dtype=np.int16)]
+    batch = pack_batch([(np.arange(3), 1), (np.arange(2), 1)], sample_ids=[0, 1], routes=routes, align=4)
+    expected = [[1, 256], [4, 2], [0, 0], [301, 3], [0, 0], [0, 0], [0, 0], [0, 0]]
+    assert batch.routes.dtype == torch.int16
+    assert batch.routes[:, 0].tolist() == expected
+    assert batch.blank(2).routes.tolist() == [[[0, 0]], [[0, 0]]]

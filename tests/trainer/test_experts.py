@@ -19,9 +19,9 @@ pytestmark = pytest.mark.slow
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # the sizes that vLLM's CPU build knows
 # name: (kind, axes of the training side, rollout tp, further keys). Without replay the second parts from its engine.
 RUNS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
-    "mixtral": ("mixtral", {"ep": 2}, 1, {}),
+    "mixtral": ("mixtral", {"ep": 2}, 1, {"train__experts__aux_loss": 0.01}),
     "qwen3moe": ("qwen3moe", {"ep": 2, "expert_dispatch": "allgather"}, 2, {"train__experts__replay_routes": True}),
-    "dsv3": ("dsv3", {"tp": 2, "ep": 2}, 1, {"train__minibatches": 2}),
+    "dsv3": ("dsv3", {"tp": 2, "ep": 2}, 1, {"train__minibatches": 2, "train__experts__bias_update_rate": 0.01}),
 }
 
 
