@@ -76,7 +76,7 @@ class PackedBatch:
     positions: Int64[Tensor, " T"]
     cu_seqlens: Int32[Tensor, " S+1"]
     loss_weight: Float32[Tensor, " T"]
-    sample_ids: tuple[int, ...]  # of the first len(sample_ids) sequences; a last one may be alignment padding
+    sample_ids: tuple[int, ...]  # one for each sequence; none in a blank batch
     routes: Int16[Tensor, "T layers top_k"] | None = None  # 1 + an expert that the token goes to; 0: the router chooses
     extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
 

@@ -36,27 +36,23 @@ def pack_batch(
     weights: Sequence[float] | None = None,
     per_token: Mapping[str, Sequence[np.ndarray]] | None = None,
     routes: Sequence[np.ndarray] | None = None,
-    align: int = 1,
 ) -> PackedBatch:
     """Lay (tokens [L], prompt length) sequences end to end.
 
     ``weights`` is each sequence's loss weight of a response token (default 1); ``per_token`` holds for each sequence
     values over its response tokens, scattered to where those are predicted, 0 elsewhere; ``routes`` the experts of all
-    its tokens but the last. One more sequence of zeros with weight 0 fills the total up to a multiple of ``align``.
+    its tokens but the last.
     """
     assert len(sequences) == len(sample_ids) > 0
     lengths = np.array([len(tokens) for tokens, _ in sequences])
     prompt_lengths = np.array([prompt_len for _, prompt_len in sequences])
     assert ((prompt_lengths > 0) & (prompt_lengths <= lengths)).all(), "a prompt needs a token, and fits its sequence"
     spans = _Spans.of(lengths, prompt_lengths)
-    used = int(lengths.sum())
-    total = -(-used // align) * align
-    all_lengths = lengths if total == used else np.append(lengths, total - used)
+    total = int(lengths.sum())
 
-    tokens = np.zeros(total, dtype=np.int64)
-    tokens[:used] = np.concatenate([tokens for tokens, _ in sequences])
+    tokens = np.concatenate([tokens for tokens, _ in sequences]).astype(np.int64)
     targets = np.zeros(total, dtype=np.int64)
-    targets[: used - 1] = tokens[1:used]
+    targets[:-1] = tokens[1:]
     targets[spans.starts + lengths - 1] = 0  # what follows the last token belongs to the next sequence
     loss_weight = np.zeros(total, dtype=np.float32)
     loss_weight[spans.places] = np.repeat(np.ones(len(lengths)) if weights is None else weights, spans.response_lengths)
@@ -70,8 +66,8 @@ def pack_batch(
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
-        positions=torch.from_numpy(_counted(all_lengths)),
-        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(all_lengths)]).astype(np.int32)),
+        positions=torch.from_numpy(_counted(lengths)),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         loss_weight=torch.from_numpy(loss_weight),
         sample_ids=tuple(sample_ids),
         routes=None if routes is None else torch.from_numpy(_packed_routes(routes, spans.starts, total)),

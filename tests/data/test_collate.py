@@ -35,16 +35,12 @@ def test_response_values_lie_where_their_tokens_are_predicted():
     np.testing.assert_allclose(batch.extra["advantages"], [0, 0.1, 0.2, 0, 0.3, 0.4, 0], rtol=1e-6)
 
 
-def test_one_dummy_sequence_fills_up_to_the_alignment():
+def test_a_blank_batch_has_the_fields_of_its_like_and_trains_nothing():
     values = [np.array([0.1, 0.2]), np.array([0.3, 0.4])]
-    batch = pack_batch(two_sequences(), sample_ids=(0, 1), per_token={"advantages": values}, align=4)
-    assert batch.cu_seqlens.tolist() == [0, 4, 7, 8]
-    assert batch.tokens.tolist()[7:] == [0]
-    assert batch.targets.tolist()[6:] == [0, 0]
-    assert batch.positions.tolist()[7:] == [0]
-    assert batch.mask.tolist()[7:] == [0]
-    assert batch.extra["advantages"].tolist()[7:] == [0]
-    assert pack_batch(two_sequences()[:1], sample_ids=(0,), align=4).cu_seqlens.tolist() == [0, 4]
+    blank = pack_batch(two_sequences(), sample_ids=(0, 1), per_token={"advantages": values}).blank(3)
+    assert blank.cu_seqlens.tolist() == [0, 3]
+    assert blank.positions.tolist() == [0, 1, 2]
+    assert blank.mask.tolist() == blank.tokens.tolist() == blank.extra["advantages"].tolist() == [0, 0, 0]
 
 
 def test_unpack_returns_what_was_packed():
@@ -54,7 +50,7 @@ def test_unpack_returns_what_was_packed():
         prompt_len, response_len = draw.integers(1, 9), draw.integers(0, 9)
         sequences.append((draw.integers(0, 99, prompt_len + response_len), int(prompt_len)))
         values.append(draw.random(response_len, dtype=np.float32))
-    batch = pack_batch(sequences, sample_ids=range(20), weights=[0.0] * 20, per_token={"x": values}, align=64)
+    batch = pack_batch(sequences, sample_ids=range(20), weights=[0.0] * 20, per_token={"x": values})
     back = unpack(batch, batch.extra["x"], [prompt_len for _, prompt_len in sequences])
     assert len(back) == 20
     for was, now in zip(values, back, strict=True):
@@ -62,7 +58,7 @@ def test_unpack_returns_what_was_packed():
 
 
 def test_the_weighted_targets_are_the_response_tokens():
-    batch = pack_batch(two_sequences(), sample_ids=(0, 1), align=8)
+    batch = pack_batch(two_sequences(), sample_ids=(0, 1))
     assert batch.targets[batch.mask.bool()].tolist() == [13, 14, 22, 23]
 
 
@@ -70,14 +66,14 @@ def test_thousands_of_sequences_pack_quickly():
     sequences = [(np.arange(400, dtype=np.int32), 100)] * 4000
     values = {"advantages": [np.ones(300, np.float32)] * 4000}
     began = time.process_time()
-    pack_batch(sequences, sample_ids=range(4000), per_token=values, align=8)
+    pack_batch(sequences, sample_ids=range(4000), per_token=values)
     assert time.process_time() - began < 1
 
 
 def test_routes_are_counted_from_one_and_left_open_where_none_is_known():
     routes = [np.array([[[0, 255]], [[3, 1]]], dtype=np.uint8), np.array([[[300, 2]]], dtype=np.int16)]
-    batch = pack_batch([(np.arange(3), 1), (np.arange(2), 1)], sample_ids=[0, 1], routes=routes, align=4)
-    expected = [[1, 256], [4, 2], [0, 0], [301, 3], [0, 0], [0, 0], [0, 0], [0, 0]]
+    batch = pack_batch([(np.arange(3), 1), (np.arange(2), 1)], sample_ids=[0, 1], routes=routes)
+    expected = [[1, 256], [4, 2], [0, 0], [301, 3], [0, 0]]
     assert batch.routes.dtype == torch.int16
     assert batch.routes[:, 0].tolist() == expected
     assert batch.blank(2).routes.tolist() == [[[0, 0]], [[0, 0]]]

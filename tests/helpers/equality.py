@@ -183,7 +183,7 @@ def batches_of(layout: Any, rank: int) -> list[Any]:
     from rlhpc.data.collate import pack_batch
 
     mine = list(enumerate(sequences()))[layout.coord(rank)["dp"] :: layout.dp]
-    count = min(2, len(LENGTHS) // layout.dp)
+    count = min(3, len(LENGTHS) // layout.dp)  # odd: interleaved stages then need a blank one besides
     parts = [mine[i::count] for i in range(count)]
     return [pack_batch([(s.numpy(), 1) for _, s in part], sample_ids=[i for i, _ in part]) for part in parts]
 
