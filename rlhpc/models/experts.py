@@ -21,7 +21,8 @@ def expert_rows(
     rows = [Row(hf + "gate.weight", (count, shape.hidden_size), local + "router.weight", Cut.WHOLE, where)]
     if experts.bias:
         bias = "router.expert_bias"
-        rows.append(Row(hf + "gate.e_score_correction_bias", (count,), local + bias, Cut.WHOLE, where))
+        name_of_bias = hf + "gate.e_score_correction_bias"
+        rows.append(Row(name_of_bias, (count,), local + bias, Cut.WHOLE, where, float32=True))
     one = hf + "experts.{expert}."
     rows += [
         Row(f"{one}{parts[0]}.weight", up, local + "experts.w13", Cut.EXPERT_GATE_UP, where, part=0),

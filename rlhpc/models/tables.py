@@ -44,6 +44,9 @@ class Row:
     cut: Cut
     where: Where = Where.LAYER
     part: int = 0  # in a fused parameter: 0 q or gate, 1 k or up, 2 v
+    engine_name: str = ""  # the engine's parameter, where neither HuggingFace's name nor the cut says it
+    engine_start: int = 0  # first row in it
+    float32: bool = False  # kept in float32 whatever the model's dtype
 
     @property
     def of_each_expert(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import groupby
+from math import prod
 
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
@@ -23,6 +24,7 @@ class TensorSpec:
     shape: tuple[int, ...]
     layer: int | None = None
     expert: int | None = None
+    float32: bool = False  # whatever the model's dtype
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,16 @@ class Box:
     @property
     def slices(self) -> tuple[slice, ...]:
         return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def volume(self) -> int:
+        return prod(self.shape)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both have in common; None if that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
 
 
 @dataclass(frozen=True)
@@ -60,22 +72,32 @@ class Shard:
         shape = (1,) * (len(self.local_start) - len(self.box.start)) + self.box.shape
         return Box(self.local_start, tuple(a + n for a, n in zip(self.local_start, shape, strict=True)))
 
+    def part(self, box: Box) -> Shard:
+        """The shard of a box inside this one's."""
+        lead = len(self.local_start) - len(box.start)
+        moved = (at + b - a for at, a, b in zip(self.local_start[lead:], self.box.start, box.start, strict=True))
+        return replace(self, box=box, local_start=(*self.local_start[:lead], *moved))
+
 
 @dataclass(frozen=True)
-class _Place:
-    """A tensor, the row of its table, and the parameter that holds it: on which stage, in which chunk, whose expert."""
+class Place:
+    """A tensor, the row of its table, and the parameter that holds it: on which stage, in which chunk.
+
+    ``experts`` are those that the rank holds of a stack, or the one whose tensor it is.
+    """
 
     tensor: TensorSpec
     row: Row
     local_name: str
     stage: int = 0
     chunk: int = 0
+    experts: range = range(0)
     local_expert: int = 0
 
 
 def model_tensors(shape: ModelShape) -> list[TensorSpec]:
     """Every tensor of the model, in the order of its layers."""
-    return [place.tensor for place in _places(shape)]
+    return [place.tensor for place in tensor_places(shape)]
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
@@ -83,81 +105,92 @@ def padded_vocab(vocab_size: int, tp: int) -> int:
     return -(-vocab_size // tp) * tp
 
 
-def megatron_shards(shape: ModelShape, layout: ParallelLayout, rank: int) -> list[Shard]:
-    """What one rank of the training side keeps, in the order of the model's tensors."""
+def megatron_shards(shape: ModelShape, layout: ParallelLayout, rank: int, stacked: bool = False) -> list[Shard]:
+    """What one rank of the training side keeps, in the order of the model's tensors; ``stacked`` as in places."""
     coord = layout.coord(rank)
     shards: list[Shard] = []
-    for place in _places(shape, layout, coord):
+    for place in tensor_places(shape, layout, coord, stacked):
         shards += _tensor_shards(shape, place, layout, coord)
     if shape.tied_embeddings and layout.pp > 1 and coord["pp"] == layout.pp - 1:
         # Megatron keeps a second copy of tied embeddings on the last stage.
-        first = next(_places(shape, layout))
+        first = next(tensor_places(shape, layout))
         copy = replace(first, local_name="output_layer.weight", chunk=(layout.vpp or 1) - 1)
         shards += _tensor_shards(shape, copy, layout, coord)
     return shards
 
 
-def _places(
-    shape: ModelShape, layout: ParallelLayout | None = None, coord: Mapping[str, int] | None = None
-) -> Iterator[_Place]:
-    """Every tensor of the model, or of the rank at ``coord``: of its stage, and of each layer's experts its own."""
+def tensor_places(
+    shape: ModelShape,
+    layout: ParallelLayout | None = None,
+    coord: Mapping[str, int] | None = None,
+    stacked: bool = False,
+) -> Iterator[Place]:
+    """Every tensor of the model, or of the rank at ``coord``: of its stage, and of each layer's experts its own.
+
+    ``stacked``: the experts of a layer are one tensor with a leading dimension, named with ``*`` for their number.
+    """
     layout = layout or ParallelLayout(1)
     rows = find_family(shape.family).table(shape)
     last_stage, last_chunk = layout.pp - 1, (layout.vpp or 1) - 1
     if coord is None or coord["pp"] == 0:
         for row in rows:
             if row.where is Where.FIRST:
-                yield _Place(TensorSpec(row.hf_name, row.shape), row, row.local_name)
+                yield Place(TensorSpec(row.hf_name, row.shape), row, row.local_name)
     expert_layers = set(shape.experts.layers) if shape.experts else set()
     for layer, (stage, chunk, local) in enumerate(layout.layer_places(shape.num_layers)):
         if coord is None or coord["pp"] == stage:
             kind = Where.EXPERT_LAYER if layer in expert_layers else Where.DENSE_LAYER
             held = [row for row in rows if row.where in (Where.LAYER, kind)]
-            for tensor, row, local_expert in _layer_tensors(shape, layout, coord, held, layer):
-                yield _Place(tensor, row, row.local_name.format(layer=local), stage, chunk, local_expert)
+            for tensor, row, experts in _layer_tensors(shape, layout, coord, held, layer, stacked):
+                first = experts.start % (shape.experts.num_experts // layout.ep) if shape.experts else 0
+                local_name = row.local_name.format(layer=local)
+                yield Place(tensor, row, local_name, stage, chunk, experts, first)
     if coord is None or coord["pp"] == last_stage:
         for row in rows:
             if row.where is Where.LAST:
-                yield _Place(TensorSpec(row.hf_name, row.shape), row, row.local_name, last_stage, last_chunk)
+                yield Place(TensorSpec(row.hf_name, row.shape), row, row.local_name, last_stage, last_chunk)
 
 
 def _layer_tensors(
-    shape: ModelShape, layout: ParallelLayout, coord: Mapping[str, int] | None, rows: list[Row], layer: int
-) -> Iterator[tuple[TensorSpec, Row, int]]:
-    """(tensor, row, expert counted from the rank's first) of one layer; the rows of experts for one after another."""
+    shape: ModelShape,
+    layout: ParallelLayout,
+    coord: Mapping[str, int] | None,
+    rows: list[Row],
+    layer: int,
+    stacked: bool,
+) -> Iterator[tuple[TensorSpec, Row, range]]:
+    """(tensor, row, experts) of one layer; the rows of experts stacked, or for one expert after another."""
     for of_each_expert, group in groupby(rows, key=lambda row: row.of_each_expert):
         if not of_each_expert:
             for row in group:
-                yield TensorSpec(row.hf_name.format(layer=layer), row.shape, layer), row, 0
+                name = row.hf_name.format(layer=layer)
+                yield TensorSpec(name, row.shape, layer, float32=row.float32), row, range(0)
             continue
         assert shape.experts is not None, "a row for each expert of a model that has none"
         each, expert_rows = shape.experts.num_experts // layout.ep, list(group)
         held = (
             range(shape.experts.num_experts) if coord is None else range(each * coord["ep"], each * (coord["ep"] + 1))
         )
-        for expert in held:
+        for experts in [held] if stacked else [range(expert, expert + 1) for expert in held]:
             for row in expert_rows:
-                name = row.hf_name.format(layer=layer, expert=expert)
-                yield TensorSpec(name, row.shape, layer, expert), row, expert % each
+                name = row.hf_name.format(layer=layer, expert="*" if stacked else experts.start)
+                size = (shape.experts.num_experts, *row.shape) if stacked else row.shape
+                yield TensorSpec(name, size, layer, None if stacked else experts.start), row, experts
 
 
-def _tensor_shards(shape: ModelShape, place: _Place, layout: ParallelLayout, coord: Mapping[str, int]) -> list[Shard]:
-    tensor, row, local_name, chunk = place.tensor, place.row, place.local_name, place.chunk
+def _tensor_shards(shape: ModelShape, place: Place, layout: ParallelLayout, coord: Mapping[str, int]) -> list[Shard]:
+    row = place.row
     tp, tp_rank = (layout.etp, coord["etp"]) if row.of_each_expert else (layout.tp, coord["tp"])
 
     def shard(dim: int, start: int, stop: int, local: int) -> Shard:
-        begin, end, at = [0] * len(tensor.shape), list(tensor.shape), [0] * len(tensor.shape)
-        begin[dim], end[dim], at[dim] = start, stop, local
-        if row.of_each_expert:
-            at.insert(0, place.local_expert)
-        return Shard(tensor, Box(tuple(begin), tuple(end)), local_name, tuple(at), chunk)
+        return place_shard(place, dim, start, stop, local)
 
-    size = tensor.shape[0]
+    size = row.shape[0]
     match row.cut:
         case Cut.WHOLE:
             return [shard(0, 0, size, 0)]
         case Cut.COLUMNS | Cut.EXPERT_DOWN:
-            part = tensor.shape[1] // tp
+            part = row.shape[1] // tp
             return [shard(1, tp_rank * part, (tp_rank + 1) * part, 0)]
         case Cut.ROWS:
             part = size // tp
@@ -171,6 +204,19 @@ def _tensor_shards(shape: ModelShape, place: _Place, layout: ParallelLayout, coo
             return [shard(0, tp_rank * part, (tp_rank + 1) * part, row.part * part)]
         case Cut.QKV:
             return _qkv_shards(shape, row.part, tp, tp_rank, shard)
+
+
+def place_shard(place: Place, dim: int, start: int, stop: int, local: int) -> Shard:
+    """Rows (``dim`` 0) or columns from ``start`` to ``stop`` of the place's tensor, or of each expert in its stack."""
+    size, at = place.row.shape, [0] * len(place.row.shape)
+    begin, end = [0] * len(size), list(size)
+    begin[dim], end[dim], at[dim] = start, stop, local
+    if place.row.of_each_expert:
+        at.insert(0, place.local_expert)
+        if place.tensor.expert is None:  # a stack
+            begin.insert(0, place.experts.start)
+            end.insert(0, place.experts.stop)
+    return Shard(place.tensor, Box(tuple(begin), tuple(end)), place.local_name, tuple(at), place.chunk)
 
 
 def _qkv_shards(
