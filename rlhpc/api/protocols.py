@@ -3,13 +3,14 @@ share the object's model, unless said."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
 from rlhpc.api.types import Completion, LossSums, PackedBatch, Request, TokenStats, TrainStats
+from rlhpc.plan.shards import Shard
 
 LossFunction = Callable[[TokenStats, PackedBatch], LossSums]
 
@@ -38,6 +39,9 @@ class TrainBackend(Protocol):
         Every data-parallel rank passes the same number of batches.
         """
 
+    def view(self, shard: Shard) -> Tensor:
+        """This rank's live weights of a shard, in the tensor's own number of dimensions."""
+
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, by HuggingFace's name, on every rank: the plain path, one tensor at a time."""
 
@@ -61,8 +65,27 @@ class RolloutEngine(Protocol):
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order; equal on all ranks of the engine."""
 
+    @property
+    def unfinished(self) -> int:
+        """Requests under way, which weights must not change beneath."""
+
     def wake_weights(self) -> None:
-        """Take back the memory of the weights; their values are undefined until ``load_weights``."""
+        """Take back the memory of the weights; their values are undefined until they are written."""
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Each parameter of this rank as it is before the engine repacks it. Also while the weights sleep."""
+
+    def open_weights(self) -> Mapping[str, Tensor]:
+        """Those parameters, to be written in place; undefined until every one is written."""
+
+    def close_weights(self) -> None:
+        """All are written: renew what is derived from them, free what is needed no more, drop cached prefixes."""
+
+    def shareable(self) -> frozenset[str]:
+        """Parameters that the engine uses as they are, so that ``share`` may put other memory in their place."""
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        """Use ``tensor``, of the same shape and dtype, as that parameter from now on, and free its own memory."""
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Take whole tensors by HuggingFace's names through the engine's own loader; drops cached prefixes."""

@@ -126,6 +126,21 @@ class RolloutSection(Section):
     """Capture CUDA graphs for decoding; no effect on a CPU."""
 
 
+class ReshardSection(Section):
+    """How weights get from training into the engines."""
+
+    method: Literal["direct", "gather"] = "direct"
+    """direct: each rank receives what it lacks; gather: whole tensors, through vLLM's own loader."""
+    bucket_mib: PositiveInt = 256
+    """Most that a rank sends or receives at once, and so the memory it takes besides the weights, on each side."""
+    verify: Literal["always", "never"] | PositiveInt = 50
+    """Compare checksums of both sides at the first push and at every so many after it, always or never."""
+    max_engine_gap: PositiveFloat | None = 0.5
+    """Mean difference of the engine's log-probs from the trainer's, in a step, that ends the run; null: none does."""
+    share_weights: bool = False
+    """Engines use the trainer's memory for parameters that are the same bytes on both sides. Not with offload."""
+
+
 class KLSection(Section):
     coefficient: NonNegativeFloat = 0.001
     """Weight of the KL term; 0: no reference model is built."""
@@ -296,6 +311,7 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     reward: RewardSection = RewardSection()
     rollout: RolloutSection = RolloutSection()
+    reshard: ReshardSection = ReshardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     sft: SFTSection | None = None
     train: TrainSection

@@ -31,6 +31,7 @@ from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device
 from rlhpc.plan.context import ContextSplit, split_context
 from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.shards import Shard
 
 _MAX = "max/"  # metrics of this prefix are combined by maximum, all others by sum
 
@@ -142,6 +143,11 @@ class MegatronBackend:
             _, gradient_norm, _ = self._optimizer.step()
         gauges = routing_metrics(self._routers, self._config.moe_router_topk) if self._has_experts else {}
         return TrainStats(float(gradient_norm), self._reduce_metrics(metrics), gauges)
+
+    def view(self, shard: Shard) -> Tensor:
+        """See ``TrainBackend``."""
+        self._offload.restore("parameters")
+        return self.weights.view(shard)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """See ``TrainBackend``."""
