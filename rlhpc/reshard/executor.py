@@ -1,0 +1,144 @@
+"""Carries out a reshard plan on live tensors: packs, exchanges and writes, bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhpc.core.heartbeat import touch
+from rlhpc.plan.reshard import Copy, ReshardPlan
+from rlhpc.plan.shards import Shard, TensorSpec
+
+View = Callable[[Shard], Tensor]  # the live memory of a shard on this rank
+
+
+@dataclass(frozen=True)
+class _Message:
+    """What one rank sends (or receives) in one bucket: copies ordered by the other rank, and bytes for each rank."""
+
+    copies: tuple[Copy, ...]
+    splits: list[int]
+
+    @property
+    def size(self) -> int:
+        return sum(self.splits)
+
+
+class Mover:
+    """This rank's part of a plan. ``group`` holds all ranks of both sides; None: all ranks of the job.
+
+    Takes two send and two receive buffers of the plan's largest bucket at most, while it moves.
+    """
+
+    def __init__(
+        self, plan: ReshardPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._dtype, self._device, self._group = dtype, device, group
+        rank, members = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
+        self._local = plan.local(rank)
+        self._sends = [self._message(copies, members, _receiver) for copies in plan.sends(rank)]
+        self._receives = [self._message(copies, members, _sender) for copies in plan.receives(rank)]
+
+    @torch.no_grad()
+    def move(self, read: View, write: View) -> None:
+        """Write every target shard of this rank with what its source holds. Collective over the group.
+
+        While a bucket is under way, the next one is packed and copies inside the rank are made.
+        """
+        buckets = len(self._sends)
+        sent, received = self._buffers(self._sends), self._buffers(self._receives)
+        work = self._start(0, read, sent, received) if buckets else None
+        for copy in self._local:
+            write(copy.target).copy_(read(copy.source))
+        for bucket in range(buckets):
+            touch("push")
+            if bucket + 1 < buckets:
+                self._pack(bucket + 1, read, sent)
+            work.wait()
+            work = self._exchange(bucket + 1, sent, received) if bucket + 1 < buckets else None
+            self._unpack(bucket, write, received)
+
+    def without(self, shared: frozenset[str]) -> Mover:
+        """A mover that leaves out the copies inside this rank into the given parameters."""
+        copy = object.__new__(Mover)
+        vars(copy).update(vars(self))
+        copy._local = [local for local in self._local if local.target.local_name not in shared]
+        return copy
+
+    def _message(self, copies: Sequence[Copy], members: Sequence[int], peer: Callable[[Copy], int]) -> _Message:
+        ordered = sorted(copies, key=peer)  # stable: both ends have the copies between them in the plan's order
+        sizes = {rank: sum(map(self._bytes, group)) for rank, group in groupby(ordered, key=peer)}
+        return _Message(tuple(ordered), [sizes.get(rank, 0) for rank in members])
+
+    def _buffers(self, messages: Sequence[_Message]) -> tuple[Tensor, Tensor]:
+        """Two, each as large as the messages that pass through it need."""
+        even, odd = (
+            torch.empty(max((m.size for m in messages[i::2]), default=0), dtype=torch.uint8, device=self._device)
+            for i in (0, 1)
+        )
+        return even, odd
+
+    def _start(self, bucket: int, read: View, sent: Sequence[Tensor], received: Sequence[Tensor]) -> dist.Work:
+        self._pack(bucket, read, sent)
+        return self._exchange(bucket, sent, received)
+
+    def _pack(self, bucket: int, read: View, buffers: Sequence[Tensor]) -> None:
+        buffer, start = buffers[bucket % 2], 0
+        for copy in self._sends[bucket].copies:
+            size = self._bytes(copy)
+            _put(buffer[start : start + size], read(copy.source), self.wire_dtype(copy.tensor))
+            start += size
+
+    def _exchange(self, bucket: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> dist.Work:
+        sends, receives = self._sends[bucket], self._receives[bucket]
+        return dist.all_to_all_single(
+            received[bucket % 2][: receives.size],
+            sent[bucket % 2][: sends.size],
+            receives.splits,
+            sends.splits,
+            group=self._group,
+            async_op=True,
+        )
+
+    def _unpack(self, bucket: int, write: View, buffers: Sequence[Tensor]) -> None:
+        buffer, start = buffers[bucket % 2], 0
+        for copy in self._receives[bucket].copies:
+            size = self._bytes(copy)
+            write(copy.target).copy_(_get(buffer[start : start + size], copy.box.shape, self.wire_dtype(copy.tensor)))
+            start += size
+
+    def wire_dtype(self, tensor: TensorSpec) -> torch.dtype:
+        """What a tensor's elements are sent as."""
+        return torch.float32 if tensor.float32 else self._dtype
+
+    def _bytes(self, copy: Copy) -> int:
+        return prod(copy.box.shape) * self.wire_dtype(copy.tensor).itemsize
+
+
+def _receiver(copy: Copy) -> int:
+    return copy.target_rank
+
+
+def _sender(copy: Copy) -> int:
+    return copy.source_rank
+
+
+def _put(place: Tensor, block: Tensor, dtype: torch.dtype) -> None:
+    """Write a block's elements into bytes, which a float32 among bfloat16 may leave unaligned."""
+    if place.storage_offset() % dtype.itemsize == 0:
+        place.view(dtype).view(block.shape).copy_(block)
+    else:
+        place.copy_(block.to(dtype).contiguous().view(-1).view(torch.uint8))
+
+
+def _get(place: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """The block in those bytes."""
+    if place.storage_offset() % dtype.itemsize:
+        place = place.clone()
+    return place.view(dtype).view(shape)
