@@ -27,6 +27,10 @@ class NodeError(UserError):
     """One machine of the job is at fault, not what was asked of it; another one may do. ``where`` names it."""
 
 
+class ReshardError(RuntimeError):
+    """Weights did not get from training into an engine as they should. Not the user's fault: it keeps its traceback."""
+
+
 def _rebuild(kind: type[UserError], message: str, where: str, remedy: str) -> UserError:
     return kind(message, where=where, remedy=remedy)
 

@@ -1,5 +1,5 @@
 """Layer 5: moving weights from the training layout into the engine's."""
 
-from rlhpc.reshard.gather import push
+from rlhpc.reshard.manager import Job, ReshardManager
 
-__all__ = ["push"]
+__all__ = ["Job", "ReshardManager"]

@@ -156,6 +156,16 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None, 
 
 
 _former: list[Any] = []
+_kept_groups: set[Any] = set()
+
+
+def keep_groups() -> None:
+    """The process groups that there are now outlive a change of layout: an engine's."""
+    import torch.distributed as dist
+
+    _leave_former()
+    _kept_groups.clear()
+    _kept_groups.update(dist.distributed_c10d._world.pg_map)
 
 
 def _leave_former() -> None:
@@ -173,7 +183,7 @@ def _leave_former() -> None:
     parallel_state.destroy_model_parallel()
     parallel_state._global_process_group_list = None
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
+        if group is not dist.group.WORLD and group not in _kept_groups:
             dist.destroy_process_group(group)
     gc.collect()
 

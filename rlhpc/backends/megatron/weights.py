@@ -30,7 +30,7 @@ class ShardedWeights:
     """The parameters of this rank's modules, and the routers' biases, seen as the plan's shards."""
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, info: RankInfo, chunks: list[GPTModel]) -> None:
-        self._shape, self._layout = shape, layout
+        self.shape, self._layout = shape, layout
         self._shards = megatron_shards(shape, layout, info.rank)
         self._params = [_weights_of(chunk) for chunk in chunks]
         self._dtype = next(chunks[0].parameters()).dtype
@@ -71,7 +71,7 @@ class ShardedWeights:
         ``view`` gives the block of a shard in ``dtype``, by default the weight itself. Collective over all ranks.
         """
         view, dtype = view or self.view, dtype or self._dtype
-        for tensor in model_tensors(self._shape):
+        for tensor in model_tensors(self.shape):
             group = _copy_group(tensor)
             members = self._shards_by_member(group)
             mine = members[group.rank()].get(tensor.name, [])
@@ -92,8 +92,8 @@ class ShardedWeights:
             members: list[ShardsByTensor] = []
             for rank in dist.get_process_group_ranks(group):
                 shards: ShardsByTensor = {}
-                for shard in megatron_shards(self._shape, self._layout, rank):
-                    if not (shard.local_name == _OUTPUT and self._shape.tied_embeddings):
+                for shard in megatron_shards(self.shape, self._layout, rank):
+                    if not (shard.local_name == _OUTPUT and self.shape.tied_embeddings):
                         shards.setdefault(shard.tensor.name, []).append(shard)
                 members.append(shards)
             self._members[group] = members

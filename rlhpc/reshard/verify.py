@@ -1,0 +1,49 @@
+"""Are the weights in the engine those of the trainer? Checksums of both sides, compared slot by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from rlhpc.plan.checksums import ChecksumPlan, is_stack
+from rlhpc.plan.shards import Shard
+from rlhpc.reshard.checksum import checksum
+from rlhpc.reshard.executor import View
+
+
+def differing(
+    plan: ChecksumPlan,
+    read: View,
+    written: View,
+    wire_dtype: Callable[..., torch.dtype],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+) -> list[str]:
+    """Names of the weights of this rank's engine that are not the trainer's. Collective over the group."""
+    expected = torch.zeros(plan.num_slots, dtype=torch.int64, device=device)
+    for part in plan.expected:
+        sums = checksum(read(part.shard).to(wire_dtype(part.shard.tensor)), part.shard)
+        expected[part.slot : part.slot + len(sums)] += sums
+    dist.all_reduce(expected, group=group)
+    found = []
+    for part in plan.actual:
+        sums = checksum(written(part.shard), part.shard)
+        found.append((part.shard, sums != expected[part.slot : part.slot + len(sums)]))
+    if not found or not torch.cat([wrong for _, wrong in found]).any():
+        return []
+    return [name_of(shard, index) for shard, wrong in found for index in wrong.nonzero().flatten().tolist()]
+
+
+def name_of(shard: Shard, index: int) -> str:
+    """The weight as HuggingFace names it, and which part of it where a rank has not the whole.
+
+    ``index`` counts the experts of a stack's box.
+    """
+    name, box, shape = shard.tensor.name, shard.box, shard.tensor.shape
+    start, stop = box.start, box.stop
+    if is_stack(shard.tensor):
+        name, start, stop, shape = name.replace("*", str(start[0] + index)), start[1:], stop[1:], shape[1:]
+    ranges = [f"{a}:{b}" for a, b in zip(start, stop, strict=True)]
+    return name if (start, stop) == ((0,) * len(shape), shape) else f"{name}[{', '.join(ranges)}]"
