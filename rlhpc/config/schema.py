@@ -104,6 +104,8 @@ class RewardSection(Section):
 class RolloutSection(Section):
     tp: PositiveInt = 1
     """Tensor parallel size of each vLLM engine."""
+    expert_parallel: bool = False
+    """Each of an engine's tp ranks keeps whole experts instead of a part of every one; no effect on dense models."""
     samples_per_prompt: PositiveInt = 8
     """Responses to each prompt of an RL step: the group that a response is compared with."""
     max_response_tokens: PositiveInt = 1024

@@ -79,7 +79,7 @@ def _check_layout(config: RunConfig, world_size: int, shape: ModelShape | None) 
             remedy=f"use one of {divisors(ranks)}",
         )
     if shape:
-        check_engine(shape, config.rollout.tp, "rollout.tp")
+        check_engine(shape, config.rollout)
     return layout
 
 

@@ -89,7 +89,7 @@ def _shards(shape: ModelShape, place: Place, layout: EngineLayout, tp_rank: int)
             part = row.shape[1] // tp
             return [place_shard(place, 1, rank * part, (rank + 1) * part, 0)]
         case Cut.VOCAB:
-            part = _engine_vocab(row.shape[0]) // tp
+            part = engine_vocab(row.shape[0]) // tp
             start, stop = rank * part, min((rank + 1) * part, row.shape[0])
             return [place_shard(place, 0, start, stop, 0)] if start < stop else []
         case Cut.ROWS:
@@ -119,9 +119,10 @@ def _local_shape(shape: ModelShape, place: Place, layout: EngineLayout) -> tuple
     """What the place's tensor takes of its parameter, the vocabulary's padding with it."""
     row = place.row
     if row.cut is Cut.VOCAB:
-        return _engine_vocab(row.shape[0]) // layout.tp, row.shape[1]
+        return engine_vocab(row.shape[0]) // layout.tp, row.shape[1]
     return _shards(shape, place, layout, 0)[0].box.shape
 
 
-def _engine_vocab(size: int) -> int:
+def engine_vocab(size: int) -> int:
+    """Rows of embedding and head, of all ranks together, in the engine."""
     return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

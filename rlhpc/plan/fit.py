@@ -9,9 +9,10 @@ from functools import cache
 from itertools import product
 from math import log2
 
-from rlhpc.config.schema import ParallelSection
+from rlhpc.config.schema import ParallelSection, RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
+from rlhpc.plan.engine import engine_vocab
 from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 
 _AXES = ("tp", "pp", "cp", "ep", "etp")
@@ -46,15 +47,19 @@ def fitting_layout(parallel: ParallelSection, world_size: int, shape: ModelShape
     raise UserError(misfit.message, where=misfit.where, remedy=remedy)
 
 
-def check_engine(shape: ModelShape, tp: int, where: str) -> None:
+def check_engine(shape: ModelShape, rollout: RolloutSection) -> None:
     """Refuse a tensor-parallel size that the engine cannot cut this model by."""
+    where = "rollout.tp"
 
     def wrong(size: int) -> Iterator[Misfit]:
         yield from _tensor_misfits(shape, size, where)
-        if shape.experts:
+        yield from _does_not_divide(size, engine_vocab(shape.vocab_size), "rows of the vocabulary, padded", where)
+        if shape.experts and rollout.expert_parallel:
+            yield from _does_not_divide(size, shape.experts.num_experts, "experts", where)
+        elif shape.experts:
             yield from _does_not_divide(size, shape.experts.ffn_size, "feed-forward size of an expert", where)
 
-    misfit = next(wrong(tp), None)
+    misfit = next(wrong(rollout.tp), None)
     if misfit is not None:
         valid = [size for size in divisors(shape.num_heads) if not any(wrong(size))]
         raise UserError(misfit.message, where=misfit.where, remedy=f"use one of {valid}")

@@ -5,13 +5,12 @@ Imported by vLLM only, by the name in ``vllm_engine.CPU_WORKER``.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
 import sys
 import uuid
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from vllm import ir
-from vllm.config import set_current_vllm_config
+from vllm.config import get_current_vllm_config
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
-from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
@@ -31,8 +29,9 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.rollout.cpu_experts import keep_to_held_experts
 from rlhpc.rollout.cpu_routes import RouteRecorder
-from rlhpc.rollout.vllm_engine import load_all
+from rlhpc.rollout.cpu_weights import PackedWeights
 
 _LOAD_FORMAT = "rlhpc_unfilled"
 _KERNELS = "rlhpc_cpu"
@@ -63,16 +62,7 @@ class Worker(CPUWorker):
         register_model_loader(_LOAD_FORMAT)(_UnfilledLoader)
         self.vllm_config.load_config.load_format = _LOAD_FORMAT
         super().load_model(**options)
-
-    def load_tensors(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Load as at the start: into plain parameters, then packed for the kernels."""
-        model = self.model_runner.get_model()
-        plain: _PlainParameters = model.plain_parameters
-        plain.restore()
-        load_all(model, tensors)
-        with set_current_vllm_config(self.vllm_config):
-            process_weights_after_loading(model, self.model_config, torch.device("cpu"))
-        plain.release()
+        self.model_runner.get_model().packed_weights.settle()
 
     def record_routes(self) -> None:
         """From now on; see ``RouteRecorder``."""
@@ -88,69 +78,26 @@ class Worker(CPUWorker):
         return output
 
     def sleep(self, level: int = 1) -> None:
-        """Release the KV cache's memory; the weights stay."""
+        """Release the memory of the KV cache and of the weights, packed and plain."""
         storages = [cache.untyped_storage() for cache in self.model_runner.kv_caches]
         for storage in {storage.data_ptr(): storage for storage in storages}.values():
             _release(storage.data_ptr(), storage.nbytes())
+        self.model_runner.get_model().packed_weights.free()
+        _return_freed()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing to do: released memory comes back, zeroed, when it is touched."""
+        """Nothing to do: the cache's memory comes back, zeroed, when it is touched; weights' when they are opened."""
 
 
 class _UnfilledLoader(BaseModelLoader):
-    """Leaves the parameters as they were allocated, and remembers them."""
+    """Leaves the parameters as they were allocated."""
 
     def download_model(self, model_config: Any) -> None:
         pass
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        model.plain_parameters = _PlainParameters(model)
-
-
-@dataclass(frozen=True)
-class _PlainParameter:
-    layer: nn.Module
-    name: str
-    parameter: nn.Parameter
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-class _PlainParameters:
-    """A model's parameters as its loader knows them, before they are packed.
-
-    Packing replaces a layer's weight by an empty one, or its data by another layout; the parameter object, which
-    carries how it is cut and loaded, is kept here and put back before each load.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._all = [
-            _PlainParameter(layer, name, parameter, parameter.shape, parameter.dtype)
-            for layer in model.modules()
-            for name, parameter in layer.named_parameters(recurse=False)
-        ]
-        self._known = {(plain.layer, plain.name) for plain in self._all}
-
-    def restore(self) -> None:
-        """Put every parameter back with memory of its first shape; values are undefined."""
-        for layer in self._model.modules():
-            for name, _ in list(layer.named_parameters(recurse=False)):
-                if (layer, name) not in self._known:
-                    delattr(layer, name)  # made by packing, from others
-            # While it is there, vLLM holds the weights of experts for packed (unquantized_fused_moe_method.py:187).
-            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
-                layer.quant_method.moe_kernel = None
-        for plain in self._all:
-            if plain.parameter.shape != plain.shape or plain.parameter.dtype != plain.dtype:
-                plain.parameter.data = torch.empty(plain.shape, dtype=plain.dtype)
-            plain.layer.register_parameter(plain.name, plain.parameter)
-
-    def release(self) -> None:
-        """Free the memory of the parameters that packing has replaced."""
-        for plain in self._all:
-            if getattr(plain.layer, plain.name) is not plain.parameter:
-                plain.parameter.data = torch.empty(0, dtype=plain.dtype)
+        keep_to_held_experts(model)
+        model.packed_weights = PackedWeights(model, get_current_vllm_config())
 
 
 def _check_head_size(model_config: Any) -> None:
@@ -224,3 +171,9 @@ def _release(address: int, size: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED):
         raise OSError(ctypes.get_errno(), "madvise on the KV cache failed")
+
+
+def _return_freed() -> None:
+    """What the C library keeps of freed memory goes back to the system; glibc alone can be asked."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,5 @@
-"""vLLM in the rank's own process. The one file that calls it; what only its CPU build needs is in ``vllm_cpu``.
+"""vLLM in the rank's own process: its requests, its sleep and its weights. What only its CPU build needs is in
+``vllm_cpu``.
 
 Serves vLLM 0.25 and 0.32 and asks for features, not for versions.
 """
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,10 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
+from rlhpc.plan.engine import EngineLayout, engine_shards
+from rlhpc.rollout.vllm_arguments import engine_arguments, route_arguments
+from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
 
-GIB = 1 << 30
-CPU_WORKER = "rlhpc.rollout.vllm_cpu.Worker"
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for what can sleep
 _LAUNCHER_VARIABLES = (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE)
 
@@ -57,15 +59,20 @@ class VllmEngine:
         self._on_gpu = torch.cuda.is_available()
         self._loaded = False
         self._asleep: set[str] = set()
+        self._shared: set[str] = set()
+        layout, world_size = EngineLayout(section.tp, section.expert_parallel), _world_size()
+        self._shards = engine_shards(shape, layout, dist.get_rank() % section.tp if world_size > 1 else 0)
         arguments = engine_arguments(
-            model_path, shape, section, dtype, max_model_len, on_gpu=self._on_gpu, world_size=_world_size()
+            model_path, shape, section, dtype, max_model_len, on_gpu=self._on_gpu, world_size=world_size
         )
         if self._expert_layers and self._on_gpu:
-            arguments |= _route_arguments(section)
+            arguments |= route_arguments(section)
         with _process_kept():
             self._engine = _build(arguments)
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routes")
+        self._weights = self._find_weights(section)
+        check_parameters(self._weights.shapes, shape, layout)
         self.sleep()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
@@ -89,19 +96,54 @@ class VllmEngine:
                 completions[int(output.request_id)] = _completion(output.outputs[0], self._routes(output))
         return [completions[index] for index in range(len(requests))]
 
-    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Take every weight of the model, whole and by HuggingFace's name, through vLLM's own loader."""
-        assert _WEIGHTS not in self._asleep, "load_weights() before wake_weights()"
-        if self._on_gpu:
-            self._engine.apply_model(lambda model: load_all(model, tensors))
-        else:
-            self._engine.collective_rpc("load_tensors", args=(tensors,))
-        assert self._engine.reset_prefix_cache(), "requests still hold cached prefixes of the old weights"
-        self._loaded = True
+    @property
+    def unfinished(self) -> int:
+        """Requests under way, beneath which no weight may change."""
+        return int(self._engine.get_num_unfinished_requests())
 
     def wake_weights(self) -> None:
-        """Take back the weights' memory; nothing when they are awake."""
+        """Take back the weights' memory, on a CPU when they are opened; nothing when they are awake."""
+        self._refuse_under_way()
         self._wake(_WEIGHTS)
+
+    def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """By vLLM's names, as ``engine_parameters`` gives them."""
+        return self._weights.shapes
+
+    def open_weights(self) -> Mapping[str, Tensor]:
+        """Every parameter, to be written in place before ``close_weights``; rows that only pad are zero already.
+
+        On a CPU the tensors lose their memory then: vLLM keeps them packed.
+        """
+        self._begin_push()
+        parameters = self._weights.open()
+        zero_padding({name: own for name, own in parameters.items() if name not in self._shared}, self._shards)
+        return parameters
+
+    def close_weights(self) -> None:
+        """Renew what vLLM derives from the parameters, and forget the prefixes of the old ones."""
+        self._weights.close()
+        self._end_push()
+
+    def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Take every weight of the model, whole and by HuggingFace's name, through vLLM's own loader."""
+        self._begin_push()
+        self._weights.load(tensors)
+        self._end_push()
+
+    def shareable(self) -> frozenset[str]:
+        """What vLLM's kernels read as it is: on a CPU all that is not packed; nothing once CUDA graphs are captured."""
+        return self._weights.shareable()
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        """Use ``tensor`` as the parameter from the next push on; on a GPU only while weights are awake."""
+        shape = self._weights.shapes[name]
+        assert name in self._weights.shareable(), name
+        assert tuple(tensor.shape) == shape, f"{name}: {tensor.shape}, not {shape}"
+        assert not self._loaded, "share() while weights are in use"
+        assert not self._on_gpu or _WEIGHTS not in self._asleep, "share() before wake_weights()"
+        self._weights.share(name, tensor)
+        self._shared.add(name)
 
     def wake_cache(self) -> None:
         """Take back the KV cache; nothing when it is awake."""
@@ -136,6 +178,29 @@ class VllmEngine:
         tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
         return self._engine.collective_rpc("routes_of", args=(output.request_id, tokens))[0]
 
+    def _find_weights(self, section: RolloutSection) -> Weights:
+        def find(model: nn.Module) -> Weights:
+            if not self._on_gpu:
+                return model.packed_weights
+            return LiveWeights(model, self._engine.model_config.dtype, captured=section.cuda_graphs)
+
+        return self._engine.apply_model(find)[0]
+
+    def _refuse_under_way(self) -> None:
+        if self.unfinished:
+            raise RuntimeError(
+                f"{self.unfinished} requests are under way: finish or abort them before weights are pushed"
+            )
+
+    def _begin_push(self) -> None:
+        self._refuse_under_way()
+        assert _WEIGHTS not in self._asleep, "a push before wake_weights()"
+        self._loaded = False
+
+    def _end_push(self) -> None:
+        assert self._engine.reset_prefix_cache(), "requests still hold cached prefixes of the old weights"
+        self._loaded = True
+
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
             self._engine.wake_up(tags=[tag])
@@ -158,106 +223,6 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # nobody else holds this object
         )
-
-
-def engine_arguments(
-    model_path: Path,
-    shape: ModelShape,
-    section: RolloutSection,
-    dtype: str,
-    max_model_len: int,
-    *,
-    on_gpu: bool,
-    world_size: int,
-) -> dict[str, Any]:
-    """What vLLM is asked for. No weights are read: they come from the trainer."""
-    arguments: dict[str, Any] = {
-        "model": str(model_path),
-        "load_format": "dummy",
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_num_seqs": section.max_running,
-        "tensor_parallel_size": section.tp,
-        "enable_prefix_caching": section.prefix_caching,
-        "enable_chunked_prefill": section.chunked_prefill,
-        "logprobs_mode": "processed_logprobs",  # of logits / temperature
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is ours to say, not the model folder's
-        "disable_log_stats": True,
-        "seed": 0,
-        **_shape_arguments(model_path, shape, on_gpu),
-    }
-    if world_size > 1:
-        arguments["distributed_executor_backend"] = "external_launcher"
-    if not section.chunked_prefill:
-        arguments["max_num_batched_tokens"] = max(8192, max_model_len)
-    if on_gpu:
-        arguments |= {
-            "enable_sleep_mode": True,
-            "enforce_eager": not section.cuda_graphs,
-            "gpu_memory_utilization": section.gpu_memory_fraction,
-        }
-    else:
-        # Compiling takes half a minute at every start and would keep the packed weights of before a push.
-        arguments |= {"enforce_eager": True, "worker_cls": CPU_WORKER}
-    if section.kv_cache_gib is not None or not on_gpu:
-        arguments["kv_cache_memory_bytes"] = int((section.kv_cache_gib or 1.0) * GIB)
-    return arguments
-
-
-def _shape_arguments(model_path: Path, shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
-    """What vLLM has to be told of models with experts and latent attention."""
-    arguments: dict[str, Any] = {}
-    if shape.experts and shape.experts.bias:
-        # transformers 5 does not write these two; without them vLLM takes softmax for sigmoid, and no bias.
-        arguments["hf_overrides"] = {"scoring_func": shape.experts.score, "topk_method": "noaux_tc"}
-    if shape.experts and on_gpu:
-        arguments["moe_backend"] = "triton"  # keeps weights as they were loaded; others reorder them for their kernels
-    if shape.latent and not shape.latent.interleaved_rope:
-        raise UserError(
-            "rope_interleave = False is not supported by vLLM, which would rotate other dimensions",
-            where=f"{model_path}/config.json",
-            remedy="take a model with interleaved rotary dimensions, as DeepSeek publishes them",
-        )
-    if shape.latent and not on_gpu:
-        # The CPU build's own kernel rotates them wrongly in float32: log-probs are off by up to 1.6.
-        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
-    return arguments
-
-
-def _route_arguments(section: RolloutSection) -> dict[str, Any]:
-    """What makes vLLM return routes on a GPU."""
-    from vllm import EngineArgs
-
-    known = EngineArgs.__dataclass_fields__
-    where, remedy = "train.experts.replay_routes", "set it to false"
-    if "enable_return_routed_experts" not in known:
-        raise UserError("this version of vLLM does not return routes", where=where, remedy=remedy)
-    if section.tp > 1:
-        raise UserError(
-            f"on a GPU vLLM returns routes on the first rank of an engine alone, and rollout.tp is {section.tp}",
-            where=where,
-            remedy=f"{remedy}, or rollout.tp to 1",
-        )
-    arguments = {"enable_return_routed_experts": True}
-    if "aux_output_config" not in known:
-        arguments["async_scheduling"] = False  # before it had that, vLLM mixed up routes of steps under way together
-    return arguments
-
-
-@torch.no_grad()
-def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """vLLM's own loader of the model, and the check that no parameter was left out."""
-    parameters = dict(model.named_parameters())
-    loaded = model.load_weights(tensors)
-    # Latent attention keeps views of a parameter's parts as parameters of their own.
-    storages = {parameters[name].untyped_storage().data_ptr() for name in loaded & parameters.keys()}
-    missing = [
-        name
-        for name, parameter in parameters.items()
-        if name not in loaded and parameter.untyped_storage().data_ptr() not in storages
-    ]
-    assert not missing, f"no weights for {sorted(missing)}"
 
 
 def _build(arguments: dict[str, Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config.schema import ParallelSection
+from rlhpc.config.schema import ParallelSection, RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.plan.fit import check_engine, fitting_layout, misfits, nearest_layouts
@@ -204,13 +204,34 @@ def test_data_parallelism_alone_is_left_where_nothing_divides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "tp", "told"),
+    ("model", "rollout", "told"),
     [
-        (shape("dense"), 3, "3 does not divide the model's 8 attention heads; use one of [1, 2, 4, 8]"),
-        (shape("qwen3_moe", moe_intermediate_size=772), 8, "8 does not divide the model's 772 feed-forward size of an"),
+        (shape("dense"), {"tp": 3}, "3 does not divide the model's 8 attention heads; use one of [1, 2, 4, 8]"),
+        (shape("dense", num_attention_heads=12), {"tp": 3}, "3 and the model's 2 key-value heads do not divide"),
+        (
+            shape("dense", num_attention_heads=12, num_key_value_heads=3),
+            {"tp": 3},
+            "3 does not divide the model's 64 rows of the vocabulary, padded; use one of [1]",
+        ),
+        (
+            shape("qwen3_moe", moe_intermediate_size=772),
+            {"tp": 8},
+            "8 does not divide the model's 772 feed-forward size of an",
+        ),
+        (
+            shape("qwen3_moe", num_experts=20),
+            {"tp": 8, "expert_parallel": True},
+            "8 does not divide the model's 20 experts; use one of [1, 2, 4]",
+        ),
     ],
 )
-def test_engine_sizes_that_do_not_divide_the_model_are_refused(model: ModelShape, tp: int, told: str) -> None:
+def test_engine_sizes_that_do_not_divide_the_model_are_refused(
+    model: ModelShape, rollout: dict[str, Any], told: str
+) -> None:
     with pytest.raises(UserError) as caught:
-        check_engine(model, tp, "rollout.tp")
+        check_engine(model, RolloutSection(**rollout))
     assert str(caught.value).startswith(f"rollout.tp: {told}")
+
+
+def test_whole_experts_need_not_be_divided() -> None:
+    check_engine(shape("qwen3_moe", moe_intermediate_size=772), RolloutSection(tp=8, expert_parallel=True))

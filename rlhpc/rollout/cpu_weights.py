@@ -1,0 +1,152 @@
+"""The weights of vLLM's model on a CPU, where its kernels want them packed. Imported by ``vllm_cpu`` only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
+
+from rlhpc.rollout.vllm_weights import load_all
+
+
+@dataclass
+class _Plain:
+    """A parameter as vLLM's loader knows it, the layers that have it, and its memory, of no size while not needed."""
+
+    holders: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    tensor: Tensor
+    nbytes: int
+    shared: bool = False
+
+    @property
+    def in_use(self) -> bool:
+        """After packing: a layer uses it as it is. (vLLM 0.25 packs stacks of experts in place.)"""
+        held = any(getattr(layer, name) is self.parameter for layer, name in self.holders)
+        return held and self.parameter.data_ptr() == self.tensor.data_ptr() and self.tensor.dim() < 3
+
+    def take(self) -> None:
+        """Give the parameter back to its layers, with memory of undefined content."""
+        if not self.shared:
+            self.tensor.untyped_storage().resize_(self.nbytes)
+        self.parameter.data = self.tensor
+        for layer, name in self.holders:
+            layer.register_parameter(name, self.parameter)
+
+    def free(self) -> None:
+        """Also beneath tensors of it that somebody still holds."""
+        if not self.shared:
+            self.tensor.untyped_storage().resize_(0)
+
+
+class PackedWeights:
+    """A model's parameters: plain while they are written, packed while they are used, nothing while they sleep.
+
+    Packing replaces a layer's weight by an empty one, or its data by another layout; the parameter object, which
+    carries how it is cut and loaded, is kept here and put back before weights are written.
+    """
+
+    def __init__(self, model: nn.Module, vllm_config: Any) -> None:
+        """Before vLLM packs the model for the first time; ``settle`` after it."""
+        self._model, self._config = model, vllm_config
+        self._plain: dict[str, _Plain] = {}
+        self._shareable: frozenset[str] = frozenset()
+        known: dict[nn.Parameter, _Plain] = {}  # tied layers have the same
+        for prefix, layer in model.named_modules():
+            for name, parameter in layer.named_parameters(recurse=False):
+                if parameter not in known:
+                    nbytes = parameter.untyped_storage().nbytes()
+                    known[parameter] = self._plain[f"{prefix}.{name}"] = _Plain([], parameter, parameter.data, nbytes)
+                known[parameter].holders.append((layer, name))
+        self._of_layer: dict[nn.Module, list[_Plain]] = {}
+        for plain in self._plain.values():
+            for layer, _ in plain.holders:
+                self._of_layer.setdefault(layer, []).append(plain)
+        self.shapes = {name: tuple(plain.tensor.shape) for name, plain in self._plain.items()}
+
+    def settle(self) -> None:
+        """Once the model is packed: free what is not used, such as vLLM's packed copy of a table that is looked up."""
+        for layer in self._model.modules():
+            if isinstance(layer, VocabParallelEmbedding):
+                self._pack(layer)
+        self._free_replaced(*self._plain.values())
+        self._shareable = frozenset(name for name, plain in self._plain.items() if plain.in_use)
+
+    def open(self) -> dict[str, Tensor]:
+        """Drop what is packed and put every parameter back."""
+        self._drop_packed()
+        for plain in self._plain.values():
+            plain.take()
+        return {name: plain.tensor for name, plain in self._plain.items()}
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Pack layer by layer, so that no more than one of them is there in both forms."""
+        with set_current_vllm_config(self._config):
+            for layer in self._model.modules():
+                self._pack(layer)
+                self._free_replaced(*self._of_layer.get(layer, ()))
+            for layer in self._model.modules():
+                if isinstance(layer, AttentionLayerBase) and hasattr(layer, "process_weights_after_loading"):
+                    layer.process_weights_after_loading(self._config.model_config.dtype)
+        self._free_replaced(*self._plain.values())
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        """Through vLLM's own loader."""
+        self.open()
+        load_all(self._model, tensors)
+        self.close()
+
+    def free(self) -> None:
+        """Neither plain nor packed weights until they are opened."""
+        self._drop_packed()
+        for plain in self._plain.values():
+            plain.free()
+
+    def shareable(self) -> frozenset[str]:
+        return self._shareable
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        assert tensor.is_contiguous(), f"{name}: kernels do not ask for strides"
+        plain = self._plain[name]
+        plain.free()
+        plain.tensor = plain.parameter.data = tensor
+        plain.shared = True
+
+    def _pack(self, layer: nn.Module) -> None:
+        """As vLLM does, but for tables: a head is kept packed alone, and one that is only looked up plain alone."""
+        method = getattr(layer, "quant_method", None)
+        if isinstance(layer, VocabParallelEmbedding):
+            layer.cpu_linear = None
+            if isinstance(layer, ParallelLMHead) or layer is self._model.lm_head:
+                (plain,) = self._of_layer[layer]
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=len(plain.holders) == 1)
+        elif isinstance(method, QuantizeMethodBase):
+            method.process_weights_after_loading(layer)
+
+    @staticmethod
+    def _free_replaced(*parameters: _Plain) -> None:
+        for plain in parameters:
+            if not plain.in_use:
+                plain.free()
+
+    def _drop_packed(self) -> None:
+        known = {holder for plain in self._plain.values() for holder in plain.holders}
+        for layer in self._model.modules():
+            for name, _ in list(layer.named_parameters(recurse=False)):
+                if (layer, name) not in known:
+                    delattr(layer, name)  # derived from others
+                else:
+                    setattr(layer, name, None)
+            layer.__dict__.pop("cpu_linear", None)
+            # While it is there, vLLM holds the weights of experts for packed (unquantized_fused_moe_method.py:187).
+            if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+                layer.quant_method.moe_kernel = None

@@ -1,0 +1,131 @@
+"""The parameters of vLLM's model on this rank: their names and shapes, checked, and their memory, to be written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.plan.engine import EngineLayout, engine_parameters
+from rlhpc.plan.shards import Shard
+
+TESTED = "0.25 or 0.32"
+_DERIVED = ("W_UV", "W_UK_T")  # what vLLM's latent attention keeps of kv_b_proj, by head
+
+
+class Weights(Protocol):
+    """See the methods of ``RolloutEngine`` that have these names."""
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def open(self) -> dict[str, Tensor]: ...
+
+    def close(self) -> None: ...
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None: ...
+
+    def shareable(self) -> frozenset[str]: ...
+
+    def share(self, name: str, tensor: Tensor) -> None: ...
+
+
+class LiveWeights:
+    """Parameters that vLLM's kernels use as they were loaded: on a GPU, where no address may change."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype, captured: bool) -> None:
+        """``captured``: CUDA graphs hold the addresses."""
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+        self._model, self._dtype, self._captured = model, dtype, captured
+        self._latent = [module for module in model.modules() if isinstance(module, MLAAttention)]
+        derived = {id(own) for module in self._latent for own in module.parameters(recurse=False)}
+        self._parameters = {name: own for name, own in model.named_parameters() if id(own) not in derived}
+        self.shapes = {name: tuple(own.shape) for name, own in self._parameters.items()}
+
+    def open(self) -> dict[str, Tensor]:
+        return {name: parameter.data for name, parameter in self._parameters.items()}
+
+    def close(self) -> None:
+        for module in self._latent:
+            _renew_latent(module, self._dtype)
+
+    def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        load_all(self._model, tensors)
+        self.close()
+
+    def shareable(self) -> frozenset[str]:
+        if self._captured:
+            return frozenset()
+        sources = {id(module.kv_b_proj.weight) for module in self._latent}
+        return frozenset(name for name, own in self._parameters.items() if id(own) not in sources)
+
+    def share(self, name: str, tensor: Tensor) -> None:
+        # While it sleeps, vLLM's allocator would unmap this memory a second time.
+        self._parameters[name].data = tensor
+        torch.cuda.empty_cache()
+
+
+@torch.no_grad()
+def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """vLLM's own loader of the model, and the check that no parameter was left out."""
+    parameters = dict(model.named_parameters())
+    loaded = model.load_weights(tensors)
+    # Latent attention keeps views of a parameter's parts as parameters of their own.
+    storages = {parameters[name].untyped_storage().data_ptr() for name in loaded & parameters.keys()}
+    missing = [
+        name
+        for name, parameter in parameters.items()
+        if name not in loaded and parameter.untyped_storage().data_ptr() not in storages
+    ]
+    assert not missing, f"no weights for {sorted(missing)}"
+
+
+def check_parameters(found: Mapping[str, tuple[int, ...]], shape: ModelShape, layout: EngineLayout) -> None:
+    """Refuse an engine whose parameters are not those that the plan of a push writes."""
+    expected = engine_parameters(shape, layout)
+    for name in sorted(expected.keys() | found.keys()):
+        if found.get(name) == expected.get(name):
+            continue
+        if shape.tied_embeddings and name == "lm_head.weight":
+            raise UserError(
+                "tie_word_embeddings is true, but the model's folder holds an lm_head.weight, which vLLM would use",
+                where="model",
+                remedy="set tie_word_embeddings to false in config.json, or remove that tensor",
+            )
+        import vllm
+
+        has, wants = (f"of shape {list(size)}" if size else "none" for size in (found.get(name), expected.get(name)))
+        raise UserError(
+            f"vLLM {vllm.__version__} keeps weights otherwise than this version of rlhpc knows: of the parameter {name}"
+            f" it has {has}, and {wants} was expected",
+            where="rollout",
+            remedy=f"install vLLM {TESTED}, which are tested",
+        )
+
+
+def zero_padding(parameters: Mapping[str, Tensor], shards: Iterable[Shard]) -> None:
+    """Zero the rows that no weight of the model fills: those that pad the vocabulary, at the end."""
+    filled = dict.fromkeys(parameters, 0)
+    for shard in shards:
+        filled[shard.local_name] = max(filled[shard.local_name], shard.local_box.stop[0])
+    for name, tensor in parameters.items():
+        tensor[filled[name] :].zero_()
+
+
+@torch.no_grad()
+def _renew_latent(module: Any, dtype: torch.dtype) -> None:
+    """Compute anew what latent attention derives, where vLLM did; CUDA graphs hold the addresses."""
+    source = module.kv_b_proj.weight.untyped_storage().data_ptr()
+    before = {name: getattr(module, name) for name in _DERIVED}
+    if all(tensor.untyped_storage().data_ptr() == source for tensor in before.values()):
+        return
+    module.process_weights_after_loading(dtype)
+    for name, tensor in before.items():
+        new = getattr(module, name)
+        if new.data_ptr() != tensor.data_ptr():
+            tensor.copy_(new)
+            setattr(module, name, tensor)
