@@ -1,12 +1,13 @@
 """Everything that is patched, each with its reason and the upstream line (megatron-core 0.16.1).
 
-On a machine with a GPU only ``adopt_optimizer`` changes anything. The rest makes Megatron's unconditional CUDA calls
-answer for the CPU, inside ``megatron_device()`` and nowhere else.
+On a machine with a GPU only ``adopt_optimizer`` and ``hold_what_is_sent`` change anything. The rest makes Megatron's
+unconditional CUDA calls answer for the CPU, inside ``megatron_device()`` and nowhere else.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -219,3 +220,24 @@ def adopt_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = make, False
     distributed.Adam, distributed.HAVE_APEX_OR_TE, distributed.USING_APEX_OPTIMIZER = torch.optim.Optimizer, True, True
+
+
+@functools.cache
+def hold_what_is_sent() -> None:
+    """Let a send that is under way hold its tensor's memory. For interleaved stages, whose schedule sends and goes on.
+
+    Before the schedule waits for a send it takes the data out of the tensor sent (schedules.py:1600; upstream waits
+    first in later versions). The send has the tensor, not its memory, and that is used again: over gloo, and over NCCL
+    since PyTorch records no streams for it, the next stage gets what comes to lie there. Wrong losses, and no error.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication
+
+    p2p_ops = p2p_communication._p2p_ops
+
+    def send_aliases(
+        *, tensor_send_prev: torch.Tensor | None, tensor_send_next: torch.Tensor | None, **options: Any
+    ) -> Any:
+        prev, following = (None if sent is None else sent.detach() for sent in (tensor_send_prev, tensor_send_next))
+        return p2p_ops(tensor_send_prev=prev, tensor_send_next=following, **options)
+
+    p2p_communication._p2p_ops = send_aliases

@@ -21,7 +21,7 @@ ON_EIGHT_RANKS = (
     Case("qwen2", pp=2, cp=2, first_stage_layers=1, last_stage_layers=3, cp_method="ulysses"),
     Case("qwen2", tp=2, sequence_parallel=False),
     Case("qwen2_tied", tp=2, pp=4),
-    Case("qwen3", tp=2, pp=2, cp=2),
+    Case("qwen3", tp=2, pp=2, cp=2, expert_dispatch="allgather"),  # has no experts to dispatch to
     Case("mixtral", tp=2, ep=4),
     Case("mixtral", pp=2, ep=2, etp=2),
     Case("qwen3moe", tp=2, pp=2, vpp=2, ep=2),
@@ -30,6 +30,7 @@ ON_EIGHT_RANKS = (
     Case("dsv3", tp=2, pp=2, ep=2, etp=2, expert_dispatch="allgather"),
     Case("mistral", tp=2, pp=2, cp=2),
     Case("dsv3_direct", tp=2, cp=2, cp_method="ulysses", ep=4),
+    Case("dsv3_direct", tp=4, pp=2, vpp=2, ep=2, etp=2, expert_dispatch="allgather"),  # slow to receive
 )
 
 # From and to: every axis changes somewhere.

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 
-from rlhpc.parallel.compat import _stand_ins, megatron_device
+from rlhpc.parallel.compat import _stand_ins, hold_what_is_sent, megatron_device
 from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.slow
@@ -59,3 +59,31 @@ def _uneven(lengths: list[int] | None = None) -> tuple[list[float], bool]:
         dist.reduce_scatter(mine, [torch.full((length,), rank + i + 1.0) for i, length in enumerate(lengths)])
     # Ranks give i + 1 and i + 2 to rank i.
     return torch.cat(parts).tolist(), mine.tolist() == [2 * rank + 3.0] * lengths[rank]
+
+
+def test_a_tensor_let_go_while_it_is_sent_arrives_whole() -> None:
+    """As Megatron's interleaved schedule does it: sent, let go of, and only later received."""
+    _, received = run_ranks(_send_and_let_go, 2)
+    assert received == [1.0]
+
+
+def _send_and_let_go() -> list[float]:
+    from megatron.core.model_parallel_config import ModelParallelConfig
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
+
+    hold_what_is_sent()
+    config = ModelParallelConfig(pipeline_dtype=torch.float32, batch_p2p_comm=False)
+    shape, first = (1024, 1, 4), dist.get_rank() == 0
+    with megatron_device():
+        stages = P2PCommunicator(dist.new_group(), config)
+        if first:
+            output = torch.ones(shape)
+            _, sends = stages.send_forward_recv_forward(output, False, shape, overlap_p2p_comm=True)
+            deallocate_output_tensor(output, deallocate_pipeline_outputs=True)
+            taken = [torch.zeros(shape) for _ in range(8)]  # what was let go of is used again
+        dist.barrier()
+        if first:
+            sends["send_next"].wait()
+            return taken[0].unique().tolist()
+        return stages.recv_forward(shape, is_first_stage=False).unique().tolist()

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.config.schema import ExpertsSection, MemorySection, ParallelSection
 from rlhpc.models import ModelShape
-from rlhpc.parallel.compat import device
+from rlhpc.parallel.compat import device, hold_what_is_sent
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.shards import padded_vocab
 
@@ -29,6 +29,7 @@ def transformer_config(
     memory: MemorySection,
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Without Transformer Engine and apex, Megatron's own fusions are off."""
+    dispatch = parallel.expert_dispatch if shape.experts else "alltoall"
     return TransformerConfig(
         num_layers=shape.num_layers,
         hidden_size=shape.hidden_size,
@@ -65,8 +66,8 @@ def transformer_config(
         output_layer_init_method=_leave,
         use_cpu_initialization=False,
         # Packed batches differ in length; "allgather" takes them padded to one length.
-        variable_seq_lengths=layout.pp > 1 and parallel.expert_dispatch == "alltoall",
-        moe_token_dispatcher_type=parallel.expert_dispatch,
+        variable_seq_lengths=layout.pp > 1 and dispatch == "alltoall",
+        moe_token_dispatcher_type=dispatch,
         # With interleaved stages, batched sends over gloo mix up tensors (wrong losses, no error).
         overlap_p2p_comm=layout.vpp is not None,
         batch_p2p_comm=layout.vpp is None,
@@ -120,6 +121,8 @@ def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any
 
 def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerConfig) -> list[GPTModel]:
     """This rank's modules, one for each virtual pipeline stage."""
+    if layout.vpp:
+        hold_what_is_sent()
     chunks = []
     for stage in range(layout.vpp or 1):
         vp_stage = stage if layout.vpp else None
