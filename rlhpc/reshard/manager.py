@@ -76,8 +76,7 @@ class ReshardManager:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._engine is not None:
-            self._engine.sleep()
+        self.sleep()
 
     def push(self) -> None:
         """Wake the engine with the actor's weights; the weights first and the KV cache after.
@@ -92,6 +91,11 @@ class ReshardManager:
             self._push_directly()
         self._pushes += 1
         self.weights_version += 1
+
+    def sleep(self) -> None:
+        """Give the memory of the engine back, weights and cache."""
+        if self._engine is not None:
+            self._engine.sleep()
 
     def _push_directly(self) -> None:
         if self._actor is not None:

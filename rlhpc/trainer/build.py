@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
+
 from rlhpc.algo import Algorithm, find_algorithm
 from rlhpc.api import Completion, Prompt, RolloutEngine
 from rlhpc.backends.megatron import MegatronBackend
@@ -17,8 +19,12 @@ from rlhpc.data.rewards import load_reward
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelShape, read_model
+from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import build_groups
+from rlhpc.plan.engine import EngineLayout
 from rlhpc.plan.layout import ParallelLayout, make_layout
+from rlhpc.plan.push import push_sides
+from rlhpc.reshard import Job, ReshardManager
 from rlhpc.rollout.vllm_engine import VllmEngine
 
 
@@ -33,6 +39,7 @@ class Run:
     actor: MegatronBackend
     reference: MegatronBackend | None
     engine: RolloutEngine | None
+    weights: ReshardManager | None  # keeps the engine's those of the actor
     algorithm: Algorithm
     score: Callable[[Prompt, Completion], float]
     prompts: PromptSet | None
@@ -88,14 +95,18 @@ def build(config: RunConfig, context: RankContext) -> Run:
     if config.data.validation:
         validation = PromptSet.load(config.data.validation, config.data, tokenizer, "data.validation")
     sft = SFTSet.load(config.sft.data, tokenizer) if config.sft else None
+    actor = model(config.sft.optimizer if config.sft else config.train.optimizer)
+    reference = model(None) if rl and algorithm.needs_reference(config.algorithm) else None
+    engine = _engine(config, shape, tokenizer) if rl or validation else None
     return Run(
         config=config,
         context=context,
         layout=layout,
         tokenizer=tokenizer,
-        actor=model(config.sft.optimizer if config.sft else config.train.optimizer),
-        reference=model(None) if rl and algorithm.needs_reference(config.algorithm) else None,
-        engine=_engine(config, shape, tokenizer) if rl or validation else None,
+        actor=actor,
+        reference=reference,
+        engine=engine,
+        weights=_manager(config, shape, layout, actor, engine) if engine is not None else None,
         algorithm=algorithm,
         score=lambda prompt, completion: reward(prompt, tokenizer.decode(completion.tokens)),
         prompts=prompts,
@@ -114,3 +125,11 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
         end_tokens=tokenizer.end_tokens,
         routes=config.train.experts.replay_routes,
     )
+
+
+def _manager(
+    config: RunConfig, shape: ModelShape, layout: ParallelLayout, actor: MegatronBackend, engine: RolloutEngine
+) -> ReshardManager:
+    cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
+    job = Job(config.resources.ranks_per_node, getattr(torch, config.model.dtype), device())
+    return ReshardManager(actor, engine, push_sides(shape, layout, cut), config.reshard, job)

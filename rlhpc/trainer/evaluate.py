@@ -8,7 +8,6 @@ import numpy as np
 
 from rlhpc.api import RunState, Sample
 from rlhpc.core.heartbeat import touch
-from rlhpc.reshard import push
 from rlhpc.trainer.batches import exchange_samples
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.rollout import generate_samples
@@ -21,11 +20,11 @@ def validate(run: Run, state: RunState) -> Metrics:
     section = run.config.validation
     prompts = run.validation.prompts[: section.max_prompts]
     touch("validation", state.step)
-    push(run.actor, run.engine)
-    samples = exchange_samples(
-        run, generate_samples(run, state, prompts, samples_per_prompt=1, temperature=section.temperature)
-    )
-    run.engine.sleep()
+    with run.weights:
+        state.weights_version = run.weights.weights_version
+        samples = exchange_samples(
+            run, generate_samples(run, state, prompts, samples_per_prompt=1, temperature=section.temperature)
+        )
     if run.info.rank == 0:
         _keep(run, state, samples)
     return {

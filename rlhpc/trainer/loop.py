@@ -161,6 +161,8 @@ class Loop:
         if saved.state.step and self._config.sft:
             self._run.actor.reset_optimizer(self._config.train.optimizer)
         self._run.actor.load(saved.folder / "actor")
+        if self._run.weights is not None:
+            self._run.weights.weights_version = saved.state.weights_version
         if self._reference_is_ours():
             self._run.reference.load(saved.folder / "reference")
             self._run.reference.offload()

@@ -12,9 +12,9 @@ import torch
 from rlhpc.algo.losses import negative_log_likelihood
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats, TrainBackend
+from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.observe.metrics import Stopwatch
-from rlhpc.reshard import push
 from rlhpc.trainer.batches import Minibatch, exchange_samples, rl_minibatches, sft_minibatch
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.rollout import generate_samples
@@ -49,15 +49,15 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     step = state.step + 1
     touch("push", step)
     with clock("push"):
-        push(run.actor, run.engine)
-        state.weights_version += 1
+        run.weights.push()
+        state.weights_version = run.weights.weights_version
     touch("rollout", step)
     with clock("rollout"):
         section = run.config.rollout
         samples = exchange_samples(
             run, generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
         )
-        run.engine.sleep()
+        run.weights.sleep()
     with clock("prepare"):
         advantages = _advantages(run, samples)
         minibatches = rl_minibatches(run, samples, advantages)
@@ -67,6 +67,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     touch("update", step)
     with clock("update"):
         metrics = _update(run, state, minibatches)
+    _check_gap(run, metrics["engine_gap_mean"], step)
     state.step += 1
     return {**metrics, **_sample_metrics(samples, advantages), **clock.metrics()}, samples
 
@@ -115,6 +116,17 @@ def _update(run: Run, state: RunState, minibatches: Sequence[Minibatch]) -> Metr
             if name.startswith("max/"):
                 totals[name.removeprefix("max/")] = max(totals.get(name.removeprefix("max/"), value), value)
     return {**totals, "learning_rate": rate}
+
+
+def _check_gap(run: Run, gap: float, step: int) -> None:
+    """Engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank."""
+    limit = run.config.reshard.max_engine_gap
+    if limit is not None and not gap <= limit:
+        raise UserError(
+            f"in step {step} the engine's log-probs differ from the trainer's by {gap:.3g} on average",
+            where="reshard.max_engine_gap",
+            remedy=f"set reshard.verify to always to see whether it is the weights, or raise the limit of {limit:g}",
+        )
 
 
 def _policy_loss(stats: TokenStats, batch: PackedBatch, run: Run) -> LossSums:

@@ -93,6 +93,7 @@ def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
 
     outcomes: dict[Pair, Outcome] = {}
     for kind, tp, by_experts in dict.fromkeys((p.case.kind, p.rollout_tp, p.expert_parallel) for p in pairs):
+        equality.leave_former()
         stock = {letter: engines.stock_greedy(models / kind / letter, tp) for letter in "ab"}
         engine = engines.build(models / kind / "a", tp, **({"expert_parallel": True} if by_experts else {}))
         equality.keep_groups()

@@ -1,0 +1,202 @@
+"""Weights from training into the engines: the direct push against gathering whole tensors, on the same ranks.
+
+    python -m bench.reshard                    # a model of 640 MB in several pairs of layouts, 4 ranks on gloo
+    python -m bench.reshard --layers 24 --rounds 5
+
+Both ways end with vLLM's weights packed for its kernels and its cache awake. Times are medians over rounds, in turn,
+from barrier to barrier. Traffic is what the loopback device has carried meanwhile, so nothing else may use it; extra
+memory is the largest a rank's resident size became beyond what it was before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core import env
+
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 4
+MIB = 1 << 20
+PAIRS: list[tuple[dict[str, int], int]] = [
+    ({"tp": 2, "pp": 2}, 4),
+    ({"tp": 4}, 4),
+    ({"tp": 4}, 1),
+    ({"tp": 2}, 2),
+    ({"pp": 2}, 2),
+    ({"tp": 2, "pp": 2}, 1),
+    ({}, 1),
+    ({}, 4),
+]
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one push: seconds, MiB over the network of all ranks together, MiB that the worst rank took besides."""
+
+    seconds: float
+    traffic: float
+    memory: float
+
+
+def make_model(folder: Path, layers: int) -> int:
+    """A random Qwen2 model in float32; its bytes."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=32000,
+        hidden_size=1024,
+        intermediate_size=4096,
+        num_hidden_layers=layers,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        max_position_embeddings=1024,
+        tie_word_embeddings=False,
+    )
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def rank_main(model: Path, axes: dict[str, int], tp: int, rounds: int) -> None:
+    """One rank of one pair; the first one prints the costs of each way as JSON."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    managers = _managers(model, axes, tp)
+    costs: dict[str, list[Cost]] = {name: [] for name in managers}
+    for turn in range(rounds + 1):
+        for name, manager in managers.items():
+            cost = _push(manager)
+            if turn:  # the first of each connects and allocates
+                costs[name].append(cost)
+    if dist.get_rank() == 0:
+        print(json.dumps({name: [asdict(cost) for cost in found] for name, found in costs.items()}), flush=True)
+    dist.barrier()
+    os._exit(0)  # vLLM's way out takes long
+
+
+def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
+    """One actor and one engine, and a manager for each way."""
+    import torch
+
+    from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.schema import ParallelSection, ReshardSection, RolloutSection
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.models import read_model
+    from rlhpc.parallel.groups import build_groups
+    from rlhpc.plan.engine import EngineLayout
+    from rlhpc.plan.layout import make_layout
+    from rlhpc.plan.push import push_sides
+    from rlhpc.reshard import Job, ReshardManager
+    from rlhpc.rollout.vllm_engine import VllmEngine
+
+    info, shape, parallel = RankInfo.from_environ(), read_model(model), ParallelSection(**axes)
+    layout = make_layout(parallel, info.world_size)
+    build_groups(layout, seed=0)
+    actor = MegatronBackend(shape, layout, info, "float32", parallel, None)
+    actor.load_pretrained(model)
+    section = RolloutSection(tp=tp, kv_cache_gib=0.0625, max_running=8)
+    engine = VllmEngine(model, shape, section, dtype="float32", max_model_len=256, end_tokens=())
+    sides, job = push_sides(shape, layout, EngineLayout(tp)), Job(RANKS, torch.float32, torch.device("cpu"))
+    ways = {
+        "direct": ReshardSection(verify="never"),
+        "verified": ReshardSection(verify="always"),
+        "gather": ReshardSection(method="gather"),
+    }
+    return {name: ReshardManager(actor, engine, sides, way, job) for name, way in ways.items()}
+
+
+def _push(manager: Any) -> Cost:
+    import torch
+    import torch.distributed as dist
+
+    Path("/proc/self/clear_refs").write_text("5")  # the largest resident size starts again from here
+    before, carried = _resident("VmRSS"), _carried()
+    dist.barrier()
+    began = time.perf_counter()
+    manager.push()
+    dist.barrier()
+    seconds = time.perf_counter() - began
+    memory = torch.tensor([_resident("VmHWM") - before])
+    traffic = (_carried() - carried) / MIB
+    dist.all_reduce(memory, dist.ReduceOp.MAX)
+    manager.sleep()
+    return Cost(seconds, traffic, memory.item())
+
+
+def _resident(field: str) -> float:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
+def _carried() -> int:
+    return int(Path("/sys/class/net/lo/statistics/rx_bytes").read_text())
+
+
+def measure(model: Path, axes: dict[str, int], tp: int, rounds: int) -> dict[str, Cost]:
+    """Medians of each way."""
+    command = [sys.executable, "-m", "bench.reshard", "--rank-of", json.dumps([str(model), axes, tp, rounds])]
+    ranks = [
+        subprocess.Popen(
+            command, cwd=ROOT, env=_environ(rank), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(RANKS)
+    ]
+    outputs = [rank.communicate() for rank in ranks]
+    failed = next((error for rank, (_, error) in zip(ranks, outputs, strict=True) if rank.returncode), None)
+    if failed is not None:
+        sys.exit(failed[-3000:])
+    costs = json.loads(outputs[0][0].splitlines()[-1])
+    fields = ("seconds", "traffic", "memory")
+    return {
+        name: Cost(*(statistics.median(cost[field] for cost in found) for field in fields))
+        for name, found in costs.items()
+    }
+
+
+def _environ(rank: int) -> dict[str, str]:
+    own = {env.RANK: rank, env.LOCAL_RANK: rank, env.WORLD_SIZE: RANKS, env.LOCAL_WORLD_SIZE: RANKS}
+    common = {env.MASTER_ADDR: "127.0.0.1", env.MASTER_PORT: 29871, env.OMP_NUM_THREADS: 1, env.TORCHDYNAMO_DISABLE: 1}
+    return {
+        **os.environ,
+        **{name: str(value) for name, value in {**own, **common}.items()},
+        env.GLOO_SOCKET_IFNAME: "lo",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rank-of", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.rank_of:
+        model, axes, tp, rounds = json.loads(options.rank_of)
+        rank_main(Path(model), axes, tp, rounds)
+    with tempfile.TemporaryDirectory() as name:
+        size = make_model(Path(name), options.layers) / MIB
+        print(f"model of {size:,.0f} MiB on {RANKS} ranks; seconds, MiB over the network, MiB of memory besides")
+        for axes, tp in PAIRS:
+            costs = measure(Path(name), axes, tp, options.rounds)
+            direct, gather = costs["direct"], costs["gather"]
+            layout = " ".join(f"{axis}={size}" for axis, size in axes.items()) or "dp only"
+            told = "; ".join(f"{way} {c.seconds:.2f} s {c.traffic:,.0f} {c.memory:,.0f}" for way, c in costs.items())
+            faster, less = gather.seconds / direct.seconds, direct.traffic / max(gather.traffic, 1)
+            print(f"{layout} -> tp={tp}: {told}: {faster:.1f} x faster, {less:.2f} of the traffic", flush=True)
+
+
+if __name__ == "__main__":
+    main()

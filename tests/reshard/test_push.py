@@ -1,0 +1,187 @@
+"""Real Megatron, real vLLM: pushed weights make the engine that would have read them from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import pushes
+from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import Case
+from tests.helpers.pushes import FAMILIES, Pair
+from tests.rollout.engines import cpu_only
+
+pytestmark = [pytest.mark.slow, cpu_only]
+
+DENSE = [({"tp": 2, "pp": 2}, 4), ({"pp": 2, "vpp": 2}, 4), ({"tp": 4}, 4)]
+EXPERTS = [({"tp": 2, "pp": 2, "ep": 2}, 2), ({"tp": 2, "ep": 2, "etp": 2}, 2), ({"ep": 4, "tp": 2, "cp": 2}, 2)]
+
+
+def pairs_of(kind: str) -> list[Pair]:
+    layouts = EXPERTS if kind in ("mixtral", "qwen3moe", "dsv3") else DENSE
+    return [Pair(Case(kind, **axes), tp) for axes, tp in layouts]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return pushes.make_models(tmp_path_factory.mktemp("models"), FAMILIES)
+
+
+@pytest.fixture(scope="module", params=[FAMILIES[:4], FAMILIES[4:]], ids=["dense", "experts"])
+def outcomes(request: pytest.FixtureRequest, models: Path) -> dict[Pair, list[pushes.Outcome]]:
+    pairs = [pair for kind in request.param for pair in pairs_of(kind)]
+    ranks = run_ranks(pushes.try_pairs, pushes.WORLD_SIZE, models, pairs, timeout=1200)
+    return dict(zip(pairs, zip(*ranks, strict=True), strict=True))
+
+
+def test_the_engine_is_the_one_that_read_the_weights_from_disk(outcomes):
+    wrong = {str(pair): row for pair, row in outcomes.items() if not all(o.tokens and o.gap == 0.0 for o in row)}
+    assert not wrong
+
+
+def test_each_rank_receives_what_it_lacks_once(outcomes):
+    assert all(o.received == o.least for row in outcomes.values() for o in row)
+    assert any(o.received for row in outcomes.values() for o in row)
+
+
+# ---- one actor and one engine through many pushes
+
+
+def live(models: Path) -> dict[str, Any]:
+    """Two ranks, training tp 2, engines of tp 1: what becomes of pushes that are repeated, disturbed or spoilt."""
+    import torch.distributed as dist
+
+    from rlhpc.core.errors import ReshardError
+    from tests.helpers import equality
+    from tests.rollout import engines
+
+    rank, pair = dist.get_rank(), Pair(Case("qwen3moe", tp=2, ep=2), 1)
+    folders = {letter: models / "qwen3moe" / letter for letter in "ab"}
+    stock = {letter: engines.stock_greedy(folder, 1) for letter, folder in folders.items()}
+    engine = engines.build(folders["a"], 1)
+    equality.keep_groups()
+    actor = equality.actor(folders["a"], pair.case)
+    manager = pushes.make_manager(actor, engine, pair)
+    found: dict[str, Any] = {}
+
+    def answers_as(letter: str) -> bool:
+        return engines.greedy(engine) == stock[letter]
+
+    with manager:
+        found["first"] = answers_as("a")
+    actor.load_pretrained(folders["b"])
+    with manager:
+        found["after sleep"] = answers_as("b")
+    resident = []
+    for _ in range(10):
+        manager.push()
+        resident.append(engines.resident_bytes())
+    found["ten in a row"] = answers_as("b")
+    found["growth"] = resident[-1] - resident[2]
+
+    if rank == 1:
+        engine._engine.add_request("0", *_request(engine))
+    found["under way"] = _refused(manager.push, ReshardError)
+    if rank == 1:
+        engine._engine.abort_request(["0"])
+    found["refused push changed nothing"] = answers_as("b")
+    actor.load_pretrained(folders["a"])
+    manager.push()
+    found["after refusal"] = answers_as("a")
+
+    write = manager.write
+
+    def spoil() -> None:
+        write()
+        if rank == 0:
+            name = next(name for name in manager._parameters if name.endswith("1.mlp.experts.routed_experts.w2_weight"))
+            manager._parameters[name][3, 5, 7] += 1e-3
+
+    manager.write = spoil
+    found["spoilt"] = _refused(manager.push, ReshardError)
+    manager.write = write
+    manager.push()
+    found["mended"] = answers_as("a")
+    found["version"] = manager.weights_version
+    return found
+
+
+def _request(engine: Any) -> tuple[Any, Any]:
+    from vllm import SamplingParams
+    from vllm.inputs import tokens_input
+
+    return tokens_input([5, 6, 7]), SamplingParams(max_tokens=8)
+
+
+def _refused(action: Any, error: type[Exception]) -> str:
+    try:
+        action()
+    except error as told:
+        return str(told)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def lived(models: Path) -> list[dict[str, Any]]:
+    return run_ranks(live, 2, models, timeout=600)
+
+
+@pytest.mark.parametrize("moment", ["first", "after sleep", "ten in a row", "after refusal", "mended"])
+def test_the_newest_weights_answer(lived, moment):
+    assert [rank[moment] for rank in lived] == [True, True]
+
+
+def test_many_pushes_leave_no_memory_behind(lived):
+    assert max(rank["growth"] for rank in lived) < 4 << 20
+
+
+def test_a_push_beneath_requests_is_refused_on_every_rank_and_changes_nothing(lived):
+    for rank in lived:
+        assert rank["under way"].startswith("weights cannot be pushed beneath requests under way")
+        assert "rank 1: 1 requests" in rank["under way"]
+        assert rank["refused push changed nothing"]
+
+
+def test_one_changed_element_of_an_expert_is_named_on_every_rank(lived):
+    for rank in lived:
+        assert rank["spoilt"] == "weights differ after a push: rank 0: model.layers.1.mlp.experts.3.down_proj.weight"
+
+
+def test_pushes_that_came_through_are_counted(lived):
+    assert [rank["version"] for rank in lived] == [14, 14]
+
+
+# ---- training and rollout on ranks of their own
+
+
+def apart(models: Path) -> list[bool]:
+    """Training on ranks 0 and 1, an engine of two on ranks 2 and 3. The other halves have other weights or none."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhpc.config.schema import ReshardSection
+    from rlhpc.plan.engine import EngineLayout
+    from rlhpc.plan.push import push_sides
+    from rlhpc.reshard import Job, ReshardManager
+    from tests.helpers import equality
+    from tests.rollout import engines
+
+    a, b = models / "qwen2" / "a", models / "qwen2" / "b"
+    rank, stock = dist.get_rank(), engines.stock_greedy(b, 2)
+    engine = engines.build(a, 2)
+    equality.keep_groups()
+    actor = equality.actor(b if rank < 2 else a, Case("qwen2", tp=2))
+    sides = push_sides(actor.weights.shape, actor.layout, EngineLayout(2), [0, 1], [2, 3])
+    job = Job(2, torch.float32, torch.device("cpu"))
+    mine = (actor, None) if rank < 2 else (None, engine)
+    manager = ReshardManager(*mine, sides, ReshardSection(verify="always", bucket_mib=1), job)
+    with manager:
+        first = rank < 2 or engines.greedy(engine) == stock
+    manager.push()
+    return [first, rank < 2 or engines.greedy(engine) == stock, bool(manager.plan.traffic[rank].received) == (rank > 1)]
+
+
+def test_training_and_rollout_may_be_on_ranks_of_their_own(models):
+    assert run_ranks(apart, 4, models, timeout=600) == [[True] * 3] * 4
