@@ -115,8 +115,9 @@ class PackedWeights:
         return self._shareable
 
     def share(self, name: str, tensor: Tensor) -> None:
-        assert tensor.is_contiguous(), f"{name}: kernels do not ask for strides"
         plain = self._plain[name]
+        assert tensor.dtype == plain.tensor.dtype, f"{name}: {tensor.dtype}, not {plain.tensor.dtype}"
+        assert tensor.is_contiguous(), f"{name}: kernels do not ask for strides"
         plain.free()
         plain.tensor = plain.parameter.data = tensor
         plain.shared = True

@@ -136,12 +136,11 @@ class VllmEngine:
         return self._weights.shareable()
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Use ``tensor`` as the parameter from the next push on; on a GPU only while weights are awake."""
+        """Use ``tensor`` as the parameter from now on; a part of a push, before or after ``open_weights``."""
         shape = self._weights.shapes[name]
         assert name in self._weights.shareable(), name
-        assert tuple(tensor.shape) == shape, f"{name}: {tensor.shape}, not {shape}"
-        assert not self._loaded, "share() while weights are in use"
-        assert not self._on_gpu or _WEIGHTS not in self._asleep, "share() before wake_weights()"
+        assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)}, not {shape}"
+        self._begin_push()
         self._weights.share(name, tensor)
         self._shared.add(name)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class LiveWeights:
         derived = {id(own) for module in self._latent for own in module.parameters(recurse=False)}
         self._parameters = {name: own for name, own in model.named_parameters() if id(own) not in derived}
         self.shapes = {name: tuple(own.shape) for name, own in self._parameters.items()}
+        self._shared: set[str] = set()
 
     def open(self) -> dict[str, Tensor]:
         return {name: parameter.data for name, parameter in self._parameters.items()}
@@ -64,9 +66,13 @@ class LiveWeights:
         return frozenset(name for name, own in self._parameters.items() if id(own) not in sources)
 
     def share(self, name: str, tensor: Tensor) -> None:
-        # While it sleeps, vLLM's allocator would unmap this memory a second time.
-        self._parameters[name].data = tensor
-        torch.cuda.empty_cache()
+        parameter = self._parameters[name]
+        assert tensor.dtype == parameter.dtype, f"{name}: {tensor.dtype}, not {parameter.dtype}"
+        parameter.data = tensor
+        if name not in self._shared:
+            self._shared.add(name)
+            # To the device; while it slept, vLLM's allocator would unmap this memory a second time (cumem.py).
+            torch.cuda.empty_cache()
 
 
 @torch.no_grad()
@@ -109,7 +115,7 @@ def check_parameters(found: Mapping[str, tuple[int, ...]], shape: ModelShape, la
 
 def zero_padding(parameters: Mapping[str, Tensor], shards: Iterable[Shard]) -> None:
     """Zero the rows that no weight of the model fills: those that pad the vocabulary, at the end."""
-    filled = dict.fromkeys(parameters, 0)
+    filled: defaultdict[str, int] = defaultdict(int)
     for shard in shards:
         filled[shard.local_name] = max(filled[shard.local_name], shard.local_box.stop[0])
     for name, tensor in parameters.items():

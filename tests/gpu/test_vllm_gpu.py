@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from rlhpc.api import Request
+from rlhpc.plan.engine import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
@@ -96,3 +97,63 @@ def test_a_seed_gives_the_same_tokens_in_another_order(models: Path) -> None:
     assert len({tuple(tokens) for tokens, _ in first}) == len(first)
     same = [a == b for (x, _), (y, _) in zip(first, second, strict=True) for a, b in zip(x, y, strict=True)]
     assert np.mean(same) > 0.8
+
+
+def write_in_place(a: Path, b: Path) -> dict[str, Any]:
+    engine = engines.build(a)
+
+    def addresses() -> dict[str, int]:
+        engine.wake_weights()
+        return {name: tensor.data_ptr() for name, tensor in engine.open_weights().items()}
+
+    found: dict[str, Any] = {"shareable": engine.shareable()}
+    before = addresses()
+    engines.write(engine, a)
+    first = engines.greedy(engine)
+    engine.sleep()
+    engines.write(engine, b)
+    second = engines.greedy(engine)
+    engine.sleep()
+    found["addresses"] = addresses() == before
+    engines.push(engine, b)
+    found["same"] = second == engines.greedy(engine) != first
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_written_in_place_equal_loaded_ones(models: Path, family: str) -> None:
+    a, b = models / family / "a", models / family / "b"
+    (found,) = run_ranks(write_in_place, 1, a, b, join=False, environ=COMPILED)
+    assert found["same"]
+    assert found["addresses"]
+    assert not found["shareable"]  # captured graphs hold the addresses
+
+
+def share_everything(path: Path) -> dict[str, Any]:
+    engine = engines.build(path, cuda_graphs=False)
+    engines.push(engine, path)
+    loaded = engines.greedy(engine)
+    engine.sleep()
+    engine.wake_weights()
+    trainer = {name: torch.zeros_like(own) for name, own in engine.open_weights().items()}
+    found: dict[str, Any] = {"all": engine.shareable() == trainer.keys()}
+    engines.fill(trainer, path, EngineLayout(1))
+    for name, tensor in trainer.items():
+        engine.share(name, tensor)
+    for _ in range(2):
+        engine.sleep()
+        engine.wake_weights()
+        engine.open_weights()
+        engine.close_weights()
+        engine.wake_cache()
+        found["same"] = engines.greedy(engine) == loaded
+    trainer["model.norm.weight"].mul_(2)
+    found["live"] = engines.greedy(engine) != loaded
+    return found
+
+
+def test_without_graphs_every_parameter_may_be_the_trainer_s(models: Path) -> None:
+    (found,) = run_ranks(share_everything, 1, models / "qwen2" / "a", join=False)
+    assert found["all"]
+    assert found["same"]
+    assert found["live"]
