@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise, product
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from rlhpc.plan.holders import Block, Found, Held, Holders, cells_of, joined, joined_shards, size_of
 from rlhpc.plan.shards import Box, Shard, TensorSpec
 
 Side = Mapping[int, Sequence[Shard]]  # what each rank keeps
+
+_FULL = 0.8  # of a bucket: when another piece like the last does not fit either, it is left as it is
 
 
 @dataclass(frozen=True)
@@ -66,12 +68,12 @@ class ReshardPlan:
     """``copies`` of the ranks that were asked for, in the order in which both sides pack and unpack a bucket."""
 
     copies: tuple[Copy, ...]
-    traffic: Mapping[int, Traffic]
+    traffic: Mapping[int, Traffic]  # of every rank of either side
     num_copies: int  # of all ranks
     num_buckets: int
     bucket_bytes: int
     largest_bucket: int  # most bytes that a rank sends or receives in one
-    digest: str  # of all ranks' copies
+    digest: str  # of both sides and of all ranks' copies
 
     def local(self, rank: int) -> list[Copy]:
         """Copies that never leave the rank."""
@@ -79,7 +81,8 @@ class ReshardPlan:
 
     def sends(self, rank: int) -> list[list[Copy]]:
         """For each bucket what the rank sends, by receiver."""
-        return self._by_bucket(copy for copy in self.copies if copy.bucket >= 0 and copy.source_rank == rank)
+        mine = [copy for copy in self.copies if copy.bucket >= 0 and copy.source_rank == rank]
+        return self._by_bucket(sorted(mine, key=lambda copy: copy.target_rank))
 
     def receives(self, rank: int) -> list[list[Copy]]:
         """For each bucket what the rank receives, by sender."""
@@ -105,24 +108,28 @@ def plan_reshard(
     """Copies that write every element of ``target`` once. ``keep``: whose copies the plan shall hold; default all.
 
     ``itemsize`` is of the model's dtype. A rank without shards on one side takes part on the other only. The plan is
-    the same on every rank, whatever ``keep`` is: its digest says so.
+    the same on every rank, whatever ``keep`` is: its digest says so. Ranks that share one list of shards cost less.
     """
-    kept = None if keep is None else set(keep)
-    traffic: dict[int, Traffic] = defaultdict(Traffic)
-    chooser = _Chooser(ranks_per_node, traffic)
-    buckets = _Buckets(bucket_bytes)
-    digest, count, copies = hashlib.blake2b(digest_size=16), 0, []
-    for copy in _needed(source, target, chooser, bucket_bytes, itemsize):
-        size = copy.box.volume * _itemsize(copy.tensor, itemsize)
-        chooser.count(copy, size)
-        bucket = -1 if copy.source_rank == copy.target_rank else buckets.place(copy, size)
-        digest.update(_encoded(copy, bucket))
-        count += 1
-        if kept is None or copy.source_rank in kept or copy.target_rank in kept:
-            copies.append(replace(copy, bucket=bucket))
+    ranks = sorted({*source, *target})
+    source, target = _joined_side(source), _joined_side(target)
+    digest = _digest_of(source, target, (ranks_per_node, bucket_bytes, itemsize))
+    holders = Holders(source, ranks_per_node, bucket_bytes, itemsize)
+    chooser, buckets = _Chooser(ranks_per_node), _Buckets(bucket_bytes, ranks)
+    kept, count = None if keep is None else frozenset(keep), 0
+    copies: list[Copy] = []
+    for rank, wanted in _in_turn(target):
+        found = holders.of(wanted)
+        senders = chooser.choose(rank, found)
+        if found.cut and len(senders) > 1:
+            found, senders = _rejoined(holders, wanted.tensor, found, senders)
+        numbers = buckets.place(rank, found.blocks, senders)
+        digest.update(array("q", senders + numbers))
+        count += len(numbers)
+        if kept is None or rank in kept or not kept.isdisjoint(senders):
+            copies += _copies(rank, wanted, found, senders, numbers, kept)
     return ReshardPlan(
         copies=tuple(copies),
-        traffic=dict(sorted(traffic.items())),
+        traffic={rank: chooser.traffic(rank) for rank in ranks},
         num_copies=count,
         num_buckets=buckets.count,
         bucket_bytes=bucket_bytes,
@@ -138,32 +145,28 @@ def lower_bound(source: Side, target: Side, itemsize: int) -> dict[int, int]:
         held: dict[TensorSpec, set[Box]] = defaultdict(set)
         for shard in source.get(rank, ()):
             held[shard.tensor].add(shard.box)
-        least[rank] = sum(_lacking(shard, held[shard.tensor]) * _itemsize(shard.tensor, itemsize) for shard in wanted)
+        least[rank] = sum(_lacking(shard, held[shard.tensor]) * size_of(shard.tensor, itemsize) for shard in wanted)
     return least
 
 
 def _lacking(wanted: Shard, held: set[Box]) -> int:
-    cells = _cells(tuple(sorted(held, key=lambda box: box.start)), wanted.tensor.shape)
-    common = (cell.meet(wanted.box) for cell, _ in cells)
-    return wanted.box.volume - sum(box.volume for box in common if box is not None)
+    """Elements of the wanted box that are in none of the boxes held."""
+    if not held:
+        return wanted.box.volume
+    common = {box for box in (box.meet(wanted.box) for box in held) if box is not None}
+    cells = cells_of(sorted(common, key=lambda box: box.start)) if common else ()
+    return wanted.box.volume - sum(cell.volume for cell, _ in cells)
 
 
-def _needed(source: Side, target: Side, chooser: _Chooser, bucket_bytes: int, itemsize: int) -> Iterator[Copy]:
-    """Every copy, none larger than a bucket unless it stays on its rank."""
-    holders = _Holders(source)
-    for rank, wanted in _in_turn(target):
-        for box, held in holders.of(wanted):
-            sender, shard = chooser.choose(rank, held)
-            copy = Copy(sender, rank, shard.part(box), wanted.part(box))
-            if sender == rank:
-                yield copy
-            else:
-                yield from _split(copy, bucket_bytes // _itemsize(wanted.tensor, itemsize))
+def _joined_side(side: Side) -> Side:
+    """Neighbouring shards made one; ranks that share a list go on sharing one."""
+    lists = {id(shards): joined_shards(shards) for shards in side.values()}
+    return {rank: lists[id(shards)] for rank, shards in side.items() if shards}
 
 
 def _in_turn(target: Side) -> Iterator[tuple[int, Shard]]:
     """A shard of each rank in turn, every rank beginning elsewhere in the model: no sender is asked by all at once."""
-    ranks = sorted(rank for rank in target if target[rank])
+    ranks = sorted(target)
     for step in range(max((len(target[rank]) for rank in ranks), default=0)):
         for place, rank in enumerate(ranks):
             shards = target[rank]
@@ -171,140 +174,139 @@ def _in_turn(target: Side) -> Iterator[tuple[int, Shard]]:
                 yield rank, shards[(step + len(shards) * place // len(ranks)) % len(shards)]
 
 
-class _Holders:
-    """Which ranks hold which cell of each tensor: cells are disjoint, cover the tensor, and lie whole in a shard."""
-
-    def __init__(self, source: Side) -> None:
-        shards: dict[TensorSpec, dict[Box, dict[int, Shard]]] = defaultdict(lambda: defaultdict(dict))
-        for rank, held in source.items():
-            for shard in held:
-                shards[shard.tensor][shard.box].setdefault(rank, shard)
-        self._boxes = {tensor: tuple(sorted(boxes, key=lambda box: box.start)) for tensor, boxes in shards.items()}
-        self._shards = shards
-
-    def of(self, wanted: Shard) -> Iterator[tuple[Box, list[tuple[int, Shard]]]]:
-        """The parts of a wanted box, each with the ranks that have it and where."""
-        boxes = self._boxes.get(wanted.tensor)
-        assert boxes is not None, f"no rank holds {wanted.tensor.name}"
-        by_box = self._shards[wanted.tensor]
-        for part, inside in _parts(boxes, wanted.tensor.shape, wanted.box):
-            yield part, [item for index in inside for item in by_box[boxes[index]].items()]
-
-
-@lru_cache(maxsize=1 << 16)
-def _parts(boxes: tuple[Box, ...], shape: tuple[int, ...], wanted: Box) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """The cells cut by the wanted box, and for each the boxes that contain it. Layers have their geometry in common."""
-    parts = []
-    for cell, inside in _cells(boxes, shape):
-        part = cell.meet(wanted)
-        if part is not None:
-            parts.append((part, inside))
-    assert sum(part.volume for part, _ in parts) == wanted.volume, f"{wanted} is not held whole"
-    return tuple(parts)
-
-
-@lru_cache(maxsize=1 << 12)
-def _cells(boxes: tuple[Box, ...], shape: tuple[int, ...]) -> tuple[tuple[Box, tuple[int, ...]], ...]:
-    """Disjoint boxes that make up the given ones, each with the indices of those that contain it."""
-    if all(a.meet(b) is None for i, a in enumerate(boxes) for b in boxes[:i]):
-        return tuple((box, (i,)) for i, box in enumerate(boxes))
-    cuts = [sorted({at for box in boxes for at in (box.start[dim], box.stop[dim])}) for dim in range(len(shape))]
-    cells = []
-    for ranges in product(*(pairwise(cut) for cut in cuts)):
-        cell = Box(tuple(a for a, _ in ranges), tuple(b for _, b in ranges))
-        inside = tuple(i for i, box in enumerate(boxes) if box.meet(cell) == cell)
-        if inside:
-            cells.append((cell, inside))
-    return tuple(cells)
-
-
 class _Chooser:
     """Picks the sender of each block, and keeps the count of bytes that the choice is made by."""
 
-    def __init__(self, ranks_per_node: int, traffic: dict[int, Traffic]) -> None:
-        self._ranks_per_node, self._traffic = ranks_per_node, traffic
+    def __init__(self, ranks_per_node: int) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._local: dict[int, int] = defaultdict(int)
+        self._sent: dict[int, int] = defaultdict(int)
+        self._sent_within: dict[int, int] = defaultdict(int)
+        self._received: dict[int, int] = defaultdict(int)
+        self._received_within: dict[int, int] = defaultdict(int)
 
-    def choose(self, rank: int, held: list[tuple[int, Shard]]) -> tuple[int, Shard]:
-        """The rank itself, the least loaded of its node, or the least loaded of all."""
-        node, near = rank // self._ranks_per_node, []
-        for item in held:
-            if item[0] == rank:
-                return item
-            if item[0] // self._ranks_per_node == node:
-                near.append(item)
-        return min(near or held, key=lambda item: (self._traffic[item[0]].sent, item[0]))
+    def choose(self, rank: int, found: Found) -> list[int]:
+        """The sender of each block: the rank itself, the least loaded of its node, or the least loaded of all."""
+        node, sent, senders = rank // self._ranks_per_node, self._sent, []
+        received = within = 0
+        for block, held in zip(found.blocks, found.held, strict=True):
+            size = block.size
+            if rank in held.shards:
+                senders.append(rank)
+                self._local[rank] += size
+                continue
+            near = held.near.get(node)
+            ranks = near or held.ranks
+            sender = ranks[0] if len(ranks) == 1 else min(ranks, key=sent.__getitem__)
+            senders.append(sender)
+            sent[sender] += size
+            received += size
+            if near:
+                self._sent_within[sender] += size
+                within += size
+        self._received[rank] += received
+        self._received_within[rank] += within
+        return senders
 
-    def count(self, copy: Copy, size: int) -> None:
-        sender, receiver = self._traffic[copy.source_rank], self._traffic[copy.target_rank]
-        if copy.source_rank == copy.target_rank:
-            sender.local += size
-            return
-        if copy.source_rank // self._ranks_per_node == copy.target_rank // self._ranks_per_node:
-            sender.sent_within += size
-            receiver.received_within += size
-        else:
-            sender.sent_across += size
-            receiver.received_across += size
+    def traffic(self, rank: int) -> Traffic:
+        within, received_within = self._sent_within[rank], self._received_within[rank]
+        across, received_across = self._sent[rank] - within, self._received[rank] - received_within
+        return Traffic(self._local[rank], within, across, received_within, received_across)
 
 
 class _Buckets:
     """Each copy goes into the first bucket in which both its ranks have room."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_bytes: int, ranks: Collection[int]) -> None:
         self._bytes = bucket_bytes
-        self._sent: dict[int, list[int]] = defaultdict(list)
-        self._received: dict[int, list[int]] = defaultdict(list)
-        self._first: dict[tuple[int, bool], int] = defaultdict(int)
-        self.count = self.largest = 0
+        # What each rank sends and receives in each bucket, with an empty one after the last.
+        self._sent = {rank: [0] for rank in ranks}
+        self._received = {rank: [0] for rank in ranks}
+        # The first bucket of each rank that is not as good as full.
+        self._first_sent, self._first_received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        self.count = 0
 
-    def place(self, copy: Copy, size: int) -> int:
-        assert size <= self._bytes, f"{size} bytes of {copy.tensor.name} in a bucket of {self._bytes}"
-        sent, received = self._sent[copy.source_rank], self._received[copy.target_rank]
-        bucket = max(self._open(copy.source_rank, sent, True), self._open(copy.target_rank, received, False))
-        while _at(sent, bucket) + size > self._bytes or _at(received, bucket) + size > self._bytes:
-            bucket += 1
-        for filled in (sent, received):
-            filled += [0] * (bucket + 1 - len(filled))
-            filled[bucket] += size
-            self.largest = max(self.largest, filled[bucket])
-        self.count = max(self.count, bucket + 1)
-        return bucket
+    def place(self, rank: int, blocks: Sequence[Block], senders: Sequence[int]) -> list[int]:
+        """The bucket of each piece of the blocks that the rank gets; -1 for a block of its own."""
+        numbers = []
+        received, limit, enough = self._received[rank], self._bytes, int(_FULL * self._bytes)
+        for block, sender in zip(blocks, senders, strict=True):
+            if sender == rank:
+                numbers.append(-1)
+                continue
+            sent = self._sent[sender]
+            for _, size in block.pieces:
+                bucket, room = max(self._first_sent[sender], self._first_received[rank]), limit - size
+                while sent[bucket] > room or received[bucket] > room:
+                    bucket += 1
+                numbers.append(bucket)
+                sent[bucket] += size
+                received[bucket] += size
+                if bucket == self.count:
+                    self._add()
+                full = max(room, enough)
+                while sent[self._first_sent[sender]] > full:
+                    self._first_sent[sender] += 1
+                while received[self._first_received[rank]] > full:
+                    self._first_received[rank] += 1
+        return numbers
 
-    def _open(self, rank: int, filled: list[int], sends: bool) -> int:
-        """The first bucket of the rank that is not nearly full."""
-        first = self._first[rank, sends]
-        while first < len(filled) and filled[first] > 0.98 * self._bytes:
-            first += 1
-        self._first[rank, sends] = first
-        return first
+    @property
+    def largest(self) -> int:
+        """The most bytes that a rank sends or receives in one."""
+        return max((max(filled) for side in (self._sent, self._received) for filled in side.values()), default=0)
 
-
-def _at(filled: list[int], bucket: int) -> int:
-    return filled[bucket] if bucket < len(filled) else 0
-
-
-def _split(copy: Copy, most: int) -> Iterator[Copy]:
-    """The copy in pieces of at most ``most`` elements, cut along its first dimensions."""
-    if copy.box.volume <= most:
-        yield copy
-        return
-    dim = next(i for i, size in enumerate(copy.box.shape) if size > 1)
-    row = copy.box.volume // copy.box.shape[dim]
-    step = max(1, most // row)
-    for start in range(copy.box.start[dim], copy.box.stop[dim], step):
-        begin, end = list(copy.box.start), list(copy.box.stop)
-        begin[dim], end[dim] = start, min(start + step, end[dim])
-        box = Box(tuple(begin), tuple(end))
-        yield from _split(replace(copy, source=copy.source.part(box), target=copy.target.part(box)), most)
+    def _add(self) -> None:
+        self.count += 1
+        for rank, sent in self._sent.items():
+            sent.append(0)
+            self._received[rank].append(0)
 
 
-def _itemsize(tensor: TensorSpec, itemsize: int) -> int:
-    return 4 if tensor.float32 else itemsize
+def _rejoined(holders: Holders, tensor: TensorSpec, found: Found, senders: list[int]) -> tuple[Found, list[int]]:
+    """Neighbouring blocks that come out of one shard of one sender made one."""
+    blocks: list[tuple[Block, Held, int]] = []
+    for block, held, sender in zip(found.blocks, found.held, senders, strict=True):
+        while blocks and blocks[-1][2] == sender and blocks[-1][1].shards[sender] is held.shards[sender]:
+            whole = joined(blocks[-1][0].box, block.box)
+            if whole is None:
+                break
+            blocks.pop()
+            block = holders.block(whole, tensor)
+        blocks.append((block, held, sender))
+    return Found(tuple(b for b, _, _ in blocks), tuple(h for _, h, _ in blocks), True), [s for _, _, s in blocks]
 
 
-def _encoded(copy: Copy, bucket: int) -> bytes:
-    """The copy as bytes, for the digest."""
-    numbers = (copy.source_rank, copy.target_rank, bucket, copy.source.chunk, *copy.box.start, *copy.box.stop)
-    places = (*copy.source.local_start, *copy.target.local_start)
-    names = f"{copy.tensor.name}\0{copy.source.local_name}\0{copy.target.local_name}\0"
-    return names.encode() + struct.pack(f"<{len(numbers) + len(places)}q", *numbers, *places)
+def _copies(
+    rank: int, wanted: Shard, found: Found, senders: list[int], numbers: list[int], kept: frozenset[int] | None
+) -> Iterator[Copy]:
+    """The copies of a rank's wanted shard that are kept."""
+    buckets = iter(numbers)
+    for block, held, sender in zip(found.blocks, found.held, senders, strict=True):
+        pieces = [block.box] if sender == rank else [box for box, _ in block.pieces]
+        for box in pieces:
+            bucket = next(buckets)
+            if kept is None or rank in kept or sender in kept:
+                yield Copy(sender, rank, held.shards[sender].part(box), wanted.part(box), bucket)
+
+
+def _digest_of(source: Side, target: Side, numbers: tuple[int, ...]) -> hashlib.blake2b:
+    """Of what the plan is made from, which its senders and buckets are added to."""
+    digest = hashlib.blake2b(struct.pack("<3q", *numbers), digest_size=16)
+    for side in (source, target):
+        lists = {id(shards): _encoded(shards) for shards in side.values()}
+        for rank in sorted(side):
+            digest.update(struct.pack("<q", rank) + lists[id(side[rank])])
+        digest.update(b"\0")
+    return digest
+
+
+def _encoded(shards: Sequence[Shard]) -> bytes:
+    """What stands for a rank's shards in the digest."""
+    digest = hashlib.blake2b(digest_size=16)
+    for shard in shards:
+        tensor, box = shard.tensor, shard.box
+        numbers = (tensor.float32, shard.chunk, *tensor.shape, *box.start, *box.stop, *shard.local_start)
+        digest.update(f"{tensor.name}\0{shard.local_name}\0{len(numbers)}\0".encode())
+        digest.update(array("q", numbers))
+    return digest.digest()

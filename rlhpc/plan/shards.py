@@ -76,7 +76,7 @@ class Shard:
         """The shard of a box inside this one's."""
         lead = len(self.local_start) - len(box.start)
         moved = (at + b - a for at, a, b in zip(self.local_start[lead:], self.box.start, box.start, strict=True))
-        return replace(self, box=box, local_start=(*self.local_start[:lead], *moved))
+        return Shard(self.tensor, box, self.local_name, (*self.local_start[:lead], *moved), self.chunk)
 
 
 @dataclass(frozen=True)
