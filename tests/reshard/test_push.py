@@ -185,3 +185,37 @@ def apart(models: Path) -> list[bool]:
 
 def test_training_and_rollout_may_be_on_ranks_of_their_own(models):
     assert run_ranks(apart, 4, models, timeout=600) == [[True] * 3] * 4
+
+
+# ---- memory in common
+
+
+def share(models: Path) -> dict[str, Any]:
+    """Two ranks, the same cut on both sides: which parameters of the engine lie in the trainer's memory."""
+    from tests.helpers import equality
+    from tests.rollout import engines
+
+    a, b = models / "qwen3moe" / "a", models / "qwen3moe" / "b"
+    pair = Pair(Case("qwen3moe", tp=2), 2)
+    stock = {folder: engines.stock_greedy(folder, 2) for folder in (a, b)}
+    engine = engines.build(b, 2)
+    equality.keep_groups()
+    actor = equality.actor(a, pair.case)
+    manager = pushes.make_manager(actor, engine, pair, share_weights=True)
+    trainers = {tensor.untyped_storage().data_ptr() for tensor in actor.weights.parameters()}
+    with manager:
+        same = [engines.greedy(engine) == stock[a]]
+        live = dict(engines.worker(engine).model_runner.get_model().named_parameters())
+        found = {name for name, own in live.items() if own.numel() and own.untyped_storage().data_ptr() in trainers}
+    actor.load_pretrained(b)
+    with manager:
+        same.append(engines.greedy(engine) == stock[b])
+    return {"same": same, "in common": found, "may be": engine.shareable()}
+
+
+def test_parameters_that_are_the_same_on_both_sides_can_lie_in_one_memory(models):
+    for rank in run_ranks(share, 2, models, timeout=600):
+        assert rank["same"] == [True, True]
+        assert rank["in common"] <= rank["may be"]
+        assert {"model.norm.weight", "model.layers.3.self_attn.k_norm.weight"} <= rank["in common"]
+        assert len(rank["in common"]) > 4 * 4  # four norms of each of four layers, and more
