@@ -9,3 +9,9 @@ $(BENCH_VENV)/.installed: bench/requirements.txt
 	$(PYTHON) -m venv $(BENCH_VENV)
 	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -r bench/requirements.txt
 	touch $@
+
+.PHONY: bench-reshard-plan
+
+# One process, no torch: a minute.
+bench-reshard-plan: venv
+	$(BIN)/python -m bench.reshard_plan

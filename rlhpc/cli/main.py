@@ -7,6 +7,7 @@ import sys
 import click
 
 from rlhpc import __version__
+from rlhpc.cli.plan import plan
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
@@ -52,7 +53,7 @@ def schema() -> None:
     click.echo(json_schema(), nl=False)
 
 
-for command in (submit, status, logs, cancel, resume):
+for command in (plan, submit, status, logs, cancel, resume):
     cli.add_command(command)
 
 

@@ -41,11 +41,19 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     return summary + [("data", text) for text in _check_data(config, prepared)]
 
 
+def outline(config: RunConfig) -> Summary:
+    """(topic, text) rows of layout, batches and model, from the config and the model's config.json alone."""
+    shape = read_model(config.model.path, config.model.family)
+    layout = check_layout(config, config.slurm.most_nodes, shape)
+    batch = [("batch", text)] if (text := _batch_text(config)) else []
+    return [("layout", _layout_text(config, layout)), *batch, ("model", f"{config.model.path}: {_model_text(shape)}")]
+
+
 def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) -> ParallelLayout:
     """The layout on so many nodes; a UserError when layout, model (if known) or batches do not fit them."""
-    world_size = nodes * config.resources.ranks_per_node
     try:
-        layout = _check_layout(config, world_size, shape)
+        layout = check_layout(config, nodes, shape)
+        _check_engines_lie_on_nodes(config, layout.world_size)
         _check_batches(config, layout)
     except UserError as error:
         if config.slurm.least_nodes == config.slurm.most_nodes:
@@ -63,7 +71,12 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
     return 0
 
 
-def _check_layout(config: RunConfig, world_size: int, shape: ModelShape | None) -> ParallelLayout:
+def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
+    """The layout on so many nodes; a UserError when it or the engines do not suit ranks or model (if known).
+
+    Engines that span nodes pass: they can be planned, if not run.
+    """
+    world_size = nodes * config.resources.ranks_per_node
     layout = fitting_layout(config.parallel, world_size, shape)
     if world_size % config.rollout.tp:
         raise UserError(
@@ -71,6 +84,12 @@ def _check_layout(config: RunConfig, world_size: int, shape: ModelShape | None) 
             where="rollout.tp",
             remedy=f"use one of {divisors(world_size)}",
         )
+    if shape:
+        check_engine(shape, config.rollout)
+    return layout
+
+
+def _check_engines_lie_on_nodes(config: RunConfig, world_size: int) -> None:
     ranks = config.resources.ranks_per_node
     if world_size > ranks and ranks % config.rollout.tp:
         raise UserError(
@@ -78,9 +97,6 @@ def _check_layout(config: RunConfig, world_size: int, shape: ModelShape | None) 
             where="rollout.tp",
             remedy=f"use one of {divisors(ranks)}",
         )
-    if shape:
-        check_engine(shape, config.rollout)
-    return layout
 
 
 def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
@@ -121,11 +137,17 @@ def _check_model(config: RunConfig, shape: ModelShape) -> str:
     _check_lengths(config, shape)
     weights = check_weights(folder, shape)
     tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
+    return (
+        f"{folder}: {_model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
+        f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"
+    )
+
+
+def _model_text(shape: ModelShape) -> str:
     parameters = sum(prod(tensor.shape) for tensor in model_tensors(shape))
     return (
-        f"{folder}: {shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}, "
-        f"{parameters / 1e6:,.1f} M parameters in {len(set(weights.files.values()))} file(s) of "
-        f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"
+        f"{shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}, "
+        f"{parameters / 1e6:,.1f} M parameters"
     )
 
 

@@ -32,7 +32,8 @@ def modules_after(*arguments: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["run", "--help"], ["submit", "--help"], ["status", "--help"]]
+    "arguments",
+    [["--help"], ["--version"], ["run", "--help"], ["submit", "--help"], ["status", "--help"], ["plan", "--help"]],
 )
 def test_help_imports_only_click(arguments):
     assert not modules_after(*arguments) & {*HEAVY, "numpy", "pydantic", "yaml", "rich", "submitit"}
@@ -41,6 +42,11 @@ def test_help_imports_only_click(arguments):
 def test_a_check_imports_nothing_heavy(tmp_path):
     config = write_inputs(tmp_path)
     assert not modules_after("run", str(config), "--check") & {*HEAVY, "submitit", "rich"}
+
+
+def test_a_plan_imports_nothing_heavy(tmp_path):
+    config = write_inputs(tmp_path)
+    assert not modules_after("plan", str(config), "--reshard") & {*HEAVY, "numpy", "submitit", "rich"}
 
 
 def test_a_dry_run_of_a_submission_imports_nothing_heavy(tmp_path):

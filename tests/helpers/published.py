@@ -1,4 +1,4 @@
-"""config.json of published models with experts, as their authors wrote them."""
+"""config.json of published models, as their authors wrote them."""
 
 from __future__ import annotations
 
@@ -142,3 +142,29 @@ DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280,
 }
 DEEPSEEK_V3_BF16 = {key: value for key, value in DEEPSEEK_V3.items() if key != "quantization_config"}
+QWEN25_72B: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151643,
+    "hidden_act": "silu",
+    "hidden_size": 8192,
+    "initializer_range": 0.02,
+    "intermediate_size": 29568,
+    "max_position_embeddings": 131072,
+    "max_window_layers": 80,
+    "model_type": "qwen2",
+    "num_attention_heads": 64,
+    "num_hidden_layers": 80,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 1000000.0,
+    "sliding_window": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.40.1",
+    "use_cache": True,
+    "use_mrope": False,
+    "use_sliding_window": False,
+    "vocab_size": 152064,
+}

@@ -1,0 +1,148 @@
+"""``rlhpc plan``: what it foretells of published models that nobody has here, and of a tiny one by heart."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from rlhpc.cli.main import cli
+from rlhpc.config import yaml12
+from tests.cli.test_main import told
+from tests.helpers.golden import check_text
+from tests.helpers.published import DEEPSEEK_V3_BF16, QWEN3_235B_A22B, QWEN25_72B
+
+TINY = {
+    **QWEN25_72B,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+TWO_STAGES = {"tp": 2, "pp": 2}
+
+
+def write(folder: Path, model: dict[str, Any], **sections: Any) -> str:
+    """A model folder with a config.json and nothing else, and a configuration that names it."""
+    (folder / "model").mkdir(parents=True)
+    (folder / "model" / "config.json").write_text(json.dumps(model))
+    config = {"name": "big", "model": {"path": str(folder / "model")}, "train": {"steps": 1}, **sections}
+    (folder / "config.yaml").write_text(yaml12.dump(config))
+    return str(folder / "config.yaml")
+
+
+def plan(*arguments: str) -> str:
+    done = CliRunner().invoke(cli, ["plan", *arguments], catch_exceptions=False)
+    assert done.exit_code == 0
+    return done.stdout
+
+
+def nodes(count: int) -> dict[str, Any]:
+    return {"slurm": {"nodes": count}, "resources": {"ranks_per_node": 8}}
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    """Two nodes of four: training by tp 2 and pp 2, engines of two ranks."""
+    sections = {"parallel": TWO_STAGES, "rollout": {"tp": 2}, "reshard": {"bucket_mib": 1}}
+    return write(tmp_path, TINY, slurm={"nodes": 2}, resources={"ranks_per_node": 4}, **sections)
+
+
+@pytest.mark.parametrize(
+    ("model", "count", "parallel", "rollout", "weights"),
+    [
+        (
+            DEEPSEEK_V3_BF16,
+            12,
+            {"tp": 8, "pp": 12, "ep": 8, "first_stage_layers": 6, "last_stage_layers": 5},
+            32,
+            671e9,
+        ),
+        (QWEN3_235B_A22B, 4, {"tp": 4, "pp": 8, "ep": 4, "first_stage_layers": 11, "last_stage_layers": 11}, 8, 235e9),
+        (QWEN25_72B, 12, {"tp": 8, "pp": 6, "first_stage_layers": 14, "last_stage_layers": 10}, 8, 72.7e9),
+    ],
+    ids=["deepseek-v3", "qwen3-235b", "qwen2.5-72b"],
+)
+def test_a_published_model_is_planned_without_its_weights(
+    tmp_path: Path, model: dict[str, Any], count: int, parallel: dict[str, int], rollout: int, weights: float
+) -> None:
+    config = write(tmp_path, model, parallel=parallel, rollout={"tp": rollout}, **nodes(count))
+    found = json.loads(plan(config, "--reshard", "--json"))
+    moved = found["bytes"]["received"]["total"] + found["bytes"]["local"]["total"]
+    assert (
+        1 <= moved / (2 * weights * found["engines"]) < 1.06
+    )  # what every rank has, such as MLA's way down, comes on top
+    assert found["reaches_least"]
+    assert found["least_received"] == found["bytes"]["received"]["total"] == found["bytes"]["sent"]["total"]
+    assert found["largest_bucket"] <= found["bucket_bytes"] == 128 << 20
+    assert found["buffer_bytes"] <= 512 << 20
+    # The busiest rank sends little more than a rank receives.
+    assert found["bytes"]["sent"]["most"] < 1.25 * found["bytes"]["received"]["most"]
+
+
+def test_the_report_by_heart(tiny: str, request: pytest.FixtureRequest) -> None:
+    text = plan(tiny, "--reshard")
+    text = re.sub(r"in \d+\.\d+ s, digest [0-9a-f]{32}", "in SECONDS, digest DIGEST", text)
+    check_text("plan_reshard.txt", text, request.config.getoption("--accept-golden"))
+
+
+def test_the_copies_of_a_rank_by_heart(tiny: str, request: pytest.FixtureRequest) -> None:
+    text = plan(tiny, "--reshard", "--rank", "5")
+    check_text("plan_reshard_rank.txt", text, request.config.getoption("--accept-golden"))
+
+
+def test_the_copies_of_a_rank_in_json_are_its_bytes(tiny: str) -> None:
+    found = json.loads(plan(tiny, "--reshard", "--rank", "5", "--json"))
+    copies = found["rank"]["copies"]
+    assert {5} < {copy["source_rank"] for copy in copies} | {copy["target_rank"] for copy in copies}
+    assert all(5 in (copy["source_rank"], copy["target_rank"]) for copy in copies)
+    written = {(c["target"]["name"], tuple(c["target"]["start"])) for c in copies if c["target_rank"] == 5}
+    assert len(written) == sum(copy["target_rank"] == 5 for copy in copies)
+    assert ("model.layers.3.mlp.gate_up_proj.weight", (48, 0)) in written
+
+
+def test_bandwidths_set_the_time(tiny: str) -> None:
+    """A hundredth of the bandwidth takes a hundred times as long, each for its own bytes."""
+    times = json.loads(plan(tiny, "--reshard", "--json"))["slowest"]
+    slow = json.loads(plan(tiny, "--reshard", "--json", "--network", "0.5", "--node", "4.5", "--memory", "40"))[
+        "slowest"
+    ]
+    for part in ("node", "memory", "network", "total"):
+        assert slow[part] == pytest.approx(100 * times[part])
+    found = json.loads(plan(tiny, "--reshard", "--json", "--network", "1e9", "--memory", "1e9", "--node", "1"))
+    within = found["bytes"]["received_within"]["most"], found["bytes"]["sent_within"]["most"]
+    assert found["slowest"]["total"] == pytest.approx(max(within) / 1e9, rel=1e-3)
+
+
+def test_engines_over_several_nodes_are_planned_but_not_run(tiny: str) -> None:
+    assert "over several nodes: foretold here, not executed" in plan(
+        tiny, "--reshard", "rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"
+    )
+    assert "would span nodes of 2" in told(
+        "run", tiny, "--check", "rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"
+    )
+
+
+def test_without_a_flag_layout_batch_and_model_are_outlined(tiny: str) -> None:
+    lines = plan(tiny).splitlines()
+    assert [line.split()[0] for line in lines] == ["layout", "batch", "model"]
+    assert "8 ranks on 2 node(s): training tp 2 x pp 2 x dp 2; rollout 4 engine(s) of tp 2" in lines[0]
+    assert "Qwen2ForCausalLM, 4 layers" in lines[2]
+
+
+def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
+    assert told("plan", tiny, "--reshard", "--rank", "8") == "rlhpc: --rank: no rank 8; use 0 to 7"
+    assert told("plan", tiny, "--rank", "1") == "rlhpc: --rank: is for what moves; add --reshard"
+    assert told("plan", tiny, "--reshard", "rollout.tp=8").startswith(
+        "rlhpc: rollout.tp: 8 does not divide the model's 4"
+    )
+    assert told("plan", tiny, "--reshard", "parallel.pp=3").startswith("rlhpc: parallel")
+    assert told("plan", tiny, "--reshard", f"model.path={tmp_path / 'no'}").startswith(
+        "rlhpc: model.path: no such folder"
+    )
