@@ -40,6 +40,8 @@ class Mover:
         self, plan: ReshardPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> None:
         self._dtype, self._device, self._group = dtype, device, group
+        self._lasting = device.type == "cuda"  # there the engine's memory stays where it is, and views can be kept
+        self._views: tuple[list[Tensor], list[Tensor]] | None = None
         rank, members = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
         self._local = plan.local(rank)
         self._sends = [self._message(copies, members, _receiver) for copies in plan.sends(rank)]
@@ -54,8 +56,7 @@ class Mover:
         buckets = len(self._sends)
         sent, received = self._buffers(self._sends), self._buffers(self._receives)
         work = self._start(0, read, sent, received) if buckets else None
-        for copy in self._local:
-            write(copy.target).copy_(read(copy.source))
+        self._copy(read, write)
         for bucket in range(buckets):
             touch("push")
             if bucket + 1 < buckets:
@@ -68,8 +69,18 @@ class Mover:
         """A mover that leaves out the copies inside this rank into the given parameters."""
         copy = object.__new__(Mover)
         vars(copy).update(vars(self))
+        copy._views = None
         copy._local = [local for local in self._local if local.target.local_name not in shared]
         return copy
+
+    def _copy(self, read: View, write: View) -> None:
+        """The copies inside this rank, in as few kernels as there can be."""
+        if not self._local:
+            return
+        read(self._local[0].source)  # brings back what the trainer has put aside; views of it are still good
+        if self._views is None or not self._lasting:
+            self._views = [write(c.target) for c in self._local], [read(c.source) for c in self._local]
+        torch._foreach_copy_(*self._views)
 
     def _message(self, copies: Sequence[Copy], members: Sequence[int], peer: Callable[[Copy], int]) -> _Message:
         ordered = sorted(copies, key=peer)  # stable: both ends have the copies between them in the plan's order

@@ -68,6 +68,8 @@ class ReshardManager:
         self._checksums: ChecksumPlan | None = None
         self._parameters: Mapping[str, Tensor] = {}
         self._shared = self._find_shared(rank) if section.share_weights and engine is not None else {}
+        if self._shared:
+            self._mover = self._mover.without(frozenset(self._shared))
 
     def __enter__(self) -> RolloutEngine | None:
         self.push()
@@ -119,8 +121,7 @@ class ReshardManager:
             for name, source in self._shared.items():
                 self._engine.share(name, self._actor.view(source))
             self._parameters = self._engine.open_weights()
-        mover = self._mover.without(frozenset(self._shared)) if self._shared else self._mover
-        mover.move(self._read, self._written)
+        self._mover.move(self._read, self._written)
 
     def verify(self) -> None:
         """Compare both sides' checksums; a ReshardError on every rank names weights that differ and their ranks."""
