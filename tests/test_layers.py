@@ -17,7 +17,7 @@ LAYERS = (
     {"api"},
     {"parallel", "data", "observe"},
     {"backends.megatron", "backends.fsdp2", "rollout", "reshard", "checkpoint"},
-    {"trainer"},
+    {"trainer", "convert"},
     {"launch"},
     {"cli"},
 )

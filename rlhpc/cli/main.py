@@ -7,6 +7,7 @@ import sys
 import click
 
 from rlhpc import __version__
+from rlhpc.cli.convert import convert
 from rlhpc.cli.plan import plan
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
@@ -53,7 +54,7 @@ def schema() -> None:
     click.echo(json_schema(), nl=False)
 
 
-for command in (plan, submit, status, logs, cancel, resume):
+for command in (plan, submit, status, logs, cancel, resume, convert):
     cli.add_command(command)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from rlhpc.core.errors import UserError, nearest
 from rlhpc.models import ModelShape
 from rlhpc.plan.shards import model_tensors
+from rlhpc.plan.torch_dist_index import check_tensors, is_torch_dist, read_index
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _SURELY_HAS_ROWS = 16384  # bytes; an empty table of a hundred columns is smaller
@@ -28,7 +29,10 @@ class WeightFiles:
 
 
 def check_weights(folder: Path, shape: ModelShape) -> WeightFiles:
-    """Every safetensors file is whole, and together they hold every tensor of ``shape``."""
+    """The files are whole, and together they hold every tensor of ``shape``: safetensors, or a torch_dist checkpoint
+    beside its config."""
+    if is_torch_dist(folder):
+        return _check_torch_dist(folder, shape)
     found = _read_weights(folder)
     for tensor in model_tensors(shape):
         if tensor.name not in found.shapes:
@@ -95,16 +99,27 @@ def check_data_file(path: Path, where: str) -> None:
 
 
 def _read_weights(folder: Path) -> WeightFiles:
-    paths = _weight_files(folder)
+    paths = weight_files(folder)
     shapes: dict[str, tuple[int, ...]] = {}
     files: dict[str, Path] = {}
     for path in paths:
-        for name, entry in _read_header(path).items():
+        for name, entry in read_header(path)[1].items():
             shapes[name], files[name] = tuple(entry["shape"]), path
     return WeightFiles(shapes, files, sum(path.stat().st_size for path in paths))
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _check_torch_dist(folder: Path, shape: ModelShape) -> WeightFiles:
+    tensors = read_index(folder).tensors
+    check_tensors(tensors, shape, folder, folder)
+    files = {folder / chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
+    return WeightFiles(
+        {key: tensor.shape for key, tensor in tensors.items()},
+        {key: folder / tensor.chunks[0].file for key, tensor in tensors.items()},
+        sum(file.stat().st_size for file in files),
+    )
+
+
+def weight_files(folder: Path) -> list[Path]:
     """The safetensors files of the folder, as its index names them."""
     index = folder / _INDEX
     if not index.is_file():
@@ -131,8 +146,8 @@ def _weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def _read_header(path: Path) -> dict[str, Any]:
-    """The header of one safetensors file, whose data must be exactly as long as the header says.
+def read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """Where the data of one safetensors file begins, and its header; the data must be exactly as long as that says.
 
     Format: 8 bytes header length (little endian), the header as JSON, the data.
     """
@@ -154,7 +169,7 @@ def _read_header(path: Path) -> dict[str, Any]:
     if size != end:
         wrong = f"is cut short, {end - size} bytes are missing" if size < end else f"is {size - end} bytes too long"
         raise UserError(f"{wrong} ({size} of {end} bytes)", where=str(path), remedy=_COPY_AGAIN)
-    return dict(header)
+    return 8 + length, dict(header)
 
 
 def _largest_id(tokenizer: dict[str, Any]) -> int:

@@ -32,6 +32,7 @@ from rlhpc.parallel.compat import device, megatron_device
 from rlhpc.plan.context import ContextSplit, split_context
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.shards import Shard
+from rlhpc.plan.torch_dist_index import is_torch_dist
 
 _MAX = "max/"  # metrics of this prefix are combined by maximum, all others by sum
 
@@ -77,9 +78,13 @@ class MegatronBackend:
         )
 
     def load_pretrained(self, folder: Path) -> None:
-        """Take the weights of a HuggingFace folder; a trained model starts its optimizer afresh."""
+        """Take the weights of a HuggingFace folder, or of a torch_dist checkpoint; a trained model starts its
+        optimizer afresh."""
         self._offload.restore("parameters")
-        self.weights.load(folder)
+        if is_torch_dist(folder):
+            Content(self.layout, self._models, None).load(folder)
+        else:
+            self.weights.load(folder)
         self.reset_optimizer()
 
     def copy_weights(self, source: MegatronBackend) -> None:

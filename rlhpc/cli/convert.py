@@ -1,0 +1,195 @@
+"""``rlhpc convert``: models from HuggingFace's files to Megatron's and back. Imports click only."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from rlhpc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhpc.plan.conversion_sides import Side
+    from rlhpc.plan.convert import ConversionPlan
+
+_AXES = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
+_FOLDER = click.Path(path_type=Path)
+
+
+@click.group()
+def convert() -> None:
+    """Convert a model between HuggingFace's files and Megatron's, on CPUs, without holding it in memory."""
+
+
+def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def _axis(name: str, meaning: str) -> Callable[[Any], Any]:
+    return click.option(f"--{name}", type=click.IntRange(min=1), metavar="N", help=meaning)
+
+
+_LAYOUT = _options(
+    _axis("tp", "Tensor parallel size that the chunks are cut for; any other can load them."),
+    _axis("pp", "Pipeline parallel size."),
+    _axis("ep", "Expert parallel size."),
+    _axis("etp", "Tensor parallel size inside an expert."),
+    _axis("vpp", "Virtual pipeline stages on each pipeline rank."),
+    _axis("first-stage-layers", "Layers on the first pipeline rank, if not as many as on the others."),
+    _axis("last-stage-layers", "Layers on the last pipeline rank."),
+)
+_WORK = _options(
+    click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: as it is."),
+    click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one for each core."),
+    click.option("--dry-run", is_flag=True, help="Say what would be done, from headers alone, and write nothing."),
+    click.option("--force", is_flag=True, help="Replace DST if it is there."),
+    click.option("--share", metavar="I/N", help="Only the pieces of job I (0 to N-1) of N; then once without it."),
+    click.option("--family", metavar="PACKAGE.MODULE:NAME", help="A model family of your own, as model.family."),
+    click.option("--piece-mib", type=click.IntRange(min=1), default=256, hidden=True),
+)
+_FROM_RUN = _options(
+    click.option("--step", type=int, metavar="N", help="Which checkpoint of a run; default: the newest."),
+    click.option("--model", type=_FOLDER, metavar="FOLDER", help="Where config and tokenizer are, if not found."),
+)
+
+
+@convert.command("hf-to-megatron")
+@click.argument("src", type=_FOLDER)
+@click.argument("dst", type=_FOLDER)
+@_LAYOUT
+@_WORK
+def hf_to_megatron(src: Path, dst: Path, **options: Any) -> None:
+    """Write SRC, a HuggingFace folder with safetensors, as a torch_dist checkpoint DST."""
+    from rlhpc.plan.conversion_sides import read_side
+
+    _run(_of_kind(read_side(src, family=options["family"]), "hf"), "megatron", dst, options)
+
+
+@convert.command("megatron-to-hf")
+@click.argument("src", type=_FOLDER)
+@click.argument("dst", type=_FOLDER)
+@_FROM_RUN
+@_WORK
+def megatron_to_hf(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
+    """Write SRC, a torch_dist checkpoint or a run's folder, as a HuggingFace folder DST."""
+    from rlhpc.plan.conversion_sides import read_side
+
+    _run(_of_kind(read_side(src, step, model, options["family"]), "megatron"), "hf", dst, options)
+
+
+@convert.command()
+@click.argument("src", type=_FOLDER)
+@click.argument("dst", type=_FOLDER)
+@_LAYOUT
+@_FROM_RUN
+@_WORK
+def reshard(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
+    """Write SRC, a torch_dist checkpoint, anew as DST in chunks for another layout, optimizer included."""
+    from rlhpc.plan.conversion_sides import read_side
+
+    _run(_of_kind(read_side(src, step, model, options["family"]), "megatron"), "megatron", dst, options)
+
+
+@convert.command()
+@click.argument("src", type=_FOLDER)
+@click.argument("dst", type=_FOLDER)
+@_FROM_RUN
+@click.option("--family", metavar="PACKAGE.MODULE:NAME", help="A model family of your own, as model.family.")
+@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one for each core.")
+@click.option("--logprobs", is_flag=True, help="Also run both sides on the same tokens and compare. Needs PyTorch.")
+def verify(
+    src: Path,
+    dst: Path,
+    step: int | None,
+    model: Path | None,
+    family: str | None,
+    workers: int | None,
+    logprobs: bool,
+) -> None:
+    """Compare the model in SRC with the one in DST, both as they are on disk. Exit code 1 if they differ."""
+    from rlhpc.convert.verify import verify as compare
+
+    report = compare(src, dst, _workers(workers), step=step, model=model, family=family)
+    for fault in report.faults:
+        click.echo(f"fault: {fault}")
+    for line in report.notes:
+        click.echo(line)
+    if logprobs and not report.faults:
+        from rlhpc.convert.logprobs import compare_logprobs
+
+        for line in compare_logprobs(report):
+            click.echo(line)
+    click.echo(f"{len(report.faults)} fault(s)" if report.faults else "equal")
+    sys.exit(1 if report.faults else 0)
+
+
+def _of_kind(side: Side, kind: str) -> Side:
+    if side.kind != kind:
+        found, other = ("a torch_dist checkpoint", "reshard or megatron-to-hf")
+        if kind == "megatron":
+            found, other = ("no torch_dist checkpoint", "hf-to-megatron")
+        raise UserError(f"is {found}", where=str(side.folder), remedy=f"use `rlhpc convert {other}`")
+    return side
+
+
+def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
+    import shutil
+
+    from rlhpc.plan.convert import DTYPES, describe, plan_conversion, plan_layout
+
+    layout = plan_layout(source, {axis: options.get(axis) for axis in _AXES})
+    dtype = DTYPES[options["dtype"]] if options["dtype"] else None
+    plan = plan_conversion(source, target, layout, dtype, piece_bytes=options["piece_mib"] << 20)
+    workers = _workers(options["workers"])
+    above = next(folder for folder in (dst.absolute(), *dst.absolute().parents) if folder.is_dir())
+    if options["dry_run"]:
+        for line in describe(plan, shutil.disk_usage(above).free, workers):
+            click.echo(line)
+        return
+    _execute(plan, dst, workers, options)
+
+
+def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, Any]) -> None:
+    from rlhpc.convert.execute import convert as execute
+    from rlhpc.convert.progress import ProgressLine
+
+    share = _share(options["share"])
+    line = ProgressLine(sys.stderr)
+    try:
+        done = execute(plan, dst, workers, options["force"], share, line.show, line.tell)
+    except KeyboardInterrupt:
+        line.tell("stopped; the same command goes on from what is finished")
+        sys.exit(130)
+    finally:
+        line.end()
+    if not done:
+        click.echo(f"{dst} is there already, made from the same files with the same options")
+    elif share is not None:
+        click.echo(f"share {share.index} of {share.count} is done; when all are, run the command without --share")
+    else:
+        click.echo(f"{dst}: {plan.write_bytes / 1e9:,.2f} GB, {line.summary()}")
+
+
+def _share(text: str | None) -> Any:
+    from rlhpc.convert.execute import Share
+
+    if text is None:
+        return None
+    index, _, count = text.partition("/")
+    if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
+        raise UserError(f"{text!r} is no share", where="--share", remedy="write 0/8 for the first of eight")
+    return Share(int(index), int(count))
+
+
+def _workers(asked: int | None) -> int:
+    import os
+
+    return asked or min(len(os.sched_getaffinity(0)), 8)

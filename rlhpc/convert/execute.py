@@ -1,0 +1,208 @@
+"""Carrying out a plan: worker processes each take pieces, and the folder gets its name when all are there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from rlhpc.convert.arrays import NUMPY, Array
+from rlhpc.convert.finish import write_rest
+from rlhpc.convert.readers import Reader, reader_of
+from rlhpc.convert.torch_files import wrap
+from rlhpc.convert.workshop import Items, Workshop
+from rlhpc.core.errors import UserError
+from rlhpc.core.files import read_json
+from rlhpc.core.process import ProcessId, die_with
+from rlhpc.plan.conversion_sides import RECORD
+from rlhpc.plan.convert import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
+from rlhpc.plan.safetensors import ITEM_BYTES
+from rlhpc.plan.shards import Box
+from rlhpc.plan.torch_dist import cut_box
+
+Progress = Callable[[int, int], None]  # bytes written in this run, and of all that it has to write
+_AGAIN = "run the same command again: what is finished is kept"
+
+
+@dataclass(frozen=True)
+class Share:
+    """One of ``count`` equal parts of the pieces, to be done apart from the others."""
+
+    index: int
+    count: int
+
+
+def convert(
+    plan: ConversionPlan,
+    target: Path,
+    workers: int,
+    force: bool = False,
+    share: Share | None = None,
+    progress: Progress = lambda done, total: None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> bool:
+    """Write the target folder, or one share of it; False if it was there already, made by the same plan.
+
+    Raises UserError; what was finished until then is kept for the next try.
+    """
+    if not force and is_done(plan, target):
+        return False
+    workshop = Workshop.beside(target)
+    with workshop.locked(f"{share.index}" if share else ""):
+        if workshop.prepare(plan):
+            notice("the source or the options have changed since the last try: starting afresh")
+        todo = [piece for piece in plan.pieces if workshop.done(piece) is None]
+        if share is not None:
+            todo = [piece for piece in todo if piece.number % share.count == share.index]
+        if len(todo) < len(plan.pieces) and share is None:
+            notice(f"{len(plan.pieces) - len(todo)} of {len(plan.pieces)} pieces are there from before")
+        check_disk(target.absolute().parent, sum(p.size for p in todo), shutil.disk_usage(workshop.path).free)
+        with _plainly(target):
+            _do(plan, workshop, todo, workers, progress)
+            if share is None:
+                write_rest(plan, workshop)
+                workshop.publish(target)
+    return True
+
+
+def is_done(plan: ConversionPlan, target: Path) -> bool:
+    """The target was made by the same plan; a UserError if something else is in its place."""
+    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+        return False
+    record = target / RECORD
+    known = read_json(record) if record.is_file() else {}
+    if known.get("digest") == plan.digest:
+        whole = all((target / n).is_file() and (target / n).stat().st_size == s for n, s in known["files"].items())
+        if whole:
+            return True
+    raise UserError(
+        "exists already" + (", and is damaged" if known.get("digest") == plan.digest else ""),
+        where=str(target),
+        remedy="choose another folder, or replace it with --force",
+    )
+
+
+class _plainly:
+    """What the file system or the machine refuses is one line for the user."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                "a worker process was killed, perhaps for want of memory", where=str(self._target), remedy=_AGAIN
+            )
+        if isinstance(error, OSError):
+            where = str(error.filename or self._target)
+            raise UserError(error.strerror or str(error), where=where, remedy=_AGAIN) from error
+
+
+def _do(plan: ConversionPlan, workshop: Workshop, todo: Sequence[Piece], workers: int, progress: Progress) -> None:
+    total, written = sum(piece.size for piece in todo), 0
+    progress(0, total)
+    for piece in _work(plan, workshop, todo, min(workers, len(todo))):
+        written += piece.size
+        progress(written, total)
+
+
+def _work(plan: ConversionPlan, workshop: Workshop, todo: Sequence[Piece], workers: int) -> Iterator[Piece]:
+    """Each piece as it is finished."""
+    if workers <= 1:
+        reader = reader_of(plan.source)
+        for piece in todo:
+            write_piece(reader, workshop, piece)
+            yield piece
+        return
+    parent = ProcessId.own()
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(plan, workshop, parent))
+    try:
+        futures = {pool.submit(_take, index): piece for piece in todo for index in [plan.pieces.index(piece)]}
+        for future in as_completed(futures):
+            future.result()
+            yield futures[future]
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_state: tuple[ConversionPlan, Workshop, Reader] | None = None
+
+
+def _begin(plan: ConversionPlan, workshop: Workshop, parent: ProcessId) -> None:
+    global _state
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
+    die_with(parent)
+    _state = plan, workshop, reader_of(plan.source)
+
+
+def _take(index: int) -> None:
+    assert _state is not None
+    plan, workshop, reader = _state
+    write_piece(reader, workshop, plan.pieces[index])
+
+
+def write_piece(reader: Reader, workshop: Workshop, piece: Piece) -> None:
+    """Write one piece, force it to disk, and note that it is there."""
+    path = workshop.target / piece.file
+    chunks = isinstance(piece.items[0], NewChunk)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if chunks else 0), 0o666)
+    try:
+        items: Items = []
+        at = 0
+        for item in piece.items:
+            if isinstance(item, NewChunk):
+                items.append(_write_chunk(descriptor, reader, item, at))
+                at += items[-1][1]
+            else:
+                items.append(_write_tensor(descriptor, reader, item))
+        os.fdatasync(descriptor)
+    finally:
+        os.close(descriptor)
+    workshop.finish(piece, items)
+
+
+def _write_chunk(descriptor: int, reader: Reader, item: NewChunk, at: int) -> list[int]:
+    values = reader.chunk(item)
+    shape = item.parameter.in_key(item.box).shape
+    data = _bytes_of(values)
+    checksum = zlib.crc32(data)
+    head, tail = wrap(item.dtype, shape, checksum)
+    start = at
+    for part in (head, data, tail):
+        at += _write(descriptor, part, at)
+    return [start, at - start, checksum]
+
+
+def _write_tensor(descriptor: int, reader: Reader, item: NewTensor) -> list[int]:
+    """A slab of rows at a time."""
+    at, checksum = item.start, 0
+    shape = item.spec.shape
+    for box in cut_box(Box((0,) * len(shape), shape), CHUNK_BYTES // ITEM_BYTES[item.dtype]):
+        data = _bytes_of(reader.tensor(item.spec.name, box, item.dtype))
+        checksum = zlib.crc32(data, checksum)
+        at += _write(descriptor, data, at)
+    assert at - item.start == item.size
+    return [item.start, item.size, checksum]
+
+
+def _bytes_of(values: Array) -> memoryview:
+    assert values.flags.c_contiguous
+    assert values.dtype in NUMPY.values()
+    return memoryview(values.reshape(-1)).cast("B") if values.size else memoryview(b"")
+
+
+def _write(descriptor: int, data: bytes | memoryview, at: int) -> int:
+    view, done = memoryview(data), 0
+    while done < len(view):
+        done += os.pwrite(descriptor, view[done:], at + done)
+    return done

@@ -1,0 +1,136 @@
+"""Blocks of a model's tensors from either kind of folder, in the type that is asked for."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from rlhpc.convert.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
+from rlhpc.convert.torch_files import open_chunk
+from rlhpc.plan.conversion_sides import FP8_BLOCK, SCALE, HuggingFaceSide, MegatronSide, Side
+from rlhpc.plan.convert import NewChunk
+from rlhpc.plan.safetensors import StoredTensor
+from rlhpc.plan.shards import Box
+from rlhpc.plan.torch_dist import cut_box
+from rlhpc.plan.torch_dist_index import Chunk
+
+
+class HuggingFaceReader:
+    """Reads byte ranges of safetensors."""
+
+    def __init__(self, side: HuggingFaceSide) -> None:
+        self._side = side
+
+    def tensor(self, name: str, box: Box, dtype: str) -> Array:
+        """A block of a HuggingFace tensor."""
+        out = np.empty(box.shape, NUMPY[dtype])
+        self._into(out, name, box, dtype)
+        return out
+
+    def chunk(self, new: NewChunk) -> Array:
+        """What is to be saved as one chunk; rows that pad the vocabulary are zero."""
+        out = (np.zeros if new.parameter.pads else np.empty)(new.box.shape, NUMPY[new.dtype])
+        for shard, at in new.parameter.within(new.box):
+            inside = out[_relative(at, new.box)]
+            self._into(inside.reshape(shard.box.shape), shard.tensor.name, shard.box, new.dtype)
+        return out
+
+    def _into(self, out: Array, name: str, box: Box, dtype: str) -> None:
+        stored = self._side.tensors[name]
+        array = _array_of(stored)
+        if stored.dtype == dtype:
+            array.read_into(out, box)
+            return
+        for part in cut_box(box, CAST_ELEMENTS):
+            values = array.read(part)
+            if stored.dtype == "F8_E4M3":
+                scaled = to_float32(values, stored.dtype) * self._scales(name, part)
+                out[_relative(part, box)] = cast(scaled, "F32", dtype, name)
+            else:
+                out[_relative(part, box)] = cast(values, stored.dtype, dtype, name)
+
+    def _scales(self, name: str, box: Box) -> Array:
+        """The factor of each element of a block: one for each 128 x 128 of the tensor."""
+        scale = _array_of(self._side.scales[name + SCALE])
+        rows, columns = (np.arange(a, b) // FP8_BLOCK for a, b in zip(box.start, box.stop, strict=True))
+        needed = Box((int(rows[0]), int(columns[0])), (int(rows[-1]) + 1, int(columns[-1]) + 1))
+        return scale.read(needed)[rows - rows[0]][:, columns - columns[0]]
+
+
+class MegatronReader:
+    """Reads byte ranges of the chunks of a torch_dist checkpoint."""
+
+    def __init__(self, side: MegatronSide) -> None:
+        self._side = side
+        self._open = lru_cache(maxsize=4096)(lambda chunk: open_chunk(side.folder, chunk))
+        self._by_rows = lru_cache(maxsize=64)(self._group)
+
+    def tensor(self, name: str, box: Box, dtype: str) -> Array:
+        """A block of a HuggingFace tensor."""
+        out = np.empty(box.shape, NUMPY[dtype])
+        for parameter, shard in self._side.places[name]:
+            met = shard.box.meet(box)
+            if met is not None:
+                inside = parameter.in_key(shard.part(met).local_box)
+                part = out[_relative(met, box)]
+                self._into(part.reshape(inside.shape), parameter.key, inside, dtype)
+        return out
+
+    def chunk(self, new: NewChunk) -> Array:
+        """What is to be saved as one chunk; rows that pad the vocabulary further than before are zero."""
+        out = np.zeros(new.box.shape, NUMPY[new.dtype])
+        limits = self._side.tensors[new.key].shape
+        inside = new.parameter.in_key(new.box).meet(Box((0,) * len(limits), limits))
+        if inside is not None:
+            lead = len(new.parameter.lead)
+            part = out[tuple(slice(0, n) for n in inside.shape[lead:])]
+            self._into(part.reshape(inside.shape), new.key, inside, new.dtype)
+        return out
+
+    def _into(self, out: Array, key: str, box: Box, dtype: str) -> None:
+        for (first, last), chunks in self._by_rows(key).items():
+            if first >= box.stop[0] or last <= box.start[0]:
+                continue
+            for chunk in chunks:
+                met = chunk.box.meet(box)
+                if met is not None:
+                    self._chunk_into(out[_relative(met, box)], chunk, _shifted(met, chunk.box.start), dtype, key)
+
+    def _chunk_into(self, out: Array, chunk: Chunk, box: Box, dtype: str, key: str) -> None:
+        array: FileArray = self._open(chunk)
+        if array.dtype == dtype:
+            array.read_into(out, box)
+            return
+        for part in cut_box(box, CAST_ELEMENTS):
+            out[_relative(part, box)] = cast(array.read(part), array.dtype, dtype, key)
+
+    def _group(self, key: str) -> dict[tuple[int, int], list[Chunk]]:
+        found: dict[tuple[int, int], list[Chunk]] = {}
+        for chunk in self._side.tensors[key].chunks:
+            found.setdefault((chunk.box.start[0], chunk.box.stop[0]), []).append(chunk)
+        return found
+
+
+Reader = HuggingFaceReader | MegatronReader
+
+
+def reader_of(side: Side) -> Reader:
+    """What reads the tensors of a folder, as it is now."""
+    close_files()
+    return HuggingFaceReader(side) if isinstance(side, HuggingFaceSide) else MegatronReader(side)
+
+
+def _array_of(stored: StoredTensor) -> FileArray:
+    return FileArray(stored.file, stored.start, stored.dtype, stored.shape)
+
+
+def _shifted(box: Box, origin: tuple[int, ...]) -> Box:
+    return Box(
+        tuple(a - o for a, o in zip(box.start, origin, strict=True)),
+        tuple(b - o for b, o in zip(box.stop, origin, strict=True)),
+    )
+
+
+def _relative(box: Box, whole: Box) -> tuple[slice, ...]:
+    return _shifted(box, whole.start).slices

@@ -1,0 +1,266 @@
+"""Files as torch.save writes them, made and opened without torch: a zip archive with one record for the elements.
+
+Reading, only the few names that make up a plain tensor are known in its pickle; anything else is refused. Writing,
+pickles name torch's functions without importing them.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rlhpc.convert.arrays import NUMPY, FileArray
+from rlhpc.core.errors import UserError
+from rlhpc.plan.torch_dist_index import TORCH_DTYPES, Chunk
+
+_STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
+_DTYPE_OF = {storage: dtype for dtype, storage in _STORAGES.items()}
+_METADATA = "torch.distributed.checkpoint.metadata"
+_LOCAL, _CENTRAL, _END = "<IHHHHHIIIHH", "<IHHHHHHIIIHHHHHII", "<IHHHHIIH"
+_ALIGN = 64  # of the record, for mappings of the file
+
+
+# --- pickles that name what they do not import
+
+
+@dataclass(frozen=True)
+class Name:
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """What ``function(*arguments)`` gives when the pickle is read."""
+
+    function: Name
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class _Storage:
+    dtype: str
+    elements: int
+
+
+class _Pickler(pickle._Pickler):
+    dispatch = pickle._Pickler.dispatch.copy()
+
+    def persistent_id(self, value: Any) -> Any:
+        if isinstance(value, _Storage):
+            return ("storage", Name("torch", _STORAGES[value.dtype]), "0", "cpu", value.elements)
+        return None
+
+    def save_name(self, value: Name) -> None:
+        self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
+
+    def save_call(self, value: Call) -> None:
+        self.save(value.function)
+        self.save(value.arguments)
+        self.write(pickle.REDUCE)
+
+    dispatch[Name] = save_name
+    dispatch[Call] = save_call
+
+
+def pickled(value: Any) -> bytes:
+    """A pickle of plain values, names and calls, in the protocol that torch.save uses."""
+    file = io.BytesIO()
+    _Pickler(file, 2).dump(value)
+    return file.getvalue()
+
+
+@lru_cache(maxsize=1024)
+def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    storage = _Storage(dtype, prod(shape))
+    empty = Call(Name("collections", "OrderedDict"), ())
+    return pickled(Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides, False, empty)))
+
+
+# --- archives
+
+
+def wrap(dtype: str, shape: tuple[int, ...], checksum: int) -> tuple[bytes, bytes]:
+    """What comes before and after the elements of a tensor in its file; ``checksum`` is the CRC-32 of their bytes."""
+    size = prod(shape) * NUMPY[dtype].itemsize
+    before = [("data.pkl", _tensor_pickle(dtype, shape)), ("byteorder", b"little")]
+    return _archive(before, ("data/0", size, checksum))
+
+
+def archive(value: Any) -> bytes:
+    """What torch.save writes of a value without tensors."""
+    head, tail = _archive([("data.pkl", pickled(value)), ("byteorder", b"little")], None)
+    return head + tail
+
+
+def _archive(before: list[tuple[str, bytes]], record: tuple[str, int, int] | None) -> tuple[bytes, bytes]:
+    """An archive without compression, up to the bytes of the record and after them."""
+    head, central, at = bytearray(), bytearray(), 0
+
+    def enter(name: str, size: int, crc: int, pad: bool) -> bytes:
+        path = f"archive/{name}".encode()
+        fill = -(at + 30 + len(path) + 4) % _ALIGN if pad else 0
+        extra = b"FB" + struct.pack("<H", fill) + b"Z" * fill if pad else b""
+        shared = (0, 0x800, 0, 0, 0, crc, size, size, len(path), len(extra))
+        central.extend(struct.pack(_CENTRAL, 0x02014B50, 0, *shared[:9], 0, 0, 0, 0, 0, at) + path)
+        return struct.pack(_LOCAL, 0x04034B50, *shared) + path + extra
+
+    for name, content in before:
+        head += enter(name, len(content), zlib.crc32(content), pad=False) + content
+        at = len(head)
+    if record is not None:
+        head += enter(*record, pad=True)
+        at = len(head) + record[1]
+    version = b"3\n"
+    tail = enter("version", len(version), zlib.crc32(version), pad=False) + version
+    at += len(tail)
+    count = len(before) + 1 + (record is not None)
+    tail += bytes(central) + struct.pack(_END, 0x06054B50, 0, 0, count, count, len(central), at, 0)
+    return bytes(head), tail
+
+
+# --- reading
+
+
+class _Part(io.RawIOBase):
+    """A part of a file as a file."""
+
+    def __init__(self, path: Path, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._at = open(path, "rb"), start, length, 0  # noqa: SIM115
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        self._file.seek(self._start + self._at)
+        wanted = max(0, min(len(buffer), self._length - self._at))
+        data = self._file.read(wanted)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
+    """Where the elements of a chunk are; it must hold one plain tensor of its box's shape. Raises UserError."""
+    path = folder / chunk.file
+    try:
+        with _Part(path, chunk.start, chunk.length) as part, zipfile.ZipFile(part) as archive:
+            names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
+            tensor = _TensorReader(io.BytesIO(archive.read(names["data.pkl"]))).load()
+            record = names[f"data/{tensor.storage.key}"]
+            part.seek(record.header_offset + 26)
+            name, extra = struct.unpack("<HH", part.read(4))
+            start = chunk.start + record.header_offset + 30 + name + extra
+    except UserError as error:
+        raise UserError(error.message, where=str(path)) from None
+    except Exception as error:  # a damaged archive fails in any way
+        raise UserError(
+            f"the chunk at byte {chunk.start} is damaged ({type(error).__name__})",
+            where=str(path),
+            remedy="copy or save the checkpoint again",
+        ) from None
+    array = FileArray(
+        path, start + tensor.first * NUMPY[tensor.storage.dtype].itemsize, tensor.storage.dtype, tensor.shape
+    )
+    _check(array, tensor, chunk, record)
+    return array
+
+
+def _check(array: FileArray, tensor: _Tensor, chunk: Chunk, record: zipfile.ZipInfo) -> None:
+    strides = tuple(prod(tensor.shape[dim + 1 :]) for dim in range(len(tensor.shape)))
+    rows_in_order = all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, strides, strict=True))
+    end = (tensor.first + prod(tensor.shape)) * NUMPY[array.dtype].itemsize
+    good = rows_in_order and record.compress_type == zipfile.ZIP_STORED and end <= record.file_size
+    if not good or tensor.shape != chunk.box.shape:
+        raise UserError(
+            f"the chunk at byte {chunk.start} holds {list(tensor.shape)} in strides {list(tensor.strides)}, not rows "
+            f"of {list(chunk.box.shape)}",
+            where=str(array.path),
+        )
+
+
+@dataclass(frozen=True)
+class _Found:
+    dtype: str
+    key: str
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    storage: _Found
+    first: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _TensorReader(pickle.Unpickler):
+    def persistent_load(self, value: Any) -> _Found:
+        _, storage, key, _, _ = value
+        return _Found(storage, str(key))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _DTYPE_OF:
+            return _DTYPE_OF[name]
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return lambda storage, first, shape, strides, *_: _Tensor(storage, first, tuple(shape), tuple(strides))
+        if (module, name) == ("collections", "OrderedDict"):
+            return dict
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        raise UserError(f"names {module}.{name}, which no plain tensor does: it is not opened")
+
+
+# --- the index of a checkpoint
+
+
+def index_bytes(
+    tensors: Mapping[str, tuple[str, tuple[int, ...], list[Chunk]]], objects: Mapping[str, tuple[str, int, int]]
+) -> bytes:
+    """.metadata of a torch_dist checkpoint: of each key (dtype, shape, chunks), and where plain objects lie."""
+
+    def size(numbers: tuple[int, ...]) -> Call:
+        return Call(Name("torch", "Size"), (tuple(numbers),))
+
+    def made(name: str, *arguments: Any) -> Call:
+        return Call(Name(_METADATA, name), arguments)
+
+    def info(file: str, start: int, length: int) -> Call:
+        return Call(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), (file, start, length))
+
+    keys: dict[str, Call] = {}
+    places: dict[Call, Call] = {}
+    for key, (dtype, shape, chunks) in tensors.items():
+        parts = [made("ChunkStorageMetadata", size(chunk.box.start), size(chunk.box.shape)) for chunk in chunks]
+        properties = made("TensorProperties", Name("torch", TORCH_DTYPES[dtype]))
+        keys[key] = made("TensorStorageMetadata", properties, size(shape), parts)
+        for chunk in chunks:
+            where = info(chunk.file, chunk.start, chunk.length)
+            places[made("MetadataIndex", key, size(chunk.box.start))] = where
+    for key, where in objects.items():
+        keys[key] = made("BytesStorageMetadata")
+        places[made("MetadataIndex", key)] = info(*where)
+    return pickled(made("Metadata", keys, None, places, made("StorageMeta"), "1.0.0"))

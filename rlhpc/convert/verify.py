@@ -1,0 +1,303 @@
+"""Is the model in one folder the model in another? Answered from the files on disk, whatever wrote them."""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.convert.arrays import CAST_ELEMENTS
+from rlhpc.convert.checksum import add, checksum
+from rlhpc.convert.finish import crc_of, header_digest, model_files
+from rlhpc.convert.readers import Reader, reader_of
+from rlhpc.convert.torch_files import wrap
+from rlhpc.core.errors import UserError
+from rlhpc.core.process import ProcessId, die_with
+from rlhpc.plan.conversion_sides import RECORD, HuggingFaceSide, MegatronSide, Side, read_record, read_side, unquantised
+from rlhpc.plan.safetensors import ITEM_BYTES
+from rlhpc.plan.shards import Box
+from rlhpc.plan.torch_dist import cut_box, tiles
+
+_MAY_DIFFER = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
+_TASK_BYTES = 256 << 20
+
+
+@dataclass
+class Report:
+    """``faults``: one line each, naming file, tensor or field. The sides are None where they could not be read."""
+
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    source: Side | None = None
+    target: Side | None = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A tensor on both sides: its checksums, and the first row in which they differ."""
+
+    name: str
+    source: int
+    target: int
+    row: int | None
+    fault: str = ""
+
+
+def verify(
+    source: Path,
+    target: Path,
+    workers: int,
+    step: int | None = None,
+    model: Path | None = None,
+    family: str | None = None,
+) -> Report:
+    """Compare two folders; ``step`` and ``model`` are of the one that is a training checkpoint."""
+    report = Report()
+    for name, path in (("source", source), ("target", target)):
+        is_run = (path / "checkpoints").is_dir()
+        try:
+            setattr(
+                report, name, read_side(path, step if is_run else None, model if _needs_model(path) else None, family)
+            )
+        except UserError as error:
+            report.faults.append(str(error))
+    first, second = report.source, report.target
+    for side in (first, second):
+        if side is not None:
+            report.faults += _record_faults(side)
+    if first is None or second is None:
+        return report
+    report.faults += _config_faults(first, second)
+    if first.specs != second.specs:
+        report.faults += _spec_faults(first, second)
+        return report
+    report.faults += _coverage_faults(first) + _coverage_faults(second)
+    compared = _compare_all(first, second, workers)
+    report.faults += [item.fault or _difference(item, compared) for item in compared if item.row is not None]
+    report.faults += _same_experts(compared, first)
+    if not report.faults:
+        report.notes += _notes(first, second, compared)
+    return report
+
+
+def _needs_model(path: Path) -> bool:
+    return not any((path / name).is_file() for name in ("config.json",))
+
+
+# --- what a conversion has noted of the files it wrote
+
+
+def _record_faults(side: Side) -> list[str]:
+    folder = side.folder
+    try:
+        record = read_record(folder)
+        return list(_recorded(side, record)) if record else []
+    except (UserError, KeyError, TypeError, ValueError) as error:
+        return [f"{folder / RECORD}: is damaged ({error})"]
+
+
+def _recorded(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
+    folder = side.folder
+    for name, size in record["files"].items():
+        path = folder / name
+        if not path.is_file():
+            yield f"{path}: is missing"
+        elif path.stat().st_size != size:
+            yield f"{path}: has {path.stat().st_size} bytes, {size} were written"
+    for name, digest in record["sha256"].items():
+        if (folder / name).is_file() and hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
+            yield f"{folder / name}: is not what was written"
+    for name, digest in record["headers"].items():
+        if (folder / name).is_file() and header_digest(folder / name) != digest:
+            yield f"{folder / name}: its header is not what was written"
+    keys = _keys(side)
+    for piece in record["items"].values():
+        path = folder / piece["file"]
+        for start, length, crc in piece["items"]:
+            if path.is_file():
+                key, kind, shape = keys.get((piece["file"], start), ("", "", ()))
+                if not _as_written(path, start, length, crc, kind, shape):
+                    yield f"{path}: {key or 'bytes from ' + str(start)} is not what was written"
+
+
+def _keys(side: Side) -> dict[tuple[str, int], tuple[str, str, tuple[int, ...]]]:
+    """(file, start) -> (key, dtype, shape of the chunk; none for safetensors)."""
+    if isinstance(side, HuggingFaceSide):
+        return {(tensor.file.name, tensor.start): (name, "", ()) for name, tensor in side.tensors.items()}
+    return {
+        (chunk.file, chunk.start): (key, tensor.dtype, chunk.box.shape)
+        for key, tensor in side.tensors.items()
+        for chunk in tensor.chunks
+    }
+
+
+def _as_written(path: Path, start: int, length: int, crc: int, dtype: str, shape: tuple[int, ...]) -> bool:
+    if not dtype:
+        return crc_of(path, start, length) == crc
+    head, tail = wrap(dtype, shape, crc)
+    size = prod(shape) * ITEM_BYTES[dtype]
+    with open(path, "rb") as file:
+        file.seek(start)
+        if file.read(len(head)) != head:
+            return False
+        file.seek(start + len(head) + size)
+        if file.read(len(tail)) != tail or length != len(head) + size + len(tail):
+            return False
+    return crc_of(path, start + len(head), size) == crc
+
+
+# --- config and names
+
+
+def _config_faults(first: Side, second: Side) -> Iterator[str] | list[str]:
+    one, two = (unquantised(side.fields, side.model_folder) for side in (first, second))
+    files = f"{first.model_folder / 'config.json'} and {second.model_folder / 'config.json'}"
+    faults = [
+        f"{files}: {name!r} is {one.get(name)!r} in the one, {two.get(name)!r} in the other"
+        for name in sorted(one.keys() | two.keys())
+        if name not in _MAY_DIFFER and one.get(name) != two.get(name)
+    ]
+    there = {file.name for file in model_files(second.model_folder)}
+    for file in model_files(first.model_folder):
+        other = second.model_folder / file.name
+        if file.name not in there:
+            faults.append(f"{other}: is missing")
+        elif file.name != "config.json" and file.read_bytes() != other.read_bytes():
+            faults.append(f"{other}: is not that of {first.model_folder}")
+    return faults
+
+
+def _spec_faults(first: Side, second: Side) -> list[str]:
+    one, two = first.specs, second.specs
+    faults = [f"{name} is only in {first.folder}" for name in one if name not in two]
+    faults += [f"{name} is only in {second.folder}" for name in two if name not in one]
+    both = [name for name in one if name in two and one[name] != two[name]]
+    return faults + [f"{name} has shape {list(one[name].shape)} and {list(two[name].shape)}" for name in both]
+
+
+def _coverage_faults(side: Side) -> list[str]:
+    """Each element of each tensor has one place, and each place one element."""
+    if isinstance(side, HuggingFaceSide):
+        return []
+    faults = []
+    for name, places in side.places.items():
+        if not tiles(side.specs[name].shape, [shard.box for _, shard in places]):
+            faults.append(f"{name}: its elements are not each in one place of {side.folder}")
+    for parameter in side.parameters:
+        rows = max(shard.local_box.stop[0] for shard in parameter.shards)
+        if not tiles((rows, *parameter.shape[1:]), [shard.local_box for shard in parameter.shards]):
+            faults.append(f"{parameter.key}: its elements do not each come from one place")
+    return faults
+
+
+# --- elements
+
+
+def _compare_all(first: Side, second: Side, workers: int) -> list[Compared]:
+    tasks: list[list[str]] = [[]]
+    size = 0
+    for name, spec in first.specs.items():
+        tasks[-1].append(name)
+        size += prod(spec.shape) * ITEM_BYTES[stored_dtype(second, name)]
+        if size > _TASK_BYTES:
+            tasks.append([])
+            size = 0
+    if workers <= 1 or len(tasks) == 1:
+        readers = reader_of(first), reader_of(second)
+        return [_compare(first, second, readers, name) for names in tasks for name in names]
+    context, own = get_context("spawn"), ProcessId.own()
+    with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(first, second, own)) as pool:
+        return [item for found in pool.map(_take, tasks) for item in found]
+
+
+_state: tuple[Side, Side, tuple[Reader, Reader]] | None = None
+
+
+def _begin(first: Side, second: Side, parent: ProcessId) -> None:
+    global _state
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    die_with(parent)
+    _state = first, second, (reader_of(first), reader_of(second))
+
+
+def _take(names: list[str]) -> list[Compared]:
+    assert _state is not None
+    return [_compare(*_state, name) for name in names]
+
+
+def stored_dtype(side: Side, name: str) -> str:
+    """The type in which a tensor lies in the files; bfloat16 for fp8, which is compared dequantised."""
+    if isinstance(side, MegatronSide):
+        return side.tensors[side.places[name][0][0].key].dtype
+    return side.dtype_of(name)
+
+
+def _compare(first: Side, second: Side, readers: tuple[Reader, Reader], name: str) -> Compared:
+    """The source's elements in the target's type against the target's, bit by bit."""
+    dtype, shape = stored_dtype(second, name), first.specs[name].shape
+    sums, row = [0, 0], None
+    try:
+        for box in cut_box(Box((0,) * len(shape), shape), 4 * CAST_ELEMENTS):
+            blocks = [np.ascontiguousarray(reader.tensor(name, box, dtype)) for reader in readers]
+            bits = [block.view(f"u{block.itemsize}") for block in blocks]
+            if row is None and not np.array_equal(*bits):
+                row = box.start[0] + int(np.nonzero((bits[0] != bits[1]).reshape(len(bits[0]), -1).any(1))[0][0])
+            sums = [add(total, checksum(block, box)) for total, block in zip(sums, blocks, strict=True)]
+    except UserError as error:
+        return Compared(name, 0, 0, 0, f"{name}: {error}")
+    return Compared(name, *sums, row)
+
+
+def _difference(item: Compared, compared: list[Compared]) -> str:
+    """What is wrong with a tensor; of an expert, which one is in its place."""
+    other = next((one for one in compared if one.source == item.target and _kin(one.name) == _kin(item.name)), None)
+    if other is not None and "*" in _kin(item.name):
+        return f"{item.name}: holds what belongs into {other.name}"
+    return f"{item.name}: differs, first in row {item.row}"
+
+
+def _kin(name: str) -> str:
+    """The name with ``*`` for the number of an expert."""
+    parts = name.split(".")
+    at = parts.index("experts") + 1 if "experts" in parts else None
+    return ".".join("*" if i == at else part for i, part in enumerate(parts))
+
+
+def _same_experts(compared: list[Compared], side: Side) -> list[str]:
+    """Experts of a layer that are alike in the target and not in the source."""
+    found: dict[tuple[str, int], list[Compared]] = defaultdict(list)
+    for item in compared:
+        if side.specs[item.name].expert is not None:
+            found[_kin(item.name), item.target].append(item)
+    return [
+        f"{items[1].name}: is the same as {items[0].name}"
+        for items in found.values()
+        if len(items) > 1 and len({item.source for item in items}) > 1
+    ]
+
+
+def _notes(first: Side, second: Side, compared: list[Compared]) -> list[str]:
+    experts = sum(spec.expert is not None for spec in first.specs.values())
+    total = 0
+    for item in compared:
+        total = add(total, item.target)
+    parameters = sum(prod(spec.shape) for spec in first.specs.values())
+    code = f"{total & (1 << 64) - 1:016x}"
+    notes = [f"{len(compared)} tensors of {parameters:,} parameters are equal bit for bit, checksum {code}"]
+    changed = [n for n in first.specs if stored_dtype(first, n) != stored_dtype(second, n)]
+    if changed:
+        kinds = sorted({f"{stored_dtype(first, name)} to {stored_dtype(second, name)}" for name in changed})
+        notes[0] = notes[0].replace("bit for bit", f"once {len(changed)} of them are made {', '.join(kinds)}")
+    if experts:
+        notes.append(f"{experts} tensors of experts are each in their place")
+    notes.append("config and tokenizer agree field by field")
+    return notes

@@ -1,0 +1,60 @@
+"""Converted folders in the real megatron-core, in layouts other than the one they were cut for, and back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.plan.torch_dist_index import read_index
+from tests.convert.helpers import differing, to_huggingface, to_megatron
+from tests.helpers.distributed import run_ranks
+from tests.helpers.equality import Case, actor
+from tests.helpers.tiny_models import make_model
+from tests.helpers.training import digest, optimizer_section, train
+
+# Cut for one layout, loaded in another.
+CASES: list[tuple[dict[str, int], Case]] = [
+    ({"tp": 4}, Case("llama", tp=2, pp=2)),
+    ({"pp": 2}, Case("qwen2", tp=4)),
+    ({}, Case("qwen2_tied", tp=2, pp=2, vpp=2)),
+    ({"tp": 2, "pp": 2}, Case("qwen3")),
+    ({"ep": 2, "etp": 2, "tp": 2}, Case("mixtral", tp=2, ep=4)),
+    ({"ep": 4}, Case("qwen3moe", pp=2, tp=2, ep=1, etp=2)),
+    ({"tp": 2, "ep": 2}, Case("dsv3", pp=2, ep=2)),
+    ({"ep": 8}, Case("dsv3_direct", tp=4, ep=4)),
+]
+
+
+def load_and_save(folder: Path, cases: list[Case]) -> list[tuple[str, str]]:
+    """On each rank: digests of the HuggingFace folder and of the converted one as loaded; saved with an optimizer."""
+    found = []
+    for case in cases:
+        here = folder / case.kind
+        backend: Any = actor(here / "hf", case, optimizer_section())
+        expected = digest(backend)
+        for parameter in backend.weights.parameters():
+            parameter.data.fill_(0.5)
+        backend.load_pretrained(here / "megatron")
+        found.append((expected, digest(backend)))
+        (here / "saved").mkdir(exist_ok=True)
+        backend.save(here / "saved")
+        train(backend)
+    return found
+
+
+@pytest.mark.slow
+def test_every_family_loads_in_another_layout_and_comes_back_from_what_is_saved_there(tmp_path: Path) -> None:
+    for axes, case in CASES:
+        model = make_model(tmp_path / case.kind / "hf", case.kind, num_hidden_layers=4, vocab_size=67)
+        to_megatron(model, tmp_path / case.kind / "megatron", **axes)
+    ranks = run_ranks(load_and_save, 4, tmp_path, [case for _, case in CASES], timeout=900)
+    for (_, case), (expected, loaded) in zip(CASES, ranks[0], strict=True):
+        assert loaded == expected, case
+        here = tmp_path / case.kind
+        saved, converted = read_index(here / "saved"), read_index(here / "megatron")
+        weights = {key for key in saved.tensors if not key.startswith("optimizer.")}
+        assert converted.tensors.keys() == weights
+        assert converted.objects.keys() == {key for key in saved.objects if "_extra_state" in key}
+        assert not differing(here / "hf", to_huggingface(here / "saved", here / "back", model=here / "hf"))
