@@ -88,111 +88,149 @@ def _names(run: Path) -> list[str]:
     return sorted(path.name for path in (run / "checkpoints").iterdir() if not path.name.startswith("."))
 
 
-def _store(run: Path) -> Any:
-    from rlhpc.checkpoint import CheckpointStore
+class _Run:
+    """One rank's side of a run whose checkpoints are written in the background by writers that are held up."""
 
-    return CheckpointStore(RunFolder(run).attempt(1), keep=2)
+    def __init__(self, model: Path, run: Path) -> None:
+        from rlhpc.checkpoint import CheckpointStore
 
+        self.model, self.folder = model, run
+        self.store = CheckpointStore(RunFolder(run).attempt(1), keep=2)
+        self.actor = make_actor(model, optimizer_section())
+        self._held: list[Any] = []
 
-def _write(actor: Any, held: list[Any], before: Any = None, asynchronous: bool = True) -> Any:
-    """What the loop writes; the share's writer is stopped before it has done anything, and kept in ``held``."""
-    import torch.distributed as dist
+    def save(self, state: Any, before: Any = None, asynchronous: bool = True) -> None:
+        """What the loop does; the share's writer is stopped before it has done anything."""
+        import torch.distributed as dist
 
-    def write(folder: Path) -> list[Any]:
-        if dist.get_rank() == 0:
-            (folder / "actor").mkdir()
-            if before is not None:
-                before(folder / "actor")
+        def write(folder: Path) -> list[Any]:
+            if dist.get_rank() == 0:
+                (folder / "actor").mkdir()
+                if before is not None:
+                    before(folder / "actor")
+            dist.barrier()
+            share = self.actor.save(folder / "actor", asynchronous)
+            if share is None:
+                return []
+            self._held.append(share)
+            self._signal(signal.SIGSTOP)
+            return [share]
+
+        self.store.save(state, write)
+
+    def go_on(self) -> None:
+        self._signal(signal.SIGCONT)
+        self._held.pop()
+
+    def lose_writer(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        os.kill(self._held[-1]._caller.process.pid, number)
+
+    def settle(self) -> None:
+        self.store.settle(wait=True)
+
+    def names(self) -> list[str]:
+        """As every rank sees them."""
+        import torch.distributed as dist
+
         dist.barrier()
-        share = actor.save(folder / "actor", asynchronous)
-        if share is None:
-            return []
-        held.append(share)
-        os.kill(share._caller.process.pid, signal.SIGSTOP)
-        return [share]
-
-    return write
-
-
-def _go_on(held: list[Any]) -> None:
-    os.kill(held.pop()._caller.process.pid, signal.SIGCONT)
-
-
-def _look(model: Path, run: Path) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from rlhpc.api import RunState
-
-    def names() -> list[str]:
-        dist.barrier()
-        found = _names(run)
+        found = _names(self.folder)
         dist.barrier()
         return found
 
-    def told(call: Any) -> str:
-        try:
-            call()
-        except Exception as error:
-            return str(error) if type(error).__name__ == "UserError" else f"{type(error).__name__}: {error}"
-        return ""
+
+def _look(model: Path, folder: Path) -> dict[str, Any]:
+    run = _Run(model, folder)
+    looks = (_go_on_meanwhile, _save_twice, _fill_the_disk, _lose_a_writer, _be_superseded)
+    return {name: value for look in looks for name, value in look(run).items()}
+
+
+def _go_on_meanwhile(run: _Run) -> dict[str, Any]:
+    from rlhpc.api import RunState
 
     found: dict[str, Any] = {}
-    held: list[Any] = []
-    store, state = _store(run), RunState(step=2, prompt_cursor=16)
-    actor = make_actor(model, optimizer_section())
-    train(actor, 2)
-    store.save(state, _write(actor, held))
+    state = RunState(step=2, prompt_cursor=16)
+    train(run.actor, 2)
+    run.save(state)
     found["drawn"] = _draw()
     state.step, state.prompt_cursor = 3, 24
-    found["straight"] = [*train(actor, 2), digest(actor)]
-    store.settle(wait=False)
-    found["named while written"] = names()
-    _go_on(held)
-    store.settle(wait=True)
-    found["named when settled"] = names()
-    saved = store.latest()
+    found["straight"] = [*train(run.actor, 2), digest(run.actor)]
+    run.store.settle(wait=False)
+    found["named while written"] = run.names()
+    run.go_on()
+    run.settle()
+    found["named when settled"] = run.names()
+    saved = run.store.latest()
     found["state"] = {"step": saved.state.step, "prompt_cursor": saved.state.prompt_cursor}
-
-    resumed = make_actor(model, optimizer_section())
+    resumed = make_actor(run.model, optimizer_section())
     resumed.load(saved.folder / "actor")
     found["drawn again"] = _draw()
     found["resumed"] = [*train(resumed, 2), digest(resumed)]
+    return found
 
-    store.save(RunState(step=3), _write(actor, held))
-    _go_on(held)
-    store.save(RunState(step=4), _write(actor, held))
-    found["named by the next save"] = names()
-    _go_on(held)
-    store.settle(wait=True)
-    found["named at last"] = names()
+
+def _save_twice(run: _Run) -> dict[str, Any]:
+    from rlhpc.api import RunState
+
+    run.save(RunState(step=3))
+    run.go_on()
+    run.save(RunState(step=4))
+    named = run.names()
+    run.go_on()
+    run.settle()
+    return {"named by the next save": named, "named at last": run.names()}
+
+
+def _fill_the_disk(run: _Run) -> dict[str, Any]:
+    from rlhpc.api import RunState
 
     def full(folder: Path) -> None:
         (folder / "__1_0.distcp").symlink_to("/dev/full")  # what rank 1 is about to write
 
-    store.save(RunState(step=5), _write(actor, held, full))
-    _go_on(held)
-    found["full disk"] = told(lambda: store.settle(wait=True))
-    found["full disk at once"] = told(
-        lambda: store.save(RunState(step=5), _write(actor, held, full, asynchronous=False))
-    )
-    found["named after a full disk"] = names()
+    run.save(RunState(step=5), full)
+    run.go_on()
+    return {
+        "full disk": _told(run.settle),
+        "full disk at once": _told(lambda: run.save(RunState(step=5), full, asynchronous=False)),
+        "named after a full disk": run.names(),
+    }
 
-    store.save(RunState(step=6), _write(actor, held))
+
+def _lose_a_writer(run: _Run) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from rlhpc.api import RunState
+
+    run.save(RunState(step=6))
     if dist.get_rank() == 1:
-        os.kill(held[-1]._caller.process.pid, signal.SIGKILL)
-    _go_on(held)
-    found["lost writer"] = told(lambda: store.settle(wait=True))
-    found["named after a lost writer"] = names()
+        run.lose_writer()
+    run.go_on()
+    return {"lost writer": _told(run.settle), "named after a lost writer": run.names()}
 
-    store.save(RunState(step=7), _write(actor, held))
+
+def _be_superseded(run: _Run) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    from rlhpc.api import RunState
+
+    run.save(RunState(step=7))
     dist.barrier()
     if dist.get_rank() == 0:
-        _begin(run)
+        _begin(run.folder)
     dist.barrier()
-    _go_on(held)
-    found["superseded"] = told(lambda: store.settle(wait=True)).partition(":")[0]
-    found["named by an orphan"] = names()
-    return found
+    run.go_on()
+    return {"superseded": _told(run.settle).partition(":")[0], "named by an orphan": run.names()}
+
+
+def _told(call: Any) -> str:
+    """What the call raised, as its user reads it."""
+    try:
+        call()
+    except Exception as error:
+        return str(error) if type(error).__name__ == "UserError" else f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _draw() -> list[float]:
@@ -206,15 +244,15 @@ def _draw() -> list[float]:
         return torch.rand(3).tolist()
 
 
-def _die_while_saving(model: Path, run: Path) -> None:
+def _die_while_saving(model: Path, folder: Path) -> None:
     import torch.distributed as dist
 
     from rlhpc.api import RunState
 
-    store, actor, held = _store(run), make_actor(model, optimizer_section()), []
-    store.save(RunState(step=1), _write(actor, held, asynchronous=False))
-    store.save(RunState(step=2), _write(actor, held))
+    run = _Run(model, folder)
+    run.save(RunState(step=1), asynchronous=False)
+    run.save(RunState(step=2))
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    _go_on(held)
-    store.settle(wait=True)
+    run.go_on()
+    run.settle()

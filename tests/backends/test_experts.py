@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.equality import Case, actor, gradients, negative_log_likelihood, section
+from tests.helpers.equality import Case, actor, gradients
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import negative_log_likelihood, optimizer_section
 
 pytestmark = pytest.mark.slow
 
@@ -67,7 +68,7 @@ def _router_gradients(folder: Path, cases: list[Case], aux_losses: list[float]) 
 
     results = []
     for case, aux_loss in zip(cases, aux_losses, strict=True):
-        backend = actor(folder, case, section(), ExpertsSection(aux_loss=aux_loss))
+        backend = actor(folder, case, optimizer_section(), ExpertsSection(aux_loss=aux_loss))
         stats = backend.train([_batch()], negative_log_likelihood, 45.0, 1.0, 1e-3)
         routers = [g.flatten().numpy() for name, g in gradients(backend) if name.endswith("mlp.gate.weight")]
         results.append((np.concatenate(routers), stats.gauges))
@@ -79,7 +80,7 @@ def _bias_changes(folder: Path, rates: list[float]) -> list[np.ndarray]:
 
     changes = []
     for rate in rates:
-        backend = actor(folder, Case("dsv3", ep=2), section(), ExpertsSection(bias_update_rate=rate))
+        backend = actor(folder, Case("dsv3", ep=2), optimizer_section(), ExpertsSection(bias_update_rate=rate))
         before = _biases(backend)
         backend.train([_batch()], negative_log_likelihood, 90.0, 1.0, 1e-3)
         changes.append(_biases(backend) - before)

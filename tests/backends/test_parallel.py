@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.equality import Case, Distance, actor, make_reference, section, train, try_cases
+from tests.helpers.equality import Case, Distance, actor, make_reference, try_cases
 from tests.helpers.tiny_models import KINDS, OUTSIDE
+from tests.helpers.training import optimizer_section, train
 
 pytestmark = pytest.mark.slow
 
@@ -72,14 +73,14 @@ def test_a_checkpoint_goes_on_bit_equal_in_the_same_layout(references: dict[str,
 
 
 def _save_and_go_on(start: Path, case: Case, saved: Path) -> list[tuple[float, float]]:
-    backend = actor(start, case, section())
+    backend = actor(start, case, optimizer_section())
     train(backend, 2)
     backend.save(saved)
     return train(backend, 2)
 
 
 def _load_and_go_on(start: Path, case: Case, saved: Path) -> list[tuple[float, float]]:
-    backend = actor(start, case, section())
+    backend = actor(start, case, optimizer_section())
     backend.load(saved)
     return train(backend, 2)
 
@@ -102,12 +103,12 @@ def _move(
         saved, start = folder / str(number), references[before.kind] / "start"
         if dist.get_rank() == 0:
             saved.mkdir()
-        backend = actor(start, before, section())
+        backend = actor(start, before, optimizer_section())
         train(backend, 2)
         dist.barrier()
         backend.save(saved)
         stayed = train(backend, 2)
-        backend = actor(start, after, section())
+        backend = actor(start, after, optimizer_section())
         backend.load(saved)
         results.append((stayed, train(backend, 2)))
     return results

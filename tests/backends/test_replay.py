@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.equality import LAYERS, LENGTHS, Case, actor, beside, gradients, save_gradients, section, sequences
+from tests.helpers.equality import LAYERS, Case, actor, beside, gradients, save_gradients
 from tests.helpers.tiny_models import KINDS, make_model
+from tests.helpers.training import LENGTHS, TOKENS, negative_log_likelihood, optimizer_section, sequences
 
 pytestmark = pytest.mark.slow
 
@@ -76,9 +77,9 @@ def told_reference(folder: Path, kind: str) -> Path:
     log_probs = []
     for current[0], s in enumerate(sequences()):
         log_probs.append(model(s[None]).logits[0, :-1].log_softmax(-1).gather(-1, s[1:, None])[:, 0])
-    loss = -torch.cat(log_probs).sum() / (sum(LENGTHS) - len(LENGTHS))
+    loss = -torch.cat(log_probs).sum() / TOKENS
     loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), section().clip_gradient)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), optimizer_section().clip_gradient)
     save_gradients(model, folder / "gradients")
     numbers = (loss.item(), norm.item())
     torch.save({"log_probs": [x.detach() for x in log_probs], "numbers": numbers}, folder / "results.pt")
@@ -111,10 +112,9 @@ def _measure(reference: Path, case: Case, memory: dict[str, Any]) -> Distance:
 
     from rlhpc.config.schema import MemorySection
     from rlhpc.data.collate import unpack
-    from tests.helpers.equality import negative_log_likelihood
 
     results = torch.load(reference / "results.pt")
-    backend = actor(reference / "start", case, section(), memory=MemorySection(**memory))
+    backend = actor(reference / "start", case, optimizer_section(), memory=MemorySection(**memory))
     batches, free = (batches_of(case.kind, backend.layout, dist.get_rank(), told) for told in (True, False))
     apart, moved = 0.0, 0.0
     for batch, stats, own in zip(batches, backend.log_probs(batches, 1.0), backend.log_probs(free, 1.0), strict=True):
@@ -122,15 +122,14 @@ def _measure(reference: Path, case: Case, memory: dict[str, Any]) -> Distance:
         for i, ours in zip(batch.sample_ids, unpack(batch, stats.log_probs, ones), strict=True):
             apart = max(apart, float(np.abs(ours - results["log_probs"][i].numpy()).max()))
         moved = max(moved, float((stats.log_probs - own.log_probs).abs().max()))
-    tokens = sum(LENGTHS) - len(LENGTHS)
-    stats = backend.train(batches, negative_log_likelihood, tokens, 1.0, 1e-3)
+    stats = backend.train(batches, negative_log_likelihood, TOKENS, 1.0, 1e-3)
     loss, norm = results["numbers"]
     gradient = max(
         float((ours - theirs).abs().max() / theirs.abs().max().clamp(min=1e-4))
         for ours, theirs in beside(gradients(backend), reference / "gradients")
     )
     norm_apart = abs(stats.gradient_norm - norm) / norm
-    return Distance(apart, abs(stats.sums["loss"] / tokens - loss) / loss, norm_apart, gradient, moved)
+    return Distance(apart, abs(stats.sums["loss"] / TOKENS - loss) / loss, norm_apart, gradient, moved)
 
 
 @pytest.fixture(scope="module")

@@ -5,12 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-LENGTHS = (11, 3, 40, 7, 7, 22, 64, 5)
-_TOKENS = sum(LENGTHS) - len(LENGTHS)
+LENGTHS = (11, 3, 40, 7, 9, 22, 64, 5)
+TOKENS = sum(LENGTHS) - len(LENGTHS)  # that are predicted
 
 
-def make_actor(folder: Path, optimizer: Any = None, memory: Any = None, dtype: str = "float32", **parallel: Any) -> Any:
-    """The back end with the weights of ``folder``. All actors of a process are of one layout."""
+def make_actor(
+    folder: Path,
+    optimizer: Any = None,
+    memory: Any = None,
+    dtype: str = "float32",
+    experts: Any = None,
+    family: str | None = None,
+    **parallel: Any,
+) -> Any:
+    """The back end with the weights of ``folder``. All actors that a process has at once are of one layout."""
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend
@@ -24,7 +32,7 @@ def make_actor(folder: Path, optimizer: Any = None, memory: Any = None, dtype: s
     layout = make_layout(section, info.world_size)
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
-    backend = MegatronBackend(read_model(folder), layout, info, dtype, section, optimizer, memory=memory)
+    backend = MegatronBackend(read_model(folder, family), layout, info, dtype, section, optimizer, experts, memory)
     backend.load_pretrained(folder)
     return backend
 
@@ -37,28 +45,42 @@ def optimizer_section(**changes: Any) -> Any:
     )
 
 
-def batches_of(backend: Any) -> list[Any]:
-    """This rank's share of eight sequences, in two micro batches."""
+def sequences() -> list[Any]:
     import torch
+
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(2, 64, (length,), generator=generator) for length in LENGTHS]
+
+
+def batches_of(backend: Any) -> list[Any]:
+    """This rank's share of the sequences in as many micro batches as every other rank has."""
+    import torch.distributed as dist
 
     from rlhpc.data.collate import pack_batch
 
-    generator = torch.Generator().manual_seed(3)
-    sequences = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in LENGTHS]
     layout = backend.layout
-    mine = sequences[layout.coord(torch.distributed.get_rank())["dp"] :: layout.dp]
-    return [pack_batch([(s, 1) for s in part], sample_ids=range(len(part))) for part in (mine[:1], mine[1:])]
+    mine = list(enumerate(sequences()))[layout.coord(dist.get_rank())["dp"] :: layout.dp]
+    count = min(3, len(LENGTHS) // layout.dp)  # odd: interleaved stages then need a blank one besides
+    parts = [mine[i::count] for i in range(count)]
+    return [pack_batch([(s.numpy(), 1) for _, s in part], sample_ids=[i for i, _ in part]) for part in parts]
+
+
+def negative_log_likelihood(stats: Any, batch: Any) -> Any:
+    from rlhpc.api import LossSums
+
+    loss = -(stats.log_probs * batch.loss_weight).sum()
+    return LossSums(loss, {"loss": loss.detach()})
 
 
 def update(backend: Any) -> Any:
     """One update's TrainStats."""
-    return backend.train(batches_of(backend), _negative_log_likelihood, _TOKENS, 1.0, 1e-3)
+    return backend.train(batches_of(backend), negative_log_likelihood, TOKENS, 1.0, 1e-3)
 
 
 def train(backend: Any, steps: int = 1) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each update."""
     stats = [update(backend) for _ in range(steps)]
-    return [(s.sums["loss"] / _TOKENS, s.gradient_norm) for s in stats]
+    return [(s.sums["loss"] / TOKENS, s.gradient_norm) for s in stats]
 
 
 def digest(backend: Any) -> str:
@@ -70,10 +92,3 @@ def digest(backend: Any) -> str:
         found.update(name.encode())
         found.update(tensor.detach().float().clone().numpy().tobytes())  # numpy() would pin the storage
     return found.hexdigest()
-
-
-def _negative_log_likelihood(stats: Any, batch: Any) -> Any:
-    from rlhpc.api import LossSums
-
-    loss = -(stats.log_probs * batch.loss_weight).sum()
-    return LossSums(loss, {"loss": loss.detach()})
