@@ -14,7 +14,7 @@ from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
 from rlhpc.plan.fit import check_engine, fitting_layout
 from rlhpc.plan.layout import ParallelLayout, divisors
 from rlhpc.plan.shards import model_tensors
-from rlhpc.plan.training import check_experts, check_memory, check_optimizers
+from rlhpc.plan.training import check_experts, check_memory, check_optimizers, check_sharing
 
 Summary = list[tuple[str, str]]
 
@@ -30,6 +30,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     check_nodes(config, config.slurm.least_nodes, shape)
     layout = check_nodes(config, config.slurm.most_nodes, shape)
     check_optimizers(config)
+    check_sharing(config)
     if shape is not None:
         check_memory(config.memory, shape, layout)
         check_experts(config.train.experts, shape)

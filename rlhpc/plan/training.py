@@ -43,6 +43,22 @@ def check_experts(section: ExpertsSection, shape: ModelShape) -> None:
         )
 
 
+def check_sharing(config: RunConfig) -> None:
+    """Memory that engines use stays where it is."""
+    if config.reshard.share_weights and config.memory.offload.parameters:
+        raise UserError(
+            "engines cannot use the memory of weights that are moved to the host (memory.offload.parameters)",
+            where="reshard.share_weights",
+            remedy="set one of the two to false",
+        )
+    if config.reshard.share_weights and config.reshard.method == "gather":
+        raise UserError(
+            "nothing is shared where whole tensors are gathered",
+            where="reshard.share_weights",
+            remedy="set it to false, or reshard.method to direct",
+        )
+
+
 def check_memory(memory: MemorySection, shape: ModelShape, layout: ParallelLayout) -> None:
     """What is to be recomputed is there, and divides evenly."""
     if memory.recompute == "selective":

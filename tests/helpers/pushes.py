@@ -107,16 +107,15 @@ def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
 
 def make_manager(actor: Any, engine: Any, pair: Pair, *, ranks_per_node: int = 2, **section: Any) -> Any:
     """A manager for the pair's layouts on all ranks, by small buckets, checking itself at every push."""
-    import torch
-
     from rlhpc.config.schema import ReshardSection
+    from rlhpc.parallel.compat import device
     from rlhpc.plan.engine import EngineLayout
     from rlhpc.plan.push import push_sides
     from rlhpc.reshard import Job, ReshardManager
 
     cut = EngineLayout(pair.rollout_tp, pair.expert_parallel)
     options = ReshardSection(**{"bucket_mib": 1, "verify": "always", **section})
-    job = Job(ranks_per_node, torch.float32, torch.device("cpu"))
+    job = Job(ranks_per_node, actor.weights.dtype, device())
     return ReshardManager(actor, engine, push_sides(actor.weights.shape, actor.layout, cut), options, job)
 
 

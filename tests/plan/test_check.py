@@ -77,6 +77,11 @@ def test_the_summary_names_every_axis(inputs):
             ["memory.recompute=selective", "memory.recompute_modules=[]"],
             "memory.recompute_modules: no modules to recompute; use core_attn, mlp or both, or set memory.recompute to",
         ),
+        (
+            ["reshard.share_weights=true", "memory.offload.parameters=true"],
+            "reshard.share_weights: engines cannot use the memory of weights that are moved to the host",
+        ),
+        (["reshard.share_weights=true", "reshard.method=gather"], "reshard.share_weights: nothing is shared where"),
         (["train.experts.replay_routes=true"], "train.experts.replay_routes: the model has no experts; set it to fal"),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
         (

@@ -33,7 +33,7 @@ class ShardedWeights:
         self.shape, self._layout = shape, layout
         self._shards = megatron_shards(shape, layout, info.rank)
         self._params = [_weights_of(chunk) for chunk in chunks]
-        self._dtype = next(chunks[0].parameters()).dtype
+        self.dtype = next(chunks[0].parameters()).dtype
         self._members: dict[dist.ProcessGroup, list[ShardsByTensor]] = {}
         held = {(shard.chunk, shard.local_name) for shard in self._shards}
         present = {(i, name) for i, params in enumerate(self._params) for name in params}
@@ -70,7 +70,7 @@ class ShardedWeights:
 
         ``view`` gives the block of a shard in ``dtype``, by default the weight itself. Collective over all ranks.
         """
-        view, dtype = view or self.view, dtype or self._dtype
+        view, dtype = view or self.view, dtype or self.dtype
         for tensor in model_tensors(self.shape):
             group = _copy_group(tensor)
             members = self._shards_by_member(group)
