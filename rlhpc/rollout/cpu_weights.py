@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -110,6 +112,7 @@ class PackedWeights:
         self._drop_packed()
         for plain in self._plain.values():
             plain.free()
+        _return_freed()
 
     def shareable(self) -> frozenset[str]:
         return self._shareable
@@ -135,9 +138,11 @@ class PackedWeights:
 
     @staticmethod
     def _free_replaced(*parameters: _Plain) -> None:
-        for plain in parameters:
-            if not plain.in_use:
-                plain.free()
+        replaced = [plain for plain in parameters if not plain.in_use]
+        for plain in replaced:
+            plain.free()
+        if replaced:
+            _return_freed()
 
     def _drop_packed(self) -> None:
         known = {holder for plain in self._plain.values() for holder in plain.holders}
@@ -151,3 +156,9 @@ class PackedWeights:
             # While it is there, vLLM holds the weights of experts for packed (unquantized_fused_moe_method.py:187).
             if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
                 layer.quant_method.moe_kernel = None
+
+
+def _return_freed() -> None:
+    """What the C library keeps of freed memory goes back to the system; only glibc can be asked."""
+    with contextlib.suppress(AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)

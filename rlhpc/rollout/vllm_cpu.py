@@ -5,7 +5,6 @@ Imported by vLLM only, by the name in ``vllm_engine.CPU_WORKER``.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -83,7 +82,6 @@ class Worker(CPUWorker):
         for storage in {storage.data_ptr(): storage for storage in storages}.values():
             _release(storage.data_ptr(), storage.nbytes())
         self.model_runner.get_model().packed_weights.free()
-        _return_freed()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Nothing to do: the cache's memory comes back, zeroed, when it is touched; weights' when they are opened."""
@@ -171,9 +169,3 @@ def _release(address: int, size: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(stop - start), mmap.MADV_DONTNEED):
         raise OSError(ctypes.get_errno(), "madvise on the KV cache failed")
-
-
-def _return_freed() -> None:
-    """What the C library keeps of freed memory goes back to the system; glibc alone can be asked."""
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)

@@ -149,9 +149,11 @@ class VllmEngine:
         self._wake(_CACHE)
 
     def sleep(self) -> None:
-        """Give up weights and KV cache: on a GPU both, on a CPU the memory of the cache."""
-        if self._asleep:
+        """Give up weights and KV cache: on a GPU both, on a CPU the weights and the memory of the cache."""
+        if self._asleep == {_WEIGHTS, _CACHE}:
             return
+        self._wake(_WEIGHTS)  # vLLM 0.25 would unmap a second time what sleeps already
+        self._wake(_CACHE)
         self._engine.sleep(level=2)
         self._asleep, self._loaded = {_WEIGHTS, _CACHE}, False
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.api import Completion, Request
 from rlhpc.config.schema import RolloutSection
-from rlhpc.models import read_model
+from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.engine import EngineLayout, engine_shards
 from rlhpc.rollout.vllm_engine import VllmEngine
 
 FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3moe", "dsv3")
 # vLLM's CPU build knows the sizes of the published model alone.
-CHANGES = {"dsv3": {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}}
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+CHANGES = {"dsv3": _LATENT, "dsv3_direct": {**_LATENT, "rope_interleave": True}}
 VOCAB = 200  # not a multiple of vLLM's padding
 CONTEXT = 512
 DTYPE = "bfloat16" if torch.cuda.is_available() else "float32"
@@ -29,10 +32,17 @@ Result = tuple[list[int], list[float]]  # tokens, log-probs
 PROMPTS = [tuple(range(5, 25)), tuple((7 * i + 3) % 190 + 5 for i in range(300)), (42,)]
 
 
-def build(path: Path, tp: int = 1, end_tokens: Sequence[int] = (), routes: bool = False, **section: Any) -> VllmEngine:
+def build(
+    path: Path,
+    tp: int = 1,
+    end_tokens: Sequence[int] = (),
+    routes: bool = False,
+    shape: ModelShape | None = None,
+    **section: Any,
+) -> VllmEngine:
     section = {"tp": tp, "kv_cache_gib": 0.0625, "max_running": 64, **section}
     options = {"dtype": DTYPE, "max_model_len": CONTEXT, "end_tokens": list(end_tokens), "routes": routes}
-    return VllmEngine(path, read_model(path), RolloutSection(**section), **options)
+    return VllmEngine(path, shape or read_model(path), RolloutSection(**section), **options)
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
@@ -45,6 +55,29 @@ def push(engine: VllmEngine, path: Path) -> None:
     engine.wake_weights()
     engine.load_weights(weights(path))
     engine.wake_cache()
+
+
+def write(engine: VllmEngine, path: Path, layout: EngineLayout | None = None) -> None:
+    """The same by writing into the engine's own parameters what the plan says."""
+    engine.wake_weights()
+    fill(engine.open_weights(), path, layout or EngineLayout(1))
+    engine.close_weights()
+    engine.wake_cache()
+
+
+def fill(parameters: Mapping[str, Tensor], path: Path, layout: EngineLayout, but: Container[str] = ()) -> None:
+    """Write a folder's weights into the engine's open parameters."""
+    tensors, tp_rank = dict(weights(path)), dist.get_rank() % layout.tp if layout.tp > 1 else 0
+    for shard in engine_shards(read_model(path), layout, tp_rank):
+        if shard.local_name in but:
+            continue
+        name, slices = shard.tensor.name, shard.box.slices
+        if "*" in name:  # a layer's experts
+            each = [tensors[name.replace("*", str(e))] for e in range(shard.box.start[0], shard.box.stop[0])]
+            value = torch.stack([tensor[slices[1:]] for tensor in each])
+        else:
+            value = tensors[name][slices]
+        parameters[shard.local_name][shard.local_box.slices].copy_(value)
 
 
 def results(completions: Sequence[Completion]) -> list[Result]:

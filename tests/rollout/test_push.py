@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhpc.plan.engine import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import FAMILIES
@@ -26,11 +28,17 @@ def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
         engine.sleep()
         engines.push(engine, b)
         after = engines.greedy(engine)
-        engine.load_weights(engines.weights(a))  # without a sleep between
+        engines.write(engine, a, EngineLayout(tp))  # without a sleep between
+        written_before = engines.greedy(engine)
+        engine.sleep()
+        engines.write(engine, b, EngineLayout(tp))
+        written = engines.greedy(engine)
+        engine.load_weights(engines.weights(a))
         found[family] = {
             "stock": stock,
             "before": before,
             "after": after,
+            "written": (written_before, written),
             "again": engines.greedy(engine),
             "packed": (packed_before, engines.packed_linears(engine)),
             "segments": [file.name for file in Path("/dev/shm").glob(f"{engines.worker(engine)._segment}-*")],
@@ -39,10 +47,10 @@ def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[1, 2, 4])
 def pushed(request: pytest.FixtureRequest, models: Path) -> list[dict[str, dict[str, Any]]]:
-    """What each rank found, at tensor-parallel size 1 and 2."""
-    return run_ranks(push_families, request.param, models, request.param)
+    """What each rank found, at tensor-parallel size 1, 2 and 4: there two ranks share a key-value head."""
+    return run_ranks(push_families, request.param, models, request.param, timeout=900)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -54,6 +62,14 @@ def test_pushed_weights_equal_a_fresh_load_from_disk(pushed, family):
         assert log_probs == stock_log_probs
         assert tokens != tuple(tokens for tokens, _ in rank[family]["before"])
         assert rank[family]["again"] == rank[family]["before"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_written_in_place_equal_a_fresh_load_from_disk(pushed, family):
+    for rank in pushed:
+        first, second = rank[family]["written"]
+        assert first == rank[family]["before"]
+        assert second == rank[family]["stock"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -73,24 +89,22 @@ def test_no_shared_memory_outlives_its_ranks(pushed):
     assert all(rank[family]["segments"] == [] for rank in pushed for family in FAMILIES)
 
 
-def push_often(path: Path, times: int) -> tuple[list[int], bool]:
+def push_often(path: Path, times: int, push: Callable[[engines.VllmEngine, Path], None]) -> tuple[list[int], bool]:
     """Resident bytes after every push, and whether the last engine still answers like the first."""
     engine = engines.build(path)
-    tensors = list(engines.weights(path))
     resident = []
     for index in range(times):
-        engine.wake_weights()
-        engine.load_weights(iter(tensors))
-        engine.wake_cache()
+        push(engine, path)
         if index == 0:
             first = engines.greedy(engine)
         resident.append(engines.resident_bytes())
     return resident, engines.greedy(engine) == first
 
 
+@pytest.mark.parametrize("push", [engines.push, engines.write])
 @pytest.mark.parametrize("family", ["qwen2", "dsv3"])
-def test_a_hundred_pushes_do_not_leak(models, family):
-    (resident, same) = run_ranks(push_often, 1, models / family / "a", 110)[0]
+def test_a_hundred_pushes_do_not_leak(models, family, push):
+    (resident, same) = run_ranks(push_often, 1, models / family / "a", 110, push)[0]
     weights = (models / family / "a" / "model.safetensors").stat().st_size
     assert resident[-1] - resident[9] < 5 * weights  # 100 pushes that each left a tenth behind would be 10 times
     assert same
