@@ -1,6 +1,6 @@
 """What vLLM's CPU build lacks, added through its own extension points: a worker class and a model loader.
 
-Imported by vLLM only, by the name in ``vllm_engine.CPU_WORKER``.
+Imported by vLLM only, by the name in ``vllm_arguments.CPU_WORKER``.
 """
 
 from __future__ import annotations
