@@ -148,9 +148,7 @@ def joined_shards(shards: Sequence[Shard]) -> list[Shard]:
 
 
 def _continued(first: Shard, second: Shard) -> Shard | None:
-    if first.tensor != second.tensor or (first.local_name, first.chunk) != (second.local_name, second.chunk):
-        return None
-    box = joined(first.box, second.box)
+    box = joined(first.box, second.box) if first.tensor == second.tensor else None
     whole = None if box is None else Shard(first.tensor, box, first.local_name, first.local_start, first.chunk)
     return whole if whole is not None and whole.part(second.box) == second else None
 

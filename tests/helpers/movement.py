@@ -150,6 +150,8 @@ class Numbered:
         for bucket in range(plan.num_buckets):
             messages: dict[tuple[int, int], list[np.ndarray]] = defaultdict(list)
             for rank in ranks:
+                receivers = [copy.target_rank for copy in sends[rank][bucket]]
+                assert receivers == sorted(receivers)
                 for copy in sends[rank][bucket]:
                     messages[rank, copy.target_rank].append(self._taken(copy))
             assert messages, "an empty bucket"
