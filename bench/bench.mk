@@ -15,3 +15,9 @@ $(BENCH_VENV)/.installed: bench/requirements.txt
 # One process, no torch: a minute.
 bench-reshard-plan: venv
 	$(BIN)/python -m bench.reshard_plan
+
+.PHONY: bench-convert
+
+# A model of 4 GB three times each way: 13 GB of disk, 10 GB of memory, some minutes on a quick disk.
+bench-convert: venv
+	$(BIN)/python -m bench.convert

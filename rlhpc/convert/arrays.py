@@ -5,6 +5,7 @@ Types have the names of safetensors. numpy has no bfloat16: such elements are th
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Iterator
 from contextlib import suppress
@@ -116,6 +117,15 @@ class _Handle:
 def close_files() -> None:
     """Forget open files: what is under their names now may be another."""
     _open.cache_clear()
+
+
+def reuse_memory() -> None:
+    """Let the C library keep the memory of arrays that are gone: new pages from the kernel for each block would cost
+    more than the copy into them. Where there is no glibc nothing happens."""
+    with suppress(OSError, AttributeError):
+        library = ctypes.CDLL(None)
+        for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            library.mallopt(option, 1 << 30)
 
 
 def cast(values: Array, source: str, target: str, what: str = "") -> Array:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
-from rlhpc.convert.arrays import NUMPY, Array
+from rlhpc.convert.arrays import NUMPY, Array, reuse_memory
 from rlhpc.convert.finish import write_rest
 from rlhpc.convert.readers import Reader, reader_of
 from rlhpc.convert.torch_files import wrap
@@ -119,13 +119,15 @@ def _do(plan: ConversionPlan, workshop: Workshop, todo: Sequence[Piece], workers
 def _work(plan: ConversionPlan, workshop: Workshop, todo: Sequence[Piece], workers: int) -> Iterator[Piece]:
     """Each piece as it is finished."""
     if workers <= 1:
+        reuse_memory()
         reader = reader_of(plan.source)
         for piece in todo:
             write_piece(reader, workshop, piece)
             yield piece
         return
     parent = ProcessId.own()
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=(plan, workshop, parent))
+    # Forked, so that they start at once and share the plan; there is neither torch nor a thread in this process.
+    pool = ProcessPoolExecutor(workers, get_context("fork"), initializer=_begin, initargs=(plan, workshop, parent))
     try:
         futures = {pool.submit(_take, index): piece for piece in todo for index in [plan.pieces.index(piece)]}
         for future in as_completed(futures):
@@ -140,6 +142,7 @@ _state: tuple[ConversionPlan, Workshop, Reader] | None = None
 
 def _begin(plan: ConversionPlan, workshop: Workshop, parent: ProcessId) -> None:
     global _state
+    reuse_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
     die_with(parent)
     _state = plan, workshop, reader_of(plan.source)

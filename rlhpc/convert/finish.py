@@ -138,6 +138,8 @@ def _write_objects(plan: ConversionPlan, folder: Path) -> dict[str, tuple[str, i
             else:
                 file.write(empty)
             places[key] = (name, start, file.tell() - start)
+        file.flush()
+        os.fsync(file.fileno())
     return places
 
 

@@ -15,14 +15,23 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.convert.arrays import CAST_ELEMENTS
+from rlhpc.convert.arrays import CAST_ELEMENTS, reuse_memory
 from rlhpc.convert.checksum import add, checksum
 from rlhpc.convert.finish import crc_of, header_digest, model_files
 from rlhpc.convert.readers import Reader, reader_of
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId, die_with
-from rlhpc.plan.conversion_sides import RECORD, HuggingFaceSide, MegatronSide, Side, read_record, read_side, unquantised
+from rlhpc.plan.conversion_sides import (
+    RECORD,
+    HuggingFaceSide,
+    MegatronSide,
+    Side,
+    read_fields,
+    read_record,
+    read_side,
+    unquantised,
+)
 from rlhpc.plan.safetensors import ITEM_BYTES
 from rlhpc.plan.shards import Box
 from rlhpc.plan.torch_dist import cut_box, tiles
@@ -74,9 +83,11 @@ def verify(
     for side in (first, second):
         if side is not None:
             report.faults += _record_faults(side)
+    homes = [side.model_folder if side else path for side, path in ((first, source), (second, target))]
+    if all((home / "config.json").is_file() for home in homes):
+        report.faults += _config_faults(*homes)  # which also tells why a side cannot be read
     if first is None or second is None:
         return report
-    report.faults += _config_faults(first, second)
     if first.specs != second.specs:
         report.faults += _spec_faults(first, second)
         return report
@@ -158,21 +169,24 @@ def _as_written(path: Path, start: int, length: int, crc: int, dtype: str, shape
 # --- config and names
 
 
-def _config_faults(first: Side, second: Side) -> Iterator[str] | list[str]:
-    one, two = (unquantised(side.fields, side.model_folder) for side in (first, second))
-    files = f"{first.model_folder / 'config.json'} and {second.model_folder / 'config.json'}"
+def _config_faults(first: Path, second: Path) -> list[str]:
+    try:
+        one, two = (unquantised(read_fields(folder), folder) for folder in (first, second))
+    except UserError:  # is told already
+        return []
+    files = f"{first / 'config.json'} and {second / 'config.json'}"
     faults = [
         f"{files}: {name!r} is {one.get(name)!r} in the one, {two.get(name)!r} in the other"
         for name in sorted(one.keys() | two.keys())
         if name not in _MAY_DIFFER and one.get(name) != two.get(name)
     ]
-    there = {file.name for file in model_files(second.model_folder)}
-    for file in model_files(first.model_folder):
-        other = second.model_folder / file.name
+    there = {file.name for file in model_files(second)}
+    for file in model_files(first):
+        other = second / file.name
         if file.name not in there:
             faults.append(f"{other}: is missing")
         elif file.name != "config.json" and file.read_bytes() != other.read_bytes():
-            faults.append(f"{other}: is not that of {first.model_folder}")
+            faults.append(f"{other}: is not that of {first}")
     return faults
 
 
@@ -214,7 +228,7 @@ def _compare_all(first: Side, second: Side, workers: int) -> list[Compared]:
     if workers <= 1 or len(tasks) == 1:
         readers = reader_of(first), reader_of(second)
         return [_compare(first, second, readers, name) for names in tasks for name in names]
-    context, own = get_context("spawn"), ProcessId.own()
+    context, own = get_context("fork"), ProcessId.own()
     with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(first, second, own)) as pool:
         return [item for found in pool.map(_take, tasks) for item in found]
 
@@ -224,6 +238,7 @@ _state: tuple[Side, Side, tuple[Reader, Reader]] | None = None
 
 def _begin(first: Side, second: Side, parent: ProcessId) -> None:
     global _state
+    reuse_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with(parent)
     _state = first, second, (reader_of(first), reader_of(second))

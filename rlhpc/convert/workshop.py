@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlhpc.core.errors import UserError
-from rlhpc.core.files import read_json, write_json
+from rlhpc.core.files import read_json
 from rlhpc.plan.convert import ConversionPlan, Piece
 
 Items = list[list[int]]  # of each item of a piece: start in the file, length, CRC-32 of its elements
@@ -42,7 +44,7 @@ class Workshop:
     def prepare(self, plan: ConversionPlan) -> bool:
         """Make the folders; what is there of another plan goes. Returns whether there was any."""
         note = self.path / "plan.json"
-        known = read_json(note)["digest"] if note.is_file() else None
+        known = _read(note).get("digest") if note.is_file() else None
         other = known is not None and known != plan.digest
         if known != plan.digest:
             for folder in (self.target, self.pieces):
@@ -52,7 +54,7 @@ class Workshop:
         for file in plan.files:
             with open(self.target / file.name, "ab") as handle:
                 handle.truncate(file.size)
-        write_json(note, {"digest": plan.digest})
+        _write(note, {"digest": plan.digest})
         return other
 
     @contextlib.contextmanager
@@ -72,20 +74,18 @@ class Workshop:
 
     def done(self, piece: Piece) -> Items | None:
         """Where the items of a finished piece lie; None for one that is still to be done."""
-        try:
-            found: Items = read_json(self.pieces / f"{piece.number}.json")["items"]
-        except (OSError, ValueError, KeyError):
-            return None
+        found: Items | None = _read(self.pieces / f"{piece.number}.json").get("items")
         return found if (self.target / piece.file).is_file() else None
 
     def finish(self, piece: Piece, items: Items) -> None:
         """Note that a piece is on disk."""
-        write_json(self.pieces / f"{piece.number}.json", {"items": items})
+        _write(self.pieces / f"{piece.number}.json", {"items": items})
 
     def publish(self, target: Path) -> None:
-        """Give what is written its name, in the place of what had it."""
+        """Give what is written its name, in the place of what had it. Chunks are on disk since their piece was."""
         for file in self.target.iterdir():
-            flush(file)
+            if file.suffix != ".distcp":
+                flush(file)
         flush(self.target)
         if target.exists():
             former = self.path / "former"
@@ -94,6 +94,20 @@ class Workshop:
         os.replace(self.target, target)
         flush(target.absolute().parent)
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all while the machine runs. What it loses when it stops is done again, so nothing waits here."""
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps(value), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return dict(read_json(path))
+    except (OSError, ValueError, TypeError):
+        return {}
 
 
 def flush(path: Path) -> None:

@@ -1,0 +1,87 @@
+"""DeepSeek-V3's fp8 weights with their scales."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.convert.verify import verify
+from rlhpc.core.errors import UserError
+from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
+from tests.helpers.tiny_models import make_model
+
+QUANTISATION = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+
+
+def blocks(scale: Any, shape: tuple[int, ...]) -> Any:
+    """The factor of each element."""
+    return scale.repeat_interleave(128, 0)[: shape[0]].repeat_interleave(128, 1)[:, : shape[1]]
+
+
+@pytest.fixture
+def quantised(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A model as DeepSeek publishes it, and what its weights are in bfloat16."""
+    import torch
+    from safetensors.torch import save_file
+
+    model = make_model(tmp_path / "plain", "dsv3", hidden_size=160, moe_intermediate_size=144, intermediate_size=272)
+    saved, expected = {}, {}
+    for name, tensor in tensors_of(model).items():
+        if tensor.dim() != 2 or name.endswith(("mlp.gate.weight", "embed_tokens.weight", "lm_head.weight")):
+            saved[name] = expected[name] = tensor if tensor.dim() == 1 and "bias" in name else tensor.bfloat16()
+            continue
+        scale = torch.rand(-(-tensor.shape[0] // 128), -(-tensor.shape[1] // 128)) + 0.5
+        values = (tensor * 30).to(torch.float8_e4m3fn)
+        saved[name], saved[name + "_scale_inv"] = values, scale
+        # As inference/kernel.py of its repository: in float32, then rounded.
+        expected[name] = (values.float() * blocks(scale, tensor.shape)).bfloat16()
+    saved["model.layers.2.eh_proj.weight"] = torch.ones(3, 5)  # of a layer that predicts further tokens
+    save_file(saved, model / "model.safetensors", metadata={"format": "pt"})
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**fields, "quantization_config": QUANTISATION}))
+    return model, expected
+
+
+def test_weights_are_multiplied_by_the_scale_of_their_block(
+    tmp_path: Path, quantised: tuple[Path, dict[str, Any]]
+) -> None:
+    model, expected = quantised
+    there = to_megatron(model, tmp_path / "megatron", tp=2, ep=2)
+    found = tensors_of(to_huggingface(there, tmp_path / "back"))
+    assert found.keys() == expected.keys()
+    assert not [name for name, tensor in found.items() if not tensor.equal(expected[name])]
+    assert "quantization_config" not in json.loads((there / "config.json").read_text())
+    assert not verify(model, there, workers=1).faults
+
+
+def test_in_float32_nothing_is_rounded(tmp_path: Path, quantised: tuple[Path, dict[str, Any]]) -> None:
+    import torch
+
+    model, _ = quantised
+    found = tensors_of(to_huggingface(to_megatron(model, tmp_path / "megatron", dtype="float32"), tmp_path / "back"))
+    source, name = tensors_of(model), "model.layers.1.mlp.experts.5.up_proj.weight"
+    scale = blocks(source[name + "_scale_inv"], source[name].shape)
+    assert torch.equal(found[name], source[name].float() * scale)
+
+
+def test_a_missing_scale_is_refused(tmp_path: Path, quantised: tuple[Path, dict[str, Any]]) -> None:
+    from safetensors.torch import save_file
+
+    model, _ = quantised
+    tensors, name = tensors_of(model), "model.layers.0.mlp.up_proj.weight_scale_inv"
+    del tensors[name]
+    save_file(tensors, model / "model.safetensors")
+    with pytest.raises(UserError, match=f"the scale '{name}' is missing"):
+        to_megatron(model, tmp_path / "megatron")
+
+
+def test_other_quantisations_are_refused(tmp_path: Path, quantised: tuple[Path, dict[str, Any]]) -> None:
+    model, _ = quantised
+    fields = json.loads((model / "config.json").read_text())
+    fields["quantization_config"] = {"quant_method": "awq", "bits": 4}
+    (model / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="weights quantised by 'awq'"):
+        to_megatron(model, tmp_path / "megatron")
