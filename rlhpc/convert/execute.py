@@ -15,7 +15,7 @@ from pathlib import Path
 
 from rlhpc.convert.arrays import NUMPY, Array, reuse_memory
 from rlhpc.convert.finish import write_rest
-from rlhpc.convert.readers import Reader, reader_of
+from rlhpc.convert.readers import Reader, check_tied, reader_of
 from rlhpc.convert.torch_files import wrap
 from rlhpc.convert.workshop import Items, Workshop
 from rlhpc.core.errors import UserError
@@ -65,6 +65,7 @@ def convert(
             notice(f"{len(plan.pieces) - len(todo)} of {len(plan.pieces)} pieces are there from before")
         check_disk(target.absolute().parent, sum(p.size for p in todo), shutil.disk_usage(workshop.path).free)
         with _plainly(target):
+            check_tied(plan.source)
             _do(plan, workshop, todo, workers, progress)
             if share is None:
                 write_rest(plan, workshop)

@@ -8,6 +8,7 @@ import numpy as np
 
 from rlhpc.convert.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
 from rlhpc.convert.torch_files import open_chunk
+from rlhpc.core.errors import UserError
 from rlhpc.plan.conversion_sides import FP8_BLOCK, SCALE, HuggingFaceSide, MegatronSide, Side
 from rlhpc.plan.convert import NewChunk
 from rlhpc.plan.safetensors import StoredTensor
@@ -119,6 +120,22 @@ def reader_of(side: Side) -> Reader:
     """What reads the tensors of a folder, as it is now."""
     close_files()
     return HuggingFaceReader(side) if isinstance(side, HuggingFaceSide) else MegatronReader(side)
+
+
+def check_tied(side: Side) -> None:
+    """A head that is stored although it is said to be the embedding is left out: it must be the same, bit by bit."""
+    head = side.left_out.get("lm_head.weight") if isinstance(side, HuggingFaceSide) else None
+    if head is None or not side.shape.tied_embeddings:
+        return
+    embedding = _array_of(side.tensors["model.embed_tokens.weight"])
+    both = head.shape == embedding.shape and head.dtype == embedding.dtype
+    boxes = cut_box(Box((0,) * len(head.shape), head.shape), CAST_ELEMENTS)
+    if not both or not all(np.array_equal(_array_of(head).read(box), embedding.read(box)) for box in boxes):
+        raise UserError(
+            "config.json has tie_word_embeddings, but 'lm_head.weight' is not the embedding",
+            where=str(head.file),
+            remedy="set it to false in config.json if the head is meant, or remove the tensor",
+        )
 
 
 def _array_of(stored: StoredTensor) -> FileArray:

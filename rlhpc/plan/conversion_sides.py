@@ -37,7 +37,7 @@ class HuggingFaceSide:
     fields: Mapping[str, Any]
     tensors: Mapping[str, StoredTensor]
     scales: Mapping[str, StoredTensor]
-    left_out: tuple[str, ...]
+    left_out: Mapping[str, StoredTensor]
     kind = "hf"
 
     @property
@@ -177,7 +177,7 @@ def _read_huggingface(folder: Path, family: str | None) -> HuggingFaceSide:
     specs = {tensor.name: tensor for tensor in model_tensors(shape)}
     scales = {name: t for name, t in stored.items() if name.endswith(SCALE) and name.removesuffix(SCALE) in specs}
     tensors = {name: stored[name] for name in specs if name in stored}
-    others = tuple(name for name in stored if name not in specs and name not in scales)
+    others = {name: t for name, t in stored.items() if name not in specs and name not in scales}
     side = HuggingFaceSide(folder, shape, fields, tensors, scales, others)
     _check_huggingface(side)
     return side

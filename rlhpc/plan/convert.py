@@ -15,7 +15,7 @@ from rlhpc.plan.conversion_sides import HuggingFaceSide, MegatronSide, Side
 from rlhpc.plan.fit import fitting_layout
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.safetensors import ITEM_BYTES, NewFile, plan_files
-from rlhpc.plan.shards import Box, TensorSpec
+from rlhpc.plan.shards import Box, TensorSpec, padded_vocab
 from rlhpc.plan.torch_dist import Parameter, checkpoint_parameters, chunk_boxes, extra_states
 
 FORMAT = 1
@@ -174,7 +174,7 @@ def _changes(plan: ConversionPlan) -> Iterator[str]:
         if source.scales:
             yield f"{len(source.scales)} tensors of fp8 are dequantised with their scales"
         if source.left_out:
-            yield f"{len(source.left_out)} tensors are left out, such as {source.left_out[0]}"
+            yield f"{len(source.left_out)} tensors are left out, such as {next(iter(source.left_out))}"
         rounded = plan.dtype and [n for n, t in source.tensors.items() if t.dtype == "F32" and plan.dtype != "F32"]
         if rounded:
             yield f"{len(rounded)} tensors of float32 are rounded to {plan.dtype}"
@@ -184,6 +184,9 @@ def _changes(plan: ConversionPlan) -> Iterator[str]:
 
 def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tuple[list[NewChunk], dict[str, str]]:
     parameters = checkpoint_parameters(source.shape, layout.tp)
+    if isinstance(source, MegatronSide):  # no row of a checkpoint is lost, though it may be padding
+        saved_rows = {p.key: padded_vocab(p.shape[0], layout.tp) for p in source.parameters if p.pads}
+        parameters = [p.with_rows(saved_rows[p.key]) if p.pads else p for p in parameters]
     prefixes = source.prefixes if isinstance(source, MegatronSide) else [""]
     types = _key_dtypes(source, parameters, dtype)
     chunks = []

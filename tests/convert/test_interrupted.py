@@ -199,7 +199,7 @@ def make_sparse(folder: Path, layers: int, width: int = 1) -> Path:
     }
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(fields))
-    (file,) = plan_files([(t.name, "BF16", t.shape) for t in model_tensors(shape_of(fields))], 1 << 40)
+    (file,) = plan_files([(t.name, "BF16", t.shape) for t in model_tensors(shape_of(fields))], 1 << 50)
     with open(folder / file.name, "wb") as out:
         out.write(file.header)
         out.truncate(file.size)

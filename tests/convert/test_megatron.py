@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +28,41 @@ CASES: list[tuple[dict[str, int], Case]] = [
 ]
 
 
-def load_and_save(folder: Path, cases: list[Case]) -> list[tuple[str, str]]:
-    """On each rank: digests of the HuggingFace folder and of the converted one as loaded; saved with an optimizer."""
+@dataclass(frozen=True)
+class Found:
+    """Digests of the HuggingFace folder and of the converted one as loaded; (loss, gradient norm) of the updates after
+    a checkpoint, and again from that checkpoint cut anew for another layout."""
+
+    expected: str
+    loaded: str
+    went_on: list[tuple[float, float]]
+    again: list[tuple[float, float]]
+
+
+def load_and_save(folder: Path, cases: list[tuple[dict[str, int], Case]]) -> list[Found]:
+    """On each rank."""
+    import torch.distributed as dist
+
     found = []
-    for case in cases:
+    for axes, case in cases:
         here = folder / case.kind
         backend: Any = actor(here / "hf", case, optimizer_section())
         expected = digest(backend)
         for parameter in backend.weights.parameters():
             parameter.data.fill_(0.5)
         backend.load_pretrained(here / "megatron")
-        found.append((expected, digest(backend)))
-        (here / "saved").mkdir(exist_ok=True)
-        backend.save(here / "saved")
-        train(backend)
+        loaded = digest(backend)
+        for name in ("saved", "trained"):
+            (here / name).mkdir(exist_ok=True)
+            backend.save(here / name)
+            train(backend)
+        backend.load(here / "trained")
+        went_on = train(backend, 2)
+        if dist.get_rank() == 0:
+            to_megatron(here / "trained", here / "anew", model=here / "hf", **axes)
+        dist.barrier()
+        backend.load(here / "anew")
+        found.append(Found(expected, loaded, went_on, train(backend, 2)))
     return found
 
 
@@ -49,9 +71,10 @@ def test_every_family_loads_in_another_layout_and_comes_back_from_what_is_saved_
     for axes, case in CASES:
         model = make_model(tmp_path / case.kind / "hf", case.kind, num_hidden_layers=4, vocab_size=67)
         to_megatron(model, tmp_path / case.kind / "megatron", **axes)
-    ranks = run_ranks(load_and_save, 4, tmp_path, [case for _, case in CASES], timeout=900)
-    for (_, case), (expected, loaded) in zip(CASES, ranks[0], strict=True):
-        assert loaded == expected, case
+    ranks = run_ranks(load_and_save, 4, tmp_path, CASES, timeout=900)
+    for (_, case), found in zip(CASES, ranks[0], strict=True):
+        assert found.loaded == found.expected, case
+        assert found.again == found.went_on, case
         here = tmp_path / case.kind
         saved, converted = read_index(here / "saved"), read_index(here / "megatron")
         weights = {key for key in saved.tensors if not key.startswith("optimizer.")}

@@ -138,7 +138,7 @@ def test_a_new_layout_of_a_checkpoint_keeps_every_number(tmp_path: Path, models:
     first = to_megatron(models["dsv3"], tmp_path / "first", tp=4, ep=4)
     second = to_megatron(first, tmp_path / "second", ep=8)
     assert read_index(first).tensors["output_layer.weight"].shape[0] == 68
-    assert read_index(second).tensors["output_layer.weight"].shape[0] == 67
+    assert read_index(second).tensors["output_layer.weight"].shape[0] == 68, "padding may have been trained"
     assert not differing(models["dsv3"], to_huggingface(second, tmp_path / "back"))
     third = to_megatron(second, tmp_path / "third", tp=4, ep=4)
     assert {f.name: f.read_bytes() for f in first.glob("__*")} == {f.name: f.read_bytes() for f in third.glob("__*")}
@@ -155,3 +155,30 @@ def test_what_belongs_to_the_model_goes_with_it(tmp_path: Path, models: dict[str
     for folder in (there, back):
         assert {name for name in names if (folder / name).read_bytes() == (model / name).read_bytes()} == names
         assert not (folder / "pytorch_model.bin").exists()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_a_head_beside_tied_embeddings_must_be_the_same(tmp_path: Path, models: dict[str, Path], same: bool) -> None:
+    from safetensors.torch import save_file
+
+    model = retype(models["qwen2_tied"], tmp_path / "model", "float32")
+    tensors = tensors_of(model)
+    head = tensors["model.embed_tokens.weight"].clone()
+    head[3, 5] += 0 if same else 1
+    save_file({**tensors, "lm_head.weight": head}, model / "model.safetensors", metadata={"format": "pt"})
+    if same:
+        back = to_huggingface(to_megatron(model, tmp_path / "megatron", pp=2), tmp_path / "back")
+        assert not differing(models["qwen2_tied"], back)
+        return
+    with pytest.raises(UserError, match=r"'lm_head\.weight' is not the embedding"):
+        to_megatron(model, tmp_path / "megatron")
+
+
+def test_tensors_that_nobody_knows_are_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    from safetensors.torch import save_file
+
+    model = retype(models["qwen3"], tmp_path / "model", "float32")
+    extra = {"model.layers.0.self_attn.q_proj.lora_A.weight": tensors_of(model)["model.norm.weight"].clone()}
+    save_file({**tensors_of(model), **extra}, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"q_proj\.lora_A\.weight', which the model of config\.json has not"):
+        to_megatron(model, tmp_path / "megatron")

@@ -1,0 +1,71 @@
+"""Checkpoints of a run, by its folder; and runs that start from a converted folder."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.core.errors import UserError
+from rlhpc.plan.check import check_config
+from rlhpc.plan.conversion_sides import read_side
+from tests.convert.helpers import differing, to_huggingface, to_megatron
+from tests.helpers.plain_model import write_inputs
+from tests.helpers.tiny_models import make_model
+
+# What a checkpoint of a run does not have.
+NOT_SAVED = ("config.json", "generation_config.json", "conversion.json")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that began with models/start, with checkpoints of steps 5 and 12."""
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "runs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: mine\nmodel:\n  path: models/start\n")
+    make_model(tmp_path / "models" / "start", "qwen3")
+    for step in (5, 12):
+        model = make_model(tmp_path / f"model-{step}", "qwen3", seed=step)
+        actor = to_megatron(model, folder / "checkpoints" / f"step-{step:08d}" / "actor", tp=2)
+        for name in NOT_SAVED:
+            (actor / name).unlink()
+    return folder
+
+
+@pytest.mark.parametrize(("step", "of"), [(None, 12), (5, 5), (12, 12)])
+def test_any_step_of_a_run_becomes_a_huggingface_folder(tmp_path: Path, run: Path, step: int | None, of: int) -> None:
+    back = to_huggingface(run, tmp_path / "back", step=step)
+    assert not differing(tmp_path / f"model-{of}", back)
+    start = tmp_path / "models" / "start"
+    assert (back / "config.json").read_bytes() == (start / "config.json").read_bytes()
+
+
+def test_a_checkpoint_by_its_own_folder(tmp_path: Path, run: Path) -> None:
+    back = to_huggingface(run / "checkpoints" / "step-00000005", tmp_path / "back")
+    assert not differing(tmp_path / "model-5", back)
+
+
+def test_a_step_that_is_not_there_is_refused(run: Path) -> None:
+    with pytest.raises(UserError, match="no checkpoint of step 7; there are 5, 12"):
+        read_side(run, step=7)
+
+
+def test_a_model_that_is_gone_is_asked_for(tmp_path: Path, run: Path) -> None:
+    moved = shutil.move(tmp_path / "models" / "start", tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="the model 'models/start' that the run started from is not there; name its"):
+        read_side(run)
+    assert read_side(run, model=Path(moved)).model_folder == Path(moved)
+
+
+def test_a_run_may_start_from_a_converted_folder(tmp_path: Path) -> None:
+    config = load_config(write_inputs(tmp_path))
+    there = to_megatron(config.model.path, tmp_path / "megatron")
+    converted = config.model_copy(update={"model": config.model.model_copy(update={"path": there})})
+    texts = [dict(check_config(c))["model"] for c in (config, converted)]
+    assert texts[1].startswith(str(there))
+    (there / "__0_0.distcp").unlink()
+    with pytest.raises(UserError, match=r"__0_0\.distcp: is missing"):
+        check_config(converted)
