@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -55,22 +56,28 @@ def convert(
     if not force and is_done(plan, target):
         return False
     workshop = Workshop.beside(target)
-    with workshop.locked(f"{share.index}" if share else ""):
+    if not workshop.path.exists():
+        _check_disk(target, plan.pieces)
+    with _plainly(target), workshop.locked(f"{share.index}" if share else ""):
         if workshop.prepare(plan):
             notice("the source or the options have changed since the last try: starting afresh")
         todo = [piece for piece in plan.pieces if workshop.done(piece) is None]
         if share is not None:
             todo = [piece for piece in todo if piece.number % share.count == share.index]
-        if len(todo) < len(plan.pieces) and share is None:
+        elif len(todo) < len(plan.pieces):
             notice(f"{len(plan.pieces) - len(todo)} of {len(plan.pieces)} pieces are there from before")
-        check_disk(target.absolute().parent, sum(p.size for p in todo), shutil.disk_usage(workshop.path).free)
-        with _plainly(target):
-            check_tied(plan.source)
-            _do(plan, workshop, todo, workers, progress)
-            if share is None:
-                write_rest(plan, workshop)
-                workshop.publish(target)
+        _check_disk(target, todo)
+        check_tied(plan.source)
+        _do(plan, workshop, todo, workers, progress)
+        if share is None:
+            write_rest(plan, workshop)
+            workshop.publish(target)
     return True
+
+
+def _check_disk(target: Path, pieces: Sequence[Piece]) -> None:
+    above = next(folder for folder in target.absolute().parents if folder.is_dir())
+    check_disk(above, sum(piece.size for piece in pieces), shutil.disk_usage(above).free)
 
 
 def is_done(plan: ConversionPlan, target: Path) -> bool:
@@ -90,23 +97,17 @@ def is_done(plan: ConversionPlan, target: Path) -> bool:
     )
 
 
-class _plainly:
+@contextlib.contextmanager
+def _plainly(target: Path) -> Iterator[None]:
     """What the file system or the machine refuses is one line for the user."""
-
-    def __init__(self, target: Path) -> None:
-        self._target = target
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, BrokenProcessPool):
-            raise UserError(
-                "a worker process was killed, perhaps for want of memory", where=str(self._target), remedy=_AGAIN
-            )
-        if isinstance(error, OSError):
-            where = str(error.filename or self._target)
-            raise UserError(error.strerror or str(error), where=where, remedy=_AGAIN) from error
+    try:
+        yield
+    except BrokenProcessPool:
+        message = "a worker process was killed, perhaps for want of memory"
+        raise UserError(message, where=str(target), remedy=_AGAIN) from None
+    except OSError as error:
+        where = str(error.filename or target)
+        raise UserError(error.strerror or str(error), where=where, remedy=_AGAIN) from error
 
 
 def _do(plan: ConversionPlan, workshop: Workshop, todo: Sequence[Piece], workers: int, progress: Progress) -> None:
