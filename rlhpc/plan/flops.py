@@ -23,13 +23,17 @@ def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Of one forward pass: two for each weight that a token meets, and attention."""
+    of_token, of_pair = forward_terms(shape)
+    return of_token * sum(lengths) + of_pair * sum(length * (length + 1) / 2 for length in lengths)
+
+
+def forward_terms(shape: ModelShape) -> tuple[float, float]:
+    """Of one forward pass: for each token, and for each pair of a token and one that it attends to."""
     weights = shape.num_layers * _attention_weights(shape) + shape.vocab_size * shape.hidden_size
     weights += sum(_feed_forward_weights(shape, layer) for layer in range(shape.num_layers))
     key_dim = shape.head_dim
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
-    pairs = sum(length * (length + 1) / 2 for length in lengths)
-    attention = shape.num_layers * 2 * shape.num_heads * (key_dim + value_dim) * pairs
-    return 2.0 * weights * sum(lengths) + attention
+    return 2.0 * weights, float(shape.num_layers * 2 * shape.num_heads * (key_dim + value_dim))
 
 
 def peak_tflops(device_name: str) -> float | None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlhpc.core.errors import UserError
+from rlhpc.plan.balance import balance
 
 Bin = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class PackPlan:
-    """One minibatch: ``bins[dp_rank][microbatch]`` holds sample ids, ``cost[dp_rank]`` is the rank's tokens.
+    """One minibatch: ``bins[dp_rank][microbatch]`` holds sample ids, ``cost[dp_rank]`` is the rank's work: its tokens,
+    or the sum of the costs that were given.
 
     Every rank has the same number of micro batches, none empty. A micro batch has at most ``capacity`` tokens, unless
     it is a single longer sample.
@@ -25,58 +26,56 @@ class PackPlan:
 
     @property
     def imbalance(self) -> float:
-        """Tokens of the fullest rank over the mean of all ranks; 1 is perfect."""
+        """Work of the rank with most over the mean of all ranks; 1 is perfect."""
         return max(self.cost) * len(self.cost) / sum(self.cost)
 
 
-def pack(lengths: Sequence[int], dp: int, capacity: int, minibatches: int = 1) -> tuple[PackPlan, ...]:
+def pack(
+    lengths: Sequence[int], dp: int, capacity: int, minibatches: int = 1, costs: Sequence[int] | None = None
+) -> tuple[PackPlan, ...]:
     """Pack samples of ``lengths`` tokens; one plan for each minibatch, sample ids being indices into ``lengths``.
 
+    Work is balanced by ``costs`` (see ``sample_costs``), by default the lengths, over ranks and their micro batches.
     Minibatches are contiguous and as equal in samples as can be, so that the samples of one prompt stay together when
     their number divides a minibatch's. Raises UserError when a minibatch cannot feed all ranks.
     """
     assert min(lengths, default=1) > 0, "a sample without tokens"
     ends = [len(lengths) * (index + 1) // minibatches for index in range(minibatches)]
     return tuple(
-        _pack_minibatch(lengths, range(start, end), dp, capacity)
+        _pack_minibatch(lengths, lengths if costs is None else costs, range(start, end), dp, capacity)
         for start, end in zip([0, *ends[:-1]], ends, strict=True)
     )
 
 
-def balance(lengths: Sequence[int], ids: Sequence[int], parts: int) -> list[list[int]]:
-    """Divide ``ids`` into ``parts`` of nearly equal total length: longest first, each to the emptiest part.
-
-    (Graham 1969; on realistic lengths as good as largest differencing, and 100 times faster.)
-    """
-    heap = [(0, part) for part in range(parts)]
-    members: list[list[int]] = [[] for _ in range(parts)]
-    for i in sorted(ids, key=lambda i: (-lengths[i], i)):
-        total, part = heap[0]
-        members[part].append(i)
-        heapq.heapreplace(heap, (total + lengths[i], part))
-    return members
+def sample_costs(lengths: Sequence[int], linear: float, quadratic: float) -> list[int]:
+    """Of sequences: so much for each token, and for each pair of a token and one that it attends to."""
+    return [round(linear * length + quadratic * (length * (length + 1) // 2)) for length in lengths]
 
 
-def _pack_minibatch(lengths: Sequence[int], ids: Sequence[int], dp: int, capacity: int) -> PackPlan:
+def _pack_minibatch(
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], dp: int, capacity: int
+) -> PackPlan:
     if len(ids) < dp:
         raise UserError(
             f"{len(ids)} samples in a minibatch cannot feed {dp} data-parallel ranks",
             where="train.minibatches",
             remedy="use fewer minibatches or more samples a step",
         )
-    shares = balance(lengths, ids, dp)
+    shares = balance(costs, ids, dp)
     count = max(len(_first_fit(lengths, share, capacity)) for share in shares)
     if min(map(len, shares)) >= count:
-        ranks = [_divide(lengths, share, count, capacity) for share in shares]
+        ranks = [_divide(lengths, costs, share, count, capacity) for share in shares]
     else:
-        ranks = _pack_globally(lengths, ids, dp, capacity)
+        ranks = _pack_globally(lengths, costs, ids, dp, capacity)
     bins = tuple(tuple(tuple(sorted(members)) for members in rank) for rank in ranks)
-    return PackPlan(capacity, bins, tuple(sum(lengths[i] for members in rank for i in members) for rank in bins))
+    return PackPlan(capacity, bins, tuple(sum(costs[i] for members in rank for i in members) for rank in bins))
 
 
-def _divide(lengths: Sequence[int], ids: Sequence[int], count: int, capacity: int) -> list[list[int]]:
+def _divide(
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], count: int, capacity: int
+) -> list[list[int]]:
     """Exactly ``count`` bins, balanced if capacity allows. First fit must need no more than ``count``."""
-    bins = balance(lengths, ids, count)
+    bins = balance(costs, ids, count)
     if all(len(members) == 1 or sum(lengths[i] for i in members) <= capacity for members in bins):
         return bins
     return _split(lengths, _first_fit(lengths, ids, capacity), count)
@@ -107,7 +106,9 @@ def _split(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[li
     return bins
 
 
-def _pack_globally(lengths: Sequence[int], ids: Sequence[int], dp: int, capacity: int) -> list[list[list[int]]]:
+def _pack_globally(
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], dp: int, capacity: int
+) -> list[list[list[int]]]:
     """For samples so long that a rank's fair share has fewer samples than another rank needs micro batches.
 
     Micro batches are made first, over all ranks, then dealt out, as many to each; ranks are less well balanced.
@@ -122,7 +123,7 @@ def _pack_globally(lengths: Sequence[int], ids: Sequence[int], dp: int, capacity
             remedy=f"raise it, or use a multiple of {dp} samples in each minibatch",
         )
     bins = _split(lengths, bins, count * dp)
-    sums = [sum(lengths[i] for i in members) for members in bins]
+    sums = [sum(costs[i] for i in members) for members in bins]
     ranks: list[list[list[int]]] = [[] for _ in range(dp)]
     totals = [0] * dp
     for place in sorted(range(len(bins)), key=lambda place: (-sums[place], place)):
