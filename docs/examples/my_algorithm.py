@@ -8,15 +8,16 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rlhpc.algo import Algorithm
-from rlhpc.config.schema import AlgorithmSection
+from rlhpc.algo import Algorithm, Estimate, Responses
+from rlhpc.config.algorithm import AlgorithmSection
 
 
-def advantage(rewards: Tensor, groups: Tensor, section: AlgorithmSection) -> Tensor:
-    """Reward of each sample [B] less the mean reward of the others of its group; at least two samples a prompt."""
-    _, group, count = torch.unique(groups, return_inverse=True, return_counts=True)
+def advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
+    """Reward of each response less the mean reward of the others to its prompt; at least two to each."""
+    rewards = responses.rewards
+    _, group, count = torch.unique(responses.groups, return_inverse=True, return_counts=True)
     total = torch.zeros(len(count), dtype=rewards.dtype).index_add_(0, group, rewards)
-    return rewards - (total[group] - rewards) / (count[group] - 1)
+    return Estimate(responses.spread(rewards - (total[group] - rewards) / (count[group] - 1)))
 
 
 def loss(tokens: Mapping[str, Tensor], section: AlgorithmSection) -> dict[str, Tensor]:

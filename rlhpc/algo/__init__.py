@@ -1,19 +1,35 @@
 """Layer 2: the mathematics of RL on plain tensors. No collective, no model, no state.
 
-An algorithm is a file here and a line in ``ALGORITHMS``.
+An algorithm is a file here, a line in ``ALGORITHMS`` and one in ``rlhpc.config.algorithm.DEFAULTS``.
 """
 
 from __future__ import annotations
 
 from rlhpc.algo.algorithm import Algorithm
-from rlhpc.algo.grpo import GRPO
-from rlhpc.config.schema import AlgorithmSection
+from rlhpc.algo.cispo import CISPO
+from rlhpc.algo.grpo import DAPO, DR_GRPO, GRPO
+from rlhpc.algo.gspo import GSPO
+from rlhpc.algo.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
+from rlhpc.algo.remax import REMAX
+from rlhpc.algo.responses import Estimate, Responses
+from rlhpc.algo.rloo import RLOO
+from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.imports import import_attribute
 
-__all__ = ["ALGORITHMS", "Algorithm", "find_algorithm"]
+__all__ = ["ALGORITHMS", "Algorithm", "Estimate", "Responses", "find_algorithm"]
 
-ALGORITHMS: dict[str, Algorithm] = {"grpo": GRPO}
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": GRPO,
+    "dr_grpo": DR_GRPO,
+    "dapo": DAPO,
+    "gspo": GSPO,
+    "cispo": CISPO,
+    "rloo": RLOO,
+    "reinforce_plus_plus": REINFORCE_PLUS_PLUS,
+    "reinforce_plus_plus_baseline": REINFORCE_PLUS_PLUS_BASELINE,
+    "remax": REMAX,
+}
 
 
 def find_algorithm(section: AlgorithmSection) -> Algorithm:

@@ -1,10 +1,15 @@
-"""Advantages from rewards."""
+"""Advantages from rewards: of groups of responses [B], and of tokens [N] (see ``Responses``)."""
 
 from __future__ import annotations
 
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
+
+from rlhpc.algo.ragged import accumulate_backwards, shift_back
+from rlhpc.algo.responses import Estimate
+
+_WHITEN_EPSILON = 1e-8  # added to the variance
 
 
 def group_relative(
@@ -15,13 +20,65 @@ def group_relative(
     GRPO (Shao et al. 2024, section 4.1.2); without the division Dr. GRPO (Liu et al. 2025). A group of one keeps its
     reward as it is, as the field does (mean 0, deviation 1).
     """
-    index, inverse = torch.unique(groups, return_inverse=True)
-    count = torch.zeros(len(index), dtype=rewards.dtype).index_add_(0, inverse, torch.ones_like(rewards))
-    mean = torch.zeros_like(count).index_add_(0, inverse, rewards) / count
-    mean = torch.where(count > 1, mean, 0.0)
-    centred = rewards - mean[inverse]
+    mean, count, inverse = _group_means(rewards, groups)
+    centred = rewards - torch.where(count > 1, mean, 0.0)[inverse]
     if not normalise_std:
         return centred
-    variance = torch.zeros_like(count).index_add_(0, inverse, centred.square()) / (count - 1).clamp(min=1)
+    variance = torch.zeros_like(mean).index_add_(0, inverse, centred.square()) / (count - 1).clamp(min=1)
     deviation = torch.where(count > 1, variance.sqrt(), 1.0)
     return centred / (deviation[inverse] + epsilon)
+
+
+def leave_one_out(rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]) -> Float[Tensor, " B"]:
+    """Reward less the mean of the others of its group: RLOO (Ahmadian et al. 2024). A group of one keeps its reward."""
+    mean, count, inverse = _group_means(rewards, groups)
+    scale = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
+    return scale[inverse] * (rewards - torch.where(count > 1, mean, 0.0)[inverse])
+
+
+def discounted_returns(
+    token_rewards: Float[Tensor, " N"], mask: Float[Tensor, " N"], lengths: Int64[Tensor, " B"], discount: float
+) -> Float[Tensor, " N"]:
+    """Sum of each token's and all later rewards, those a token later times ``discount``; given tokens take no part."""
+    decay = torch.where(mask > 0, discount, 1.0).to(token_rewards.dtype)
+    return accumulate_backwards(token_rewards * mask, decay, lengths) * mask
+
+
+def generalised(
+    token_rewards: Float[Tensor, " N"],
+    values: Float[Tensor, " N"],
+    mask: Float[Tensor, " N"],
+    lengths: Int64[Tensor, " B"],
+    discount: float,
+    decay: float,
+) -> Estimate:
+    """GAE (Schulman et al. 2016) with lambda ``decay``, not whitened, and the returns a critic learns.
+
+    The step from a token leads to the next one that the policy chose: those given in between are passed over.
+    """
+    own = mask > 0
+    following = shift_back(accumulate_backwards(values * mask, (~own).to(values.dtype), lengths), lengths)
+    errors = (token_rewards + discount * following - values) * mask
+    factors = torch.where(own, discount * decay, 1.0).to(values.dtype)
+    advantages = accumulate_backwards(errors, factors, lengths) * mask
+    return Estimate(advantages, (advantages + values) * mask)
+
+
+def whiten(values: Float[Tensor, " N"], mask: Float[Tensor, " N"], shift_mean: bool = True) -> Float[Tensor, " N"]:
+    """To mean 0 (or the mean it has) and deviation 1 over the masked tokens, 0 elsewhere. A single token stays."""
+    count = mask.sum()
+    if count < 2:
+        return values * mask
+    mean = (values * mask).sum() / count
+    variance = ((values - mean).square() * mask).sum() / (count - 1)
+    whitened = (values - mean) * torch.rsqrt(variance + _WHITEN_EPSILON)
+    return (whitened if shift_mean else whitened + mean) * mask
+
+
+def _group_means(
+    rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]
+) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Int64[Tensor, " B"]]:
+    """Mean and count of each group, and which group each reward belongs to."""
+    index, inverse = torch.unique(groups, return_inverse=True)
+    count = rewards.new_zeros(len(index)).index_add_(0, inverse, torch.ones_like(rewards))
+    return rewards.new_zeros(len(index)).index_add_(0, inverse, rewards) / count, count, inverse

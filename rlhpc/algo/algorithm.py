@@ -5,20 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from jaxtyping import Float, Int64
+from jaxtyping import Float
 from torch import Tensor
 
-from rlhpc.config.schema import AlgorithmSection
+from rlhpc.algo.responses import Estimate, Responses
+from rlhpc.config.algorithm import AlgorithmSection
 
-# (rewards [B], group ids [B], section) -> advantages [B]
-AdvantageFunction = Callable[
-    [Float[Tensor, " B"], Int64[Tensor, " B"], AlgorithmSection],
-    Float[Tensor, " B"],
-]
+# (a whole step's responses, section) -> advantages of their tokens [N]; called alike on every rank
+AdvantageFunction = Callable[[Responses, AlgorithmSection], Estimate]
 # (token tensors [T] by name, section) -> sums by name; "loss" is differentiated, the others are reported.
-# Of names: log_probs and entropy (with gradient), old_log_probs, advantages, weight, engine_log_probs, and
-# reference_log_probs where the algorithm needs a reference model.
-PolicyLoss = Callable[[Mapping[str, Float[Tensor, " T"]], AlgorithmSection], dict[str, Float[Tensor, ""]]]
+# Of names: log_probs and entropy (with gradient), old_log_probs, engine_log_probs, advantages, weight, sequence (which
+# of the batch's sequences a token belongs to), and reference_log_probs where there is a reference model.
+PolicyLoss = Callable[[Mapping[str, Tensor], AlgorithmSection], dict[str, Float[Tensor, ""]]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,8 @@ class Algorithm:
     name: str
     advantage: AdvantageFunction
     loss: PolicyLoss
+    needs_greedy: bool = False  # the likeliest response to each prompt is drawn and scored too: Responses.baselines
 
     def needs_reference(self, section: AlgorithmSection) -> bool:
-        """Whether log-probs under the reference model enter the loss."""
+        """Whether log-probs under the reference model enter the loss or the reward."""
         return section.kl.coefficient > 0

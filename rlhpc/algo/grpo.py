@@ -1,38 +1,26 @@
-"""GRPO: group-relative advantages, clipped surrogate, KL to a reference in the loss (Shao et al. 2024)."""
+"""GRPO: group-relative advantages, clipped surrogate, KL to a reference in the loss (Shao et al. 2024).
+
+Two of its kin differ in the configuration alone: Dr. GRPO (Liu et al. 2025) neither divides by the deviation nor by the
+responses' lengths, DAPO (Yu et al. 2025) clips higher above than below.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from jaxtyping import Float, Int64
-from torch import Tensor
+from dataclasses import replace
 
 from rlhpc.algo.advantages import group_relative
 from rlhpc.algo.algorithm import Algorithm
-from rlhpc.algo.losses import clipped_policy_loss, kl_divergence
-from rlhpc.config.schema import AlgorithmSection
+from rlhpc.algo.objective import clipped_loss
+from rlhpc.algo.responses import Estimate, Responses
+from rlhpc.config.algorithm import AlgorithmSection
 
 
-def _advantage(
-    rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"], section: AlgorithmSection
-) -> Float[Tensor, " B"]:
-    return group_relative(rewards, groups, section.normalise_std, section.std_epsilon)
+def group_advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
+    """Every token has its response's advantage over the others of the group."""
+    advantages = group_relative(responses.rewards, responses.groups, section.normalise_std, section.std_epsilon)
+    return Estimate(responses.spread(advantages))
 
 
-def _loss(tokens: Mapping[str, Float[Tensor, " T"]], section: AlgorithmSection) -> dict[str, Float[Tensor, ""]]:
-    log_probs, weight = tokens["log_probs"], tokens["weight"]
-    policy = clipped_policy_loss(
-        log_probs, tokens["old_log_probs"], tokens["advantages"], weight, section.clip_low, section.clip_high
-    )
-    entropy = (tokens["entropy"] * weight).sum()
-    sums = {"loss": policy.loss, "policy_loss": policy.loss, "clip_fraction": policy.clipped, "entropy": entropy}
-    if section.entropy_coefficient:
-        sums["loss"] = sums["loss"] - section.entropy_coefficient * entropy
-    if "reference_log_probs" in tokens:
-        divergence = kl_divergence(log_probs, tokens["reference_log_probs"], section.kl.estimator)
-        sums["kl"] = (divergence * weight).sum()
-        sums["loss"] = sums["loss"] + section.kl.coefficient * sums["kl"]
-    return sums
-
-
-GRPO = Algorithm("grpo", _advantage, _loss)
+GRPO = Algorithm("grpo", group_advantage, clipped_loss)
+DR_GRPO = replace(GRPO, name="dr_grpo")
+DAPO = replace(GRPO, name="dapo")

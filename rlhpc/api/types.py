@@ -67,7 +67,7 @@ class PackedBatch:
     """Sequences laid end to end without padding, every per-token field aligned to the token that predicts.
 
     ``targets[t]`` follows ``tokens[t]`` in its sequence; ``loss_weight[t]`` is 0 where the target is not trained on
-    and otherwise its share in the loss sum (1 for a token mean, 1/response length for a sequence mean).
+    and otherwise its share in the loss sum (see ``rlhpc.algo.aggregation``).
     ``extra`` holds further per-token tensors: advantages, old_log_probs, reference_log_probs, engine_log_probs.
     """
 
@@ -105,6 +105,12 @@ class PackedBatch:
         blanks["cu_seqlens"] = self.cu_seqlens.new_tensor([0, length])
         extra = {name: tensor.new_zeros(length) for name, tensor in self.extra.items()}
         return replace(self, **blanks, sample_ids=(), extra=extra)
+
+    @property
+    def sequence(self) -> Int64[Tensor, " T"]:
+        """Which of the batch's sequences each token belongs to."""
+        count = torch.arange(len(self.cu_seqlens) - 1, device=self.cu_seqlens.device)
+        return torch.repeat_interleave(count, self.cu_seqlens.diff(), output_size=len(self.tokens))
 
     @property
     def mask(self) -> Float32[Tensor, " T"]:
@@ -149,6 +155,7 @@ class RunState:
     step: int = 0  # RL steps done
     prompt_cursor: int = 0  # prompts taken
     weights_version: int = 0  # pushes to the engine
+    kl_coefficient: float | None = None  # the one in force, where it is adapted
 
     @property
     def total_steps(self) -> int:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
 from rlhpc.config.section import (
     Fraction,
@@ -141,31 +142,6 @@ class ReshardSection(Section):
     """Mean difference of the engine's log-probs from the trainer's, in a step, that ends the run; null: none does."""
     share_weights: bool = False
     """Engines use the trainer's memory for parameters that are the same bytes on both sides. Not with offload."""
-
-
-class KLSection(Section):
-    coefficient: NonNegativeFloat = 0.001
-    """Weight of the KL term; 0: no reference model is built."""
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimator (Schulman 2020, http://joschu.net/blog/kl-approx.html)."""
-
-
-class AlgorithmSection(Section):
-    name: str = "grpo"
-    """grpo, or package.module:attribute of an algorithm of your own."""
-    clip_low: Fraction = 0.2
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]."""
-    clip_high: PositiveFloat = 0.2
-    """See clip_low."""
-    normalise_std: bool = True
-    """Divide a group's advantages by their standard deviation."""
-    std_epsilon: PositiveFloat = 1e-6
-    """Added to that deviation."""
-    aggregation: Literal["token-mean", "sequence-mean"] = "token-mean"
-    """Mean over all response tokens of the batch, or over sequences of each one's token mean."""
-    kl: KLSection = KLSection()
-    entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the policy's entropy, which is subtracted from the loss."""
 
 
 class OptimizerSection(Section):

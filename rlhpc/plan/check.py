@@ -13,6 +13,7 @@ from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
 from rlhpc.plan.fit import check_engine, fitting_layout
 from rlhpc.plan.layout import ParallelLayout, divisors
+from rlhpc.plan.objective import check_algorithm
 from rlhpc.plan.shards import model_tensors
 from rlhpc.plan.training import check_experts, check_memory, check_optimizers, check_sharing
 
@@ -29,6 +30,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     shape = read_model(config.model.path, config.model.family) if config.model.path.exists() else None
     check_nodes(config, config.slurm.least_nodes, shape)
     layout = check_nodes(config, config.slurm.most_nodes, shape)
+    check_algorithm(config)
     check_optimizers(config)
     check_sharing(config)
     if shape is not None:

@@ -35,6 +35,7 @@ class Run:
     config: RunConfig
     context: RankContext
     layout: ParallelLayout
+    shape: ModelShape
     tokenizer: Tokenizer
     actor: MegatronBackend
     reference: MegatronBackend | None
@@ -102,6 +103,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
         config=config,
         context=context,
         layout=layout,
+        shape=shape,
         tokenizer=tokenizer,
         actor=actor,
         reference=reference,

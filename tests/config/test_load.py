@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.config.algorithm import DEFAULTS
 from rlhpc.config.load import dump_config, json_schema, load_config
 from rlhpc.core.errors import UserError
 from rlhpc.plan.check import check_config
@@ -126,10 +127,17 @@ def test_the_committed_schema_is_current():
 
 
 def test_shipped_configurations_can_work_and_name_the_schema():
-    files = sorted((ROOT / "configs").glob("*.yaml"))
+    files = sorted((ROOT / "configs").rglob("*.yaml"))
     for file in files:
         check_config(load_config(file), prepared=False)
-        assert file.read_text().startswith("# yaml-language-server: $schema=schema.json\n"), file
+        up = "../" * (len(file.relative_to(ROOT / "configs").parts) - 1)
+        assert file.read_text().startswith(f"# yaml-language-server: $schema={up}schema.json\n"), file
+
+
+def test_every_algorithm_has_a_configuration():
+    files = (ROOT / "configs" / "algorithms").glob("*.yaml")
+    named = {file.stem: load_config(file).algorithm.name for file in files}
+    assert named == {name: name for name in DEFAULTS}
 
 
 def test_loading_imports_no_torch():

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rlhpc.algo import find_algorithm
+from rlhpc.algo import Responses, find_algorithm
 from rlhpc.api import Prompt
+from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.load import load_config
-from rlhpc.config.schema import AlgorithmSection, KLSection, RewardSection
+from rlhpc.config.schema import RewardSection
 from rlhpc.data.rewards import load_reward
 from rlhpc.launch.submit import make_plan
 from tests.docs.pages import DOCS, ROOT
@@ -37,7 +38,9 @@ def test_the_algorithms_advantages_leave_one_out() -> None:
     """The numbers that verl 0.9.1 computes."""
     section = AlgorithmSection(name="my_algorithm:RLOO")
     rewards, groups = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64), torch.tensor([7, 7, 3, 3])
-    assert find_algorithm(section).advantage(rewards, groups, section).tolist() == [1.0, -1.0, 0.5, -0.5]
+    responses = Responses.of(rewards, groups, lengths=torch.tensor([1, 2, 1, 1]))
+    advantages = find_algorithm(section).advantage(responses, section).advantages
+    assert advantages.tolist() == [1.0, -1.0, -1.0, 0.5, -0.5]
 
 
 def test_the_algorithms_gradient_is_that_of_reinforce() -> None:

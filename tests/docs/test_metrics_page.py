@@ -14,13 +14,14 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with a warm-up, a reference model, several updates a step and a reward from the working folder."""
+    """A run with a warm-up, a reference model, several updates a step, every term of a loss, one's own reward."""
     monkeypatch.chdir(DOCS / "examples")
     config = write_config(
         tmp_path,
         sft__steps=1,
         train__steps=1,
         train__minibatches=2,
+        algorithm={"kl": {"target": 0.1}, "dual_clip": 3.0, "correction": {"method": "truncate"}},
         reward={"function": "my_reward:score", "arguments": {"last_digit": 0.2}},
     )
     code, output = run(config)

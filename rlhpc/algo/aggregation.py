@@ -1,0 +1,31 @@
+"""From sums over tokens to a mean that no packing and no number of ranks changes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What a token of each response weighs in a loss sum, and what the sum over all ranks is divided by."""
+
+    weights: tuple[float, ...]
+    denominator: float
+
+
+def shares(lengths: Sequence[int], aggregation: str, constant: int) -> Shares:
+    """Of a minibatch's responses of ``lengths`` tokens trained on. A response without any has no share.
+
+    token-mean: over tokens (DAPO); sequence-mean: over responses of their token means (GRPO, GSPO as published);
+    constant: over responses of their token sums over ``constant`` (Dr. GRPO).
+    """
+    responses = sum(length > 0 for length in lengths)
+    match aggregation:
+        case "token-mean":
+            return Shares((1.0,) * len(lengths), float(sum(lengths)))
+        case "sequence-mean":
+            return Shares(tuple(1.0 / max(length, 1) for length in lengths), float(responses))
+        case "constant":
+            return Shares((1.0,) * len(lengths), float(responses * constant))
+    raise AssertionError(f"unknown aggregation {aggregation}")

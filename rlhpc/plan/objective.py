@@ -1,0 +1,72 @@
+"""Keys of the algorithm that contradict each other."""
+
+from __future__ import annotations
+
+from rlhpc.config.algorithm import DEFAULTS, AlgorithmSection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError, did_you_mean
+
+# Algorithms with the clipped surrogate, which alone has a dual clip.
+_WITHOUT_DUAL_CLIP = ("gspo", "cispo")
+_DISCOUNTED = ("reinforce_plus_plus",)
+
+
+def check_algorithm(config: RunConfig) -> None:
+    """Refuse what has no meaning or no effect. Of an algorithm of the user's own only the common keys are known."""
+    section = config.algorithm
+    own = ":" in section.name
+    if not own and section.name not in DEFAULTS:
+        raise UserError(
+            f"unknown algorithm {section.name!r}", where="algorithm.name", remedy=did_you_mean(section.name, DEFAULTS)
+        )
+    _check_common(section)
+    if own:
+        return
+    _check_named(section)
+    if section.name == "rloo" and config.train.steps and config.rollout.samples_per_prompt < 2:
+        raise UserError(
+            "rloo compares a response with the others to its prompt, and there are none",
+            where="rollout.samples_per_prompt",
+            remedy="use at least 2",
+        )
+
+
+def _check_common(section: AlgorithmSection) -> None:
+    if section.aggregation_length is not None and section.aggregation != "constant":
+        raise UserError(
+            f"{section.aggregation} is not divided by a constant",
+            where="algorithm.aggregation_length",
+            remedy="leave it out, or set algorithm.aggregation to constant",
+        )
+    if section.kl.target is not None and not section.kl.coefficient:
+        raise UserError(
+            "a coefficient of 0 is not steered anywhere",
+            where="algorithm.kl.target",
+            remedy="leave it out, or set algorithm.kl.coefficient above 0 to begin with",
+        )
+    correction = section.correction
+    if correction.method == "mask" and correction.low >= correction.high:
+        raise UserError(
+            f"no weight lies between {correction.low:g} and {correction.high:g}",
+            where="algorithm.correction.low",
+            remedy="set it below algorithm.correction.high",
+        )
+
+
+def _check_named(section: AlgorithmSection) -> None:
+    if section.dual_clip is not None and section.name in _WITHOUT_DUAL_CLIP:
+        raise UserError(
+            f"the loss of {section.name} has no dual clip", where="algorithm.dual_clip", remedy="leave it out"
+        )
+    if section.discount != 1 and section.name not in _DISCOUNTED:
+        raise UserError(
+            f"{section.name} does not discount: all tokens of a response share its reward",
+            where="algorithm.discount",
+            remedy="leave it out, or use reinforce_plus_plus",
+        )
+    if section.name == "dr_grpo" and section.normalise_std:
+        raise UserError(
+            "dr_grpo is GRPO without the division by the deviation",
+            where="algorithm.normalise_std",
+            remedy="leave it out, or use grpo",
+        )

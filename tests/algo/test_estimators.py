@@ -1,0 +1,144 @@
+"""Estimators on ragged responses against their definitions, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rlhpc.algo import ALGORITHMS, Responses, find_algorithm
+from rlhpc.algo.advantages import discounted_returns, generalised, leave_one_out, whiten
+from rlhpc.algo.kl import adapted_coefficient, with_coefficient
+from rlhpc.algo.ragged import accumulate_backwards
+from rlhpc.config.algorithm import DEFAULTS, AlgorithmSection, KLSection
+
+
+def responses(**fields: torch.Tensor) -> Responses:
+    """Three of 2, 3 and 1 tokens, the last two of one group."""
+    return Responses.of(
+        torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64),
+        torch.tensor([4, 9, 9]),
+        torch.tensor([2, 3, 1]),
+        **fields,
+    )
+
+
+def test_a_reward_stands_at_the_last_token_that_the_policy_chose() -> None:
+    mask = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.float64)
+    penalty = torch.tensor([0.1, 5.0, 0.2, 0.3, 5.0, 0.4], dtype=torch.float64)
+    found = responses(mask=mask, penalty=penalty)
+    assert found.token_rewards.tolist() == pytest.approx([0.9, 0, -0.2, -0.3, 0, 1.6])
+    assert found.rewards.tolist() == pytest.approx([0.9, -0.5, 1.6])
+    assert found.spread(torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)).tolist() == [7, 0, 8, 8, 0, 9]
+
+
+def test_a_response_without_a_token_of_the_policys_has_no_reward() -> None:
+    mask = torch.tensor([1, 1, 0, 0, 0, 1], dtype=torch.float64)
+    assert responses(mask=mask).rewards.tolist() == [1, 0, 2]
+
+
+def test_the_recurrence_equals_a_loop() -> None:
+    torch.manual_seed(0)
+    for lengths in ([5], [1, 1, 1], [3, 0, 17, 1, 64], [33, 32, 31]):
+        total = sum(lengths)
+        values, decay = torch.randn(total, dtype=torch.float64), torch.rand(total, dtype=torch.float64)
+        expected, start = [], 0
+        for length in lengths:
+            row = [0.0] * length
+            for t in reversed(range(length)):
+                row[t] = float(values[start + t] + (decay[start + t] * row[t + 1] if t + 1 < length else 0.0))
+            expected += row
+            start += length
+        found = accumulate_backwards(values, decay, torch.tensor(lengths))
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64))
+
+
+def test_given_tokens_are_passed_over() -> None:
+    """A response with a tool's answer in its middle has the advantages of one without it."""
+    torch.manual_seed(0)
+    own = torch.tensor([1, 1, 0, 0, 1, 1], dtype=torch.float64)
+    rewards, values = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    whole = generalised(rewards, values, own, torch.tensor([6]), 0.9, 0.8)
+    kept = own > 0
+    short = generalised(rewards[kept], values[kept], torch.ones(4, dtype=torch.float64), torch.tensor([4]), 0.9, 0.8)
+    torch.testing.assert_close(whole.advantages[kept], short.advantages)
+    torch.testing.assert_close(whole.returns[kept], short.returns)
+    assert (whole.advantages[~kept] == 0).all()
+    returns = discounted_returns(rewards, own, torch.tensor([6]), 0.9)
+    ones = torch.ones(4, dtype=torch.float64)
+    torch.testing.assert_close(returns[kept], discounted_returns(rewards[kept], ones, torch.tensor([4]), 0.9))
+
+
+def test_gae_has_its_known_ends() -> None:
+    """Lambda 1 is returns less values, lambda 0 the one-step error (Schulman et al. 2016, eq. 17 and 18)."""
+    torch.manual_seed(0)
+    rewards, values, ones = torch.randn(5), torch.randn(5), torch.ones(5)
+    lengths = torch.tensor([2, 3])
+    far = generalised(rewards, values, ones, lengths, 0.9, 1.0)
+    torch.testing.assert_close(far.advantages, discounted_returns(rewards, ones, lengths, 0.9) - values)
+    near = generalised(rewards, values, ones, lengths, 0.9, 0.0).advantages
+    following = torch.tensor([values[1], 0, values[3], values[4], 0])
+    torch.testing.assert_close(near, rewards + 0.9 * following - values)
+
+
+def test_leave_one_out_is_what_it_says() -> None:
+    rewards, groups = torch.tensor([1.0, 2.0, 6.0, 5.0]), torch.tensor([0, 0, 0, 1])
+    assert leave_one_out(rewards, groups).tolist() == [1 - 4, 2 - 3.5, 6 - 1.5, 5]
+
+
+def test_whitened_values_have_mean_0_and_deviation_1_over_the_mask() -> None:
+    torch.manual_seed(0)
+    values, mask = torch.randn(50, dtype=torch.float64) * 3 + 2, (torch.rand(50) > 0.3).double()
+    found = whiten(values, mask)
+    assert float(found.sum()) == pytest.approx(0, abs=1e-12)
+    assert float(found[mask > 0].std()) == pytest.approx(1, abs=1e-6)
+    kept = whiten(values, mask, shift_mean=False)
+    assert float(kept[mask > 0].mean()) == pytest.approx(float(values[mask > 0].mean()))
+    assert whiten(torch.tensor([3.0]), torch.ones(1)).tolist() == [3.0]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_equal_rewards_teach_nothing_and_better_ones_are_raised(name: str) -> None:
+    """Over two groups of four: advantages point from the worse to the better response of a prompt."""
+    section = AlgorithmSection(name=name)
+    groups, lengths = torch.arange(2).repeat_interleave(4), torch.tensor([3, 1, 2, 4] * 2)
+
+    def advantages(rewards: list[float]) -> torch.Tensor:
+        given = torch.tensor(rewards, dtype=torch.float64)
+        found = Responses.of(given, groups, lengths, baselines=torch.ones(8, dtype=torch.float64))
+        estimate = find_algorithm(section).advantage(found, section)
+        assert len(estimate.advantages) == 20
+        return estimate.advantages
+
+    assert (advantages([1.0] * 8).abs() < 1e-6).all()
+    raised = advantages([2.0, 0, 0, 0, 2.0, 0, 0, 0])
+    assert (raised[[0, 1, 2]] > 0).all()
+    assert (raised[[3, 4, 5]] < 0).all()
+
+
+def test_every_algorithm_has_a_name_and_defaults() -> None:
+    assert set(ALGORITHMS) == set(DEFAULTS)
+    assert all(algorithm.name == name for name, algorithm in ALGORITHMS.items())
+
+
+def test_defaults_are_the_algorithms_own_and_give_way() -> None:
+    assert AlgorithmSection().model_dump() == AlgorithmSection(name="grpo").model_dump()
+    assert AlgorithmSection(name="dapo").clip_high == 0.28
+    assert AlgorithmSection(name="dapo", clip_high=0.3).clip_high == 0.3
+    rloo = AlgorithmSection(name="rloo", kl={"coefficient": 0.5}).kl
+    assert (rloo.coefficient, rloo.estimator, rloo.placement) == (0.5, "k1", "reward")
+    dumped = AlgorithmSection(name="gspo", clip_low=0.1)
+    assert AlgorithmSection.model_validate(dumped.model_dump()) == dumped
+
+
+def test_the_coefficient_rises_above_the_target_and_falls_below_it() -> None:
+    section = KLSection(coefficient=0.1, target=0.05, horizon=1000)
+    assert adapted_coefficient(0.1, 0.055, 100, section) == pytest.approx(0.1 * 1.01)
+    assert adapted_coefficient(0.1, 5.0, 100, section) == pytest.approx(0.1 * 1.02)  # bounded
+    assert adapted_coefficient(0.1, 0.0, 100, section) == pytest.approx(0.1 * 0.98)
+    assert adapted_coefficient(0.1, 9.0, 100, KLSection(coefficient=0.1)) == 0.1
+    changed = with_coefficient(AlgorithmSection(kl=section), 0.7)
+    assert changed.kl.coefficient == 0.7
+    assert changed.kl.target == 0.05
+    assert math.isclose(section.coefficient, 0.1)
