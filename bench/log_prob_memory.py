@@ -41,7 +41,7 @@ def _both(way: str, logits, rows, targets, token_stats) -> None:  # type: ignore
     import torch.distributed as dist
 
     if way == "rlhpc":
-        stats = token_stats(logits, rows, targets, dist.group.WORLD, 1.0)
+        stats = token_stats(logits, rows, targets, dist.group.WORLD, 1.0, logits.size(-1))
         (stats.log_probs.sum() + stats.entropy.sum()).backward()
     else:
         log_probs = logits.float().log_softmax(-1)

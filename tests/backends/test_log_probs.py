@@ -23,7 +23,7 @@ def _differences() -> tuple[float, float]:
     log_probs._CHUNK_ELEMENTS = 4096  # several chunks, the last one short
     group = dist.group.WORLD
     torch.manual_seed(0)
-    rows, vocabulary = 257, 512
+    rows, vocabulary, padding = 257, 509, 3  # columns that no token has, and that must not matter
     chosen = torch.randperm(rows)[:200].sort().values
     targets, a, b = torch.randint(0, vocabulary, (200,)), torch.randn(200), torch.randn(200)
     forward = backward = 0.0
@@ -33,11 +33,13 @@ def _differences() -> tuple[float, float]:
         picked = expected.gather(-1, targets[:, None])[:, 0]
         entropy = -(expected.exp() * expected).sum(-1)
         (picked * a + (entropy * b if with_entropy else 0)).sum().backward()
-        part = full.detach().chunk(group.size(), -1)[group.rank()].clone().requires_grad_()
-        stats = log_probs.token_stats(part, chosen, targets, group, temperature)
+        padded = torch.nn.functional.pad(full.detach(), (0, padding), value=9.0)
+        part = padded.chunk(group.size(), -1)[group.rank()].clone().requires_grad_()
+        stats = log_probs.token_stats(part, chosen, targets, group, temperature, vocabulary)
         (stats.log_probs * a + (stats.entropy * b if with_entropy else 0)).sum().backward()
         forward = max(forward, _far(stats.log_probs, picked), _far(stats.entropy, entropy))
-        backward = max(backward, _far(part.grad, full.grad.chunk(group.size(), -1)[group.rank()]))
+        gradient = torch.nn.functional.pad(full.grad, (0, padding)).chunk(group.size(), -1)[group.rank()]
+        backward = max(backward, _far(part.grad, gradient))
     return forward, backward
 
 

@@ -185,7 +185,7 @@ class MegatronBackend:
         index = weight.nonzero()[:, 0]
         group = parallel_state.get_tensor_model_parallel_group()
         targets = local.take(batch.targets)[index]
-        stats = token_stats(logits[0], index, targets, group, temperature)
+        stats = token_stats(logits[0], index, targets, group, temperature, self.weights.shape.vocab_size)
         zeros = torch.zeros_like(weight)
         both = torch.stack([zeros.index_copy(0, index, x) for x in (stats.log_probs, stats.entropy)], dim=-1)
         return TokenStats(*local.gather(both, parallel_state.get_context_parallel_group()).unbind(-1))

@@ -23,13 +23,17 @@ def token_stats(
     targets: Int64[Tensor, " N"],
     group: dist.ProcessGroup,
     temperature: float,
+    vocab_size: int,
 ) -> TokenStats:
     """Natural-log probability of each target and entropy of its distribution at logits / temperature, of some rows.
 
-    ``logits`` are this rank's part of the vocabulary, parts in rank order. Differentiable; besides the gradient of
+    ``logits`` are this rank's part of the vocabulary, parts in rank order; columns beyond ``vocab_size``, which only
+    fill the parts up, take no part. Differentiable; besides the gradient of
     ``logits``, in its own type, no tensor of its size is made.
     """
-    log_probs, entropy = _VocabParallelStats.apply(logits, rows, targets, group, 1.0 / temperature)
+    columns = min(logits.size(-1), vocab_size - group.rank() * logits.size(-1))
+    assert columns > 0, f"rank {group.rank()} has no part of a vocabulary of {vocab_size}"
+    log_probs, entropy = _VocabParallelStats.apply(logits, rows, targets, group, 1.0 / temperature, columns)
     return TokenStats(log_probs, entropy)
 
 
@@ -38,9 +42,16 @@ class _VocabParallelStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, rows: Tensor, targets: Tensor, group: dist.ProcessGroup, inverse_temperature: float
+        ctx: Any,
+        logits: Tensor,
+        rows: Tensor,
+        targets: Tensor,
+        group: dist.ProcessGroup,
+        inverse_temperature: float,
+        columns: int,
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
         column = targets - group.rank() * logits.size(-1)
+        ctx.shape, logits = logits.shape, logits[:, :columns]
         here = (column >= 0) & (column < logits.size(-1))
         column = column.clamp(0, logits.size(-1) - 1)
         picked = logits[rows, column].float() * inverse_temperature
@@ -62,11 +73,11 @@ class _VocabParallelStats(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None, None, None]:
         logits, rows, column, here, log_total, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
-        grad = torch.zeros_like(logits)
+        grad = logits.new_zeros(ctx.shape)
         for part in _chunks(rows, logits):
             # d log p(target) / dx_j = [j = target] - p_j;  d entropy / dx_j = -p_j (x_j - E[x])
             x = logits[rows[part]].float() * ctx.inverse_temperature
@@ -77,8 +88,8 @@ class _VocabParallelStats(torch.autograd.Function):
             x.scatter_add_(
                 -1, column[part, None], (grad_log_probs[part] * here[part] * ctx.inverse_temperature)[:, None]
             )
-            grad[rows[part]] = x.to(grad.dtype)
-        return grad, None, None, None, None
+            grad[rows[part], : logits.size(-1)] = x.to(grad.dtype)
+        return grad, None, None, None, None, None
 
 
 def _softmax_sums(logits: Tensor, rows: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
