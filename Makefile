@@ -51,6 +51,7 @@ check: venv
 bench: venv bench-env
 	$(BIN)/python -m bench.startup
 	$(BIN)/python -m bench.reshard_plan
+	$(BIN)/python -m bench.reshard
 	$(BIN)/python -m bench.slurm_launch
 	$(BIN)/python -m bench.slurm_recovery
 	$(BIN)/python -m bench.rollout

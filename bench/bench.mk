@@ -10,7 +10,11 @@ $(BENCH_VENV)/.installed: bench/requirements.txt
 	$(BENCH_VENV)/bin/python -m pip --disable-pip-version-check --quiet install -r bench/requirements.txt
 	touch $@
 
-.PHONY: bench-reshard-plan
+.PHONY: bench-reshard-plan bench-reshard
+
+# Ten minutes; the loopback device and both cores must be free.
+bench-reshard: venv
+	$(BIN)/python -m bench.reshard
 
 # One process, no torch: a minute.
 bench-reshard-plan: venv
