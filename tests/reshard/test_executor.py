@@ -31,9 +31,7 @@ BUCKET = 1 << 16
 # Kind, training axes on four ranks, rollout size, dtype.
 MOVES = [
     ("qwen2", {"tp": 2, "pp": 2}, 4, torch.float32),
-    ("qwen2_tied", {"pp": 2, "vpp": 2}, 2, torch.bfloat16),
     ("qwen3", {"tp": 4}, 4, torch.bfloat16),
-    ("mixtral", {"tp": 2, "ep": 2}, 1, torch.bfloat16),
     ("qwen3moe", {"tp": 2, "ep": 2, "etp": 2}, 4, torch.float32),
     ("dsv3", {"pp": 2, "ep": 2}, 4, torch.bfloat16),
 ]
