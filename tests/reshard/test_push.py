@@ -15,8 +15,9 @@ from tests.rollout.engines import cpu_only
 
 pytestmark = [pytest.mark.slow, cpu_only]
 
-DENSE = [({"tp": 2, "pp": 2}, 4), ({"pp": 2, "vpp": 2}, 4), ({"tp": 4}, 4)]
-EXPERTS = [({"tp": 2, "pp": 2, "ep": 2}, 2), ({"tp": 2, "ep": 2, "etp": 2}, 2), ({"ep": 4, "tp": 2, "cp": 2}, 2)]
+# A few of what `python -m tests.helpers.pushes` tries: every family in twelve pairs and more.
+DENSE = [({"tp": 2, "pp": 2}, 4), ({"pp": 2, "vpp": 2}, 4)]
+EXPERTS = [({"tp": 2, "pp": 2, "ep": 2}, 2), ({"tp": 2, "ep": 2, "etp": 2}, 2)]
 
 
 def pairs_of(kind: str) -> list[Pair]:
@@ -29,7 +30,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pushes.make_models(tmp_path_factory.mktemp("models"), FAMILIES)
 
 
-@pytest.fixture(scope="module", params=[FAMILIES[:4], FAMILIES[4:]], ids=["dense", "experts"])
+@pytest.fixture(scope="module", params=[("qwen2_tied", "qwen3"), ("mixtral", "dsv3")], ids=["dense", "experts"])
 def outcomes(request: pytest.FixtureRequest, models: Path) -> dict[Pair, list[pushes.Outcome]]:
     pairs = [pair for kind in request.param for pair in pairs_of(kind)]
     ranks = run_ranks(pushes.try_pairs, pushes.WORLD_SIZE, models, pairs, timeout=1200)
