@@ -1,11 +1,23 @@
 """Layer 3: the values that cross packages and the protocols of the executors."""
 
-from rlhpc.api.protocols import BackgroundWrite, LossFunction, RolloutEngine, TrainBackend
-from rlhpc.api.types import Completion, LossSums, PackedBatch, Prompt, Request, RunState, Sample, TokenStats, TrainStats
+from rlhpc.api.protocols import BackgroundWrite, Judge, LossFunction, RolloutEngine, TrainBackend
+from rlhpc.api.types import (
+    Completion,
+    LossSums,
+    PackedBatch,
+    Prompt,
+    Request,
+    RunState,
+    Sample,
+    TokenStats,
+    TrainStats,
+    Verdict,
+)
 
 __all__ = [
     "BackgroundWrite",
     "Completion",
+    "Judge",
     "LossFunction",
     "LossSums",
     "PackedBatch",
@@ -17,4 +29,5 @@ __all__ = [
     "TokenStats",
     "TrainBackend",
     "TrainStats",
+    "Verdict",
 ]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlhpc.api.types import Completion, LossSums, PackedBatch, Request, TokenStats, TrainStats
+from rlhpc.api.types import Completion, LossSums, PackedBatch, Prompt, Request, TokenStats, TrainStats, Verdict
 from rlhpc.plan.shards import Shard
 
 LossFunction = Callable[[TokenStats, PackedBatch], LossSums]
@@ -59,11 +59,30 @@ class TrainBackend(Protocol):
         """Restore what ``save`` wrote, bit for bit."""
 
 
+class Judge(Protocol):
+    """Scores responses beside the engine: on the first rank of each engine, in processes of its own."""
+
+    def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
+        """Begin to score a response; returns at once."""
+
+    def verdicts(self) -> dict[int, Verdict]:
+        """Wait for every response submitted since the last call; by key."""
+
+
 class RolloutEngine(Protocol):
     """An inference engine in this process; the ranks of one engine call it alike."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order; equal on all ranks of the engine."""
+
+    def submit(self, key: int, request: Request) -> None:
+        """Put a request under way; ``step`` tells of its end by ``key``."""
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Draw the next token of what is under way; the requests that are finished by it."""
+
+    def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
+        """Take requests back; what each one has come to, unfinished."""
 
     @property
     def unfinished(self) -> int:

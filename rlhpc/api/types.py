@@ -44,8 +44,21 @@ class Completion:
 
 
 @dataclass(frozen=True)
+class Verdict:
+    """What the rewards say of one response: their weighted sum, and each by its name."""
+
+    reward: float
+    parts: dict[str, float] = field(default_factory=dict)
+    dropped: bool = False  # a reward failed, and such responses are left out of training
+
+
+@dataclass(frozen=True)
 class Sample:
-    """A prompt with one response, scored. Samples of one ``group_id`` answer the same prompt in the same step."""
+    """A prompt with one response, scored. Samples of one ``group_id`` answer the same prompt in the same step.
+
+    A response may hold tokens that were given to the policy, such as a tool's answer: ``chosen`` is False there,
+    ``log_probs`` 0, and nothing is learnt from them.
+    """
 
     prompt_id: int
     group_id: int
@@ -53,13 +66,20 @@ class Sample:
     prompt_len: int
     log_probs: np.ndarray  # float32 [response], the engine's
     reward: float
-    weights_version: int
+    weights_version: int  # of the weights that drew its oldest token
     truncated: bool
     routes: np.ndarray | None = None  # see Completion
+    chosen: np.ndarray | None = None  # bool [response]; None: all
+    reward_parts: dict[str, float] = field(default_factory=dict)  # see Verdict
 
     @property
     def response_len(self) -> int:
         return len(self.tokens) - self.prompt_len
+
+    @property
+    def chosen_len(self) -> int:
+        """Tokens of the response that the policy chose."""
+        return self.response_len if self.chosen is None else int(self.chosen.sum())
 
 
 @dataclass(frozen=True)

@@ -80,21 +80,33 @@ class VllmEngine:
 
         With ``top_p`` < 1 the log-probs are of the distribution cut to the kept tokens.
         """
-        assert not self._asleep, f"generate() while {sorted(self._asleep)} sleep"
-        assert self._loaded, "generate() before load_weights()"
-        from vllm.inputs import tokens_input
-
         for index, request in enumerate(requests):
-            assert len(request.prompt) + request.max_tokens <= self._max_model_len, (
-                f"{len(request.prompt)} + {request.max_tokens} tokens in a model of {self._max_model_len}"
-            )
-            self._engine.add_request(str(index), tokens_input(list(request.prompt)), self._parameters(request))
+            self.submit(index, request)
         completions: dict[int, Completion] = {}
         while self._engine.has_unfinished_requests():
-            touch("generate")
-            for output in self._engine.step():
-                completions[int(output.request_id)] = _completion(output.outputs[0], self._routes(output))
+            completions.update(self.step())
         return [completions[index] for index in range(len(requests))]
+
+    def submit(self, key: int, request: Request) -> None:
+        """See ``RolloutEngine``."""
+        assert not self._asleep, f"a request while {sorted(self._asleep)} sleep"
+        assert self._loaded, "a request before load_weights()"
+        from vllm.inputs import tokens_input
+
+        assert len(request.prompt) + request.max_tokens <= self._max_model_len, (
+            f"{len(request.prompt)} + {request.max_tokens} tokens in a model of {self._max_model_len}"
+        )
+        self._engine.add_request(str(key), tokens_input(list(request.prompt)), self._parameters(request))
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """See ``RolloutEngine``. Also while nothing is under way."""
+        if not self._engine.has_unfinished_requests():
+            return []
+        touch("generate")
+        return [
+            (int(output.request_id), _completion(output.outputs[0], self._routes(output)))
+            for output in self._engine.step()
+        ]
 
     @property
     def unfinished(self) -> int:
