@@ -10,6 +10,7 @@ from rlhpc.api.types import (
     RunState,
     Sample,
     TokenStats,
+    TokenValues,
     TrainStats,
     Verdict,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "RunState",
     "Sample",
     "TokenStats",
+    "TokenValues",
     "TrainBackend",
     "TrainStats",
     "Verdict",

@@ -9,10 +9,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-from rlhpc.api.types import Completion, LossSums, PackedBatch, Prompt, Request, TokenStats, TrainStats, Verdict
+from rlhpc.api.types import (
+    Completion,
+    LossSums,
+    PackedBatch,
+    Prompt,
+    Request,
+    TokenStats,
+    TokenValues,
+    TrainStats,
+    Verdict,
+)
 from rlhpc.plan.shards import Shard
 
-LossFunction = Callable[[TokenStats, PackedBatch], LossSums]
+# Of what the model's head says of each token, and the batch.
+LossFunction = Callable[[TokenStats, PackedBatch], LossSums] | Callable[[TokenValues, PackedBatch], LossSums]
 
 
 class BackgroundWrite(Protocol):
@@ -30,6 +41,9 @@ class TrainBackend(Protocol):
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
         """Log-probs and entropy of each batch's targets at logits / temperature, without gradient."""
+
+    def values(self, batches: Sequence[PackedBatch]) -> list[TokenValues]:
+        """Of a model with a value head: its number for each token, without gradient."""
 
     def train(
         self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float

@@ -147,6 +147,13 @@ class TokenStats:
 
 
 @dataclass(frozen=True)
+class TokenValues:
+    """Of one packed batch by a model with a value head: what each token's sequence up to it promises."""
+
+    values: Float32[Tensor, " T"]
+
+
+@dataclass(frozen=True)
 class LossSums:
     """Sums over a batch's tokens. ``total`` is differentiated; ``metrics`` are detached sums (or ``max/`` maxima)."""
 

@@ -25,6 +25,9 @@ class SafetensorsFolder:
     def __exit__(self, *_: Any) -> None:
         self._open.clear()
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
     def read(self, name: str, shape: tuple[int, ...], slices: tuple[slice, ...]) -> Tensor:
         """One block of tensor ``name``, which must have ``shape`` in the file."""
         if name not in self._file_of:

@@ -25,7 +25,9 @@ def frame_table(shape: ModelShape, attention: list[Row], feed_forward: list[Row]
         Row(LAYER + pre_mlp, norm, LOCAL_LAYER + "pre_mlp_layernorm.weight", Cut.WHOLE),
         Row("model.norm.weight", norm, "decoder.final_layernorm.weight", Cut.WHOLE, Where.LAST),
     ]
-    if not shape.tied_embeddings:
+    if shape.head == "value":  # HuggingFace's name in its sequence classifiers
+        rows.append(Row("score.weight", (1, shape.hidden_size), "output_layer.weight", Cut.WHOLE, Where.LAST))
+    elif not shape.tied_embeddings:
         rows.append(Row("lm_head.weight", vocab, "output_layer.weight", Cut.VOCAB, Where.LAST))
     return rows
 

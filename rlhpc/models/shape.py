@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhpc.core.errors import UserError, did_you_mean
@@ -69,6 +69,12 @@ class ModelShape:
     qk_norm: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
+    head: Literal["vocabulary", "value"] = "vocabulary"  # value: one number for each token, as a critic has
+
+    @property
+    def with_value_head(self) -> ModelShape:
+        """The same transformer with a value head in place of its own."""
+        return replace(self, head="value", tied_embeddings=False)
 
     @property
     def rope_dim(self) -> int:

@@ -1,6 +1,6 @@
 """Everything that is patched, each with its reason and the upstream line (megatron-core 0.16.1).
 
-On a machine with a GPU only ``adopt_optimizer`` and ``hold_what_is_sent`` change anything. The rest makes Megatron's
+On a machine with a GPU only ``adopt_optimizer``, ``hold_what_is_sent`` and ``exchange_megatron_globals`` change anything. The rest makes Megatron's
 unconditional CUDA calls answer for the CPU, inside ``megatron_device()`` and nowhere else.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -241,3 +242,20 @@ def hold_what_is_sent() -> None:
         return p2p_ops(tensor_send_prev=prev, tensor_send_next=following, **options)
 
     p2p_communication._p2p_ops = send_aliases
+
+
+MegatronGlobals = dict[str, Any]
+
+
+def exchange_megatron_globals(values: MegatronGlobals) -> MegatronGlobals:
+    """Put other groups in force, none at all for an empty dict; the answer is those that were.
+
+    Megatron finds its groups in globals (parallel_state.py:27-142), of which there are one set: two models that are
+    cut in different ways take turns.
+    """
+    from megatron.core import parallel_state
+
+    former = {name: value for name, value in vars(parallel_state).items() if re.fullmatch("_[A-Z_]+", name)}
+    for name, value in former.items():
+        setattr(parallel_state, name, values.get(name, {} if isinstance(value, dict) else None))
+    return former

@@ -1,4 +1,4 @@
-"""Joining the ranks: the default group and Megatron's groups for one layout, each initialised here only."""
+"""Joining the ranks: the default group, and Megatron's groups for each layout, initialised here only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.compat import megatron_device
+from rlhpc.parallel.compat import MegatronGlobals, exchange_megatron_globals, megatron_device
 from rlhpc.parallel.store import open_store
 from rlhpc.plan.layout import ParallelLayout
 
@@ -45,10 +45,38 @@ def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store | None:
     return dist.HashStore() if info.world_size == 1 and not info.master_port else None
 
 
-def build_groups(layout: ParallelLayout, seed: int) -> None:
-    """Megatron's process groups and its random-number tracker, once in a process."""
-    from megatron.core import parallel_state
+class Groups:
+    """Megatron's process groups for one layout. ``with groups:`` puts them in force, and then those before again."""
+
+    def __init__(self, layout: ParallelLayout) -> None:
+        """Collective. Nested in other groups that are in force, which stay so."""
+        self.layout = layout
+        self._former: list[MegatronGlobals] = []
+        self._own: MegatronGlobals = {}
+        with self:
+            _initialise(layout)
+
+    def __enter__(self) -> Groups:
+        self._former.append(exchange_megatron_globals(self._own))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._own = exchange_megatron_globals(self._former.pop())
+
+
+def build_groups(layout: ParallelLayout, seed: int) -> Groups:
+    """The groups that are in force for the rest of the process, and Megatron's random-number tracker. Collective."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    groups = Groups(layout)
+    groups.__enter__()
+    with megatron_device():
+        model_parallel_cuda_manual_seed(seed)
+    return groups
+
+
+def _initialise(layout: ParallelLayout) -> None:
+    from megatron.core import parallel_state
 
     with megatron_device():
         parallel_state.initialize_model_parallel(
@@ -61,7 +89,6 @@ def build_groups(layout: ParallelLayout, seed: int) -> None:
             order="tp-cp-ep-dp-pp",
             create_gloo_process_groups=False,
         )
-        model_parallel_cuda_manual_seed(seed)
 
 
 def leave() -> None:

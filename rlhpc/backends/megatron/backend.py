@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TrainStats
+from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainStats
 from rlhpc.backends.megatron.checkpoint import BackgroundWrite, Content
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import routers_of, routing_metrics
@@ -29,6 +31,7 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device
+from rlhpc.parallel.groups import Groups
 from rlhpc.plan.context import ContextSplit, split_context
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.shards import Shard
@@ -37,8 +40,22 @@ from rlhpc.plan.torch_dist_index import is_torch_dist
 _MAX = "max/"  # metrics of this prefix are combined by maximum, all others by sum
 
 
+def _in_its_groups(method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method, run with the model's own process groups in force."""
+
+    @functools.wraps(method)
+    def run(self: MegatronBackend, *args: Any, **kwargs: Any) -> Any:
+        with self._groups:
+            return method(self, *args, **kwargs)
+
+    return run
+
+
 class MegatronBackend:
-    """Implements ``rlhpc.api.TrainBackend``. Without an optimizer section the model is frozen: a reference."""
+    """Implements ``rlhpc.api.TrainBackend``. Without an optimizer section the model is frozen: a reference.
+
+    ``groups``: of a model that is cut otherwise than the groups in force.
+    """
 
     def __init__(
         self,
@@ -50,14 +67,16 @@ class MegatronBackend:
         optimizer: OptimizerSection | None = None,
         experts: ExpertsSection | None = None,
         memory: MemorySection | None = None,
+        groups: Groups | None = None,
     ) -> None:
         memory = memory or MemorySection()
-        self._section = optimizer
+        self._section, self._groups = optimizer, groups or contextlib.nullcontext()
         self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
         self._has_experts = shape.experts is not None
+        self._kind = TokenValues if shape.head == "value" else TokenStats
         self.rope = RotaryTable(shape, self._device)
-        with megatron_device():
+        with self._groups, megatron_device():
             self._config = transformer_config(
                 shape, layout, DTYPES[dtype], parallel, experts or ExpertsSection(), memory
             )
@@ -77,16 +96,18 @@ class MegatronBackend:
             lambda kind: device_tensors(self._models, self._optimizer, kind),
         )
 
+    @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:
         """Take the weights of a HuggingFace folder, or of a torch_dist checkpoint; a trained model starts its
         optimizer afresh."""
         self._offload.restore("parameters")
         if is_torch_dist(folder):
-            Content(self.layout, self._models, None).load(folder)
+            Content(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)
         else:
             self.weights.load(folder)
         self.reset_optimizer()
 
+    @_in_its_groups
     def copy_weights(self, source: MegatronBackend) -> None:
         """Take the weights of another model of the same shape and layout."""
         self._offload.restore("parameters")
@@ -94,6 +115,13 @@ class MegatronBackend:
         for mine, theirs in zip(self._models, source._models, strict=True):
             mine.load_state_dict(theirs.state_dict(), strict=False)
 
+    def take_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Take whole tensors by HuggingFace's names, whatever layout they come from, and start the optimizer afresh."""
+        self._offload.restore("parameters")
+        self.weights.take(tensors)
+        self.reset_optimizer()
+
+    @_in_its_groups
     def reset_optimizer(self, section: OptimizerSection | None = None) -> None:
         """Forget moments and step count, and take the weights as they are for the master weights."""
         if self._section is None:
@@ -103,16 +131,26 @@ class MegatronBackend:
         with megatron_device():
             self._optimizer = build_optimizer(self._section, self._config, self._chunks)
 
+    @_in_its_groups
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
         """See ``TrainBackend``."""
+        return self._evaluate(batches, temperature)
 
-        def keep(batch: PackedBatch, local: LocalBatch, logits: Tensor, non_loss_data: bool = True) -> TokenStats:
-            return self._token_stats(logits, batch, local, temperature)
+    @_in_its_groups
+    def values(self, batches: Sequence[PackedBatch]) -> list[TokenValues]:
+        """See ``TrainBackend``."""
+        assert self._kind is TokenValues, "a model without a value head"
+        return self._evaluate(batches, temperature=1.0)
+
+    def _evaluate(self, batches: Sequence[PackedBatch], temperature: float) -> list[Any]:
+        def keep(batch: PackedBatch, local: LocalBatch, logits: Tensor, non_loss_data: bool = True) -> Any:
+            return self._stats(logits, batch, local, temperature)
 
         with torch.no_grad():
             stats = self._run(batches, keep, forward_only=True, collect_non_loss_data=True)
         return self._from_last_stage(stats, batches)
 
+    @_in_its_groups
     def logits(self, batches: Sequence[PackedBatch]) -> list[Float[Tensor, "T V"]]:
         """Whole-vocabulary logits of each batch on the last pipeline stage: for tests and tools, not for training."""
 
@@ -125,6 +163,7 @@ class MegatronBackend:
         with torch.no_grad():
             return self._run(batches, gather, forward_only=True, collect_non_loss_data=True)
 
+    @_in_its_groups
     def train(
         self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float
     ) -> TrainStats:
@@ -133,7 +172,7 @@ class MegatronBackend:
         def differentiate(
             batch: PackedBatch, local: LocalBatch, logits: Tensor
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            sums: LossSums = loss(self._token_stats(logits, batch, local, temperature), batch)
+            sums: LossSums = loss(self._stats(logits, batch, local, temperature), batch)
             no_tokens = torch.zeros((), dtype=torch.int, device=logits.device)
             return sums.total / denominator, no_tokens, sums.metrics
 
@@ -163,11 +202,13 @@ class MegatronBackend:
         """See ``TrainBackend``."""
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
+    @_in_its_groups
     def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
         """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
         self._offload.restore("optimizer", "parameters")
         return self._content.save(folder, asynchronous)
 
+    @_in_its_groups
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
         self._offload.restore("optimizer", "parameters")
@@ -177,10 +218,12 @@ class MegatronBackend:
     def _content(self) -> Content:
         return Content(self.layout, self._models, self._optimizer)
 
-    def _token_stats(
+    def _stats(
         self, logits: Float[Tensor, "1 L V"], batch: PackedBatch, local: LocalBatch, temperature: float
-    ) -> TokenStats:
-        """Statistics of the whole batch at the positions that are trained on, 0 elsewhere."""
+    ) -> TokenStats | TokenValues:
+        """What the head says of the whole batch: values everywhere, words where they are trained on and 0 elsewhere."""
+        if self._kind is TokenValues:
+            return TokenValues(local.gather(logits[0, :, 0], parallel_state.get_context_parallel_group()))
         weight = local.take(batch.loss_weight)
         index = weight.nonzero()[:, 0]
         group = parallel_state.get_tensor_model_parallel_group()
@@ -259,18 +302,19 @@ class MegatronBackend:
         dist.all_reduce(least, op=dist.ReduceOp.MAX, group=group)
         return [split_context(batch_lengths, cp, align, int(least)) for batch_lengths in lengths]
 
-    def _from_last_stage(self, stats: list[TokenStats], batches: Sequence[PackedBatch]) -> list[TokenStats]:
+    def _from_last_stage(self, stats: list[Any], batches: Sequence[PackedBatch]) -> list[Any]:
         """The last pipeline stage's results on every stage."""
         if self.layout.pp == 1:
             return stats
         lengths = [len(batch.tokens) for batch in batches]
+        names = [field.name for field in fields(self._kind)]
         if stats:
-            flat = torch.stack([torch.cat([s.log_probs for s in stats]), torch.cat([s.entropy for s in stats])])
+            flat = torch.stack([torch.cat([getattr(s, name) for s in stats]) for name in names])
         else:
-            flat = torch.empty(2, sum(lengths), device=self._device)
+            flat = torch.empty(len(names), sum(lengths), device=self._device)
         group = parallel_state.get_pipeline_model_parallel_group()
         dist.broadcast(flat, src=parallel_state.get_pipeline_model_parallel_last_rank(), group=group)
-        return [TokenStats(*part) for part in flat.split(lengths, dim=1)]
+        return [self._kind(*part) for part in flat.split(lengths, dim=1)]
 
     def _reduce_metrics(self, metrics: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sums (maxima where the name says so) over micro batches and data-parallel ranks, on every rank."""

@@ -57,16 +57,22 @@ class Content:
             )
             return BackgroundWrite(request) if asynchronous else None
 
-    def load(self, folder: Path) -> None:
-        """Take what was saved, in this layout or another; generators only where they are cut alike. Collective."""
+    def load(self, folder: Path, without_head: bool = False) -> None:
+        """Take what was saved, in this layout or another; generators only where they are cut alike. Collective.
+
+        ``without_head``: the head stays as it is, where a critic begins with the weights of another model.
+        """
         with megatron_device(), torch.no_grad():
             template = self._sharded(_metadata(), is_loading=True)
             saved = dist_checkpointing.load_content_metadata(str(folder)) or {}
             if saved.get("rng_axes") == self._rng_sizes:
                 template.update(self._rng())
+            if without_head:
+                for i in range(len(self.models)):
+                    template[f"model{i}"].pop("output_layer.weight", None)
             state = dist_checkpointing.load(template, str(folder))
             for i, model in enumerate(self.models):
-                model.load_state_dict(state[f"model{i}"], strict=True)
+                model.load_state_dict(state[f"model{i}"], strict=not without_head)
             if self.optimizer is not None:
                 self.optimizer.load_state_dict(state["optimizer"])
             if "rng" in state:

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from rlhpc.backends.megatron.layers import block_spec
+from rlhpc.backends.megatron.value_head import give_value_head
 from rlhpc.config.schema import ExpertsSection, MemorySection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, hold_what_is_sent
@@ -135,20 +136,21 @@ def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerC
         vp_stage = stage if layout.vpp else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        chunks.append(
-            GPTModel(
-                config,
-                block_spec(shape, config, vp_stage),
-                vocab_size=padded_vocab(shape.vocab_size, layout.tp),
-                max_sequence_length=shape.max_positions,
-                pre_process=first,
-                post_process=last,
-                parallel_output=True,
-                share_embeddings_and_output_weights=shape.tied_embeddings,
-                position_embedding_type="none",  # the attention core rotates
-                vp_stage=vp_stage,
-            ).to(device())
+        model = GPTModel(
+            config,
+            block_spec(shape, config, vp_stage),
+            vocab_size=padded_vocab(shape.vocab_size, layout.tp),
+            max_sequence_length=shape.max_positions,
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            share_embeddings_and_output_weights=shape.tied_embeddings,
+            position_embedding_type="none",  # the attention core rotates
+            vp_stage=vp_stage,
         )
+        if last and shape.head == "value":
+            give_value_head(model, config)
+        chunks.append(model.to(device()))
     return chunks
 
 

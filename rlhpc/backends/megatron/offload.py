@@ -15,7 +15,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
 from rlhpc.backends.megatron.optimizer import inner_optimizers
-from rlhpc.config.schema import OffloadSection
+from rlhpc.config.training import OffloadSection
 
 Kind = Literal["gradients", "optimizer", "parameters"]
 KINDS: tuple[Kind, ...] = ("gradients", "optimizer", "parameters")

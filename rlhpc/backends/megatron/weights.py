@@ -21,6 +21,7 @@ from rlhpc.plan.shards import Shard, TensorSpec, megatron_shards, model_tensors
 
 _OUTPUT = "output_layer.weight"
 _PADDED = {"embedding.word_embeddings.weight", _OUTPUT}
+_VALUE_HEAD = "score.weight"
 _EXPERT_BIAS = "mlp.router.expert_bias"  # the one weight that is no parameter; float32 always
 
 ShardsByTensor = dict[str, list[Shard]]
@@ -54,13 +55,27 @@ class ShardedWeights:
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Read this rank's byte ranges of a HuggingFace folder; rows that pad the vocabulary become zero."""
+        """Read this rank's byte ranges of a HuggingFace folder; rows that pad the vocabulary become zero, and so does
+        a value head that the folder lacks."""
         for params in self._params:
             for name in params.keys() & _PADDED:
                 params[name].data.zero_()
         with SafetensorsFolder(folder) as files:
             for shard in self._shards:
+                if shard.tensor.name == _VALUE_HEAD and shard.tensor.name not in files:
+                    self.view(shard).zero_()
+                    continue
                 self.view(shard).copy_(files.read(shard.tensor.name, shard.tensor.shape, shard.box.slices))
+
+    @torch.no_grad()
+    def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """This rank's blocks of whole tensors, by HuggingFace's names; those that this model lacks are passed over."""
+        mine: ShardsByTensor = {}
+        for shard in self._shards:
+            mine.setdefault(shard.tensor.name, []).append(shard)
+        for name, tensor in tensors:
+            for shard in mine.get(name, []):
+                self.view(shard).copy_(tensor[shard.box.slices])
 
     @torch.no_grad()
     def full_tensors(
