@@ -1,0 +1,49 @@
+"""The section of what scores responses."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rlhpc.config.section import ImportPath, PositiveFloat, PositiveInt, Section
+
+DEFAULT_FUNCTION = "rlhpc.rewards.rules:maths"
+
+
+class RewardFunctionSection(Section):
+    """One of several functions whose weighted sum is the reward."""
+
+    name: Annotated[str, Field(pattern=r"^\w+$")]
+    """Of its part in the metrics and in the records of samples."""
+    function: ImportPath
+    """As reward.function."""
+    arguments: dict[str, Any] = {}
+    """Further keyword arguments of the function."""
+    weight: float = 1.0
+    """What its number is multiplied by in the sum."""
+
+
+class RewardSection(Section):
+    function: ImportPath | None = None
+    """Called as function(data_source, solution_str, ground_truth, extra_info, **arguments); returns a number, or a
+    dict with the key score. Default: rlhpc.rewards.rules:maths."""
+    arguments: dict[str, Any] = {}
+    """Further keyword arguments of the function."""
+    functions: list[RewardFunctionSection] = []
+    """In place of function: several, each with a name, and the reward is the sum of their numbers times weights."""
+    workers: PositiveInt = 2
+    """Most processes that score the responses of one engine, beside it."""
+    time_limit_seconds: PositiveFloat = 30.0
+    """Of one call of a function; the process that is still at it then is killed."""
+    on_failure: Literal["fail", "zero", "drop"] = "fail"
+    """When a function raises, hangs, dies or returns no finite number: end the run, count its number as 0, or leave
+    the response out of training."""
+
+    @property
+    def entries(self) -> list[RewardFunctionSection]:
+        """The functions, also where a single one is given. Its name is empty."""
+        if self.functions:
+            return self.functions
+        single = {"function": self.function or DEFAULT_FUNCTION, "arguments": self.arguments, "weight": 1.0}
+        return [RewardFunctionSection.model_construct(name="", **single)]
