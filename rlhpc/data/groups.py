@@ -1,0 +1,104 @@
+"""The samples of one prompt together, and the file in which groups outlive a start of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlhpc.api import Sample
+
+_ARRAYS = ("tokens", "log_probs", "chosen", "routes")
+_INDEX = "index"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Responses to one prompt that are compared with one another.
+
+    ``number`` is the place of the prompt in the run's order of prompts: no other group has it. ``step`` is the one in
+    which it was first asked for, and ``first_sample`` counts the prompt's samples in that step before these; they
+    seed what is drawn. Of a response that is not yet scored ``samples`` holds what there is of it, with no meaning of
+    its reward.
+    """
+
+    number: int
+    step: int
+    first_sample: int
+    samples: tuple[Sample, ...]
+    scored: tuple[bool, ...]
+    dropped: tuple[bool, ...]  # a reward failed, and the sample is left out
+
+    @property
+    def prompt_id(self) -> int:
+        return self.samples[0].prompt_id
+
+    @property
+    def finished(self) -> bool:
+        return all(self.scored)
+
+    @property
+    def usable(self) -> tuple[Sample, ...]:
+        """The scored samples that are not left out."""
+        return tuple(s for s, scored, out in zip(self.samples, self.scored, self.dropped, strict=True) if scored > out)
+
+    @property
+    def weights_version(self) -> int:
+        """Of the weights that drew its oldest token."""
+        return min(sample.weights_version for sample in self.samples)
+
+    def with_sample(self, index: int, sample: Sample, scored: bool, dropped: bool = False) -> Group:
+        """The same with another sample in a place."""
+        return replace(
+            self,
+            samples=(*self.samples[:index], sample, *self.samples[index + 1 :]),
+            scored=(*self.scored[:index], scored, *self.scored[index + 1 :]),
+            dropped=(*self.dropped[:index], dropped, *self.dropped[index + 1 :]),
+        )
+
+
+def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
+    """Write groups, each list of them under its name, into one .npz file."""
+    arrays: dict[str, np.ndarray] = {}
+    index: dict[str, list[dict[str, Any]]] = {}
+    for shelf, groups in shelves.items():
+        index[shelf] = []
+        for group in groups:
+            record = {f.name: getattr(group, f.name) for f in fields(group)}
+            record["samples"] = [_pack(sample, arrays) for sample in group.samples]
+            index[shelf].append(record)
+    arrays[_INDEX] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
+    with open(file, "wb") as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
+
+
+def load_groups(file: Path) -> dict[str, list[Group]]:
+    """What ``save_groups`` wrote, equal in every bit."""
+    with np.load(file, allow_pickle=False) as arrays:
+        index = json.loads(arrays[_INDEX].tobytes())
+        return {shelf: [_group(record, arrays) for record in records] for shelf, records in index.items()}
+
+
+def _pack(sample: Sample, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The sample's plain fields; its arrays are added to ``arrays`` under names that begin with its key."""
+    key = str(len(arrays))
+    record = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name not in _ARRAYS}
+    record["key"] = key
+    for name in _ARRAYS:
+        if getattr(sample, name) is not None:
+            arrays[f"{key}.{name}"] = getattr(sample, name)
+    return record
+
+
+def _group(record: dict[str, Any], arrays: Any) -> Group:
+    samples = []
+    for packed in record["samples"]:
+        key = packed.pop("key")
+        found = {name: arrays.get(f"{key}.{name}") for name in _ARRAYS}
+        samples.append(Sample(**packed, **found))
+    states = {name: tuple(record[name]) for name in ("scored", "dropped")}
+    return Group(**{**record, **states, "samples": tuple(samples)})

@@ -1,0 +1,92 @@
+"""Groups in a file and in the replay buffer."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+
+from rlhpc.api import Sample
+from rlhpc.config.rollout import ReplaySection
+from rlhpc.data.groups import Group, load_groups, save_groups
+from rlhpc.data.replay import ReplayBuffer
+
+
+def make_sample(version: int = 3, **changes) -> Sample:
+    options = {
+        "prompt_id": 7,
+        "group_id": 2,
+        "tokens": np.array([5, 6, 7, 8], np.int32),
+        "prompt_len": 2,
+        "log_probs": np.array([-0.1, -1 / 3], np.float32),
+        "reward": 0.1 + 0.2,
+        "weights_version": version,
+        "truncated": False,
+    }
+    return Sample(**{**options, **changes})
+
+
+def make_group(number: int, version: int = 3, **changes) -> Group:
+    return Group(number, 4, 0, (make_sample(version, **changes), make_sample(version + 1)), (True, False), (False,) * 2)
+
+
+def assert_same(ours: Sample, theirs: Sample) -> None:
+    for field in fields(Sample):
+        one, other = getattr(ours, field.name), getattr(theirs, field.name)
+        if isinstance(one, np.ndarray):
+            assert one.dtype == other.dtype
+            assert np.array_equal(one, other), field.name
+        else:
+            assert one == other, field.name
+
+
+def test_a_file_gives_back_what_was_written(tmp_path):
+    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    whole = make_group(1, chosen=np.array([True, False]), routes=routes, reward_parts={"maths": 1.0, "form": -0.5})
+    empty = make_group(2, tokens=np.array([5, 6], np.int32), log_probs=np.zeros(0, np.float32))
+    save_groups(tmp_path / "groups.npz", {"ready": [whole, empty], "replay": []})
+    found = load_groups(tmp_path / "groups.npz")
+    assert list(found) == ["ready", "replay"]
+    assert found["replay"] == []
+    for ours, theirs in zip([whole, empty], found["ready"], strict=True):
+        assert (ours.number, ours.step, ours.first_sample) == (theirs.number, theirs.step, theirs.first_sample)
+        assert (ours.scored, ours.dropped) == (theirs.scored, theirs.dropped)
+        for one, other in zip(ours.samples, theirs.samples, strict=True):
+            assert_same(one, other)
+
+
+def test_what_a_group_says_of_its_samples():
+    group = make_group(1)
+    assert not group.finished
+    assert group.usable == group.samples[:1]
+    done = group.with_sample(1, make_sample(9, reward=2.0), scored=True, dropped=True)
+    assert done.finished
+    assert done.usable == group.samples[:1]
+    assert done.weights_version == 3
+
+
+def test_the_buffer_keeps_the_newest():
+    buffer = ReplayBuffer(ReplaySection(capacity=3))
+    buffer.add([make_group(n) for n in (1, 2)])
+    buffer.add([make_group(n) for n in (3, 4)])
+    assert [group.number for group in buffer.groups] == [2, 3, 4]
+    assert [group.number for group in buffer.draw(2, seed=0, step=1)] == [3, 4]
+
+
+def test_stale_groups_are_forgotten():
+    buffer = ReplayBuffer(ReplaySection(capacity=9, max_staleness=2), [make_group(n, version=n) for n in range(6)])
+    buffer.forget_stale(6)
+    assert [group.number for group in buffer.groups] == [4, 5]
+
+
+@pytest.mark.parametrize("step", range(5))
+def test_uniform_draws_depend_on_seed_and_step_alone(step):
+    def buffer() -> ReplayBuffer:
+        return ReplayBuffer(ReplaySection(capacity=50, order="uniform"), [make_group(n) for n in range(50)])
+
+    drawn = [group.number for group in buffer().draw(10, seed=1, step=step)]
+    assert drawn == [group.number for group in buffer().draw(10, seed=1, step=step)]
+    assert drawn == sorted(set(drawn))
+    assert drawn != [group.number for group in buffer().draw(10, seed=1, step=step + 1)]
+    assert drawn != [group.number for group in buffer().draw(10, seed=2, step=step)]
