@@ -15,7 +15,7 @@ LAYERS = (
     {"config", "models"},
     {"plan", "algo"},
     {"api"},
-    {"parallel", "data", "observe"},
+    {"parallel", "data", "observe", "rewards"},
     {"backends.megatron", "backends.fsdp2", "rollout", "reshard", "checkpoint"},
     {"trainer", "convert"},
     {"launch"},

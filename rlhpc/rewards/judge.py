@@ -2,38 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from rlhpc.api import Completion, Prompt, Verdict
-from rlhpc.config.schema import RewardSection
+from rlhpc.config.reward import RewardFunctionSection, RewardSection
+from rlhpc.core.errors import UserError
+from rlhpc.rewards.calls import Entry, Failure, Outcome
+from rlhpc.rewards.pool import Call, CallId, Pool
+
+_log = logging.getLogger(__name__)
+_SHOWN = 80
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class _Response:
+    prompt: Prompt
+    text: str
 
 
 class RewardJudge:
-    """A ``Judge`` of the configured functions. Make one on the first rank of each engine, and ``close`` it."""
+    """A ``Judge`` of the configured functions. Make one on the first rank of each engine, and ``close`` it.
+
+    A failed call is handled as ``reward.on_failure`` says. Parts of a verdict are the numbers of the functions that
+    have names, as ``name``, and the further numbers that functions return, as ``name/key``.
+    """
+
+    def __init__(
+        self, section: RewardSection, decode: Callable[[Sequence[int]], str], max_response_tokens: int
+    ) -> None:
+        self._functions = section.entries
+        self._on_failure = section.on_failure
+        self._decode, self._max_tokens = decode, max_response_tokens
+        self._entries = [entry for _, entry in entries_of(section)]
+        self._pool = Pool(self._entries, section.workers, section.time_limit_seconds)
+        self._responses: dict[int, _Response] = {}
+        self._failures: Counter[str] = Counter()
+        self._logged: set[tuple[int, str]] = set()
+
+    def wait_until_started(self) -> None:
+        """Until a worker has imported the functions; a UserError if it cannot."""
+        self._pool.wait_until_started()
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         """Begin to score a response; returns at once."""
-        raise NotImplementedError
+        assert key not in self._responses, f"response {key} is being scored already"
+        response = _Response(prompt, self._decode(completion.tokens.tolist()))
+        self._responses[key] = response
+        keywords = {
+            "data_source": prompt.data_source,
+            "solution_str": response.text,
+            "ground_truth": prompt.ground_truth,
+            "extra_info": prompt.extra_info,
+            "response_tokens": len(completion.tokens),
+            "max_response_tokens": self._max_tokens,
+        }
+        self._pool.submit([Call((key, index), keywords) for index in range(len(self._functions))])
 
     def verdicts(self) -> dict[int, Verdict]:
         """Wait for every response submitted since the last call; by key.
 
         A UserError if a function failed and ``reward.on_failure`` is ``fail``.
         """
-        raise NotImplementedError
+        outcomes = self._pool.outcomes()
+        responses, self._responses = self._responses, {}
+        return {key: self._verdict(key, response, outcomes) for key, response in sorted(responses.items())}
 
     def failures(self) -> dict[str, int]:
-        """Failed calls by kind since the last call of this: raised, result, timeout, died."""
-        raise NotImplementedError
+        """Failed calls by kind since this was asked last: raised, result, timeout, died."""
+        counts, self._failures = dict(self._failures), Counter()
+        return counts
 
     def close(self) -> None:
         """End the processes."""
-        raise NotImplementedError
+        self._pool.close()
+
+    def _verdict(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> Verdict:
+        reward, parts, dropped = 0.0, {}, False
+        for index, function in enumerate(self._functions):
+            outcome = outcomes[key, index]
+            if isinstance(outcome, Failure):
+                self._handle(index, outcome, response)
+                dropped = dropped or self._on_failure == "drop"
+                value, further = 0.0, {}
+            else:
+                value, further = outcome.value, outcome.parts
+            reward += function.weight * value
+            if function.name:
+                parts[function.name] = value
+            parts |= {f"{function.name}/{part}".lstrip("/"): number for part, number in further.items()}
+        return Verdict(0.0, dropped=True) if dropped else Verdict(reward, parts)
+
+    def _handle(self, index: int, failure: Failure, response: _Response) -> None:
+        """Count a failure, and tell the first of its kind; end the run by it, if that is asked for."""
+        self._failures[failure.kind] += 1
+        entry = self._entries[index]
+        where = f"{entry.where} {entry.path}"
+        told = (
+            f"{failure.what} for prompt {response.prompt.prompt_id} of {response.prompt.data_source!r}, "
+            f"response {response.text[:_SHOWN]!r}"
+        )
+        if self._on_failure == "fail":
+            remedy = "make it return a finite number for every response, or set reward.on_failure"
+            raise UserError(told, where=where, remedy=remedy)
+        if (index, failure.kind) not in self._logged:
+            self._logged.add((index, failure.kind))
+            handled = {"zero": "counted as 0", "drop": "left out of training"}[self._on_failure]
+            _log.warning("%s: %s; %s, like all that fail so and are not told", where, told, handled)
 
 
-def load_judge(section: RewardSection, decode: Callable[[Sequence[int]], str], max_response_tokens: int) -> RewardJudge:
+def load_judge(section: RewardSection, decode: Decode, max_response_tokens: int) -> RewardJudge:
     """Start scoring with the configured functions; what is wrong with them is a UserError now.
 
     ``decode`` makes a response's text of its tokens.
     """
-    raise NotImplementedError
+    judge = RewardJudge(section, decode, max_response_tokens)
+    try:
+        judge.wait_until_started()
+    except BaseException:
+        judge.close()
+        raise
+    return judge
+
+
+def entries_of(section: RewardSection) -> list[tuple[RewardFunctionSection, Entry]]:
+    """The configured functions, and what a worker is told of each."""
+    wheres = [f"reward.functions.{item.name}" if item.name else "reward.function" for item in section.entries]
+    return [
+        (item, Entry(item.function, item.arguments, where)) for item, where in zip(section.entries, wheres, strict=True)
+    ]

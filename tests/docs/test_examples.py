@@ -13,8 +13,8 @@ from rlhpc.api import Prompt
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RewardSection
-from rlhpc.data.rewards import load_reward
 from rlhpc.launch.submit import make_plan
+from rlhpc.rewards.direct import load_reward
 from tests.docs.pages import DOCS, ROOT
 
 

@@ -27,7 +27,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
             "validation": [str(inputs / "validation.jsonl")],
             "max_prompt_tokens": 16,
         },
-        "reward": {"function": "rlhpc.data.rewards:number"},
+        "reward": {"function": "rlhpc.rewards.rules:number"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 6, "kv_cache_gib": 0.0625},
         "sft": {
             "data": [str(inputs / "sft.jsonl")],

@@ -57,7 +57,7 @@ def test_a_late_failure_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     assert code == 2, output
     done = [record["step"] for record in records(tmp_path / "run")]
     assert done == [1, 2]
-    code, output = run(config, "train.steps=4", "--resume", "reward.function=rlhpc.data.rewards:number")
+    code, output = run(config, "train.steps=4", "--resume", "reward.function=rlhpc.rewards.rules:number")
     assert code == 0, output
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4]
 

@@ -1,0 +1,119 @@
+"""One call of a reward function: what it is given, and what may come of it. Free of torch, as all of a worker is."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from rlhpc.core.errors import UserError, one_line
+from rlhpc.core.imports import import_attribute
+
+KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+# Given to a function that has a parameter of the name.
+ON_REQUEST = ("response_tokens", "max_response_tokens")
+_SHOWN = 300
+
+FailureKind = Literal["raised", "result", "timeout", "died"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A configured function: its import path, its arguments and the config key that holds it."""
+
+    path: str
+    arguments: dict[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a function returned; ``parts`` are the further numbers of an object."""
+
+    value: float
+    parts: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """``what`` goes on from the function's name: raised ValueError: …"""
+
+    kind: FailureKind
+    what: str
+
+
+Outcome = Score | Failure
+
+
+def load_function(entry: Entry) -> Callable[[Mapping[str, Any]], Outcome]:
+    """The function as one that never raises, of a dict of all KEYWORDS and ON_REQUEST.
+
+    UserErrors if there is none, if its parameters do not fit, or from its own ``check`` (called with the arguments).
+    """
+    function = import_attribute(entry.path, entry.where)
+    if not callable(function):
+        raise UserError(f"{entry.path!r} is not a function", where=entry.where, remedy="name one")
+    wanted = (*KEYWORDS, *_requested(function, entry))
+    check = getattr(function, "check", None)
+    if callable(check):
+        check(**entry.arguments)
+
+    def call(keywords: Mapping[str, Any]) -> Outcome:
+        try:
+            result = function(**{name: keywords[name] for name in wanted}, **entry.arguments)
+        except BaseException as error:  # the user's code may raise anything, SystemExit too
+            return Failure("raised", told(error))
+        return outcome_of(result)
+
+    return call
+
+
+def outcome_of(result: Any) -> Outcome:
+    """A finite number, or a dict whose ``score`` is one."""
+    score = result["score"] if isinstance(result, dict) and "score" in result else result
+    value = _number(score)
+    if value is None:
+        return Failure("result", f"returned {score!r:.80} ({type(score).__name__})")
+    if not math.isfinite(value):
+        return Failure("result", f"returned {value}")
+    if score is result:
+        return Score(value)
+    found = {str(key): _number(item) for key, item in result.items() if key != "score"}
+    return Score(value, {key: item for key, item in found.items() if item is not None and math.isfinite(item)})
+
+
+def _number(value: Any) -> float | None:
+    if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
+        value = value.item()  # numpy's truth values are no numbers.Real
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def told(error: BaseException) -> str:
+    """The exception in a line, with the place that raised it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
+    return f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}{place}"
+
+
+def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:
+    """Those of ON_REQUEST that the function has parameters for; it takes what it will be called with."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a function written in C may tell none
+        return []
+    requested = [name for name in ON_REQUEST if name in signature.parameters and name not in entry.arguments]
+    names = (*KEYWORDS, *requested)
+    try:
+        signature.bind(**dict.fromkeys(names), **entry.arguments)
+    except TypeError as error:
+        where = entry.where.replace("function", "arguments") if entry.where == "reward.function" else entry.where
+        raise UserError(
+            f"{entry.path} cannot be called with {', '.join((*names, *entry.arguments))} ({error})",
+            where=where if entry.arguments else entry.where,
+            remedy="make its parameters and the configured arguments agree",
+        ) from None
+    return requested

@@ -1,0 +1,54 @@
+"""A process that calls reward functions, one after the other. It imports no torch, unless a function's module does.
+
+It takes lists of calls from one pipe and answers each of them in another; it ends with the pipe or with its parent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from rlhpc.core.errors import UserError
+from rlhpc.rewards.calls import Entry, load_function, told
+from rlhpc.rewards.kernel import die_with_parent
+
+# What asks a rank to save and end, or ends a program at a terminal. The rank decides what becomes of its workers.
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
+def main(parent: int, reading: int, writing: int) -> None:
+    """``reading`` and ``writing`` are descriptors of pipes to the process ``parent``."""
+    for signum in _IGNORED:
+        signal.signal(signum, signal.SIG_IGN)
+    die_with_parent()
+    if os.getppid() != parent:  # it ended before that
+        return
+    for descriptor in (reading, writing):
+        os.set_inheritable(descriptor, False)
+    with contextlib.suppress(OSError):  # where memory runs out, this process goes before the rank does
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        _serve(Connection(reading, writable=False), Connection(writing, readable=False))
+    except (EOFError, BrokenPipeError):
+        pass
+    finally:
+        os._exit(0)  # threads of the functions are not waited for
+
+
+def _serve(inbox: Connection, outbox: Connection) -> None:
+    entries: list[Entry] = inbox.recv()
+    functions = []
+    for entry in entries:
+        try:
+            functions.append(load_function(entry))
+        except UserError as error:
+            return outbox.send(error)
+        except BaseException as error:  # a module may raise anything when it is imported
+            return outbox.send(UserError(f"{entry.path} {told(error)}", where=entry.where, remedy="mend its module"))
+    outbox.send(None)
+    while True:
+        for index, keywords in inbox.recv():
+            outbox.send(functions[index](keywords))
