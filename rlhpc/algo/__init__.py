@@ -9,6 +9,7 @@ from rlhpc.algo.algorithm import Algorithm
 from rlhpc.algo.cispo import CISPO
 from rlhpc.algo.grpo import DAPO, DR_GRPO, GRPO
 from rlhpc.algo.gspo import GSPO
+from rlhpc.algo.ppo import PPO
 from rlhpc.algo.reinforce_plus_plus import REINFORCE_PLUS_PLUS, REINFORCE_PLUS_PLUS_BASELINE
 from rlhpc.algo.remax import REMAX
 from rlhpc.algo.responses import Estimate, Responses
@@ -29,6 +30,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reinforce_plus_plus": REINFORCE_PLUS_PLUS,
     "reinforce_plus_plus_baseline": REINFORCE_PLUS_PLUS_BASELINE,
     "remax": REMAX,
+    "ppo": PPO,
 }
 
 

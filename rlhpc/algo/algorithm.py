@@ -26,6 +26,8 @@ class Algorithm:
     loss: PolicyLoss
     needs_greedy: bool = False  # the likeliest response to each prompt is drawn and scored too: Responses.baselines
 
+    needs_critic: bool = False  # a critic says what each token promises, and learns the estimate's returns
+
     def needs_reference(self, section: AlgorithmSection) -> bool:
         """Whether log-probs under the reference model enter the loss or the reward."""
         return section.kl.coefficient > 0

@@ -26,6 +26,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "reinforce_plus_plus": {"kl": _KL_IN_REWARD},
     "reinforce_plus_plus_baseline": {"kl": {"estimator": "k2"}},
     "remax": {"kl": _KL_IN_REWARD},
+    "ppo": {"kl": _KL_IN_REWARD},
 }
 
 
@@ -33,11 +34,11 @@ class KLSection(Section):
     coefficient: NonNegativeFloat = 0.001
     """Weight of the KL term; 0: no reference model is built. dr_grpo, dapo, gspo, cispo: 0."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimator (Schulman 2020, http://joschu.net/blog/kl-approx.html). rloo, reinforce_plus_plus, remax:
-    k1; reinforce_plus_plus_baseline: k2."""
+    """Per-token estimator (Schulman 2020, http://joschu.net/blog/kl-approx.html). rloo, reinforce_plus_plus, remax,
+    ppo: k1; reinforce_plus_plus_baseline: k2."""
     placement: Literal["loss", "reward"] = "loss"
     """Added to the loss, or taken from each token's reward before advantages are made of it. rloo,
-    reinforce_plus_plus, remax: reward."""
+    reinforce_plus_plus, remax, ppo: reward."""
     target: PositiveFloat | None = None
     """Mean divergence of a token that the coefficient is steered to, step by step (Ziegler et al. 2019); default: it
     stays as it is."""
@@ -61,8 +62,8 @@ class CorrectionSection(Section):
 
 class AlgorithmSection(Section):
     name: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, or
-    package.module:attribute of an algorithm of your own."""
+    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, ppo,
+    or package.module:attribute of an algorithm of your own."""
     clip_low: Fraction = 0.2
     """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]; 1: not from below. gspo: 0.0003; cispo: 1."""
     clip_high: PositiveFloat = 0.2
@@ -74,7 +75,10 @@ class AlgorithmSection(Section):
     std_epsilon: PositiveFloat = 1e-6
     """Added to that deviation."""
     discount: Share = 1.0
-    """reinforce_plus_plus: what a token's reward is worth one token earlier."""
+    """reinforce_plus_plus, ppo: what a token's reward is worth one token earlier."""
+    gae_decay: Share = 1.0
+    """ppo: lambda of generalised advantages (Schulman et al. 2016); 1: rewards alone, 0: the critic's word for all that
+    follows the next token."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
     """Mean over all response tokens of the batch, over sequences of each one's token mean, or over sequences of each
     one's token sum divided by aggregation_length. gspo: sequence-mean; dr_grpo: constant."""

@@ -34,12 +34,14 @@ def pack_batch(
     *,
     sample_ids: Sequence[int],
     weights: Sequence[float] | None = None,
+    chosen: Sequence[np.ndarray | None] | None = None,
     per_token: Mapping[str, Sequence[np.ndarray]] | None = None,
     routes: Sequence[np.ndarray] | None = None,
 ) -> PackedBatch:
     """Lay (tokens [L], prompt length) sequences end to end.
 
-    ``weights`` is each sequence's loss weight of a response token (default 1); ``per_token`` holds for each sequence
+    ``weights`` is each sequence's loss weight of a response token (default 1), which those that are not ``chosen``
+    (bool [response], None: all are) do not have; ``per_token`` holds for each sequence
     values over its response tokens, scattered to where those are predicted, 0 elsewhere; ``routes`` the experts of all
     its tokens but the last.
     """
@@ -56,6 +58,10 @@ def pack_batch(
     targets[spans.starts + lengths - 1] = 0  # what follows the last token belongs to the next sequence
     loss_weight = np.zeros(total, dtype=np.float32)
     loss_weight[spans.places] = np.repeat(np.ones(len(lengths)) if weights is None else weights, spans.response_lengths)
+    if chosen is not None:
+        loss_weight[spans.places] *= np.concatenate(
+            [np.ones(n) if own is None else own for own, n in zip(chosen, spans.response_lengths, strict=True)]
+        )
 
     extra = {}
     for name, values in (per_token or {}).items():

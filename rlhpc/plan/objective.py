@@ -8,7 +8,7 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 # Algorithms with the clipped surrogate, which alone has a dual clip.
 _WITHOUT_DUAL_CLIP = ("gspo", "cispo")
-_DISCOUNTED = ("reinforce_plus_plus",)
+_DISCOUNTED = ("reinforce_plus_plus", "ppo")
 
 
 def check_algorithm(config: RunConfig) -> None:
@@ -62,7 +62,13 @@ def _check_named(section: AlgorithmSection) -> None:
         raise UserError(
             f"{section.name} does not discount: all tokens of a response share its reward",
             where="algorithm.discount",
-            remedy="leave it out, or use reinforce_plus_plus",
+            remedy="leave it out, or use reinforce_plus_plus or ppo",
+        )
+    if section.gae_decay != 1 and section.name != "ppo":
+        raise UserError(
+            f"{section.name} has no critic whose word could count",
+            where="algorithm.gae_decay",
+            remedy="leave it out, or use ppo",
         )
     if section.name == "dr_grpo" and section.normalise_std:
         raise UserError(

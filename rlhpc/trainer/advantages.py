@@ -1,4 +1,4 @@
-"""A step's advantages: equal on every rank, then each rank's share on its packed batches."""
+"""A step's advantages, equal on every rank, and what they are made of."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from rlhpc.algo import Responses
 from rlhpc.algo.kl import kl_divergence
-from rlhpc.api import Sample
+from rlhpc.api import Sample, TokenStats
 from rlhpc.config.schema import AlgorithmSection
-from rlhpc.data.collate import scatter, unpack
-from rlhpc.trainer.batches import Minibatch
+from rlhpc.trainer.batches import passing_batches
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.roles import PerSample, Role, of_samples
 
 
 @dataclass(frozen=True)
 class StepAdvantages:
     """Of each sample's response tokens, and the mean divergence of a token where it was taken from the reward."""
 
-    of_samples: list[np.ndarray]
+    advantages: PerSample
+    returns: PerSample | None  # what a critic is to learn
     divergence: float | None = None
 
 
@@ -31,71 +31,77 @@ def kl_in_reward(section: AlgorithmSection) -> bool:
     return section.kl.placement == "reward" and section.kl.coefficient > 0
 
 
+def token_values(run: Run, samples: Sequence[Sample]) -> dict[str, PerSample]:
+    """What losses and advantages need of each token: log-probs of the engine, before the step's first update, and under
+    the reference model; a critic's values.
+
+    With a single update a step the second are those of that update itself, and need no pass of their own unless the
+    reward takes them. Collective.
+    """
+    values: dict[str, PerSample] = {"engine_log_probs": [sample.log_probs for sample in samples]}
+    if run.config.train.minibatches * run.config.train.epochs > 1 or kl_in_reward(run.config.algorithm):
+        values["old_log_probs"] = _log_probs(run, run.actor_role, samples)
+    if run.reference_role is not None:
+        values["reference_log_probs"] = _log_probs(run, run.reference_role, samples)
+        run.reference.offload()
+    if run.critic_role is not None:
+        critic = run.critic_role
+        batches = passing_batches(run, critic, samples)
+        values["old_values"] = of_samples(
+            critic, samples, batches, lambda batches: [stats.values for stats in critic.model.values(batches)]
+        )
+        critic.model.offload()
+    return values
+
+
+def _log_probs(run: Run, role: Role, samples: Sequence[Sample]) -> PerSample:
+    def evaluate(batches: Sequence) -> list[torch.Tensor]:
+        stats: list[TokenStats] = role.model.log_probs(batches, run.config.rollout.temperature)
+        return [s.log_probs for s in stats]
+
+    return of_samples(role, samples, passing_batches(run, role, samples), evaluate)
+
+
 def step_advantages(
     run: Run,
     section: AlgorithmSection,
     samples: Sequence[Sample],
     greedy: Sequence[Sample],
-    minibatches: Sequence[Minibatch],
+    values: dict[str, PerSample],
 ) -> StepAdvantages:
-    """The algorithm's advantages of the whole step. Collective where log-probs enter the reward."""
+    """The algorithm's advantages of the whole step."""
+    mask = _joined([np.ones(s.response_len) if s.chosen is None else s.chosen for s in samples])
     penalty = divergence = None
     if kl_in_reward(section):
-        ours, reference = (
-            _of_all_samples(run, samples, minibatches, name) for name in ("old_log_probs", "reference_log_probs")
-        )
+        ours, reference = (_joined(values[name]) for name in ("old_log_probs", "reference_log_probs"))
         tokens = kl_divergence(ours, reference, section.kl.estimator)
-        penalty, divergence = section.kl.coefficient * tokens, float(tokens.mean())
+        penalty, divergence = section.kl.coefficient * tokens, float((tokens * mask).sum() / mask.sum().clamp(min=1))
     responses = Responses.of(
         torch.tensor([sample.reward for sample in samples], dtype=torch.float64),
         torch.tensor([sample.group_id for sample in samples]),
         torch.tensor([sample.response_len for sample in samples]),
+        mask=mask,
         penalty=penalty,
         baselines=_baselines(samples, greedy) if greedy else None,
+        values=_joined(values["old_values"]) if "old_values" in values else None,
     )
-    advantages = run.algorithm.advantage(responses, section).advantages.float().numpy()
-    ends = np.cumsum([sample.response_len for sample in samples])
-    return StepAdvantages(np.split(advantages, ends[:-1]), divergence)
-
-
-def attach_advantages(
-    minibatches: Sequence[Minibatch], samples: Sequence[Sample], advantages: Sequence[np.ndarray]
-) -> list[Minibatch]:
-    """This rank's batches with the advantages of their tokens."""
-    return [
-        Minibatch(
-            tuple(
-                batch.with_extra(
-                    "advantages",
-                    scatter(
-                        batch,
-                        [advantages[i] for i in batch.sample_ids],
-                        [samples[i].prompt_len for i in batch.sample_ids],
-                    ),
-                )
-                for batch in minibatch.batches
-            ),
-            minibatch.denominator,
-        )
-        for minibatch in minibatches
-    ]
+    estimate = run.algorithm.advantage(responses, section)
+    returns = None if estimate.returns is None else _parted(estimate.returns, samples)
+    return StepAdvantages(_parted(estimate.advantages, samples), returns, divergence)
 
 
 def _baselines(samples: Sequence[Sample], greedy: Sequence[Sample]) -> torch.Tensor:
     """For each sample the reward of the likeliest response to its prompt."""
-    of_group = {sample.group_id: sample.reward for sample in greedy}
-    return torch.tensor([of_group[sample.group_id] for sample in samples], dtype=torch.float64)
+    of_prompt = {sample.prompt_id: sample.reward for sample in greedy}
+    return torch.tensor([of_prompt[sample.prompt_id] for sample in samples], dtype=torch.float64)
 
 
-def _of_all_samples(run: Run, samples: Sequence[Sample], minibatches: Sequence[Minibatch], name: str) -> torch.Tensor:
-    """A per-token value of this rank's batches, for all ranks' samples end to end, in float64. Collective."""
-    coord = run.layout.coord(run.info.rank)
-    mine: dict[int, np.ndarray] = {}
-    if all(place == 0 for axis, place in coord.items() if axis in ("tp", "pp", "cp")):
-        for batch in (batch for minibatch in minibatches for batch in minibatch.batches):
-            prompts = [samples[i].prompt_len for i in batch.sample_ids]
-            mine.update(zip(batch.sample_ids, unpack(batch, batch.extra[name], prompts), strict=True))
-    parts: list[dict[int, np.ndarray]] = [{} for _ in range(run.layout.world_size)]
-    dist.all_gather_object(parts, mine)
-    values = {i: value for part in parts for i, value in part.items()}
-    return torch.from_numpy(np.concatenate([values[i] for i in range(len(samples))]).astype(np.float64))
+def _joined(values: Sequence[np.ndarray]) -> torch.Tensor:
+    """All samples' tokens end to end, in float64."""
+    return torch.from_numpy(np.concatenate(values).astype(np.float64))
+
+
+def _parted(values: torch.Tensor, samples: Sequence[Sample]) -> PerSample:
+    """Each sample's own tokens again, in float32."""
+    ends = np.cumsum([sample.response_len for sample in samples])
+    return np.split(values.float().numpy(), ends[:-1])

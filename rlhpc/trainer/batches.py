@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from rlhpc.algo.aggregation import shares
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.data.collate import pack_batch
-from rlhpc.plan.flops import forward_terms
-from rlhpc.plan.packing import PackPlan, pack, sample_costs
+from rlhpc.plan.packing import PackPlan
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.roles import PerSample, Role
 
 
 @dataclass(frozen=True)
@@ -31,47 +31,65 @@ def exchange_samples(run: Run, samples: list[Sample]) -> list[Sample]:
     return [sample for part in parts for sample in part]
 
 
-def rl_minibatches(run: Run, samples: Sequence[Sample]) -> list[Minibatch]:
-    """Pack a step's samples into its minibatches, with the engine's log-probs of each token."""
-    train, section = run.config.train, run.config.algorithm
-    plans = _pack(run, [len(sample.tokens) for sample in samples], train.minibatches)
-    constant = section.aggregation_length or run.config.rollout.max_response_tokens
+def rl_minibatches(run: Run, role: Role, samples: Sequence[Sample], tokens: Mapping[str, PerSample]) -> list[Minibatch]:
+    """Pack a step's samples into a role's minibatches, with values for each of their tokens."""
+    plans = role.pack([len(sample.tokens) for sample in samples], run.config.train.minibatches)
     minibatches = []
     for plan in plans:
-        ids = _sample_ids(plan)
-        share = shares([samples[i].response_len for i in ids], section.aggregation, constant)
-        weights = dict(zip(ids, share.weights, strict=True))
-        batches = tuple(
-            pack_batch(
-                [(samples[i].tokens, samples[i].prompt_len) for i in bin_ids],
-                sample_ids=bin_ids,
-                weights=[weights[i] for i in bin_ids],
-                per_token={"engine_log_probs": [samples[i].log_probs for i in bin_ids]},
-                routes=[samples[i].routes for i in bin_ids] if train.experts.replay_routes else None,
-            )
-            for bin_ids in _my_bins(run, plan)
-        )
-        minibatches.append(Minibatch(batches, share.denominator))
+        weights, denominator = _weights(run, plan, samples)
+        bins = role.own_bins(plan, run.info.rank)
+        batches = tuple(_pack(run, role, bin_ids, samples, weights, tokens) for bin_ids in bins)
+        minibatches.append(Minibatch(batches, denominator))
     return minibatches
+
+
+def passing_batches(run: Run, role: Role, samples: Sequence[Sample]) -> list[PackedBatch]:
+    """This rank's batches for a pass without gradient.
+
+    Where its bound on tokens is the same, they are those of the updates, of which rounding then is the same too.
+    """
+    same = role.tokens_per_microbatch == role.tokens_without_gradient
+    lengths = [len(sample.tokens) for sample in samples]
+    plans = role.pack(lengths, run.config.train.minibatches if same else 1, gradient=False)
+    batches = []
+    for plan in plans:
+        weights, _ = _weights(run, plan, samples)
+        batches += [_pack(run, role, bin_ids, samples, weights, {}) for bin_ids in role.own_bins(plan, run.info.rank)]
+    return batches
 
 
 def sft_minibatch(run: Run, sequences: Sequence[tuple[np.ndarray, int]]) -> Minibatch:
     """Pack supervised (tokens, prompt length) sequences; the loss is a mean over response tokens."""
-    lengths = [len(tokens) for tokens, _ in sequences]
-    (plan,) = _pack(run, lengths)
-    batches = tuple(pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids) for bin_ids in _my_bins(run, plan))
+    (plan,) = run.actor_role.pack([len(tokens) for tokens, _ in sequences])
+    bins = run.actor_role.own_bins(plan, run.info.rank)
+    batches = tuple(pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids) for bin_ids in bins)
     return Minibatch(batches, float(sum(len(tokens) - prompt_len for tokens, prompt_len in sequences)))
 
 
-def _pack(run: Run, lengths: Sequence[int], minibatches: int = 1) -> tuple[PackPlan, ...]:
-    """Micro batches bounded by their tokens, which context-parallel ranks share, and balanced by their arithmetic."""
-    capacity = run.config.train.tokens_per_microbatch * run.layout.cp
-    return pack(lengths, run.layout.dp, capacity, minibatches, sample_costs(lengths, *forward_terms(run.shape)))
+def _weights(run: Run, plan: PackPlan, samples: Sequence[Sample]) -> tuple[dict[int, float], float]:
+    """What a token of each of the plan's samples weighs, and what the sum over all is divided by."""
+    section = run.config.algorithm
+    ids = [i for bins in plan.bins for bin_ids in bins for i in bin_ids]
+    constant = section.aggregation_length or run.config.rollout.max_response_tokens
+    share = shares([samples[i].chosen_len for i in ids], section.aggregation, constant)
+    return dict(zip(ids, share.weights, strict=True)), share.denominator
 
 
-def _my_bins(run: Run, plan: PackPlan) -> tuple[tuple[int, ...], ...]:
-    return plan.bins[run.layout.coord(run.info.rank)["dp"]]
-
-
-def _sample_ids(plan: PackPlan) -> list[int]:
-    return [i for bins in plan.bins for bin_ids in bins for i in bin_ids]
+def _pack(
+    run: Run,
+    role: Role,
+    ids: Sequence[int],
+    samples: Sequence[Sample],
+    weights: Mapping[int, float],
+    tokens: Mapping[str, PerSample],
+) -> PackedBatch:
+    # Routes were the actor's choices; other models make their own.
+    replays = run.config.train.experts.replay_routes and role.model is run.actor
+    return pack_batch(
+        [(samples[i].tokens, samples[i].prompt_len) for i in ids],
+        sample_ids=ids,
+        weights=[weights[i] for i in ids],
+        chosen=[samples[i].chosen for i in ids],
+        per_token={name: [values[i] for i in ids] for name, values in tokens.items()},
+        routes=[samples[i].routes for i in ids] if replays else None,
+    )

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlhpc.algo import Algorithm, find_algorithm
 from rlhpc.api import Completion, Prompt, RolloutEngine
@@ -14,18 +17,19 @@ from rlhpc.config.schema import OptimizerSection, RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.rank import RankInfo
-from rlhpc.data.prompts import PromptSet
-from rlhpc.data.rewards import load_reward
+from rlhpc.data.prompts import PromptSet, Readers
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.compat import device
-from rlhpc.parallel.groups import build_groups
+from rlhpc.parallel.groups import Groups, build_groups
 from rlhpc.plan.engine import EngineLayout
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.push import push_sides
 from rlhpc.reshard import Job, ReshardManager
+from rlhpc.rewards.direct import load_reward
 from rlhpc.rollout.vllm_engine import VllmEngine
+from rlhpc.trainer.roles import Role
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Run:
     tokenizer: Tokenizer
     actor: MegatronBackend
     reference: MegatronBackend | None
+    critic: MegatronBackend | None
     engine: RolloutEngine | None
     weights: ReshardManager | None  # keeps the engine's those of the actor
     algorithm: Algorithm
@@ -54,6 +59,21 @@ class Run:
     @property
     def folder(self) -> RunFolder:
         return self.context.run
+
+    @property
+    def actor_role(self) -> Role:
+        train = self.config.train
+        passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
+        return Role(self.actor, train.tokens_per_microbatch, passing)
+
+    @property
+    def reference_role(self) -> Role | None:
+        return self.reference and replace(self.actor_role, model=self.reference)
+
+    @property
+    def critic_role(self) -> Role | None:
+        tokens = self.config.critic.tokens_per_microbatch or self.config.train.tokens_per_microbatch
+        return self.critic and Role(self.critic, tokens, tokens)
 
     @property
     def engine_index(self) -> int:
@@ -76,7 +96,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     layout = make_layout(config.parallel, info.world_size)
     build_groups(layout, config.seed)
     shape = read_model(config.model.path, config.model.family)
-    tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data.chat_template)
+    tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
     algorithm = find_algorithm(config.algorithm)
     rl = config.train.steps > 0
 
@@ -91,13 +111,13 @@ def build(config: RunConfig, context: RankContext) -> Run:
 
     reward = load_reward(config.reward)
     # Data first: what is wrong with it shows before the models take their time.
-    prompts = PromptSet.load(config.data.train, config.data, tokenizer, "data.train") if rl else None
-    validation = None
-    if config.data.validation:
-        validation = PromptSet.load(config.data.validation, config.data, tokenizer, "data.validation")
+    load = functools.partial(PromptSet.load, section=config.data, tokenizer=tokenizer, readers=_readers(info))
+    prompts = load(config.data.train, where="data.train", filtered=True) if rl else None
+    validation = load(config.data.validation, where="data.validation") if config.data.validation else None
     sft = SFTSet.load(config.sft.data, tokenizer) if config.sft else None
     actor = model(config.sft.optimizer if config.sft else config.train.optimizer)
     reference = model(None) if rl and algorithm.needs_reference(config.algorithm) else None
+    critic = _critic(config, shape, layout, info) if rl and algorithm.needs_critic else None
     engine = _engine(config, shape, tokenizer) if rl or validation else None
     return Run(
         config=config,
@@ -107,6 +127,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
         tokenizer=tokenizer,
         actor=actor,
         reference=reference,
+        critic=critic,
         engine=engine,
         weights=_manager(config, shape, layout, actor, engine) if engine is not None else None,
         algorithm=algorithm,
@@ -115,6 +136,40 @@ def build(config: RunConfig, context: RankContext) -> Run:
         validation=validation,
         sft=sft,
     )
+
+
+def _critic(config: RunConfig, shape: ModelShape, actor: ParallelLayout, info: RankInfo) -> MegatronBackend:
+    """The second model that is trained, in groups of its own where it is cut otherwise."""
+    section = config.critic
+    folder, parallel = section.model or config.model.path, section.parallel or config.parallel
+    if section.model is not None:
+        shape = read_model(folder)
+    layout = make_layout(parallel, info.world_size)
+    critic = MegatronBackend(
+        shape.with_value_head,
+        layout,
+        info,
+        config.model.dtype,
+        parallel,
+        section.optimizer,
+        config.train.experts.model_copy(update={"replay_routes": False}),
+        section.memory or config.memory,
+        groups=Groups(layout) if layout != actor else None,
+    )
+    critic.load_pretrained(folder)
+    critic.offload()
+    return critic
+
+
+def _readers(info: RankInfo) -> Readers:
+    """All ranks read the data, and tokenize a part of it each."""
+
+    def gather(part: Any) -> list[Any]:
+        parts = [None] * info.world_size
+        dist.all_gather_object(parts, part)
+        return parts
+
+    return Readers(info.rank, info.world_size, gather)
 
 
 def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:

@@ -82,6 +82,9 @@ class Loop:
             if run.reference is not None:
                 run.reference.copy_weights(run.actor)
                 run.reference.offload()
+            if run.critic is not None and self._config.critic.model is None:
+                run.critic.take_tensors(run.actor.full_tensors())
+                run.critic.offload()
         metrics = self._validate()
         if metrics:
             self._report("rl", 0, self._config.train.steps, metrics, time.perf_counter())
@@ -93,12 +96,14 @@ class Loop:
 
     def _report(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
         seconds = time.perf_counter() - began
-        if not math.isfinite(metrics.get("gradient_norm", 0.0)):
-            raise UserError(
-                f"the gradient norm is {metrics['gradient_norm']} in {phase} step {step}",
-                where="train.optimizer.learning_rate" if phase == "rl" else "sft.optimizer.learning_rate",
-                remedy="lower the rate, or resume from the last checkpoint with a lower one",
-            )
+        checked = {"gradient_norm": "train" if phase == "rl" else "sft", "critic/gradient_norm": "critic"}
+        for name, section in checked.items():
+            if not math.isfinite(metrics.get(name, 0.0)):
+                raise UserError(
+                    f"the gradient norm is {metrics[name]} in {phase} step {step}",
+                    where=f"{section}.optimizer.learning_rate",
+                    remedy="lower the rate, or resume from the last checkpoint with a lower one",
+                )
         if self._writer is None:
             return
         tokens = metrics.pop("tokens", None)
@@ -139,13 +144,15 @@ class Loop:
         parts = {"actor": run.actor}
         if self._reference_is_ours():
             parts["reference"] = run.reference
+        if run.critic is not None:
+            parts["critic"] = run.critic
         for name, model in parts.items():
             if run.info.rank == 0:
                 (folder / name).mkdir()
             dist.barrier()
             shares.append(model.save(folder / name, asynchronous))
-        if "reference" in parts:
-            run.reference.offload()
+        for name in parts.keys() - {"actor"}:
+            parts[name].offload()
         return [share for share in shares if share is not None]
 
     def _reference_is_ours(self) -> bool:
@@ -154,10 +161,12 @@ class Loop:
 
     def _restore(self) -> RunState:
         saved = self._store.latest()
+        digest = self._run.prompts.digest if self._run.prompts is not None else ""
         if saved is None:
-            return RunState()
+            return RunState(prompts_digest=digest)
         self.state = saved.state
         self._check_phases(saved.folder)
+        self._check_prompts(digest)
         if saved.state.step and self._config.sft:
             self._run.actor.reset_optimizer(self._config.train.optimizer)
         self._run.actor.load(saved.folder / "actor")
@@ -166,8 +175,23 @@ class Loop:
         if self._reference_is_ours():
             self._run.reference.load(saved.folder / "reference")
             self._run.reference.offload()
+        if self._run.critic is not None:
+            self._run.critic.load(saved.folder / "critic")
+            self._run.critic.offload()
         self._saved = saved.state.total_steps
         return saved.state
+
+    def _check_prompts(self, digest: str) -> None:
+        """Refuse other training prompts than those that the cursor counts."""
+        known = self.state.prompts_digest
+        self.state.prompts_digest = digest or known
+        if self.state.prompt_cursor and digest and known and known != digest:
+            raise UserError(
+                "the training prompts are not those that the run has begun with: other files, another order of them, "
+                "other weights, limits or templates",
+                where="data.train",
+                remedy="put them back, or start a new run from the weights of this one",
+            )
 
     def _check_phases(self, folder: Path) -> None:
         """Refuse a changed config under which the checkpoint has no meaning."""
@@ -177,6 +201,12 @@ class Loop:
                 f"{steps} supervised steps, but RL has begun after {self.state.sft_step} of them",
                 where="sft.steps",
                 remedy=f"set it back to {self.state.sft_step}, or start a new run",
+            )
+        if self._run.critic is not None and not (folder / "critic").is_dir():
+            raise UserError(
+                f"{self._config.algorithm.name} has a critic, but the run has kept none",
+                where="algorithm.name",
+                remedy="set it back to what it was, or start a new run",
             )
         if self._reference_is_ours() and not (folder / "reference").is_dir():
             raise UserError(

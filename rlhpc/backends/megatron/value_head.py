@@ -34,7 +34,7 @@ class ValueHead(torch.nn.Module):
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
         """For Megatron's checkpoints."""
-        return make_sharded_tensors_for_checkpoint(self.state_dict(), prefix, {}, sharded_offsets)
+        return make_sharded_tensors_for_checkpoint(self.state_dict(keep_vars=True), prefix, {}, sharded_offsets)
 
 
 def give_value_head(model: GPTModel, config: TransformerConfig) -> None:

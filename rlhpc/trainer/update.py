@@ -1,0 +1,118 @@
+"""A step's optimizer updates: of the actor by the algorithm's loss, of a critic towards the returns."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+
+from rlhpc.algo.losses import value_loss
+from rlhpc.algo.schedule import learning_rate
+from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues
+from rlhpc.config.schema import AlgorithmSection, OptimizerSection
+from rlhpc.trainer.advantages import StepAdvantages
+from rlhpc.trainer.batches import rl_minibatches
+from rlhpc.trainer.build import Run
+from rlhpc.trainer.roles import PerSample, Role
+
+Metrics = dict[str, float]
+_WEIGHT = "weight"  # the sum of the loss weights among a loss's metrics
+
+
+def update_actor(
+    run: Run,
+    section: AlgorithmSection,
+    state: RunState,
+    samples: Sequence[Sample],
+    values: Mapping[str, PerSample],
+    estimate: StepAdvantages,
+) -> Metrics:
+    """Nothing while only the critic learns."""
+    if run.critic is not None and state.step < run.config.critic.warmup_steps:
+        return {}
+    names = ("engine_log_probs", "old_log_probs", "reference_log_probs")
+    tokens = {name: values[name] for name in names if name in values}
+    loss = functools.partial(_policy_loss, run=run, section=section)
+    tokens["advantages"] = estimate.advantages
+    return _update(run, run.actor_role, run.config.train.optimizer, state, samples, tokens, loss)
+
+
+def update_critic(
+    run: Run, state: RunState, samples: Sequence[Sample], values: Mapping[str, PerSample], estimate: StepAdvantages
+) -> Metrics:
+    """Metrics are named critic/…"""
+    assert estimate.returns is not None, f"{run.algorithm.name} has a critic and no returns for it"
+    tokens = {"old_values": values["old_values"], "returns": estimate.returns}
+    loss = functools.partial(_critic_loss, clip=run.config.critic.value_clip)
+    metrics = _update(run, run.critic_role, run.config.critic.optimizer, state, samples, tokens, loss)
+    run.critic.offload()
+    return {f"critic/{name}": value for name, value in metrics.items()}
+
+
+def _update(
+    run: Run,
+    role: Role,
+    optimizer: OptimizerSection,
+    state: RunState,
+    samples: Sequence[Sample],
+    tokens: Mapping[str, PerSample],
+    loss: LossFunction,
+) -> Metrics:
+    """Epochs times minibatches optimizer updates; metrics are means over the step's updates."""
+    section = run.config.train
+    rate = learning_rate(optimizer, state.step, section.steps)
+    totals: Metrics = {}
+    minibatches = rl_minibatches(run, role, samples, tokens)
+    updates = [minibatch for _ in range(section.epochs) for minibatch in minibatches]
+    for minibatch in updates:
+        stats = role.model.train(minibatch.batches, loss, minibatch.denominator, run.config.rollout.temperature, rate)
+        means = _means(stats.sums, minibatch.denominator)
+        for name, value in {**means, **stats.gauges, "gradient_norm": stats.gradient_norm}.items():
+            totals[name] = totals.get(name, 0.0) + value / len(updates)
+        for name, value in stats.sums.items():
+            if name.startswith("max/"):
+                totals[name.removeprefix("max/")] = max(totals.get(name.removeprefix("max/"), value), value)
+    return {**totals, "learning_rate": rate}
+
+
+def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
+    """Losses by what the loss is divided by, all else by its tokens' weights: the same but for a constant."""
+    means = {}
+    for name, value in sums.items():
+        if "/" not in name and name != _WEIGHT:
+            is_loss = name == "loss" or name.endswith("_loss")
+            means[name] = value / (denominator if is_loss else sums[_WEIGHT])
+    return means
+
+
+def _policy_loss(stats: TokenStats, batch: PackedBatch, run: Run, section: AlgorithmSection) -> LossSums:
+    """The algorithm's loss on one packed batch, and how far the engine's log-probs are from the trainer's."""
+    before = batch.extra.get("old_log_probs", stats.log_probs.detach())
+    tokens = {
+        **batch.extra,
+        "log_probs": stats.log_probs,
+        "entropy": stats.entropy,
+        "old_log_probs": before,
+        "weight": batch.loss_weight,
+        "sequence": batch.sequence,
+    }
+    sums = run.algorithm.loss(tokens, section)
+    gap = (before - batch.extra["engine_log_probs"]).abs() * batch.mask
+    metrics = {name: value.detach() for name, value in sums.items()}
+    metrics[_WEIGHT] = batch.loss_weight.sum()
+    metrics["engine_gap_mean"] = (gap * batch.loss_weight).sum()
+    metrics["max/engine_gap_max"] = gap.max()
+    return LossSums(sums["loss"], metrics)
+
+
+def _critic_loss(stats: TokenValues, batch: PackedBatch, clip: float | None) -> LossSums:
+    """Half the squared error of the values."""
+    returns, weight = batch.extra["returns"], batch.loss_weight
+    sums = value_loss(stats.values, returns, batch.extra["old_values"], weight, clip)
+    metrics = {
+        "loss": sums.loss.detach(),
+        "clip_fraction": sums.clipped,
+        "value_mean": (stats.values.detach() * weight).sum(),
+        "return_mean": (returns * weight).sum(),
+        _WEIGHT: weight.sum(),
+    }
+    return LossSums(sums.loss, metrics)
