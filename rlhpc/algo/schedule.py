@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rlhpc.config.schema import OptimizerSection
+from rlhpc.config.training import OptimizerSection
 
 
 def learning_rate(section: OptimizerSection, step: int, total_steps: int) -> float:

@@ -63,7 +63,7 @@ def _by_megatron(folder: Path, shape: ModelShape, sequences: list[list[int]]) ->
     import torch.distributed as dist
 
     from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.data.collate import pack_batch
     from rlhpc.parallel.groups import build_groups, join, leave
     from rlhpc.plan.layout import ParallelLayout

@@ -1,8 +1,8 @@
 """Everything that is patched, each with its reason and the upstream line (megatron-core 0.16.1).
 
 On a machine with a GPU only ``adopt_optimizer``, ``hold_what_is_sent`` and ``exchange_megatron_globals`` change
-anything. The rest makes Megatron's unconditional CUDA calls answer for the CPU, inside ``megatron_device()`` and nowhere
-else.
+anything. The rest makes Megatron's unconditional CUDA calls answer for the CPU, inside ``megatron_device()`` and
+nowhere else.
 """
 
 from __future__ import annotations

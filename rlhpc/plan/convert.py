@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import lcm, prod
 from pathlib import Path
 
-from rlhpc.config.schema import ParallelSection
+from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.plan.conversion_sides import HuggingFaceSide, MegatronSide, Side
 from rlhpc.plan.fit import fitting_layout

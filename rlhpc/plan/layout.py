@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import gcd, prod
 
-from rlhpc.config.schema import ParallelSection
+from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 
 # Innermost axis first, Megatron's order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py, RankGenerator). Dense layers

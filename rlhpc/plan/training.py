@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import gcd
 
-from rlhpc.config.schema import ExpertsSection, MemorySection, OptimizerSection, RunConfig
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.layout import ParallelLayout, divisors
@@ -17,10 +18,11 @@ def check_optimizers(config: RunConfig) -> None:
     if config.sft is not None:
         sections["sft.optimizer"] = config.sft.optimizer
     for key, section in sections.items():
-        _check_optimizer(key, section)
+        check_optimizer(key, section)
 
 
-def _check_optimizer(key: str, section: OptimizerSection) -> None:
+def check_optimizer(key: str, section: OptimizerSection) -> None:
+    """Of one section."""
     if section.function is None and section.arguments:
         raise UserError(
             f"{', '.join(section.arguments)} without a function to take them",

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from rlhpc.algo.losses import value_loss
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues
-from rlhpc.config.schema import AlgorithmSection, OptimizerSection
+from rlhpc.config.schema import AlgorithmSection
+from rlhpc.config.training import OptimizerSection
 from rlhpc.trainer.advantages import StepAdvantages
 from rlhpc.trainer.batches import rl_minibatches
 from rlhpc.trainer.build import Run

@@ -26,7 +26,7 @@ from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, de
 from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
-from rlhpc.config.schema import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
-from rlhpc.config.schema import ExpertsSection, MemorySection, ParallelSection
+from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, hold_what_is_sent
 from rlhpc.plan.layout import ParallelLayout

@@ -13,7 +13,8 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhpc.backends.megatron.adamw import AdamW
-from rlhpc.config.schema import OptimizerSection, SFTOptimizerSection
+from rlhpc.config.schema import SFTOptimizerSection
+from rlhpc.config.training import OptimizerSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
 from rlhpc.parallel.compat import adopt_optimizer
