@@ -183,6 +183,7 @@ class RunState:
     prompt_cursor: int = 0  # prompts taken
     weights_version: int = 0  # pushes to the engine
     kl_coefficient: float | None = None  # the one in force, where it is adapted
+    prompts_digest: str = ""  # of the prompts that prompt_cursor counts
 
     @property
     def total_steps(self) -> int:

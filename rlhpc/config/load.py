@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
@@ -128,7 +128,10 @@ def _list_index(items: list[Any], part: str, key: str) -> int:
 
 def _told(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str) -> UserError:
     """One UserError for all that the schema found."""
-    faults = [_fault(detail, places, file) for detail in details]
+    told: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for detail in details:  # one fault of each place, not of each kind of value that it may have
+        told.setdefault(_location(detail), detail)
+    faults = [_fault(detail, location, places, file) for location, detail in told.items()]
     if len(faults) == 1:
         return faults[0]
     more = len(faults) - _SHOWN_ERRORS
@@ -136,8 +139,20 @@ def _told(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str)
     return UserError(" | ".join(shown))
 
 
-def _fault(detail: ErrorDetails, places: Mapping[str, str], file: str) -> UserError:
-    location, kind, value = detail["loc"], detail["type"], detail["input"]
+def _location(detail: ErrorDetails) -> tuple[int | str, ...]:
+    """Keys and list indices alone: where a value may be of several kinds, pydantic adds the kind's name."""
+    node, found = RunConfig.model_json_schema(), []
+    for part in detail["loc"]:
+        options = [option for option in _options(node) if _has(option, part)]
+        if not options and detail["type"] != "extra_forbidden":
+            break
+        found.append(part)
+        node = _inside(options[0], part) if options else {}
+    return tuple(found)
+
+
+def _fault(detail: ErrorDetails, location: Sequence[int | str], places: Mapping[str, str], file: str) -> UserError:
+    kind, value = detail["type"], detail["input"]
     key = ".".join(str(part) for part in location)
     where = f"{_place(key, places, file)}: {key}"
     if kind == "extra_forbidden":
@@ -155,37 +170,60 @@ def _place(key: str, places: Mapping[str, str], file: str) -> str:
 
 def _valid_keys(location: Sequence[int | str]) -> list[str]:
     """The keys of the section at ``location``."""
-    section: type[BaseModel] = RunConfig
-    for part in location:
-        annotation = section.model_fields[str(part)].annotation
-        candidates = (annotation, *get_args(annotation))
-        section = next(kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return list(section.model_fields)
+    return [key for option in _options(_node(location)) for key in option.get("properties", ())]
 
 
 def _allowed(location: Sequence[int | str]) -> str:
     """What may stand at ``location``, in words."""
-    schema = RunConfig.model_json_schema()
+    return _in_words(_node(location))
 
-    def resolve(node: dict[str, Any]) -> dict[str, Any]:
-        if "anyOf" in node:  # a value or null
-            node = next(option for option in node["anyOf"] if option.get("type") != "null")
-        return schema["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
-    node = schema
+def _node(location: Sequence[int | str]) -> dict[str, Any]:
+    """The schema of what stands at ``location``."""
+    node = RunConfig.model_json_schema()
     for part in location:
-        node = resolve(node["items"] if isinstance(part, int) else node["properties"][part])
-    return _in_words(node, resolve)
+        node = _inside(next(option for option in _options(node) if _has(option, part)), part)
+    return node
 
 
-def _in_words(node: dict[str, Any], resolve: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+def _options(node: dict[str, Any]) -> list[dict[str, Any]]:
+    """What a value may be besides null, with references followed."""
+    if "$ref" in node:
+        return _options(RunConfig.model_json_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+    if "anyOf" in node:
+        return [option for item in node["anyOf"] for option in _options(item)]
+    return [] if node.get("type") == "null" else [node]
+
+
+def _has(option: dict[str, Any], part: int | str) -> bool:
+    return (
+        ("items" in option or "prefixItems" in option)
+        if isinstance(part, int)
+        else part in option.get("properties", ())
+    )
+
+
+def _inside(option: dict[str, Any], part: int | str) -> dict[str, Any]:
+    if isinstance(part, int):
+        items: dict[str, Any] = option["prefixItems"][part] if "prefixItems" in option else option["items"]
+        return items
+    return dict(option["properties"][part])
+
+
+def _in_words(node: dict[str, Any]) -> str:
+    return " or ".join(dict.fromkeys(_one_in_words(option) for option in _options(node)))
+
+
+def _one_in_words(node: dict[str, Any]) -> str:
     if "enum" in node:
         return " or ".join(repr(value) for value in node["enum"])
     match node.get("type"):
         case "object":
             return "a section of 'key: value' lines"
+        case "array" if "prefixItems" in node:
+            return "a list of " + ", ".join(_in_words(item) for item in node["prefixItems"])
         case "array":
-            return f"a list, each item {_in_words(resolve(node['items']), resolve)}"
+            return f"a list, each item {_in_words(node['items'])}"
         case "string":
             kind = "a path" if node.get("format") == "path" else "a text"
             return f"{kind} that matches {node['pattern']}" if "pattern" in node else kind

@@ -11,17 +11,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rlhpc.config.algorithm import AlgorithmSection
+from rlhpc.config.critic import CriticSection
+from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
+from rlhpc.config.reward import RewardSection
+from rlhpc.config.rollout import DynamicSamplingSection, ReplaySection, RolloutSection
 from rlhpc.config.section import (
-    Fraction,
     ImportPath,
-    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
     Section,
-    Share,
 )
+from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
 
 
 class PrepareSection(Section):
@@ -49,86 +51,6 @@ class ResourcesSection(Section):
     """CPU threads of each rank; default: in a job slurm.cpus_per_rank, else the machine's cores shared evenly."""
 
 
-class ParallelSection(Section):
-    """How the training side is cut. Data parallelism takes the ranks that are left."""
-
-    tp: PositiveInt = 1
-    """Tensor parallel size."""
-    pp: PositiveInt = 1
-    """Pipeline parallel size."""
-    vpp: PositiveInt | None = None
-    """Virtual pipeline stages on each pipeline rank: shorter pauses at the price of more messages. Needs pp > 1."""
-    first_stage_layers: PositiveInt | None = None
-    """Layers on the first pipeline rank; default: as many as on each rank between first and last."""
-    last_stage_layers: PositiveInt | None = None
-    """Layers on the last pipeline rank; default: as many as on each rank between first and last."""
-    cp: PositiveInt = 1
-    """Context parallel size: each sequence is cut over so many ranks."""
-    cp_method: Literal["all_gather", "ulysses"] = "all_gather"
-    """How those ranks come to attend to whole sequences: all_gather gives each one all keys and values, ulysses gives
-    it all tokens of some heads (Jacobs et al. 2023) and needs the heads of a tensor-parallel rank to divide by cp."""
-    ep: PositiveInt = 1
-    """Expert parallel size: the experts of a layer are divided among so many ranks."""
-    etp: PositiveInt = 1
-    """Tensor parallel size inside an expert."""
-    expert_dispatch: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach the ranks of their experts: each to its own, or all to all of them."""
-    sequence_parallel: bool = True
-    """Cut activations along the sequence between tensor-parallel regions; used when tp > 1. Experts and latent
-    attention need it then."""
-
-
-class DataSection(Section):
-    train: list[Path] = []
-    """Prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model,
-    extra_info."""
-    validation: list[Path] = []
-    """Held-out prompt files of the same form."""
-    max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt, the chat template's tokens included."""
-    overlong_prompts: Literal["error", "drop"] = "error"
-    """What to do with a prompt longer than max_prompt_tokens."""
-    shuffle: bool = True
-    """Take training prompts in a new order in each pass over them; false: in the files' order."""
-    chat_template: bool = True
-    """Render messages with the tokenizer's chat template; false: join their contents as they are."""
-
-
-class RewardSection(Section):
-    function: ImportPath = "rlhpc.data.rewards:maths"
-    """Called as function(data_source, solution_str, ground_truth, extra_info, **arguments); returns a number, or a
-    dict with the key score."""
-    arguments: dict[str, Any] = {}
-    """Further keyword arguments of the function."""
-
-
-class RolloutSection(Section):
-    tp: PositiveInt = 1
-    """Tensor parallel size of each vLLM engine."""
-    expert_parallel: bool = False
-    """Each of an engine's tp ranks keeps whole experts instead of a part of every one; no effect on dense models."""
-    samples_per_prompt: PositiveInt = 8
-    """Responses to each prompt of an RL step: the group that a response is compared with."""
-    max_response_tokens: PositiveInt = 1024
-    """A response is cut off here."""
-    temperature: PositiveFloat = 1.0
-    """Logits are divided by it, in sampling and in the loss."""
-    top_p: Fraction = 1.0
-    """Sample among the likeliest tokens that together have this probability."""
-    max_running: PositiveInt = 256
-    """Most sequences that an engine decodes at once."""
-    kv_cache_gib: PositiveFloat | None = None
-    """Size of each engine's KV cache on a rank; default on a GPU: what gpu_memory_fraction leaves, on a CPU: 1 GiB."""
-    gpu_memory_fraction: Fraction = 0.6
-    """Share of the GPU's memory that engine weights and KV cache may take while generating."""
-    prefix_caching: bool = True
-    """vLLM keeps the cache of a prompt for all its responses."""
-    chunked_prefill: bool = True
-    """vLLM takes long prompts in parts, between the tokens of others."""
-    cuda_graphs: bool = True
-    """Capture CUDA graphs for decoding; no effect on a CPU."""
-
-
 class ReshardSection(Section):
     """How weights get from training into the engines."""
 
@@ -142,35 +64,6 @@ class ReshardSection(Section):
     """Mean difference of the engine's log-probs from the trainer's, in a step, that ends the run; null: none does."""
     share_weights: bool = False
     """Engines use the trainer's memory for parameters that are the same bytes on both sides. Not with offload."""
-
-
-class OptimizerSection(Section):
-    """AdamW (Loshchilov and Hutter 2019) unless ``function`` says otherwise; no decay on vectors (norms and biases)."""
-
-    learning_rate: PositiveFloat = 1e-6
-    """Highest rate of the schedule."""
-    beta1: Fraction = 0.9
-    """Decay of the gradient's running mean."""
-    beta2: Fraction = 0.999
-    """Decay of the running mean of the gradient's square."""
-    epsilon: PositiveFloat = 1e-8
-    """Added to the root of that mean."""
-    weight_decay: NonNegativeFloat = 0.01
-    """Decoupled, scaled by the learning rate."""
-    clip_gradient: PositiveFloat = 1.0
-    """Bound on the global gradient norm."""
-    schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after the warm-up, down to final_fraction of the rate at the last step."""
-    warmup_steps: NonNegativeInt = 0
-    """Steps in which the rate rises linearly."""
-    final_fraction: Share = 0.0
-    """See schedule."""
-    host_fraction: Share = 0.0
-    """AdamW only: this share of the parameters has its moments in host memory and is updated there, by the CPU."""
-    function: ImportPath | None = None
-    """Your own in place of AdamW, called as function(param_groups, **arguments); see docs/optimizer.md."""
-    arguments: dict[str, Any] = {}
-    """Keyword arguments of the function; beta1, beta2 and epsilon are AdamW's own and not passed on."""
 
 
 class SFTOptimizerSection(OptimizerSection):
@@ -190,17 +83,6 @@ class SFTSection(Section):
     optimizer: SFTOptimizerSection = SFTOptimizerSection()
 
 
-class ExpertsSection(Section):
-    """Mixture-of-experts models; no effect on others."""
-
-    aux_loss: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss (Fedus et al. 2022, section 2.2); 0: routers learn from the objective alone."""
-    bias_update_rate: NonNegativeFloat = 0.0
-    """By how much an update moves each expert's bias towards equal load, in models that have one; 0: it is frozen."""
-    replay_routes: bool = False
-    """Send each token to the experts that it went to when it was generated (routing replay, arXiv 2510.11370)."""
-
-
 class TrainSection(Section):
     """The RL phase."""
 
@@ -214,45 +96,14 @@ class TrainSection(Section):
     """Passes over each step's samples."""
     tokens_per_microbatch: PositiveInt = 16384
     """Most tokens that a rank takes through forward and backward at once; never less than one sequence."""
+    log_prob_tokens_per_microbatch: PositiveInt | None = None
+    """The same for passes without gradient, of actor and reference model; default: tokens_per_microbatch."""
+    mask_truncated: bool = False
+    """Learn nothing from responses that were cut off (overlong filtering), though they count among their group."""
+    dynamic_sampling: DynamicSamplingSection | None = None
+    replay: ReplaySection | None = None
     optimizer: OptimizerSection = OptimizerSection()
     experts: ExpertsSection = ExpertsSection()
-
-
-class OffloadSection(Section):
-    """What leaves the training device while it is not needed. It comes back by itself before it is used."""
-
-    parameters: bool = False
-    """The actor's weights, while the engine generates."""
-    gradients: bool = False
-    """Gradient buffers, outside of updates: freed, their content is not kept."""
-    optimizer: bool = False
-    """Master weights and moments, outside of updates."""
-    reference: bool = False
-    """The frozen reference model, except while it computes."""
-    fraction: Share = 1.0
-    """At least this share of the chosen bytes, in whole buffers: gradients first, then optimizer, then weights."""
-
-
-class MemorySection(Section):
-    """How training is made to fit into the device's memory, in both phases; see docs/memory.md."""
-
-    recompute: Literal["none", "selective", "full"] = "none"
-    """Activations not kept for the backward pass but computed again: of recompute_modules, or of all layers."""
-    recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] = ["core_attn", "mlp", "moe"]
-    """With selective, of those that the model has: attention without its projections, dense feed-forward, expert
-    layers, shared experts."""
-    recompute_layers: PositiveInt = 1
-    """With full: layers of which only the first one's input is kept."""
-    offload: OffloadSection = OffloadSection()
-
-
-class ValidationSection(Section):
-    every: PositiveInt = 10
-    """RL steps between validations; one is made before the first step and after the last as well."""
-    temperature: NonNegativeFloat = 0.0
-    """Of the one response to each prompt; 0: always the likeliest token."""
-    max_prompts: PositiveInt | None = None
-    """Use only so many of the held-out prompts, the first ones; default: all."""
 
 
 class CheckpointSection(Section):
@@ -291,6 +142,7 @@ class RunConfig(Section):
     rollout: RolloutSection = RolloutSection()
     reshard: ReshardSection = ReshardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
     sft: SFTSection | None = None
     train: TrainSection
     memory: MemorySection = MemorySection()

@@ -40,17 +40,38 @@ def need(row: Row, column: str, place: str) -> Any:
 
 
 def check_messages(value: Any, column: str, place: str) -> list[Row]:
-    """``value`` as chat messages with text contents; fields that are null (parquet fills them in) are left out."""
-    well_formed = isinstance(value, list) and all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in value
-    )
-    if not well_formed or not value:
+    """``value`` as chat messages with text contents; fields that are null (parquet fills them in) are left out.
+
+    A message that calls tools (``tool_calls``) may have no content.
+    """
+    if not isinstance(value, list) or not value or not all(_is_message(message) for message in value):
         raise UserError(
             f"column {column!r} is {_shown(value)}",
             where=place,
             remedy='write it as [{"role": "user", "content": "…"}, …]',
         )
-    return [{name: field for name, field in message.items() if field is not None} for message in value]
+    messages = [{name: field for name, field in message.items() if field is not None} for message in value]
+    for message in messages:
+        message.setdefault("content", "")
+    return messages
+
+
+def check_asks(messages: list[Row], column: str, place: str) -> list[Row]:
+    """The messages end where the model's answer begins."""
+    if messages[-1]["role"] == "assistant":
+        raise UserError(
+            f"column {column!r} ends with a message of the assistant, not with one to be answered",
+            where=place,
+            remedy="remove that message, or set data.continue_final_message to have prompts continued",
+        )
+    return messages
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
+        return False
+    content = value.get("content")
+    return isinstance(content, str) or (content is None and isinstance(value.get("tool_calls"), list))
 
 
 class Order:
@@ -58,10 +79,10 @@ class Order:
 
     def __init__(self, size: int, shuffle: bool = True) -> None:
         self._size, self._shuffle = size, shuffle
-        self._epoch: tuple[int, int] | None = None
+        self._epoch: tuple[int | str, int] | None = None
         self._items: list[int] = list(range(size))
 
-    def take(self, cursor: int, count: int, seed: int) -> tuple[list[int], int]:
+    def take(self, cursor: int, count: int, seed: int | str) -> tuple[list[int], int]:
         """The indices of the ``count`` items from ``cursor`` on, and the cursor after them."""
         taken = []
         for position in range(cursor, cursor + count):
@@ -96,7 +117,8 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
         table = parquet.read_table(path)
     except (ArrowException, OSError) as error:
         raise UserError(f"cannot be read ({error})", where=str(path), remedy="write the file again") from None
-    for number, row in enumerate(table.to_pylist(), 1):
+    rows = (row for batch in table.to_batches() for row in batch.to_pylist())
+    for number, row in enumerate(rows, 1):
         yield f"{path}: row {number}", row
 
 

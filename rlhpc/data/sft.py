@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from rlhpc.core.errors import UserError
-from rlhpc.data.files import Order, Row, check_messages, need, read_rows
-from rlhpc.data.tokenizer import Text, Tokenizer
+from rlhpc.data.files import Order, Row, check_asks, check_messages, need, read_rows
+from rlhpc.data.tokenizer import Text, Tokenizer, with_tools
 
 Example = tuple[np.ndarray, int]  # tokens int32 [prompt + response], prompt length
 
@@ -48,7 +48,12 @@ class SFTSet:
 
 
 def _split(row: Row, place: str) -> tuple[Text, str]:
-    """Prompt and response of a row."""
+    """Prompt, with the row's tools, and response."""
+    prompt, response = _prompt_and_response(row, place)
+    return with_tools(prompt, row, place), response
+
+
+def _prompt_and_response(row: Row, place: str) -> tuple[str | list[Row], str]:
     if row.get("messages") is not None:
         messages = check_messages(row["messages"], "messages", place)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
@@ -67,4 +72,6 @@ def _split(row: Row, place: str) -> tuple[Text, str]:
     prompt, response = need(row, "prompt", place), need(row, "response", place)
     if not isinstance(response, str):
         raise UserError(f"column 'response' is {response!r:.80}", where=place, remedy="write it as a text")
-    return prompt if isinstance(prompt, str) else check_messages(prompt, "prompt", place), response
+    if isinstance(prompt, str):
+        return prompt, response
+    return check_asks(check_messages(prompt, "prompt", place), "prompt", place), response

@@ -126,7 +126,9 @@ def _cores_per_rank(ranks: int) -> int:
 
 def _mounts(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
     """Folders of the host that ranks read and write: the run's own, the model's, the data's, and the config's."""
-    files = [*config.data.train, *config.data.validation, *(config.sft.data if config.sft else [])]
+    files = [file.path for file in (*config.data.train, *config.data.validation)]
+    files += config.sft.data if config.sft else []
+    files += [config.data.chat_template] if isinstance(config.data.chat_template, Path) else []
     needed = [attempt.run.path, config.model.path.absolute(), *(file.absolute().parent for file in files)]
     own = dict.fromkeys(str(path) for path in needed)
     return [*(path for path in own if not any(m.split(":")[0] == path for m in container.mounts)), *container.mounts]

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from math import prod
-from pathlib import Path
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.critic import check_critic
+from rlhpc.plan.data import check_data
 from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
 from rlhpc.plan.fit import check_engine, fitting_layout
-from rlhpc.plan.layout import ParallelLayout, divisors
+from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 from rlhpc.plan.objective import check_algorithm
+from rlhpc.plan.rewards import check_reward
 from rlhpc.plan.shards import model_tensors
 from rlhpc.plan.training import check_experts, check_memory, check_optimizers, check_sharing
 
@@ -31,8 +33,11 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     check_nodes(config, config.slurm.least_nodes, shape)
     layout = check_nodes(config, config.slurm.most_nodes, shape)
     check_algorithm(config)
+    check_reward(config.reward)
+    check_data(config)
     check_optimizers(config)
     check_sharing(config)
+    check_critic(config, layout.world_size, shape)
     if shape is not None:
         check_memory(config.memory, shape, layout)
         check_experts(config.train.experts, shape)
@@ -166,9 +171,11 @@ def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
 
 
 def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
-    groups: dict[str, list[Path]] = {"data.train": config.data.train, "data.validation": config.data.validation}
-    if config.sft is not None:
-        groups["sft.data"] = config.sft.data
+    groups = {
+        "data.train": [file.path for file in config.data.train],
+        "data.validation": [file.path for file in config.data.validation],
+        "sft.data": config.sft.data if config.sft is not None else [],
+    }
     for key, paths in groups.items():
         absent = [path for path in paths if not path.exists()]
         for index, path in enumerate(paths):
@@ -180,10 +187,11 @@ def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
 
 def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
     engines = layout.world_size // config.rollout.tp
-    return (
-        f"{layout.world_size} ranks on {config.slurm.most_nodes} node(s): training {layout.text}; "
-        f"rollout {engines} engine(s) of tp {config.rollout.tp}"
-    )
+    texts = [f"training {layout.text}"]
+    if config.critic.parallel is not None:
+        texts.append(f"critic {make_layout(config.critic.parallel, layout.world_size).text}")
+    texts.append(f"rollout {engines} engine(s) of tp {config.rollout.tp}")
+    return f"{layout.world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
 
 
 def _batch_text(config: RunConfig) -> str:

@@ -51,7 +51,7 @@ def check_weights(folder: Path, shape: ModelShape) -> WeightFiles:
     return found
 
 
-def check_tokenizer(folder: Path, vocab_size: int, chat_template: bool) -> int:
+def check_tokenizer(folder: Path, vocab_size: int, chat_template: bool | Path) -> int:
     """The tokenizer's ids fit the model's vocabulary, and a chat template is there if asked for.
 
     Returns the largest id plus one, 0 where only tokenizer formats other than tokenizer.json are present.
@@ -62,7 +62,10 @@ def check_tokenizer(folder: Path, vocab_size: int, chat_template: bool) -> int:
             where=str(folder),
             remedy="save the tokenizer into the model folder with save_pretrained",
         )
-    if chat_template and not _has_chat_template(folder):
+    if isinstance(chat_template, Path):
+        if not chat_template.is_file():
+            raise UserError(f"no such file {str(chat_template)!r}", where="data.chat_template", remedy="correct it")
+    elif chat_template and not _has_chat_template(folder):
         raise UserError(
             f"the tokenizer in {str(folder)!r} has no chat template",
             where="data.chat_template",

@@ -105,7 +105,7 @@ def test_overrides_reach_sections_and_lists(config):
         config, ["train.steps=7", "data.train.0=x.jsonl", "data.train.1=y.jsonl", "sft.data.0=z.jsonl", "sft.steps=2"]
     )
     assert loaded.train.steps == 7
-    assert loaded.data.train == [Path("x.jsonl"), Path("y.jsonl")]
+    assert [file.path for file in loaded.data.train] == [Path("x.jsonl"), Path("y.jsonl")]
     assert loaded.sft is not None
     assert (loaded.sft.data, loaded.sft.steps) == ([Path("z.jsonl")], 2)
 

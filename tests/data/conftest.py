@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.config.data import DataSection
 from rlhpc.data import arithmetic
 from rlhpc.data.tokenizer import Tokenizer
 
@@ -19,4 +20,4 @@ def demo_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tokenizer(demo_folder: Path) -> Tokenizer:
-    return Tokenizer.load(demo_folder / "model", vocab_size=16, chat_template=True)
+    return Tokenizer.load(demo_folder / "model", vocab_size=16, section=DataSection())

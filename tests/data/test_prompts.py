@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhpc.config.schema import DataSection
+from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
-from rlhpc.data.prompts import PromptSet
+from rlhpc.data.prompts import PromptSet, Readers
 from rlhpc.data.tokenizer import Tokenizer
 
 
@@ -30,8 +32,10 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def load(tokenizer: Tokenizer, *paths: Path, **section: Any) -> PromptSet:
-    return PromptSet.load(list(paths), DataSection(**section), tokenizer, "data.train")
+def load(tokenizer: Tokenizer, *paths: Path | dict[str, Any], **section: Any) -> PromptSet:
+    """``paths`` may be entries of data.train as a configuration has them."""
+    parsed = DataSection.model_validate({"train": list(paths), **section})
+    return PromptSet.load(parsed.train, parsed, tokenizer, "data.train", filtered=True)
 
 
 def test_a_row_becomes_a_prompt(tokenizer: Tokenizer, tmp_path: Path):
@@ -48,7 +52,7 @@ def test_parquet_and_jsonl_give_the_same_prompts(tokenizer: Tokenizer, tmp_path:
     rows = [row("1+2="), row("2+2=", ability="maths")]
     parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
     lines = load(tokenizer, write(tmp_path / "a.jsonl", *rows))
-    assert load(tokenizer, tmp_path / "a.parquet").prompts == lines.prompts
+    assert list(load(tokenizer, tmp_path / "a.parquet").prompts) == list(lines.prompts)
 
 
 def test_prompt_ids_count_rows_over_all_files(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -155,6 +159,150 @@ def test_absent_and_foreign_files_name_the_key(tokenizer: Tokenizer, tmp_path: P
     (tmp_path / "a.csv").write_text("")
     with pytest.raises(UserError, match=r"a.csv' is neither .jsonl nor .parquet"):
         load(tokenizer, tmp_path / "a.csv")
+
+
+def numbered(folder: Path, name: str, count: int) -> Path:
+    """A file whose rows tell file and place in their ground truth."""
+    return write(folder / name, *[row(reward_model={"ground_truth": f"{name}:{i}"}) for i in range(count)])
+
+
+def truths(prompts: PromptSet, cursor: int, count: int, seed: int = 1) -> list[str]:
+    return [prompt.ground_truth for prompt in prompts.take(cursor, count, seed)[0]]
+
+
+def test_weighted_files_are_mixed_in_proportion_each_passed_through_in_its_own_order(
+    tokenizer: Tokenizer, tmp_path: Path
+):
+    a, b = numbered(tmp_path, "a.jsonl", 5), numbered(tmp_path, "b.jsonl", 7)
+    prompts = load(tokenizer, {"path": str(a), "weight": 0.75}, {"path": str(b), "weight": 0.25})
+    taken = truths(prompts, 0, 4 * 35)
+    for start in range(0, len(taken), 4):
+        assert sum(truth.startswith("a.") for truth in taken[start : start + 4]) == 3
+    for name, size in (("a.jsonl", 5), ("b.jsonl", 7)):
+        own = [truth for truth in taken if truth.startswith(name)]
+        passes = [own[i : i + size] for i in range(0, len(own), size)]
+        assert all(sorted(one) == sorted(f"{name}:{i}" for i in range(size)) for one in passes)
+        assert len({tuple(one) for one in passes}) > 1
+    assert truths(prompts, 17, 60) == taken[17:77]
+    assert truths(prompts, 0, 140, seed=2) != taken
+
+
+def test_a_weighted_file_without_prompts_left_is_named(tokenizer: Tokenizer, tmp_path: Path):
+    long = write(tmp_path / "long.jsonl", row("1" * 30))
+    files = [{"path": str(write(tmp_path / "a.jsonl", row())), "weight": 1}, {"path": str(long), "weight": 1}]
+    with pytest.raises(UserError, match=r"data.train: '.*long.jsonl' has a weight, but no prompts are left"):
+        load(tokenizer, *files, max_prompt_tokens=20, overlong_prompts="drop")
+
+
+def test_the_digest_tells_of_all_that_changes_what_a_cursor_means(tokenizer: Tokenizer, tmp_path: Path):
+    a, b = write(tmp_path / "a.jsonl", row("1+2="), row("2+2=")), write(tmp_path / "b.jsonl", row("3+3="))
+    weighted = [{"path": str(a), "weight": 1}, {"path": str(b), "weight": 1}]
+    digests = [
+        load(tokenizer, a, b).digest,
+        load(tokenizer, b, a).digest,
+        load(tokenizer, a).digest,
+        load(tokenizer, a, b, shuffle=False).digest,
+        load(tokenizer, *weighted).digest,
+        load(tokenizer, {"path": str(a), "weight": 2}, weighted[1]).digest,
+    ]
+    assert len(set(digests)) == len(digests)
+    moved = tmp_path / "elsewhere.jsonl"
+    moved.write_bytes(a.read_bytes())
+    assert load(tokenizer, moved, b).digest == digests[0]
+
+
+def is_even(row: dict[str, Any]) -> bool:
+    return int(row["reward_model"]["ground_truth"]) % 2 == 0
+
+
+def test_the_users_filter_sees_whole_rows_of_training_files(
+    tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    path = write(tmp_path / "a.jsonl", *[row(reward_model={"ground_truth": str(i)}) for i in range(5)])
+    own = f"{__name__}:is_even"
+    assert [p.prompt_id for p in load(tokenizer, path, filter=own).prompts] == [0, 2, 4]
+    assert f"data.train: 2 of 5 prompts left out by {own}" in caplog.text
+    section = DataSection.model_validate({"validation": [path], "filter": own})
+    assert len(PromptSet.load(section.validation, section, tokenizer, "data.validation")) == 5
+
+
+def test_a_filter_that_fails_names_the_row(tokenizer: Tokenizer, tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", row(), row(reward_model={"ground_truth": "x"}))
+    with pytest.raises(UserError, match=rf"^data.filter at {path}:2: raised ValueError: invalid literal"):
+        load(tokenizer, path, filter=f"{__name__}:is_even")
+
+
+def test_a_filter_that_leaves_nothing_is_told(tokenizer: Tokenizer, tmp_path: Path):
+    with pytest.raises(UserError, match=r"data.filter: .*is_even leaves none of 1 prompts"):
+        load(tokenizer, write(tmp_path / "a.jsonl", row()), filter=f"{__name__}:is_even")
+
+
+def test_short_prompts_are_dropped(tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    path = write(tmp_path / "a.jsonl", row("1"), row("1+2="))
+    assert [p.prompt_id for p in load(tokenizer, path, min_prompt_tokens=4).prompts] == [1]
+    assert "1 of 2 prompts dropped, shorter than data.min_prompt_tokens 4" in caplog.text
+
+
+def test_overlong_prompts_are_cut_at_their_left(tokenizer: Tokenizer, tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", row("123456789"))
+    (prompt,) = load(tokenizer, path, max_prompt_tokens=4, overlong_prompts="truncate_left").prompts
+    assert tokenizer.decode(prompt.tokens, special=True) == "789<|assistant|>"
+
+
+def test_named_sets_are_cut_one_by_one(tokenizer: Tokenizer, tmp_path: Path):
+    files = [
+        {"path": str(numbered(tmp_path, "a.jsonl", 2)), "name": "easy"},
+        numbered(tmp_path, "b.jsonl", 3),
+        {"path": str(numbered(tmp_path, "c.jsonl", 2)), "name": "easy"},
+    ]
+    chosen = [(name, prompt.ground_truth) for name, prompt in load(tokenizer, *files).first(3)]
+    assert chosen == [
+        *(("easy", f"a.jsonl:{i}") for i in range(2)),
+        *(("", f"b.jsonl:{i}") for i in range(3)),
+        ("easy", "c.jsonl:0"),
+    ]
+    assert len(load(tokenizer, *files).first(None)) == 7
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_ranks_that_tokenize_a_part_each_have_the_same_prompts(tokenizer: Tokenizer, tmp_path: Path, count: int):
+    path = write(tmp_path / "a.jsonl", *[row("1" * size) for size in (3, 1, 30, 2, 5)])
+    section = DataSection.model_validate({"train": [path], "max_prompt_tokens": 20, "overlong_prompts": "drop"})
+
+    parts: list[Any] = [None] * count
+    barrier = threading.Barrier(count)
+
+    def read(rank: int) -> PromptSet:
+        def gather(part: Any) -> list[Any]:
+            parts[rank] = part
+            barrier.wait(timeout=30)
+            return parts
+
+        return PromptSet.load(section.train, section, tokenizer, "data.train", readers=Readers(rank, count, gather))
+
+    with ThreadPoolExecutor(count) as ranks:
+        everyone = list(ranks.map(read, range(count)))
+    alone = PromptSet.load(section.train, section, tokenizer, "data.train")
+    assert [prompt.prompt_id for prompt in alone.prompts] == [0, 1, 3, 4]
+    for prompts in everyone:
+        assert list(prompts.prompts) == list(alone.prompts)
+        assert prompts.digest == alone.digest
+
+
+def test_a_prompt_that_ends_with_an_answer_is_refused(tokenizer: Tokenizer, tmp_path: Path):
+    ended = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
+    path = write(tmp_path / "a.jsonl", row(prompt=ended))
+    with pytest.raises(UserError, match=r"a\.jsonl:1: column 'prompt' ends with a message of the assistant"):
+        load(tokenizer, path)
+
+
+def test_a_row_may_bring_its_own_tools(tokenizer: Tokenizer, tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", row(), row(tools="[{]"))
+    with pytest.raises(UserError, match=r"a\.jsonl:2: column 'tools' is '\[\{\]'; write a list of JSON schemas"):
+        load(tokenizer, path)
+    path = write(tmp_path / "a.jsonl", row(tools=json.dumps([{"name": "add"}])))
+    with pytest.raises(UserError, match="the chat template does not show tools"):
+        load(tokenizer, path)
 
 
 def test_a_damaged_parquet_file_is_named(tokenizer: Tokenizer, tmp_path: Path):

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.arithmetic import ASSISTANT, END, USER, VOCABULARY
-from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.data.files import check_messages
+from rlhpc.data.tokenizer import Chat, Tokenizer
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def test_earlier_turns_are_rendered(tokenizer: Tokenizer):
 
 
 def test_without_template_contents_are_joined(folder: Path):
-    tokenizer = Tokenizer.load(folder, vocab_size=16, chat_template=False)
+    tokenizer = Tokenizer.load(folder, 16, DataSection(chat_template=False))
     messages = [{"role": "user", "content": "1+"}, {"role": "user", "content": "2="}]
     assert tokenizer.encode_prompts([messages, "1+2="]) == [ids(*"1+2=")] * 2
 
@@ -57,24 +59,24 @@ def test_decoding_leaves_special_tokens_out_unless_asked(tokenizer: Tokenizer):
 
 def test_end_tokens_come_from_tokenizer_then_generation_config(folder: Path):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, 3, 1]}))
-    assert Tokenizer.load(folder, 16, True).end_tokens == (3, 0, 1)
+    assert Tokenizer.load(folder, 16, DataSection()).end_tokens == (3, 0, 1)
 
 
 def test_no_tokenizer_names_the_folder(tmp_path: Path):
     with pytest.raises(UserError, match=f"^{tmp_path}: no tokenizer can be loaded .*; save the tokenizer"):
-        Tokenizer.load(tmp_path, 16, True)
+        Tokenizer.load(tmp_path, 16, DataSection())
 
 
 def test_no_chat_template_names_the_key(folder: Path):
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"^data.chat_template: .* has no chat template; set it to false"):
-        Tokenizer.load(folder, 16, True)
-    assert Tokenizer.load(folder, 16, False).encode_prompts(["1"]) == [ids("1")]
+        Tokenizer.load(folder, 16, DataSection())
+    assert Tokenizer.load(folder, 16, DataSection(chat_template=False)).encode_prompts(["1"]) == [ids("1")]
 
 
 def test_ids_beyond_the_model_name_both_numbers(folder: Path):
     with pytest.raises(UserError, match=r"token ids go up to 15, but config.json has vocab_size 15"):
-        Tokenizer.load(folder, 15, True)
+        Tokenizer.load(folder, 15, DataSection())
 
 
 def test_no_end_token_is_refused(folder: Path):
@@ -83,10 +85,86 @@ def test_no_end_token_is_refused(folder: Path):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "generation_config.json").unlink()
     with pytest.raises(UserError, match="names an end token; set eos_token"):
-        Tokenizer.load(folder, 16, True)
+        Tokenizer.load(folder, 16, DataSection())
 
 
 def test_messages_that_the_template_refuses_are_shown(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match=r"data.chat_template: .*'1\+1='.*\(roles must alternate\)"):
-        Tokenizer.load(folder, 16, True).encode_prompts(["1+1="])
+        Tokenizer.load(folder, 16, DataSection()).encode_prompts(["1+1="])
+
+
+SHOWING = "{{ mood }}{% for t in tools or [] %}{{ t.name }}{% endfor %}" + (
+    "{% for m in messages %}{{ '<|' + ('user' if m.role == 'system' else m.role) + '|>' + m.content }}"
+    "{% if m.role == 'assistant' %}{{ '<|end|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def load(folder: Path, **section: object) -> Tokenizer:
+    return Tokenizer.load(folder, 16, DataSection.model_validate(section))
+
+
+def test_a_template_of_ones_own_with_its_variables(folder: Path, tmp_path: Path):
+    file = tmp_path / "mine.jinja"
+    file.write_text(SHOWING)
+    tokenizer = load(folder, chat_template=str(file), template_arguments={"mood": "7"})
+    assert tokenizer.encode_prompts(["1"]) == [ids("7", USER, "1", ASSISTANT)]
+
+
+def test_a_template_that_is_not_there_names_key_and_file(folder: Path):
+    with pytest.raises(UserError, match=r"^data.chat_template: 'nowhere.jinja' cannot be read"):
+        load(folder, chat_template="nowhere.jinja")
+
+
+def test_a_system_prompt_is_put_before_conversations_without_one(folder: Path, tmp_path: Path):
+    (folder / "chat_template.jinja").write_text(SHOWING)
+    tokenizer = load(folder, system_prompt="9")
+    own = [{"role": "system", "content": "8"}, {"role": "user", "content": "1"}]
+    assert tokenizer.encode_prompts(["1", own]) == [
+        ids(USER, "9", USER, "1", ASSISTANT),
+        ids(USER, "8", USER, "1", ASSISTANT),
+    ]
+    joined = load(folder, system_prompt="9", chat_template=False)
+    assert joined.encode_prompts(["1", own]) == [ids("9", "1"), ids("8", "1")]
+
+
+def test_tools_of_all_or_of_a_conversation_are_shown(folder: Path):
+    (folder / "chat_template.jinja").write_text(SHOWING)
+    own = Chat([{"role": "user", "content": "1"}], [{"name": "4"}])
+    assert load(folder).encode_prompts(["1", own], tools=[{"name": "3"}]) == [
+        ids("3", USER, "1", ASSISTANT),
+        ids("4", USER, "1", ASSISTANT),
+    ]
+
+
+def test_tools_that_nothing_would_show_are_refused(tokenizer: Tokenizer, folder: Path):
+    with pytest.raises(UserError, match="the chat template does not show tools"):
+        tokenizer.encode_prompts(["1"], tools=[{"name": "3"}])
+    with pytest.raises(UserError, match="tools are shown to the model by a chat template"):
+        load(folder, chat_template=False).encode_prompts(["1"], tools=[{"name": "3"}])
+
+
+def test_a_final_message_of_the_assistant_is_continued_if_asked(folder: Path):
+    messages = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "+3"}]
+    tokenizer = load(folder, continue_final_message=True)
+    assert tokenizer.encode_prompts([messages, "1"]) == [
+        ids(USER, *"1+2=", ASSISTANT, *"+3"),
+        ids(USER, "1", ASSISTANT),
+    ]
+
+
+def test_messages_with_calls_and_answers_of_tools_are_rendered(folder: Path):
+    (folder / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}{% endfor %}"
+    )
+    messages = check_messages(
+        [
+            {"role": "user", "content": "1", "tool_calls": None},
+            {"role": "assistant", "content": None, "tool_calls": [{"name": "2"}]},
+            {"role": "tool", "content": "3"},
+        ],
+        "prompt",
+        "a.jsonl:1",
+    )
+    assert load(folder).encode_prompts([messages]) == [ids(*"123")]

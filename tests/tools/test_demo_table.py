@@ -41,7 +41,11 @@ def test_a_seed_has_inputs_of_its_own() -> None:
     assert config.sft is not None
     assert config.prepare is not None
     assert (config.seed, config.prepare.arguments["seed"]) == (7, 7)
-    paths = [config.model.path, *config.data.train, *config.data.validation, *config.sft.data]
+    paths = [
+        config.model.path,
+        *(file.path for file in (*config.data.train, *config.data.validation)),
+        *config.sft.data,
+    ]
     assert {path.parts[0] for path in paths} == {"there"}
     assert "demo-inputs" not in config.model_dump_json()
 
