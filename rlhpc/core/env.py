@@ -64,6 +64,9 @@ TRITON_CACHE_DIR = "TRITON_CACHE_DIR"
 CUDA_CACHE_PATH = "CUDA_CACHE_PATH"
 FLASHINFER_WORKSPACE_BASE = "FLASHINFER_WORKSPACE_BASE"
 
+# Where the interpreter's own libraries may be, for programs that are run in a sandbox.
+LD_LIBRARY_PATH = "LD_LIBRARY_PATH"
+
 # Which GPUs a process sees. submitit's local launcher overwrites it.
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 

@@ -28,6 +28,7 @@ class Entry:
     path: str
     arguments: dict[str, Any]
     where: str
+    loader: str = "rlhpc.rewards.calls:load_function"  # makes of the entry what a worker calls
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,7 @@ def load_function(entry: Entry) -> Callable[[Mapping[str, Any]], Outcome]:
     if not callable(function):
         raise UserError(f"{entry.path!r} is not a function", where=entry.where, remedy="name one")
     wanted = (*KEYWORDS, *_requested(function, entry))
-    check = getattr(function, "check", None)
-    if callable(check):
-        check(**entry.arguments)
+    _check(function, entry)
 
     def call(keywords: Mapping[str, Any]) -> Outcome:
         try:
@@ -97,6 +96,19 @@ def told(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
     return f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}{place}"
+
+
+def _check(function: Callable[..., Any], entry: Entry) -> None:
+    """Let a function that has a ``check`` say what it lacks."""
+    check = getattr(function, "check", None)
+    if not callable(check):
+        return
+    try:
+        check(**entry.arguments)
+    except UserError as error:
+        raise UserError(error.message, where=error.where or entry.where, remedy=error.remedy) from None
+    except Exception as error:
+        raise UserError(f"{entry.path} {told(error)}", where=entry.where, remedy="mend its arguments") from None
 
 
 def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:

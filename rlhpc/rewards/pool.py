@@ -132,6 +132,13 @@ class Pool:
         self._raise_error()
         return done
 
+    def ready(self) -> dict[CallId, Outcome]:
+        """What has come since the last time, without waiting."""
+        with self._changed:
+            done, self._outcomes = self._outcomes, {}
+        self._raise_error()
+        return done
+
     def close(self) -> None:
         """Kill the workers; calls under way have no outcome. A second time does nothing."""
         if self._closed:

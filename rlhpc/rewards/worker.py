@@ -12,7 +12,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rlhpc.core.errors import UserError
-from rlhpc.rewards.calls import Entry, load_function, told
+from rlhpc.core.imports import import_attribute
+from rlhpc.rewards.calls import Entry, told
 from rlhpc.rewards.kernel import die_with_parent
 
 # What asks a rank to save and end, or ends a program at a terminal. The rank decides what becomes of its workers.
@@ -43,7 +44,7 @@ def _serve(inbox: Connection, outbox: Connection) -> None:
     functions = []
     for entry in entries:
         try:
-            functions.append(load_function(entry))
+            functions.append(import_attribute(entry.loader, entry.where)(entry))
         except UserError as error:
             return outbox.send(error)
         except BaseException as error:  # a module may raise anything when it is imported

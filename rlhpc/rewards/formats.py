@@ -1,0 +1,52 @@
+"""Rewards of a response's form and length, whatever it answers; for use with weights beside a rule that judges."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_THINK_ANSWER = re.compile(r"\s*<think>(.*?)</think>\s*<answer>(.*?)</answer>\s*", re.DOTALL)
+_TAG = re.compile(r"</?(?:think|answer)>")
+
+
+def pattern(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], regex: str, score: float = 1.0
+) -> float:
+    """``score`` if the regular expression matches the whole response, 0 otherwise; a dot is any character."""
+    return score * bool(re.fullmatch(regex, solution_str, re.DOTALL))
+
+
+def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the response is ``<think>…</think><answer>…</answer>`` with each tag once and white space around."""
+    found = _THINK_ANSWER.fullmatch(solution_str)
+    return float(found is not None and len(_TAG.findall(solution_str)) == 4)
+
+
+def length(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    response_tokens: int,
+    max_response_tokens: int,
+) -> float:
+    """From 0 down to -1 for a response that is as long as it may be."""
+    return -response_tokens / max_response_tokens
+
+
+def overlong(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    response_tokens: int,
+    max_response_tokens: int,
+    buffer_tokens: int = 4096,
+    penalty: float = 1.0,
+) -> float:
+    """0, and from ``buffer_tokens`` before the longest response on linearly down to -``penalty`` (DAPO's soft overlong
+    punishment, arXiv 2503.14476, equation 13)."""
+    if not 0 < buffer_tokens <= max_response_tokens:
+        raise ValueError(f"buffer_tokens {buffer_tokens} is not between 1 and the {max_response_tokens} of a response")
+    over = response_tokens - (max_response_tokens - buffer_tokens)
+    return -penalty * min(max(over / buffer_tokens, 0.0), 1.0)

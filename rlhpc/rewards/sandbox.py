@@ -1,0 +1,336 @@
+"""Runs a Python program that nobody has read, so that it can harm nothing but its own result.
+
+The program is in namespaces of its own: it sees the interpreter's files, read-only, and a folder in memory that is
+gone with it; no other process, no network, no environment. Limits bound what it takes. Its first process is one of
+ours; with that one's end the kernel kills all that the program has started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import select
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NoReturn
+
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+from rlhpc.rewards import filter as calls
+from rlhpc.rewards import kernel
+
+Isolation = Literal["namespaces", "filter"]
+
+_MIB = 1 << 20
+_USER = 1000  # the program's, as it sees it itself
+_NOBODY = 65534
+_WORK = "/tmp"
+# Where the new root is put together. It is there on every Linux, and nothing that is shown to the program is in it.
+_ROOT = "/proc"
+_SHOWN = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a program. ``seconds`` of processor time and ``memory_mib`` are for each of its processes; by the clock, which
+    other work on the machine makes slow, it may take three times as long. ``file_mib`` bounds what it prints too."""
+
+    seconds: float = 5.0
+    memory_mib: int = 512
+    processes: int = 8
+    open_files: int = 64
+    file_mib: int = 16
+    folder_mib: int = 64
+
+
+@dataclass(frozen=True)
+class Ended:
+    """``code`` is the exit code, or less than 0 for a signal; None if it did not end in time."""
+
+    code: int | None
+    output: str
+    errors: str
+    seconds: float
+
+
+class SandboxError(RuntimeError):
+    """The program could not be run as it should; no fault of its own."""
+
+
+class Sandbox:
+    """Runs programs, one at a time, each in a new sandbox. Make it in a process without threads."""
+
+    def __init__(self, limits: Limits, isolation: Isolation = "namespaces", packages: bool = False) -> None:
+        self._limits, self._isolated = limits, isolation == "namespaces"
+        base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
+        self._command = [sys.executable, "-I", "-B"] if packages else [base, "-I", "-B", "-S"]
+        libraries = os.environ.get(env.LD_LIBRARY_PATH, "")
+        self._environment = {
+            "PATH": "/usr/bin:/bin",
+            env.HOME: _WORK,
+            env.TMPDIR: _WORK,
+            "LANG": "C.UTF-8",
+            env.OMP_NUM_THREADS: "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            "MALLOC_ARENA_MAX": "1",  # each takes 64 MiB of what RLIMIT_AS allows
+            **({env.LD_LIBRARY_PATH: libraries} if libraries else {}),
+        }
+        prefixes = [sys.base_prefix, sys.base_exec_prefix, *([sys.prefix, sys.exec_prefix] if packages else [])]
+        shown = [*_SHOWN, *prefixes, *filter(os.path.isabs, libraries.split(":")), *_DEVICES]
+        self._mounts = _outermost([path for path in shown if os.path.lexists(path)]) if self._isolated else []
+
+    def check(self) -> None:
+        """A UserError if this machine does not allow the sandbox."""
+        try:
+            ended = self.run("print('ready')")
+        except SandboxError as error:
+            raise UserError(f"this machine allows no sandbox: {error}", remedy=_remedy()) from None
+        if ended.output != "ready\n":
+            raise UserError(
+                f"Python does not start in the sandbox: exit code {ended.code}, {ended.errors.strip()[-300:]!r}",
+                remedy="raise memory_mib, or use a Python whose files everyone may read",
+            )
+
+    def run(self, program: str, stdin: str = "", within: float = math.inf) -> Ended:
+        """Run it to its end, or to the end of its time, or of ``within`` seconds."""
+        streams = [os.memfd_create(name) for name in ("in", "out", "err")]
+        folder = _WORK if self._isolated else tempfile.mkdtemp(prefix="sandbox-")
+        try:
+            os.write(streams[0], stdin.encode())
+            os.lseek(streams[0], 0, os.SEEK_SET)
+            started = time.monotonic()
+            started_as = self._start(program.encode(), streams, folder)
+            code = self._attend(started + min(3 * self._limits.seconds, within), *started_as)
+            return Ended(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
+        finally:
+            for stream in streams:
+                os.close(stream)
+            if not self._isolated:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    # ---- outside
+
+    def _start(self, program: bytes, streams: list[int], folder: str) -> tuple[int, int, int]:
+        """(process, pipe of its words, pipe that it waits at)."""
+        words, said = os.pipe()
+        wait, go = os.pipe()
+        parent = os.getpid()
+        process = os.fork()
+        if process:
+            os.close(said)
+            os.close(wait)
+            return process, words, go
+        try:
+            os.close(words)
+            os.close(go)
+            self._be_guard(parent, said, wait, program, streams, folder)
+        except BaseException as error:
+            _say(said, f"E{error}")
+        finally:
+            os._exit(1)
+
+    def _attend(self, deadline: float, process: int, words: int, go: int) -> int | None:
+        """Let the guard go on when it has its namespaces; the exit code that it tells, None after the deadline."""
+        try:
+            while True:
+                ready, _, _ = select.select([words], [], [], max(0.0, deadline - time.monotonic()))
+                word = os.read(words, 4096).decode() if ready else ""
+                match word[:1]:
+                    case "U":
+                        _map_users(process)
+                        os.write(go, b"x")
+                    case "E":
+                        raise SandboxError(word[1:].splitlines()[0])
+                    case "D":
+                        return os.waitstatus_to_exitcode(int(word[1:]))
+                    case _ if ready:
+                        raise SandboxError("it was killed from outside, perhaps for want of memory")
+                    case _:
+                        return None
+        except OSError as error:
+            raise SandboxError(str(error)) from error
+        finally:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
+            os.close(words)
+            os.close(go)
+
+    # ---- inside: each is a process that ends in its function
+
+    def _be_guard(self, parent: int, said: int, wait: int, program: bytes, streams: list[int], folder: str) -> NoReturn:
+        """The process that the worker knows: when it ends, so does the next."""
+        _close_all_but({0, 1, 2, said, wait, *streams})
+        if self._isolated:
+            kernel.unshare_all()
+            _say(said, "U")
+            os.read(wait, 1)
+        kernel.die_with_parent()
+        if os.getppid() != parent:
+            os._exit(1)
+        _child(said, lambda: self._be_first(said, program, streams, folder))
+        os._exit(0)
+
+    def _be_first(self, said: int, program: bytes, streams: list[int], folder: str) -> NoReturn:
+        """The first of the new namespace of processes, whose others end with it. It keeps its rights, and so cannot be
+        touched by the program."""
+        kernel.die_with_parent()
+        if self._isolated:
+            self._make_root()
+        Path(folder, "solution.py").write_bytes(program)
+        _say(said, f"D{_child(said, lambda: self._be_program(said, streams, folder))}")
+        os._exit(0)
+
+    def _be_program(self, said: int, streams: list[int], folder: str) -> NoReturn:
+        os.setsid()  # no terminal
+        if self._isolated and os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(_USER, _USER, _USER)
+            os.setresuid(_USER, _USER, _USER)
+        kernel.die_with_parent()
+        kernel.forget_keys()
+        kernel.gain_no_rights()
+        for target, stream in enumerate(streams):
+            os.dup2(stream, target)
+        _close_all_but({0, 1, 2, said})  # the last one closes itself
+        for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
+            signal.signal(signum, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        os.umask(0o077)
+        os.chdir(folder)
+        self._set_limits()
+        allowed = calls.program(alone=not self._isolated)
+        if allowed is not None:
+            kernel.filter_calls(allowed)
+        elif not self._isolated:
+            raise OSError("no filter of system calls for this processor")
+        os.execve(self._command[0], [*self._command, f"{folder}/solution.py"], self._environment)
+
+    def _make_root(self) -> None:
+        inner = _mount_points(self._mounts)
+        with contextlib.suppress(OSError):  # /proc/sys may be read-only; what it would gain there is a sandbox too
+            Path("/proc/sys/user/max_user_namespaces").write_text("0")
+        kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
+        size = f"mode=0755,size={self._limits.folder_mib}m,nr_inodes=8192"
+        kernel.mount("tmpfs", _ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+        for path in self._mounts:
+            _show(path, inner)
+        os.makedirs(_ROOT + _WORK, exist_ok=True)
+        os.chmod(_ROOT + _WORK, 0o1777)
+        kernel.change_root(_ROOT)
+
+    def _set_limits(self) -> None:
+        limits = self._limits
+        wanted = {
+            resource.RLIMIT_AS: limits.memory_mib * _MIB,
+            resource.RLIMIT_CPU: math.ceil(limits.seconds),
+            resource.RLIMIT_FSIZE: limits.file_mib * _MIB,
+            resource.RLIMIT_NOFILE: limits.open_files,
+            resource.RLIMIT_CORE: 0,
+            resource.RLIMIT_MEMLOCK: 0,
+            resource.RLIMIT_MSGQUEUE: 0,
+        }
+        if self._isolated:  # elsewhere all processes of the user count
+            wanted[resource.RLIMIT_NPROC] = limits.processes + 2  # the two of ours
+        for kind, value in wanted.items():
+            hard = resource.getrlimit(kind)[1]
+            bound = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (bound, bound))
+
+
+def _child(said: int, be: Callable[[], NoReturn]) -> int:
+    """Fork a process that is ``be`` and wait for it; its wait status."""
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        be()
+    except BaseException as error:
+        _say(said, f"E{error}")
+    finally:
+        os._exit(1)
+
+
+def _say(said: int, word: str) -> None:
+    os.write(said, word.encode()[:2000] + b"\n")
+
+
+def _map_users(process: int) -> None:
+    """Give the namespace of ``process`` its users. Root's programs run as nobody: the kernel bounds root in nothing."""
+    own = (os.geteuid(), os.getegid())
+    other = min(_NOBODY, _largest_id("uid_map"), _largest_id("gid_map")) if own[0] == 0 else 0
+    if other:
+        maps = [f"0 {one} 1\n{_USER} {other} 1" for one in own]
+    else:
+        maps = [f"{_USER} {one} 1" for one in own]
+        Path(f"/proc/{process}/setgroups").write_text("deny")
+    for name, lines in zip(("uid_map", "gid_map"), maps, strict=True):
+        Path(f"/proc/{process}/{name}").write_text(lines)
+
+
+def _largest_id(name: str) -> int:
+    """The largest id that this process's own namespace has."""
+    lines = Path(f"/proc/self/{name}").read_text().splitlines()
+    return max(int(line.split()[0]) + int(line.split()[2]) - 1 for line in lines)
+
+
+def _outermost(paths: list[str]) -> list[str]:
+    """Without those that are inside another."""
+    real = list(dict.fromkeys(os.path.normpath(path) for path in paths))
+    return [path for path in real if not any(path.startswith(f"{other}/") for other in real)]
+
+
+def _mount_points(paths: list[str]) -> list[str]:
+    """Mounts at or below the paths, as this process sees them."""
+    lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
+    return [point for point in points if any(point.startswith(f"{path}/") for path in paths)]
+
+
+def _show(path: str, inner: list[str]) -> None:
+    """Let what is at ``path`` be seen in the new root, and not be written."""
+    target = _ROOT + path
+    os.makedirs(os.path.dirname(target), exist_ok=True)
+    if os.path.islink(path):
+        return os.symlink(os.readlink(path), target)
+    if os.path.isdir(path):
+        os.makedirs(target, exist_ok=True)
+    else:
+        Path(target).touch()
+    kernel.mount(path, target, flags=kernel.MS_BIND | kernel.MS_REC)
+    if path not in _DEVICES:
+        for point in (path, *(point for point in inner if point.startswith(f"{path}/"))):
+            kernel.make_read_only(_ROOT + point)
+
+
+def _close_all_but(kept: set[int]) -> None:
+    for descriptor in map(int, os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else range(256):
+        if descriptor not in kept:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+
+
+def _text(stream: int) -> str:
+    return os.pread(stream, os.fstat(stream).st_size, 0).decode(errors="replace")
+
+
+def _remedy() -> str:
+    own = "or, for programs that you trust, set isolation: filter in the function's arguments"
+    settings = {
+        "/proc/sys/user/max_user_namespaces": ("0", "set the sysctl user.max_user_namespaces above 0"),
+        "/proc/sys/kernel/unprivileged_userns_clone": ("0", "set the sysctl kernel.unprivileged_userns_clone to 1"),
+        "/proc/sys/kernel/apparmor_restrict_unprivileged_userns": ("1", "let AppArmor allow user namespaces"),
+    }
+    for path, (bad, remedy) in settings.items():
+        with contextlib.suppress(OSError):
+            if Path(path).read_text().strip() == bad:
+                return f"have an administrator {remedy}, {own}"
+    return f"have user namespaces allowed (in a container: a seccomp profile that permits unshare and mount), {own}"
