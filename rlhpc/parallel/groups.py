@@ -91,6 +91,14 @@ def _initialise(layout: ParallelLayout) -> None:
         )
 
 
+def engine_group(world_size: int, rank: int, tp: int) -> dist.ProcessGroup | None:
+    """The ranks of this rank's engine, a block of ``tp``, on the host; None for one alone. Called on all ranks."""
+    if tp == 1:
+        return None
+    groups = [dist.new_group(range(start, start + tp), backend="gloo") for start in range(0, world_size, tp)]
+    return groups[rank // tp]
+
+
 def leave() -> None:
     """Leave every group. Called at a normal end only: after an error the others may not answer."""
     if dist.is_initialized():

@@ -1,109 +1,168 @@
-"""From a step's prompts to this engine's scored samples. Which engine answers what is decided by arithmetic alone."""
+"""One engine's responses, from requests to scored samples.
+
+All ranks of the engine run it alike. The first of them has the judge, who scores finished responses while the engine
+goes on with the others.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import itertools
-import struct
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
-from rlhpc.api import Completion, Prompt, Request, RolloutEngine, Sample
+from rlhpc.api import Completion, Judge, RolloutEngine, Sample
 from rlhpc.core.heartbeat import touch
+from rlhpc.rollout.requests import Sampling, Task, request_of, turns, with_drawn, with_given
+
+
+class Dialogue(Protocol):
+    """What goes on between two turns of the policy; all ranks of the engine ask it alike."""
+
+    def begin(self, key: int, turn: Sequence[int], number: int) -> bool:
+        """Answer a finished turn, the ``number``-th of its response, from 1; false if it asks for nothing."""
+
+    def answers(self, all_of_them: bool) -> dict[int, tuple[int, ...]]:
+        """Tokens of what has been answered since the last call, by key; waits for one at least, or for all."""
+
+    def ready(self) -> dict[int, tuple[int, ...]]:
+        """The same without waiting."""
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the prompts of one step are answered."""
+class Scored:
+    """A finished response; ``dropped`` if it is to be left out."""
 
-    samples_per_prompt: int
-    max_tokens: int
-    temperature: float  # 0: greedy
-    top_p: float
-    seed: int
-    step: int
+    group: int
+    index: int
+    sample: Sample
+    dropped: bool = False
 
 
-@dataclass(frozen=True)
-class RolloutPlan:
-    """The prompts of a step, by position, that each engine answers."""
+class Collector:
+    """Responses under way on one engine. Each task ends in ``harvest`` or in ``stop``."""
 
-    shares: tuple[range, ...]
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        sampling: Sampling,
+        judge: Judge | None,
+        weights_version: int,
+        dialogue: Dialogue | None = None,
+    ) -> None:
+        """``judge`` on the engine's first rank only; ``weights_version`` is of the weights in the engine."""
+        self._engine, self._sampling, self._judge = engine, sampling, judge
+        self._version, self._dialogue = weights_version, dialogue
+        self._requests: dict[int, Task] = {}  # in the engine
+        self._asking: dict[int, Task] = {}  # in the dialogue
+        self._judged: dict[int, Task] = {}  # with the judge
+        self._left: Counter[int] = Counter()  # of each group, responses under way
+        self._next = 0
+        self.ended_groups = 0  # all responses that were begun have come to their end
 
+    @property
+    def under_way(self) -> int:
+        """Responses that have not come to their end."""
+        return len(self._requests) + len(self._asking)
 
-def plan_requests(num_prompts: int, num_engines: int) -> RolloutPlan:
-    """Contiguous shares that differ by at most one prompt. A prompt's samples stay on one engine, which keeps their
-    common prefix in its cache once."""
-    bounds = [num_prompts * index // num_engines for index in range(num_engines + 1)]
-    return RolloutPlan(tuple(range(start, stop) for start, stop in itertools.pairwise(bounds)))
+    def begin(self, tasks: Sequence[Task]) -> None:
+        """Put responses under way."""
+        self._left.update(task.group for task in tasks)
+        for task in tasks:
+            self._request(task)
 
+    def advance(self, steps: int | None = None) -> None:
+        """Let the engine run: to the end of all responses, or so many tokens of each.
 
-def request_seed(seed: int, step: int, prompt_id: int, sample_index: int) -> int:
-    """63 well-mixed bits that depend on nothing but the arguments: not on ranks, engines or batches."""
-    digest = hashlib.blake2b(struct.pack("<4Q", seed, step, prompt_id, sample_index), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+        With ``steps`` nothing is in the dialogue at the end, so that what has ended by then does not depend on how
+        long a tool takes.
+        """
+        while self.under_way and steps != 0:
+            for key, completion in self._engine.step():
+                self._turn_ends(self._requests.pop(key), completion, key)
+            if self._asking:
+                self._take_answers(steps is not None)
+            if steps is not None:
+                steps -= 1
+        if steps == 0 and self._asking:
+            self._go_on(self._dialogue.answers(all_of_them=True))
 
-
-def build_requests(prompts: Sequence[Prompt], share: range, sampling: Sampling) -> list[Request]:
-    """``samples_per_prompt`` requests for each prompt of the share, in order.
-
-    A prompt that occurs again in the step goes on counting its samples, so that no two of them are the same.
-    """
-    count = sampling.samples_per_prompt
-    seen = Counter(prompt.prompt_id for prompt in prompts[: share.start])
-    requests = []
-    for position in share:
-        prompt = prompts[position]
-        first = seen[prompt.prompt_id] * count
-        seen[prompt.prompt_id] += 1
-        requests += [
-            Request(
-                prompt=prompt.tokens,
-                seed=request_seed(sampling.seed, sampling.step, prompt.prompt_id, index),
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-            )
-            for index in range(first, first + count)
-        ]
-    return requests
-
-
-def collect(
-    engine: RolloutEngine,
-    prompts: Sequence[Prompt],
-    sampling: Sampling,
-    *,
-    engine_index: int,
-    num_engines: int,
-    weights_version: int,
-    score: Callable[[Prompt, Completion], float],
-) -> list[Sample]:
-    """Answer and score this engine's share of the step's prompts, in the step's order.
-
-    ``group_id`` is the prompt's position in the step. The ranks of one engine return the same samples.
-    """
-    share = plan_requests(len(prompts), num_engines).shares[engine_index]
-    completions = engine.generate(build_requests(prompts, share, sampling))
-    samples = []
-    for index, completion in enumerate(completions):
+    def harvest(self) -> list[Scored]:
+        """What has ended since the last call, scored, in the order of groups; waits for the judge. None on other ranks
+        than the engine's first."""
+        if self._judge is None:
+            return []
         touch("score")
-        group = share.start + index // sampling.samples_per_prompt
-        prompt = prompts[group]
-        samples.append(
-            Sample(
-                prompt_id=prompt.prompt_id,
-                group_id=group,
-                tokens=np.concatenate([np.asarray(prompt.tokens, dtype=np.int32), completion.tokens]),
-                prompt_len=len(prompt.tokens),
-                log_probs=completion.log_probs,
-                reward=float(score(prompt, completion)),
-                weights_version=weights_version,
-                truncated=completion.truncated,
-                routes=completion.routes,
-            )
-        )
-    return samples
+        verdicts = self._judge.verdicts()
+        found = []
+        for key, verdict in verdicts.items():
+            task = self._judged.pop(key)
+            sample = replace(task.draft, reward=verdict.reward, reward_parts=verdict.parts)
+            found.append(Scored(task.group, task.index, sample, verdict.dropped))
+        assert not self._judged, f"{len(self._judged)} responses without a verdict"
+        return sorted(found, key=lambda scored: (scored.group, scored.index))
+
+    def stop(self) -> list[Scored]:
+        """Take back what is under way: not scored, to be gone on with. The same on all ranks of the engine."""
+        assert not self._asking, "tools still answer"
+        unfinished = self._engine.abort(list(self._requests))
+        found = []
+        for key, completion in unfinished.items():
+            task = self._requests.pop(key)
+            draft = task.draft
+            if len(completion.tokens):
+                draft = replace(with_drawn(draft, completion, self._version), truncated=False)
+            found.append(Scored(task.group, task.index, draft))
+        assert not self._requests
+        return sorted(found, key=lambda scored: (scored.group, scored.index))
+
+    def _request(self, task: Task) -> None:
+        self._engine.submit(self._next, request_of(task, self._sampling))
+        self._requests[self._next] = task
+        self._next += 1
+
+    def _turn_ends(self, task: Task, completion: Completion, key: int) -> None:
+        task = replace(task, draft=with_drawn(task.draft, completion, self._version))
+        if self._dialogue is not None and not completion.truncated:
+            number = turns(task.draft)
+            if self._dialogue.begin(key, _last_turn(task.draft), number):
+                self._asking[key] = task
+                return
+        self._end(task)
+
+    def _take_answers(self, in_steps: bool) -> None:
+        """Waiting only where the engine has nothing else to do."""
+        if not self._requests:
+            self._go_on(self._dialogue.answers(all_of_them=in_steps))
+        elif not in_steps:
+            self._go_on(self._dialogue.ready())
+
+    def _go_on(self, answers: dict[int, tuple[int, ...]]) -> None:
+        for key in sorted(answers):
+            task, tokens = self._asking.pop(key), answers[key]
+            if tokens[:1] == (task.draft.tokens[-1],):  # the end of the turn, which the policy has drawn
+                tokens = tokens[1:]
+            if task.draft.response_len + len(tokens) < self._sampling.max_tokens:
+                self._request(replace(task, draft=with_given(task.draft, tokens)))
+            else:  # no room for another turn
+                self._end(replace(task, draft=replace(task.draft, truncated=True)))
+
+    def _end(self, task: Task) -> None:
+        self._left[task.group] -= 1
+        self.ended_groups += not self._left[task.group]
+        if self._judge is None:
+            return
+        draft, key = task.draft, self._next
+        self._next += 1
+        self._judged[key] = task
+        response = draft.tokens[draft.prompt_len :]
+        self._judge.submit(key, task.prompt, Completion(response, draft.log_probs, draft.truncated))
+
+
+def _last_turn(draft: Sample) -> Sequence[int]:
+    """What the policy has said since it was told something."""
+    response = draft.tokens[draft.prompt_len :]
+    told = np.flatnonzero(~draft.chosen) if draft.chosen is not None else []
+    return response[told[-1] + 1 :].tolist() if len(told) else response.tolist()

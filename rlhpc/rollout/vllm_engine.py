@@ -108,6 +108,21 @@ class VllmEngine:
             for output in self._engine.step()
         ]
 
+    def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
+        """See ``RolloutEngine``. On a GPU without routes: vLLM tells them at the end of a request alone."""
+        states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
+        found = {}
+        for key in keys:
+            state = states[str(key)]
+            tokens = np.asarray(state.detokenizer.output_token_ids, dtype=np.int32)
+            log_probs = np.asarray(state.logprobs_processor.logprobs.logprobs, dtype=np.float32)
+            found[key] = Completion(tokens, log_probs, truncated=False, routes=self._routes_so_far(state, len(tokens)))
+            assert tokens.shape == log_probs.shape
+        self._engine.abort_request([str(key) for key in keys])
+        for _ in range(2):  # a step may be under way on the device, and workers have to hear of the end
+            self._engine.step()
+        return found
+
     @property
     def unfinished(self) -> int:
         """Requests under way, beneath which no weight may change."""
@@ -190,6 +205,13 @@ class VllmEngine:
             return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
         tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
         return self._engine.collective_rpc("routes_of", args=(output.request_id, tokens))[0]
+
+    def _routes_so_far(self, state: Any, drawn: int) -> np.ndarray | None:
+        """Of a request under way; the last token drawn has not been an input yet."""
+        if not self._expert_layers or self._on_gpu or not drawn:
+            return None
+        tokens = len(state.prompt_token_ids) + drawn - 1
+        return self._engine.collective_rpc("routes_of", args=(state.external_req_id, tokens))[0]
 
     def _find_weights(self, section: RolloutSection) -> Weights:
         def find(model: nn.Module) -> Weights:

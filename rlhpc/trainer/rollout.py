@@ -5,29 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rlhpc.api import Prompt, RunState, Sample
-from rlhpc.rollout.collect import Sampling, collect
+from rlhpc.rollout.collect import Collector
+from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
 from rlhpc.trainer.build import Run
+
+
+def make_collector(run: Run, state: RunState, temperature: float) -> Collector:
+    """Of this rank's engine, which is awake with the actor's weights."""
+    section = run.config.rollout
+    sampling = Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
+    return Collector(run.engine, sampling, run.judge, state.weights_version, run.tools)
 
 
 def generate_samples(
     run: Run, state: RunState, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float
 ) -> list[Sample]:
-    """Samples of the prompts that this rank's engine answers. The engine is awake with the actor's weights."""
-    section = run.config.rollout
-    sampling = Sampling(
-        samples_per_prompt=samples_per_prompt,
-        max_tokens=section.max_response_tokens,
-        temperature=temperature,
-        top_p=section.top_p if temperature > 0 else 1.0,
-        seed=run.config.seed,
-        step=state.step,
+    """Samples of the prompts that this rank's engine answers, in the prompts' order, whose places are the group ids;
+    none on other ranks than the engine's first. The engine is awake with the actor's weights."""
+    firsts = first_samples([prompt.prompt_id for prompt in prompts], samples_per_prompt)
+    collector = make_collector(run, state, temperature)
+    collector.begin(
+        [
+            Task(place, index, prompts[place], blank_draft(prompts[place], state.weights_version, place), root)
+            for place in share_of(len(prompts), run.num_engines, run.engine_index)
+            for index in range(samples_per_prompt)
+            for root in [(run.config.seed, state.step, prompts[place].prompt_id, firsts[place] + index)]
+        ]
     )
-    return collect(
-        run.engine,
-        prompts,
-        sampling,
-        engine_index=run.engine_index,
-        num_engines=run.num_engines,
-        weights_version=state.weights_version,
-        score=run.score,
-    )
+    collector.advance()
+    return [scored.sample for scored in collector.harvest()]

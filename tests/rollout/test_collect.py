@@ -1,97 +1,256 @@
-"""Which prompts an engine answers, with which seeds, and what becomes of its completions."""
+"""Which prompts an engine answers, with which seeds, and what becomes of its completions.
+
+The engine here is one that draws from a list of words without a model: what is tested is who asks it for what, and
+what is made of it. tests/rollout/test_turns.py has the real one.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from rlhpc.api import Completion, Prompt, Request
-from rlhpc.rollout.collect import Sampling, build_requests, collect, plan_requests, request_seed
+from rlhpc.api import Completion, Prompt, Request, Verdict
+from rlhpc.rollout.collect import Collector
+from rlhpc.rollout.requests import (
+    Sampling,
+    Task,
+    blank_draft,
+    first_samples,
+    request_of,
+    request_seed,
+    share_of,
+    turns,
+    with_drawn,
+    with_given,
+)
 
-SAMPLING = Sampling(samples_per_prompt=3, max_tokens=4, temperature=0.9, top_p=0.95, seed=5, step=2)
-
-
-def prompts(*ids: int) -> list[Prompt]:
-    return [Prompt(i, (10 + i, 20 + i), "source", f"answer {i}", {}) for i in ids]
-
-
-class Echo:
-    """An engine whose answer is the request's seed, cut into tokens."""
-
-    def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        return [
-            Completion(
-                np.array([r.seed % 97, r.seed % 89], dtype=np.int32),
-                np.array([-0.5, -0.25], np.float32),
-                r.seed % 2 == 1,
-            )
-            for r in requests
-        ]
+SAMPLING = Sampling(max_tokens=8, temperature=0.9, top_p=0.95)
+END = 1
 
 
-@pytest.mark.parametrize(("num_prompts", "num_engines"), [(64, 1), (64, 8), (10, 4), (3, 4), (7, 7), (0, 2)])
-def test_shares_cover_the_step_in_order_and_evenly(num_prompts, num_engines):
-    shares = plan_requests(num_prompts, num_engines).shares
-    assert len(shares) == num_engines
-    assert [position for share in shares for position in share] == list(range(num_prompts))
+def prompt(number: int) -> Prompt:
+    return Prompt(number, (10 + number, 20 + number), "source", f"answer {number}", {})
+
+
+def task(number: int, index: int = 0) -> Task:
+    return Task(number, index, prompt(number), blank_draft(prompt(number), 6), (5, 2, number, index))
+
+
+class Words:
+    """An engine that draws a token a step: from the request's seed, and END after as many as the seed says."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, tuple[Request, list[int]]] = {}
+        self.requests: list[Request] = []
+
+    def submit(self, key: int, request: Request) -> None:
+        assert key not in self.open
+        self.requests.append(request)
+        self.open[key] = (request, [])
+
+    def step(self) -> list[tuple[int, Completion]]:
+        done = []
+        for key, (request, tokens) in list(self.open.items()):
+            ends = len(tokens) == request.seed % 5
+            tokens.append(END if ends else 30 + (request.seed >> len(tokens)) % 7)
+            if ends or len(tokens) == request.max_tokens:
+                done.append((key, completion(tokens, truncated=not ends)))
+                del self.open[key]
+        return done
+
+    def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
+        return {key: completion(self.open.pop(key)[1], truncated=False) for key in keys}
+
+
+class Counting:
+    """A judge whose reward is the number of tokens."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[int, Verdict] = {}
+
+    def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
+        self.waiting[key] = Verdict(float(len(completion.tokens)), {"length": 1.0}, dropped=prompt.prompt_id == 13)
+
+    def verdicts(self) -> dict[int, Verdict]:
+        found, self.waiting = self.waiting, {}
+        return dict(reversed(found.items()))
+
+
+class Calls:
+    """A dialogue that answers turns whose first token is even with ``answer``, after ``delay`` looks."""
+
+    def __init__(self, answer: tuple[int, ...] = (END, 98, 99), delay: int = 0) -> None:
+        self.answer, self.delay, self.waiting, self.turns = answer, delay, Counter(), []
+
+    def begin(self, key: int, turn: Sequence[int], number: int) -> bool:
+        self.turns.append(tuple(turn))
+        if turn[0] % 2 or number == 4:
+            return False
+        self.waiting[key] = self.delay
+        return True
+
+    def ready(self) -> dict[int, tuple[int, ...]]:
+        self.waiting = Counter({key: looks - 1 for key, looks in self.waiting.items()})
+        return self._take([key for key, looks in self.waiting.items() if looks < 0])
+
+    def answers(self, all_of_them: bool) -> dict[int, tuple[int, ...]]:
+        keys = sorted(self.waiting, key=self.waiting.__getitem__)
+        return self._take(keys if all_of_them else keys[:1])
+
+    def _take(self, keys: Sequence[int]) -> dict[int, tuple[int, ...]]:
+        for key in keys:
+            del self.waiting[key]
+        return dict.fromkeys(keys, self.answer)
+
+
+def completion(tokens: Sequence[int], truncated: bool) -> Completion:
+    return Completion(np.array(tokens, np.int32), np.array([-t / 64 for t in tokens], np.float32), truncated)
+
+
+def collect(tasks: Sequence[Task], dialogue: Calls | None = None, steps: int | None = None) -> list[tuple]:
+    collector = Collector(Words(), SAMPLING, Counting(), 6, dialogue)
+    collector.begin(tasks)
+    while collector.under_way:
+        collector.advance(steps)
+    assert collector.ended_groups == len({task.group for task in tasks})
+    return [told(scored) for scored in collector.harvest()]
+
+
+def told(scored) -> tuple:
+    sample = scored.sample
+    chosen = None if sample.chosen is None else sample.chosen.tolist()
+    return scored.group, scored.index, sample.tokens.tolist(), chosen, sample.reward, sample.truncated, scored.dropped
+
+
+@pytest.mark.parametrize(("items", "parts"), [(64, 1), (64, 8), (10, 4), (3, 4), (7, 7), (0, 2)])
+def test_shares_cover_the_step_in_order_and_evenly(items, parts):
+    shares = [share_of(items, parts, index) for index in range(parts)]
+    assert [place for share in shares for place in share] == list(range(items))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_seeds_are_fixed_and_spread():
-    assert request_seed(0, 0, 0, 0) == 5809880761037817570
-    seeds = {request_seed(s, t, p, i) for s in range(3) for t in range(5) for p in range(20) for i in range(8)}
+    assert request_seed((0, 0, 0, 0)) == 5809880761037817570
+    seeds = {request_seed((s, t, p, i)) for s in range(3) for t in range(5) for p in range(20) for i in range(8)}
     assert len({seed % 2**32 for seed in seeds}) == 3 * 5 * 20 * 8  # CPU generators keep only 32 bits
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-@pytest.mark.parametrize("num_engines", [1, 2, 3, 5])
-def test_samples_do_not_depend_on_the_number_of_engines(num_engines):
-    step = prompts(4, 9, 4, 7, 1)
-
-    def run(engines: int) -> list[tuple]:
-        found = []
-        for index in range(engines):
-            found += collect(
-                Echo(),
-                step,
-                SAMPLING,
-                engine_index=index,
-                num_engines=engines,
-                weights_version=6,
-                score=lambda prompt, completion: prompt.prompt_id + completion.tokens[0] / 100,
-            )
-        return [(s.prompt_id, s.group_id, s.tokens.tolist(), s.reward, s.truncated) for s in found]
-
-    assert run(num_engines) == run(1)
+    assert len({request_seed((0, 0, 0, 0), drawn) for drawn in range(9)}) == 9
 
 
 def test_a_prompt_drawn_twice_in_a_step_gets_new_samples():
-    requests = build_requests(prompts(4, 9, 4), range(0, 3), SAMPLING)
-    assert len({request.seed for request in requests}) == 9
+    seen: Counter[int] = Counter()
+    assert first_samples([4, 9, 4], 3, seen) == [0, 0, 3]
+    assert first_samples([9, 4], 3, seen) == [3, 6]
 
 
-def test_samples_hold_prompt_response_and_score():
-    samples = collect(
-        Echo(),
-        prompts(4, 9),
-        SAMPLING,
-        engine_index=1,
-        num_engines=2,
-        weights_version=6,
-        score=lambda prompt, completion: len(prompt.ground_truth) + len(completion.tokens),
-    )
-    assert [sample.group_id for sample in samples] == [1, 1, 1]
-    first = samples[0]
-    seed = request_seed(5, 2, 9, 0)
-    assert first.tokens.tolist() == [19, 29, seed % 97, seed % 89]
-    assert first.tokens.dtype == np.int32
-    assert (first.prompt_id, first.prompt_len, first.response_len, first.weights_version) == (9, 2, 2, 6)
-    assert first.log_probs.tolist() == [-0.5, -0.25]
-    assert first.reward == 10.0
+def test_samples_hold_prompt_response_and_verdict():
+    collector = Collector(Words(), SAMPLING, Counting(), 6)
+    collector.begin([task(9)])
+    collector.advance()
+    (scored,) = collector.harvest()
+    sample = scored.sample
+    assert sample.tokens[:2].tolist() == [19, 29]
+    assert sample.tokens.dtype == np.int32
+    assert (sample.prompt_id, sample.prompt_len, sample.weights_version) == (9, 2, 6)
+    assert sample.log_probs.tolist() == [-t / 64 for t in sample.tokens[2:]]
+    assert (sample.reward, sample.reward_parts) == (float(sample.response_len), {"length": 1.0})
+    assert sample.chosen is None
+
+
+def test_a_verdict_may_leave_a_response_out():
+    assert [dropped for *_, dropped in collect([task(12), task(13)])] == [False, True]
+
+
+def test_other_ranks_of_an_engine_have_no_samples():
+    collector = Collector(Words(), SAMPLING, None, 6)
+    collector.begin([task(9)])
+    collector.advance()
+    assert collector.harvest() == []
+    assert collector.ended_groups == 1
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("steps", [None, 1, 4])
+def test_turns_do_not_depend_on_when_tools_answer(steps, delay):
+    tasks = [task(n, i) for n in range(6) for i in range(3)]
+    dialogue = Calls(delay=delay)
+    found = collect(tasks, dialogue, steps)
+    assert found == collect(tasks, Calls())
+    several = [chosen for _, _, _, chosen, *_ in found if chosen is not None]
+    assert several
+    for _, _, tokens, chosen, *_ in found:
+        response = tokens[2:]
+        assert len(response) <= SAMPLING.max_tokens
+        if chosen is None:
+            continue
+        given = [token for token, drawn in zip(response, chosen, strict=True) if not drawn]
+        assert given == [98, 99] * (len(given) // 2), "the end that the policy drew is not given once more"
+    assert {len(turn) > 0 for turn in dialogue.turns} == {True}
+    assert not any({98, 99} & set(turn) for turn in dialogue.turns), "a turn is what was drawn since the answer"
+
+
+def test_no_room_for_an_answer_ends_a_response():
+    found = collect([task(n) for n in range(8)], Calls(answer=(98,) * 7))
+    assert any(truncated for *_, truncated, _ in found)
+    assert all(98 not in tokens for _, _, tokens, *_ in found)
+
+
+def test_what_is_taken_back_goes_on_where_it_was():
+    engine = Words()
+    collector = Collector(engine, SAMPLING, Counting(), 6)
+    collector.begin([task(n, i) for n in range(8) for i in range(2)])
+    collector.advance(2)
+    ended, unfinished = collector.harvest(), collector.stop()
+    assert ended
+    assert unfinished
+    assert not engine.open
+    assert {(s.group, s.index) for s in (*ended, *unfinished)} == {(n, i) for n in range(8) for i in range(2)}
+    draft = unfinished[0].sample
+    assert draft.response_len == 2
+    again = Task(unfinished[0].group, 0, prompt(unfinished[0].group), draft, (5, 2, unfinished[0].group, 0))
+    request = request_of(again, SAMPLING)
+    assert request.prompt == tuple(draft.tokens.tolist())
+    assert request.max_tokens == SAMPLING.max_tokens - 2
+    later = Collector(Words(), SAMPLING, Counting(), 9)
+    later.begin([again])
+    later.advance()
+    (scored,) = later.harvest()
+    assert scored.sample.tokens[:4].tolist() == draft.tokens.tolist()
+    assert scored.sample.log_probs[:2].tolist() == draft.log_probs.tolist()
+    assert scored.sample.weights_version == 6, "of the weights that drew its oldest token"
+
+
+def test_a_blank_draft_is_of_the_weights_that_draw_it():
+    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 7).weights_version == 7
+
+
+def test_routes_of_what_was_drawn_before_stay():
+    def routes(length: int, value: int) -> np.ndarray:
+        return np.full((length, 1, 2), value, np.uint8)
+
+    def drawn(tokens: Sequence[int], length: int, value: int) -> Completion:
+        return replace(completion(tokens, False), routes=routes(length, value))
+
+    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 3).routes is None
+    first = with_drawn(blank_draft(prompt(1), 3), drawn([5, 6], 3, 1), 3)
+    told_more = with_given(first, [7, 8])
+    last = with_drawn(told_more, drawn([9], 6, 2), 4)
+    assert last.routes[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]
+
+
+def test_turns_are_counted_by_what_is_given():
+    draft = with_drawn(blank_draft(prompt(1), 3), completion([5, END], False), 3)
+    assert turns(draft) == 1
+    twice = with_drawn(with_given(draft, [7, 8]), completion([6], False), 3)
+    assert turns(twice) == 2
+    assert twice.chosen.tolist() == [True, True, False, False, True]
+    assert twice.log_probs[2:4].tolist() == [0, 0]
+    assert turns(with_given(twice, [7])) == 3
 
 
 def test_requests_carry_the_sampling():
-    (request, *_) = build_requests(prompts(4), range(0, 1), SAMPLING)
-    assert request == Request((14, 24), request_seed(5, 2, 4, 0), 4, 0.9, 0.95)
+    assert request_of(task(4), SAMPLING) == Request((14, 24), request_seed((5, 2, 4, 0)), 8, 0.9, 0.95)

@@ -1,0 +1,124 @@
+"""What is asked of the engines. Which engine answers what, and with which seed, is decided by arithmetic alone."""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rlhpc.api import Completion, Prompt, Request, Sample
+
+SeedRoot = tuple[int, int, int, int]  # the run's seed, the step, the prompt, the sample's number
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How prompts are answered."""
+
+    max_tokens: int  # of a response, all turns together
+    temperature: float  # 0: greedy
+    top_p: float
+
+
+@dataclass(frozen=True)
+class Task:
+    """A response to draw, or to take up again: ``draft`` is what there is of it, at first the prompt alone."""
+
+    group: int
+    index: int  # in the group
+    prompt: Prompt
+    draft: Sample
+    root: SeedRoot
+
+
+def share_of(items: int, parts: int, index: int) -> range:
+    """A contiguous share of the items; shares differ by at most one. A prompt's samples stay on one engine, which keeps
+    their common prefix in its cache once."""
+    return range(items * index // parts, items * (index + 1) // parts)
+
+
+def request_seed(root: SeedRoot, drawn: int = 0) -> int:
+    """63 well-mixed bits that depend on nothing but the arguments: not on ranks, engines or batches.
+
+    ``drawn`` counts the response's tokens so far: a response that goes on must not repeat the random numbers that it
+    began with.
+    """
+    words = (*root, drawn) if drawn else root
+    digest = hashlib.blake2b(struct.pack(f"<{len(words)}Q", *words), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def first_samples(prompt_ids: Sequence[int], count: int, before: Counter[int] | None = None) -> list[int]:
+    """For each prompt of a step how many samples of it come before: a prompt that occurs again goes on counting, so
+    that no two of its samples are the same. ``before``: occurrences of prompts before these, to which these are added.
+    """
+    seen = Counter() if before is None else before
+    firsts = []
+    for prompt_id in prompt_ids:
+        firsts.append(seen[prompt_id] * count)
+        seen[prompt_id] += 1
+    return firsts
+
+
+def blank_draft(prompt: Prompt, weights_version: int, group_id: int = 0) -> Sample:
+    """Nothing but the prompt, for weights of a version."""
+    return Sample(
+        prompt_id=prompt.prompt_id,
+        group_id=group_id,
+        tokens=np.asarray(prompt.tokens, dtype=np.int32),
+        prompt_len=len(prompt.tokens),
+        log_probs=np.zeros(0, dtype=np.float32),
+        reward=0.0,
+        weights_version=weights_version,
+        truncated=False,
+    )
+
+
+def request_of(task: Task, sampling: Sampling) -> Request:
+    """The rest of a response."""
+    return Request(
+        prompt=tuple(task.draft.tokens.tolist()),
+        seed=request_seed(task.root, task.draft.response_len),
+        max_tokens=sampling.max_tokens - task.draft.response_len,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+    )
+
+
+def with_drawn(draft: Sample, completion: Completion, weights_version: int) -> Sample:
+    """The draft and what the policy drew after it."""
+    routes = completion.routes
+    if routes is not None and draft.routes is not None:  # of what was drawn before, the routes of then
+        routes = np.concatenate([draft.routes, routes[len(draft.routes) :]])
+    return replace(
+        draft,
+        tokens=np.concatenate([draft.tokens, completion.tokens]),
+        log_probs=np.concatenate([draft.log_probs, completion.log_probs]),
+        chosen=None if draft.chosen is None else np.append(draft.chosen, np.ones(len(completion.tokens), bool)),
+        weights_version=draft.weights_version if draft.response_len else weights_version,
+        truncated=completion.truncated,
+        routes=draft.routes if routes is None else routes,
+    )
+
+
+def with_given(draft: Sample, tokens: Sequence[int]) -> Sample:
+    """The draft and what the policy was told after it."""
+    chosen = np.ones(draft.response_len, bool) if draft.chosen is None else draft.chosen
+    return replace(
+        draft,
+        tokens=np.append(draft.tokens, np.asarray(tokens, dtype=np.int32)),
+        log_probs=np.append(draft.log_probs, np.zeros(len(tokens), dtype=np.float32)),
+        chosen=np.append(chosen, np.zeros(len(tokens), bool)),
+    )
+
+
+def turns(sample: Sample) -> int:
+    """How often the policy spoke, or could have: once more than it was told something."""
+    if sample.chosen is None:
+        return 1
+    given = np.concatenate([[False], ~sample.chosen])
+    return 1 + int((given[1:] & ~given[:-1]).sum())
