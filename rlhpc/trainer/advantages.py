@@ -40,12 +40,12 @@ def token_values(run: Run, samples: Sequence[Sample]) -> dict[str, PerSample]:
     """
     values: dict[str, PerSample] = {"engine_log_probs": [sample.log_probs for sample in samples]}
     if run.config.train.minibatches * run.config.train.epochs > 1 or kl_in_reward(run.config.algorithm):
-        values["old_log_probs"] = _log_probs(run, run.actor_role, samples)
-    if run.reference_role is not None:
-        values["reference_log_probs"] = _log_probs(run, run.reference_role, samples)
+        values["old_log_probs"] = _log_probs(run, run.models.actor, samples)
+    if run.models.reference is not None:
+        values["reference_log_probs"] = _log_probs(run, run.models.reference, samples)
         run.reference.offload()
-    if run.critic_role is not None:
-        critic = run.critic_role
+    if run.models.critic is not None:
+        critic = run.models.critic
         batches = passing_batches(run, critic, samples)
         values["old_values"] = of_samples(
             critic, samples, batches, lambda batches: [stats.values for stats in critic.model.values(batches)]

@@ -60,8 +60,8 @@ def passing_batches(run: Run, role: Role, samples: Sequence[Sample]) -> list[Pac
 
 def sft_minibatch(run: Run, sequences: Sequence[tuple[np.ndarray, int]]) -> Minibatch:
     """Pack supervised (tokens, prompt length) sequences; the loss is a mean over response tokens."""
-    (plan,) = run.actor_role.pack([len(tokens) for tokens, _ in sequences])
-    bins = run.actor_role.own_bins(plan, run.info.rank)
+    (plan,) = run.models.actor.pack([len(tokens) for tokens, _ in sequences])
+    bins = run.models.actor.own_bins(plan, run.info.rank)
     batches = tuple(pack_batch([sequences[i] for i in bin_ids], sample_ids=bin_ids) for bin_ids in bins)
     return Minibatch(batches, float(sum(len(tokens) - prompt_len for tokens, prompt_len in sequences)))
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlhpc.algo import Algorithm, find_algorithm
-from rlhpc.api import Completion, Prompt, RolloutEngine
+from rlhpc.api import Judge, RolloutEngine
 from rlhpc.backends.megatron import MegatronBackend
-from rlhpc.config.schema import OptimizerSection, RunConfig
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.rank import RankInfo
@@ -22,14 +21,16 @@ from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.compat import device
-from rlhpc.parallel.groups import Groups, build_groups
+from rlhpc.parallel.groups import engine_group
 from rlhpc.plan.engine import EngineLayout
-from rlhpc.plan.layout import ParallelLayout, make_layout
+from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.push import push_sides
 from rlhpc.reshard import Job, ReshardManager
-from rlhpc.rewards.direct import load_reward
+from rlhpc.rewards.judge import load_judge
+from rlhpc.rollout.tools import ToolUse, tool_schemas
 from rlhpc.rollout.vllm_engine import VllmEngine
-from rlhpc.trainer.roles import Role
+from rlhpc.trainer.kept import Kept
+from rlhpc.trainer.models import Models, make_models
 
 
 @dataclass
@@ -38,16 +39,15 @@ class Run:
 
     config: RunConfig
     context: RankContext
-    layout: ParallelLayout
     shape: ModelShape
     tokenizer: Tokenizer
-    actor: MegatronBackend
-    reference: MegatronBackend | None
-    critic: MegatronBackend | None
+    models: Models
     engine: RolloutEngine | None
     weights: ReshardManager | None  # keeps the engine's those of the actor
     algorithm: Algorithm
-    score: Callable[[Prompt, Completion], float]
+    judge: Judge | None  # on the first rank of each engine
+    tools: ToolUse | None
+    kept: Kept
     prompts: PromptSet | None
     validation: PromptSet | None
     sft: SFTSet | None
@@ -61,19 +61,20 @@ class Run:
         return self.context.run
 
     @property
-    def actor_role(self) -> Role:
-        train = self.config.train
-        passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-        return Role(self.actor, train.tokens_per_microbatch, passing)
+    def layout(self) -> ParallelLayout:
+        return self.models.layout
 
     @property
-    def reference_role(self) -> Role | None:
-        return self.reference and replace(self.actor_role, model=self.reference)
+    def actor(self) -> MegatronBackend:
+        return self.models.actor.model
 
     @property
-    def critic_role(self) -> Role | None:
-        tokens = self.config.critic.tokens_per_microbatch or self.config.train.tokens_per_microbatch
-        return self.critic and Role(self.critic, tokens, tokens)
+    def reference(self) -> MegatronBackend | None:
+        return self.models.reference and self.models.reference.model
+
+    @property
+    def critic(self) -> MegatronBackend | None:
+        return self.models.critic and self.models.critic.model
 
     @property
     def engine_index(self) -> int:
@@ -93,72 +94,40 @@ class Run:
 def build(config: RunConfig, context: RankContext) -> Run:
     """Build models, data and engine on this rank; the ranks have joined. Collective."""
     info = context.info
-    layout = make_layout(config.parallel, info.world_size)
-    build_groups(layout, config.seed)
     shape = read_model(config.model.path, config.model.family)
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
     algorithm = find_algorithm(config.algorithm)
     rl = config.train.steps > 0
 
-    def model(optimizer: OptimizerSection | None) -> MegatronBackend:
-        backend = MegatronBackend(
-            shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts, config.memory
-        )
-        backend.load_pretrained(config.model.path)
-        if optimizer is None:
-            backend.offload()
-        return backend
-
-    reward = load_reward(config.reward)
-    # Data first: what is wrong with it shows before the models take their time.
-    load = functools.partial(PromptSet.load, section=config.data, tokenizer=tokenizer, readers=_readers(info))
+    generates = rl or bool(config.data.validation)
+    # Rewards, tools and data first: what is wrong with them shows before the models take their time.
+    judge = _judge(config, tokenizer, info) if generates else None
+    schemas = tool_schemas(config.rollout.tools)
+    tools = _tools(config, tokenizer, info) if generates and schemas else None
+    load = functools.partial(
+        PromptSet.load, section=config.data, tokenizer=tokenizer, tools=schemas, readers=_readers(info)
+    )
     prompts = load(config.data.train, where="data.train", filtered=True) if rl else None
     validation = load(config.data.validation, where="data.validation") if config.data.validation else None
     sft = SFTSet.load(config.sft.data, tokenizer) if config.sft else None
-    actor = model(config.sft.optimizer if config.sft else config.train.optimizer)
-    reference = model(None) if rl and algorithm.needs_reference(config.algorithm) else None
-    critic = _critic(config, shape, layout, info) if rl and algorithm.needs_critic else None
-    engine = _engine(config, shape, tokenizer) if rl or validation else None
+    models = make_models(config, info, shape, algorithm if rl else None)
+    engine = _engine(config, shape, tokenizer) if generates else None
     return Run(
         config=config,
         context=context,
-        layout=layout,
         shape=shape,
         tokenizer=tokenizer,
-        actor=actor,
-        reference=reference,
-        critic=critic,
+        models=models,
         engine=engine,
-        weights=_manager(config, shape, layout, actor, engine) if engine is not None else None,
+        weights=_manager(config, shape, models, engine) if engine is not None else None,
         algorithm=algorithm,
-        score=lambda prompt, completion: reward(prompt, tokenizer.decode(completion.tokens)),
+        judge=judge,
+        tools=tools,
+        kept=Kept.of(config.train),
         prompts=prompts,
         validation=validation,
         sft=sft,
     )
-
-
-def _critic(config: RunConfig, shape: ModelShape, actor: ParallelLayout, info: RankInfo) -> MegatronBackend:
-    """The second model that is trained, in groups of its own where it is cut otherwise."""
-    section = config.critic
-    folder, parallel = section.model or config.model.path, section.parallel or config.parallel
-    if section.model is not None:
-        shape = read_model(folder)
-    layout = make_layout(parallel, info.world_size)
-    critic = MegatronBackend(
-        shape.with_value_head,
-        layout,
-        info,
-        config.model.dtype,
-        parallel,
-        section.optimizer,
-        config.train.experts.model_copy(update={"replay_routes": False}),
-        section.memory or config.memory,
-        groups=Groups(layout) if layout != actor else None,
-    )
-    critic.load_pretrained(folder)
-    critic.offload()
-    return critic
 
 
 def _readers(info: RankInfo) -> Readers:
@@ -170,6 +139,17 @@ def _readers(info: RankInfo) -> Readers:
         return parts
 
     return Readers(info.rank, info.world_size, gather)
+
+
+def _judge(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> Judge | None:
+    if info.rank % config.rollout.tp:
+        return None
+    return load_judge(config.reward, tokenizer.decode, config.rollout.max_response_tokens)
+
+
+def _tools(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> ToolUse:
+    group = engine_group(info.world_size, info.rank, config.rollout.tp)
+    return ToolUse(config.rollout, tokenizer, info.rank % config.rollout.tp == 0, group)
 
 
 def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
@@ -184,9 +164,7 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
     )
 
 
-def _manager(
-    config: RunConfig, shape: ModelShape, layout: ParallelLayout, actor: MegatronBackend, engine: RolloutEngine
-) -> ReshardManager:
+def _manager(config: RunConfig, shape: ModelShape, models: Models, engine: RolloutEngine) -> ReshardManager:
     cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
     job = Job(config.resources.ranks_per_node, getattr(torch, config.model.dtype), device())
-    return ReshardManager(actor, engine, push_sides(shape, layout, cut), config.reshard, job)
+    return ReshardManager(models.actor.model, engine, push_sides(shape, models.layout, cut), config.reshard, job)

@@ -34,7 +34,7 @@ def update_actor(
     tokens = {name: values[name] for name in names if name in values}
     loss = functools.partial(_policy_loss, run=run, section=section)
     tokens["advantages"] = estimate.advantages
-    return _update(run, run.actor_role, run.config.train.optimizer, state, samples, tokens, loss)
+    return _update(run, run.models.actor, run.config.train.optimizer, state, samples, tokens, loss)
 
 
 def update_critic(
@@ -44,7 +44,7 @@ def update_critic(
     assert estimate.returns is not None, f"{run.algorithm.name} has a critic and no returns for it"
     tokens = {"old_values": values["old_values"], "returns": estimate.returns}
     loss = functools.partial(_critic_loss, clip=run.config.critic.value_clip)
-    metrics = _update(run, run.critic_role, run.config.critic.optimizer, state, samples, tokens, loss)
+    metrics = _update(run, run.models.critic, run.config.critic.optimizer, state, samples, tokens, loss)
     run.critic.offload()
     return {f"critic/{name}": value for name, value in metrics.items()}
 

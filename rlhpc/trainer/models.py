@@ -1,0 +1,83 @@
+"""The models of a run on this rank: the actor, and those that judge beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from rlhpc.algo import Algorithm
+from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import OptimizerSection
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import ModelShape, read_model
+from rlhpc.parallel.groups import Groups, build_groups
+from rlhpc.plan.layout import ParallelLayout, make_layout
+from rlhpc.trainer.roles import Role
+
+
+@dataclass(frozen=True)
+class Models:
+    """Each with the layout it is cut by and the sizes of its batches."""
+
+    actor: Role
+    reference: Role | None = None  # frozen
+    critic: Role | None = None
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The actor's, whose process groups are in force."""
+        return self.actor.layout
+
+
+def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm: Algorithm | None) -> Models:
+    """Build what the phases and the algorithm (None: no RL) need. Collective."""
+    layout = make_layout(config.parallel, info.world_size)
+    build_groups(layout, config.seed)
+    train = config.train
+    optimizer = config.sft.optimizer if config.sft else train.optimizer
+    passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
+    actor = Role(_model(config, info, shape, layout, optimizer), train.tokens_per_microbatch, passing)
+    if algorithm is None:
+        return Models(actor)
+    reference = critic = None
+    if algorithm.needs_reference(config.algorithm):
+        reference = replace(actor, model=_model(config, info, shape, layout, None))
+    if algorithm.needs_critic:
+        tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
+        critic = Role(_critic(config, info, shape, layout), tokens, tokens)
+    return Models(actor, reference, critic)
+
+
+def _model(
+    config: RunConfig, info: RankInfo, shape: ModelShape, layout: ParallelLayout, optimizer: OptimizerSection | None
+) -> MegatronBackend:
+    backend = MegatronBackend(
+        shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts, config.memory
+    )
+    backend.load_pretrained(config.model.path)
+    if optimizer is None:
+        backend.offload()
+    return backend
+
+
+def _critic(config: RunConfig, info: RankInfo, shape: ModelShape, actor: ParallelLayout) -> MegatronBackend:
+    """The second model that is trained, in groups of its own where it is cut otherwise."""
+    section = config.critic
+    folder, parallel = section.model or config.model.path, section.parallel or config.parallel
+    if section.model is not None:
+        shape = read_model(folder)
+    layout = make_layout(parallel, info.world_size)
+    critic = MegatronBackend(
+        shape.with_value_head,
+        layout,
+        info,
+        config.model.dtype,
+        parallel,
+        section.optimizer,
+        config.train.experts.model_copy(update={"replay_routes": False}),
+        section.memory or config.memory,
+        groups=Groups(layout) if layout != actor else None,
+    )
+    critic.load_pretrained(folder)
+    critic.offload()
+    return critic
