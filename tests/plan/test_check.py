@@ -213,3 +213,26 @@ def test_absent_inputs_pass_until_they_are_prepared(inputs):
     assert sum("prepare makes it" in text for _, text in summary) == 2
     assert refused(inputs, *overrides).startswith("model.path: no such folder")
     assert refused(inputs, *overrides, "train.minibatches=3", prepared=False).startswith("train.minibatches")
+
+
+def test_what_a_critic_cannot_be(inputs):
+    assert "critic: grpo has no critic" in refused(inputs, "critic.warmup_steps=3")
+    ppo = ("algorithm.name=ppo", "resources.ranks_per_node=2")
+    said = refused(inputs, *ppo, "critic.parallel.tp=3")
+    assert "the critic: " in said
+    assert "critic.parallel" in said
+    assert "critic.model: no config.json in" in refused(inputs, *ppo, "critic.model=/nowhere")
+    other = inputs / "other"
+    other.mkdir()
+    config = json.loads((inputs / "model" / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, "vocab_size": 32}))
+    assert "critic.model: a vocabulary of 32, the actor's has 16" in refused(inputs, *ppo, f"critic.model={other}")
+    assert "critic.optimizer.host_fraction" in refused(
+        inputs, *ppo, "critic.optimizer={function: 'torch.optim:SGD', host_fraction: 0.5}"
+    )
+
+
+def test_the_summary_names_a_critics_own_layout(inputs):
+    keys = ["algorithm.name=ppo", "resources.ranks_per_node=2", "critic.parallel.tp=2"]
+    summary = dict(check_config(load_config(inputs / "config.yaml", keys)))
+    assert "training tp 1 x dp 2; critic tp 2 x dp 1; rollout" in summary["layout"]
