@@ -153,6 +153,8 @@ class Loop:
             shares.append(model.save(folder / name, asynchronous))
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
+        if run.info.rank == 0:
+            run.kept.save(folder)
         return [share for share in shares if share is not None]
 
     def _reference_is_ours(self) -> bool:
@@ -178,6 +180,7 @@ class Loop:
         if self._run.critic is not None:
             self._run.critic.load(saved.folder / "critic")
             self._run.critic.offload()
+        self._run.kept.load(saved.folder, saved.state.prompt_cursor)
         self._saved = saved.state.total_steps
         return saved.state
 

@@ -9,15 +9,15 @@ import numpy as np
 from rlhpc.algo.kl import adapted_coefficient, with_coefficient
 from rlhpc.algo.losses import negative_log_likelihood
 from rlhpc.algo.schedule import learning_rate
-from rlhpc.api import LossSums, PackedBatch, Prompt, RunState, Sample, TokenStats
+from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats
 from rlhpc.config.schema import AlgorithmSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.advantages import step_advantages, token_values
-from rlhpc.trainer.batches import exchange_samples, sft_minibatch
+from rlhpc.trainer.batches import sft_minibatch
 from rlhpc.trainer.build import Run
-from rlhpc.trainer.rollout import generate_samples
+from rlhpc.trainer.sampling import step_samples
 from rlhpc.trainer.update import Metrics, update_actor, update_critic
 
 
@@ -42,9 +42,6 @@ def sft_step(run: Run, state: RunState) -> Metrics:
 def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     """One step of RL: generate with the present weights, score, and learn from it."""
     clock = Stopwatch()
-    prompts, state.prompt_cursor = run.prompts.take(
-        state.prompt_cursor, run.config.train.prompts_per_step, run.config.seed
-    )
     step = state.step + 1
     touch("push", step)
     with clock("push"):
@@ -52,8 +49,12 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         state.weights_version = run.weights.weights_version
     touch("rollout", step)
     with clock("rollout"):
-        samples, greedy = _rollout(run, state, prompts)
+        rollout = step_samples(run, state)
         run.weights.sleep()
+    samples, greedy = rollout.samples, rollout.greedy
+    if not samples:  # nothing to learn from, which dynamic sampling says of prompts that are all too easy or too hard
+        state.step += 1
+        return {**rollout.metrics, **clock.metrics()}, []
     section = _section_in_force(run, state)
     touch("log_probs", step)
     with clock("log_probs"):
@@ -69,18 +70,8 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         metrics["kl"] = estimate.divergence
     metrics |= _adapt_coefficient(section, state, metrics, len(samples))
     state.step += 1
-    return {**metrics, **_sample_metrics(samples, estimate.advantages), **clock.metrics()}, samples
-
-
-def _rollout(run: Run, state: RunState, prompts: Sequence[Prompt]) -> tuple[list[Sample], list[Sample]]:
-    """Every engine's samples of the step, and the likeliest response to each prompt where the algorithm asks for it."""
-    section = run.config.rollout
-    samples = exchange_samples(
-        run, generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
-    )
-    if not run.algorithm.needs_greedy:
-        return samples, []
-    return samples, exchange_samples(run, generate_samples(run, state, prompts, 1, temperature=0.0))
+    sampled = {**_sample_metrics(samples, estimate.advantages), **rollout.metrics}
+    return {**metrics, **sampled, **clock.metrics()}, samples
 
 
 def _section_in_force(run: Run, state: RunState) -> AlgorithmSection:

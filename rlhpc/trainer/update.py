@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 
+import numpy as np
+
 from rlhpc.algo.losses import value_loss
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues
@@ -34,6 +36,11 @@ def update_actor(
     tokens = {name: values[name] for name in names if name in values}
     loss = functools.partial(_policy_loss, run=run, section=section)
     tokens["advantages"] = estimate.advantages
+    fresh = [sample.weights_version == state.weights_version for sample in samples]
+    if not all(fresh):  # engine and trainer are compared where both had the same weights
+        tokens["fresh"] = [
+            np.full(sample.response_len, flag, np.float32) for sample, flag in zip(samples, fresh, strict=True)
+        ]
     return _update(run, run.models.actor, run.config.train.optimizer, state, samples, tokens, loss)
 
 
@@ -81,7 +88,7 @@ def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
     for name, value in sums.items():
         if "/" not in name and name != _WEIGHT:
             is_loss = name == "loss" or name.endswith("_loss")
-            means[name] = value / (denominator if is_loss else sums[_WEIGHT])
+            means[name] = value / (denominator if is_loss else sums.get(f"{name}/{_WEIGHT}", sums[_WEIGHT]) or 1.0)
     return means
 
 
@@ -97,10 +104,12 @@ def _policy_loss(stats: TokenStats, batch: PackedBatch, run: Run, section: Algor
         "sequence": batch.sequence,
     }
     sums = run.algorithm.loss(tokens, section)
-    gap = (before - batch.extra["engine_log_probs"]).abs() * batch.mask
+    fresh = batch.extra.get("fresh", batch.mask) * batch.mask
+    gap = (before - batch.extra["engine_log_probs"]).abs() * fresh
     metrics = {name: value.detach() for name, value in sums.items()}
     metrics[_WEIGHT] = batch.loss_weight.sum()
     metrics["engine_gap_mean"] = (gap * batch.loss_weight).sum()
+    metrics[f"engine_gap_mean/{_WEIGHT}"] = (fresh * batch.loss_weight).sum()
     metrics["max/engine_gap_max"] = gap.max()
     return LossSums(sums["loss"], metrics)
 
