@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rlhpc.config.section import ImportPath, PositiveFloat, PositiveInt, Section
+from rlhpc.config.training import ParallelSection
 
 DEFAULT_FUNCTION = "rlhpc.rewards.rules:maths"
 
@@ -24,6 +26,19 @@ class RewardFunctionSection(Section):
     """What its number is multiplied by in the sum."""
 
 
+class RewardModelSection(Section):
+    """A sequence classifier with one label, as HuggingFace saves it, over the tokens of prompt and response."""
+
+    path: Path
+    """Its folder. It reads the model's own tokens, so that both have one vocabulary."""
+    weight: float = 1.0
+    """What its number is multiplied by in the sum with those of functions."""
+    parallel: ParallelSection | None = None
+    """How it is cut; default: like the actor."""
+    tokens_per_microbatch: PositiveInt | None = None
+    """Most tokens that a rank takes through it at once; default: train.log_prob_tokens_per_microbatch."""
+
+
 class RewardSection(Section):
     function: ImportPath | None = None
     """Called as function(data_source, solution_str, ground_truth, extra_info, **arguments); returns a number, or a
@@ -32,6 +47,8 @@ class RewardSection(Section):
     """Further keyword arguments of the function."""
     functions: list[RewardFunctionSection] = []
     """In place of function: several, each with a name, and the reward is the sum of their numbers times weights."""
+    model: RewardModelSection | None = None
+    """A reward model; without function and functions the only reward."""
     workers: PositiveInt = 2
     """Most processes that score the responses of one engine, beside it."""
     time_limit_seconds: PositiveFloat = 30.0
@@ -45,5 +62,7 @@ class RewardSection(Section):
         """The functions, also where a single one is given. Its name is empty."""
         if self.functions:
             return self.functions
+        if self.model is not None and self.function is None:
+            return []
         single = {"function": self.function or DEFAULT_FUNCTION, "arguments": self.arguments, "weight": 1.0}
         return [RewardFunctionSection.model_construct(name="", **single)]

@@ -36,8 +36,11 @@ def find_family(name: str) -> Family:
     return family
 
 
-def read_model(folder: Path, family: str | None = None) -> ModelShape:
-    """The shape of the HuggingFace model in ``folder``; ``family`` as in ``find_family``, by its config if None."""
+def read_model(folder: Path, family: str | None = None, classifier: bool = False) -> ModelShape:
+    """The shape of the HuggingFace model in ``folder``; ``family`` as in ``find_family``, by its config if None.
+
+    ``classifier``: it may be a sequence classifier, whose transformer is the same.
+    """
     file = folder / "config.json"
     if not folder.is_dir():
         raise UserError(f"no such folder {str(folder)!r}", where="model.path", remedy="give a HuggingFace model folder")
@@ -49,6 +52,9 @@ def read_model(folder: Path, family: str | None = None) -> ModelShape:
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"not a JSON document ({error})", where=str(file), remedy="restore the file") from None
+    if classifier:
+        named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in fields.get("architectures") or []]
+        fields = {**fields, "architectures": named}
     return shape_of(fields, str(file), family)
 
 

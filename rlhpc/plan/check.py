@@ -15,7 +15,7 @@ from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
 from rlhpc.plan.fit import check_engine, fitting_layout
 from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 from rlhpc.plan.objective import check_algorithm
-from rlhpc.plan.rewards import check_reward
+from rlhpc.plan.rewards import check_reward, check_reward_model
 from rlhpc.plan.shards import model_tensors
 from rlhpc.plan.training import check_experts, check_memory, check_optimizers, check_sharing
 
@@ -38,6 +38,8 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     check_optimizers(config)
     check_sharing(config)
     check_critic(config, layout.world_size, shape)
+    if prepared:
+        check_reward_model(config, layout.world_size)
     if shape is not None:
         check_memory(config.memory, shape, layout)
         check_experts(config.train.experts, shape)

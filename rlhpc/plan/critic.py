@@ -39,7 +39,7 @@ def _other_model(section: CriticSection, actor: ModelShape | None) -> ModelShape
     assert section.model is not None
     if not (section.model / "config.json").is_file():
         raise UserError(f"no config.json in {str(section.model)!r}", where="critic.model", remedy="correct the path")
-    shape = read_model(section.model)
+    shape = read_model(section.model, classifier=True)
     if actor is not None and shape.vocab_size != actor.vocab_size:
         raise UserError(
             f"a vocabulary of {shape.vocab_size}, the actor's has {actor.vocab_size}",

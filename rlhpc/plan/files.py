@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +83,17 @@ def check_tokenizer(folder: Path, vocab_size: int, chat_template: bool | Path) -
             remedy="use the tokenizer that belongs to the model",
         )
     return size
+
+
+def same_vocabulary(one: Path, other: Path) -> bool:
+    """Both folders' tokenizer.json name the same tokens by the same numbers."""
+    files = one / "tokenizer.json", other / "tokenizer.json"
+    if not all(file.is_file() for file in files):
+        return False
+    if filecmp.cmp(files[0], files[1], shallow=False):
+        return True
+    first, second = (_read_json(file) for file in files)
+    return all(first.get(part) == second.get(part) for part in ("model", "added_tokens"))
 
 
 def check_data_file(path: Path, where: str) -> None:

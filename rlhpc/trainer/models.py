@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from rlhpc.algo import Algorithm
 from rlhpc.backends.megatron import MegatronBackend
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.training import OptimizerSection
+from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.groups import Groups, build_groups
@@ -22,6 +22,7 @@ class Models:
     actor: Role
     reference: Role | None = None  # frozen
     critic: Role | None = None
+    reward: Role | None = None  # frozen
 
     @property
     def layout(self) -> ParallelLayout:
@@ -42,10 +43,11 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     reference = critic = None
     if algorithm.needs_reference(config.algorithm):
         reference = replace(actor, model=_model(config, info, shape, layout, None))
+    reward = _reward_model(config, info, layout, passing) if config.reward.model else None
     if algorithm.needs_critic:
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
         critic = Role(_critic(config, info, shape, layout), tokens, tokens)
-    return Models(actor, reference, critic)
+    return Models(actor, reference, critic, reward)
 
 
 def _model(
@@ -61,23 +63,41 @@ def _model(
 
 
 def _critic(config: RunConfig, info: RankInfo, shape: ModelShape, actor: ParallelLayout) -> MegatronBackend:
-    """The second model that is trained, in groups of its own where it is cut otherwise."""
+    """The second model that is trained."""
     section = config.critic
-    folder, parallel = section.model or config.model.path, section.parallel or config.parallel
+    folder = section.model or config.model.path
     if section.model is not None:
-        shape = read_model(folder)
-    layout = make_layout(parallel, info.world_size)
-    critic = MegatronBackend(
-        shape.with_value_head,
-        layout,
-        info,
-        config.model.dtype,
-        parallel,
-        section.optimizer,
-        config.train.experts.model_copy(update={"replay_routes": False}),
-        section.memory or config.memory,
-        groups=Groups(layout) if layout != actor else None,
-    )
+        shape = read_model(folder, classifier=True)
+    memory, parallel = section.memory or config.memory, section.parallel or config.parallel
+    critic = _judging_model(config, info, shape, parallel, actor, section.optimizer, memory)
     critic.load_pretrained(folder)
     critic.offload()
     return critic
+
+
+def _reward_model(config: RunConfig, info: RankInfo, actor: ParallelLayout, passing: int) -> Role:
+    section = config.reward.model
+    shape = read_model(section.path, classifier=True)
+    model = _judging_model(config, info, shape, section.parallel or config.parallel, actor, None, config.memory)
+    model.load_pretrained(section.path)
+    model.offload()
+    tokens = section.tokens_per_microbatch or passing
+    return Role(model, tokens, tokens)
+
+
+def _judging_model(
+    config: RunConfig,
+    info: RankInfo,
+    shape: ModelShape,
+    parallel: ParallelSection,
+    actor: ParallelLayout,
+    optimizer: OptimizerSection | None,
+    memory: MemorySection,
+) -> MegatronBackend:
+    """A model with a value head, in groups of its own where it is cut otherwise than the actor."""
+    layout = make_layout(parallel, info.world_size)
+    experts = config.train.experts.model_copy(update={"replay_routes": False})
+    groups = Groups(layout) if layout != actor else None
+    return MegatronBackend(
+        shape.with_value_head, layout, info, config.model.dtype, parallel, optimizer, experts, memory, groups
+    )

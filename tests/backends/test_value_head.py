@@ -1,4 +1,4 @@
-"""A model with a value head, cut in its own way beside an actor: against HuggingFace's classifier trained by PyTorch."""
+"""A model with a value head, cut in its own way beside an actor, against HuggingFace's classifier under PyTorch."""
 
 from __future__ import annotations
 

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.distributed import run_ranks
+from tests.helpers.learning import make_config, make_run, make_samples
 from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.slow
 
-STEPS, GROUPS, GROUP_SIZE = 3, 6, 4
+STEPS = 3
 PPO: dict[str, Any] = {
     "algorithm": {"name": "ppo", "gae_decay": 0.9, "discount": 0.99, "kl": {"coefficient": 0.05}},
     "critic": {"optimizer": {"learning_rate": 1e-3}, "warmup_steps": 1},
@@ -62,11 +63,11 @@ def _learn(model: Path, case: dict[str, Any], axes: dict[str, int]) -> dict[str,
     from rlhpc.trainer.advantages import step_advantages, token_values
     from rlhpc.trainer.update import update_actor, update_critic
 
-    config = _config(model, case, axes)
-    run, state = _run(config), RunState()
+    config = make_config(model, case, axes)
+    run, state = make_run(config), RunState()
     before = _weights(run)
     for step in range(STEPS):
-        samples = _samples(step)
+        samples = make_samples(step)
         values = token_values(run, samples)
         estimate = step_advantages(run, config.algorithm, samples, [], values)
         if run.critic is not None:
@@ -76,67 +77,6 @@ def _learn(model: Path, case: dict[str, Any], axes: dict[str, int]) -> dict[str,
         state.step += 1
     after = _weights(run)
     return {name: after[name] - before[name] for name in after}
-
-
-def _samples(step: int) -> list[Any]:
-    """With log-probs as an engine might have given them, and rewards that are not all the same."""
-    from rlhpc.api import Sample
-
-    rng = np.random.default_rng(step)
-    samples = []
-    for number in range(GROUPS * GROUP_SIZE):
-        prompt, response = int(rng.integers(1, 9)), int(rng.integers(1, 30))
-        chosen = rng.random(response) < 0.7 if number % 5 == 1 else None
-        if number == 7:
-            chosen = np.zeros(response, dtype=bool)
-        samples.append(
-            Sample(
-                prompt_id=number // GROUP_SIZE,
-                group_id=number // GROUP_SIZE,
-                tokens=rng.integers(2, 64, prompt + response).astype(np.int32),
-                prompt_len=prompt,
-                log_probs=-rng.random(response).astype(np.float32),
-                reward=float(rng.random()),
-                weights_version=step,
-                truncated=False,
-                chosen=chosen,
-            )
-        )
-    return samples
-
-
-def _config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
-    from rlhpc.config.schema import RunConfig
-
-    train = {
-        "steps": 10,
-        "minibatches": 2,
-        "epochs": 2,
-        "tokens_per_microbatch": 64,
-        "optimizer": {"learning_rate": 1e-3, "epsilon": 1e-4},
-        **case.get("train", {}),
-    }
-    fixed = {"name": "updates", "model": {"path": str(model), "dtype": "float32"}, "parallel": axes}
-    return RunConfig.model_validate({**fixed, **case, "train": train})
-
-
-def _run(config: Any) -> Any:
-    """The trainer's side of a run."""
-    from types import SimpleNamespace
-
-    from rlhpc.algo import find_algorithm
-    from rlhpc.core.rank import RankInfo
-    from rlhpc.models import read_model
-    from rlhpc.trainer.build import Run
-    from rlhpc.trainer.models import make_models
-
-    info, shape = RankInfo.from_environ(), read_model(config.model.path)
-    algorithm = find_algorithm(config.algorithm)
-    models = make_models(config, info, shape, algorithm)
-    rest = dict.fromkeys(Run.__dataclass_fields__)
-    context = SimpleNamespace(info=info)
-    own = {"config": config, "context": context, "shape": shape, "algorithm": algorithm, "models": models}
-    return Run(**{**rest, **own})
 
 
 def _weights(run: Any) -> dict[str, np.ndarray]:
