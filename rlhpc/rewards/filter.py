@@ -96,7 +96,7 @@ def program(alone: bool) -> bytes | None:
     for name in (*_NEVER, *(_NEW_PROCESS if alone else ())):
         if name in numbers:
             steps += [_Step(_EQUAL, numbers[name], no=1), _deny(errno.EPERM)]
-    families = (_AF_UNIX,) if alone else (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
+    families = () if alone else (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
     steps += _only_with(numbers["socket"], families, errno.EAFNOSUPPORT)
     if alone:
         steps += [_Step(_EQUAL, numbers["clone3"], no=1), _deny(errno.ENOSYS)]  # its flags cannot be seen: use clone

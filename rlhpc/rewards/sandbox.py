@@ -191,7 +191,9 @@ class Sandbox:
 
     def _be_program(self, said: int, streams: list[int], folder: str) -> NoReturn:
         os.setsid()  # no terminal
+        ours = 2  # processes that the kernel counts as the program's user's
         if self._isolated and os.geteuid() == 0:
+            ours = 0
             os.setgroups([])
             os.setresgid(_USER, _USER, _USER)
             os.setresuid(_USER, _USER, _USER)
@@ -206,7 +208,7 @@ class Sandbox:
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.umask(0o077)
         os.chdir(folder)
-        self._set_limits()
+        self._set_limits(ours)
         allowed = calls.program(alone=not self._isolated)
         if allowed is not None:
             kernel.filter_calls(allowed)
@@ -227,7 +229,7 @@ class Sandbox:
         os.chmod(_ROOT + _WORK, 0o1777)
         kernel.change_root(_ROOT)
 
-    def _set_limits(self) -> None:
+    def _set_limits(self, ours: int) -> None:
         limits = self._limits
         wanted = {
             resource.RLIMIT_AS: limits.memory_mib * _MIB,
@@ -239,7 +241,7 @@ class Sandbox:
             resource.RLIMIT_MSGQUEUE: 0,
         }
         if self._isolated:  # elsewhere all processes of the user count
-            wanted[resource.RLIMIT_NPROC] = limits.processes + 2  # the two of ours
+            wanted[resource.RLIMIT_NPROC] = limits.processes + ours
         for kind, value in wanted.items():
             hard = resource.getrlimit(kind)[1]
             bound = value if hard == resource.RLIM_INFINITY else min(value, hard)

@@ -1,0 +1,92 @@
+"""Rewards for the tests, as a user has them: in a module that a worker imports."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+RESULTS: dict[str, Any] = {
+    "float": 0.25,
+    "bool": True,
+    "numpy": np.float32(0.5),
+    "numpy bool": np.bool_(True),
+    "dict": {"score": 2, "note": "x", "words": 3, "odd": float("nan"), "good": True},
+    "nan": float("nan"),
+    "infinite": {"score": float("inf")},
+    "text": "1.0",
+    "none": None,
+    "other dict": {"reward": 1.0},
+}
+
+
+def chosen(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+    return RESULTS[solution_str]
+
+
+def plus(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], more: float) -> float:
+    return more + len(solution_str) + extra_info["index"]
+
+
+def tokens(
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: dict[str, Any],
+    response_tokens: int,
+    max_response_tokens: int,
+) -> dict[str, float]:
+    return {"score": response_tokens, "most": max_response_tokens}
+
+
+def does(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+    """What the response says: a name of the functions below; anything else is worth its length."""
+    action = {
+        "raise": lambda: 1 / 0,
+        "exit": lambda: sys.exit(4),
+        "nan": lambda: float("nan"),
+        "hang": lambda: time.sleep(1000),
+        "leave": lambda: os._exit(3),
+        "crash": lambda: ctypes.string_at(0),
+        "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    }.get(solution_str)
+    return action() if action else len(solution_str)
+
+
+def hangs_with_child(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """Hangs, with a child whose number it writes into the file that the response names."""
+    child = subprocess.Popen(["sleep", "1000"])
+    Path(solution_str).write_text(f"{os.getpid()} {child.pid}")
+    return child.wait()
+
+
+def meets(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], name: str) -> float:
+    """Ends when all the others of ``ground_truth`` have come too, into the folder that the response names."""
+    folder = Path(solution_str)
+    (folder / name).touch()
+    while not all((folder / other).exists() for other in ground_truth):
+        time.sleep(0.01)
+    return 1.0
+
+
+def process(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> dict[str, float]:
+    """About the process that scores."""
+    sockets = [name for name in os.listdir("/proc/self/fd") if _link(name).startswith("socket:")]
+    return {"score": os.getpid(), "torch": "torch" in sys.modules, "sockets": len(sockets)}
+
+
+def _link(name: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{name}")
+    except OSError:
+        return ""
+
+
+NOT_A_FUNCTION = 3

@@ -1,0 +1,139 @@
+"""Programs in responses, judged by tests."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.api import Completion, Prompt
+from rlhpc.config.reward import RewardSection
+from rlhpc.core.errors import UserError
+from rlhpc.rewards.code import Streams, last_block, python, read_tests
+from rlhpc.rewards.judge import load_judge
+
+SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+ASSERTS = ["assert inc(1) == 2", "assert inc(2) == 3"]
+
+
+def block(program: str) -> str:
+    return f"Here it is:\n```python\n{program}\n```\nDone."
+
+
+def score(program: str, truth: Any, **arguments: Any) -> float:
+    return python("", block(program), truth, {}, seconds=20.0, **arguments)["score"]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("```python\na\n```\nand\n```py\nb\n```", "b\n"),
+        ("```\na\n```", "a\n"),
+        ("```python\na\n```\n```text\nb\n```", "a\n"),
+        ("```Python3\na = '```'\n```", "a = '```'\n"),
+        ("  ```python\n  a\n  ```", "  a\n"),
+        ("```python\na", None),
+        ("a", None),
+    ],
+)
+def test_the_last_python_block_counts(text: str, found: str | None):
+    assert last_block(text) == found
+
+
+def test_tests_are_read_in_all_their_forms():
+    streams = [Streams("1 2\n", "3\n"), Streams("3 4\n", "7\n")]
+    assert read_tests(SUMS) == read_tests(json.dumps(SUMS)) == streams
+    assert read_tests({"inputs": [["1", "2"]], "outputs": [["3"]]}) == [Streams("1\n2", "3")]
+    assert read_tests(ASSERTS) == read_tests(json.dumps(ASSERTS)) == ASSERTS
+    assert read_tests("assert f()") == ["assert f()"]
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        "",
+        [],
+        {},
+        None,
+        3,
+        "3",
+        {"inputs": ["1"], "outputs": []},
+        {**SUMS, "fn_name": "f"},
+        {"inputs": [], "outputs": []},
+    ],
+)
+def test_other_ground_truths_are_errors(truth: Any):
+    if truth == "3":  # statements, if odd ones
+        assert read_tests(truth) == ["3"]
+        return
+    with pytest.raises(ValueError, match="holds no tests of a known form"):
+        read_tests(truth)
+
+
+def test_what_a_program_prints_is_compared_line_by_line():
+    assert score("a, b = map(int, input().split())\nprint(a + b, '  ')\nprint()", SUMS) == 1
+    assert score("print(3)", SUMS) == 0
+    assert score("print(3)", SUMS, partial=True) == 0.5
+    assert score("a, b = map(int, input().split())\nprint(a + b)\nraise SystemExit(1)", SUMS) == 0
+    assert score("print(", SUMS) == 0
+
+
+def test_statements_must_raise_nothing():
+    assert score("def inc(x):\n    return x + 1", ASSERTS) == 1
+    assert score("def inc(x):\n    return x + 1", "\n".join(ASSERTS)) == 1
+    assert score("def inc(x):\n    return 2", ASSERTS) == 0
+    assert score("def inc(x):\n    return 2", ASSERTS, partial=True) == 0.5
+    assert python("", "inc = lambda x: x + 1", ASSERTS, {}) == {"score": 0.0, "passed": 0.0}
+
+
+@pytest.mark.parametrize(
+    "program",
+    ["import os\nos._exit(0)", "raise SystemExit(0)", "def inc(x):\n    raise SystemExit(0)", "print('passed 2')"],
+)
+def test_ending_before_the_tests_passes_none(program: str):
+    assert score(program, ASSERTS, partial=True) == 0
+
+
+def test_a_solution_may_use_what_modules_have():
+    program = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
+    )
+    assert score(f"{program}print('told')\ndef inc(x):\n    return P(x).x + 1", ASSERTS) == 1
+
+
+def test_bad_arguments_are_refused_at_the_start():
+    for arguments, told in (({"isolation": "none"}, "isolation 'none' is neither"), ({"memory": 1}, "unexpected")):
+        section = RewardSection(function="rlhpc.rewards.code:python", arguments=arguments)
+        with pytest.raises(UserError, match=told):
+            load_judge(section, lambda tokens: "", 20)
+
+
+HARMFUL = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "processes that stay": "import os, time\nfor _ in range(20):\n    if os.fork() == 0: time.sleep(1000)",
+    "memory": "x = bytearray(10 << 30)",
+    "memory bit by bit": "x = []\nwhile True:\n    x.append(bytearray(1 << 20))",
+    "endless": "while True:\n    pass",
+    "files": "import os\nfor n in range(1000):\n    open(f'{n}', 'wb').write(bytes(8 << 20))",
+    "output": "while True:\n    print('x' * 100000)",
+    "recursion": "import sys\nsys.setrecursionlimit(10**9)\ndef f(): f()\nf()",
+    "signals": "import os, signal\nos.kill(-1, 9)\nos.kill(os.getppid(), 9)",
+}
+
+
+@pytest.mark.slow
+def test_harmful_programs_are_worth_nothing_and_scoring_goes_on():
+    good = "a, b = map(int, input().split())\nprint(a + b)"
+    texts = [block(program) for program in (*HARMFUL.values(), good)]
+    section = RewardSection(function="rlhpc.rewards.code:python", arguments={"seconds": 1.0})
+    judge = load_judge(section, lambda tokens: texts[tokens[0]], 20)
+    try:
+        for key in range(len(texts)):
+            completion = Completion(np.array([key], dtype=np.int32), np.zeros(1, dtype=np.float32), truncated=False)
+            judge.submit(key, Prompt(key, (1,), "code", SUMS, {}), completion)
+        rewards = {key: verdict.reward for key, verdict in judge.verdicts().items()}
+    finally:
+        judge.close()
+    assert rewards == {**dict.fromkeys(range(len(HARMFUL)), 0.0), len(HARMFUL): 1.0}

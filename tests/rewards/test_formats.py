@@ -1,0 +1,46 @@
+"""Rewards of form and length."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhpc.rewards.formats import length, overlong, pattern, think_answer
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("<think>a\nb</think>\n<answer>3</answer>\n", 1),
+        ("<think></think><answer></answer>", 1),
+        ("so: <think>a</think><answer>3</answer>", 0),
+        ("<think>a</think><answer>3</answer> and more", 0),
+        ("<answer>3</answer><think>a</think>", 0),
+        ("<think>a</think><think>b</think><answer>3</answer>", 0),
+        ("<think>a<answer>2</answer></think><answer>3</answer>", 0),
+        ("<think>a</think><answer>3", 0),
+        ("", 0),
+    ],
+)
+def test_thoughts_then_answer_each_once(response: str, value: float):
+    assert think_answer("", response, None, {}) == value
+
+
+def test_a_pattern_is_of_the_whole_response():
+    assert pattern("", "a\nb", None, {}, regex="a.b", score=0.2) == 0.2
+    assert pattern("", "a\nb ", None, {}, regex="a.b") == 0
+
+
+@pytest.mark.parametrize(("tokens", "value"), [(1, 0), (80, 0), (81, -0.025), (90, -0.25), (100, -0.5), (101, -0.5)])
+def test_overlong_goes_down_linearly_within_the_buffer(tokens: int, value: float):
+    """DAPO's equation 13, (L_max - L_cache - |y|) / L_cache, times the penalty."""
+    found = overlong("", "", None, {}, response_tokens=tokens, max_response_tokens=100, buffer_tokens=20, penalty=0.5)
+    assert found == pytest.approx(value)
+
+
+def test_a_buffer_longer_than_a_response_is_refused():
+    with pytest.raises(ValueError, match="buffer_tokens 200 is not between 1 and the 100"):
+        overlong("", "", None, {}, response_tokens=1, max_response_tokens=100, buffer_tokens=200)
+
+
+def test_length_is_relative_to_the_longest():
+    assert length("", "", None, {}, response_tokens=25, max_response_tokens=100) == -0.25

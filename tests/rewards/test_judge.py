@@ -1,0 +1,239 @@
+"""Scoring in processes of its own: sums, failures and their policies, limits, ends."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from rlhpc.api import Completion, Prompt, Verdict
+from rlhpc.config.reward import RewardSection
+from rlhpc.core.errors import UserError
+from rlhpc.core.process import ProcessId
+from rlhpc.rewards.judge import RewardJudge, load_judge
+
+HERE = "tests.rewards.functions"
+LIMIT = 1.5
+
+
+class Texts:
+    """Stands for a tokenizer: a response's only token is the number of its text."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def completion(self, text: str) -> Completion:
+        self.texts.append(text)
+        tokens = np.array([len(self.texts) - 1], dtype=np.int32)
+        return Completion(tokens, np.zeros(1, dtype=np.float32), truncated=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.texts[tokens[0]]
+
+
+def judge_all(judge: RewardJudge, responses: Sequence[str], truth: Any = "3") -> dict[int, Verdict]:
+    """Verdicts by the responses' places."""
+    texts = judge._decode.__self__
+    for key, text in enumerate(responses):
+        judge.submit(key, Prompt(10 + key, (1,), "sums", truth, {"index": key}), texts.completion(text))
+    return judge.verdicts()
+
+
+@pytest.fixture
+def make() -> Iterator[Any]:
+    judges = []
+
+    def start(**section: Any) -> RewardJudge:
+        judges.append(load_judge(RewardSection(**section), Texts().decode, max_response_tokens=20))
+        return judges[-1]
+
+    yield start
+    for judge in judges:
+        judge.close()
+
+
+def test_several_functions_are_summed_with_their_weights(make):
+    functions = [
+        {"name": "right", "function": "rlhpc.rewards.rules:number", "weight": 2.0},
+        {"name": "size", "function": f"{HERE}:tokens", "weight": -0.25},
+    ]
+    verdicts = judge_all(make(functions=functions), ["it is 3", "it is 4"])
+    assert verdicts == {
+        0: Verdict(1.75, {"right": 1.0, "size": 1.0, "size/most": 20.0}),
+        1: Verdict(-0.25, {"right": 0.0, "size": 1.0, "size/most": 20.0}),
+    }
+
+
+def test_a_single_function_has_no_part_of_its_own(make):
+    judge = make(function=f"{HERE}:tokens")
+    assert judge_all(judge, ["a"]) == {0: Verdict(1.0, {"most": 20.0})}
+    assert judge.verdicts() == {}
+
+
+def test_every_response_is_judged_once_by_what_belongs_to_it(make):
+    judge = make(function=f"{HERE}:plus", arguments={"more": 0.5})
+    for count in (300, 7):
+        verdicts = judge_all(judge, ["x" * (key % 5) for key in range(count)])
+        assert verdicts == {key: Verdict(0.5 + key % 5 + key) for key in range(count)}
+
+
+def test_texts_longer_than_a_pipe_are_taken(make):
+    judge = make(function=f"{HERE}:does")
+    assert {verdict.reward for verdict in judge_all(judge, ["x" * 1_000_000] * 40).values()} == {1e6}
+
+
+# ---- failures
+
+FAILURES = {
+    "raise": ("raised", r"raised ZeroDivisionError: division by zero \(.*functions.py:\d+\)"),
+    "nan": ("result", "returned nan"),
+    "hang": ("timeout", "took more than 1.5 s"),
+    "leave": ("died", "ended its process with exit code 3"),
+    "crash": ("died", "ended its process by SIGSEGV"),
+    "killed": ("died", "ended its process by SIGKILL, perhaps for want of memory"),
+}
+MIXED = ["ab", "raise", "abc", "hang", "leave", "abcd", "nan", "crash", "killed", *["abcde"] * 60]
+COUNTS = {"raised": 1, "result": 1, "timeout": 1, "died": 3}
+
+
+def test_failures_may_count_as_zero_and_others_are_not_touched(make, caplog):
+    judge = make(function=f"{HERE}:does", on_failure="zero", time_limit_seconds=LIMIT)
+    with caplog.at_level(logging.WARNING):
+        verdicts = judge_all(judge, [*MIXED, "raise", "raise"])
+    rewards = [verdicts[key].reward for key in range(len(MIXED) + 2)]
+    assert rewards == [0.0 if text in FAILURES else float(len(text)) for text in [*MIXED, "raise", "raise"]]
+    assert not any(verdict.dropped for verdict in verdicts.values())
+    assert judge.failures() == {**COUNTS, "raised": 3}
+    assert judge.failures() == {}
+    assert len(caplog.messages) == 4  # one of each kind
+    assert "raised ZeroDivisionError" in caplog.messages[0]
+    assert "for prompt 11 of 'sums', response 'raise'; counted as 0" in caplog.messages[0]
+
+
+def test_a_failed_function_among_several_counts_as_zero_alone(make):
+    functions = [{"name": "a", "function": f"{HERE}:does"}, {"name": "b", "function": f"{HERE}:tokens"}]
+    judge = make(functions=functions, on_failure="zero")
+    assert judge_all(judge, ["raise"])[0] == Verdict(1.0, {"a": 0.0, "b": 1.0, "b/most": 20.0})
+
+
+def test_failures_may_leave_the_response_out(make):
+    functions = [{"name": "a", "function": f"{HERE}:does"}, {"name": "b", "function": f"{HERE}:tokens"}]
+    verdicts = judge_all(make(functions=functions, on_failure="drop"), ["raise", "ab", "leave"])
+    assert [verdicts[key].dropped for key in range(3)] == [True, False, True]
+    assert verdicts[1] == Verdict(3.0, {"a": 2.0, "b": 1.0, "b/most": 20.0})
+
+
+def test_a_failure_ends_the_run_unless_told_otherwise(make):
+    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
+    for text, (_, what) in FAILURES.items():
+        line = rf"^reward.function {HERE}:does: {what} for prompt 11 of 'sums', response '{text}'; "
+        with pytest.raises(UserError, match=line):
+            judge_all(judge, ["ab", text, "abc"])
+    with pytest.raises(UserError) as caught:
+        judge_all(make(function=f"{HERE}:chosen"), ["y" * 200])
+    assert "response '" + "y" * 80 + "';" in str(caught.value)
+
+
+def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
+    file = tmp_path / "processes"
+    judge = make(function=f"{HERE}:hangs_with_child", on_failure="drop", time_limit_seconds=LIMIT)
+    assert judge_all(judge, [str(file)])[0].dropped
+    assert [pid for pid in file.read_text().split() if runs(int(pid))] == []
+
+
+# ---- beside the engine
+
+
+def test_functions_are_called_beside_this_process_and_each_other(make, tmp_path):
+    """Each of the two waits for the other, and both for what this process does after it has submitted."""
+    functions = [{"name": n, "function": f"{HERE}:meets", "arguments": {"name": n}} for n in ("a", "b")]
+    judge = make(functions=functions, workers=2)
+    text = judge._decode.__self__.completion(str(tmp_path))
+    judge.submit(5, Prompt(1, (1,), "sums", ["a", "b", "here"], {}), text)
+    (tmp_path / "here").touch()
+    assert judge.verdicts() == {5: Verdict(2.0, {"a": 1.0, "b": 1.0})}
+
+
+def test_a_worker_has_neither_torch_nor_sockets_and_is_ended(make):
+    judge = make(function=f"{HERE}:process")
+    verdict = judge_all(judge, ["a"])[0]
+    assert verdict.parts == {"torch": 0.0, "sockets": 0.0}
+    assert int(verdict.reward) in [child.pid for child in psutil.Process().children()]
+    judge.close()
+    assert not runs(int(verdict.reward))
+    judge.close()
+
+
+def test_signals_that_ask_ranks_to_stop_leave_workers_alone(make, tmp_path):
+    judge = make(function=f"{HERE}:meets", arguments={"name": "a"})
+    text = judge._decode.__self__.completion(str(tmp_path))
+    judge.submit(0, Prompt(1, (1,), "sums", ["a", "here"], {}), text)
+    until(lambda: (tmp_path / "a").exists())
+    (worker,) = [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+        worker.send_signal(signum)
+    (tmp_path / "here").touch()
+    assert judge.verdicts() == {0: Verdict(1.0)}
+
+
+def test_workers_end_with_the_process_that_started_them(tmp_path):
+    """Killed as the kernel kills, while a call is under way; nothing is left that it has started."""
+    program = (
+        "import sys, time\n"
+        "from rlhpc.rewards.calls import Entry\n"
+        "from rlhpc.rewards.pool import Call, Pool\n"
+        f"pool = Pool([Entry('{HERE}:meets', {{'name': 'a'}}, '')], 1, 1000.0)\n"
+        "words = dict(data_source='', solution_str=sys.argv[1], ground_truth=['b'], extra_info={})\n"
+        "pool.submit([Call((0, 0), {**words, 'response_tokens': 0, 'max_response_tokens': 0})])\n"
+        "time.sleep(1000)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
+    until(lambda: (tmp_path / "a").exists())
+    (worker,) = psutil.Process(process.pid).children()
+    process.kill()
+    process.wait()
+    until(lambda: not runs(worker.pid))
+
+
+# ---- starting
+
+
+def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    (tmp_path / "own_reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info): return 7")
+    assert judge_all(make(function="own_reward:score"), ["a"])[0].reward == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("x = 1 / 0", "reward.function: broken:score raised ZeroDivisionError: division by zero"),
+        ("import nowhere", "reward.function: cannot import 'broken'"),
+        ("import os; os._exit(5)", "reward.function: importing broken:score ended its process with exit code 5"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypatch, text, told):
+    (tmp_path / "broken.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    with pytest.raises(UserError, match=f"^{told}"):
+        load_judge(RewardSection(function="broken:score"), Texts().decode, 20)
+
+
+def runs(pid: int) -> bool:
+    return ProcessId.of(pid) is not None
+
+
+def until(done: Any) -> None:
+    end = time.monotonic() + 30
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.02)

@@ -1,0 +1,77 @@
+"""The built-in rules."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from rlhpc.rewards.rules import boxed, exact, last_boxed, maths, number
+
+
+@pytest.mark.parametrize(
+    ("truth", "response", "value"),
+    [
+        (r"\frac{1}{2}", r"so it is \boxed{0.5}", 1),
+        ("42", "6 times 7 is 42.", 1),
+        ("42", r"\boxed{41}", 0),
+        ("3", r"first \boxed{3}, no: \boxed{5}", 0),
+        ("5", r"first \boxed{3}, no: \boxed{5}", 1),
+        ("5", r"\boxed{5} of 7", 1),
+        (r"\sqrt{8}", r"\boxed{2\sqrt{2}}", 1),
+        (r"\boxed{7}", "7", 1),
+        (7, "7", 1),
+        ("7", "", 0),
+        ("7", "no idea", 0),
+        (r"\{1, 2\}", r"\boxed{\{2, 1\}}", 1),
+    ],
+)
+def test_maths_judges_by_value(truth: Any, response: str, value: float):
+    assert maths("", response, truth, {}) == value
+
+
+def test_maths_works_outside_the_main_thread():
+    found = []
+    thread = threading.Thread(target=lambda: found.append(maths("", "the answer is 58", "58", {})))
+    thread.start()
+    thread.join()
+    assert found == [1.0]
+
+
+def test_an_unreadable_ground_truth_is_an_error():
+    with pytest.raises(ValueError, match="cannot read the ground truth ''"):
+        maths("", "5", "", {})
+
+
+def test_last_boxed_balances_braces():
+    assert last_boxed(r"\boxed{1} and \boxed{\frac{1}{2}} end}") == r"\boxed{\frac{1}{2}}"
+    assert last_boxed(r"\boxed{1") is None
+    assert last_boxed("1") is None
+
+
+def test_exact_and_number():
+    assert exact("", " 58\n", "58", {}) == 1
+    assert exact("", "058", "58", {}) == 0
+    assert number("", "47+38 is 85", 85, {}) == 1
+    assert number("", "-085", "-85", {}) == 1
+    assert number("", "85 or 86", "85", {}) == 0
+    assert number("", "", "85", {}) == 0
+
+
+def test_a_number_of_thousands_of_digits_is_no_error():
+    assert number("", "9" * 5000, "85", {}) == 0
+
+
+@pytest.mark.parametrize(
+    ("truth", "response", "value"),
+    [
+        (r"\frac{1}{2}", r"so \boxed{\frac{1} {2}}", 1),
+        ("1/2", r"\boxed{0.5}", 0),
+        ("5", r"\boxed{3}, no: \boxed{5}", 1),
+        ("5", "5", 0),
+        (5, r"\boxed{5}", 1),
+    ],
+)
+def test_boxed_compares_letters(truth: Any, response: str, value: float):
+    assert boxed("", response, truth, {}) == value

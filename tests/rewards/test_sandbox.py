@@ -1,0 +1,281 @@
+"""What a program in the sandbox can reach: nothing but its folder, for as long as it may run."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlhpc.core.errors import UserError
+from rlhpc.rewards.sandbox import Limits, Sandbox
+
+ROOT = Path(__file__).parents[2]
+ROOMY = Limits(seconds=20, memory_mib=256)  # the machine may be busy
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    return Sandbox(ROOMY)
+
+
+@pytest.fixture
+def brief() -> Sandbox:
+    """Of a second of processor time, three by the clock."""
+    return Sandbox(Limits(seconds=1, memory_mib=256))
+
+
+def tried(*attempts: str) -> str:
+    """A program that prints, for each of the expressions, its value or the name of its error."""
+    lines = ["import ctypes, os, signal, socket, subprocess, sys", "libc = ctypes.CDLL(None)", "def attempt(code):"]
+    lines += ["    try:", "        print(eval(code))", "    except Exception as error:"]
+    lines += ["        print(type(error).__name__)"]
+    return "\n".join([*lines, *(f"attempt({attempt!r})" for attempt in attempts)])
+
+
+def lines_of(sandbox: Sandbox, *attempts: str) -> list[str]:
+    ended = sandbox.run(tried(*attempts))
+    assert ended.code == 0, ended.errors
+    return ended.output.splitlines()
+
+
+def programs() -> list[psutil.Process]:
+    """Processes of sandboxes on this machine."""
+    return [p for p in psutil.process_iter(["cmdline"]) if (p.info["cmdline"] or [""])[-1] == "/tmp/solution.py"]
+
+
+def none_left() -> None:
+    end = time.monotonic() + 20
+    while programs():
+        assert time.monotonic() < end, programs()
+        time.sleep(0.05)
+
+
+def test_a_program_reads_prints_and_ends(sandbox):
+    ended = sandbox.run("import sys\nprint(input() * 2)\nprint('no', file=sys.stderr)\nsys.exit(7)", "ab\n")
+    assert (ended.code, ended.output, ended.errors) == (7, "abab\n", "no\n")
+    assert sandbox.run("import os\nos.abort()").code == -6
+    assert sandbox.run("import os\nos.kill(os.getpid(), 15)").code == -15
+
+
+def test_its_environment_and_rights_are_its_own(sandbox, monkeypatch):
+    monkeypatch.setenv("SECRET", "s3cret")
+    secret, user, ids, descriptors = lines_of(
+        Sandbox(ROOMY),
+        "os.environ.get('SECRET')",
+        "os.getresuid() + os.getresgid() + tuple(os.getgroups())[:0]",
+        "os.getpid() < 10, os.getppid()",
+        "[d for d in range(3, 64) if libc.fcntl(d, 1) >= 0]",
+    )
+    assert secret == "None"
+    assert user == str((1000,) * 6)
+    assert ids == "(True, 1)"
+    assert descriptors == "[]"
+
+
+def test_nothing_of_the_machine_can_be_read_but_the_interpreter(sandbox, tmp_path):
+    (tmp_path / "secret").write_text("x")
+    found = lines_of(
+        sandbox,
+        f"open({str(tmp_path / 'secret')!r})",
+        f"os.listdir({str(ROOT)!r})",
+        "open('/proc/1/environ')",
+        "os.listdir('/proc/self')",
+        "os.listdir('/sys')",
+        "open('/etc/passwd')",
+        "sorted(os.listdir('/dev'))",
+    )
+    assert found == ["FileNotFoundError"] * 6 + ["['null', 'random', 'urandom', 'zero']"]
+
+
+def test_files_are_written_in_a_folder_that_goes(sandbox, tmp_path):
+    before = set(os.listdir("/tmp"))
+    found = lines_of(
+        sandbox,
+        "open('own', 'w').write('abc')",
+        "open('/tmp/own').read()",
+        f"open({str(tmp_path / 'file')!r}, 'w')",
+        "open('/usr/file', 'w')",
+        f"open({os.path.join(sys.base_prefix, 'file')!r}, 'w')",
+        "os.chmod('/usr', 0o777)",
+        "os.mkdir('/dev/shm')",
+        "open('/dev/null', 'w').write('x')",
+    )
+    assert found[:3] == ["3", "abc", "FileNotFoundError"]
+    assert found[3:6] == ["OSError"] * 3  # a read-only file system
+    assert found[6] in ("PermissionError", "None")  # in memory, too
+    assert found[7] == "1"
+    assert not {"own", "file"} & (set(os.listdir("/tmp")) - before)
+    assert lines_of(sandbox, "os.listdir('/tmp')") == ["['solution.py']"]
+
+
+def test_the_folder_and_files_are_bounded(sandbox):
+    fill = "for n in range(100):\n    open(str(n), 'wb').write(bytes(8 << 20))"
+    ended = sandbox.run(fill)
+    assert "No space left on device" in ended.errors
+    assert "File too large" in sandbox.run("open('big', 'wb').write(bytes(100 << 20))").errors
+    ended = sandbox.run("print('x' * (100 << 20))")
+    assert len(ended.output) <= ROOMY.file_mib << 20
+    assert ended.code == 1
+
+
+def test_there_is_no_network(sandbox):
+    with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
+        unix.bind(b"\0of-a-neighbour")
+        unix.listen()
+        port = tcp.getsockname()[1]
+        socket.create_connection(("127.0.0.1", port)).close()  # it can be reached from here
+        found = lines_of(
+            sandbox,
+            f"socket.create_connection(('127.0.0.1', {port}), 5)",
+            "socket.create_connection(('1.1.1.1', 53), 5)",
+            "socket.getaddrinfo('example.org', 80)",
+            "socket.socket(socket.AF_UNIX).connect(b'\\0of-a-neighbour')",
+            "socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)",
+            "socket.socket(38)",  # AF_ALG, the kernel's cryptography
+        )
+    assert found == ["OSError", "OSError", "gaierror", "ConnectionRefusedError", "OSError", "OSError"]
+
+
+def test_no_other_process_can_be_harmed(sandbox):
+    found = lines_of(
+        sandbox,
+        f"os.kill({os.getpid()}, 9)",
+        "[libc.kill(1, 9), libc.ptrace(16, 1, 0, 0)][1]",
+        "os.kill(-1, 15)",
+        "os.setuid(0)",
+        "libc.unshare(0x10000000)",
+        "libc.mount(b'none', b'/usr', b'tmpfs', 0, 0)",
+        "'alive'",
+    )
+    assert found == ["ProcessLookupError", "-1", "ProcessLookupError", found[3], "-1", "-1", "alive"]
+    assert found[3] in ("PermissionError", "OSError")
+
+
+def test_ten_gigabytes_are_not_had(sandbox):
+    ended = sandbox.run("x = bytearray(10 << 30)")
+    assert ended.code == 1
+    assert "MemoryError" in ended.errors
+
+
+@pytest.mark.slow
+def test_loops_and_sleeps_end_in_time(brief):
+    for program, codes in (("while True: pass", (-9, None)), ("import time\ntime.sleep(1000)", (None,))):
+        ended = brief.run(program)
+        assert ended.code in codes
+        assert ended.seconds < 10
+    assert brief.run("import time\ntime.sleep(1000)", within=0.5).seconds < 2.5
+
+
+@pytest.mark.slow
+def test_a_fork_bomb_is_small_and_leaves_nothing(brief):
+    bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
+    process = psutil.Popen([sys.executable, "-c", _RUN, "1", bomb], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    most = 0
+    while process.poll() is None:
+        most = max(most, len(programs()))
+        time.sleep(0.05)
+    assert process.stdout.read() in ("-9\n", "None\n")
+    assert 2 < most <= Limits().processes
+    none_left()
+
+
+def test_what_a_program_leaves_behind_ends_with_it(sandbox):
+    daemon = "import os, time\nif os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        time.sleep(1000)\n"
+    ended = sandbox.run(f"{daemon}else:\n    print('ends')")
+    assert (ended.code, ended.output) == (0, "ends\n")
+    none_left()
+
+
+def test_a_program_ends_with_the_process_that_runs_it():
+    process = subprocess.Popen([sys.executable, "-c", _RUN, "100", "import time\ntime.sleep(1000)"], cwd=ROOT)
+    end = time.monotonic() + 30
+    while not programs():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    none_left()
+
+
+def test_installed_packages_are_seen_if_asked_for():
+    program = "import numpy\nprint(int(numpy.arange(4).sum()))"
+    assert "ModuleNotFoundError" in Sandbox(ROOMY).run(program).errors
+    ended = Sandbox(Limits(seconds=20, memory_mib=1024), packages=True).run(program)
+    assert ended.output == "6\n", ended.errors
+
+
+# ---- machines of other kinds
+
+_RUN = (
+    "import sys\n"
+    "from rlhpc.rewards.sandbox import Limits, Sandbox\n"
+    "print(Sandbox(Limits(seconds=float(sys.argv[1])), *sys.argv[3:]).run(sys.argv[2]).code)\n"
+)
+_CHECK = (
+    "import sys\n"
+    "from rlhpc.rewards.sandbox import Limits, Sandbox\n"
+    "sandbox = Sandbox(Limits(seconds=20), *sys.argv[2:])\n"
+    "sandbox.check()\n"
+    "print(sandbox.run(sys.argv[1]).output, end='')\n"
+)
+
+
+def elsewhere(setting: list[str], program: str, *isolation: str) -> subprocess.CompletedProcess[str]:
+    command = [*setting, sys.executable, "-c", _CHECK, program, *isolation]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_a_user_without_rights_has_the_same_sandbox(tmp_path):
+    """In a namespace where this user is number 1000 and has no rights, as on a node of a cluster."""
+    user = ["unshare", "--user", "--map-user=1000", "--map-group=1000"]
+    attempts = tried(
+        "os.getuid()",
+        "open('/etc/passwd')",
+        "open('/usr/file', 'w')",
+        "socket.create_connection(('127.0.0.1', 22), 5)",
+        "libc.ptrace(16, 1, 0, 0)",
+    )
+    done = elsewhere(user, attempts)
+    assert done.stdout.splitlines() == ["1000", "FileNotFoundError", "OSError", "OSError", "-1"], done.stderr
+
+
+_NO_NAMESPACES = ["unshare", "--user", "--map-root-user", "sh", "-c"]
+_NO_NAMESPACES += ['echo 0 > /proc/sys/user/max_user_namespaces && exec "$@"', "sh"]
+
+
+def test_a_machine_without_namespaces_is_refused_with_the_remedy():
+    done = elsewhere(_NO_NAMESPACES, "print(1)")
+    assert done.returncode == 1
+    line = done.stderr.splitlines()[-1]
+    assert "UserError: this machine allows no sandbox: " in line
+    assert "unshare: No space left on device; have an administrator set the sysctl user.max_user_namespaces" in line
+    assert "set isolation: filter" in line
+
+
+def test_there_a_filter_of_system_calls_holds_what_it_can():
+    attempts = tried(
+        "os.environ.get('HOME')",
+        "os.fork()",
+        "subprocess.run(['true'])",
+        "os.kill(os.getppid(), 0)",
+        "libc.syscall(424, 0, 0, 0, 0)",  # pidfd_send_signal
+        "os.kill(os.getpid(), 0)",
+        "socket.socket()",
+        "socket.socket(socket.AF_UNIX)",
+        "bytearray(10 << 30)",
+        "__import__('threading').Thread(target=print).start()",
+    )
+    done = elsewhere(_NO_NAMESPACES, attempts, "filter")
+    denied = ["BlockingIOError", "BlockingIOError", "PermissionError", "-1", "None", "OSError", "OSError"]
+    assert done.stdout.split() == ["/tmp", *denied, "MemoryError", "None"], done.stderr
+
+
+def test_an_interpreter_that_cannot_start_is_told():
+    with pytest.raises(UserError, match=r"Python does not start in the sandbox: exit code .*; raise memory_mib"):
+        Sandbox(Limits(memory_mib=4)).check()
