@@ -64,5 +64,7 @@ class RewardSection(Section):
             return self.functions
         if self.model is not None and self.function is None:
             return []
-        single = {"function": self.function or DEFAULT_FUNCTION, "arguments": self.arguments, "weight": 1.0}
-        return [RewardFunctionSection.model_construct(name="", **single)]
+        function = self.function or DEFAULT_FUNCTION
+        return [
+            RewardFunctionSection.model_construct(name="", function=function, arguments=self.arguments, weight=1.0)
+        ]

@@ -9,7 +9,8 @@ from functools import cache
 from itertools import product
 from math import log2
 
-from rlhpc.config.schema import ParallelSection, RolloutSection
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.engine import engine_vocab

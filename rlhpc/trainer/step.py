@@ -17,6 +17,7 @@ from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.advantages import step_advantages, token_values
 from rlhpc.trainer.batches import sft_minibatch
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.reward_model import score_by_model
 from rlhpc.trainer.sampling import step_samples
 from rlhpc.trainer.update import Metrics, update_actor, update_critic
 
@@ -55,6 +56,10 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     if not samples:  # nothing to learn from, which dynamic sampling says of prompts that are all too easy or too hard
         state.step += 1
         return {**rollout.metrics, **clock.metrics()}, []
+    if run.models.reward is not None:
+        touch("reward model", step)
+        with clock("reward_model"):
+            samples, greedy = score_by_model(run, samples), score_by_model(run, greedy)
     section = _section_in_force(run, state)
     touch("log_probs", step)
     with clock("log_probs"):
@@ -86,7 +91,7 @@ def _section_in_force(run: Run, state: RunState) -> AlgorithmSection:
 
 
 def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metrics, samples: int) -> Metrics:
-    if state.kl_coefficient is None:
+    if state.kl_coefficient is None or "kl" not in metrics:  # only a critic has learnt
         return {}
     state.kl_coefficient = adapted_coefficient(section.kl.coefficient, metrics["kl"], samples, section.kl)
     return {"kl_coefficient": section.kl.coefficient}
