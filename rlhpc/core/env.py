@@ -64,8 +64,12 @@ TRITON_CACHE_DIR = "TRITON_CACHE_DIR"
 CUDA_CACHE_PATH = "CUDA_CACHE_PATH"
 FLASHINFER_WORKSPACE_BASE = "FLASHINFER_WORKSPACE_BASE"
 
-# Where the interpreter's own libraries may be, for programs that are run in a sandbox.
+# All that a program in a sandbox is given; the first is where the interpreter's own libraries may be.
 LD_LIBRARY_PATH = "LD_LIBRARY_PATH"
+PATH = "PATH"
+LANG = "LANG"
+OPENBLAS_NUM_THREADS = "OPENBLAS_NUM_THREADS"
+MALLOC_ARENA_MAX = "MALLOC_ARENA_MAX"
 
 # Which GPUs a process sees. submitit's local launcher overwrites it.
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"

@@ -75,13 +75,13 @@ class Sandbox:
         self._command = [sys.executable, "-I", "-B"] if packages else [base, "-I", "-B", "-S"]
         libraries = os.environ.get(env.LD_LIBRARY_PATH, "")
         self._environment = {
-            "PATH": "/usr/bin:/bin",
+            env.PATH: "/usr/bin:/bin",
             env.HOME: _WORK,
             env.TMPDIR: _WORK,
-            "LANG": "C.UTF-8",
+            env.LANG: "C.UTF-8",
             env.OMP_NUM_THREADS: "1",
-            "OPENBLAS_NUM_THREADS": "1",
-            "MALLOC_ARENA_MAX": "1",  # each takes 64 MiB of what RLIMIT_AS allows
+            env.OPENBLAS_NUM_THREADS: "1",
+            env.MALLOC_ARENA_MAX: "1",  # each takes 64 MiB of what RLIMIT_AS allows
             **({env.LD_LIBRARY_PATH: libraries} if libraries else {}),
         }
         prefixes = [sys.base_prefix, sys.base_exec_prefix, *([sys.prefix, sys.exec_prefix] if packages else [])]

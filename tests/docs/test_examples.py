@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from rlhpc.algo import Responses, find_algorithm
-from rlhpc.api import Prompt
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.load import load_config
-from rlhpc.config.schema import RewardSection
 from rlhpc.launch.submit import make_plan
-from rlhpc.rewards.direct import load_reward
+from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
 from tests.docs.pages import DOCS, ROOT
 
 
@@ -27,11 +25,13 @@ def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_reward_gives_part_of_it_for_the_last_digit() -> None:
-    prompt = Prompt(0, (1, 2), "sums", "42", {})
-    score = load_reward(RewardSection(function="my_reward:score", arguments={"last_digit": 0.2}))
-    assert [score(prompt, text) for text in ("= 42", "32", "24", "none")] == [1.0, 0.2, 0.0, 0.0]
-    strict = load_reward(RewardSection(function="my_reward:score"))
-    assert strict(prompt, "32") == 0.0
+    def scores(arguments: dict[str, float], *responses: str) -> list[object]:
+        score = load_function(Entry("my_reward:score", arguments, "reward.function"))
+        prompt = {**dict.fromkeys(KEYWORDS), "ground_truth": "42"}
+        return [score({**prompt, "solution_str": response}) for response in responses]
+
+    assert scores({"last_digit": 0.2}, "= 42", "32", "24", "none") == [Score(v) for v in (1.0, 0.2, 0.0, 0.0)]
+    assert scores({}, "32") == [Score(0.0)]
 
 
 def test_the_algorithms_advantages_leave_one_out() -> None:
