@@ -46,9 +46,9 @@ class Result:
         return self.after_warm_up <= MOST_AFTER_WARM_UP and self.after_grpo >= LEAST_AFTER_GRPO
 
 
-def overrides(seed: int, inputs: Path) -> list[str]:
-    """The demo with this seed and its inputs in ``inputs``."""
-    config = load_config(CONFIG).model_dump(mode="json")
+def overrides(seed: int, inputs: Path, file: Path = CONFIG) -> list[str]:
+    """The demo, or another config of its task, with this seed and its inputs in ``inputs``."""
+    config = load_config(file).model_dump(mode="json")
     before = config["prepare"]["arguments"]["folder"]
     moved = [
         f"{key}={inputs / Path(value).relative_to(before)}"
@@ -85,9 +85,10 @@ def table(results: Sequence[Result], cores: int) -> str:
     return "\n".join([head, "| --- | --- | --- | --- | --- |", *rows]) + "\n"
 
 
-def run_demo(seed: int, folder: Path) -> Result:
-    """One demo run in ``folder``; its output is shown."""
-    command = [sys.executable, "-m", "rlhpc.cli.main", "run", str(CONFIG), *overrides(seed, folder / "inputs")]
+def run_demo(seed: int, folder: Path, file: Path = CONFIG) -> Result:
+    """One demo run in ``folder``, or another config of its task; its output is shown."""
+    keys = overrides(seed, folder / "inputs", file)
+    command = [sys.executable, "-m", "rlhpc.cli.main", "run", str(file), *keys]
     began = time.monotonic()
     subprocess.run([*command, "--run-dir", str(folder / "run")], check=True, cwd=ROOT)
     return result_of(seed, read_records(RunFolder(folder / "run").metrics), time.monotonic() - began)

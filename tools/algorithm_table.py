@@ -1,0 +1,79 @@
+"""Runs the demo's task with every algorithm and several seeds, and rewrites README's table of what they came to.
+
+    python -m tools.algorithm_table [NAME ...] [--seeds 0 1 2]
+
+Without names, all of configs/algorithms. What is measured is kept in docs/measurements/algorithms.json, so that one
+algorithm can be run again without the others. A seed that misses stays in the table, and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core.files import write_atomic
+from tools.demo_table import LEAST_AFTER_GRPO, ROOT, SEEDS, Result, run_demo
+from tools.markers import rewrite
+
+CONFIGS = ROOT / "configs" / "algorithms"
+KEPT = ROOT / "docs" / "measurements" / "algorithms.json"
+MARKER = "algorithm-table"
+
+Kept = dict[str, dict[str, dict[str, Any]]]  # by algorithm, then seed
+
+
+def table(kept: Kept) -> str:
+    """Markdown; a row for each algorithm, a column for each seed."""
+    seeds = sorted({seed for results in kept.values() for seed in results}, key=int)
+    rows = [f"| algorithm | {' | '.join(f'seed {seed}' for seed in seeds)} | RL steps |"]
+    rows.append("| --- |" + " --- |" * (len(seeds) + 1))
+    for name, results in sorted(kept.items()):
+        cells = [_cell(results.get(seed)) for seed in seeds]
+        steps = sorted({result["steps"] for result in results.values()})
+        rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(map(str, steps))} |")
+    return "\n".join(rows) + "\n"
+
+
+def _cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return "not run"
+    missed = "" if result["after"] >= LEAST_AFTER_GRPO else " (missed)"
+    return f"{result['before']:.1%} → {result['after']:.1%}{missed}"
+
+
+def entry(result: Result) -> dict[str, Any]:
+    """What is kept of a run."""
+    return {
+        "before": round(result.after_warm_up, 4),
+        "after": round(result.after_grpo, 4),
+        "steps": result.steps,
+        "seconds": round(result.seconds),
+    }
+
+
+def main() -> int:
+    known = sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", choices=[*known, []], help=", ".join(known))
+    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    asked = parser.parse_args()
+    kept: Kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+    base = Path("runs") / f"algorithms-{time.strftime('%Y%m%d-%H%M%S')}"
+    for name in asked.names or known:
+        for seed in asked.seeds:
+            result = run_demo(seed, base / name / f"seed-{seed}", CONFIGS / f"{name}.yaml")
+            kept.setdefault(name, {})[str(seed)] = entry(result)
+            write_atomic(KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
+            rewrite(ROOT / "README.md", MARKER, table(kept))
+    missed = [f"{name} {seed}" for name, of in kept.items() for seed, r in of.items() if r["after"] < LEAST_AFTER_GRPO]
+    if missed:
+        print(f"missed {LEAST_AFTER_GRPO}: {', '.join(missed)}", file=sys.stderr)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
