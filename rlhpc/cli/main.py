@@ -8,7 +8,9 @@ import click
 
 from rlhpc import __version__
 from rlhpc.cli.convert import convert
+from rlhpc.cli.eval import evaluate
 from rlhpc.cli.plan import plan
+from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
@@ -54,7 +56,7 @@ def schema() -> None:
     click.echo(json_schema(), nl=False)
 
 
-for command in (plan, submit, status, logs, cancel, resume, convert):
+for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, convert):
     cli.add_command(command)
 
 

@@ -55,7 +55,7 @@ def submit(
     configs = [load_config(Path(file), changes) for file in files]
     if run_dir is not None:
         configs = [configs[0].model_copy(update={"run_dir": Path(run_dir)})]
-    _hand_over(make_plan(configs, Path.cwd()), dry_run, follow, {"keep": keep, "entry": entry})
+    hand_over(make_plan(configs, Path.cwd()), dry_run, follow, {"keep": keep, "entry": entry})
 
 
 @click.command()
@@ -75,17 +75,18 @@ def resume(run: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, ke
     known = find_run(run)
     workdir = workdir_of(known)
     os.chdir(workdir)  # relative paths of the config start there
-    _hand_over(plan_again(known, overrides, workdir), dry_run, follow, {"keep": keep, "entry": entry, "again": True})
+    hand_over(plan_again(known, overrides, workdir), dry_run, follow, {"keep": keep, "entry": entry, "again": True})
 
 
-def _hand_over(plan: Plan, dry_run: bool, follow: bool, options: dict[str, Any]) -> None:
+def hand_over(plan: Plan, dry_run: bool, follow: bool, options: dict[str, Any]) -> None:
+    """Submit the plan with ``options`` of rlhpc.launch.submit.submit, and say what became of it."""
     if dry_run:
         click.echo(plan.script, nl=False)
         click.echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")
         return
-    from rlhpc.launch.submit import submit as hand_over
+    from rlhpc.launch.submit import submit as give
 
-    runs = hand_over(plan, **options)
+    runs = give(plan, **options)
     _tell(runs)
     if follow:
         from rlhpc.launch.follow import follow as watch

@@ -38,6 +38,8 @@ class PrepareSection(Section):
 class ModelSection(Section):
     path: Path
     """Folder with config.json, safetensors and tokenizer, as HuggingFace saves them."""
+    weights: Path | None = None
+    """Folder of the weights if they are not in path, such as checkpoints/step-00000120/actor of another run."""
     family: ImportPath | None = None
     """A model family of your own, a value of type rlhpc.models.Family; default: the one that config.json names."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
@@ -154,6 +156,11 @@ class RunConfig(Section):
     def world_size(self) -> int:
         """Ranks of the largest job that slurm.nodes allows."""
         return self.slurm.most_nodes * self.resources.ranks_per_node
+
+    @property
+    def evaluates_only(self) -> bool:
+        """There is nothing to learn."""
+        return not self.train.steps and self.sft is None
 
     @property
     def folder(self) -> Path:

@@ -118,6 +118,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def evaluation(self) -> Path:
+        """What a run without steps has found: metrics of the held-out prompts."""
+        return self.path / "metrics.json"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per checkpoint."""
         return self.path / "checkpoints"

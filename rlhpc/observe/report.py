@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.observe.evaluation import BY_SET, BY_SOURCE, OVERALL
 from rlhpc.observe.metrics import Record, read_records
 
 WIDTH = 110
@@ -24,15 +25,40 @@ def write_report(folder: RunFolder) -> None:
         _plot(folder.report / _PLOT, records)
 
 
+def write_evaluation(folder: RunFolder, metrics: Mapping[str, float]) -> None:
+    """Write report/report.txt with the metrics of an evaluation, a column for each set of prompts."""
+    folder.report.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder.report_text, _printed([_evaluation(metrics)], folder.samples))
+
+
 def _text(folder: RunFolder, records: Sequence[Record], samples: Sequence[Record]) -> str:
+    tables = (_final_metrics(records), _validations(records), _last_samples(samples))
+    return _printed(tables, folder.report / _PLOT, "Plot")
+
+
+def _printed(tables: Iterable[Any], file: Path, what: str = "Samples") -> str:
+    """Tables that have rows, and where there is more."""
     from rich.console import Console
 
     console = Console(width=WIDTH, record=True, file=_Nowhere(), color_system=None)
-    for table in (_final_metrics(records), _validations(records), _last_samples(samples)):
+    for table in tables:
         if table.row_count:
             console.print(table)
-    console.print(f"Plot: {folder.report / _PLOT}", soft_wrap=True, highlight=False)
+    console.print(f"{what}: {file}", soft_wrap=True, highlight=False)
     return console.export_text()
+
+
+def _evaluation(metrics: Mapping[str, float]) -> Any:
+    """One row for each metric, one column for all prompts and for each group of them."""
+    groups: dict[str, dict[str, float]] = {}
+    for path, value in metrics.items():
+        group, _, name = path.rpartition("/")
+        groups.setdefault(group, {})[name] = value
+    titles = {group: group.removeprefix(BY_SET).removeprefix(BY_SOURCE) or "all" for group in groups}
+    table = _table("Evaluation on held-out prompts", "metric", *titles.values())
+    for name in groups[OVERALL]:
+        table.add_row(name, *(_number(found.get(name)) for found in groups.values()))
+    return table
 
 
 class _Nowhere:

@@ -111,7 +111,7 @@ def _check_engines_lie_on_nodes(config: RunConfig, world_size: int) -> None:
 
 def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
     train, sft = config.train, config.sft
-    if not train.steps and sft is None:
+    if config.evaluates_only and not config.data.validation:
         raise UserError("0 steps and no sft section: nothing to do", where="train.steps", remedy="set it to 1 or more")
     if sft is not None and sft.sequences_per_step < layout.dp:
         raise UserError(
@@ -145,7 +145,7 @@ def _check_model(config: RunConfig, shape: ModelShape) -> str:
     """The model suits the lengths, its files are whole and belong together."""
     folder = config.model.path
     _check_lengths(config, shape)
-    weights = check_weights(folder, shape)
+    weights = check_weights(config.model.weights or folder, shape)
     tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
     return (
         f"{folder}: {_model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
@@ -163,7 +163,7 @@ def _model_text(shape: ModelShape) -> str:
 
 def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    if config.train.steps and prompt + response > shape.max_positions:
+    if (config.train.steps or config.data.validation) and prompt + response > shape.max_positions:
         raise UserError(
             f"{response} response tokens after data.max_prompt_tokens {prompt} exceed the model's "
             f"{shape.max_positions} positions (max_position_embeddings)",
@@ -206,6 +206,8 @@ def _batch_text(config: RunConfig) -> str:
             f"rl {train.steps} steps of {train.prompts_per_step} prompts x {rollout.samples_per_prompt} samples in "
             f"{train.minibatches} minibatch(es)"
         )
+    if config.evaluates_only:
+        texts.append(f"{config.validation.samples_per_prompt} response(s) to each held-out prompt")
     return "; ".join(texts)
 
 

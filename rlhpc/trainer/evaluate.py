@@ -1,13 +1,18 @@
-"""Validation on held-out prompts with the present weights."""
+"""Held-out prompts answered with the present weights: in the course of training, and as a run of its own."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from rlhpc.api import RunState, Sample
+from rlhpc.api import Prompt, RunState, Sample
+from rlhpc.config.schema import ModelSection
+from rlhpc.core.files import read_json, write_atomic, write_json
 from rlhpc.core.heartbeat import touch
+from rlhpc.observe.evaluation import Answer, evaluation_metrics
+from rlhpc.observe.report import write_evaluation
 from rlhpc.trainer.batches import exchange_samples
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.rollout import generate_samples
@@ -15,36 +20,102 @@ from rlhpc.trainer.rollout import generate_samples
 Metrics = dict[str, float]
 
 
+@dataclass(frozen=True)
+class Answered:
+    """One response to a held-out prompt."""
+
+    set_name: str
+    prompt: Prompt
+    sample: Sample
+
+
 def validate(run: Run, state: RunState) -> Metrics:
-    """One response to each held-out prompt; accuracy is the mean reward. Leaves the engine asleep."""
+    """``validation/…`` metrics of the present weights; the first samples are kept. Leaves the engine asleep."""
+    answered = _answer(run, state)
+    if run.info.rank == 0:
+        run.context.attempt.check_current()
+        with open(run.folder.samples, "a", encoding="utf-8") as file:
+            file.writelines(_lines(run, state, answered[: run.config.observe.samples]))
+    return {f"validation/{name}": value for name, value in _metrics(run, answered).items()}
+
+
+def evaluate(run: Run) -> None:
+    """Answer the held-out prompts once, and write samples.jsonl, metrics.json and the report."""
+    state = _state_of(run.config.model)
+    answered = _answer(run, state)
+    if run.info.rank:
+        return
+    run.context.attempt.check_current()
+    write_atomic(run.folder.samples, "".join(_lines(run, state, answered)))
+    metrics = _metrics(run, answered)
+    model = run.config.model
+    write_json(
+        run.folder.evaluation,
+        {
+            "model": str(model.weights or model.path),
+            "step": state.step,
+            "prompts": len({answer.sample.group_id for answer in answered}),
+            "samples_per_prompt": run.config.validation.samples_per_prompt,
+            "temperature": run.config.validation.temperature,
+            "metrics": metrics,
+        },
+    )
+    write_evaluation(run.folder, metrics)
+
+
+def _answer(run: Run, state: RunState) -> list[Answered]:
+    """Equal on every rank, in the prompts' order."""
     section = run.config.validation
-    prompts = run.validation.prompts[: section.max_prompts]
+    chosen = run.validation.first(section.max_prompts)
+    prompts = [prompt for _, prompt in chosen]
     touch("validation", state.step)
     with run.weights:
         state.weights_version = run.weights.weights_version
-        samples = exchange_samples(
-            run, generate_samples(run, state, prompts, samples_per_prompt=1, temperature=section.temperature)
+        mine = generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
+        samples = exchange_samples(run, mine)
+    return [Answered(*chosen[sample.group_id], sample) for sample in samples]
+
+
+def _metrics(run: Run, answered: list[Answered]) -> Metrics:
+    answers = [
+        Answer(
+            answer.sample.group_id,
+            answer.set_name,
+            answer.prompt.data_source,
+            answer.sample.reward,
+            answer.sample.response_len,
+            answer.sample.truncated,
         )
-    if run.info.rank == 0:
-        _keep(run, state, samples)
+        for answer in answered
+    ]
+    return evaluation_metrics(answers, run.config.validation.success)
+
+
+def _lines(run: Run, state: RunState, answered: list[Answered]) -> list[str]:
+    """Samples in words, one JSON object each."""
+    return [json.dumps(_record(run, state, answer), ensure_ascii=False) + "\n" for answer in answered]
+
+
+def _record(run: Run, state: RunState, answer: Answered) -> dict[str, Any]:
+    sample = answer.sample
     return {
-        "validation/accuracy": float(np.mean([sample.reward for sample in samples])),
-        "validation/response_length": float(np.mean([sample.response_len for sample in samples])),
+        "step": state.step,
+        "set": answer.set_name,
+        "source": answer.prompt.data_source,
+        "prompt": run.tokenizer.decode(sample.tokens[: sample.prompt_len]),
+        "response": run.tokenizer.decode(sample.tokens[sample.prompt_len :]),
+        "expected": answer.prompt.ground_truth,
+        "reward": sample.reward,
+        "parts": sample.reward_parts,
+        "correct": sample.reward >= run.config.validation.success,
+        "truncated": sample.truncated,
     }
 
 
-def _keep(run: Run, state: RunState, samples: list[Sample]) -> None:
-    """Append the first few samples, in words, to samples.jsonl."""
-    prompts = {prompt.prompt_id: prompt for prompt in run.validation.prompts}
-    run.context.attempt.check_current()
-    with open(run.folder.samples, "a", encoding="utf-8") as file:
-        for sample in samples[: run.config.observe.samples]:
-            record = {
-                "step": state.step,
-                "prompt": run.tokenizer.decode(sample.tokens[: sample.prompt_len]),
-                "response": run.tokenizer.decode(sample.tokens[sample.prompt_len :]),
-                "expected": prompts[sample.prompt_id].ground_truth,
-                "reward": sample.reward,
-                "truncated": sample.truncated,
-            }
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+def _state_of(model: ModelSection) -> RunState:
+    """Of the checkpoint whose weights are used, so that what is drawn is what its run drew; else the first one."""
+    known = (model.weights or Path()).parent / "state.json"
+    if model.weights is None or not known.is_file():
+        return RunState()
+    state = read_json(known)["state"]
+    return RunState(step=state["step"], sft_step=state["sft_step"])

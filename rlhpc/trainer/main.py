@@ -14,6 +14,8 @@ from rlhpc.core.context import RankContext
 def run_rank(context: RankContext) -> str | None:
     """Run this rank with the resolved config of its attempt, from the newest checkpoint or, without one, the start.
 
+    A run without steps is an evaluation.
+
     Returns why the ranks agreed to stop before the last step, None if they did not.
     """
     import torch
@@ -23,6 +25,7 @@ def run_rank(context: RankContext) -> str | None:
     from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import join, leave
     from rlhpc.trainer.build import build
+    from rlhpc.trainer.evaluate import evaluate
     from rlhpc.trainer.loop import Loop
 
     info = context.info
@@ -38,10 +41,14 @@ def run_rank(context: RankContext) -> str | None:
     check_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)
     run = build(config, context)
-    stopped = Loop(run).run()
-    if info.rank == 0 and stopped is None:
-        context.attempt.check_current()
-        write_report(context.run)
+    stopped = None
+    if config.evaluates_only:
+        evaluate(run)
+    else:
+        stopped = Loop(run).run()
+        if info.rank == 0 and stopped is None:
+            context.attempt.check_current()
+            write_report(context.run)
     if run.engine is not None:
         run.engine.shutdown()
     leave()

@@ -35,7 +35,7 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     layout = make_layout(config.parallel, info.world_size)
     build_groups(layout, config.seed)
     train = config.train
-    optimizer = config.sft.optimizer if config.sft else train.optimizer
+    optimizer = config.sft.optimizer if config.sft else train.optimizer if train.steps else None
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     actor = Role(_model(config, info, shape, layout, optimizer), train.tokens_per_microbatch, passing)
     if algorithm is None:
@@ -56,7 +56,7 @@ def _model(
     backend = MegatronBackend(
         shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts, config.memory
     )
-    backend.load_pretrained(config.model.path)
+    backend.load_pretrained(config.model.weights or config.model.path)
     if optimizer is None:
         backend.offload()
     return backend
