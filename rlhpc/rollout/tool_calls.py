@@ -8,10 +8,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhpc.core.errors import one_line
 from rlhpc.core.imports import import_attribute
-from rlhpc.rewards.calls import Entry, Failure, told
+from rlhpc.rewards.calls import Entry, Failure
 
 LOADER = "rlhpc.rollout.tool_calls:load_tool"
+_SHOWN = 300
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 
@@ -56,7 +58,7 @@ def load_tool(entry: Entry) -> Callable[[Mapping[str, Any]], Answer | Failure]:
             result = function(**given, **fixed)
             text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except BaseException as error:  # a tool may raise anything, SystemExit too
-            return Failure("raised", told(error))
+            return Failure("raised", f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}")
         if len(text) > most:
             return Failure("result", f"the answer has {len(text)} characters, too many to be shown")
         return Answer(text)

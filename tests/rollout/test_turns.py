@@ -1,0 +1,168 @@
+"""Responses of several turns on the real engine: taken back, gone on with, answered by tools, and still what the model
+says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from rlhpc.api import Completion, Prompt, Sample, Verdict
+from rlhpc.config.data import DataSection
+from rlhpc.config.rollout import RolloutSection, ToolSection
+from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.models import read_model
+from rlhpc.rollout.collect import Collector, Scored
+from rlhpc.rollout.requests import Sampling, Task, blank_draft
+from rlhpc.rollout.tools import ToolUse
+from tests.helpers.distributed import run_ranks
+from tests.rollout import engines
+from tests.rollout.tool_task import ASSISTANT, CONTEXT, TOOL, make_task, tool_sections
+
+pytestmark = [pytest.mark.slow, engines.cpu_only]
+
+LENGTH = 100
+COUNT = 32
+
+
+class Judge:
+    """Finds every response good."""
+
+    def __init__(self) -> None:
+        self.keys: list[int] = []
+
+    def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
+        self.keys.append(key)
+
+    def verdicts(self) -> dict[int, Verdict]:
+        found, self.keys = {key: Verdict(1.0) for key in self.keys}, []
+        return found
+
+
+def rollouts(folder: Path) -> dict[str, list[Sample]]:
+    """The same responses: at once, with tools waited for every few steps, and taken back twice on their way."""
+    path = folder / "model"
+    tokenizer = Tokenizer.load(path, read_model(path).vocab_size, DataSection())
+    engine = engines.build(path, end_tokens=tokenizer.end_tokens)
+    engines.push(engine, path)
+    section = RolloutSection(tools=[ToolSection(**tool) for tool in tool_sections()], max_turns=3)
+    tools = ToolUse(section, tokenizer, leads=True)
+    prompt = Prompt(0, tokenizer.encode_prompts(["12+30="])[0], "sums", "42", {})
+
+    def collector(temperature: float, version: int, uses: ToolUse | None) -> Collector:
+        return Collector(engine, Sampling(LENGTH, temperature, 1.0), Judge(), version, uses)
+
+    def tasks(count: int) -> list[Task]:
+        return [Task(i // 4, i % 4, prompt, blank_draft(prompt, 1), (0, 0, 0, i)) for i in range(count)]
+
+    def finish(running: Collector, begun: Sequence[Task], steps: int | None = None) -> list[Scored]:
+        running.begin(begun)
+        while running.under_way:
+            running.advance(steps)
+        return running.harvest()
+
+    def interrupted(temperature: float, count: int, uses: ToolUse | None) -> list[Scored]:
+        left, done, version = tasks(count), [], 1
+        for steps in (7, 9, None):
+            running = collector(temperature, version, uses)
+            running.begin(left)
+            running.advance(steps)
+            done += running.harvest()
+            of = {(task.group, task.index): task for task in left}
+            left = [
+                Task(s.group, s.index, prompt, s.sample, of[s.group, s.index].root)
+                for s in (running.stop() if steps else [])
+            ]
+            assert engine.unfinished == 0
+            version += 1
+        return sorted(done, key=lambda scored: (scored.group, scored.index))
+
+    found = {
+        "at once": finish(collector(1.0, 1, tools), tasks(COUNT)),
+        "in steps": finish(collector(1.0, 1, tools), tasks(COUNT), steps=5),
+        "interrupted": interrupted(1.0, COUNT, tools),
+        "likeliest": finish(collector(0.0, 1, None), tasks(4)),
+        "likeliest, interrupted": interrupted(0.0, 4, None),
+    }
+    tools.close()
+    engine.sleep()  # nothing holds the cache any more
+    engines.push(engine, path)
+    engine.shutdown()
+    return {name: [scored.sample for scored in samples] for name, samples in found.items()}
+
+
+@pytest.fixture(scope="module")
+def task_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_task(tmp_path_factory.mktemp("tools"))
+
+
+@pytest.fixture(scope="module")
+def found(task_folder: Path) -> dict[str, list[Sample]]:
+    return run_ranks(rollouts, 1, task_folder)[0]
+
+
+def log_probs_of(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
+    """HuggingFace's, of every response token."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    found = []
+    with torch.no_grad():
+        for sample in samples:
+            tokens = torch.from_numpy(sample.tokens).long()
+            table = model(tokens[None]).logits[0, sample.prompt_len - 1 : -1].log_softmax(-1)
+            found.append(table.gather(1, tokens[sample.prompt_len :, None])[:, 0].numpy())
+    return found
+
+
+@pytest.mark.parametrize("way", ["at once", "interrupted"])
+def test_log_probs_are_the_model_s_where_it_chose(found, task_folder, way):
+    samples = found[way]
+    assert len(samples) == COUNT
+    assert sum(sample.chosen is not None for sample in samples) > 8, "tools were called"
+    for sample, expected in zip(samples, log_probs_of(task_folder, samples), strict=True):
+        chosen = np.ones(sample.response_len, bool) if sample.chosen is None else sample.chosen
+        np.testing.assert_allclose(sample.log_probs[chosen], expected[chosen], atol=1e-4)
+        assert not sample.log_probs[~chosen].any()
+        assert sample.response_len <= LENGTH
+        assert len(sample.tokens) <= CONTEXT
+
+
+def test_given_tokens_are_the_template_s(found, task_folder):
+    tokenizer = Tokenizer.load(task_folder / "model", read_model(task_folder / "model").vocab_size, DataSection())
+    told = []
+    for sample in found["at once"]:
+        if sample.chosen is None:
+            continue
+        given = sample.tokens[sample.prompt_len :][~sample.chosen].tolist()
+        text = tokenizer.decode(given, special=True)
+        told += [part.removesuffix(ASSISTANT) for part in text.split(TOOL)[1:]]
+        assert text.endswith(ASSISTANT)
+    assert any("420" in text or "42" in text for text in told)
+    assert any(text.startswith("error:") for text in told), told
+
+
+def test_waiting_for_tools_changes_nothing(found):
+    for one, other in zip(found["at once"], found["in steps"], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        assert np.array_equal(one.chosen, other.chosen)
+
+
+def test_the_likeliest_response_is_the_same_after_interruptions(found):
+    for one, other in zip(found["likeliest"], found["likeliest, interrupted"], strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist()
+        np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
+        assert one.truncated == other.truncated
+        assert other.weights_version == 1
+
+
+def test_a_response_gone_on_with_draws_other_numbers(found):
+    assert {len(found[way]) for way in ("at once", "interrupted")} == {COUNT}
+    longer = [s for s in found["interrupted"] if s.chosen is None and s.response_len > 20]
+    assert longer
+    for sample in longer:
+        response = sample.tokens[sample.prompt_len :].tolist()
+        assert response[:7] != response[7:14], "the same seed would draw much the same again"
