@@ -24,16 +24,22 @@ def table() -> str:
 
 
 def _keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(dotted key, JSON schema) of every key that is not a section."""
+    """(dotted key, JSON schema) of every key that is not a section; those of a list's items have [] for the index."""
+
+    def defined(reference: dict[str, Any]) -> dict[str, Any]:
+        return schema["$defs"][reference["$ref"].rpartition("/")[2]]
 
     def walk(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, field in node["properties"].items():
             section = next((s for s in _alternatives(field) if "$ref" in s), None)
+            items = (s["items"] for s in _alternatives(field) if "$ref" in s.get("items", ()))
+            item = next((s for s in items if "properties" in defined(s)), None)
             required = {"required": name in node.get("required", [])}
             if section is None:
                 yield prefix + name, {**field, **required}
-            else:
-                yield from walk(schema["$defs"][section["$ref"].rpartition("/")[2]], f"{prefix}{name}.")
+            if section or item:
+                mark = "" if section else "[]"
+                yield from walk(defined(section or item), f"{prefix}{name}{mark}.")
 
     yield from walk(schema, "")
 
@@ -48,6 +54,8 @@ def _kind(field: dict[str, Any]) -> str:
     if others:
         return " or ".join(_kind(kind) for kind in (first, *others))
     kind = first
+    if "$ref" in kind:
+        return "section"
     if "prefixItems" in kind:
         return "[" + ", ".join(_kind(item) for item in kind["prefixItems"]) + "]"
     if "enum" in kind:

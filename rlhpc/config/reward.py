@@ -65,6 +65,4 @@ class RewardSection(Section):
         if self.model is not None and self.function is None:
             return []
         function = self.function or DEFAULT_FUNCTION
-        return [
-            RewardFunctionSection.model_construct(name="", function=function, arguments=self.arguments, weight=1.0)
-        ]
+        return [RewardFunctionSection.model_construct(name="", function=function, arguments=self.arguments, weight=1.0)]

@@ -11,6 +11,9 @@ from rlhpc.models import read_model
 from rlhpc.plan.files import check_weights, same_vocabulary
 from rlhpc.plan.fit import fitting_layout
 
+# reward/mean and its like are of the whole reward, reward/model is a reward model's part.
+_TAKEN = ("mean", "std", "max", "min", "model")
+
 
 def check_reward_model(config: RunConfig, world_size: int) -> None:
     """The reward model's files are whole, it suits its layout, and reads the tokens that the policy writes."""
@@ -36,9 +39,10 @@ def check_reward(section: RewardSection) -> None:
     """Refuse a config that names functions in two ways, or two of them alike."""
     if section.functions and (section.function is not None or section.arguments):
         key = "function" if section.function is not None else "arguments"
-        raise UserError(
-            f"reward.{key} is given too", where="reward.functions", remedy=f"make it an item of the list, without {key}"
-        )
+        raise UserError(f"reward.{key} is given too", where="reward.functions", remedy="give all of it in the list")
     twice = [name for name, count in Counter(item.name for item in section.functions).items() if count > 1]
     if twice:
         raise UserError(f"{twice[0]!r} is the name of two", where="reward.functions", remedy="name each differently")
+    taken = next((item.name for item in section.functions if item.name in _TAKEN), None)
+    if taken is not None:
+        raise UserError(f"{taken!r} means something else in the metrics", where="reward.functions", remedy="rename it")

@@ -29,30 +29,32 @@ class RewardJudge:
     """A ``Judge`` of the configured functions. Make one on the first rank of each engine, and ``close`` it.
 
     A failed call is handled as ``reward.on_failure`` says. Parts of a verdict are the numbers of the functions that
-    have names, as ``name``, and the further numbers that functions return, as ``name/key``.
+    have names, as ``name``, and the further numbers that functions return, as ``name/key``. Where a model is the only
+    reward there is no function, and every verdict is 0.
     """
 
-    def __init__(
-        self, section: RewardSection, decode: Callable[[Sequence[int]], str], max_response_tokens: int
-    ) -> None:
+    def __init__(self, section: RewardSection, decode: Decode, max_response_tokens: int) -> None:
         self._functions = section.entries
         self._on_failure = section.on_failure
         self._decode, self._max_tokens = decode, max_response_tokens
         self._entries = [entry for _, entry in entries_of(section)]
-        self._pool = Pool(self._entries, section.workers, section.time_limit_seconds)
+        self._pool = Pool(self._entries, section.workers, section.time_limit_seconds) if self._entries else None
         self._responses: dict[int, _Response] = {}
         self._failures: Counter[str] = Counter()
         self._logged: set[tuple[int, str]] = set()
 
     def wait_until_started(self) -> None:
         """Until a worker has imported the functions; a UserError if it cannot."""
-        self._pool.wait_until_started()
+        if self._pool is not None:
+            self._pool.wait_until_started()
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         """Begin to score a response; returns at once."""
         assert key not in self._responses, f"response {key} is being scored already"
         response = _Response(prompt, self._decode(completion.tokens.tolist()))
         self._responses[key] = response
+        if self._pool is None:
+            return
         keywords = {
             "data_source": prompt.data_source,
             "solution_str": response.text,
@@ -68,7 +70,7 @@ class RewardJudge:
 
         A UserError if a function failed and ``reward.on_failure`` is ``fail``.
         """
-        outcomes = self._pool.outcomes()
+        outcomes = self._pool.outcomes() if self._pool is not None else {}
         responses, self._responses = self._responses, {}
         return {key: self._verdict(key, response, outcomes) for key, response in sorted(responses.items())}
 
@@ -79,7 +81,8 @@ class RewardJudge:
 
     def close(self) -> None:
         """End the processes."""
-        self._pool.close()
+        if self._pool is not None:
+            self._pool.close()
 
     def _verdict(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> Verdict:
         reward, parts, dropped = 0.0, {}, False

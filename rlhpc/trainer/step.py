@@ -116,7 +116,9 @@ def _sft_loss(stats: TokenStats, batch: PackedBatch) -> LossSums:
 def _sample_metrics(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> Metrics:
     rewards = np.array([sample.reward for sample in samples])
     lengths = np.array([sample.response_len for sample in samples])
+    parts = {name for sample in samples for name in sample.reward_parts}
     return {
+        **{f"reward/{name}": _part_mean(samples, name) for name in sorted(parts)},
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/max": float(rewards.max()),
@@ -128,3 +130,8 @@ def _sample_metrics(samples: Sequence[Sample], advantages: Sequence[np.ndarray])
         "rollout/completion_tokens": float(lengths.sum()),
         "tokens": float(sum(len(sample.tokens) for sample in samples)),
     }
+
+
+def _part_mean(samples: Sequence[Sample], name: str) -> float:
+    """Over the samples that have it."""
+    return float(np.mean([sample.reward_parts[name] for sample in samples if name in sample.reward_parts]))
