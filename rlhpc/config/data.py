@@ -35,17 +35,22 @@ class DataFile(Section):
         fields = {name: value for name, value in handler(self).items() if value is not None}
         return fields["path"] if len(fields) == 1 else fields
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        schema = handler.resolve_ref_schema(handler(core_schema))
-        return {"anyOf": [{"type": "string", "format": "path"}, schema]}
+
+class _OrPath:
+    """Says in the schema that a path alone will do."""
+
+    def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"anyOf": [{"type": "string", "format": "path"}, handler(core_schema)]}
+
+
+PathOrFile = Annotated[DataFile, _OrPath()]
 
 
 class DataSection(Section):
-    train: list[DataFile] = []
+    train: list[PathOrFile] = []
     """Prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model,
     extra_info; each a path, or {path, weight} to mix files in those proportions."""
-    validation: list[DataFile] = []
+    validation: list[PathOrFile] = []
     """Held-out prompt files of the same form; each a path, or {path, name} for a set with metrics of its own."""
     max_prompt_tokens: PositiveInt = 1024
     """Longest prompt, the chat template's tokens included."""

@@ -1,0 +1,102 @@
+"""``rlhpc eval`` finds what the run itself found with the same weights; a run goes on with its own prompts only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.observe.evaluation import pass_at
+from tests.helpers.runs import ROOT, records, run, write_config
+
+pytestmark = pytest.mark.slow
+SAMPLES, PROMPTS = 4, 8
+
+
+def odd_length(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """What a model of random weights does half of the time."""
+    return float(len(solution_str) % 2)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The configuration of a run of one step, with two held-out sets, one of them named."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    held_out = str(folder / "inputs" / "validation.jsonl")
+    config = write_config(
+        folder,
+        sft=None,
+        train__steps=1,
+        train__optimizer__learning_rate=0.01,  # the first step changes the model
+        data__validation=[held_out, {"path": held_out, "name": "again"}],
+        reward__function="tests.trainer.test_evaluate:odd_length",
+        validation={"temperature": 1.0, "samples_per_prompt": SAMPLES, "max_prompts": PROMPTS},
+        observe={"samples": 3},
+    )
+    code, output = run(config)
+    assert code == 0, output
+    return config
+
+
+def evaluate(config: Path, *options: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli.main", "eval", str(config), *options],
+        cwd=config.parent,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def validation_of(record: dict[str, Any]) -> dict[str, float]:
+    part = "validation/"
+    return {name.removeprefix(part): value for name, value in record.items() if name.startswith(part)}
+
+
+def test_a_checkpoint_is_found_as_good_as_its_run_found_it(finished: Path) -> None:
+    run_dir = finished.parent / "run"
+    shown = evaluate(finished, "--run", str(run_dir))
+    (folder,) = (run_dir / "eval").iterdir()
+    found = json.loads((folder / "metrics.json").read_text())
+    assert folder.name == "step-00000001"
+    assert (found["step"], found["prompts"], found["samples_per_prompt"]) == (1, 2 * PROMPTS, SAMPLES)
+    expected = validation_of(records(run_dir)[-1])
+    assert found["metrics"] == expected != validation_of(records(run_dir)[0])
+    assert set(expected) >= {"accuracy", "mean@4", "pass@1", "pass@2", "pass@4", "by_set/again/pass@4"}
+    assert f"| pass@4             | {expected['pass@4']:.4g}" in shown
+    assert not list(folder.glob("checkpoints/step-*"))
+
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert len(samples) == 2 * PROMPTS * SAMPLES
+    groups = [samples[i : i + SAMPLES] for i in range(0, len(samples), SAMPLES)]
+    assert all(len({sample["prompt"] for sample in group}) == 1 for group in groups)
+    for n in (1, 2, 4):
+        by_hand = [pass_at(n, sum(sample["correct"] for sample in group), SAMPLES) for group in groups]
+        assert expected[f"pass@{n}"] == pytest.approx(sum(by_hand) / len(by_hand))
+    # The first few of them were kept in training too.
+    kept = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert [sample for sample in kept if sample["step"] == 1] == samples[:3]
+
+
+def test_a_huggingface_folder_is_found_as_good_as_a_run_from_it_found_it(finished: Path) -> None:
+    model = finished.parent / "inputs" / "model"
+    evaluate(finished, "--model", str(model), "--name", "before")
+    found = json.loads((finished.parent / "eval" / "before" / "metrics.json").read_text())
+    assert (found["step"], found["model"]) == (0, str(model))
+    assert found["metrics"] == validation_of(records(finished.parent / "run")[0])
+
+
+def test_a_run_does_not_go_on_with_other_prompts(finished: Path) -> None:
+    code, output = run(finished, "--resume", "train.steps=2", "data.shuffle=false")
+    assert code == 2, output
+    errors = [line for line in output.splitlines() if line.startswith("rlhpc: ")]
+    assert len(errors) == 1, output
+    assert errors[0].startswith("rlhpc: data.train: the training prompts are not those that the run has begun with")
