@@ -16,6 +16,7 @@ from rlhpc.plan.fit import check_engine, fitting_layout
 from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 from rlhpc.plan.objective import check_algorithm
 from rlhpc.plan.rewards import check_reward, check_reward_model
+from rlhpc.plan.rollout import check_rollout
 from rlhpc.plan.shards import model_tensors
 from rlhpc.plan.training import check_experts, check_memory, check_optimizers, check_sharing
 
@@ -34,6 +35,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     layout = check_nodes(config, config.slurm.most_nodes, shape)
     check_algorithm(config)
     check_reward(config.reward)
+    check_rollout(config)
     check_data(config)
     check_optimizers(config)
     check_sharing(config)

@@ -26,14 +26,7 @@ Schema = dict[str, Any]
 
 def tool_schemas(tools: Sequence[ToolSection]) -> list[Schema]:
     """What the policy is told of each tool: its name, docstring and parameters, in the form that templates take."""
-    seen: set[str] = set()
-    schemas = []
-    for index, tool in enumerate(tools):
-        if tool.name in seen:
-            raise UserError(f"two tools are named {tool.name!r}", where=f"rollout.tools.{index}.name")
-        seen.add(tool.name)
-        schemas.append(_schema(tool, f"rollout.tools.{index}"))
-    return schemas
+    return [_schema(tool, f"rollout.tools.{index}") for index, tool in enumerate(tools)]
 
 
 def _schema(tool: ToolSection, where: str) -> Schema:

@@ -69,11 +69,6 @@ def test_tools_that_cannot_be_are_refused(changes, said):
     assert error.value.where.startswith("rollout.tools.0")
 
 
-def test_two_tools_of_one_name_are_refused():
-    with pytest.raises(UserError, match="two tools"):
-        tool_schemas([SECTION.tools[0], SECTION.tools[0]])
-
-
 @pytest.mark.parametrize(
     ("text", "calls"),
     [
