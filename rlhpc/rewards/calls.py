@@ -108,7 +108,7 @@ def _check(function: Callable[..., Any], entry: Entry) -> None:
     except UserError as error:
         raise UserError(error.message, where=error.where or entry.where, remedy=error.remedy) from None
     except Exception as error:
-        raise UserError(f"{entry.path} {told(error)}", where=entry.where, remedy="mend its arguments") from None
+        raise UserError(f"{entry.path} {told(error)}", where=entry.where, remedy="mend its arguments, or it") from None
 
 
 def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:

@@ -58,6 +58,7 @@ def python(
     memory_mib: int = 512,
     processes: int = 8,
     packages: bool = False,
+    paths: Sequence[str] = (),
     isolation: Isolation = "namespaces",
 ) -> dict[str, float]:
     """1 if the last fenced Python block of the response passes all tests; with ``partial`` the share that it passes.
@@ -72,7 +73,7 @@ def python(
     program = last_block(solution_str)
     passed = 0.0
     if program is not None:
-        sandbox = make_sandbox(seconds, memory_mib, processes, packages, isolation)
+        sandbox = make_sandbox(seconds, memory_mib, processes, packages, tuple(paths), isolation)
         if isinstance(tests[0], Streams):
             passed = _run_streams(sandbox, program, tests, partial, total_seconds) / len(tests)
         else:
@@ -86,17 +87,18 @@ def make_sandbox(
     memory_mib: int = 512,
     processes: int = 8,
     packages: bool = False,
+    paths: tuple[str, ...] = (),
     isolation: Isolation = "namespaces",
 ) -> Sandbox:
     """See ``python``."""
     if isolation not in ("namespaces", "filter"):
         raise ValueError(f"isolation {isolation!r} is neither namespaces nor filter")
-    return Sandbox(Limits(seconds=seconds, memory_mib=memory_mib, processes=processes), isolation, packages)
+    return Sandbox(Limits(seconds=seconds, memory_mib=memory_mib, processes=processes), isolation, packages, paths)
 
 
-def check(partial: bool = False, total_seconds: float = 20.0, **sandbox: Any) -> None:
+def check(partial: bool = False, total_seconds: float = 20.0, paths: Sequence[str] = (), **sandbox: Any) -> None:
     """A UserError where the sandbox cannot be had; called before the run."""
-    make_sandbox(**sandbox).check()
+    make_sandbox(paths=tuple(paths), **sandbox).check()
 
 
 python.check = check  # type: ignore[attr-defined]

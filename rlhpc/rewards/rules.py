@@ -20,6 +20,13 @@ def maths(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
     return float(verify(_parse_truth(str(ground_truth), limit), answer, timeout_seconds=limit))
 
 
+def _import_verifier() -> None:
+    import math_verify  # noqa: F401 - takes a second, which is none of a call's time
+
+
+maths.check = _import_verifier  # type: ignore[attr-defined]
+
+
 def exact(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the response is the ground truth, white space at the ends aside."""
     return float(solution_str.strip() == str(ground_truth).strip())

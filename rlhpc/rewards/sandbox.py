@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -67,9 +67,19 @@ class SandboxError(RuntimeError):
 
 
 class Sandbox:
-    """Runs programs, one at a time, each in a new sandbox. Make it in a process without threads."""
+    """Runs programs, one at a time, each in a new sandbox. Make it in a process without threads.
 
-    def __init__(self, limits: Limits, isolation: Isolation = "namespaces", packages: bool = False) -> None:
+    ``packages``: they may import what is installed beside this interpreter's own. ``paths``: absolute paths of files
+    and folders that they may read, such as libraries that the interpreter needs and that are in no usual place.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        isolation: Isolation = "namespaces",
+        packages: bool = False,
+        paths: Sequence[str] = (),
+    ) -> None:
         self._limits, self._isolated = limits, isolation == "namespaces"
         base = os.path.realpath(getattr(sys, "_base_executable", sys.executable))
         self._command = [sys.executable, "-I", "-B"] if packages else [base, "-I", "-B", "-S"]
@@ -85,8 +95,10 @@ class Sandbox:
             **({env.LD_LIBRARY_PATH: libraries} if libraries else {}),
         }
         prefixes = [sys.base_prefix, sys.base_exec_prefix, *([sys.prefix, sys.exec_prefix] if packages else [])]
-        shown = [*_SHOWN, *prefixes, *filter(os.path.isabs, libraries.split(":")), *_DEVICES]
-        self._mounts = _outermost([path for path in shown if os.path.lexists(path)]) if self._isolated else []
+        prefixes += [os.path.realpath(prefix) for prefix in prefixes]
+        shown = [*_SHOWN, *prefixes, *_interpreter_libraries(), *libraries.split(":"), *paths, *_DEVICES]
+        there = [path for path in shown if os.path.isabs(path) and os.path.lexists(path)]
+        self._mounts = _outermost(there) if self._isolated else []
 
     def check(self) -> None:
         """A UserError if this machine does not allow the sandbox."""
@@ -282,6 +294,13 @@ def _largest_id(name: str) -> int:
     """The largest id that this process's own namespace has."""
     lines = Path(f"/proc/self/{name}").read_text().splitlines()
     return max(int(line.split()[0]) + int(line.split()[2]) - 1 for line in lines)
+
+
+def _interpreter_libraries() -> list[str]:
+    """Folders of shared libraries that the interpreter has loaded from where they were built, not installed."""
+    with open("/proc/self/maps") as file:
+        files = {line.split(maxsplit=5)[5].strip() for line in file if "/lib" in line and ".so" in line}
+    return sorted({os.path.dirname(path) for path in files if not path.startswith(f"{sys.prefix}/")})
 
 
 def _outermost(paths: list[str]) -> list[str]:
