@@ -212,6 +212,7 @@ def test_installed_packages_are_seen_if_asked_for():
 
 def test_further_paths_can_be_read_and_not_written(tmp_path):
     (tmp_path / "table").write_text("x")
+    tmp_path.chmod(0o755)  # root's programs run as nobody
     sandbox = Sandbox(ROOMY, paths=[str(tmp_path)])
     table = str(tmp_path / "table")
     assert lines_of(sandbox, f"open({table!r}).read()", f"open({table!r}, 'a')") == ["x", "OSError"]
