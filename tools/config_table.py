@@ -32,7 +32,8 @@ def _keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     def walk(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, field in node["properties"].items():
             section = next((s for s in _alternatives(field) if "$ref" in s), None)
-            items = (s["items"] for s in _alternatives(field) if "$ref" in s.get("items", ()))
+            lists = (s["items"] for s in _alternatives(field) if "items" in s)
+            items = (item for kind in lists for item in _alternatives(kind) if "$ref" in item)
             item = next((s for s in items if "properties" in defined(s)), None)
             required = {"required": name in node.get("required", [])}
             if section is None:

@@ -129,7 +129,8 @@ def _mounts(container: ContainerSection, config: RunConfig, attempt: AttemptFold
     files = [file.path for file in (*config.data.train, *config.data.validation)]
     files += config.sft.data if config.sft else []
     files += [config.data.chat_template] if isinstance(config.data.chat_template, Path) else []
-    needed = [attempt.run.path, config.model.path.absolute(), *(file.absolute().parent for file in files)]
+    models = [path.absolute() for path in (config.model.path, config.model.weights) if path is not None]
+    needed = [attempt.run.path, *models, *(file.absolute().parent for file in files)]
     own = dict.fromkeys(str(path) for path in needed)
     return [*(path for path in own if not any(m.split(":")[0] == path for m in container.mounts)), *container.mounts]
 

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
-from rlhpc.data.prompts import PromptSet, Readers
+from rlhpc.data.prompts import Prompts, PromptSet, Readers
 from rlhpc.data.tokenizer import Tokenizer
 
 
@@ -187,6 +188,14 @@ def test_weighted_files_are_mixed_in_proportion_each_passed_through_in_its_own_o
     assert truths(prompts, 0, 140, seed=2) != taken
 
 
+def test_files_of_one_size_are_not_in_the_same_order(tokenizer: Tokenizer, tmp_path: Path):
+    files = [{"path": str(numbered(tmp_path, name, 20)), "weight": 1} for name in ("a.jsonl", "b.jsonl")]
+    taken = truths(load(tokenizer, *files), 0, 40)
+    orders = [[t.partition(":")[2] for t in taken if t.startswith(name)] for name in ("a.", "b.")]
+    assert sorted(orders[0]) == sorted(orders[1])
+    assert orders[0] != orders[1]
+
+
 def test_a_weighted_file_without_prompts_left_is_named(tokenizer: Tokenizer, tmp_path: Path):
     long = write(tmp_path / "long.jsonl", row("1" * 30))
     files = [{"path": str(write(tmp_path / "a.jsonl", row())), "weight": 1}, {"path": str(long), "weight": 1}]
@@ -206,6 +215,9 @@ def test_the_digest_tells_of_all_that_changes_what_a_cursor_means(tokenizer: Tok
         load(tokenizer, {"path": str(a), "weight": 2}, weighted[1]).digest,
     ]
     assert len(set(digests)) == len(digests)
+    rows, tokens = list(load(tokenizer, a).prompts), np.arange(5)
+    cuts = [PromptSet(Prompts(rows, tokens, np.array([0, cut, 5])), 0, (range(2),)).digest for cut in (2, 3)]
+    assert cuts[0] != cuts[1]
     moved = tmp_path / "elsewhere.jsonl"
     moved.write_bytes(a.read_bytes())
     assert load(tokenizer, moved, b).digest == digests[0]
