@@ -195,6 +195,7 @@ class Sandbox:
         """The first of the new namespace of processes, whose others end with it. It keeps its rights, and so cannot be
         touched by the program."""
         kernel.die_with_parent()
+        os.umask(0o022)
         if self._isolated:
             self._make_root()
         Path(folder, "solution.py").write_bytes(program)

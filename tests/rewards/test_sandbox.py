@@ -63,6 +63,14 @@ def test_a_program_reads_prints_and_ends(sandbox):
     assert sandbox.run("import os\nos.kill(os.getpid(), 15)").code == -15
 
 
+def test_the_mask_of_a_job_does_not_hide_the_interpreter(sandbox):
+    mask = os.umask(0o077)
+    try:
+        assert sandbox.run("import json\nprint(open(__file__).read()[:6])").output == "import\n"
+    finally:
+        os.umask(mask)
+
+
 def test_its_environment_and_rights_are_its_own(sandbox, monkeypatch):
     monkeypatch.setenv("SECRET", "s3cret")
     secret, user, ids, descriptors = lines_of(
@@ -212,9 +220,10 @@ def test_installed_packages_are_seen_if_asked_for():
 
 def test_further_paths_can_be_read_and_not_written(tmp_path):
     (tmp_path / "table").write_text("x")
-    tmp_path.chmod(0o755)  # root's programs run as nobody
-    sandbox = Sandbox(ROOMY, paths=[str(tmp_path)])
     table = str(tmp_path / "table")
+    tmp_path.chmod(0o755)  # root's programs run as nobody
+    os.chmod(table, 0o666)
+    sandbox = Sandbox(ROOMY, paths=[str(tmp_path)])
     assert lines_of(sandbox, f"open({table!r}).read()", f"open({table!r}, 'a')") == ["x", "OSError"]
 
 
