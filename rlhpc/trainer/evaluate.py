@@ -15,6 +15,7 @@ from rlhpc.observe.evaluation import Answer, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
 from rlhpc.trainer.batches import exchange_samples
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.reward_model import score_by_model
 from rlhpc.trainer.rollout import generate_samples
 
 Metrics = dict[str, float]
@@ -73,7 +74,16 @@ def _answer(run: Run, state: RunState) -> list[Answered]:
         state.weights_version = run.weights.weights_version
         mine = generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
         samples = exchange_samples(run, mine)
-    return [Answered(*chosen[sample.group_id], sample) for sample in samples]
+    return [Answered(*chosen[sample.group_id], sample) for sample in _judged(run, samples)]
+
+
+def _judged(run: Run, samples: list[Sample]) -> list[Sample]:
+    """With the reward model's part, if there is one."""
+    role = run.models.reward
+    if role is None:
+        return samples
+    lacking = max(0, role.layout.dp - len(samples))  # each of its ranks needs a sample
+    return score_by_model(run, [*samples, *samples[:1] * lacking])[: len(samples)]
 
 
 def _metrics(run: Run, answered: list[Answered]) -> Metrics:

@@ -38,12 +38,13 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     optimizer = config.sft.optimizer if config.sft else train.optimizer if train.steps else None
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     actor = Role(_model(config, info, shape, layout, optimizer), train.tokens_per_microbatch, passing)
+    scores = config.reward.model is not None and (algorithm is not None or bool(config.data.validation))
+    reward = _reward_model(config, info, layout, passing) if scores else None
     if algorithm is None:
-        return Models(actor)
+        return Models(actor, reward=reward)
     reference = critic = None
     if algorithm.needs_reference(config.algorithm):
         reference = replace(actor, model=_model(config, info, shape, layout, None))
-    reward = _reward_model(config, info, layout, passing) if config.reward.model else None
     if algorithm.needs_critic:
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
         critic = Role(_critic(config, info, shape, layout), tokens, tokens)

@@ -9,6 +9,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.launch.evaluate import evaluation_of
+from rlhpc.plan.check import largest_usable
 from tests.cli.test_light import HEAVY, modules_after
 from tests.cli.test_main import rlhpc, told
 from tests.helpers.plain_model import write_inputs, write_model
@@ -28,6 +29,11 @@ def test_an_evaluation_is_a_run_without_steps_in_a_folder_of_its_own(config: Pat
     assert plain.evaluates_only
     assert (plain.name, plain.run_dir, plain.data.train) == ("eval-tiny", Path("eval/tiny"), [])
     assert evaluation_of(load_config(config), name="other").run_dir == Path("eval/other")
+
+
+def test_a_batch_job_finds_the_nodes_that_an_evaluation_needs(config: Path):
+    """Slurm's supervisor asks so, with the batches of a training run in mind."""
+    assert largest_usable(evaluation_of(load_config(config, ["slurm.nodes=[1, 2]"])), 2) == 2
 
 
 def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):

@@ -71,11 +71,14 @@ CONTAINER = ["slurm.container.image=/images/a.sif", "slurm.container.python=/opt
 MOUNTS = ['slurm.container.mounts=["/scratch","/site:/inside:ro"]', 'slurm.container.options=["--writable-tmpfs"]']
 
 
-@pytest.mark.parametrize("config", [["slurm.container.runtime=apptainer", *CONTAINER, *MOUNTS]], indirect=True)
+READ = ["model.weights=/other/actor", "data.chat_template=/site/chat.jinja"]
+
+
+@pytest.mark.parametrize("config", [["slurm.container.runtime=apptainer", *CONTAINER, *MOUNTS, *READ]], indirect=True)
 def test_apptainer_runs_each_rank(config, tmp_path) -> None:
     """Run folder, model and data are mounted by themselves, each once; srun's log is outside."""
     command = srun_command(config, ("node1",), ATTEMPT)
-    mounted = ["/runs/a", str(tmp_path / "model"), str(tmp_path), "/scratch", "/site:/inside:ro"]
+    mounted = ["/runs/a", str(tmp_path / "model"), "/other/actor", str(tmp_path), "/scratch", "/site:/inside:ro"]
     binds = [word for mount in mounted for word in ("--bind", mount)]
     container = ["apptainer", "exec", "--nv", *binds, "--pwd", str(Path.cwd()), "--writable-tmpfs", "/images/a.sif"]
     assert command == ["srun", *shape("node1"), *PLAIN, LOG, *container, "/opt/bin/python", *PROGRAM]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.data import arithmetic
 from rlhpc.observe.evaluation import pass_at
 from tests.helpers.runs import ROOT, records, run, write_config
 
@@ -25,8 +27,10 @@ def odd_length(data_source: str, solution_str: str, ground_truth: Any, extra_inf
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of one step, with two held-out sets, one of them named."""
+    """The configuration of a run of one step, with two held-out sets, one of them named, and two rewards."""
     folder = tmp_path_factory.mktemp("evaluated")
+    arithmetic.make(str(folder / "inputs"))
+    save_classifier(folder / "inputs" / "model", folder / "judge")
     held_out = str(folder / "inputs" / "validation.jsonl")
     config = write_config(
         folder,
@@ -35,12 +39,25 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train__optimizer__learning_rate=0.01,  # the first step changes the model
         data__validation=[held_out, {"path": held_out, "name": "again"}],
         reward__function="tests.trainer.test_evaluate:odd_length",
-        validation={"temperature": 1.0, "samples_per_prompt": SAMPLES, "max_prompts": PROMPTS},
+        reward__model={"path": str(folder / "judge"), "weight": 1e-3},
+        validation={"temperature": 1.0, "samples_per_prompt": SAMPLES, "max_prompts": PROMPTS, "success": 0.5},
         observe={"samples": 3},
     )
     code, output = run(config)
     assert code == 0, output
     return config
+
+
+def save_classifier(model: Path, folder: Path) -> None:
+    """A reward model of the policy's shape."""
+    import torch
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.num_labels = 1
+    torch.manual_seed(5)
+    transformers.Qwen2ForSequenceClassification(config).float().save_pretrained(folder)
+    shutil.copy(model / "tokenizer.json", folder)
 
 
 def evaluate(config: Path, *options: str) -> str:
@@ -76,6 +93,7 @@ def test_a_checkpoint_is_found_as_good_as_its_run_found_it(finished: Path) -> No
 
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 2 * PROMPTS * SAMPLES
+    assert all(abs(sample["parts"]["model"]) > 1e-6 for sample in samples)
     groups = [samples[i : i + SAMPLES] for i in range(0, len(samples), SAMPLES)]
     assert all(len({sample["prompt"] for sample in group}) == 1 for group in groups)
     for n in (1, 2, 4):
