@@ -9,6 +9,9 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import ceil
 
+from rlhpc.config.rollout import DynamicSamplingSection
+from rlhpc.core.errors import UserError
+
 Number = int
 
 
@@ -105,6 +108,16 @@ class StepPlan:
             return most
         share = self._found / self._judged if self._judged else 1.0
         return min(most, ceil(self.missing * self.bounds.oversample / share))
+
+
+def check_shortage(section: DynamicSamplingSection, outcome: Outcome, groups: int) -> None:
+    """A UserError where a step's batch has to be full and is not."""
+    if outcome.short and section.shortage == "fail":
+        raise UserError(
+            f"{outcome.short} of a step's {groups} groups are missing after {outcome.batches} batches of prompts",
+            where="train.dynamic_sampling.max_batches",
+            remedy="raise it, take prompts that are neither too easy nor too hard, or set shortage to train_on_less",
+        )
 
 
 def split_stale(

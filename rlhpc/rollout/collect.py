@@ -130,7 +130,7 @@ class Collector:
             if self._dialogue.begin(key, _last_turn(task.draft), number):
                 self._asking[key] = task
                 return
-        self._end(task)
+        self._end(task, key)
 
     def _take_answers(self, in_steps: bool) -> None:
         """Waiting only where the engine has nothing else to do."""
@@ -147,15 +147,15 @@ class Collector:
             if task.draft.response_len + len(tokens) < self._sampling.max_tokens:
                 self._request(replace(task, draft=with_given(task.draft, tokens)))
             else:  # no room for another turn
-                self._end(replace(task, draft=replace(task.draft, truncated=True)))
+                self._end(replace(task, draft=replace(task.draft, truncated=True)), key)
 
-    def _end(self, task: Task) -> None:
+    def _end(self, task: Task, key: int) -> None:
+        """``key`` is of its last request; the judge is the first rank's alone, and no keys are made for it."""
         self._left[task.group] -= 1
         self.ended_groups += not self._left[task.group]
         if self._judge is None:
             return
-        draft, key = task.draft, self._next
-        self._next += 1
+        draft = task.draft
         self._judged[key] = task
         response = draft.tokens[draft.prompt_len :]
         self._judge.submit(key, task.prompt, Completion(response, draft.log_probs, draft.truncated))

@@ -4,7 +4,7 @@ over is kept for the next one. Every rank comes to the same decisions (``rlhpc.p
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
@@ -13,11 +13,9 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.api import Prompt, RunState, Sample
-from rlhpc.config.rollout import DynamicSamplingSection
-from rlhpc.core.errors import UserError
-from rlhpc.core.imports import import_attribute
+from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group
-from rlhpc.plan.sampling import Bounds, Outcome, StepPlan, replayed_groups
+from rlhpc.plan.sampling import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, share_of, turns
 from rlhpc.trainer.batches import exchange_samples
@@ -25,7 +23,6 @@ from rlhpc.trainer.build import Run
 from rlhpc.trainer.rollout import generate_samples, make_collector
 
 Metrics = dict[str, float]
-Filter = Callable[[Sequence[Sample]], bool]
 
 
 @dataclass(frozen=True)
@@ -46,13 +43,8 @@ def step_samples(run: Run, state: RunState) -> StepSamples:
     replayed = _replayed(run, state)
     collection = _Collection(run, state, section.prompts_per_step - len(replayed))
     outcome = collection.run()
-    if outcome.short and dynamic and dynamic.shortage == "fail":
-        raise UserError(
-            f"{outcome.short} of {section.prompts_per_step} groups are missing after {outcome.batches} batches of "
-            f"prompts in step {state.step + 1}",
-            where="train.dynamic_sampling.max_batches",
-            remedy="raise it, take prompts that are neither too easy nor too hard, or set shortage to train_on_less",
-        )
+    if dynamic:
+        check_shortage(dynamic, outcome, section.prompts_per_step)
     new = [collection.groups[number] for number in outcome.taken]
     kept.ready = [collection.groups[number] for number in outcome.kept]
     kept.unfinished = [collection.groups[number] for number in outcome.unfinished]
@@ -230,24 +222,3 @@ def _least_groups(run: Run) -> int:
     """Fewer cannot feed every data-parallel rank in every minibatch."""
     parts = max(layout.dp for layout in (run.layout, run.critic.layout if run.critic else run.layout))
     return ceil(run.config.train.minibatches * parts / run.config.rollout.samples_per_prompt)
-
-
-def make_filter(section: DynamicSamplingSection) -> Filter:
-    """Whether a group's samples teach something."""
-    if section.filter is not None:
-        own = import_attribute(section.filter, "train.dynamic_sampling.filter")
-        return lambda samples: bool(own(samples, **section.arguments))
-    return lambda samples: len({_score(sample, section.metric) for sample in samples}) > 1
-
-
-def _score(sample: Sample, metric: str) -> float:
-    if metric == "reward":
-        return sample.reward
-    try:
-        return sample.reward_parts[metric]
-    except KeyError:
-        raise UserError(
-            f"the reward has no part {metric!r}",
-            where="train.dynamic_sampling.metric",
-            remedy=f"use reward, or one of {', '.join(sample.reward_parts) or '(none)'}",
-        ) from None

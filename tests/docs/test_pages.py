@@ -61,6 +61,7 @@ def unknown_keys(text: str) -> list[str]:
     known |= {section.rpartition(".")[0] for section in known}
     free = (
         "reward.arguments.",
+        "train.dynamic_sampling.arguments.",
         "train.optimizer.arguments.",
         "slurm.sbatch_options.",
         "prepare.arguments.",
@@ -105,6 +106,7 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
         ("algorithms", "my_algorithm"),
         ("families", "my_family"),
         ("optimizer", "my_optimizer"),
+        ("tools", "my_tool"),
     ],
 )
 def test_a_page_shows_its_example_file(page: str, file: str) -> None:

@@ -165,12 +165,20 @@ def test_a_verdict_may_leave_a_response_out():
     assert [dropped for *_, dropped in collect([task(12), task(13)])] == [False, True]
 
 
-def test_other_ranks_of_an_engine_have_no_samples():
-    collector = Collector(Words(), SAMPLING, None, 6)
-    collector.begin([task(9)])
-    collector.advance()
-    assert collector.harvest() == []
-    assert collector.ended_groups == 1
+def test_other_ranks_of_an_engine_ask_the_same_and_have_no_samples():
+    def requests(judge: Counting | None) -> tuple[list[int], list[Request], int, int]:
+        engine, keys = Words(), []
+        submit = engine.submit
+        engine.submit = lambda key, request: (keys.append(key), submit(key, request))[1]
+        collector = Collector(engine, SAMPLING, judge, 6, Calls())
+        collector.begin([task(n, i) for n in range(6) for i in range(3)])
+        collector.advance()
+        return keys, engine.requests, collector.ended_groups, len(collector.harvest())
+
+    keys, asked, ended, samples = requests(Counting())
+    assert (ended, samples) == (6, 18)
+    assert len(asked) > 18
+    assert requests(None) == (keys, asked, 6, 0)
 
 
 @pytest.mark.parametrize("delay", [0, 3])

@@ -1,4 +1,5 @@
-"""kill -9 and go on: every step's loss equal, bit for bit, to the run that was left alone."""
+"""kill -9 and go on: every step's loss equal, bit for bit, to the run that was left alone. Its steps leave much to the
+next ones: groups that had no place, responses that are not finished, groups to be learnt from again."""
 
 from __future__ import annotations
 
@@ -37,6 +38,10 @@ def _config(folder: Path, **changes: Any) -> Path:
         train__minibatches=2,
         train__optimizer__schedule="cosine",
         algorithm__kl__coefficient=0.05,
+        reward__function="tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
+        rollout__max_response_tokens=12,
+        train__dynamic_sampling={"oversample": 1.5, "check_every": 1},
+        train__replay={"capacity": 20, "fraction": 0.25, "order": "uniform"},
         **changes,
     )
 
@@ -68,6 +73,8 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
         *(("sft", step) for step in (1, 2, 3)),
         *(("rl", step) for step in range(5)),
     ]
+    for name in ("sampling/kept_groups", "sampling/carried_groups", "replay/used_groups", "sampling/staleness_max"):
+        assert any(record.get(name) for record in expected), name
 
     config, run_dir = _config(tmp_path / "killed", **EVERY_LEVER), tmp_path / "killed" / "run"
     options: tuple[str, ...] = ()

@@ -1,0 +1,135 @@
+"""Steps that are full of groups that teach something, with tools between turns, on engines of two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.api import Sample
+from rlhpc.config.rollout import DynamicSamplingSection
+from rlhpc.core.errors import UserError
+from rlhpc.data.group_filter import make_filter
+from rlhpc.plan.sampling import Outcome, check_shortage
+from tests.docs.pages import DOCS, table_names
+from tests.helpers.runs import records, run, write_config
+from tests.rollout.tool_task import make_task, tool_sections
+
+
+def has_sum(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1 if the tool was called that adds."""
+    return float("420" in solution_str)
+
+
+def nothing(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    return 0.0
+
+
+def sample(reward: float, **parts: float) -> Sample:
+    return Sample(0, 0, np.zeros(2, np.int32), 1, np.zeros(1, np.float32), reward, 0, False, reward_parts=parts)
+
+
+def test_groups_of_one_score_teach_nothing():
+    keeps = make_filter(DynamicSamplingSection())
+    assert keeps([sample(0.0), sample(1.0), sample(0.0)])
+    assert not keeps([sample(1.0), sample(1.0)])
+    assert not keeps([sample(1.0)])
+
+
+def test_a_part_of_the_reward_may_choose():
+    keeps = make_filter(DynamicSamplingSection(metric="correct"))
+    assert not keeps([sample(0.3, correct=1.0), sample(0.9, correct=1.0)])
+    assert keeps([sample(0.9, correct=0.0), sample(0.9, correct=1.0)])
+    with pytest.raises(UserError, match=r"no part 'correct'.*one of form"):
+        keeps([sample(0.9, form=1.0)])
+
+
+def longest(samples: list[Sample], least: float) -> bool:
+    return max(s.reward for s in samples) > least
+
+
+def test_a_filter_of_one_s_own():
+    section = {"filter": "tests.trainer.test_sampling:longest", "arguments": {"least": 0.5}}
+    keeps = make_filter(DynamicSamplingSection(**section))
+    assert keeps([sample(0.6), sample(0.6)])
+    assert not keeps([sample(0.4)])
+
+
+def test_a_shortage_may_end_the_run():
+    short = Outcome(taken=(1,), kept=(), unfinished=(), dropped=(), batches=10, short=7)
+    check_shortage(DynamicSamplingSection(), short, 8)
+    with pytest.raises(UserError, match="7 of a step's 8 groups are missing after 10 batches"):
+        check_shortage(DynamicSamplingSection(shortage="fail"), short, 8)
+
+
+@pytest.mark.slow
+def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
+    task = make_task(tmp_path / "task")
+    config = write_config(
+        tmp_path,
+        prepare=None,
+        sft=None,
+        model={"path": str(task / "model"), "dtype": "float32"},
+        data={"train": [str(task / "train.jsonl")], "max_prompt_tokens": 32},
+        reward={"functions": [{"name": "called", "function": "tests.trainer.test_sampling:has_sum"}]},
+        resources__ranks_per_node=2,
+        parallel={"tp": 2},
+        rollout={
+            "tp": 2,
+            "samples_per_prompt": 2,
+            "max_response_tokens": 60,
+            "kv_cache_gib": 0.0625,
+            "tools": tool_sections(),
+            "max_turns": 3,
+        },
+        train={
+            "steps": 3,
+            "prompts_per_step": 8,
+            "minibatches": 2,
+            "dynamic_sampling": {"metric": "called"},
+            "replay": {"capacity": 6, "fraction": 0.25},
+        },
+        algorithm__kl__coefficient=0.0,
+    )
+    code, output = run(config)
+    assert code == 0, output
+    steps = records(tmp_path / "run")
+    assert len(steps) == 3
+    for step in steps:
+        assert step["advantage/zero_fraction"] == 0, "a group of one score in the batch"
+        assert step["sampling/missing_groups"] == 0
+        assert step["engine_gap_mean"] < 1e-4, "tokens that were given are compared, or in other places"
+        assert step["tools/calls"] > step["tools/failures"] > 0
+        assert step["tools/turns_mean"] > 1
+    assert steps[0]["sampling/batches"] > 1
+    assert steps[0]["sampling/dropped_groups"] > 0
+    assert [step["replay/used_groups"] for step in steps] == [0, 2, 2]
+    named, _ = table_names(DOCS / "metrics.md")
+    ours = ("sampling/", "replay/", "tools/")
+    assert {name for step in steps for name in step if name.startswith(ours)} == {
+        n for n in named if n.startswith(ours)
+    }
+
+
+@pytest.mark.slow
+def test_a_step_without_anything_to_learn_counts(tmp_path: Path) -> None:
+    config = write_config(
+        tmp_path,
+        sft=None,
+        data__validation=[],
+        reward__function="tests.trainer.test_sampling:nothing",
+        train__steps=2,
+        train__dynamic_sampling={"max_batches": 2},
+    )
+    code, output = run(config)
+    assert code == 0, output
+    for number, step in enumerate(records(tmp_path / "run"), 1):
+        assert step["step"] == number
+        assert (step["sampling/batches"], step["sampling/dropped_groups"]) == (2, 32)
+        assert step["sampling/missing_groups"] == 16
+        assert "loss" not in step
+    state = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/state.json")).read_text())["state"]
+    assert (state["step"], state["prompt_cursor"]) == (2, 64)
