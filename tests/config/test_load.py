@@ -64,8 +64,8 @@ def test_broken_yaml_names_file_and_line(config):
 
 
 def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
-    config.write_text(LEAST + "rollout:\n  tp: 1\n  max_tokens: 3\n")
-    assert fault(config) == f"{config}:8: rollout.max_tokens: unknown key; did you mean 'max_response_tokens'?"
+    config.write_text(LEAST + "rollout:\n  tp: 1\n  cuda_graph: true\n")
+    assert fault(config) == f"{config}:8: rollout.cuda_graph: unknown key; did you mean 'cuda_graphs'?"
     assert fault(config, "rollout={}", "trian.steps=1") == "command line: trian: unknown key; did you mean 'train'?"
 
 
@@ -80,6 +80,19 @@ def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
         ("train.optimizer.learning_rate=.inf", "allowed: a number above 0"),
         ("sft=3", "sft: 3 is not allowed; allowed: a section of 'key: value' lines"),
         ("data.train=a", "data.train: 'a' is not allowed; allowed: a list, each item a path"),
+        ("data.train=[5]", "data.train.0: 5 is not allowed; allowed: a path or a section of 'key: value' lines"),
+        ("data.train=[{path: a, wieght: 1}]", "data.train.0.wieght: unknown key; did you mean 'weight'?"),
+        ("data.train=[{path: a, weight: 0}]", "data.train.0.weight: 0 is not allowed; allowed: a number above 0"),
+        ("data.train=[{weight: 1}]", "data.train.0.path: is missing; add it"),
+        ("data.chat_template=5", "data.chat_template: 5 is not allowed; allowed: true or false or a path"),
+        (
+            "reshard.verify=-1",
+            "reshard.verify: -1 is not allowed; allowed: 'always' or 'never' or an integer at least 1",
+        ),
+        (
+            "slurm.nodes=[0, 3]",
+            "allowed: an integer at least 1 or a list of an integer at least 1, an integer at least 1",
+        ),
         ("train.steps.x=1", "train.steps.x: train.steps = 3 has no keys inside"),
         ("data.train.1=a", "data.train.1: '1' is not an item of a list of 0; use a number from 0 to 0"),
         ("train.steps", "'train.steps' is not an override; write it as key.sub=value"),
@@ -115,9 +128,17 @@ def test_a_missing_file_names_the_nearest(config):
 
 
 def test_a_dumped_configuration_loads_as_the_same(config):
-    overrides = ["reward.arguments={a: '1e-6', b: yes, c: 'true', d: '010', e: null}", "algorithm.std_epsilon=1e-9"]
+    overrides = [
+        "data.train=[a.jsonl]",
+        "data.validation=[{path: b.jsonl, name: hard}]",
+        "data.chat_template=my.jinja",
+        "reward.arguments={a: '1e-6', b: yes, c: 'true', d: '010', e: null}",
+        "algorithm.std_epsilon=1e-9",
+    ]
     loaded = load_config(config, overrides)
-    config.write_text(dump_config(loaded))
+    dumped = dump_config(loaded)
+    assert "train:\n  - a.jsonl\n" in dumped
+    config.write_text(dumped)
     assert load_config(config) == loaded
 
 
