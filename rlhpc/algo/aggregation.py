@@ -20,10 +20,10 @@ def shares(lengths: Sequence[int], aggregation: str, constant: int) -> Shares:
     token-mean: over tokens (DAPO); sequence-mean: over responses of their token means (GRPO, GSPO as published);
     constant: over responses of their token sums over ``constant`` (Dr. GRPO).
     """
-    responses = sum(length > 0 for length in lengths)
+    responses = sum(length > 0 for length in lengths) or 1  # without any, sums are 0 and so is the mean
     match aggregation:
         case "token-mean":
-            return Shares((1.0,) * len(lengths), float(sum(lengths)))
+            return Shares((1.0,) * len(lengths), float(sum(lengths) or 1))
         case "sequence-mean":
             return Shares(tuple(1.0 / max(length, 1) for length in lengths), float(responses))
         case "constant":

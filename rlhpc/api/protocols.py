@@ -82,6 +82,9 @@ class Judge(Protocol):
     def verdicts(self) -> dict[int, Verdict]:
         """Wait for every response submitted since the last call; by key."""
 
+    def close(self) -> None:
+        """End the processes, at the end of the run."""
+
 
 class RolloutEngine(Protocol):
     """An inference engine in this process; the ranks of one engine call it alike."""

@@ -61,6 +61,18 @@ class Group:
         )
 
 
+def training_samples(groups: Sequence[Group], mask_truncated: bool) -> list[Sample]:
+    """What a step learns from, group after group, whose places are the group ids. ``mask_truncated``: nothing from
+    responses that were cut off, though they count among their group."""
+    samples = []
+    for place, group in enumerate(groups):
+        for sample in group.usable:
+            masked = mask_truncated and sample.truncated
+            chosen = np.zeros(sample.response_len, bool) if masked else sample.chosen
+            samples.append(replace(sample, group_id=place, chosen=chosen))
+    return samples
+
+
 def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
     """Write groups, each list of them under its name, into one .npz file."""
     arrays: dict[str, np.ndarray] = {}

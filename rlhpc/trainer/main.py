@@ -49,6 +49,10 @@ def run_rank(context: RankContext) -> str | None:
         if info.rank == 0 and stopped is None:
             context.attempt.check_current()
             write_report(context.run)
+    if run.judge is not None:
+        run.judge.close()
+    if run.tools is not None:
+        run.tools.close()
     if run.engine is not None:
         run.engine.shutdown()
     leave()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import ceil
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.data.group_filter import make_filter
-from rlhpc.data.groups import Group
+from rlhpc.data.groups import Group, training_samples
 from rlhpc.plan.sampling import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, share_of, turns
@@ -48,14 +48,15 @@ def step_samples(run: Run, state: RunState) -> StepSamples:
     new = [collection.groups[number] for number in outcome.taken]
     kept.ready = [collection.groups[number] for number in outcome.kept]
     kept.unfinished = [collection.groups[number] for number in outcome.unfinished]
-    if kept.replay is not None:
-        kept.replay.add(new)
     groups = [*replayed, *new] if new else []
-    samples = [
-        _for_training(sample, place, section.mask_truncated)
-        for place, group in enumerate(groups)
-        for sample in group.usable
-    ]
+    samples = training_samples(groups, section.mask_truncated)
+    if len(samples) < _least_samples(run):  # some were left out
+        kept.ready = [*new, *kept.ready]
+        groups, samples = [], []
+    elif not any(sample.chosen_len for sample in samples):
+        groups, samples = [], []
+    elif kept.replay is not None:
+        kept.replay.add(new)
     metrics = collection.metrics(outcome, groups)
     if dynamic:
         metrics["sampling/stale_groups"] = stale
@@ -87,11 +88,6 @@ def prompt_of(run: Run, number: int) -> Prompt:
     return run.prompts.take(number, 1, run.config.seed)[0][0]
 
 
-def _for_training(sample: Sample, group_id: int, mask_truncated: bool) -> Sample:
-    chosen = np.zeros(sample.response_len, bool) if mask_truncated and sample.truncated else sample.chosen
-    return replace(sample, group_id=group_id, chosen=chosen)
-
-
 class _Collection:
     """A step's groups while they come together."""
 
@@ -102,7 +98,7 @@ class _Collection:
         self.groups = {group.number: group for group in (*run.kept.ready, *run.kept.unfinished)}
         bounds = Bounds(
             count,
-            least=min(count, _least_groups(run)),
+            least=min(count, ceil(_least_samples(run) / run.config.rollout.samples_per_prompt)),
             oversample=section.oversample if section else 1.0,
             max_batches=section.max_batches if section else 1,
         )
@@ -117,6 +113,8 @@ class _Collection:
         self._ended = 0  # groups of this rank's engine that have been harvested
         self._generated = 0
         self._calls = self._failures = 0
+        if run.tools is not None:
+            run.tools.take_counts()  # those of a validation
 
     def run(self) -> Outcome:
         """Batch after batch of prompts, until there is enough or the bound is reached."""
@@ -133,7 +131,7 @@ class _Collection:
                 "sampling/batches": outcome.batches,
                 "sampling/generated_groups": self._generated,
                 "sampling/dropped_groups": len(outcome.dropped),
-                "sampling/kept_groups": len(outcome.kept),
+                "sampling/kept_groups": len(self._run.kept.ready),
                 "sampling/carried_groups": len(outcome.unfinished),
                 "sampling/missing_groups": outcome.short,
             }
@@ -218,7 +216,7 @@ def _tasks(group: Group, prompt: Prompt, seed: int) -> list[Task]:
     ]
 
 
-def _least_groups(run: Run) -> int:
+def _least_samples(run: Run) -> int:
     """Fewer cannot feed every data-parallel rank in every minibatch."""
-    parts = max(layout.dp for layout in (run.layout, run.critic.layout if run.critic else run.layout))
-    return ceil(run.config.train.minibatches * parts / run.config.rollout.samples_per_prompt)
+    layouts = (run.layout, run.critic.layout if run.critic else run.layout)
+    return run.config.train.minibatches * max(layout.dp for layout in layouts)

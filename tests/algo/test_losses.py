@@ -144,3 +144,8 @@ def test_shares_are_means_of_their_kinds() -> None:
     assert by_sequence.weights[:2] == (1 / 2, 1 / 3)
     constant = shares(lengths, "constant", 10)
     assert (constant.weights[:2], constant.denominator) == ((1.0, 1.0), 20)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
+def test_without_tokens_to_learn_from_a_mean_is_nothing(aggregation: str) -> None:
+    assert shares([0, 0], aggregation, 10).denominator > 0

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.api import Sample
 from rlhpc.config.rollout import ReplaySection
-from rlhpc.data.groups import Group, load_groups, save_groups
+from rlhpc.data.groups import Group, load_groups, save_groups, training_samples
 from rlhpc.data.replay import ReplayBuffer
 
 
@@ -64,6 +64,15 @@ def test_what_a_group_says_of_its_samples():
     assert done.finished
     assert done.usable == group.samples[:1]
     assert done.weights_version == 3
+
+
+def test_of_truncated_responses_nothing_is_learnt_if_so_asked():
+    groups = [make_group(5), make_group(3, truncated=True)]
+    plain, masked = (training_samples(groups, mask) for mask in (False, True))
+    assert [sample.group_id for sample in plain] == [0, 1], "samples that are not scored are left out"
+    assert [sample.chosen_len for sample in plain] == [2, 2]
+    assert [sample.chosen_len for sample in masked] == [2, 0]
+    assert [sample.reward for sample in masked] == [sample.reward for sample in plain]
 
 
 def test_the_buffer_keeps_the_newest():
