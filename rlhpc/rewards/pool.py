@@ -23,6 +23,8 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.rewards.calls import Entry, Failure, Outcome
 
 _START_SECONDS = 300.0  # for the functions' modules to be imported
+_LOOK_SECONDS = 0.5
+_LATE_SECONDS = 0.5
 _MOST_AT_ONCE = 16  # calls in a message to a worker
 # The parent's search path, for the modules that it can import. Nothing else may come before.
 _PROGRAM = (
@@ -191,9 +193,14 @@ class Pool:
 
     def _listen(self) -> None:
         """Until something is said, or a worker's time is over."""
+        before = time.monotonic()
         busy = [worker.deadline for worker in self._workers if worker.calls or not worker.ready]
-        seconds = max(0.0, min(busy) - time.monotonic()) if busy else None
+        seconds = min(max(0.0, min(busy) - before), _LOOK_SECONDS) if busy else None
         said = wait([self._bell, *(worker.inbox for worker in self._workers)], seconds)
+        late = time.monotonic() - before - seconds if seconds is not None else 0.0
+        if late > _LATE_SECONDS:  # this process was stopped, as Slurm does to suspend a job, and its workers with it
+            for worker in self._workers:
+                worker.deadline += late
         if self._bell in said:
             os.read(self._bell, 1 << 16)
         for worker in [worker for worker in self._workers if worker.inbox in said]:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -184,23 +185,44 @@ def test_signals_that_ask_ranks_to_stop_leave_workers_alone(make, tmp_path):
     assert judge.verdicts() == {0: Verdict(1.0)}
 
 
+_MEETING = (
+    "import sys, time\n"
+    "from rlhpc.rewards.calls import Entry\n"
+    "from rlhpc.rewards.pool import Call, Pool\n"
+    f"pool = Pool([Entry('{HERE}:meets', {{'name': 'a'}}, '')], 1, float(sys.argv[2]))\n"
+    "words = dict(data_source='', solution_str=sys.argv[1], ground_truth=['b'], extra_info={})\n"
+    "pool.submit([Call((0, 0), {**words, 'response_tokens': 0, 'max_response_tokens': 0})])\n"
+    "print(pool.outcomes())\n"
+    "pool.close()\n"
+)
+
+
+def meeting(folder: Path, limit: float) -> tuple[psutil.Popen, psutil.Process]:
+    """A process whose worker waits for the file b, and the worker."""
+    process = psutil.Popen([sys.executable, "-c", _MEETING, str(folder), str(limit)], stdout=subprocess.PIPE, text=True)
+    until(lambda: (folder / "a").exists())
+    return process, process.children()[0]
+
+
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    """Killed as the kernel kills, while a call is under way; nothing is left that it has started."""
-    program = (
-        "import sys, time\n"
-        "from rlhpc.rewards.calls import Entry\n"
-        "from rlhpc.rewards.pool import Call, Pool\n"
-        f"pool = Pool([Entry('{HERE}:meets', {{'name': 'a'}}, '')], 1, 1000.0)\n"
-        "words = dict(data_source='', solution_str=sys.argv[1], ground_truth=['b'], extra_info={})\n"
-        "pool.submit([Call((0, 0), {**words, 'response_tokens': 0, 'max_response_tokens': 0})])\n"
-        "time.sleep(1000)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
-    until(lambda: (tmp_path / "a").exists())
-    (worker,) = psutil.Process(process.pid).children()
+    """Killed as the kernel kills, while a call is under way."""
+    process, worker = meeting(tmp_path, 1000)
     process.kill()
     process.wait()
     until(lambda: not runs(worker.pid))
+
+
+@pytest.mark.slow
+def test_the_time_that_a_job_is_suspended_does_not_count(tmp_path):
+    process, worker = meeting(tmp_path, 3)
+    for each in (process, worker):
+        each.suspend()
+    time.sleep(5)
+    for each in (process, worker):
+        each.resume()
+    time.sleep(0.5)
+    (tmp_path / "b").touch()
+    assert process.communicate(timeout=30)[0] == "{(0, 0): Score(value=1.0, parts={})}\n"
 
 
 # ---- starting
