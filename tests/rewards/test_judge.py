@@ -105,6 +105,7 @@ MIXED = ["ab", "raise", "abc", "hang", "leave", "abcd", "nan", "crash", "killed"
 COUNTS = {"raised": 1, "result": 1, "timeout": 1, "died": 3}
 
 
+@pytest.mark.slow
 def test_failures_may_count_as_zero_and_others_are_not_touched(make, caplog):
     judge = make(function=f"{HERE}:does", on_failure="zero", time_limit_seconds=LIMIT)
     with caplog.at_level(logging.WARNING):
@@ -132,6 +133,7 @@ def test_failures_may_leave_the_response_out(make):
     assert verdicts[1] == Verdict(3.0, {"a": 2.0, "b": 1.0, "b/most": 20.0})
 
 
+@pytest.mark.slow
 def test_a_failure_ends_the_run_unless_told_otherwise(make):
     judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
     for text, (_, what) in FAILURES.items():
@@ -143,6 +145,7 @@ def test_a_failure_ends_the_run_unless_told_otherwise(make):
     assert "response '" + "y" * 80 + "';" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
     file = tmp_path / "processes"
     judge = make(function=f"{HERE}:hangs_with_child", on_failure="drop", time_limit_seconds=LIMIT)
