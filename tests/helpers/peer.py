@@ -128,6 +128,12 @@ def ours(case: Arrays) -> Arrays:
     }
 
 
+def our_advantages(case: Arrays) -> Arrays:
+    """Those of advantages alone, in the precision of the case."""
+    tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in case.items()}
+    return {name: value.numpy() for name, value in _advantages(tensors).items()}
+
+
 def _advantages(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     penalty = KL_COEFFICIENT * kl_divergence(t["old_log_probs"], t["reference_log_probs"], "k1")
     responses = Responses.of(

@@ -4,6 +4,7 @@
     V/bin/pip install numpy omegaconf hydra-core packaging 'tensordict<=0.10.0' pandas codetiming cachetools ray \
         transformers==5.5.3 torch==2.13.0 jaxtyping pydantic pyyaml
     V/bin/python -m tests.helpers.peer_verl compare 5000    # differences, by name
+    V/bin/python -m tests.helpers.peer_verl compare64 5000  # the same in float64
     V/bin/python -m tests.helpers.peer_verl balance 200     # the fullest part over the mean
     V/bin/python -m tests.helpers.peer_verl golden          # tests/golden/peer_algorithms.npz anew
     V/bin/python -m tests.helpers.peer_verl golden-balance  # tests/golden/peer_balance.npz anew
@@ -51,8 +52,9 @@ class Padded:
         self.mask = self("mask")
 
     def __call__(self, name: str) -> torch.Tensor:
-        padded = torch.zeros(self.inside.shape)
-        padded[self.inside] = torch.from_numpy(self.case[name])
+        values = torch.from_numpy(self.case[name])
+        padded = torch.zeros(self.inside.shape, dtype=values.dtype)
+        padded[self.inside] = values
         return padded
 
     def flat(self, values: torch.Tensor, masked: bool = True) -> np.ndarray:
@@ -190,22 +192,34 @@ def _fit_seeds() -> Iterator[int]:
     return (seed for seed in itertools.count() if peer.is_fit(peer.make_case(seed)))
 
 
-def compare(count: int) -> None:
-    """The largest difference of each result over so many cases: absolute, and over max(1, |theirs|)."""
+def compare(count: int, double: bool = False) -> None:
+    """The largest difference of each result over so many cases: absolute, and over max(1, |theirs|).
+
+    ``double``: of advantages in float64, as the trainer computes them. Whitening enlarges the rounding of values that
+    are almost alike.
+    """
     absolute: dict[str, float] = {}
     relative: dict[str, tuple[float, int]] = {}
+    beyond: dict[str, int] = {}  # cases that differ by more than 1e-5
     for seed in itertools.islice(_fit_seeds(), count):
         case = peer.make_case(seed)
-        found, expected = peer.ours(case), theirs(case)
+        if double:
+            case = {name: a.astype(np.float64) if a.dtype == np.float32 else a for name, a in case.items()}
+            found, expected = peer.our_advantages(case), _advantages(Padded(case))
+        else:
+            found, expected = peer.ours(case), theirs(case)
         assert found.keys() == expected.keys()
         for name, value in expected.items():
             difference = np.abs(found[name].astype(np.float64) - value)
             absolute[name] = max(absolute.get(name, 0.0), float(difference.max()))
             scaled = float((difference / np.maximum(1.0, np.abs(value))).max())
             relative[name] = max(relative.get(name, (0.0, 0)), (scaled, seed))
+            beyond[name] = beyond.get(name, 0) + (scaled > 1e-5)
     print(f"{count} cases; {', '.join(f'{name} {version}' for name, version in VERSIONS.items())}")
     for name in sorted(absolute):
-        print(f"{name:48s} absolute {absolute[name]:.1e}  relative {relative[name][0]:.1e}  (case {relative[name][1]})")
+        scaled, seed = relative[name]
+        more = f"  beyond 1e-5 in {beyond[name]}" if beyond[name] else ""
+        print(f"{name:48s} absolute {absolute[name]:.1e}  relative {scaled:.1e}  (case {seed}){more}")
     print(f"{'all':48s} absolute {max(absolute.values()):.1e}  relative {max(relative.values())[0]:.1e}")
 
 
@@ -259,6 +273,8 @@ if __name__ == "__main__":
     match sys.argv[1]:
         case "compare":
             compare(int(sys.argv[2]))
+        case "compare64":
+            compare(int(sys.argv[2]), double=True)
         case "balance":
             compare_balance(int(sys.argv[2]))
         case "golden":
