@@ -82,6 +82,9 @@ class Judge(Protocol):
     def verdicts(self) -> dict[int, Verdict]:
         """Wait for every response submitted since the last call; by key."""
 
+    def failures(self) -> dict[str, int]:
+        """Calls that failed since this was asked last, by kind."""
+
     def close(self) -> None:
         """End the processes, at the end of the run."""
 

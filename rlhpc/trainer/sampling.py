@@ -113,8 +113,11 @@ class _Collection:
         self._ended = 0  # groups of this rank's engine that have been harvested
         self._generated = 0
         self._calls = self._failures = 0
-        if run.tools is not None:
-            run.tools.take_counts()  # those of a validation
+        self._reward_failures: Counter[str] = Counter()
+        if run.tools is not None:  # what a validation has left
+            run.tools.take_counts()
+        if run.judge is not None:
+            run.judge.failures()
 
     def run(self) -> Outcome:
         """Batch after batch of prompts, until there is enough or the bound is reached."""
@@ -125,9 +128,9 @@ class _Collection:
 
     def metrics(self, outcome: Outcome, groups: Sequence[Group]) -> Metrics:
         samples = [sample for group in groups for sample in group.usable]
-        found: Metrics = {}
+        found: Metrics = {f"reward/failures/{kind}": count for kind, count in sorted(self._reward_failures.items())}
         if self._section is not None:
-            found = {
+            found |= {
                 "sampling/batches": outcome.batches,
                 "sampling/generated_groups": self._generated,
                 "sampling/dropped_groups": len(outcome.dropped),
@@ -187,13 +190,16 @@ class _Collection:
 
     def _exchange(self, mine: list[Scored]) -> list[Scored]:
         """What every engine has, on every rank. Collective."""
-        tools, leads = self._run.tools, self._run.leads_engine
-        counts = tools.take_counts() if tools is not None and leads else (0, 0)
-        parts: list[tuple[list[Scored], tuple[int, int]]] = [([], (0, 0))] * self._run.layout.world_size
-        dist.all_gather_object(parts, (mine if leads else [], counts))
-        self._calls += sum(calls for _, (calls, _) in parts)
-        self._failures += sum(failures for _, (_, failures) in parts)
-        return [scored for part, _ in parts for scored in part]
+        run, leads = self._run, self._run.leads_engine
+        counts = run.tools.take_counts() if run.tools is not None and leads else (0, 0)
+        failures = run.judge.failures() if run.judge is not None else {}
+        parts: list[tuple[list[Scored], tuple[int, int], dict[str, int]]] = [([], (0, 0), {})] * run.layout.world_size
+        dist.all_gather_object(parts, (mine if leads else [], counts, failures))
+        for _, (calls, failed), failed_rewards in parts:
+            self._calls += calls
+            self._failures += failed
+            self._reward_failures.update(failed_rewards)
+        return [scored for part, _, _ in parts for scored in part]
 
     def _judge(self, found: Sequence[Scored]) -> None:
         for scored in found:

@@ -24,6 +24,10 @@ def has_sum(data_source: str, solution_str: str, ground_truth: Any, extra_info: 
     return float("420" in solution_str)
 
 
+def fragile(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    raise ValueError("always")
+
+
 def nothing(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     return 0.0
 
@@ -74,7 +78,13 @@ def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
         sft=None,
         model={"path": str(task / "model"), "dtype": "float32"},
         data={"train": [str(task / "train.jsonl")], "max_prompt_tokens": 32},
-        reward={"functions": [{"name": "called", "function": "tests.trainer.test_sampling:has_sum"}]},
+        reward={
+            "functions": [
+                {"name": "called", "function": "tests.trainer.test_sampling:has_sum"},
+                {"name": "broken", "function": "tests.trainer.test_sampling:fragile"},
+            ],
+            "on_failure": "zero",
+        },
         resources__ranks_per_node=2,
         parallel={"tp": 2},
         rollout={
@@ -104,6 +114,8 @@ def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
         assert step["engine_gap_mean"] < 1e-4, "tokens that were given are compared, or in other places"
         assert step["tools/calls"] > step["tools/failures"] > 0
         assert step["tools/turns_mean"] > 1
+        assert step["reward/failures/raised"] >= 2 * 8, "each response's"
+        assert step["reward/broken"] == 0
     assert steps[0]["sampling/batches"] > 1
     assert steps[0]["sampling/dropped_groups"] > 0
     assert [step["replay/used_groups"] for step in steps] == [0, 2, 2]
