@@ -1,0 +1,221 @@
+"""Bytes of weights, gradients and optimizer state on a rank: what Megatron's buffers hold, padding included.
+
+As ``_ParamAndGradBuffer`` (megatron/core/distributed/param_and_grad_buffer.py:586, 0.16.1) lays them out and
+``DistributedOptimizer`` (optimizer/distrib_optimizer.py:207) cuts them over the data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import lcm, prod
+
+from rlhpc.models import ModelShape, find_family
+from rlhpc.models.tables import Cut, Row, Where
+from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.shards import padded_vocab
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_FLOAT32 = 4
+_PARAM_ALIGNMENT = 64  # elements (param_and_grad_buffer.py:665)
+_BUCKET_ALIGNMENT = 128  # elements (param_and_grad_buffer.py:654)
+_BUCKET = 40_000_000  # elements at least, and ...
+_BUCKET_OF_RANK = 1_000_000  # ... so many for each data-parallel rank (distributed_data_parallel.py:67)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a rank's module; ``shared`` is a tied embedding of several stages, in a bucket of its own."""
+
+    name: str
+    numel: int
+    vector: bool = False  # no weight decay, and so in the optimizer's second group
+    expert: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of one model on one rank. ``host`` is what AdamW keeps in host memory (optimizer.host_fraction)."""
+
+    parameters: int
+    gradients: int = 0
+    master: int = 0  # float32 copies of half-precision weights
+    moments: int = 0  # on the device
+    host: int = 0
+
+    @property
+    def optimizer(self) -> int:
+        """Master weights and moments on the device."""
+        return self.master + self.moments
+
+
+def rank_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[list[Parameter]]:
+    """Parameters of a rank of a pipeline stage, chunk after chunk, in the order of ``named_parameters``.
+
+    Ranks that differ along other axes have as many.
+    """
+    chunks: list[list[Parameter]] = [[] for _ in range(layout.vpp or 1)]
+    rows = find_family(shape.family).table(shape)
+    expert_layers = set(shape.experts.layers) if shape.experts else set()
+    kinds = {kind: _layer(shape, layout, rows, kind) for kind in (Where.DENSE_LAYER, Where.EXPERT_LAYER)}
+    tied = shape.tied_embeddings and layout.pp > 1
+    if stage == 0:
+        chunks[0] += [Parameter(name, numel, shared=tied) for name, numel in _sizes(shape, layout, rows, Where.FIRST)]
+    for layer, (owner, chunk, _) in enumerate(layout.layer_places(shape.num_layers)):
+        if owner == stage:
+            chunks[chunk] += kinds[Where.EXPERT_LAYER if layer in expert_layers else Where.DENSE_LAYER]
+    if stage == layout.pp - 1:
+        chunks[-1] += [Parameter(name, numel) for name, numel in _sizes(shape, layout, rows, Where.LAST)]
+        if tied:
+            rows_of_rank = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
+            chunks[-1].append(Parameter("output_layer.weight", rows_of_rank * shape.hidden_size, shared=True))
+    return chunks
+
+
+def state_bytes(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    dtype: str,
+    *,
+    trained: bool = True,
+    host_fraction: float = 0.0,
+    on_gpu: bool = True,
+) -> StateBytes:
+    """What one rank allocates for a model; without training only its weights.
+
+    ``on_gpu`` false: as ranks on CPUs do, where gradients are not reduced in buckets.
+    """
+    coord = layout.coord(rank)
+    chunks = rank_parameters(shape, layout, coord["pp"])
+    if not trained:
+        return StateBytes(ITEMSIZE[dtype] * sum(parameter.numel for chunk in chunks for parameter in chunk))
+    numel, dense, experts = 0, _Owned(), _Owned()
+    for number, chunk in enumerate(chunks):
+        bucketed = on_gpu and number == 0 and coord["pp"] == 0
+        bucket = max(_BUCKET, _BUCKET_OF_RANK * layout.dp) if bucketed else None
+        for owned, expert, ranks, index in (
+            (dense, False, layout.dp * layout.cp, coord["dp"] * layout.cp + coord["cp"]),
+            (experts, True, layout.edp, coord["edp"]),
+        ):
+            buffer = lay_out([p for p in chunk if p.expert == expert], ranks, bucket)
+            numel += buffer.numel
+            owned.sizes += buffer.owned(ranks, index)
+    shards = dense.split(host_fraction), experts.split(host_fraction)
+    on_device, on_host = (sum(part[i] for part in shards) for i in (0, 1))
+    master = 0 if dtype == "float32" else _FLOAT32 * (on_device + on_host)
+    return StateBytes(
+        parameters=ITEMSIZE[dtype] * numel,
+        gradients=_FLOAT32 * numel,
+        master=master,
+        moments=2 * _FLOAT32 * on_device,
+        host=2 * _FLOAT32 * on_host,
+    )
+
+
+class _Owned:
+    """Elements of each parameter that a rank's optimizer owns, in its order."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def split(self, host_fraction: float) -> tuple[int, int]:
+        """(elements with moments on the device, on the host): the first parameters go to the host (adamw.py)."""
+        total, held = sum(self.sizes), 0
+        for size in self.sizes:
+            if held >= host_fraction * total:
+                break
+            held += size
+        return total - held, held
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Places (start, stop) of parameters in a contiguous buffer, and of its buckets."""
+
+    places: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1][1] if self.buckets else 0
+
+    def owned(self, ranks: int, index: int) -> list[int]:
+        """Elements of each parameter in the part of each bucket that is the rank's; none are left out."""
+        sizes, at = [], 0
+        for start, stop in self.buckets:
+            part = (stop - start) // ranks
+            begin, end = start + index * part, start + (index + 1) * part
+            while at < len(self.places) and self.places[at][1] <= stop:
+                first, last = self.places[at]
+                size = min(last, end) - max(first, begin)
+                if size > 0:
+                    sizes.append(size)
+                at += 1
+        return sizes
+
+
+def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = None) -> Buffer:
+    """The buffer of a chunk's parameters, last first; ``bucket`` elements close a bucket, None: one for all."""
+    divisor = lcm(ranks, _BUCKET_ALIGNMENT)
+    places: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    at = begin = 0
+    open_ = False
+    for parameter in reversed(parameters):
+        at = _up(at, _PARAM_ALIGNMENT)
+        if parameter.shared and open_:
+            buckets.append((begin, _up(at, divisor)))
+            at = begin = buckets[-1][1]
+        places.append((at, at + parameter.numel))
+        at, open_ = at + parameter.numel, True
+        if parameter.shared or (bucket is not None and at - begin >= bucket):
+            buckets.append((begin, _up(at, divisor)))
+            at = begin = buckets[-1][1]
+            open_ = False
+    if open_:
+        buckets.append((begin, _up(at, divisor)))
+    return Buffer(tuple(places), tuple(buckets))
+
+
+def _up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
+
+
+def _layer(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], kind: Where) -> list[Parameter]:
+    """Of a layer with or without experts, in the order of its modules."""
+    sizes = _sizes(shape, layout, rows, Where.LAYER, kind)
+    experts = {row.local_name for row in rows if row.of_each_expert}
+    found = [Parameter(name, numel, expert=name in experts) for name, numel in sizes]
+    return sorted(found, key=lambda parameter: _place_in_layer(shape, parameter.name))
+
+
+_MODULES = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")
+
+
+def _place_in_layer(shape: ModelShape, name: str) -> tuple[int, int]:
+    """Attention.__init__ makes linear_proj before SelfAttention makes the others (transformer/attention.py:349)."""
+    module, _, rest = name.removeprefix("decoder.layers.{layer}.").partition(".")
+    first = rest.startswith("linear_proj.") and shape.latent is None
+    return _MODULES.index(module), 0 if first else 1
+
+
+def _sizes(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], *where: Where) -> list[tuple[str, int]]:
+    """(name, elements on a rank) of each parameter of these places, in the table's order."""
+    sizes: dict[str, int] = {}
+    for row in rows:
+        if row.where in where and not row.float32:  # those are buffers
+            sizes[row.local_name] = sizes.get(row.local_name, 0) + _numel(shape, layout, row)
+    return list(sizes.items())
+
+
+def _numel(shape: ModelShape, layout: ParallelLayout, row: Row) -> int:
+    if row.cut is Cut.WHOLE:
+        return prod(row.shape)
+    if row.cut is Cut.VOCAB:
+        return padded_vocab(row.shape[0], layout.tp) // layout.tp * prod(row.shape[1:])
+    if row.of_each_expert:
+        assert shape.experts is not None, "a row for each expert of a model that has none"
+        return shape.experts.num_experts // layout.ep * prod(row.shape) // layout.etp
+    return prod(row.shape) // layout.tp
