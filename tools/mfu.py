@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlhpc.models import ModelShape, shape_of
-from rlhpc.plan.flops import peak_tflops, training_flops
+from rlhpc.plan.flops import training_flops
+from rlhpc.plan.hardware import peak_tflops
 
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 131072, "rope_theta": 500000.0}
 _QWEN = {"architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768, "rope_theta": 1e6}

@@ -12,9 +12,6 @@ from rlhpc.models import ModelShape
 # The backward pass multiplies twice for each product of the forward pass.
 _FORWARD_AND_BACKWARD = 3
 
-# Dense bfloat16 TFLOP/s by a part of the device's name, from NVIDIA's data sheets.
-PEAK_TFLOPS = {"A100": 312.0, "H100 PCIe": 756.0, "H100": 989.5, "H200": 989.5, "B200": 2250.0}
-
 
 def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
     """Of one forward and backward pass over sequences of ``lengths`` tokens."""
@@ -34,11 +31,6 @@ def forward_terms(shape: ModelShape) -> tuple[float, float]:
     key_dim = shape.head_dim
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
     return 2.0 * weights, float(shape.num_layers * 2 * shape.num_heads * (key_dim + value_dim))
-
-
-def peak_tflops(device_name: str) -> float | None:
-    """Dense bfloat16 TFLOP/s of a GPU, None when it is not known."""
-    return next((peak for name, peak in PEAK_TFLOPS.items() if name in device_name), None)
 
 
 def _attention_weights(shape: ModelShape) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.models import read_model
-from rlhpc.plan.flops import forward_flops, peak_tflops, training_flops
+from rlhpc.plan.flops import forward_flops, training_flops
 from tests.helpers.tiny_models import make_model
 
 
@@ -34,9 +34,3 @@ def test_training_is_three_forwards_and_sequences_add_up(tmp_path) -> None:
     shape = read_model(write_model(tmp_path))
     assert training_flops(shape, [8, 24]) == 3 * (forward_flops(shape, [8]) + forward_flops(shape, [24]))
     assert forward_flops(shape, [32]) > forward_flops(shape, [8, 24])
-
-
-def test_peaks_are_known_by_name() -> None:
-    assert peak_tflops("NVIDIA H200") == 989.5
-    assert peak_tflops("NVIDIA H100 PCIe") == 756.0
-    assert peak_tflops("some other") is None
