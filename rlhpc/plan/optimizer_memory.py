@@ -7,7 +7,7 @@ As ``_ParamAndGradBuffer`` (megatron/core/distributed/param_and_grad_buffer.py:5
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm, prod
 
 from rlhpc.models import ModelShape, find_family
@@ -20,6 +20,7 @@ _FLOAT32 = 4
 _PARAM_ALIGNMENT = 64  # elements (param_and_grad_buffer.py:665)
 _BUCKET_ALIGNMENT = 128  # elements (param_and_grad_buffer.py:654)
 _BUCKET = 40_000_000  # elements at least, and ...
+_MODULES = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")  # of a layer, as it makes them
 _BUCKET_OF_RANK = 1_000_000  # ... so many for each data-parallel rank (distributed_data_parallel.py:67)
 
 
@@ -61,15 +62,15 @@ def rank_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> li
     kinds = {kind: _layer(shape, layout, rows, kind) for kind in (Where.DENSE_LAYER, Where.EXPERT_LAYER)}
     tied = shape.tied_embeddings and layout.pp > 1
     if stage == 0:
-        chunks[0] += [Parameter(name, numel, shared=tied) for name, numel in _sizes(shape, layout, rows, Where.FIRST)]
+        chunks[0] += _held(shape, layout, rows, Where.FIRST, shared=tied)
     for layer, (owner, chunk, _) in enumerate(layout.layer_places(shape.num_layers)):
         if owner == stage:
             chunks[chunk] += kinds[Where.EXPERT_LAYER if layer in expert_layers else Where.DENSE_LAYER]
     if stage == layout.pp - 1:
-        chunks[-1] += [Parameter(name, numel) for name, numel in _sizes(shape, layout, rows, Where.LAST)]
+        chunks[-1] += _held(shape, layout, rows, Where.LAST)
         if tied:
-            rows_of_rank = padded_vocab(shape.vocab_size, layout.tp) // layout.tp
-            chunks[-1].append(Parameter("output_layer.weight", rows_of_rank * shape.hidden_size, shared=True))
+            (embedding,) = _held(shape, layout, rows, Where.FIRST, shared=True)
+            chunks[-1].append(replace(embedding, name="output_layer.weight"))
     return chunks
 
 
@@ -81,29 +82,30 @@ def state_bytes(
     *,
     trained: bool = True,
     host_fraction: float = 0.0,
-    on_gpu: bool = True,
+    bucket: int | None = None,
 ) -> StateBytes:
     """What one rank allocates for a model; without training only its weights.
 
-    ``on_gpu`` false: as ranks on CPUs do, where gradients are not reduced in buckets.
+    ``bucket``: elements that close a bucket on the first stage (``gpu_bucket``); None: as on CPUs, where gradients
+    are not reduced in buckets.
     """
     coord = layout.coord(rank)
     chunks = rank_parameters(shape, layout, coord["pp"])
     if not trained:
         return StateBytes(ITEMSIZE[dtype] * sum(parameter.numel for chunk in chunks for parameter in chunk))
-    numel, dense, experts = 0, _Owned(), _Owned()
-    for number, chunk in enumerate(chunks):
-        bucketed = on_gpu and number == 0 and coord["pp"] == 0
-        bucket = max(_BUCKET, _BUCKET_OF_RANK * layout.dp) if bucketed else None
-        for owned, expert, ranks, index in (
-            (dense, False, layout.dp * layout.cp, coord["dp"] * layout.cp + coord["cp"]),
-            (experts, True, layout.edp, coord["edp"]),
-        ):
-            buffer = lay_out([p for p in chunk if p.expert == expert], ranks, bucket)
+    numel, on_device, on_host = 0, 0, 0
+    for expert, ranks, index in (
+        (False, layout.dp * layout.cp, coord["dp"] * layout.cp + coord["cp"]),
+        (True, layout.edp, coord["edp"]),
+    ):
+        owned: list[tuple[Parameter, int]] = []
+        for number, chunk in enumerate(chunks):
+            closes = bucket if number == coord["pp"] == 0 else None
+            buffer = lay_out([p for p in chunk if p.expert == expert], ranks, closes)
             numel += buffer.numel
-            owned.sizes += buffer.owned(ranks, index)
-    shards = dense.split(host_fraction), experts.split(host_fraction)
-    on_device, on_host = (sum(part[i] for part in shards) for i in (0, 1))
+            owned += buffer.owned(ranks, index)
+        mine, away = _share(owned, host_fraction)
+        on_device, on_host = on_device + mine, on_host + away
     master = 0 if dtype == "float32" else _FLOAT32 * (on_device + on_host)
     return StateBytes(
         parameters=ITEMSIZE[dtype] * numel,
@@ -114,26 +116,16 @@ def state_bytes(
     )
 
 
-class _Owned:
-    """Elements of each parameter that a rank's optimizer owns, in its order."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def split(self, host_fraction: float) -> tuple[int, int]:
-        """(elements with moments on the device, on the host): the first parameters go to the host (adamw.py)."""
-        total, held = sum(self.sizes), 0
-        for size in self.sizes:
-            if held >= host_fraction * total:
-                break
-            held += size
-        return total - held, held
+def gpu_bucket(layout: ParallelLayout) -> int:
+    """Elements that close a bucket where ranks have GPUs (distributed_data_parallel.py:66)."""
+    return max(_BUCKET, _BUCKET_OF_RANK * layout.dp)
 
 
 @dataclass(frozen=True)
 class Buffer:
     """Places (start, stop) of parameters in a contiguous buffer, and of its buckets."""
 
+    parameters: tuple[Parameter, ...]
     places: tuple[tuple[int, int], ...]
     buckets: tuple[tuple[int, int], ...]
 
@@ -141,9 +133,13 @@ class Buffer:
     def numel(self) -> int:
         return self.buckets[-1][1] if self.buckets else 0
 
-    def owned(self, ranks: int, index: int) -> list[int]:
-        """Elements of each parameter in the part of each bucket that is the rank's; none are left out."""
-        sizes, at = [], 0
+    @property
+    def largest_bucket(self) -> int:
+        return max((stop - start for start, stop in self.buckets), default=0)
+
+    def owned(self, ranks: int, index: int) -> list[tuple[Parameter, int]]:
+        """Parameters, and how many of their elements are in the rank's part of their bucket, where there are any."""
+        found, at = [], 0
         for start, stop in self.buckets:
             part = (stop - start) // ranks
             begin, end = start + index * part, start + (index + 1) * part
@@ -151,9 +147,9 @@ class Buffer:
                 first, last = self.places[at]
                 size = min(last, end) - max(first, begin)
                 if size > 0:
-                    sizes.append(size)
+                    found.append((self.parameters[at], size))
                 at += 1
-        return sizes
+        return found
 
 
 def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = None) -> Buffer:
@@ -176,7 +172,19 @@ def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = No
             open_ = False
     if open_:
         buckets.append((begin, _up(at, divisor)))
-    return Buffer(tuple(places), tuple(buckets))
+    return Buffer(tuple(reversed(parameters)), tuple(places), tuple(buckets))
+
+
+def _share(owned: Sequence[tuple[Parameter, int]], host_fraction: float) -> tuple[int, int]:
+    """(elements with moments on the device, on the host): as ``leading_share`` of adamw.py, vectors last."""
+    sizes = [size for parameter, size in owned if not parameter.vector]
+    sizes += [size for parameter, size in owned if parameter.vector]
+    total, held = sum(sizes), 0
+    for size in sizes:
+        if held >= host_fraction * total:
+            break
+        held += size
+    return total - held, held
 
 
 def _up(number: int, divisor: int) -> int:
@@ -185,13 +193,8 @@ def _up(number: int, divisor: int) -> int:
 
 def _layer(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], kind: Where) -> list[Parameter]:
     """Of a layer with or without experts, in the order of its modules."""
-    sizes = _sizes(shape, layout, rows, Where.LAYER, kind)
-    experts = {row.local_name for row in rows if row.of_each_expert}
-    found = [Parameter(name, numel, expert=name in experts) for name, numel in sizes]
+    found = _held(shape, layout, rows, Where.LAYER, kind)
     return sorted(found, key=lambda parameter: _place_in_layer(shape, parameter.name))
-
-
-_MODULES = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")
 
 
 def _place_in_layer(shape: ModelShape, name: str) -> tuple[int, int]:
@@ -201,13 +204,17 @@ def _place_in_layer(shape: ModelShape, name: str) -> tuple[int, int]:
     return _MODULES.index(module), 0 if first else 1
 
 
-def _sizes(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], *where: Where) -> list[tuple[str, int]]:
-    """(name, elements on a rank) of each parameter of these places, in the table's order."""
-    sizes: dict[str, int] = {}
+def _held(
+    shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], *where: Where, shared: bool = False
+) -> list[Parameter]:
+    """What a rank has of the parameters of these places, in the table's order."""
+    found: dict[str, Parameter] = {}
     for row in rows:
         if row.where in where and not row.float32:  # those are buffers
-            sizes[row.local_name] = sizes.get(row.local_name, 0) + _numel(shape, layout, row)
-    return list(sizes.items())
+            before = found[row.local_name].numel if row.local_name in found else 0
+            numel = before + _numel(shape, layout, row)
+            found[row.local_name] = Parameter(row.local_name, numel, len(row.shape) == 1, row.of_each_expert, shared)
+    return list(found.values())
 
 
 def _numel(shape: ModelShape, layout: ParallelLayout, row: Row) -> int:

@@ -1,0 +1,197 @@
+"""Do ranks allocate for weights, gradients and optimizer what the plan says, to the byte?
+
+``python -m tests.helpers.state_memory`` tries random layouts of every family on real ranks, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import KINDS, make_model
+
+# Sizes that leave gaps: few are multiples of what buffers are aligned to.
+SIZES: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 71, "hidden_size": 72, "intermediate_size": 136}
+
+
+@dataclass(frozen=True)
+class StateCase:
+    """A model on a layout; ``critic``: with a value head. ``bucket``: elements of a bucket, as ranks on GPUs have."""
+
+    kind: str
+    axes: tuple[tuple[str, int], ...] = ()
+    dtype: str = "bfloat16"
+    host_fraction: float = 0.0
+    trained: bool = True
+    critic: bool = False
+    bucket: int | None = None
+
+    def __str__(self) -> str:
+        axes = " ".join(f"{name}={size}" for name, size in self.axes)
+        more = [name for name in ("trained", "critic") if getattr(self, name)]
+        bucket = f"bucket={self.bucket}" if self.bucket else ""
+        return " ".join(filter(None, [self.kind, axes, self.dtype, f"host={self.host_fraction}", *more, bucket]))
+
+
+def compare(folders: dict[str, Path], cases: Sequence[StateCase]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """Run on every rank of a job: for each case what the rank has allocated, and what was foretold of it."""
+    return [_compare(folders[case.kind], case) for case in cases]
+
+
+def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, int]]:
+    from megatron.core import parallel_state
+
+    from rlhpc.backends.megatron import MegatronBackend, backend
+    from rlhpc.config.schema import ParallelSection
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.models import read_model
+    from rlhpc.parallel.groups import build_groups
+    from rlhpc.plan.layout import make_layout
+    from rlhpc.plan.optimizer_memory import state_bytes
+    from tests.helpers.equality import leave_former
+    from tests.helpers.training import optimizer_section
+
+    leave_former()
+    section, info = ParallelSection(**dict(case.axes)), RankInfo.from_environ()
+    layout, shape = make_layout(section, info.world_size), read_model(folder)
+    shape = shape.with_value_head if case.critic else shape
+    if not parallel_state.model_parallel_is_initialized():
+        build_groups(layout, seed=1)
+    optimizer = optimizer_section(host_fraction=case.host_fraction) if case.trained else None
+    distribute = backend.distribute
+    if case.bucket is not None:
+        backend.distribute = lambda config, chunks: _in_buckets(config, chunks, case.bucket)
+    try:
+        model = MegatronBackend(shape, layout, info, case.dtype, section, optimizer)
+        model.reset_optimizer()
+    finally:
+        backend.distribute = distribute
+    foretold = state_bytes(
+        shape,
+        layout,
+        info.rank,
+        case.dtype,
+        trained=case.trained,
+        host_fraction=case.host_fraction,
+        bucket=case.bucket,
+    )
+    measured = measure(model)
+    _drop(model)
+    return measured, asdict(foretold)
+
+
+def _in_buckets(config: Any, chunks: Any, bucket: int | None) -> Any:
+    """As ``distribute`` does where there are GPUs, with small buckets."""
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=bucket
+    )
+    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
+
+
+def measure(model: Any) -> dict[str, int]:
+    """Bytes of the storages that the rank has, as ``StateBytes`` names them."""
+    from rlhpc.backends.megatron.offload import device_tensors
+    from rlhpc.backends.megatron.optimizer import inner_optimizers
+
+    weights = _storages(device_tensors(model._models, None, "parameters"))
+    inner = inner_optimizers(model._optimizer) if model._optimizer is not None else []
+    masters = _storages([param for part in inner for group in part.param_groups for param in group["params"]])
+    moments: dict[bool, list[Any]] = {True: [], False: []}
+    for part in inner:
+        for param, state in part.state.items():
+            moments[param in part._on_host] += state.values()
+    return {
+        "parameters": sum(weights.values()),
+        "gradients": sum(_storages(device_tensors(model._models, None, "gradients")).values()),
+        "master": sum(size for key, size in masters.items() if key not in weights),
+        "moments": sum(_storages(moments[False]).values()),
+        "host": sum(_storages(moments[True]).values()),
+    }
+
+
+def _storages(tensors: Sequence[Any]) -> dict[int, int]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in storages}
+
+
+def _drop(model: Any) -> None:
+    """Hooks in autograd's nodes keep the wrappers, and those their buffers."""
+    for chunk in model._chunks:
+        vars(chunk).clear()
+
+
+def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> list[StateCase]:
+    """Layouts of 4 layers that suit so many ranks, all kinds of models among them in turn."""
+    from rlhpc.config.schema import ParallelSection
+    from rlhpc.core.errors import UserError
+    from rlhpc.models import read_model
+    from rlhpc.plan.fit import misfits
+    from rlhpc.plan.layout import make_layout
+
+    draw = random.Random(seed)
+    cases: list[StateCase] = []
+    with tempfile.TemporaryDirectory() as name:
+        shapes = {kind: read_model(make_model(Path(name) / kind, kind, **SIZES)) for kind in kinds}
+    while len(cases) < count:
+        kind = kinds[len(cases) % len(kinds)]
+        axes = {axis: draw.choice([1, 1, 2, 2, 4]) for axis in ("tp", "pp", "cp", "ep", "etp")}
+        if shapes[kind].experts is None:
+            axes |= {"ep": 1, "etp": 1}
+        if axes["pp"] == 2:
+            axes |= draw.choice([{}, {"vpp": 2}, {"first_stage_layers": 1, "last_stage_layers": 3}])
+        section = ParallelSection(**axes)
+        try:
+            layout = make_layout(section, world_size)
+        except UserError:
+            continue
+        if any(misfits(shapes[kind], layout, section)):
+            continue
+        case = StateCase(
+            kind,
+            tuple((axis, size) for axis, size in axes.items() if size > 1),
+            dtype=draw.choice(["float32", "bfloat16", "bfloat16"]),
+            host_fraction=draw.choice([0.0, 0.0, 0.4, 1.0]),
+            trained=draw.random() > 0.1,
+            critic=draw.random() < 0.2,
+            bucket=draw.choice([None, None, 1, 20000]),
+        )
+        if case not in cases:
+            cases.append(case)
+    return cases
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--count", type=int, default=30)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4, 6, 8])
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        folders = {kind: make_model(Path(name) / kind, kind, **SIZES) for kind in KINDS}
+        wrong = total = 0
+        each = -(-options.count // len(options.worlds))
+        for world_size in options.worlds:
+            cases = random_cases(each, world_size, options.seed + world_size)
+            ranks = run_ranks(compare, world_size, folders, cases, timeout=1800)
+            for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+                different = [rank for rank, (measured, foretold) in enumerate(results) if measured != foretold]
+                wrong, total = wrong + bool(different), total + 1
+                text = f"WRONG on ranks {different}: {results[different[0]]}" if different else "equal"
+                print(f"{world_size} ranks  {case!s:90} {sum(results[0][0].values()):>12,}  {text}", flush=True)
+        print(f"{total - wrong} of {total} layouts equal to the byte")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    from tests.helpers import state_memory  # by which name ranks find it
+
+    state_memory.main()
