@@ -66,7 +66,7 @@ def _model(
 def _critic(config: RunConfig, info: RankInfo, shape: ModelShape, actor: ParallelLayout) -> MegatronBackend:
     """The second model that is trained."""
     section = config.critic
-    folder = section.model or config.model.path
+    folder = section.model or config.model.weights or config.model.path
     if section.model is not None:
         shape = read_model(folder, classifier=True)
     memory, parallel = section.memory or config.memory, section.parallel or config.parallel
