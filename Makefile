@@ -34,7 +34,7 @@ slurm:
 	@tests/slurm/install.sh || echo "make: the tests on a real Slurm will be skipped" >&2
 
 test: venv slurm
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m tests.run -q
 
 # Twenty runs on a real Slurm, each hit by a fault at a random moment, and twenty that run out of time: an hour or so.
 chaos: venv slurm
