@@ -1,0 +1,159 @@
+"""How near is what is foretold of activations to what autograd keeps in real forward passes?
+
+``python -m tests.helpers.activation_memory`` tries models and settings on real ranks, and prints a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.distributed import run_ranks
+from tests.helpers.tiny_models import make_model
+
+# Wide enough that what a token takes of each layer is most of it, and not indices.
+SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
+SELECTIVE = {"recompute": "selective"}
+FULL = {"recompute": "full"}
+
+
+@dataclass(frozen=True)
+class ActivationCase:
+    kind: str
+    axes: tuple[tuple[str, Any], ...] = ()
+    memory: tuple[tuple[str, Any], ...] = ()
+    dtype: str = "bfloat16"
+    lengths: tuple[int, ...] = (128, 128)
+
+    def __str__(self) -> str:
+        pairs = " ".join(f"{key}={value}" for key, value in (*self.axes, *self.memory))
+        return f"{self.kind} {pairs} {self.dtype} {list(self.lengths)}"
+
+
+def compare(folders: dict[str, Path], cases: Sequence[ActivationCase]) -> list[tuple[int, int]]:
+    """Run on every rank of a job: for each case the bytes kept at the end of a forward pass, and the bytes foretold."""
+    return [_compare(folders[case.kind], case) for case in cases]
+
+
+def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
+    import torch
+
+    from rlhpc.config.training import MemorySection, ParallelSection
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.data.collate import pack_batch
+    from rlhpc.plan.activations import Setting, stage_kept
+    from tests.helpers import equality
+    from tests.helpers.training import make_actor, optimizer_section
+
+    equality.leave_former()
+    memory = MemorySection(**dict(case.memory))
+    actor = make_actor(folder, optimizer_section(), memory, case.dtype, **dict(case.axes))
+    equality._former.append(actor)
+    generator = torch.Generator().manual_seed(3)
+    made = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in case.lengths]
+    batch = pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
+    measured = keep(actor, batch)
+    layout, stage = actor.layout, actor.layout.coord(RankInfo.from_environ().rank)["pp"]
+    setting = Setting(
+        actor.weights.shape, layout, ParallelSection(**dict(case.axes)), memory, case.dtype, kernels="padded"
+    )
+    kept = stage_kept(setting, stage, -(-sum(case.lengths) // layout.cp))
+    # Rotary angles are held by the batch in any case, by autograd where attention is not computed again.
+    again = memory.recompute == "full" or setting.recomputes("core_attn")
+    return measured, sum(kept.chunks) + kept.embedding + kept.head + (0 if again else kept.shared)
+
+
+def keep(actor: Any, batch: Any) -> int:
+    """Bytes of unique storages that autograd keeps of one micro batch's forward pass, weights left out."""
+    import torch
+
+    from rlhpc.api import LossSums
+
+    weights = {param.untyped_storage()._cdata for model in actor._models for param in model.parameters()}
+    kept: dict[int, Any] = {}
+    at_end: list[int] = []
+    backward: list[bool] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights and not backward:
+            kept[storage._cdata] = storage  # held, so that no other one comes to have its address
+        return tensor
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        if not backward:
+            at_end.append(sum(storage.nbytes() for storage in kept.values()))
+            backward.append(True)
+        return tensor
+
+    def loss(stats: Any, batch: Any) -> Any:
+        total = -(stats.log_probs * batch.loss_weight).sum()
+        return LossSums(total, {"loss": total.detach()})
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        actor.train([batch], loss, 100.0, 1.0, 1e-3)
+    return at_end[0]
+
+
+def cases_by_world() -> dict[int, list[ActivationCase]]:
+    """Families, dtypes, what is recomputed and every axis, by the ranks that they take."""
+    full, pairs = (("recompute", "full"),), (("recompute", "full"), ("recompute_layers", 2))
+    selective = (("recompute", "selective"),)
+
+    def modules(*names: str) -> tuple[tuple[str, Any], ...]:
+        return (*selective, ("recompute_modules", list(names)))
+
+    kinds = ("llama", "qwen2", "qwen3", "mixtral", "qwen3moe", "dsv3", "dsv3_direct")
+    one = [ActivationCase(kind, dtype=dtype) for kind in kinds for dtype in ("bfloat16", "float32")]
+    one += [ActivationCase(kind, memory=way) for kind in ("qwen3", "dsv3") for way in (selective, full, pairs)]
+    one += [ActivationCase(kind, memory=modules("core_attn")) for kind in ("qwen2", "qwen3", "dsv3")]
+    one += [ActivationCase("qwen2", memory=modules("mlp")), ActivationCase("qwen3moe", memory=modules("moe"))]
+    one += [ActivationCase("dsv3", memory=modules("shared_experts"))]
+    one += [ActivationCase("qwen3", lengths=(100, 96, 60, 56, 50)), ActivationCase("qwen2", lengths=(300,))]
+    two = [ActivationCase(kind, (("tp", 2),)) for kind in kinds]
+    two += [ActivationCase("qwen2", (("tp", 2), ("sequence_parallel", False)))]
+    two += [ActivationCase("qwen3", (("tp", 2),), dtype="float32"), ActivationCase("qwen3", (("tp", 2),), selective)]
+    two += [ActivationCase("qwen3", (("cp", 2),)), ActivationCase("qwen3", (("cp", 2), ("cp_method", "ulysses")))]
+    two += [
+        ActivationCase("dsv3", (("cp", 2),)),
+        ActivationCase("qwen2", (("pp", 2),)),
+        ActivationCase("dsv3", (("pp", 2),)),
+    ]
+    two += [ActivationCase("qwen3moe", (("ep", 2),)), ActivationCase("qwen3moe", (("etp", 2),))]
+    two += [ActivationCase("qwen3moe", (("ep", 2), ("expert_dispatch", "allgather")))]
+    four = [
+        ActivationCase("qwen3moe", (("tp", 2), ("ep", 2))),
+        ActivationCase("dsv3", (("tp", 2), ("cp", 2), ("ep", 4))),
+    ]
+    four += [ActivationCase("qwen3", (("tp", 2), ("pp", 2))), ActivationCase("llama", (("tp", 2), ("cp", 2)))]
+    return {1: one, 2: two, 4: four}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--worlds", type=int, nargs="+", default=[1, 2, 4])
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        worst = 0.0
+        for world_size in options.worlds:
+            cases = cases_by_world()[world_size]
+            kinds = {case.kind for case in cases}
+            folders = {kind: make_model(Path(name) / f"{world_size}-{kind}", kind, **SIZES) for kind in kinds}
+            ranks = run_ranks(compare, world_size, folders, cases, timeout=1800)
+            for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
+                # Expert ranks get unequal shares of the tokens: means are compared.
+                measured, foretold = (sum(result[i] for result in results) for i in (0, 1))
+                off = foretold / measured - 1
+                worst = max(worst, abs(off))
+                print(f"{world_size} ranks  {case!s:80} {measured:>12,} {foretold:>12,} {off:+.1%}", flush=True)
+        print(f"worst {worst:.1%}")
+
+
+if __name__ == "__main__":
+    from tests.helpers import activation_memory  # by which name ranks find it
+
+    activation_memory.main()
