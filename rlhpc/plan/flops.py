@@ -26,14 +26,15 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 def forward_terms(shape: ModelShape) -> tuple[float, float]:
     """Of one forward pass: for each token, and for each pair of a token and one that it attends to."""
-    weights = shape.num_layers * _attention_weights(shape) + shape.vocab_size * shape.hidden_size
-    weights += sum(_feed_forward_weights(shape, layer) for layer in range(shape.num_layers))
+    weights = shape.num_layers * attention_weights(shape) + shape.vocab_size * shape.hidden_size
+    weights += sum(feed_forward_weights(shape, layer) for layer in range(shape.num_layers))
     key_dim = shape.head_dim
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
     return 2.0 * weights, float(shape.num_layers * 2 * shape.num_heads * (key_dim + value_dim))
 
 
-def _attention_weights(shape: ModelShape) -> int:
+def attention_weights(shape: ModelShape) -> int:
+    """Of one layer's projections."""
     hidden, heads = shape.hidden_size, shape.num_heads
     if shape.latent is None:
         return hidden * shape.head_dim * 2 * (heads + shape.num_kv_heads)
@@ -45,7 +46,8 @@ def _attention_weights(shape: ModelShape) -> int:
     return query + down + up + heads * latent.value_dim * hidden
 
 
-def _feed_forward_weights(shape: ModelShape, layer: int) -> int:
+def feed_forward_weights(shape: ModelShape, layer: int) -> int:
+    """That a token meets in the layer's feed-forward part."""
     experts = shape.experts
     if experts is None or layer not in experts.layers:
         return 3 * shape.hidden_size * shape.ffn_size

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rlhpc.config import yaml12
 from rlhpc.config.planning import EfficiencySection, GpuEntry, GpusFile
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.section import Section
 from rlhpc.core.errors import UserError, did_you_mean
 
 
@@ -37,12 +38,12 @@ class Gpu:
         return int(self.memory_gib * 2**30)
 
 
-# tflops, memory and links: the vendors' data sheets (NVIDIA A100, H100, H200, HGX B200, GB200 NVL72; AMD MI300X), without
-# sparsity's factor of two. memory_gib: what nvidia-smi and rocm-smi report. Network and host: data sheets of whole
-# systems. DGX A100: 200 Gb/s for each GPU; two EPYC 7742 with eight channels of DDR4-3200, 410 GB/s a node. DGX H100 and
-# H200: 400 Gb/s; two Xeon 8480C, eight channels of DDR5-4800, 614 GB/s. DGX B200: Xeon 8570, DDR5-5600, 717 GB/s. GB200:
-# one Grace for two GPUs, LPDDR5X of 512 GB/s, NVLink-C2C 450 GB/s one way. MI300X: two EPYC 9004, twelve channels of
-# DDR5-4800, 922 GB/s. PCIe 4 x16 is 32 GB/s one way, PCIe 5 x16 64.
+# tflops, memory and links: the vendors' data sheets (NVIDIA A100, H100, H200, HGX B200, GB200 NVL72; AMD MI300X),
+# without sparsity's factor of two. memory_gib: what nvidia-smi and rocm-smi report. Network and host: data sheets of
+# whole systems. DGX A100: 200 Gb/s for each GPU; two EPYC 7742 with eight channels of DDR4-3200, 410 GB/s a node. DGX
+# H100 and H200: 400 Gb/s; two Xeon 8480C, eight channels of DDR5-4800, 614 GB/s. DGX B200: Xeon 8570, DDR5-5600,
+# 717 GB/s. GB200: one Grace for two GPUs, LPDDR5X of 512 GB/s, NVLink-C2C 450 GB/s one way. MI300X: two EPYC 9004,
+# twelve channels of DDR5-4800, 922 GB/s. PCIe 4 x16 is 32 GB/s one way, PCIe 5 x16 64.
 _TABLE = (
     # 312 TFLOP/s, 1,555 GB/s, NVLink 3 600 GB/s both ways: A100 data sheet.
     Gpu("a100-40", 312.0, 40.0, 1555, 300, 25, 32, 51, device="A100-SXM4-40GB"),
@@ -119,9 +120,9 @@ def _read(path: Path) -> GpusFile:
         detail = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, detail["loc"]))
         if detail["type"] == "extra_forbidden":
-            sections = {"gpus": GpuEntry, "efficiency": EfficiencySection}
+            sections: dict[str, type[Section]] = {"gpus": GpuEntry, "efficiency": EfficiencySection}
             section = sections.get(str(detail["loc"][0]), GpusFile) if len(detail["loc"]) > 1 else GpusFile
-            remedy = did_you_mean(str(detail["loc"][-1]), section.model_fields)
+            remedy = did_you_mean(str(detail["loc"][-1]), section.model_json_schema()["properties"])
             raise UserError("unknown key", where=f"{path}: {key}", remedy=remedy) from None
         message = f"{detail['input']!r} is not allowed ({detail['msg']})"
         raise UserError(message, where=f"{path}: {key}" if key else str(path)) from None

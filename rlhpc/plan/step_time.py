@@ -1,0 +1,133 @@
+"""Seconds of one RL step on a named GPU, foretold from config, model shape and mean lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import MemorySection, OptimizerSection
+from rlhpc.models import ModelShape
+from rlhpc.plan.flops import forward_terms
+from rlhpc.plan.hardware import Gpu
+from rlhpc.plan.layout import ParallelLayout, make_layout
+from rlhpc.plan.machine import Machine, PhaseTime, total
+from rlhpc.plan.rollout_time import Engines, push_time, rollout_time
+from rlhpc.plan.train_time import Training, critic_of, held, pass_time, update_time
+from rlhpc.plan.workload import Workload, workload_of
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step by its phases, in their order. ``engine_fits``: the cache holds at least one response."""
+
+    phases: tuple[PhaseTime, ...]
+    work: Workload
+    ranks: int
+    peak: float  # operations a second of one GPU
+    training_flops: float
+    engine_fits: bool = True
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.work.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Of the actor's updates alone, as it is usually told: the model's arithmetic over what the GPUs could do."""
+        return self.training_flops / (self.phase("update").seconds * self.ranks * self.peak)
+
+    @property
+    def limit(self) -> str:
+        """What most of the step is spent on."""
+        parts = total(*(phase.parts for phase in self.phases))
+        return max(parts, key=lambda part: parts[part])
+
+    def phase(self, name: str) -> PhaseTime:
+        """The phase of that name; empty when the step has none."""
+        return next((phase for phase in self.phases if phase.name == name), PhaseTime(name, {}))
+
+    def share(self, name: str) -> float:
+        """Of the step's time."""
+        return self.phase(name).seconds / self.seconds
+
+
+def predict_step(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    generating: PhaseTime | None = None,
+) -> StepTime:
+    """The step of ``config`` under ``layout``. What rewards take, and what waits for tools, is not in it.
+
+    ``generating``: what predict_rollout said of the same engines before.
+    """
+    work, itemsize = workload_of(config), ITEMSIZE[config.model.dtype]
+    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    training = Training(shape, layout, config.parallel, machine, itemsize)
+    generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
+    engines = Engines(shape, config.rollout, machine, layout.world_size, itemsize)
+    phases = [push_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
+    phases += _training_phases(config, training, work)
+    of_token, of_pair = forward_terms(shape)
+    flops = 3 * work.tokens * work.epochs * (of_token + of_pair * work.pairs)
+    return StepTime(tuple(phases), work, layout.world_size, machine.peak, flops, generating is not None)
+
+
+def predict_rollout(
+    config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
+) -> PhaseTime | None:
+    """Generating a step's responses on so many ranks; None when the engines' cache holds not one."""
+    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    engines = Engines(shape, config.rollout, machine, ranks, ITEMSIZE[config.model.dtype])
+    return rollout_time(engines, workload_of(config))
+
+
+def _training_phases(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
+    train = config.train
+    passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
+    moving = _offload(config, training)
+    if moving is not None:
+        yield moving
+    if work.policy_pass:
+        yield pass_time(training, work, passing, "log-probs")
+    if work.reference_pass:
+        yield pass_time(training, work, passing, "reference")
+    if work.critic:
+        yield from _critic(config, training, work)
+    yield update_time(training, work, train.tokens_per_microbatch, train.optimizer, config.memory, "update")
+
+
+def _critic(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
+    section = config.critic
+    parallel = section.parallel or config.parallel
+    critic = critic_of(training, make_layout(parallel, training.layout.world_size), parallel)
+    tokens = section.tokens_per_microbatch or config.train.tokens_per_microbatch
+    memory = section.memory or config.memory
+    yield pass_time(critic, work, tokens, "values")
+    yield update_time(critic, work, tokens, section.optimizer, memory, "critic update")
+
+
+def _offload(config: RunConfig, training: Training) -> PhaseTime | None:
+    """Weights and optimizer go to the host while the engine generates and come back; the reference comes."""
+    size = offloaded_bytes(training, config.memory, config.train.optimizer, config.algorithm.kl.coefficient > 0)
+    return PhaseTime("offload", {"host": training.machine.to_host(size)}) if size else None
+
+
+def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection, reference: bool) -> float:
+    """Bytes of a rank that cross to or from the host in a step; gradients are freed, not copied."""
+    offload, layout = memory.offload, training.layout
+    mine = max(held(training.shape, layout), key=lambda part: part.count)
+    weights = mine.count * training.itemsize
+    state = 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp) * (1 - optimizer.host_fraction)
+    size = 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
+    return size + weights * (offload.reference and reference)
