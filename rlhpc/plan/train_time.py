@@ -53,7 +53,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Held:
-    """Parameters that a rank of a stage holds: cut by tp, and experts by etp and ep."""
+    """Parameters that a rank of a stage holds outside of experts and in them."""
 
     dense: float
     experts: float
@@ -88,16 +88,27 @@ def pass_time(training: Training, work: Workload, tokens: int, name: str) -> Pha
 
 
 def held(shape: ModelShape, layout: ParallelLayout) -> tuple[Held, ...]:
-    """What a rank of each pipeline stage holds, norms and biases left out."""
+    """What a rank of each pipeline stage holds; norms and biases are left out."""
     embedding, found = shape.vocab_size * shape.hidden_size / layout.tp, []
     of_experts = shape.experts.layers if shape.experts else ()
     plain, sparse = _dense_layer(shape), of_experts[0] if of_experts else 0
     for stage, (dense, experts) in enumerate(_stage_kinds(layout, shape.num_layers, of_experts)):
         ends = (stage == 0) + (stage == layout.pp - 1 and (layout.pp > 1 or not shape.tied_embeddings))
-        weights = dense * _dense_weights(shape, plain) + (experts and experts * _dense_weights(shape, sparse))
+        cut = dense * _dense_weights(shape, plain) + (experts and experts * _dense_weights(shape, sparse))
+        whole = (dense + experts) * _latent_weights(shape) + experts * _router_weights(shape)
         inside = experts and experts * _expert_weights(shape, sparse) / (layout.etp * layout.ep)
-        found.append(Held(weights / layout.tp + ends * embedding, float(inside)))
+        found.append(Held((cut - whole) / layout.tp + whole + ends * embedding, float(inside)))
     return tuple(found)
+
+
+def _latent_weights(shape: ModelShape) -> int:
+    """Of the ways down to latent vectors, which are whole on every tensor-parallel rank."""
+    latent = shape.latent
+    return shape.hidden_size * (latent.kv_rank + latent.rope_dim + (latent.query_rank or 0)) if latent else 0
+
+
+def _router_weights(shape: ModelShape) -> int:
+    return shape.hidden_size * shape.experts.num_experts if shape.experts else 0
 
 
 def _dense_weights(shape: ModelShape, layer: int) -> float:
