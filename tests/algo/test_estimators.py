@@ -106,7 +106,10 @@ def test_equal_rewards_teach_nothing_and_better_ones_are_raised(name: str) -> No
 
     def advantages(rewards: list[float]) -> torch.Tensor:
         given = torch.tensor(rewards, dtype=torch.float64)
-        found = Responses.of(given, groups, lengths, baselines=torch.ones(8, dtype=torch.float64))
+        doubles = {"dtype": torch.float64}
+        found = Responses.of(
+            given, groups, lengths, baselines=torch.ones(8, **doubles), values=torch.full((20,), 0.5, **doubles)
+        )
         estimate = find_algorithm(section).advantage(found, section)
         assert len(estimate.advantages) == 20
         return estimate.advantages
@@ -115,6 +118,16 @@ def test_equal_rewards_teach_nothing_and_better_ones_are_raised(name: str) -> No
     raised = advantages([2.0, 0, 0, 0, 2.0, 0, 0, 0])
     assert (raised[[0, 1, 2]] > 0).all()
     assert (raised[[3, 4, 5]] < 0).all()
+
+
+def test_ppo_whitens_advantages_and_teaches_its_critic_the_returns() -> None:
+    values = torch.tensor([0.5, 0.1, -0.3, 0.2, 0.0, 0.7], dtype=torch.float64)
+    found, section = responses(values=values), AlgorithmSection(name="ppo", discount=0.9, gae_decay=1.0)
+    estimate = find_algorithm(section).advantage(found, section)
+    ones = torch.ones(6, dtype=torch.float64)
+    returns = discounted_returns(found.token_rewards, ones, found.lengths, 0.9)
+    torch.testing.assert_close(estimate.returns, returns)
+    torch.testing.assert_close(estimate.advantages, whiten(returns - values, ones))
 
 
 def test_every_algorithm_has_a_name_and_defaults() -> None:
