@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape
+from rlhpc.plan.engine import EngineLayout, engine_parameters
 from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.optimizer_memory import state_bytes
+from rlhpc.plan.memory_models import RankModel, rank_models
+from rlhpc.plan.optimizer_memory import ITEMSIZE, StateBytes
 
 GIB = 1 << 30
+# Not foretold from sizes: what drivers and libraries take. Estimates; none of them was measured for this table.
+LIBRARIES = 3 * GIB // 2  # CUDA context, cuBLAS's workspaces, NCCL's channels: in every phase
+ENGINE_ASLEEP = GIB  # vLLM's CUDA graphs, workspaces and channels of its own, which sleep does not give back
+ENGINE_TOKENS = 8192  # that vLLM takes through the model at once, at most (max_num_batched_tokens)
+HOST_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
+
+Parts = dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -66,7 +77,7 @@ def predict_memory(
 ) -> MemoryPlan:
     """The plan of the rank that needs most. Without ``gpu_gib`` the KV cache is as large as one full batch needs."""
     each = layout.world_size // layout.pp
-    plans = (rank_memory(config, shape, layout, stage * each, gpu_gib) for stage in range(layout.pp))
+    plans = [rank_memory(config, shape, layout, stage * each, gpu_gib) for stage in _different(shape, layout)]
     return max(plans, key=lambda plan: plan.peak)
 
 
@@ -74,12 +85,197 @@ def rank_memory(
     config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int, gpu_gib: float | None = None
 ) -> MemoryPlan:
     """The plan of one rank."""
-    state = state_bytes(shape, layout, rank, config.model.dtype, host_fraction=config.train.optimizer.host_fraction)
-    parts = {"weights": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+    models = rank_models(config, shape, layout, rank)
     gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
-    return MemoryPlan(
-        rank,
-        (PhaseMemory("update", parts),),
-        HostMemory({"moments": state.host}, config.resources.ranks_per_node),
-        gpu_bytes,
-    )
+    generates = config.train.steps > 0 or bool(config.data.validation)
+    engine = engine_memory(config, shape, gpu_bytes) if generates else None
+    asleep = {"engine, asleep": ENGINE_ASLEEP} if generates else {}
+    phases = [_load(models, engine, asleep)]
+    if engine is not None:
+        phases += [_push(config, models, engine), _rollout(models, engine)]
+    if config.train.steps > 0:
+        phases += _passes(models, asleep)
+    for model in reversed([model for model in models if model.trained]):
+        phases += _update(model, models, asleep)
+    if models[0].trained:
+        phases.append(_save(models, asleep))
+    return MemoryPlan(rank, tuple(phases), _host(config, models), gpu_bytes)
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Of one rank of an engine, in bytes. ``token``: of the KV cache for one token."""
+
+    weights: int
+    working: int  # of a forward pass
+    cache: int
+    token: int
+    claimed: int  # of the GPU that must be free when the engine is built
+
+    @property
+    def tokens(self) -> int:
+        """That the cache holds."""
+        return self.cache // self.token
+
+
+def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:
+    """``rollout.kv_cache_gib``, or what ``gpu_memory_fraction`` leaves of the GPU; for one full batch where the GPU is
+    not known. A cache below 0 is one that there is no room for."""
+    section, e = config.rollout, ITEMSIZE[config.model.dtype]
+    layout = EngineLayout(section.tp, section.expert_parallel)
+    weights = e * sum(prod(size) for size in engine_parameters(shape, layout).values())
+    token = kv_bytes_per_token(shape, section.tp, config.model.dtype)
+    ffn = shape.ffn_size // section.tp
+    if shape.experts:
+        ffn = max(ffn, shape.experts.top_k * shape.experts.ffn_size // layout.etp // layout.ep)
+    working = e * ENGINE_TOKENS * (4 * shape.hidden_size + 3 * ffn) + 8 * section.max_running * shape.vocab_size
+    claimed = 0 if gpu_bytes is None else int(section.gpu_memory_fraction * gpu_bytes)
+    if section.kv_cache_gib is not None:
+        cache = int(section.kv_cache_gib * GIB)
+    elif gpu_bytes is None:
+        cache = token * section.max_running * sequence_tokens(config)
+    else:
+        cache = claimed - weights - working
+    return EngineMemory(weights, working, cache, token, claimed)
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int, dtype: str) -> int:
+    """On one rank of an engine. Latent attention keeps one vector for all heads, on every rank."""
+    latent = shape.latent
+    if latent is not None:
+        return ITEMSIZE[dtype] * shape.num_layers * (latent.kv_rank + latent.rope_dim)
+    return ITEMSIZE[dtype] * shape.num_layers * 2 * max(1, shape.num_kv_heads // tp) * shape.head_dim
+
+
+def sequence_tokens(config: RunConfig) -> int:
+    """Of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _different(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """Pipeline stages of which one needs most: of those with like layers the first has most micro batches under way."""
+    experts = set(shape.experts.layers) if shape.experts else set()
+    counts = [[0, 0] for _ in range(layout.pp)]
+    for layer, (stage, _, _) in enumerate(layout.layer_places(shape.num_layers)):
+        counts[stage][layer in experts] += 1
+    first = {tuple(count): stage for stage, count in reversed(list(enumerate(counts)))}
+    return sorted({0, layout.pp - 1, min(1, layout.pp - 1), *first.values()})
+
+
+def _state(models: Sequence[RankModel], states: Sequence[StateBytes]) -> Parts:
+    """Of several models by kind; those that are not the actor's by their own names."""
+    parts: Parts = {}
+    for model, state in zip(models, states, strict=True):
+        sizes = {"weights": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+        for kind, size in sizes.items():
+            parts[kind if model.name == "actor" else f"{model.name}: {kind}"] = size
+    return parts
+
+
+def _phase(name: str, parts: Parts) -> PhaseMemory:
+    return PhaseMemory(name, {what: size for what, size in {**parts, "libraries": LIBRARIES}.items() if size})
+
+
+def _largest(name: str, moments: Sequence[Parts]) -> PhaseMemory:
+    return max((_phase(name, moment) for moment in moments), key=lambda phase: phase.total)
+
+
+def _load(models: Sequence[RankModel], engine: EngineMemory | None, asleep: Parts) -> PhaseMemory:
+    """Models one after the other, each whole at first, and then the engine."""
+    moments = []
+    built: list[StateBytes] = []
+    for number, model in enumerate(models):
+        # Modules are made first, and then the buffers that their weights move into.
+        own = model.state
+        making = {"module's own weights": own.parameters, **_state([model], [replace(own, master=0, moments=0)])}
+        moments += [{**_state(models[:number], built), **making}]
+        moments += [_state(models[: number + 1], [*built, own])]
+        built.append(own if number == 0 else model.resting)
+    if engine is not None:
+        needs = {"engine weights": engine.weights, "KV cache": max(0, engine.cache), "engine's passes": engine.working}
+        missing = engine.claimed - sum(needs.values())
+        if missing > 0:  # vLLM refuses to start unless its whole share is free (v1/worker/utils.py, request_memory)
+            needs["claimed by the engine"] = missing
+        moments.append({**_state(models, built), **needs})
+    return _largest("load", moments)
+
+
+def _push(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
+    """Weights of both sides, and two buckets to send and two to receive."""
+    states = [models[0].left(keep_weights=True), *(model.resting for model in models[1:])]
+    buckets = {"buckets": 4 * (config.reshard.bucket_mib << 20)} if config.reshard.method == "direct" else {}
+    return _phase("push", {**_state(models, states), "engine weights": engine.weights, **buckets})
+
+
+def _rollout(models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
+    own = {"engine weights": engine.weights, "KV cache": max(0, engine.cache), "engine's passes": engine.working}
+    return _phase("rollout", {**_state(models, [model.resting for model in models]), **own})
+
+
+def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
+    """Log-probs and values, one model after the other; the actor's weights come back first and stay."""
+    found = []
+    actor, others = models[0], models[1:]
+    moments = []
+    for model in models:
+        states = [actor.resting if model.name == "reward model" else actor.left(keep_weights=True)]
+        for other in others:
+            states.append(other.left(keep_weights=True) if other is model else other.resting)
+        moment = {**_state(models, states), "activations": model.passing, **asleep}
+        if model.name == "reward model":
+            found.append(_phase("reward model", moment))
+        else:
+            moments.append(moment)
+    return [*found, _largest("log-probs", moments)]
+
+
+def _update(model: RankModel, models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
+    """The critic learns first: the actor's weights are on the device then, the rest of it as it was."""
+    states = []
+    for other in models:
+        if other is model:
+            states.append(other.state)
+        else:
+            states.append(other.left(keep_weights=True) if other.name == "actor" else other.resting)
+    parts = {**_state(models, states), **asleep}
+    prefix = "" if model.name == "actor" else f"{model.name} "
+    passes = {**parts, "activations": model.kept, "workspace": model.workspace}
+    return [_phase(f"{prefix}forward and backward", passes), _phase(f"{prefix}optimizer step", parts)]
+
+
+def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
+    """The actor is whole after its update; a critic comes back for it, without gradients that were let go."""
+    moments = []
+    for model in models:
+        if not model.trained:
+            continue
+        states = []
+        for other in models:
+            if other.name == "actor":
+                states.append(other.state)
+            elif other is model:
+                states.append(replace(other.state, gradients=other.resting.gradients))
+            else:
+                states.append(other.resting)
+        moments.append({**_state(models, states), "gathered state": model.gathered, **asleep})
+    return _largest("save", moments)
+
+
+def _host(config: RunConfig, models: Sequence[RankModel]) -> HostMemory:
+    """What has left the GPU once keeps its pinned memory. A save in the background holds its copies until it is done,
+    one at once those of one model at a time."""
+    away = {model.name: _away(model) for model in models}
+    saved = [model.saved_on_host for model in models]
+    parts = {
+        "processes": HOST_PROCESS,
+        "offloaded": sum(away.values()),
+        "moments of the host": sum(model.state.host for model in models),
+        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved),
+    }
+    return HostMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
+
+
+def _away(model: RankModel) -> int:
+    """Gradients are not kept."""
+    state, left = model.state, model.resting
+    return state.parameters + state.optimizer - left.parameters - left.optimizer
