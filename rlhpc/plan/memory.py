@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape
-from rlhpc.plan.engine import EngineLayout, engine_parameters
+from rlhpc.models import ModelShape, find_family
+from rlhpc.models.tables import Cut, Row, Where
+from rlhpc.plan.engine import EngineLayout, engine_vocab
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.memory_models import RankModel, rank_models
 from rlhpc.plan.optimizer_memory import ITEMSIZE, StateBytes
@@ -77,7 +78,8 @@ def predict_memory(
 ) -> MemoryPlan:
     """The plan of the rank that needs most. Without ``gpu_gib`` the KV cache is as large as one full batch needs."""
     each = layout.world_size // layout.pp
-    plans = [rank_memory(config, shape, layout, stage * each, gpu_gib) for stage in _different(shape, layout)]
+    engine = _engine(config, shape, gpu_gib)
+    plans = [_plan(config, shape, layout, stage * each, gpu_gib, engine) for stage in _different(shape, layout)]
     return max(plans, key=lambda plan: plan.peak)
 
 
@@ -85,11 +87,19 @@ def rank_memory(
     config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int, gpu_gib: float | None = None
 ) -> MemoryPlan:
     """The plan of one rank."""
+    return _plan(config, shape, layout, rank, gpu_gib, _engine(config, shape, gpu_gib))
+
+
+def _plan(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    gpu_gib: float | None,
+    engine: EngineMemory | None,
+) -> MemoryPlan:
     models = rank_models(config, shape, layout, rank)
-    gpu_bytes = None if gpu_gib is None else int(gpu_gib * GIB)
-    generates = config.train.steps > 0 or bool(config.data.validation)
-    engine = engine_memory(config, shape, gpu_bytes) if generates else None
-    asleep = {"engine, asleep": ENGINE_ASLEEP} if generates else {}
+    asleep = {"engine, asleep": ENGINE_ASLEEP} if engine is not None else {}
     phases = [_load(models, engine, asleep)]
     if engine is not None:
         phases += [_push(config, models, engine), _rollout(models, engine)]
@@ -99,7 +109,14 @@ def rank_memory(
         phases += _update(model, models, asleep)
     if models[0].trained:
         phases.append(_save(models, asleep))
-    return MemoryPlan(rank, tuple(phases), _host(config, models), gpu_bytes)
+    return MemoryPlan(rank, tuple(phases), _host(config, models), None if gpu_gib is None else int(gpu_gib * GIB))
+
+
+def _engine(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> EngineMemory | None:
+    """None where nothing is generated."""
+    if not config.train.steps and not config.data.validation:
+        return None
+    return engine_memory(config, shape, None if gpu_gib is None else int(gpu_gib * GIB))
 
 
 @dataclass(frozen=True)
@@ -123,7 +140,7 @@ def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -
     not known. A cache below 0 is one that there is no room for."""
     section, e = config.rollout, ITEMSIZE[config.model.dtype]
     layout = EngineLayout(section.tp, section.expert_parallel)
-    weights = e * sum(prod(size) for size in engine_parameters(shape, layout).values())
+    weights = e * engine_numel(shape, layout)
     token = kv_bytes_per_token(shape, section.tp, config.model.dtype)
     ffn = shape.ffn_size // section.tp
     if shape.experts:
@@ -137,6 +154,33 @@ def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -
     else:
         cache = claimed - weights - working
     return EngineMemory(weights, working, cache, token, claimed)
+
+
+def engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
+    """Elements of one rank's parameters, those of ``engine_parameters``."""
+    expert_layers = len(shape.experts.layers) if shape.experts else 0
+    layers = {
+        Where.LAYER: shape.num_layers,
+        Where.DENSE_LAYER: shape.num_layers - expert_layers,
+        Where.EXPERT_LAYER: expert_layers,
+    }
+    return sum(
+        layers.get(row.where, 1) * _engine_row(shape, layout, row) for row in find_family(shape.family).table(shape)
+    )
+
+
+def _engine_row(shape: ModelShape, layout: EngineLayout, row: Row) -> int:
+    numel = prod(row.shape)
+    if row.of_each_expert:
+        assert shape.experts is not None, "a row for each expert of a model that has none"
+        return shape.experts.num_experts // layout.ep * numel // layout.etp
+    if row.cut is Cut.WHOLE:
+        return numel
+    if row.cut is Cut.VOCAB:
+        return engine_vocab(row.shape[0]) // layout.tp * prod(row.shape[1:])
+    if row.cut is Cut.QKV and row.part > 0:  # ranks that are more than the heads keep copies
+        return numel // shape.num_kv_heads * max(1, shape.num_kv_heads // layout.tp)
+    return numel // layout.tp
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, dtype: str) -> int:

@@ -11,7 +11,15 @@ from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.activations import Setting, stage_kept
 from rlhpc.plan.critic import WITH_CRITIC
 from rlhpc.plan.layout import ParallelLayout, make_layout
-from rlhpc.plan.optimizer_memory import Parameter, StateBytes, gpu_bucket, lay_out, rank_parameters, state_bytes
+from rlhpc.plan.optimizer_memory import (
+    Parameter,
+    StateBytes,
+    coordinates,
+    gpu_bucket,
+    lay_out,
+    rank_parameters,
+    state_bytes,
+)
 
 _FLOAT32 = 4
 _STATISTICS = 3 * _FLOAT32 << 26  # float32 copies of a chunk of logits, and what is made of them (log_probs.py)
@@ -71,7 +79,7 @@ class RankModel:
 
     @property
     def stage(self) -> int:
-        return self.setting.layout.coord(self.rank)["pp"]
+        return coordinates(self.setting.layout, self.rank)["pp"]
 
     @property
     def kept(self) -> int:

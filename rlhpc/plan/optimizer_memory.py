@@ -12,7 +12,7 @@ from math import lcm, prod
 
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout
 from rlhpc.plan.shards import padded_vocab
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
@@ -89,7 +89,7 @@ def state_bytes(
     ``bucket``: elements that close a bucket on the first stage (``gpu_bucket``); None: as on CPUs, where gradients
     are not reduced in buckets.
     """
-    coord = layout.coord(rank)
+    coord = coordinates(layout, rank)
     chunks = rank_parameters(shape, layout, coord["pp"])
     if not trained:
         return StateBytes(ITEMSIZE[dtype] * sum(parameter.numel for chunk in chunks for parameter in chunk))
@@ -114,6 +114,16 @@ def state_bytes(
         moments=2 * _FLOAT32 * on_device,
         host=2 * _FLOAT32 * on_host,
     )
+
+
+def coordinates(layout: ParallelLayout, rank: int) -> dict[str, int]:
+    """As ``layout.coord``, which first makes those of all ranks: a search looks at thousands of layouts."""
+    coord = {}
+    for order in (DENSE_AXES, EXPERT_AXES):
+        rest = rank
+        for axis in order:
+            rest, coord[axis] = divmod(rest, layout.size(axis))
+    return coord
 
 
 def gpu_bucket(layout: ParallelLayout) -> int:
