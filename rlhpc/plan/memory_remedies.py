@@ -12,8 +12,8 @@ from pydantic import BaseModel, ValidationError
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
-from rlhpc.plan.check import check_layout
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.fit import check_engine, misfits
+from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.memory import MemoryPlan, predict_memory, sequence_tokens
 
 Changes = Mapping[str, Any]  # values by key
@@ -89,7 +89,11 @@ def _try(config: RunConfig, shape: ModelShape, changes: Changes, gib: float) -> 
     """The plan, None where the changed config cannot run."""
     with suppress(UserError, ValidationError):
         tried = changed_config(config, changes)
-        return predict_memory(tried, shape, check_layout(tried, tried.slurm.most_nodes, shape), gib)
+        layout = make_layout(tried.parallel, tried.world_size)
+        if any(misfits(shape, layout, tried.parallel)) or tried.world_size % tried.rollout.tp:
+            return None
+        check_engine(shape, tried.rollout)
+        return predict_memory(tried, shape, layout, gib)
     return None
 
 
