@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import signal
 import zlib
@@ -17,6 +16,7 @@ from pathlib import Path
 from rlhpc.convert.arrays import NUMPY, Array, reuse_memory
 from rlhpc.convert.finish import write_rest
 from rlhpc.convert.readers import Reader, check_tied, reader_of
+from rlhpc.convert.stream import Stream
 from rlhpc.convert.torch_files import wrap
 from rlhpc.convert.workshop import Items, Workshop
 from rlhpc.core.errors import UserError
@@ -160,43 +160,38 @@ def write_piece(reader: Reader, workshop: Workshop, piece: Piece) -> None:
     """Write one piece, force it to disk, and note that it is there."""
     path = workshop.target / piece.file
     chunks = isinstance(piece.items[0], NewChunk)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if chunks else 0), 0o666)
-    try:
-        items: Items = []
-        at = 0
+    items: Items = []
+    with Stream(path, truncate=chunks) as stream:
         for item in piece.items:
             if isinstance(item, NewChunk):
-                items.append(_write_chunk(descriptor, reader, item, at))
-                at += items[-1][1]
+                items.append(_write_chunk(stream, reader, item))
             else:
-                items.append(_write_tensor(descriptor, reader, item))
-        os.fdatasync(descriptor)
-    finally:
-        os.close(descriptor)
+                items.append(_write_tensor(stream, reader, item))
     workshop.finish(piece, items)
 
 
-def _write_chunk(descriptor: int, reader: Reader, item: NewChunk, at: int) -> list[int]:
+def _write_chunk(stream: Stream, reader: Reader, item: NewChunk) -> list[int]:
     values = reader.chunk(item)
     shape = item.parameter.in_key(item.box).shape
     data = _bytes_of(values)
     checksum = zlib.crc32(data)
     head, tail = wrap(item.dtype, shape, checksum)
-    start = at
+    start = stream.at
     for part in (head, data, tail):
-        at += _write(descriptor, part, at)
-    return [start, at - start, checksum]
+        stream.write(part)
+    return [start, stream.at - start, checksum]
 
 
-def _write_tensor(descriptor: int, reader: Reader, item: NewTensor) -> list[int]:
+def _write_tensor(stream: Stream, reader: Reader, item: NewTensor) -> list[int]:
     """A slab of rows at a time."""
-    at, checksum = item.start, 0
+    checksum = 0
+    stream.seek(item.start)
     shape = item.spec.shape
     for box in cut_box(Box((0,) * len(shape), shape), CHUNK_BYTES // ITEM_BYTES[item.dtype]):
         data = _bytes_of(reader.tensor(item.spec.name, box, item.dtype))
         checksum = zlib.crc32(data, checksum)
-        at += _write(descriptor, data, at)
-    assert at - item.start == item.size
+        stream.write(data)
+    assert stream.at - item.start == item.size
     return [item.start, item.size, checksum]
 
 
@@ -204,10 +199,3 @@ def _bytes_of(values: Array) -> memoryview:
     assert values.flags.c_contiguous
     assert values.dtype in NUMPY.values()
     return memoryview(values.reshape(-1)).cast("B") if values.size else memoryview(b"")
-
-
-def _write(descriptor: int, data: bytes | memoryview, at: int) -> int:
-    view, done = memoryview(data), 0
-    while done < len(view):
-        done += os.pwrite(descriptor, view[done:], at + done)
-    return done
