@@ -80,6 +80,8 @@ def resume(run: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, ke
 
 def hand_over(plan: Plan, dry_run: bool, follow: bool, options: dict[str, Any]) -> None:
     """Submit the plan with ``options`` of rlhpc.launch.submit.submit, and say what became of it."""
+    for warning in plan.warnings:
+        click.echo(f"rlhpc: warning: {warning}", err=True)
     if dry_run:
         click.echo(plan.script, nl=False)
         click.echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")

@@ -26,6 +26,7 @@ from rlhpc.launch.slurm.executor import JOB, Handed, check_folder_name, hand_ove
 from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
+from rlhpc.launch.walltime import walltime_warnings
 from rlhpc.plan.check import check_config
 
 # A reason appears when the scheduler has looked at the job: soon on an idle cluster, in its next round on a busy one.
@@ -44,6 +45,7 @@ class Plan:
     spec: JobSpec
     workdir: Path
     submission: Path
+    warnings: tuple[str, ...] = ()  # of what may stop the runs later, with key, value and remedy
 
     @property
     def script(self) -> str:
@@ -59,8 +61,10 @@ class Plan:
 def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
     """What would be submitted. Pure but for looking at input files; refuses configs that cannot work."""
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
+    warnings: list[str] = []
     for config, folder in zip(configs, folders, strict=True):
-        check_config(config, prepared=config.prepare is None)
+        found = check_config(config, prepared=config.prepare is None)
+        warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
         check_folder_name(folder.path)
     _check_alike(configs, folders)
     spec = make_spec(configs[0], workdir, sys.executable, os.environ.get(env.CONDA_EXE, "conda"))
@@ -68,7 +72,7 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
     if len(configs) > 1:
         name = hashlib.sha256("\n".join(str(folder.path) for folder in folders).encode()).hexdigest()[:12]
         submission = folders[0].path.parent / ".arrays" / name
-    return Plan(tuple(configs), folders, spec, workdir, submission)
+    return Plan(tuple(configs), folders, spec, workdir, submission, tuple(dict.fromkeys(warnings)))
 
 
 def submit(plan: Plan, again: bool = False, keep: bool = False, entry: str = "") -> list[Run]:

@@ -13,6 +13,7 @@ from rlhpc.plan.critic import check_critic
 from rlhpc.plan.data import check_data
 from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
 from rlhpc.plan.fit import check_engine, fitting_layout
+from rlhpc.plan.foresight import foresee
 from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 from rlhpc.plan.objective import check_algorithm
 from rlhpc.plan.rewards import check_reward, check_reward_model
@@ -45,12 +46,14 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     if shape is not None:
         check_memory(config.memory, shape, layout)
         check_experts(config.train.experts, shape)
+    warnings = foresee(config, shape, layout, prepared) if shape is not None else []
     summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
     if shape is None and not prepared:
         summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
     else:
         summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
-    return summary + [("data", text) for text in _check_data(config, prepared)]
+    summary += [("data", text) for text in _check_data(config, prepared)]
+    return summary + [("warning", text) for text in warnings]
 
 
 def outline(config: RunConfig) -> Summary:
@@ -144,9 +147,8 @@ def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
 
 
 def _check_model(config: RunConfig, shape: ModelShape) -> str:
-    """The model suits the lengths, its files are whole and belong together."""
+    """The model's files are whole and belong together."""
     folder = config.model.path
-    _check_lengths(config, shape)
     weights = check_weights(config.model.weights or folder, shape)
     tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
     return (
@@ -161,17 +163,6 @@ def _model_text(shape: ModelShape) -> str:
         f"{shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}, "
         f"{parameters / 1e6:,.1f} M parameters"
     )
-
-
-def _check_lengths(config: RunConfig, shape: ModelShape) -> None:
-    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
-    if (config.train.steps or config.data.validation) and prompt + response > shape.max_positions:
-        raise UserError(
-            f"{response} response tokens after data.max_prompt_tokens {prompt} exceed the model's "
-            f"{shape.max_positions} positions (max_position_embeddings)",
-            where="rollout.max_response_tokens",
-            remedy=f"lower them to {shape.max_positions} together",
-        )
 
 
 def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:

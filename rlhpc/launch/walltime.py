@@ -1,0 +1,25 @@
+"""The steps that a run is foretold to take, against the time limit of its job."""
+
+from __future__ import annotations
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.launch.slurm.times import seconds_of
+from rlhpc.models import read_model
+from rlhpc.plan.check import check_nodes
+from rlhpc.plan.foresight import check_walltime
+from rlhpc.plan.hardware import named_gpu, read_site
+from rlhpc.plan.step_time import predict_step
+
+
+def walltime_warnings(config: RunConfig) -> list[str]:
+    """Nothing where no GPU is named, the job has no limit or the model is still to be made. Raises UserError."""
+    site = read_site(config)
+    gpu = named_gpu(config, site)
+    if gpu is None or config.slurm.time is None or not config.train.steps or not config.model.path.exists():
+        return []
+    shape = read_model(config.model.path, config.model.family)
+    layout = check_nodes(config, config.slurm.least_nodes, shape)
+    nodes = config.slurm.model_copy(update={"nodes": config.slurm.least_nodes})
+    least = config.model_copy(update={"slurm": nodes})
+    step = predict_step(least, shape, layout, gpu, site.efficiency)
+    return list(check_walltime(least, seconds_of(config.slurm.time), step.seconds))
