@@ -1,8 +1,10 @@
-"""``rlhpc plan``. Imports click only; the rest when it runs."""
+"""``rlhpc plan``. Little is imported before it runs."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -10,11 +12,15 @@ import click
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from rlhpc.config.schema import RunConfig
+    from rlhpc.models import ModelShape
     from rlhpc.plan.push_report import Bandwidths, CopyGroup, PushReport
 
 _GB = 10**9
 _SPEED = click.FloatRange(min=0, min_open=True)
-_PARTNERS = 24  # characters
+_PARTNERS, _WIDTH = 24, 140  # characters
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 
 
@@ -26,6 +32,11 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 @click.option("--network", type=_SPEED, default=50, show_default=True, help="GB/s of a rank to other nodes, one way.")
 @click.option("--node", type=_SPEED, default=450, show_default=True, help="GB/s of a rank inside its node, one way.")
 @click.option("--memory", type=_SPEED, default=4000, show_default=True, help="GB/s that a rank reads and writes.")
+@click.option("--gpu", metavar="NAME", help="Foretell times for this GPU; default: plan.gpu, slurm.gpu_type.")
+@click.option("--search", "searches", is_flag=True, help="The five fastest layouts that fit, as YAML.")
+@click.option("--sweep", metavar="gpus=A..B", help="The same run on A to B GPUs, as a table and a plot.")
+@click.option("--plot", metavar="FILE", help="With --sweep: where the plot goes; default: NAME-sweep.png.")
+@click.option("--calibrate", metavar="RUN", help="Fit plan.efficiency to the finished run in this folder.")
 @click.option("--json", "as_text", is_flag=True, help="Print JSON, for programs.")
 def plan(
     config: str,
@@ -35,26 +46,41 @@ def plan(
     network: float,
     node: float,
     memory: float,
+    gpu: str | None,
+    searches: bool,
+    sweep: str | None,
+    plot: str | None,
+    calibrate: str | None,
     as_text: bool,
 ) -> None:
     """Foretell a run of CONFIG, a YAML file, from it and the model's config.json; weights may be elsewhere.
 
+    See docs/planning.md for what is foretold, and how well.
+
     The bandwidths are for the time that is foretold: one 400 Gb/s adapter and fourth-generation NVLink for each GPU,
     and the memory of an H100 or H200, unless told otherwise.
     """
-    import json
-    from pathlib import Path
-
     from rlhpc.config.load import load_config
 
     loaded = load_config(Path(config), overrides)
+    asked = {"--reshard": reshard, "--search": searches, "--sweep": bool(sweep), "--calibrate": bool(calibrate)}
+    if sum(asked.values()) > 1:
+        several = [name for name, there in asked.items() if there]
+        raise UserError(f"cannot be combined with {several[0]}", where=several[1], remedy="use one of them")
+    if plot is not None and sweep is None:
+        raise UserError("is for a plot of several numbers of GPUs", where="--plot", remedy="add --sweep")
     if not reshard:
         if rank is not None:
             raise UserError("is for what moves", where="--rank", remedy="add --reshard")
-        from rlhpc.plan.check import outline
-
-        rows = outline(loaded)
-        click.echo(json.dumps(dict(rows), indent=2) if as_text else "\n".join(_aligned(rows)))
+        if searches:
+            lines = _search(loaded, gpu, as_text)
+        elif sweep is not None:
+            lines = _sweep(loaded, gpu, sweep, plot)
+        elif calibrate is not None:
+            lines = _calibrate(loaded, gpu, calibrate)
+        else:
+            lines = _foretold(loaded, gpu, as_text)
+        click.echo("\n".join(lines))
         return
     from rlhpc.plan.push_report import Bandwidths, as_json, report_push
 
@@ -65,6 +91,69 @@ def plan(
         return
     for line in _report(report, bandwidths) if rank is None else _rank_lines(report, rank):
         click.echo(line)
+
+
+def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
+    """Layout, batches and model; the memory of each phase; the time of a step where a GPU is named."""
+    from rlhpc.cli.plan_memory import memory_json, render_memory
+    from rlhpc.cli.plan_time import case_of, step_json, step_lines, step_of
+    from rlhpc.plan.check import check_layout, outline
+    from rlhpc.plan.memory import predict_memory
+    from rlhpc.plan.memory_remedies import find_remedies
+
+    rows, case = outline(config), case_of(config, gpu)
+    shape = case.shape if case else _read_shape(config)
+    layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
+    step, gib = (step_of(case), case.gpu.memory_gib) if case else (None, None)
+    memory = predict_memory(config, shape, layout, gib)
+    if as_text:
+        times = {"time": step_json(step)} if step else {}
+        return [json.dumps({**dict(rows), "memory": memory_json(memory), **times}, indent=2)]
+    lines = _aligned(rows)
+    if case is None or step is None:
+        lines += _aligned([("time", "of a step is foretold for a GPU that is named: --gpu h200, or plan.gpu")])
+    else:
+        lines += step_lines(case, step)
+    remedies = find_remedies(config, shape, layout, memory)
+    return [*lines, "", *_rendered(render_memory(memory, gib, remedies))]
+
+
+def _read_shape(config: RunConfig) -> ModelShape:
+    from rlhpc.models import read_model
+
+    return read_model(config.model.path, config.model.family)
+
+
+def _rendered(what: RenderableType) -> list[str]:
+    """Lines of it as wide as they are, whatever the terminal."""
+    from io import StringIO
+
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=_WIDTH, color_system=None, highlight=False).print(what)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
+
+
+def _search(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
+    from rlhpc.cli.plan_time import found_in, needed_case, search_json, search_lines
+
+    case = needed_case(config, gpu, "--search")
+    found = found_in(case)
+    return [json.dumps(search_json(found), indent=2)] if as_text else search_lines(case, found)
+
+
+def _sweep(config: RunConfig, gpu: str | None, numbers: str, file: str | None) -> list[str]:
+    from rlhpc.cli.plan_time import needed_case, sweep_lines
+
+    case = needed_case(config, gpu, "--sweep")
+    return sweep_lines(case, numbers, Path(file or f"{config.name}-sweep.png"))
+
+
+def _calibrate(config: RunConfig, gpu: str | None, run: str) -> list[str]:
+    from rlhpc.cli.plan_time import calibrate_lines, needed_case
+
+    return calibrate_lines(needed_case(config, gpu, "--calibrate"), Path(run))
 
 
 def _report(report: PushReport, bandwidths: Bandwidths) -> list[str]:

@@ -13,17 +13,21 @@ from rlhpc.config.section import Fraction, NonNegativeFloat, PositiveFloat, Posi
 class EfficiencySection(Section):
     """How much of a data sheet's figures is reached. `rlhpc plan --calibrate` fits these to a run of your own."""
 
-    compute: Fraction = 0.6
+    compute: Fraction = 0.56
     """Of the peak of matrix products, in training, log-probs and prefill."""
     memory: Fraction = 0.7
-    """Of the device memory's bandwidth."""
+    """Of the device memory's bandwidth, in training."""
+    decode: Fraction = 0.7
+    """The same in decoding."""
     node: Fraction = 0.7
     """Of the bandwidth between the GPUs of a node."""
     network: Fraction = 0.6
     """Of the network adapters' bandwidth."""
+    push: Fraction = 1.0
+    """Of the speed that all of these let a push of weights have."""
     host: Fraction = 0.5
     """Of the bandwidth of the host's memory and of the way to it."""
-    kernel_us: NonNegativeFloat = 15.0
+    kernel_us: NonNegativeFloat = 27.0
     """Microseconds from one kernel to the next where Python starts each of them: decoding without CUDA graphs."""
     graph_us: NonNegativeFloat = 3.0
     """The same inside a CUDA graph."""

@@ -49,6 +49,10 @@ class Machine:
         """Bytes read and written in the device's memory."""
         return size / (self.gpu.memory_gbps * 1e9 * self.efficiency.memory)
 
+    def decode(self, size: float) -> float:
+        """The same while tokens are decoded."""
+        return size / (self.gpu.memory_gbps * 1e9 * self.efficiency.decode)
+
     def to_host(self, size: float) -> float:
         """Bytes between device and host, one way."""
         return size / (self.gpu.host_gbps * 1e9 * self.efficiency.host)

@@ -132,6 +132,7 @@ def push_time(engines: Engines, training: ParallelLayout, method: str = "direct"
         machine.exchange(received["network"], 2, machine.linked) if received["network"] else {},
         {"memory": 2 * machine.memory(moved)},
     )
+    parts = times(parts, 1 / machine.efficiency.push)
     return PhaseTime("push", parts, 0.0, sum(received.values()))
 
 
@@ -156,7 +157,7 @@ def _decode(engines: Engines, running: float, context: float) -> dict[str, float
         met -= (1 - shape.experts.top_k / shape.experts.num_experts) ** running
     embedding = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size / section.tp
     weights = (engines.dense - embedding + met * engines.experts) * engines.itemsize
-    moved = machine.memory(weights + running * context * cache_token_bytes(engines))
+    moved = machine.decode(weights + running * context * cache_token_bytes(engines))
     flops = running * (of_token + of_pair * context) / section.tp
     computing = machine.compute(flops)
     parts = {"memory": moved} if moved >= computing else {"compute": computing}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from click.testing import CliRunner
 
 from rlhpc.cli.main import cli
 from rlhpc.config import yaml12
+from rlhpc.core.errors import UserError
 from tests.cli.test_main import told
 from tests.helpers.golden import check_text
 from tests.helpers.published import DEEPSEEK_V3_BF16, QWEN3_235B_A22B, QWEN25_72B
 
+ROOT = Path(__file__).parents[2]
 TINY = {
     **QWEN25_72B,
     "hidden_size": 64,
@@ -131,7 +134,7 @@ def test_engines_over_several_nodes_are_planned_but_not_run(tiny: str) -> None:
 
 def test_without_a_flag_layout_batch_and_model_are_outlined(tiny: str) -> None:
     lines = plan(tiny).splitlines()
-    assert [line.split()[0] for line in lines] == ["layout", "batch", "model"]
+    assert [line.split()[0] for line in lines[:4]] == ["layout", "batch", "model", "time"]
     assert "8 ranks on 2 node(s): training tp 2 x pp 2 x dp 2; rollout 4 engine(s) of tp 2" in lines[0]
     assert "Qwen2ForCausalLM, 4 layers" in lines[2]
 
@@ -146,3 +149,95 @@ def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
     assert told("plan", tiny, "--reshard", f"model.path={tmp_path / 'no'}").startswith(
         "rlhpc: model.path: no such folder"
     )
+
+
+READY = str(ROOT / "configs" / "ready" / "qwen2-7b-8gpus.yaml")
+
+
+def test_a_named_gpu_brings_the_time_of_a_step(tiny: str) -> None:
+    assert "--gpu h200" in plan(tiny)
+    text = plan(tiny, "--gpu", "h200")
+    assert re.search(
+        r"^time +\S+ \S+ a step on 8 x h200, [\d,]+ tokens/s, MFU of updates 0\.\d\d; most of it", text, re.M
+    )
+    for phase in ("push", "rollout", "reference", "update"):
+        assert re.search(rf"^{phase} +[\d.]+ \S+ +\d+%", text, re.M)
+    assert "forward and backward" in text  # the memory of each phase
+
+
+def test_times_in_json_add_up(tiny: str) -> None:
+    found = json.loads(plan(tiny, "plan.gpu=b200", "--json"))["time"]
+    assert found["seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"].values()))
+    for phase in found["phases"].values():
+        assert phase["seconds"] == pytest.approx(sum(phase["parts"].values()))
+        assert phase["limit"] in phase["parts"]
+
+
+def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
+    """Of this process's own time, imports not counted: the machine may be busy."""
+    big = str(ROOT / "configs" / "ready" / "deepseek-v3-671b-96gpus.yaml")
+    more = ("slurm.nodes=128", "parallel.pp=16", "parallel.last_stage_layers=1")
+    plan(big, *more)
+    began = time.process_time()
+    text = plan(big, *more)
+    assert time.process_time() - began < 2
+    assert "on 1024 x h20" in text
+
+
+def test_a_search_prints_yaml_that_can_be_pasted() -> None:
+    text = plan(READY, "--search")
+    documents = [yaml12.parse(part, "") for part in text.split("---\n")[1:]]
+    assert len(documents) == 5
+    for document in documents:
+        assert set(document) == {"parallel", "rollout", "train", "memory"}
+    found = json.loads(plan(READY, "--search", "--json"))
+    assert [each["parallel"] for each in found] == [document["parallel"] for document in documents]
+
+
+def test_a_sweep_is_a_table_and_a_plot(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.png"
+    text = plan(READY, "--sweep", "gpus=8..64", "--plot", str(file))
+    assert [line.split()[0] for line in text.splitlines()[1:5]] == ["8", "16", "32", "64"]
+    assert file.stat().st_size > 10_000
+
+
+def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
+    step = {
+        "phase": "rl",
+        "response/length_mean": 300.0,
+        "rollout/completion_tokens": 300.0 * 640,
+        "perf/tokens_per_second": 430.0 * 640 / 50,
+        "perf/step_seconds": 50.0,
+        "perf/push_seconds": 1.0,
+        "perf/rollout_seconds": 20.0,
+        "perf/log_probs_seconds": 4.0,
+        "perf/update_seconds": 10.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    fewer = "train.prompts_per_step=128"
+    text = plan(READY, fewer, "--calibrate", str(tmp_path))
+    efficiency = yaml12.parse(text, "")["plan"]["efficiency"]
+    assert efficiency["compute"] < 0.4
+    site = tmp_path / "site.yaml"
+    site.write_text(yaml12.dump({"efficiency": efficiency}))
+    phases = json.loads(plan(READY, fewer, f"plan.gpus_file={site}", "--json"))["time"]["phases"]
+    assert phases["rollout"]["seconds"] == pytest.approx(20, rel=0.02)
+    assert phases["push"]["seconds"] == pytest.approx(1, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--search",), "--search: which GPU?; name one with --gpu or in plan.gpu"),
+        (("--sweep", "gpus=1..8"), "--sweep: which GPU?"),
+        (("--calibrate", "x", "--gpu", "h200"), "metrics.jsonl: cannot be read"),
+        (("--gpu", "h2000"), "--gpu: no GPU 'h2000' is known; did you mean"),
+        (("--search", "--sweep", "gpus=1..8"), "--sweep: cannot be combined with --search"),
+        (("--reshard", "--search"), "--search: cannot be combined with --reshard"),
+        (("--plot", "x.png"), "--plot: is for a plot of several numbers of GPUs; add --sweep"),
+    ],
+)
+def test_what_cannot_be_foretold_is_told(tiny: str, arguments: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(cli, ["plan", tiny, *arguments])
+    assert isinstance(done.exception, UserError)
+    assert message in str(done.exception)

@@ -84,7 +84,7 @@ def test_one_token_steps_read_weights_and_cache() -> None:
     config, shape, _ = loaded(
         SMALL, "plan.response_spread=0", "rollout.max_running=1000", "rollout.samples_per_prompt=1"
     )
-    free = config.plan.efficiency.model_copy(update={"memory": 1.0, "graph_us": 0, "compute": 1.0})
+    free = config.plan.efficiency.model_copy(update={"decode": 1.0, "graph_us": 0, "compute": 1.0})
     engines = Engines(shape, config.rollout, Machine(GPUS["h100"], free, 1), 1)
     work = workload_of(config)
     found = rollout_time(engines, work)

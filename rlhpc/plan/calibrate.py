@@ -1,0 +1,166 @@
+"""What a finished run reached of its machine's figures, from the seconds of its phases."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import exp, log
+from pathlib import Path
+from statistics import fmean, median
+
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.core.folder import RunFolder
+from rlhpc.models import ModelShape
+from rlhpc.plan.hardware import Gpu
+from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.step_time import StepTime, predict_step
+
+# Of metrics.jsonl, the phases whose seconds each of them has.
+PHASES: Mapping[str, tuple[str, ...]] = {
+    "push": ("push",),
+    "rollout": ("rollout",),
+    "log_probs": ("log-probs", "reference", "values"),
+    "update": ("update", "critic update"),
+}
+_BISECTIONS, _ROUNDS = 26, 3
+_LEAST = 1e-7
+_Change = Callable[[EfficiencySection, float], EfficiencySection]  # the same, so many times as fast
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Medians over a run's steps, its first one left out where it has others."""
+
+    seconds: Mapping[str, float]  # by the keys of PHASES
+    prompt_tokens: float
+    response_tokens: float
+    steps: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``changed`` are the keys of the section that were fitted."""
+
+    measured: Measured
+    efficiency: EfficiencySection
+    changed: Mapping[str, float]
+    before: Mapping[str, float]  # seconds foretold with what was known before, by the keys of PHASES
+    after: Mapping[str, float]
+
+
+def read_run(folder: Path) -> Measured:
+    """From metrics.jsonl of a run folder; a UserError when it has no RL step."""
+    path = RunFolder(folder).metrics
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise UserError(f"cannot be read ({error.strerror})", where=str(path), remedy="name a run folder") from None
+    records = []
+    for line in lines:
+        try:
+            records.append(json.loads(line))
+        except ValueError:  # a last line cut short by a crash
+            continue
+    steps = [record for record in records if record.get("phase") == "rl" and "perf/update_seconds" in record]
+    if not steps:
+        raise UserError("no finished RL step", where=str(path), remedy="name the folder of a run with RL steps")
+    steps = steps[1:] or steps
+    seconds = {
+        name: median(record[key] for record in steps)
+        for name in PHASES
+        if all((key := f"perf/{name}_seconds") in record for record in steps)
+    }
+    response = fmean(record["response/length_mean"] for record in steps)
+    return Measured(seconds, fmean(map(_prompt_length, steps)), response, len(steps))
+
+
+def calibrate(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    measured: Measured,
+) -> Calibration:
+    """The efficiency with which the run's phases take what they took, as near as the bounds of each key allow.
+
+    The arithmetic's share is fitted to passes and updates, then decoding's share of the memory and the pace of kernels,
+    alike, to the rollout, then the push's own share to the push.
+    """
+    told = {
+        "prompt_tokens": max(1, round(measured.prompt_tokens)),
+        "response_tokens": max(1, round(measured.response_tokens)),
+    }
+    config = config.model_copy(update={"plan": config.plan.model_copy(update=told)})
+
+    def foretold(changed: EfficiencySection) -> StepTime:
+        return predict_step(config, shape, layout, gpu, changed)
+
+    def seconds(names: Sequence[str], tried: EfficiencySection) -> float:
+        return sum(phase_seconds(foretold(tried))[name] for name in names)
+
+    found = efficiency
+    training = [name for name in ("log_probs", "update") if name in measured.seconds]
+    fits: list[tuple[list[str], _Change]] = [(training, _compute), (["rollout"], _decoding), (["push"], _push)]
+    for _ in range(_ROUNDS):  # each changes a little of what the others are fitted to
+        for names, change in fits:
+            if names and all(name in measured.seconds for name in names):
+                goal = sum(measured.seconds[name] for name in names)
+                found = _fitted(found, change, partial(seconds, names), goal)
+    changed = {
+        name: float(f"{value:.4g}") for name, value in found.model_dump().items() if value != getattr(efficiency, name)
+    }
+    found = efficiency.model_copy(update=changed)
+    return Calibration(measured, found, changed, phase_seconds(foretold(efficiency)), phase_seconds(foretold(found)))
+
+
+def _fitted(
+    base: EfficiencySection, change: _Change, seconds: Callable[[EfficiencySection], float], goal: float
+) -> EfficiencySection:
+    return change(base, _fit(lambda factor: seconds(change(base, factor)), goal))
+
+
+def phase_seconds(step: StepTime) -> dict[str, float]:
+    """A foretold step by the names that metrics.jsonl has for its phases."""
+    return {name: sum(step.phase(phase).seconds for phase in phases) for name, phases in PHASES.items()}
+
+
+def _compute(base: EfficiencySection, factor: float) -> EfficiencySection:
+    return _scaled(base, factor, ("compute",), ())
+
+
+def _decoding(base: EfficiencySection, factor: float) -> EfficiencySection:
+    return _scaled(base, factor, ("decode",), ("kernel_us", "graph_us"))
+
+
+def _push(base: EfficiencySection, factor: float) -> EfficiencySection:
+    return _scaled(base, factor, ("push",), ())
+
+
+def _scaled(base: EfficiencySection, factor: float, shares: Sequence[str], times: Sequence[str]) -> EfficiencySection:
+    """``factor`` times as fast, as far as shares can be: they are 1 at most."""
+    update = {name: min(1.0, max(_LEAST, getattr(base, name) * factor)) for name in shares}
+    return base.model_copy(update=update | {name: getattr(base, name) / factor for name in times})
+
+
+def _fit(seconds: Callable[[float], float], goal: float) -> float:
+    """The factor at which falling ``seconds`` come nearest to the goal; 1 where they do not depend on it."""
+    low, high = log(1e-6), log(1e3)
+    slowest, fastest = seconds(exp(low)), seconds(exp(high))
+    if slowest - fastest < 1e-3 * goal:
+        return 1.0
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if seconds(exp(middle)) > goal else (low, middle)
+    return exp(high)
+
+
+def _prompt_length(record: Mapping[str, float]) -> float:
+    """Mean of the step's samples, from what it counts: all tokens by their speed, and those of the responses."""
+    response = record["response/length_mean"]
+    samples = record["rollout/completion_tokens"] / response
+    return record["perf/tokens_per_second"] * record["perf/step_seconds"] / samples - response

@@ -1,0 +1,277 @@
+"""Which layout, recomputation, offload, micro batch and engine size is fastest within memory, as far as foretold."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import OffloadSection, ParallelSection
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.plan.fit import check_engine, misfits
+from rlhpc.plan.hardware import Gpu
+from rlhpc.plan.layout import ParallelLayout, divisors
+from rlhpc.plan.machine import PhaseTime
+from rlhpc.plan.memory import MemoryPlan, predict_memory
+from rlhpc.plan.step_time import StepTime, predict_rollout, predict_step
+from rlhpc.plan.train_time import held
+
+_LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
+_MICRO_BATCHES = (1, 2, 4)  # of the longest sequence
+_VIRTUAL = (2, 3, 4, 5, 6)
+_CONTEXT = (1, 2, 4, 8)
+_ENGINES = 3  # engine sizes that are tried with each layout, the fastest ones
+_AROUND = ("load", "save")  # phases outside of steps
+_LEVELS = ("none", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration that suits model and batches; ``config`` is the one that was ``asked`` for, changed."""
+
+    asked: RunConfig
+    config: RunConfig
+    layout: ParallelLayout
+    step: StepTime
+    memory: MemoryPlan
+
+    @property
+    def fragment(self) -> dict[str, Any]:
+        """What to write into a configuration for it."""
+        config, asked = self.config, self.asked.parallel
+        parallel = {
+            name: getattr(config.parallel, name)
+            for name in _LAYOUT_KEYS
+            if getattr(config.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
+        }
+        optimizer = {"host_fraction": config.train.optimizer.host_fraction}
+        offload = config.memory.offload.model_dump()
+        return {
+            "parallel": parallel or {"tp": 1},
+            "rollout": {"tp": config.rollout.tp},
+            "train": {"tokens_per_microbatch": config.train.tokens_per_microbatch, "optimizer": optimizer},
+            "memory": {"recompute": config.memory.recompute, "offload": offload},
+        }
+
+
+@dataclass(frozen=True)
+class Found:
+    """The fastest within memory, best first, each of another layout."""
+
+    best: tuple[Candidate, ...]
+    layouts: int  # that suit model, ranks and batches
+    timed: int  # variants of them whose time was foretold
+    looked_at: int  # of layouts and variants, whose memory was
+
+
+def search(
+    config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection, count: int = 5
+) -> Found:
+    """The ``count`` fastest layouts for so many ranks, with what else they need to fit into the GPU's memory.
+
+    Where none fits in all phases, those that fit in the phases of a step. Best first: a layout's time without
+    recomputation and offload bounds all of its variants from below, so that only layouts are looked at whose bound is
+    less than what has been found. Of those that cannot fit by any means, nothing else is looked at.
+    """
+    generating = _engines(config, shape, ranks, gpu, efficiency)
+    if not generating:
+        raise UserError(
+            "no size of the engines leaves room for one response in their cache",
+            where="rollout.gpu_memory_fraction",
+            remedy="raise it, lower rollout.max_response_tokens, or use more or larger GPUs",
+        )
+    searching = _Search(config, shape, gpu, efficiency, generating)
+    bounds = [
+        (searching.bound(layout), number, layout) for number, layout in enumerate(_legal(config, shape, ranks, gpu))
+    ]
+    for starts in (True, False):
+        found = searching.run(bounds, count, starts)
+        if found.best:
+            break
+    return found
+
+
+@dataclass(frozen=True)
+class _Search:
+    config: RunConfig
+    shape: ModelShape
+    gpu: Gpu
+    efficiency: EfficiencySection
+    generating: Sequence[tuple[PhaseTime, int]]
+
+    def bound(self, layout: ParallelLayout) -> float:
+        """No variant of the layout takes less."""
+        return min(self._step(tried, layout, self.generating[0][0]).seconds for tried in _bounds(self.config, layout))
+
+    def run(self, bounds: Sequence[tuple[float, int, ParallelLayout]], count: int, starts: bool) -> Found:
+        """``starts``: what building and saving needs has to fit too."""
+        heap: list[tuple[float, int, ParallelLayout, RunConfig | None]] = [(*bound, None) for bound in bounds]
+        heapq.heapify(heap)
+        best: dict[tuple[int, ...], Candidate] = {}
+        timed = looked_at = 0
+        while heap and len(best) < count:
+            _, _, layout, tried = heapq.heappop(heap)
+            if _key(layout) in best:
+                continue
+            looked_at += 1
+            if tried is None:
+                for seconds, variant in self._variants(layout, starts):
+                    heapq.heappush(heap, (seconds, len(bounds) + timed, layout, variant))
+                    timed += 1
+            elif (memory := self._fitting(tried, layout, starts)) is not None:
+                phase = next(phase for phase, tp in self.generating if tp == tried.rollout.tp)
+                best[_key(layout)] = Candidate(self.config, tried, layout, self._step(tried, layout, phase), memory)
+        return Found(tuple(best.values()), len(bounds), timed, looked_at)
+
+    def _variants(self, layout: ParallelLayout, starts: bool) -> Iterator[tuple[float, RunConfig]]:
+        """With their seconds; none where not even the leanest fits."""
+        for phase, tp in self.generating:
+            if self._fitting(_with_engine(_leanest(self.config, layout), tp), layout, starts) is None:
+                continue
+            for changed in _variants(self.config, layout, self.shape, self.gpu):
+                variant = _with_engine(changed, tp)
+                yield self._step(variant, layout, phase).seconds, variant
+
+    def _step(self, tried: RunConfig, layout: ParallelLayout, phase: PhaseTime) -> StepTime:
+        return predict_step(tried, self.shape, layout, self.gpu, self.efficiency, phase)
+
+    def _fitting(self, tried: RunConfig, layout: ParallelLayout, starts: bool) -> MemoryPlan | None:
+        memory = predict_memory(tried, self.shape, layout, self.gpu.memory_gib)
+        gpu = self.gpu
+        if gpu.host_gib is not None and memory.host.node > gpu.host_gib * 2**30:
+            return None
+        phases = [phase for phase in memory.phases if starts or phase.name not in _AROUND]
+        return memory if all(phase.total <= gpu.memory_bytes for phase in phases) else None
+
+
+def _key(layout: ParallelLayout) -> tuple[int, ...]:
+    return tuple(layout.size(axis) for axis in ("tp", "pp", "cp", "ep", "etp"))
+
+
+def _legal(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterator[ParallelLayout]:
+    """Those that suit model, ranks and batches and whose weights fit; tensor parallelism stays among linked GPUs."""
+    inside = max(config.resources.ranks_per_node, gpu.linked if gpu.linked > gpu.per_node else 1)
+    experts = shape.experts.num_experts if shape.experts else 1
+    asked = config.parallel
+    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.minibatches
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    contexts = [cp for cp in _CONTEXT if cp == asked.cp or cp == 1 or longest // cp >= 4096]
+    axes = product(divisors(ranks), divisors(ranks), contexts, divisors(experts), sorted({1, asked.etp}))
+    for tp, pp, cp, ep, etp in axes:
+        if tp > inside or pp > shape.num_layers or ranks % (tp * pp * cp) or ranks % (ep * etp * pp):
+            continue
+        if ranks // (tp * pp * cp) > samples or ep * etp > ranks // pp:
+            continue
+        for stages in _stages(shape.num_layers, pp):
+            layout = ParallelLayout(ranks, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, **stages)
+            # The least that updates need: weights and gradients; what else they have can leave the device.
+            least = max(part.count for part in held(shape, layout)) * 2
+            if least <= gpu.memory_bytes and not any(misfits(shape, layout, _parallel(asked, layout))):
+                yield layout
+
+
+def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:
+    """Layers of the first and last of ``pp`` stages that come out even, near to equal; with and without chunks."""
+    if pp == 1:
+        yield {}
+        return
+    splits: dict[tuple[int | None, int | None], list[int]] = {}
+    if layers % pp == 0:
+        splits[None, None] = [layers // pp]
+    for each in {layers // pp, -(-layers // pp)} - {0}:
+        ends = layers - each * (pp - 2)
+        for last in (ends // 2, each - 1, each, each + 1):
+            first = ends - last
+            if last >= 1 and first >= 1 and max(first, last) <= 1.5 * each + 1 and (first, last) != (each, each):
+                splits[first if first != each else None, last if last != each else None] = [each, first, last]
+    for (begin, end), sizes in splits.items():
+        ends_of = {"first_stage_layers": begin, "last_stage_layers": end}
+        yield ends_of
+        for vpp in _VIRTUAL:
+            if all(size % vpp == 0 for size in sizes):
+                yield {**ends_of, "vpp": vpp}
+
+
+def _parallel(asked: ParallelSection, layout: ParallelLayout) -> ParallelSection:
+    return asked.model_copy(update={name: getattr(layout, name) for name in _LAYOUT_KEYS})
+
+
+def _variants(config: RunConfig, layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> Iterator[RunConfig]:
+    """The same with every recomputation, offload and micro batch; those left out whose weights alone are too large."""
+    parts = max(held(shape, layout), key=lambda part: part.count)
+    owned = parts.dense / (layout.dp * layout.cp) + parts.experts / layout.edp
+    for size, fraction, level, offload in product(
+        _sizes(config, layout), _fractions(config), _LEVELS, _offloads(config)
+    ):
+        if 6 * parts.count + 12 * (1 - fraction) * owned <= gpu.memory_bytes:  # while it is updated
+            yield _changed(config, layout, size, fraction, level, offload)
+
+
+def _bounds(config: RunConfig, layout: ParallelLayout) -> Iterator[RunConfig]:
+    """With each micro batch, what takes no longer than any other way to the same."""
+    for size in _sizes(config, layout):
+        yield _changed(config, layout, size, min(_fractions(config)), "none", OffloadSection())
+
+
+def _leanest(config: RunConfig, layout: ParallelLayout) -> RunConfig:
+    """What needs least memory."""
+    return _changed(config, layout, min(_sizes(config, layout)), max(_fractions(config)), "full", _offloads(config)[0])
+
+
+def _changed(
+    config: RunConfig, layout: ParallelLayout, size: int, fraction: float, level: str, offload: OffloadSection
+) -> RunConfig:
+    train = config.train
+    optimizer = train.optimizer.model_copy(update={"host_fraction": fraction})
+    return config.model_copy(
+        update={
+            "parallel": _parallel(config.parallel, layout),
+            "memory": config.memory.model_copy(update={"recompute": level, "offload": offload}),
+            "train": train.model_copy(update={"tokens_per_microbatch": size, "optimizer": optimizer}),
+        }
+    )
+
+
+def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
+    """Micro batches: one, two and four of the longest sequences, and what is asked for."""
+    longest = -(-(config.data.max_prompt_tokens + config.rollout.max_response_tokens) // layout.cp)
+    asked = config.train.tokens_per_microbatch
+    return sorted({longest * count for count in _MICRO_BATCHES} | ({asked} if asked >= longest else set()))
+
+
+def _fractions(config: RunConfig) -> list[float]:
+    optimizer = config.train.optimizer
+    return sorted({optimizer.host_fraction} | ({0.0, 1.0} if optimizer.function is None else set()))
+
+
+def _offloads(config: RunConfig) -> list[OffloadSection]:
+    """The one that leaves least behind first."""
+    asked = config.memory.offload
+    names = ["gradients", "optimizer", "reference"] + ([] if config.reshard.share_weights else ["parameters"])
+    return list(dict.fromkeys([OffloadSection(**dict.fromkeys(names, True)), asked, OffloadSection()]))
+
+
+def _engines(
+    config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
+) -> list[tuple[PhaseTime, int]]:
+    """The fastest engine sizes; those that lie on a node where there are any."""
+    found = []
+    for tp in divisors(ranks):
+        tried = _with_engine(config, tp)
+        with suppress(UserError):
+            check_engine(shape, tried.rollout)
+            phase = predict_rollout(tried, shape, ranks, gpu, efficiency)
+            if phase is not None:
+                found.append((phase, tp))
+    on_node = [each for each in found if config.resources.ranks_per_node % each[1] == 0]
+    return sorted(on_node or found, key=lambda each: each[0].seconds)[:_ENGINES]
+
+
+def _with_engine(config: RunConfig, tp: int) -> RunConfig:
+    return config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": tp})})

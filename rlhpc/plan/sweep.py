@@ -1,0 +1,127 @@
+"""How a step's time, traffic and memory change with the number of GPUs, the layout of one model copy as it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import lcm
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.plan.check import check_layout
+from rlhpc.plan.hardware import Gpu
+from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.memory import MemoryPlan, predict_memory
+from rlhpc.plan.step_time import StepTime, predict_step
+
+_POINTS = 8
+_WHERE = "--sweep"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The run on so many GPUs."""
+
+    ranks: int
+    layout: ParallelLayout
+    step: StepTime
+    memory: MemoryPlan
+
+    @property
+    def received(self) -> float:
+        """Bytes that a rank gets in a push."""
+        return self.step.phase("push").sent
+
+    @property
+    def sent(self) -> float:
+        """Bytes that a rank sends in a step."""
+        return sum(phase.sent for phase in self.step.phases)
+
+
+def sweep(
+    config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection, least: int, most: int
+) -> list[Point]:
+    """From ``least`` to ``most`` GPUs, about twice as many each time; numbers that suit layout, engines and batches."""
+    points = []
+    for ranks in _counts(config, least, most):
+        with suppress(UserError):
+            layout = check_layout(config, ranks // config.resources.ranks_per_node, shape)
+            if _feeds(config, layout):
+                step = predict_step(config, shape, layout, gpu, efficiency)
+                points.append(Point(ranks, layout, step, predict_memory(config, shape, layout, gpu.memory_gib)))
+    if not points:
+        raise UserError(
+            f"no number of GPUs from {least} to {most} suits layout, engines and batches",
+            where=_WHERE,
+            remedy=f"use multiples of {_unit(config)}",
+        )
+    return points
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """``gpus=96..1024``; a UserError for anything else."""
+    found = re.fullmatch(r"gpus=(\d+)\.\.(\d+)", text)
+    if not found or not 0 < int(found[1]) <= int(found[2]):
+        raise UserError(f"{text!r} is no range", where=_WHERE, remedy="write it as gpus=96..1024")
+    return int(found[1]), int(found[2])
+
+
+def plot(points: Sequence[Point], path: Path, title: str) -> None:
+    """Phases of the step, and tokens a second beside what as many times the GPUs would give, as a picture."""
+    # Figure and canvas by hand: pyplot would keep state and look for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    seconds, speed = figure.subplots(1, 2)
+    labels, floor = [str(point.ranks) for point in points], [0.0] * len(points)
+    for phase in points[0].step.phases:
+        heights = [point.step.phase(phase.name).seconds for point in points]
+        seconds.bar(labels, heights, bottom=floor, label=phase.name)
+        floor = [low + height for low, height in zip(floor, heights, strict=True)]
+    seconds.set(xlabel="GPUs", ylabel="seconds of a step", title=title)
+    seconds.legend(fontsize="small", frameon=False)
+    ranks, first = [point.ranks for point in points], points[0]
+    speed.plot(ranks, [point.step.tokens_per_second for point in points], marker="o", label="tokens/s")
+    ideal = [first.step.tokens_per_second * count / first.ranks for count in ranks]
+    speed.plot(ranks, ideal, linestyle="--", color="0.6", label="in proportion")
+    _style(speed, ranks)
+    figure.savefig(path)
+
+
+def _style(axes: Any, ranks: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(list(ranks), [str(count) for count in ranks])
+    axes.set(xlabel="GPUs", ylabel="tokens a second", title="Speed")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small", frameon=False)
+
+
+def _unit(config: RunConfig) -> int:
+    parallel = config.parallel
+    dense, experts = parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp
+    return lcm(dense, experts, config.rollout.tp, config.resources.ranks_per_node)
+
+
+def _counts(config: RunConfig, least: int, most: int) -> list[int]:
+    unit = _unit(config)
+    count = max(1, -(-least // unit))
+    counts: list[int] = []
+    while count * unit <= most and len(counts) < _POINTS:
+        counts.append(count * unit)
+        count *= 2
+    last = most // unit * unit
+    return counts + ([last] if counts and last > counts[-1] else [])
+
+
+def _feeds(config: RunConfig, layout: ParallelLayout) -> bool:
+    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    return samples // config.train.minibatches >= layout.dp

@@ -1,0 +1,89 @@
+"""Factors fitted to a run: those that made up its seconds come back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.core.errors import UserError
+from rlhpc.models import read_model
+from rlhpc.plan.calibrate import PHASES, calibrate, phase_seconds, read_run
+from rlhpc.plan.check import check_layout
+from rlhpc.plan.hardware import GPUS
+from rlhpc.plan.step_time import StepTime, predict_step
+
+ROOT = Path(__file__).parents[2]
+REACHED = EfficiencySection(compute=0.41, decode=0.56, kernel_us=33.75, graph_us=3.75, push=0.35)
+
+
+def case() -> Any:
+    config = load_config(ROOT / "configs" / "ready" / "qwen2.5-7b-math-4nodes.yaml")
+    shape = read_model(ROOT / config.model.path)
+    return config, shape, check_layout(config, 4, shape), GPUS["h100"]
+
+
+def write_run(folder: Path, step: StepTime, **changes: Any) -> Path:
+    """Four steps as a run records them, the first of which was slow."""
+    work = step.work
+    record = {
+        "phase": "rl",
+        "response/length_mean": work.response,
+        "rollout/completion_tokens": work.response * work.samples,
+        "perf/tokens_per_second": work.tokens / step.seconds,
+        "perf/step_seconds": step.seconds,
+        **{f"perf/{name}_seconds": seconds for name, seconds in phase_seconds(step).items()},
+        **changes,
+    }
+    slow = {**record, "perf/update_seconds": 1e4, "perf/rollout_seconds": 1e4}
+    lines = [{"phase": "sft", "step": 1}, slow, record, record, record]
+    folder.mkdir(exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"phase": "r')
+    return folder
+
+
+def test_what_a_run_was_made_of_is_found_again(tmp_path: Path) -> None:
+    truth = predict_step(*case(), REACHED)
+    found = calibrate(*case(), EfficiencySection(), read_run(write_run(tmp_path, truth)))
+    assert found.measured.steps == 3
+    assert found.measured.prompt_tokens == pytest.approx(truth.work.prompt)
+    assert found.efficiency.compute == pytest.approx(REACHED.compute, rel=0.02)
+    assert found.efficiency.decode == pytest.approx(REACHED.decode, rel=0.02)
+    assert found.efficiency.push == pytest.approx(REACHED.push, rel=0.02)
+    for name, seconds in phase_seconds(truth).items():
+        assert found.after[name] == pytest.approx(seconds, rel=0.02)
+        assert abs(found.before[name] - seconds) > 0.1 * seconds
+    assert set(found.changed) <= set(EfficiencySection.__pydantic_fields__)
+
+
+def test_a_share_is_never_more_than_all(tmp_path: Path) -> None:
+    truth = predict_step(*case(), REACHED)
+    run = write_run(tmp_path, truth, **{"perf/update_seconds": 1e-3, "perf/log_probs_seconds": 1e-3})
+    assert calibrate(*case(), EfficiencySection(), read_run(run)).efficiency.compute == 1.0
+
+
+def test_phases_that_are_not_measured_leave_what_is_known(tmp_path: Path) -> None:
+    truth = predict_step(*case(), REACHED)
+    run = write_run(tmp_path, truth)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
+    for line in lines:
+        line.pop("perf/push_seconds", None)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = calibrate(*case(), EfficiencySection(), read_run(run))
+    assert "push" not in found.changed
+    assert set(found.measured.seconds) == set(PHASES) - {"push"}
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "no finished RL step"), ('{"phase": "sft", "step": 1}\n', "no finished")]
+)
+def test_a_run_without_steps_is_told(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(UserError, match=told):
+        read_run(tmp_path)
+    with pytest.raises(UserError, match="name a run folder"):
+        read_run(tmp_path / "none")

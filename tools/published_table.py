@@ -1,0 +1,152 @@
+"""Rewrites the tables of docs/planning.md in which ready configurations stand beside what was published of them.
+
+python -m tools.published_table         # the tables
+python -m tools.published_table --fit   # the two factors of plan.efficiency that fit the published rows best, together
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from math import exp, log
+from pathlib import Path
+
+from rlhpc.config.load import load_config
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.check import check_layout
+from rlhpc.plan.hardware import GPUS, Gpu
+from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.memory import predict_memory
+from rlhpc.plan.step_time import StepTime, predict_step
+from tools.markers import rewrite
+
+ROOT = Path(__file__).parents[1]
+READY = ROOT / "configs" / "ready"
+PAGE = ROOT / "docs" / "planning.md"
+# How the published runs were made, which is not how rlhpc runs by itself: engines without CUDA graphs, weights pushed
+# as whole tensors.
+AS_PUBLISHED = ("rollout.cuda_graphs=false", "reshard.method=gather")
+
+
+@dataclass(frozen=True)
+class Published:
+    """Seconds, GB of a GPU and of a host; None where nothing was said."""
+
+    file: str
+    step: float
+    mfu: float
+    gpu_gb: float
+    host_gb: float | None = None
+    rollout: float | None = None
+
+
+PUBLISHED = (
+    Published("deepseek-v3-671b-96gpus", 1700, 0.19, 66, 1500, 1050),
+    Published("qwen3-235b-32gpus", 600, 0.25, 48, 800),
+    Published("qwen2-7b-8gpus", 120, 0.35, 24),
+)
+_GB = 10**9
+
+
+@dataclass(frozen=True)
+class Case:
+    config: RunConfig
+    shape: ModelShape
+    layout: ParallelLayout
+    gpu: Gpu
+
+    def step(self, efficiency: EfficiencySection) -> StepTime:
+        return predict_step(self.config, self.shape, self.layout, self.gpu, efficiency)
+
+
+def case_of(file: str, overrides: Sequence[str] = ()) -> Case:
+    config = load_config(READY / f"{file}.yaml", overrides)
+    shape = read_model(ROOT / config.model.path)
+    layout = check_layout(config, config.slurm.most_nodes, shape)
+    return Case(config, shape, layout, GPUS[config.plan.gpu or ""])
+
+
+def published_table() -> str:
+    """Foretold beside published."""
+    rows = ["| run | figure | published | foretold | off by |", "| --- | --- | --- | --- | --- |"]
+    for row in PUBLISHED:
+        rows += [
+            f"| `{row.file}` | {name} | {told:,g} | {found:,.3g} | {found / told - 1:+.0%} |"
+            for name, told, found in _figures(row)
+        ]
+    return "\n".join(rows) + "\n"
+
+
+def ready_table() -> str:
+    """What is foretold of every ready configuration as it is."""
+    rows = [
+        "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GiB of GPU | GiB of host |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for file in sorted(READY.glob("*.yaml")):
+        case = case_of(file.stem)
+        step = case.step(EfficiencySection())
+        memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib)
+        rows.append(
+            f"| [`{file.stem}`](../configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} | {step.seconds:,.0f} s "
+            f"| {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
+            f"| {step.tokens_per_second:,.0f} | {step.mfu:.2f} | {memory.peak / 2**30:,.0f} of {case.gpu.memory_gib:g} "
+            f"| {memory.host.node / 2**30:,.0f} |"
+        )
+    return "\n".join(rows) + "\n"
+
+
+def _figures(row: Published) -> Iterator[tuple[str, float, float]]:
+    case = case_of(row.file, AS_PUBLISHED)
+    step = case.step(EfficiencySection())
+    memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib)
+    yield "step, s", row.step, step.seconds
+    if row.rollout is not None:
+        yield "rollout and push, s", row.rollout, step.phase("rollout").seconds + step.phase("push").seconds
+    yield "MFU of updates", row.mfu, step.mfu
+    yield "GPU memory, GB", row.gpu_gb, memory.peak / _GB
+    if row.host_gb is not None:
+        yield "host memory, GB", row.host_gb, memory.host.node / _GB
+
+
+def fit() -> dict[str, float]:
+    """compute and kernel_us of least squared logarithms of step, rollout and MFU over all published rows."""
+    cases = [(row, case_of(row.file, AS_PUBLISHED)) for row in PUBLISHED]
+
+    def error(compute: float, kernel: float) -> float:
+        efficiency = EfficiencySection(compute=compute, kernel_us=kernel)
+        total = 0.0
+        for row, case in cases:
+            step = case.step(efficiency)
+            total += log(step.seconds / row.step) ** 2 + log(step.mfu / row.mfu) ** 2
+            if row.rollout is not None:
+                both = step.phase("rollout").seconds + step.phase("push").seconds
+                total += log(both / row.rollout) ** 2
+        return total
+
+    found, width = (0.6, 20.0), 0.5
+    while width > 0.01:
+        around = [exp(width * place / 2) for place in (-2, -1, 0, 1, 2)]
+        found = min(
+            ((min(1.0, found[0] * a), found[1] * b) for a, b in product(around, around)), key=lambda pair: error(*pair)
+        )
+        width *= 0.6
+    return {"compute": round(found[0], 2), "kernel_us": round(found[1], 1), "error": round(error(*found), 4)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--fit", action="store_true")
+    if parser.parse_args().fit:
+        print(fit())
+        return
+    rewrite(PAGE, "published-table", published_table())
+    rewrite(PAGE, "ready-table", ready_table())
+
+
+if __name__ == "__main__":
+    main()
