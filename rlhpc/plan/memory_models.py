@@ -194,14 +194,21 @@ class _Maker:
             host_fraction=optimizer.host_fraction if optimizer else 0.0,
             bucket=gpu_bucket(layout),
         )
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        least = -(-longest // layout.cp)  # never less than one sequence
-        samples = config.train.prompts_per_step * config.rollout.samples_per_prompt / config.train.minibatches
-        each = max(trained, least) * layout.cp * layout.dp
-        count = max(1, int(samples * longest // each))
-        tokens = Tokens(max(trained, least), max(passed, least), count)
+        tokens = _tokens(config, layout, trained, passed)
         setting = Setting(shape, layout, parallel, memory, config.model.dtype)
         return RankModel(name, setting, self.rank, state, tokens, optimizer is not None)
+
+
+def _tokens(config: RunConfig, layout: ParallelLayout, trained: int, passed: int) -> Tokens:
+    """Never less than one sequence, and no more than a rank's samples have when all are as long as they may be."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    least = -(-longest // layout.cp)
+    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
+    own, minibatch = (-(-count // layout.dp) * least for count in (samples, samples // config.train.minibatches))
+    trained, passed = max(trained, least), max(passed, least)
+    if config.train.steps and config.sft is None:
+        trained, passed = min(trained, max(minibatch, least)), min(passed, own)
+    return Tokens(trained, passed, max(1, minibatch // trained))
 
 
 def _passing(setting: Setting, tokens: int) -> int:
