@@ -32,11 +32,11 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 @click.option("--network", type=_SPEED, default=50, show_default=True, help="GB/s of a rank to other nodes, one way.")
 @click.option("--node", type=_SPEED, default=450, show_default=True, help="GB/s of a rank inside its node, one way.")
 @click.option("--memory", type=_SPEED, default=4000, show_default=True, help="GB/s that a rank reads and writes.")
-@click.option("--gpu", metavar="NAME", help="Foretell times for this GPU; default: plan.gpu, slurm.gpu_type.")
+@click.option("--gpu", metavar="NAME", help="Foretell times for this GPU; default: planning.gpu, slurm.gpu_type.")
 @click.option("--search", "searches", is_flag=True, help="The five fastest layouts that fit, as YAML.")
 @click.option("--sweep", metavar="gpus=A..B", help="The same run on A to B GPUs, as a table and a plot.")
 @click.option("--plot", metavar="FILE", help="With --sweep: where the plot goes; default: NAME-sweep.png.")
-@click.option("--calibrate", metavar="RUN", help="Fit plan.efficiency to the finished run in this folder.")
+@click.option("--calibrate", metavar="RUN", help="Fit planning.efficiency to the finished run in this folder.")
 @click.option("--json", "as_text", is_flag=True, help="Print JSON, for programs.")
 def plan(
     config: str,
@@ -111,7 +111,7 @@ def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
         return [json.dumps({**dict(rows), "memory": memory_json(memory), **times}, indent=2)]
     lines = _aligned(rows)
     if case is None or step is None:
-        lines += _aligned([("time", "of a step is foretold for a GPU that is named: --gpu h200, or plan.gpu")])
+        lines += _aligned([("time", "of a step is foretold for a GPU that is named: --gpu h200, or planning.gpu")])
     else:
         lines += step_lines(case, step)
     remedies = find_remedies(config, shape, layout, memory)

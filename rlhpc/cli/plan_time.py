@@ -48,7 +48,7 @@ def needed_case(config: RunConfig, gpu: str | None, where: str) -> Case:
     """A UserError when no GPU is named."""
     case = case_of(config, gpu)
     if case is None:
-        raise UserError("which GPU?", where=where, remedy="name one with --gpu or in plan.gpu, such as h200")
+        raise UserError("which GPU?", where=where, remedy="name one with --gpu or in planning.gpu, such as h200")
     return case
 
 
@@ -68,7 +68,7 @@ def step_lines(case: Case, step: StepTime) -> list[str]:
     )
     assumed = (
         f"          for {work.samples:,} samples of {work.prompt:,.0f} + {work.response:,.0f} tokens "
-        f"(plan.prompt_tokens, plan.response_tokens), {work.updates} update(s)"
+        f"(planning.prompt_tokens, planning.response_tokens), {work.updates} update(s)"
     )
     rows = [["phase", "time", "share", "PFLOP", "GB sent", "most of it"]]
     for phase in step.phases:
@@ -154,7 +154,7 @@ def calibrate_lines(case: Case, run: Path) -> list[str]:
 
 
 def _fitted(found: Calibration) -> dict[str, Any]:
-    return {"plan": {"efficiency": dict(found.changed)}}
+    return {"planning": {"efficiency": dict(found.changed)}}
 
 
 def _calibration(found: Calibration) -> list[str]:

@@ -36,7 +36,7 @@ class EfficiencySection(Section):
     nodes twice that."""
 
 
-class PlanSection(Section):
+class PlanningSection(Section):
     """For `rlhpc plan` alone; see docs/planning.md."""
 
     gpu: str | None = None

@@ -14,7 +14,7 @@ from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.critic import CriticSection
 from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
-from rlhpc.config.planning import PlanSection
+from rlhpc.config.planning import PlanningSection
 from rlhpc.config.reward import RewardSection
 from rlhpc.config.rollout import DynamicSamplingSection, ReplaySection, RolloutSection
 from rlhpc.config.section import (
@@ -152,7 +152,7 @@ class RunConfig(Section):
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
-    plan: PlanSection = PlanSection()
+    planning: PlanningSection = PlanningSection()
 
     @property
     def world_size(self) -> int:

@@ -95,7 +95,7 @@ def calibrate(
         "prompt_tokens": max(1, round(measured.prompt_tokens)),
         "response_tokens": max(1, round(measured.response_tokens)),
     }
-    config = config.model_copy(update={"plan": config.plan.model_copy(update=told)})
+    config = config.model_copy(update={"planning": config.planning.model_copy(update=told)})
 
     def foretold(changed: EfficiencySection) -> StepTime:
         return predict_step(config, shape, layout, gpu, changed)

@@ -92,7 +92,7 @@ class Site:
 
 def read_site(config: RunConfig) -> Site:
     """The table, with the site's file over it and the configuration's efficiency over that. Raises UserError."""
-    section, file = config.plan, GpusFile()
+    section, file = config.planning, GpusFile()
     if section.gpus_file is not None:
         file = _read(section.gpus_file)
     own = section.efficiency.model_dump(exclude_unset=True)
@@ -100,11 +100,11 @@ def read_site(config: RunConfig) -> Site:
 
 
 def named_gpu(config: RunConfig, site: Site, name: str | None = None) -> Gpu | None:
-    """The GPU that is named on the command line, in ``plan.gpu`` or, if it is known, in ``slurm.gpu_type``."""
+    """The GPU that is named on the command line, in ``planning.gpu`` or, if it is known, in ``slurm.gpu_type``."""
     if name is not None:
         return site.gpu(name, "--gpu")
-    if config.plan.gpu is not None:
-        return site.gpu(config.plan.gpu, "plan.gpu")
+    if config.planning.gpu is not None:
+        return site.gpu(config.planning.gpu, "planning.gpu")
     kind = (config.slurm.gpu_type or "").lower()
     return site.gpus.get(kind) or site.gpus.get(_ALSO.get(kind, ""))
 
@@ -113,7 +113,7 @@ def _read(path: Path) -> GpusFile:
     try:
         data = yaml12.parse(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path), remedy="correct plan.gpus_file") from None
+        raise UserError(f"cannot be read ({error})", where=str(path), remedy="correct planning.gpus_file") from None
     try:
         return GpusFile.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:

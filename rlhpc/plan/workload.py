@@ -49,7 +49,7 @@ class Workload:
 
 def workload_of(config: RunConfig) -> Workload:
     """What the configuration asks of a step; lengths are those of its ``plan`` section, or half of the bounds."""
-    train, rollout, section = config.train, config.rollout, config.plan
+    train, rollout, section = config.train, config.rollout, config.planning
     samples = train.prompts_per_step * rollout.samples_per_prompt
     batches = section.sampling_batches if train.dynamic_sampling else 1.0
     updates = train.minibatches * train.epochs

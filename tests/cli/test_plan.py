@@ -166,7 +166,7 @@ def test_a_named_gpu_brings_the_time_of_a_step(tiny: str) -> None:
 
 
 def test_times_in_json_add_up(tiny: str) -> None:
-    found = json.loads(plan(tiny, "plan.gpu=b200", "--json"))["time"]
+    found = json.loads(plan(tiny, "planning.gpu=b200", "--json"))["time"]
     assert found["seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"].values()))
     for phase in found["phases"].values():
         assert phase["seconds"] == pytest.approx(sum(phase["parts"].values()))
@@ -216,11 +216,11 @@ def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
     fewer = "train.prompts_per_step=128"
     text = plan(READY, fewer, "--calibrate", str(tmp_path))
-    efficiency = yaml12.parse(text, "")["plan"]["efficiency"]
+    efficiency = yaml12.parse(text, "")["planning"]["efficiency"]
     assert efficiency["compute"] < 0.4
     site = tmp_path / "site.yaml"
     site.write_text(yaml12.dump({"efficiency": efficiency}))
-    phases = json.loads(plan(READY, fewer, f"plan.gpus_file={site}", "--json"))["time"]["phases"]
+    phases = json.loads(plan(READY, fewer, f"planning.gpus_file={site}", "--json"))["time"]["phases"]
     assert phases["rollout"]["seconds"] == pytest.approx(20, rel=0.02)
     assert phases["push"]["seconds"] == pytest.approx(1, rel=0.02)
 
@@ -228,7 +228,7 @@ def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--search",), "--search: which GPU?; name one with --gpu or in plan.gpu"),
+        (("--search",), "--search: which GPU?; name one with --gpu or in planning.gpu"),
         (("--sweep", "gpus=1..8"), "--sweep: which GPU?"),
         (("--calibrate", "x", "--gpu", "h200"), "metrics.jsonl: cannot be read"),
         (("--gpu", "h2000"), "--gpu: no GPU 'h2000' is known; did you mean"),

@@ -94,16 +94,16 @@ def test_time_limits() -> None:
 def test_a_job_that_is_too_short_or_too_large_is_told_at_submission() -> None:
     from rlhpc.launch.walltime import walltime_warnings
 
-    short = ("plan.gpu=h200", "slurm.time=60", "train.steps=100000")
+    short = ("planning.gpu=h200", "slurm.time=60", "train.steps=100000")
     (warning,) = walltime_warnings(parts(*short)[0])
     assert warning.startswith("slurm.time: 100000 steps")
-    assert walltime_warnings(parts("plan.gpu=null", "slurm.gpu_type=null", "slurm.time=60")[0]) == []
+    assert walltime_warnings(parts("planning.gpu=null", "slurm.gpu_type=null", "slurm.time=60")[0]) == []
 
 
 def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
     """From the config alone: a GPU that is named, and an engine that leaves no room in it."""
     write_inputs(tmp_path)
-    huge = ["plan.gpu=h200", "rollout.gpu_memory_fraction=1.0"]
+    huge = ["planning.gpu=h200", "rollout.gpu_memory_fraction=1.0"]
     rows = check_config(load_config(tmp_path / "config.yaml", huge))
     told = [text for topic, text in rows if topic == "warning"]
     assert len(told) == 1

@@ -37,14 +37,14 @@ def test_peaks_are_known_by_the_drivers_name() -> None:
 
 
 def test_a_gpu_is_named_by_option_then_plan_then_slurm() -> None:
-    both = config(plan={"gpu": "H20"}, slurm={"gpu_type": "h100"})
+    both = config(planning={"gpu": "H20"}, slurm={"gpu_type": "h100"})
     site = read_site(both)
     assert named_gpu(both, site, "b200") is site.gpus["b200"]
     assert named_gpu(both, site) is GPUS["h20"]
     assert named_gpu(config(slurm={"gpu_type": "a100"}), site) is GPUS["a100-80"]
     assert named_gpu(config(slurm={"gpu_type": "rtx"}), site) is None
-    with pytest.raises(UserError, match=r"plan\.gpu: no GPU 'h2000' is known; did you mean 'h200'"):
-        named_gpu(config(plan={"gpu": "h2000"}), site)
+    with pytest.raises(UserError, match=r"planning\.gpu: no GPU 'h2000' is known; did you mean 'h200'"):
+        named_gpu(config(planning={"gpu": "h2000"}), site)
 
 
 def test_a_sites_file_adds_and_changes(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ gpus:
         host_memory_gbps: 10, per_node: 2}
 efficiency: {compute: 0.4, memory: 0.5}
 """
-    site = read_site(config(plan={**site_file(tmp_path, text), "efficiency": {"memory": 0.6}}))
+    site = read_site(config(planning={**site_file(tmp_path, text), "efficiency": {"memory": 0.6}}))
     assert (site.gpus["h200"].network_gbps, site.gpus["h200"].memory_gbps, site.gpus["h200"].host_gib) == (
         25,
         4800,
@@ -84,11 +84,18 @@ efficiency: {compute: 0.4, memory: 0.5}
 )
 def test_what_is_wrong_in_it_is_told(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(UserError) as caught:
-        read_site(config(plan=site_file(tmp_path, text)))
+        read_site(config(planning=site_file(tmp_path, text)))
     assert told in str(caught.value)
     assert "gpus.yaml" in str(caught.value)
 
 
 def test_an_absent_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be read"):
-        read_site(config(plan={"gpus_file": tmp_path / "none.yaml"}))
+        read_site(config(planning={"gpus_file": tmp_path / "none.yaml"}))
+
+
+def test_the_pages_example_of_a_sites_file_is_read(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    (text,) = (block for block in page.split("```\n") if block.startswith("gpus:"))
+    site = read_site(config(planning=site_file(tmp_path, text)))
+    assert (site.gpus["h200"].network_gbps, site.gpus["ours"].per_node, site.efficiency.compute) == (6.25, 4, 0.48)

@@ -30,7 +30,7 @@ def loaded(name: str, *overrides: str) -> tuple[RunConfig, ModelShape]:
 
 
 def found_for(config: RunConfig, shape: ModelShape, gpu: str) -> Found:
-    return search(config, shape, config.world_size, GPUS[gpu], config.plan.efficiency)
+    return search(config, shape, config.world_size, GPUS[gpu], config.planning.efficiency)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_best_layouts_suit_and_are_as_fast_as_foretold(one_node: Found, tmp_path
     seconds = [best.step.seconds for best in found.best]
     assert len(found.best) == 5
     assert seconds == sorted(seconds)
-    asked = predict_step(config, shape, check_layout(config, 1, shape), GPUS["h100"], config.plan.efficiency)
+    asked = predict_step(config, shape, check_layout(config, 1, shape), GPUS["h100"], config.planning.efficiency)
     assert seconds[0] <= asked.seconds
     base = yaml12.parse((ROOT / "configs" / "ready" / f"{NODE}.yaml").read_text(), "")
     for best in found.best:
@@ -63,7 +63,7 @@ def test_best_layouts_suit_and_are_as_fast_as_foretold(one_node: Found, tmp_path
         pasted = load_config(file)
         layout = check_nodes(pasted, 1, shape)
         assert layout == best.layout
-        again = predict_step(pasted, shape, layout, GPUS["h100"], config.plan.efficiency)
+        again = predict_step(pasted, shape, layout, GPUS["h100"], config.planning.efficiency)
         assert again.seconds == pytest.approx(best.step.seconds)
         memory = predict_memory(pasted, shape, layout, GPUS["h100"].memory_gib)
         assert memory.peak == best.memory.peak <= GPUS["h100"].memory_bytes
@@ -73,7 +73,7 @@ def test_best_layouts_suit_and_are_as_fast_as_foretold(one_node: Found, tmp_path
 def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
     config, shape = loaded(MIXED)
     found = found_for(config, shape, "h20")
-    published = predict_step(config, shape, check_layout(config, 12, shape), GPUS["h20"], config.plan.efficiency)
+    published = predict_step(config, shape, check_layout(config, 12, shape), GPUS["h20"], config.planning.efficiency)
     assert found.layouts > 100
     assert found.best[0].step.seconds <= published.seconds
     within = [phase for phase in found.best[0].memory.phases if phase.name not in ("load", "save")]
@@ -83,7 +83,7 @@ def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
 def test_less_memory_means_no_faster(one_node: Found) -> None:
     config, shape = loaded(NODE)
     small = replace(GPUS["h100"], memory_gib=48.0)
-    tight = search(config, shape, 8, small, config.plan.efficiency)
+    tight = search(config, shape, 8, small, config.planning.efficiency)
     assert tight.best[0].step.seconds >= one_node.best[0].step.seconds
     assert tight.best[0].memory.peak <= small.memory_bytes
 
@@ -96,7 +96,7 @@ def test_engines_too_large_for_every_size_are_told() -> None:
 
 def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
     config, shape = loaded(MIXED)
-    points = sweep(config, shape, GPUS["h20"], config.plan.efficiency, 96, 1024)
+    points = sweep(config, shape, GPUS["h20"], config.planning.efficiency, 96, 1024)
     assert [point.ranks for point in points] == [96, 192, 384, 768, 960]
     assert [point.layout.dp for point in points] == [1, 2, 4, 8, 10]
     seconds = [point.step.seconds for point in points]
@@ -116,4 +116,4 @@ def test_ranges_that_are_none(text: str) -> None:
 def test_no_number_that_suits_is_told() -> None:
     config, shape = loaded(MIXED)
     with pytest.raises(UserError, match="use multiples of 96"):
-        sweep(config, shape, GPUS["h20"], config.plan.efficiency, 97, 100)
+        sweep(config, shape, GPUS["h20"], config.planning.efficiency, 97, 100)

@@ -37,8 +37,8 @@ def loaded(name: str, *overrides: str) -> tuple[RunConfig, ModelShape, ParallelL
 
 def step(name: str, *overrides: str, gpu: Gpu | None = None, efficiency: dict[str, Any] | None = None) -> StepTime:
     config, shape, layout = loaded(name, *overrides)
-    reached = config.plan.efficiency.model_copy(update=efficiency or {})
-    return predict_step(config, shape, layout, gpu or GPUS[config.plan.gpu or ""], reached)
+    reached = config.planning.efficiency.model_copy(update=efficiency or {})
+    return predict_step(config, shape, layout, gpu or GPUS[config.planning.gpu or ""], reached)
 
 
 def test_updates_at_the_full_rate_have_full_utilisation() -> None:
@@ -53,10 +53,10 @@ def test_updates_at_the_full_rate_have_full_utilisation() -> None:
 
 
 def test_the_arithmetic_of_an_update_is_that_of_its_samples() -> None:
-    config, shape, _ = loaded(SMALL, "plan.response_spread=0")
+    config, shape, _ = loaded(SMALL, "planning.response_spread=0")
     work = workload_of(config)
     lengths = [round(work.length)] * work.samples
-    assert step(SMALL, "plan.response_spread=0").training_flops == pytest.approx(
+    assert step(SMALL, "planning.response_spread=0").training_flops == pytest.approx(
         training_flops(shape, lengths), rel=1e-6
     )
 
@@ -74,7 +74,7 @@ def test_weights_of_a_rank_are_those_of_its_shards(name: str, rank: int) -> None
 @pytest.mark.parametrize("name", [NODE, "qwen2.5-7b-math-4nodes", "qwen2.5-7b-1node"])
 def test_pushed_bytes_are_those_of_the_plan(name: str) -> None:
     config, shape, layout = loaded(name)
-    machine = Machine(GPUS["h100"], config.plan.efficiency, config.resources.ranks_per_node)
+    machine = Machine(GPUS["h100"], config.planning.efficiency, config.resources.ranks_per_node)
     found = push_time(Engines(shape, config.rollout, machine, layout.world_size), layout)
     assert found.sent == pytest.approx(report_push(config).spread("received").mean, rel=0.02)
 
@@ -82,9 +82,9 @@ def test_pushed_bytes_are_those_of_the_plan(name: str) -> None:
 def test_one_token_steps_read_weights_and_cache() -> None:
     """All responses of one length, all at once: so many steps of weights and keys and values through the memory."""
     config, shape, _ = loaded(
-        SMALL, "plan.response_spread=0", "rollout.max_running=1000", "rollout.samples_per_prompt=1"
+        SMALL, "planning.response_spread=0", "rollout.max_running=1000", "rollout.samples_per_prompt=1"
     )
-    free = config.plan.efficiency.model_copy(update={"decode": 1.0, "graph_us": 0, "compute": 1.0})
+    free = config.planning.efficiency.model_copy(update={"decode": 1.0, "graph_us": 0, "compute": 1.0})
     engines = Engines(shape, config.rollout, Machine(GPUS["h100"], free, 1), 1)
     work = workload_of(config)
     found = rollout_time(engines, work)
@@ -97,7 +97,7 @@ def test_one_token_steps_read_weights_and_cache() -> None:
 
 def test_a_full_cache_makes_waves() -> None:
     config, shape, _ = loaded(MIXED)
-    machine = Machine(GPUS["h20"], config.plan.efficiency, 8)
+    machine = Machine(GPUS["h20"], config.planning.efficiency, 8)
     engines, work = Engines(shape, config.rollout, machine, 96), workload_of(config)
     found, roomy = (
         rollout_time(engines, work),
@@ -121,7 +121,7 @@ def test_an_engine_that_does_not_fit_is_told() -> None:
         (["train.optimizer.host_fraction=0"], "update", False),
         (["memory.offload.parameters=false"], "offload", False),
         (["rollout.cuda_graphs=false"], "rollout", True),
-        (["plan.response_tokens=4000"], "rollout", True),
+        (["planning.response_tokens=4000"], "rollout", True),
         (["reshard.method=gather"], "push", True),
         (["parallel.ep=1"], "update", True),
     ],

@@ -1,0 +1,104 @@
+"""Every ready configuration is parsed, checked and planned; the table of published figures says what is true."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.core.errors import UserError
+from rlhpc.models import read_model
+from rlhpc.plan.check import check_config, check_nodes, outline
+from rlhpc.plan.hardware import named_gpu, read_site
+from rlhpc.plan.memory import predict_memory
+from rlhpc.plan.shards import model_tensors
+from rlhpc.plan.step_time import predict_step
+from rlhpc.plan.training import check_memory
+from tests.helpers import published
+from tools import published_table
+from tools.markers import between
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "configs" / "ready").glob("*.yaml"))
+# Billions of parameters, as the models' publishers say.
+SIZES = {
+    "DeepSeek-V3": 671.0,
+    "Qwen3-235B-A22B": 235.1,
+    "Qwen2.5-72B": 72.7,
+    "Qwen2.5-32B": 32.8,
+    "Qwen2.5-7B": 7.62,
+    "Qwen2-7B-Instruct": 7.62,
+    "Qwen2.5-3B-Instruct": 3.09,
+    "Qwen2.5-1.5B-Instruct": 1.54,
+    "Qwen2.5-0.5B-Instruct": 0.494,
+}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_ready_configuration_is_checked_and_planned(file: Path) -> None:
+    assert file.read_text().startswith("# yaml-language-server: $schema=../schema.json\n")
+    config = load_config(file)
+    shape = read_model(ROOT / config.model.path)
+    assert outline(config)
+    if config.rollout.tp > config.resources.ranks_per_node:
+        with pytest.raises(UserError, match="not executed in this version"):
+            check_nodes(config, config.slurm.most_nodes, shape)
+        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": 8})})
+    layout = check_nodes(config, config.slurm.most_nodes, shape)
+    check_memory(config.memory, shape, layout)
+    # All else that a run is refused for, but for its model's weights, which are not here.
+    elsewhere = config.model.model_copy(update={"path": Path("nowhere")})
+    check_config(config.model_copy(update={"model": elsewhere}), prepared=False)
+    config = load_config(file)
+    site = read_site(config)
+    gpu = named_gpu(config, site)
+    assert gpu is not None
+    step = predict_step(config, shape, layout, gpu, site.efficiency)
+    assert step.engine_fits
+    assert 0.1 < step.mfu < 0.6
+    in_step = [phase for phase in predict_memory(config, shape, layout, gpu.memory_gib).phases if phase.name != "save"]
+    assert min(phase.total for phase in in_step) > 2**30
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_models_have_as_many_parameters_as_published(name: str) -> None:
+    shape = read_model(ROOT / "configs" / "ready" / "models" / name)
+    count = 0
+    for tensor in model_tensors(shape):
+        size = 1
+        for dim in tensor.shape:
+            size *= dim
+        count += size
+    assert count / 1e9 == pytest.approx(SIZES[name], rel=0.005)
+
+
+def test_each_model_has_a_configuration() -> None:
+    used = {load_config(file).model.path.name for file in FILES}
+    assert used == set(SIZES) == {folder.name for folder in (ROOT / "configs" / "ready" / "models").iterdir()}
+
+
+def test_files_that_tests_know_are_the_same() -> None:
+    folder = ROOT / "configs" / "ready" / "models"
+    for name, fields in (("DeepSeek-V3", published.DEEPSEEK_V3_BF16), ("Qwen2.5-72B", published.QWEN25_72B)):
+        assert read_model(folder / name) == published_shape(fields)
+
+
+def published_shape(fields: dict[str, object]) -> object:
+    from rlhpc.models import shape_of
+
+    return shape_of(fields)
+
+
+def test_steps_are_within_a_third_of_what_was_published() -> None:
+    for row in published_table.PUBLISHED:
+        for name, told, found in published_table.figures(row):
+            if name.startswith(("step", "rollout")):
+                assert found == pytest.approx(told, rel=0.3), (row.file, name)
+            elif name.startswith("MFU"):
+                assert found == pytest.approx(told, rel=0.15), (row.file, name)
+
+
+def test_the_pages_tables_are_written_by_the_tool() -> None:
+    assert between(published_table.PAGE, "published-table") == published_table.published_table()
+    assert between(published_table.PAGE, "ready-table") == published_table.ready_table()
