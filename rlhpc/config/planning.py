@@ -31,6 +31,8 @@ class EfficiencySection(Section):
     """Microseconds from one kernel to the next where Python starts each of them: decoding without CUDA graphs."""
     graph_us: NonNegativeFloat = 3.0
     """The same inside a CUDA graph."""
+    launch_us: NonNegativeFloat = 8.0
+    """The same in training; counts where kernels end sooner."""
     message_us: NonNegativeFloat = 10.0
     """Microseconds that a collective takes beside its bytes, for each doubling of the ranks inside a node; between
     nodes twice that."""

@@ -192,7 +192,7 @@ def _layer(
         times(_feed_forward_messages(training, tokens, experts), feed_forward),
     )
     kernels = _KERNELS["dense"] + (_KERNELS["latent"] if shape.latent else 0) + (_KERNELS["experts"] if experts else 0)
-    starting = 1e-6 * machine.efficiency.kernel_us * kernels * (attention + feed_forward) / 2
+    starting = 1e-6 * machine.efficiency.launch_us * kernels * (attention + feed_forward) / 2
     busy = parts["compute"] + parts["memory"]  # the device computes while the next kernels are started
     return total(parts, {"kernels": max(0.0, starting - busy)})
 

@@ -44,10 +44,10 @@ def step(name: str, *overrides: str, gpu: Gpu | None = None, efficiency: dict[st
 def test_updates_at_the_full_rate_have_full_utilisation() -> None:
     """With memory, links and kernels for nothing, what is left is the arithmetic of PaLM's count."""
     free = replace(GPUS["h100"], memory_gbps=1e12, node_gbps=1e12, network_gbps=1e12, host_gbps=1e12)
-    found = step(SMALL, gpu=free, efficiency={"compute": 1.0, "kernel_us": 0, "graph_us": 0, "message_us": 0})
+    found = step(SMALL, gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "graph_us": 0, "message_us": 0})
     assert found.mfu == pytest.approx(1.0, rel=1e-3)
     recomputed = step(
-        SMALL, "memory.recompute=full", gpu=free, efficiency={"compute": 1.0, "kernel_us": 0, "message_us": 0}
+        SMALL, "memory.recompute=full", gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "message_us": 0}
     )
     assert 0.7 < recomputed.mfu < 0.82  # three passes of four are counted, and the head is not computed again
 
