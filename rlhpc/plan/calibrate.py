@@ -88,8 +88,8 @@ def calibrate(
 ) -> Calibration:
     """The efficiency with which the run's phases take what they took, as near as the bounds of each key allow.
 
-    The share of matrix products and the pace of kernels in training, alike, are fitted to passes and updates; decoding's
-    share of the memory and its pace of kernels, alike, to the rollout; the push's own share to the push.
+    The share of matrix products and the pace of kernels in training, alike, are fitted to passes and updates; that of
+    memory and the pace of kernels in decoding, alike, to the rollout; the push's own share to the push.
     """
     told = {
         "prompt_tokens": max(1, round(measured.prompt_tokens)),
