@@ -92,6 +92,24 @@ def stage_kept(setting: Setting, stage: int, tokens: int) -> Kept:
     return Kept(tuple(chunks), embedding, head, logits, shared, again)
 
 
+def under_way(setting: Setting, stage: int, tokens: int, microbatches: int) -> int:
+    """Of all micro batches between their forward and backward passes on a stage, when they are most.
+
+    One forward, one backward (schedules.py, forward_backward_pipelining_without_interleaving): as many as there are
+    stages from this one on. Interleaved (get_pp_rank_microbatches), chunks are taken in rounds of pp micro batches.
+    """
+    layout, kept = setting.layout, stage_kept(setting, stage, tokens)
+    chunks, behind = len(kept.chunks), layout.pp - 1 - stage
+    if layout.vpp:
+        ahead = 2 * behind + (chunks - 1) * layout.pp + 1
+        rounds = -(-microbatches // layout.pp) * layout.pp
+        order = [(number // layout.pp) % chunks for number in range(min(ahead, chunks * rounds))]
+    else:
+        order = [0] * min(behind + 1, microbatches)
+    batches = -(-len(order) // chunks)
+    return sum(kept.chunks[chunk] for chunk in order) + batches * (kept.embedding + kept.shared) + kept.head
+
+
 def layer_kept(setting: Setting, tokens: int, has_experts: bool) -> int:
     """Of one layer; with full recomputation its share of the one input that a group of layers keeps."""
     if setting.memory.recompute == "full":

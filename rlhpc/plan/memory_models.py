@@ -8,7 +8,7 @@ from functools import cached_property
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.activations import Setting, stage_kept
+from rlhpc.plan.activations import Setting, stage_kept, under_way
 from rlhpc.plan.critic import WITH_CRITIC
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.optimizer_memory import (
@@ -84,15 +84,7 @@ class RankModel:
     @property
     def kept(self) -> int:
         """Activations at the fullest moment of an update, with those of all micro batches under way."""
-        layout, kept = self.setting.layout, stage_kept(self.setting, self.stage, self.tokens.trained)
-        chunks, behind = len(kept.chunks), layout.pp - 1 - self.stage
-        if layout.vpp:
-            ahead = 2 * behind + (chunks - 1) * layout.pp + 1
-            order = [(number // layout.pp) % chunks for number in range(min(ahead, chunks * self.tokens.microbatches))]
-        else:
-            order = [0] * min(behind + 1, self.tokens.microbatches)
-        under_way = -(-len(order) // chunks)
-        return sum(kept.chunks[chunk] for chunk in order) + under_way * (kept.embedding + kept.shared) + kept.head
+        return under_way(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
 
     @property
     def workspace(self) -> int:

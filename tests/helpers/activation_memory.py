@@ -28,10 +28,12 @@ class ActivationCase:
     memory: tuple[tuple[str, Any], ...] = ()
     dtype: str = "bfloat16"
     lengths: tuple[int, ...] = (128, 128)
+    microbatches: int = 1  # several: the most that is kept at once
 
     def __str__(self) -> str:
         pairs = " ".join(f"{key}={value}" for key, value in (*self.axes, *self.memory))
-        return f"{self.kind} {pairs} {self.dtype} {list(self.lengths)}"
+        batches = f" x {self.microbatches}" if self.microbatches > 1 else ""
+        return f"{self.kind} {pairs} {self.dtype} {list(self.lengths)}{batches}"
 
 
 def compare(folders: dict[str, Path], cases: Sequence[ActivationCase]) -> list[tuple[int, int]]:
@@ -45,7 +47,7 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     from rlhpc.config.training import MemorySection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.data.collate import pack_batch
-    from rlhpc.plan.activations import Setting, stage_kept
+    from rlhpc.plan.activations import Setting, stage_kept, under_way
     from tests.helpers import equality
     from tests.helpers.training import make_actor, optimizer_section
 
@@ -56,47 +58,71 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     generator = torch.Generator().manual_seed(3)
     made = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in case.lengths]
     batch = pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
-    measured = keep(actor, batch)
+    measured = keep(actor, [batch] * case.microbatches)
     layout, stage = actor.layout, actor.layout.coord(RankInfo.from_environ().rank)["pp"]
     setting = Setting(
         actor.weights.shape, layout, ParallelSection(**dict(case.axes)), memory, case.dtype, kernels="padded"
     )
-    kept = stage_kept(setting, stage, -(-sum(case.lengths) // layout.cp))
+    tokens = -(-sum(case.lengths) // layout.cp)
     # Rotary angles are held by the batch in any case, by autograd where attention is not computed again.
     again = memory.recompute == "full" or setting.recomputes("core_attn")
-    return measured, sum(kept.chunks) + kept.embedding + kept.head + (0 if again else kept.shared)
+    held = min(layout.pp - stage, case.microbatches)
+    angles = held * stage_kept(setting, stage, tokens).shared if again else 0
+    return measured, under_way(setting, stage, tokens, case.microbatches) - angles
 
 
-def keep(actor: Any, batch: Any) -> int:
-    """Bytes of unique storages that autograd keeps of one micro batch's forward pass, weights left out."""
+class _Ledger:
+    """Storages that autograd holds, each as often as it holds it."""
+
+    def __init__(self, left_out: set[int]) -> None:
+        self.left_out, self.counts, self.held, self.most = left_out, dict[int, int](), 0, 0
+
+    def take(self, storage: Any, change: int) -> None:
+        key = storage._cdata
+        if key in self.left_out:
+            return
+        before = self.counts.get(key, 0)
+        self.counts[key] = before + change
+        if bool(before) != bool(before + change):
+            self.held += change * storage.nbytes()
+            self.most = max(self.most, self.held)
+
+
+class _Held:
+    """What stands for a tensor until autograd lets it go."""
+
+    def __init__(self, tensor: Any, ledger: _Ledger) -> None:
+        self.tensor, self.storage, self.ledger = tensor, tensor.untyped_storage(), ledger
+        ledger.take(self.storage, 1)
+
+    def __del__(self) -> None:
+        self.ledger.take(self.storage, -1)
+
+
+def keep(actor: Any, batches: Sequence[Any]) -> int:
+    """Most bytes of unique storages that autograd keeps at once in an update's passes, weights left out.
+
+    Without what is computed again: from the first backward pass on, only what a forward pass adds can be the most.
+    """
     import torch
 
     from rlhpc.api import LossSums
 
-    weights = {param.untyped_storage()._cdata for model in actor._models for param in model.parameters()}
-    kept: dict[int, Any] = {}
-    at_end: list[int] = []
-    backward: list[bool] = []
+    ledger = _Ledger({param.untyped_storage()._cdata for model in actor._models for param in model.parameters()})
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights and not backward:
-            kept[storage._cdata] = storage  # held, so that no other one comes to have its address
-        return tensor
+    def pack(tensor: torch.Tensor) -> Any:
+        return tensor if torch._C._current_graph_task_id() != -1 else _Held(tensor, ledger)
 
-    def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        if not backward:
-            at_end.append(sum(storage.nbytes() for storage in kept.values()))
-            backward.append(True)
-        return tensor
+    def unpack(held: Any) -> torch.Tensor:
+        return held.tensor if isinstance(held, _Held) else held
 
     def loss(stats: Any, batch: Any) -> Any:
         total = -(stats.log_probs * batch.loss_weight).sum()
         return LossSums(total, {"loss": total.detach()})
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-        actor.train([batch], loss, 100.0, 1.0, 1e-3)
-    return at_end[0]
+        actor.train(batches, loss, 100.0, 1.0, 1e-3)
+    return ledger.most
 
 
 def cases_by_world() -> dict[int, list[ActivationCase]]:
@@ -130,6 +156,10 @@ def cases_by_world() -> dict[int, list[ActivationCase]]:
         ActivationCase("dsv3", (("tp", 2), ("cp", 2), ("ep", 4))),
     ]
     four += [ActivationCase("qwen3", (("tp", 2), ("pp", 2))), ActivationCase("llama", (("tp", 2), ("cp", 2)))]
+    two += [ActivationCase("qwen2", (("pp", 2),), way, microbatches=4) for way in ((), full)]
+    two += [ActivationCase("qwen2", (("pp", 2), ("vpp", 2)), microbatches=4)]
+    four += [ActivationCase("qwen3", (("pp", 4),), microbatches=count) for count in (2, 6)]
+    four += [ActivationCase("dsv3", (("pp", 2), ("vpp", 2), ("ep", 2)), microbatches=6)]
     return {1: one, 2: two, 4: four}
 
 
@@ -145,7 +175,7 @@ def main() -> None:
             folders = {kind: make_model(Path(name) / f"{world_size}-{kind}", kind, **SIZES) for kind in kinds}
             ranks = run_ranks(compare, world_size, folders, cases, timeout=1800)
             for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
-                # Expert ranks get unequal shares of the tokens: means are compared.
+                # Ranks with experts get unequal shares of the tokens: sums are compared.
                 measured, foretold = (sum(result[i] for result in results) for i in (0, 1))
                 off = foretold / measured - 1
                 worst = max(worst, abs(off))

@@ -25,7 +25,8 @@ STATES = [
     StateCase("qwen3moe", (("tp", 2),), trained=False),
 ]
 ACTIVATIONS = [
-    ActivationCase("qwen3", (("tp", 2), ("pp", 2))),
+    ActivationCase("qwen3", (("tp", 2), ("pp", 2)), microbatches=3),
+    ActivationCase("qwen2", (("pp", 2), ("vpp", 2)), microbatches=4),
     ActivationCase("qwen2", (("tp", 2), ("cp", 2)), dtype="float32"),
     ActivationCase("qwen3", (("tp", 4), ("sequence_parallel", False)), (("recompute", "full"),)),
     ActivationCase("dsv3", (("tp", 2), ("ep", 4)), (("recompute", "selective"), ("recompute_modules", ["core_attn"]))),
