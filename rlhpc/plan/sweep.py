@@ -73,14 +73,14 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """Phases of the step, and tokens a second beside what as many times the GPUs would give, as a picture."""
+    """Phases of the step, tokens a second beside what as many times the GPUs would give, bytes of a rank: a picture."""
     # Figure and canvas by hand: pyplot would keep state and look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 4.5), dpi=120, layout="constrained")
+    figure = Figure(figsize=(14, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    seconds, speed = figure.subplots(1, 2)
+    seconds, speed, sizes = figure.subplots(1, 3)
     labels, floor = [str(point.ranks) for point in points], [0.0] * len(points)
     for phase in points[0].step.phases:
         heights = [point.step.phase(phase.name).seconds for point in points]
@@ -92,15 +92,20 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     speed.plot(ranks, [point.step.tokens_per_second for point in points], marker="o", label="tokens/s")
     ideal = [first.step.tokens_per_second * count / first.ranks for count in ranks]
     speed.plot(ranks, ideal, linestyle="--", color="0.6", label="in proportion")
-    _style(speed, ranks)
+    _style(speed, ranks, "tokens a second")
+    sizes.plot(ranks, [point.memory.peak / 1e9 for point in points], marker="o", label="memory at most")
+    sizes.plot(ranks, [point.sent / 1e9 for point in points], marker="o", label="sent in a step")
+    sizes.plot(ranks, [point.received / 1e9 for point in points], marker="o", label="received in a push")
+    _style(sizes, ranks, "GB of a rank")
     figure.savefig(path)
 
 
-def _style(axes: Any, ranks: Sequence[int]) -> None:
+def _style(axes: Any, ranks: Sequence[int], what: str) -> None:
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.set_xticks(list(ranks), [str(count) for count in ranks])
-    axes.set(xlabel="GPUs", ylabel="tokens a second", title="Speed")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set(xlabel="GPUs", ylabel=what)
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", frameon=False)
 
