@@ -171,7 +171,7 @@ def test_ends_and_refusals(models, tmp_path):
     assert found["cut"].truncated
     assert "sleep" in found["unloaded"]
     assert "sleep" in found["asleep"]
-    assert found["unloaded again"] == "generate() before load_weights()"
+    assert found["unloaded again"] == "a request before load_weights()"
     assert "['kv_cache'] sleep" in found["cache asleep"]
 
 

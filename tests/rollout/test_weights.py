@@ -159,7 +159,7 @@ def test_weights_are_not_written_beneath_requests(models):
     assert found["same"]
     assert found["padding"].shape == (256 - VOCAB, 128)
     assert not found["padding"].any()
-    assert found["open"] == "generate() before load_weights()"
+    assert found["open"] == "a request before load_weights()"
     assert found["other"]
 
 
