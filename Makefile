@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv slurm demo demo-table test chaos check bench clean
+.PHONY: venv slurm demo demo-table test test-all chaos check bench clean
 
 venv: $(INSTALLED)
 
@@ -34,7 +34,11 @@ slurm:
 	@tests/slurm/install.sh || echo "make: the tests on a real Slurm will be skipped" >&2
 
 test: venv slurm
-	$(BIN)/python -m tests.run -q
+	$(BIN)/python -m pytest -q -m 'not long'
+
+# Those that take minutes each as well.
+test-all: venv slurm
+	$(BIN)/python -m pytest -q
 
 # Twenty runs on a real Slurm, each hit by a fault at a random moment, and twenty that run out of time: an hour or so.
 chaos: venv slurm

@@ -20,12 +20,16 @@ pytestmark = [pytest.mark.slow, cpu_only]
 DENSE = [
     Pair(Case("qwen2_tied", tp=2, pp=2), 2),
     Pair(Case("qwen2_tied", pp=2, vpp=2), 2),
-    Pair(Case("qwen3", tp=2, pp=2), 4),
 ]
 EXPERTS = [
     Pair(Case("mixtral", tp=2, ep=2, etp=2), 2),
     Pair(Case("dsv3", tp=2, pp=2, ep=2), 2),
-    Pair(Case("dsv3", tp=4), 2),
+]
+MORE = [Pair(Case("qwen3", tp=2, pp=2), 4), Pair(Case("dsv3", tp=4), 2)]
+SETS = [
+    pytest.param(DENSE, id="dense"),
+    pytest.param(EXPERTS, id="experts"),
+    pytest.param(MORE, id="more", marks=pytest.mark.long),
 ]
 
 
@@ -34,7 +38,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return pushes.make_models(tmp_path_factory.mktemp("models"), FAMILIES)
 
 
-@pytest.fixture(scope="module", params=[DENSE, EXPERTS], ids=["dense", "experts"])
+@pytest.fixture(scope="module", params=SETS)
 def outcomes(request: pytest.FixtureRequest, models: Path) -> dict[Pair, list[pushes.Outcome]]:
     pairs = request.param
     ranks = run_ranks(pushes.try_pairs, pushes.WORLD_SIZE, models, pairs, timeout=1200)

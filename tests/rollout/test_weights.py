@@ -43,7 +43,7 @@ def real_parameters(models: Path, tp: int) -> list[dict[str, dict[str, tuple[int
 
 @pytest.mark.slow
 @engines.cpu_only
-@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.long)])
 def test_parameters_are_those_of_the_plan(models, tp):
     for whole, by_experts in run_ranks(real_parameters, tp, models, tp, timeout=900):
         for found, layout in ((whole, EngineLayout(tp)), (by_experts, EngineLayout(tp, expert_parallel=True))):
@@ -111,7 +111,7 @@ def by_experts(models: Path, tp: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.slow
 @engines.cpu_only
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_whole_experts_on_each_rank(models, tp):
     """Written as loaded by vLLM to the last bit; the same model as cut by tensor, whose sums have another order."""
     for rank in run_ranks(by_experts, tp, models, tp, timeout=900):
