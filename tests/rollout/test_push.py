@@ -47,7 +47,7 @@ def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[1, 2])  # of 4: tests/reshard/test_push.py
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])  # of 4: tests/reshard/test_push.py
 def pushed(request: pytest.FixtureRequest, models: Path) -> list[dict[str, dict[str, Any]]]:
     """What each rank found, at tensor-parallel size 1 and 2."""
     return run_ranks(push_families, request.param, models, request.param, timeout=900)
@@ -102,7 +102,7 @@ def push_often(path: Path, times: int, push: Callable[[engines.VllmEngine, Path]
 
 
 @pytest.mark.parametrize("push", [engines.push, engines.write])
-@pytest.mark.parametrize("family", ["qwen2", "dsv3"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.long), "dsv3"])
 def test_a_hundred_pushes_do_not_leak(models, family, push):
     (resident, same) = run_ranks(push_often, 1, models / family / "a", 110, push)[0]
     weights = (models / family / "a" / "model.safetensors").stat().st_size

@@ -43,7 +43,7 @@ def real_parameters(models: Path, tp: int) -> list[dict[str, dict[str, tuple[int
 
 @pytest.mark.slow
 @engines.cpu_only
-@pytest.mark.parametrize("tp", [1, 2, pytest.param(4, marks=pytest.mark.long)])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 def test_parameters_are_those_of_the_plan(models, tp):
     for whole, by_experts in run_ranks(real_parameters, tp, models, tp, timeout=900):
         for found, layout in ((whole, EngineLayout(tp)), (by_experts, EngineLayout(tp, expert_parallel=True))):

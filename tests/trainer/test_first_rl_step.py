@@ -43,7 +43,7 @@ def test_loss_and_gradient_norm_equal_one_rank(tmp_path: Path) -> None:
     one = _first_step(tmp_path / "one", *LAYOUTS["one"])
     assert one["gradient_norm"] > 0.01
     assert one["kl"] > 0
-    for name in ("dp2_tp2", "pp2_cp2"):
+    for name in ("pp2_cp2",):  # test_updates.py has the other axes
         ours = _first_step(tmp_path / name, *LAYOUTS[name])
         assert ours["rollout/completion_tokens"] == one["rollout/completion_tokens"], name
         assert ours["reward/mean"] == pytest.approx(one["reward/mean"], rel=1e-6), name
