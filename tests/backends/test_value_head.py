@@ -29,7 +29,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_critic_of_any_layout_equals_one_rank(folder: Path, tmp_path: Path) -> None:
-    """Values before and after three updates, and after a checkpoint of them is loaded in the next layout."""
+    """Values before and after three updates, and after a checkpoint of them is loaded in the next layout; norms of the
+    gradients, whose scale the optimizer does not feel."""
     expected = _trained_by_torch(folder)
     for rank in run_ranks(_critics, 4, folder, tmp_path, timeout=600):
         for layout, found in zip(CRITICS, rank, strict=True):
@@ -121,8 +122,9 @@ def _critics(folder: Path, saved: Path) -> list[tuple[np.ndarray, ...]]:
             critic.load(previous)
             loaded = _values(critic, batches)
             critic.load_pretrained(folder)
+        norms = []
         for _ in range(STEPS):
-            critic.train(batches, _loss, TOKENS, 1.0, 1e-3)
+            norms.append(critic.train(batches, _loss, TOKENS, 1.0, 1e-3).gradient_norm)
             train(actor)  # takes its turn with the groups in force
         after = _values(critic, batches)
         previous = saved / str(number)
@@ -130,7 +132,7 @@ def _critics(folder: Path, saved: Path) -> list[tuple[np.ndarray, ...]]:
             previous.mkdir()
         dist.barrier()
         critic.save(previous)
-        results.append((before, after, loaded if number else after))
+        results.append((before, after, loaded if number else after, np.array(norms)))
     assert len(before) == sum(LENGTHS)
     return results
 
@@ -184,13 +186,13 @@ def _trained_by_torch(folder: Path) -> tuple[np.ndarray, ...]:
         with torch.no_grad():
             return torch.cat([values(s) for s in sequences()]).numpy()
 
-    before = all_values()
+    before, norms = all_values(), []
     for _ in range(STEPS):
         optimizer.zero_grad()
         for s in sequences():
             error = (values(s) - torch.sin(s.float()))[:-1].square()
             (0.5 * error.sum() / TOKENS).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_gradient)
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_gradient)))
         optimizer.step()
     after = all_values()
-    return before, after, after
+    return before, after, after, np.array(norms)
