@@ -179,10 +179,13 @@ class Heartbeat:
             return []
 
     def _write_stacks(self, text: bytes) -> None:
-        """Through the descriptor that faulthandler has, which goes on behind it."""
-        os.ftruncate(self._stacks, 0)
-        os.lseek(self._stacks, 0, os.SEEK_SET)
-        os.write(self._stacks, text)
+        """Through the descriptor that faulthandler has, which goes on behind it.
+
+        The file is at no time empty: between two of these calls the interpreter's lock may be taken for good.
+        """
+        os.pwrite(self._stacks, text, 0)
+        os.ftruncate(self._stacks, len(text))
+        os.lseek(self._stacks, 0, os.SEEK_END)
 
 
 _current: Heartbeat | None = None

@@ -28,8 +28,9 @@ from rlhpc.core.heartbeat import (
 )
 from rlhpc.launch.culprit import Condition, Finding, RankState, find_culprit, parse_stacks
 
-ANSWER_SECONDS = 5.0  # after the last rank has looked for the request
-_SIGNAL_SECONDS = 2.0
+_SIGNAL_SECONDS = 2.0  # after the last rank has looked for the request
+_ANSWER_SECONDS = 3.0  # after the signal
+_WRITING_SECONDS = 6.0  # after the signal, for stacks that still grow: each piece of them goes to the disk by itself
 _READING_SECONDS = 0.1  # of one poll: the launcher has other things to watch
 _PASS_SECONDS = 1.0
 _PAUSE_SECONDS = 20.0  # between two polls; more is a pause of the whole process
@@ -64,7 +65,9 @@ class HangWatch:
     ) -> None:
         self._folder, self._world_size, self._clock = folder, world_size, clock
         self._silence, self._start = silence_seconds, start_seconds or silence_seconds
-        self._signal_all, self._signalled = signal_all, False
+        self._signal_all = signal_all
+        self._signalled_at: float | None = None
+        self._written: dict[int, int] = {}  # characters of the stacks of ranks that were sent the signal
         self._look = look_seconds(world_size)
         self._beats: dict[int, Beat] = {}
         self._next, self._next_pass = 0, clock()  # the rank whose record is read next; when to begin with the first
@@ -88,7 +91,7 @@ class HangWatch:
             return self._gather(self._asked_at)
         self._read_some()
         if self.silent_for > (self._silence if self._began else self._start):
-            self._requests, self._signalled = self._requests + 1, False
+            self._requests, self._signalled_at = self._requests + 1, None
             self._request = f"request-{self._requests}"
             self._before = {rank: beat.touches for rank, beat in self._beats.items()}
             dump_file(self._folder).write_text(self._request + "\n")
@@ -129,11 +132,13 @@ class HangWatch:
         if any(beat.touches > self._before.get(rank, 0) for rank, beat in self._beats.items()):
             self._began, self._progress_at, self._asked_at = True, self._clock(), None  # slow, and moving again
             return None
-        asked_for = self._clock() - asked_at - self._look
-        if waiting and asked_for > _SIGNAL_SECONDS and not self._signalled:
-            self._signalled = True
+        if waiting and self._clock() - asked_at <= self._look + _SIGNAL_SECONDS:
+            return None
+        if waiting and self._signalled_at is None:
+            self._signalled_at = self._clock()  # not the request's: this process may have been kept from polling
             self._send_signal(waiting)
-        if waiting and asked_for < ANSWER_SECONDS:
+            return None
+        if waiting and self._may_answer(waiting):
             return None
         states = [self._state(rank) for rank in range(self._world_size)]
         finding = find_culprit(states)
@@ -152,6 +157,14 @@ class HangWatch:
                     os.kill(beat.process.pid, DUMP_SIGNAL)
         if self._signal_all is not None and any(beat.node != socket.gethostname() for beat in beats):
             self._signal_all()
+
+    def _may_answer(self, ranks: Sequence[int]) -> bool:
+        """Whether the signal was sent a moment ago, or faulthandler is still writing."""
+        assert self._signalled_at is not None
+        written = {rank: len(self._stacks(rank)) for rank in ranks}
+        growing, self._written = written != self._written, written
+        limit = _WRITING_SECONDS if growing else _ANSWER_SECONDS
+        return self._clock() - self._signalled_at < limit
 
     def _has_answered(self, rank: int) -> bool:
         beat = self._beats.get(rank)

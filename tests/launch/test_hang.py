@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core import env
-from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat
+from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat, stacks_file
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.hang import Hang, HangWatch
 from rlhpc.launch.store import StoreServer
@@ -91,6 +91,34 @@ def test_nobody_answers_a_request(tmp_path):
     assert hang.message == "rank 0 on node0 does not answer (stopped, or its node is out of reach; last seen in train)"
     assert (tmp_path / "hang.txt").read_text() == hang.report
     assert re.search(r"^1 +\? +absent$", hang.report, re.M)
+    header, *rows = (line for line in hang.report.splitlines() if re.match(r"rank +node|\d ", line))
+    assert [row.index("train") for row in rows[:1]] == [header.index("phase")], "columns are as wide as their widest"
+
+
+def test_a_watch_that_was_kept_waiting_still_waits_for_answers_to_its_signal(tmp_path):
+    clock = Clock()
+    signals: list[str] = []
+    watch = HangWatch(tmp_path, 1, 100.0, 500.0, lambda: signals.append("all"), clock)
+    write(tmp_path, 0, 5)
+    clock.pass_by(watch, 102)
+    clock.now += 10
+    assert watch.poll() is None
+    assert signals == ["all"]
+    assert clock.pass_by(watch, 2) is None
+    assert clock.pass_by(watch, 2) is not None
+
+
+def test_stacks_that_still_grow_are_waited_for(tmp_path):
+    clock = Clock()
+    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    write(tmp_path, 0, 5)
+    clock.pass_by(watch, 105)
+    hang, seconds = None, 0
+    while hang is None:
+        with open(stacks_file(tmp_path, 0), "a") as file:
+            file.write("a piece\n")
+        hang, seconds = clock.pass_by(watch, 1), seconds + 1
+    assert 4 <= seconds <= 6, "but not for ever"
 
 
 def test_a_rank_that_moves_again_when_asked_was_only_slow(tmp_path):
