@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import subprocess
 import sys
@@ -55,17 +56,29 @@ def test_a_dry_run_of_a_submission_imports_nothing_heavy(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dry_run_answers_at_once(tmp_path):
-    """Under half a second of work; the least of some, because other tests use the same cores."""
-    config = write_inputs(tmp_path)
-    command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(config), "--dry-run"]
+def least_work(command: list[str], settings: dict[str, str]) -> float:
+    """Seconds of processor time, the least of some runs, because other tests use the same cores."""
     used = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run(command, cwd=ROOT, stdout=subprocess.DEVNULL, check=True)
+        subprocess.run(command, cwd=ROOT, env=settings, stdout=subprocess.DEVNULL, check=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         used.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(used) < 0.5
+    return min(used)
+
+
+def test_a_dry_run_answers_at_once(tmp_path):
+    """Half a second of work on a usual machine: three times what its libraries' import takes on any.
+
+    With compiled modules, as installed ones are; the first of the runs compiles them.
+    """
+    settings = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    settings["PYTHONPYCACHEPREFIX"] = str(tmp_path / "compiled")
+    config = write_inputs(tmp_path)
+    libraries = least_work([sys.executable, "-c", "import click, pydantic.types, submitit, yaml"], settings)
+    used = least_work([sys.executable, "-m", "rlhpc.cli.main", "submit", str(config), "--dry-run"], settings)
+    print(f"{used:.2f} s, libraries {libraries:.2f} s")
+    assert used < 3 * libraries
 
 
 def test_the_schema_imports_nothing_heavy():
