@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,31 @@ LION = "docs.examples.my_optimizer:Lion"  # the page's example
 
 def make_nothing(params: Any) -> str:
     return "nothing"
+
+
+def make_with_megatron_s_masters(params: Any) -> torch.optim.Optimizer:
+    """The same AdamW in the place of a user's, which gets master weights for parameters."""
+    from rlhpc.backends.megatron.adamw import AdamW
+
+    class Late(AdamW):
+        def step(self, closure: None = None) -> None:
+            if not self.state:
+                self.begin()
+            super().step()
+
+    return Late(params, eps=optimizer_section().epsilon)
+
+
+_made: list[weakref.ref] = []
+_alive: list[int] = []
+
+
+def make_and_look_round(params: Any) -> torch.optim.Optimizer:
+    """Counts the optimizers there are when another one is made."""
+    _alive.append(sum(made() is not None for made in _made))
+    optimizer = make_with_megatron_s_masters(params)
+    _made.append(weakref.ref(optimizer))
+    return optimizer
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +68,31 @@ def test_the_host_s_share_changes_no_bit(found: dict[str, Any]) -> None:
     assert shares["host 1.0"] == 1.0
 
 
+def test_master_weights_of_our_own_are_megatron_s_to_the_bit(found: dict[str, Any]) -> None:
+    """bfloat16 weights, all their float32 copies on the device, a part of them on the host, and all of them."""
+    losses = found["half"]
+    assert losses["megatron's"][-1][0] < losses["megatron's"][0][0]
+    for name in ("host 0.0", "host 0.4", "host 1.0"):
+        assert losses[name] == losses["megatron's"], name
+
+
+def test_master_weights_come_back_from_a_checkpoint(found: dict[str, Any]) -> None:
+    """Of Megatron's own into ours on the host, and the other way round."""
+    losses = found["half"]
+    assert losses["ours from megatron's"] == losses["megatron's"][2:]
+    assert losses["megatron's from ours"] == losses["megatron's"][2:]
+    assert losses["without master weights"] != losses["megatron's"][2:], "the rounded weights would have done"
+
+
 def test_a_checkpoint_does_not_know_of_the_host(found: dict[str, Any]) -> None:
     """Saved with a share of 0.4 after two of four updates, loaded with 0.4, with 0 and with 1."""
     for share in ("0.4", "0.0", "1.0"):
         assert found["losses"][f"resumed with {share}"] == found["losses"]["host 0.0"][2:]
+
+
+def test_an_optimizer_is_gone_before_its_successor_is_made(found: dict[str, Any]) -> None:
+    """As at the change from a warm-up to RL, with the former one's state on the host."""
+    assert found["alive"] == [0, 0, 0]
 
 
 def test_weights_decay_and_vectors_do_not(found: dict[str, Any]) -> None:
@@ -110,8 +157,57 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
     actor.load(folder / "lion")
     losses["lion resumed"] = train(actor, 2)
 
+    found["half"] = _half(model, folder)
+    found["alive"] = _change_optimizers(model)
     found["types"] = _types(model)
     return found
+
+
+def _half(model: Path, folder: Path) -> dict[str, Any]:
+    """Losses of four updates in bfloat16, and of the last two after a resume."""
+    from rlhpc.backends.megatron import adamw
+
+    def make(**keys: Any) -> Any:
+        return make_actor(model, optimizer_section(**keys), dtype="bfloat16")
+
+    def four_updates(actor: Any, saved: Path) -> Any:
+        losses = train(actor, 2)
+        _save(actor, saved)
+        return losses + train(actor, 2)
+
+    def resumed(actor: Any, saved: Path) -> Any:
+        actor.load(saved)
+        return train(actor, 2)
+
+    classic = {"function": "tests.backends.test_optimizer:make_with_megatron_s_masters"}
+    theirs, ours = folder / "megatron's", folder / "ours"
+    losses = {"megatron's": four_updates(make(**classic), theirs)}
+    adamw._STAGED = 128  # so that a parameter goes over in several pieces, the last one shorter
+    for share in (0.0, 0.4, 1.0):
+        losses[f"host {share}"] = four_updates(make(host_fraction=share), ours.with_suffix(f".{share}"))
+    losses["ours from megatron's"] = resumed(make(host_fraction=1.0), theirs)
+    losses["megatron's from ours"] = resumed(make(**classic), ours.with_suffix(".1.0"))
+    rounded = make(host_fraction=0.4)
+    rounded.load(theirs)
+    inner = _inner(rounded)
+    for param in (param for group in inner.param_groups for param in group["params"]):
+        inner.master(param).copy_(param)
+    losses["without master weights"] = train(rounded, 2)
+    return losses
+
+
+def _change_optimizers(model: Path) -> list[int]:
+    from rlhpc.config.schema import MemorySection
+
+    section = optimizer_section(function="tests.backends.test_optimizer:make_and_look_round")
+    actor = make_actor(model, section, MemorySection(offload={"optimizer": True}), "bfloat16")
+    train(actor, 1)
+    for away in (False, True):
+        if away:
+            actor.offload()
+        actor.reset_optimizer()
+        train(actor, 1)
+    return _alive
 
 
 def _save(actor: Any, folder: Path) -> None:
@@ -165,6 +261,6 @@ def _types(model: Path) -> dict[str, set[torch.dtype]]:
     return {
         "weights": {param.dtype for param in params},
         "gradient buffers": {buffer.grad_data.dtype for chunk in actor._chunks for buffer in chunk.buffers},
-        "master weights": {param.dtype for group in inner.param_groups for param in group["params"]},
-        "moments": {value.dtype for state in inner.state.values() for value in state.values()},
+        "master weights": {inner.master(param).dtype for group in inner.param_groups for param in group["params"]},
+        "moments": {state[name].dtype for state in inner.state.values() for name in ("exp_avg", "exp_avg_sq")},
     }

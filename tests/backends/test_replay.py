@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,23 @@ def told_reference(folder: Path, kind: str) -> Path:
 
 
 def batches_of(kind: str, layout: Any, rank: int, told: bool = True) -> list[Any]:
-    """This rank's share of the sequences in three micro batches, which leave one place of a round of two."""
+    """This rank's share of the sequences in three micro batches, which leave one place of a round of two; routes of its
+    own layers alone."""
     from rlhpc.data.collate import pack_batch
 
+    places, stage = layout.layer_places(LAYERS), layout.coord(rank)["pp"]
+    own = tuple(n for n, layer in enumerate(range(FIRST[kind], LAYERS)) if places[layer][0] == stage)
     routes, mine = routes_of(kind), list(enumerate(sequences()))[layout.coord(rank)["dp"] :: layout.dp]
     parts = [mine[:1], mine[1:2], mine[2:]] if len(mine) > 2 else [mine]
-    return [
+    batches = [
         pack_batch(
             [(s.numpy(), 1) for _, s in part],
             sample_ids=[i for i, _ in part],
-            routes=[routes[i] for i, _ in part] if told else None,
+            routes=[routes[i][:, own] for i, _ in part] if told else None,
         )
         for part in parts
     ]
+    return [replace(batch, route_layers=own) for batch in batches]
 
 
 def measure(references: dict[str, Path]) -> list[Distance]:

@@ -1,7 +1,8 @@
 """AdamW (Loshchilov and Hutter 2019) with the step count in the parameter group, as apex's FusedAdam keeps it.
 
-Megatron's distributed checkpoints are written for that contract. The arithmetic is PyTorch's own fused kernel. A share
-of the parameters may have its moments in host memory, where the CPU updates it (Ren et al. 2021, ZeRO-Offload).
+Megatron's distributed checkpoints are written for that contract. The arithmetic is PyTorch's own fused kernel. Of
+half-precision parameters it keeps float32 master weights beside the moments. A share of the parameters may have both in
+host memory, where the CPU updates it (Ren et al. 2021, ZeRO-Offload).
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 _HOST = torch.device("cpu")
+_STAGED = 1 << 24  # elements of a piece; two are on their way between device and host at once
+MASTER = "master_param"  # Megatron's name (distrib_optimizer.py:904)
 
 
 class AdamW(torch.optim.Optimizer):
-    """``host_fraction`` of the elements, whole parameters in their order, are the host's: set it before ``begin``."""
+    """``host_fraction`` of the elements, whole parameters in their order, are the host's: set it before ``begin``.
+
+    Gradients of half-precision parameters are read from ``decoupled_grad``, as Megatron's precision-aware optimizers
+    do: PyTorch wants a ``grad`` to have the parameter's type.
+    """
 
     def __init__(
         self,
@@ -35,29 +42,48 @@ class AdamW(torch.optim.Optimizer):
         self._on_host: set[Tensor] = set()
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
+    @torch.no_grad()
     def begin(self) -> None:
-        """Share the parameters out and make their moments, where they are to stay.
+        """Share the parameters out and make their state, where it is to stay.
 
-        Called when Megatron has put its shards in the place of the parameters. Moments that exist are what a load
-        writes into: without them it would make all of them on the device.
+        Called when Megatron has put its shards in the place of the parameters. State that exists is what a load
+        writes into: without it Megatron would make all of it on the device.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         self._on_host = set(leading_share(params, self.host_fraction))
         for param in params:
-            self.state[param] = {name: self._zeros(param) for name in ("exp_avg", "exp_avg_sq")}
+            self.state[param] = {name: self._empty(param).zero_() for name in ("exp_avg", "exp_avg_sq")}
+            if param.dtype != torch.float32:
+                self.state[param][MASTER] = self._empty(param).copy_(param)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             # Counted in empty groups too: every rank must save the same common state.
             group["step"] = group.get("step", 0) + 1
-            params = [param for param in group["params"] if param.grad is not None]
+            params = [param for param in group["params"] if _gradient(param) is not None]
             device = [param for param in params if param not in self._on_host]
-            self._update(group, device, device, [param.grad for param in device])
+            weights = [self.master(param) for param in device]
+            self._update(group, weights, [_gradient(param) for param in device], [self.state[p] for p in device])
+            for param, weight in zip(device, weights, strict=True):
+                if weight is not param:
+                    param.copy_(weight)
             self._update_on_host(group, [param for param in params if param in self._on_host])
 
+    def master(self, param: Tensor) -> Tensor:
+        """The float32 weights that are updated: the parameter itself where it is float32."""
+        return self.state[param].get(MASTER, param)
+
+    def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
+        """For Megatron's checkpoints, as TransformerEngine's FusedAdam has it (distrib_optimizer.py:903)."""
+        return self.state[param][name]
+
+    def set_scaled_state(self, param: Tensor, name: str, value: Tensor) -> None:
+        """For Megatron's checkpoints, as TransformerEngine's FusedAdam has it (distrib_optimizer.py:932)."""
+        self.state[param][name].copy_(value)
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's own, but moments stay on the device that they are on."""
+        """As torch's own, but state stays on the device that it is on."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             params = group["params"]
             group.clear()
@@ -66,33 +92,47 @@ class AdamW(torch.optim.Optimizer):
                 if index in state_dict["state"]:
                     self.state[param] = state_dict["state"][index]
 
-    def _zeros(self, param: Tensor) -> Tensor:
+    def _empty(self, param: Tensor) -> Tensor:
         if param in self._on_host:
-            return torch.zeros_like(param, device=_HOST, pin_memory=param.is_cuda)
-        return torch.zeros_like(param)
+            return torch.empty_like(param, dtype=torch.float32, device=_HOST, pin_memory=param.is_cuda)
+        return torch.empty_like(param, dtype=torch.float32)
 
-    def _update_on_host(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        """Weights and gradients come over, the new weights go back."""
-        weights, gradients = _to_host(params), _to_host([param.grad for param in params])
-        if params and params[0].is_cuda:
-            torch.cuda.current_stream().synchronize()
-        self._update(group, params, weights, gradients)
-        for param, weight in zip(params, weights, strict=True):
-            param.copy_(weight, non_blocking=True)
+    def _update_on_host(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Piece by piece; the next one's gradient comes over while the CPU works on one."""
+        pieces = [(p, slice(start, start + _STAGED)) for p in params for start in range(0, p.numel(), _STAGED)]
+        longest = min(_STAGED, max((param.numel() for param in params), default=0))
+        slots = [_Slot(longest, params[0]) for _ in pieces[:2]]
+        for number in range(len(pieces) + 1):
+            if number < len(pieces):
+                slots[number % 2].fetch(*pieces[number], with_weight=MASTER not in self.state[pieces[number][0]])
+            if number > 0:
+                (param, piece), slot = pieces[number - 1], slots[(number - 1) % 2]
+                state = {name: value[piece] for name, value in self.state[param].items()}
+                gradient, weight = slot.fetched()
+                self._update(group, [state.get(MASTER, weight)], [gradient], [state])
+                if MASTER in state:
+                    weight.copy_(state[MASTER])
+                slot.send(param, piece)
+        for slot in slots:
+            slot.wait()
 
     def _update(
-        self, group: dict[str, Any], params: Sequence[Tensor], weights: list[Tensor], gradients: list[Tensor]
+        self,
+        group: dict[str, Any],
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """One update of ``weights`` with the moments of ``params``, all on one device."""
-        if not params:
+        """One update of float32 ``weights``, all on one device."""
+        if not weights:
             return
         # The kernel adds one to each count it is given, and wants one of its own for every parameter.
         before = [torch.tensor(float(group["step"] - 1), device=weight.device) for weight in weights]
         adamw(
-            weights,
-            gradients,
-            [self.state[param]["exp_avg"] for param in params],
-            [self.state[param]["exp_avg_sq"] for param in params],
+            list(weights),
+            list(gradients),
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
             [],
             before,
             foreach=False,
@@ -109,6 +149,42 @@ class AdamW(torch.optim.Optimizer):
         )
 
 
+class _Slot:
+    """A gradient on its way to the host, and the new weight on its way back; in pinned memory where there is a GPU."""
+
+    def __init__(self, numel: int, like: Tensor) -> None:
+        self._gradient = torch.empty(numel, dtype=torch.float32, pin_memory=like.is_cuda)
+        self._weight = torch.empty(numel, dtype=like.dtype, pin_memory=like.is_cuda)
+        self._event = torch.cuda.Event() if like.is_cuda else None
+        self._length = 0
+
+    def fetch(self, param: Tensor, piece: slice, with_weight: bool) -> None:
+        self.wait()
+        gradient = _gradient(param)[piece]
+        self._length = len(gradient)
+        self._gradient[: self._length].copy_(gradient, non_blocking=True)
+        if with_weight:
+            self._weight[: self._length].copy_(param[piece], non_blocking=True)
+        self._record()
+
+    def fetched(self) -> tuple[Tensor, Tensor]:
+        """(gradient, weight): what was last fetched."""
+        self.wait()
+        return self._gradient[: self._length], self._weight[: self._length]
+
+    def send(self, param: Tensor, piece: slice) -> None:
+        param[piece].copy_(self._weight[: self._length], non_blocking=True)
+        self._record()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def _record(self) -> None:
+        if self._event is not None:
+            self._event.record()
+
+
 def leading_share(tensors: Sequence[Tensor], share: float) -> list[Tensor]:
     """The first tensors, as many as it takes to hold at least this share of all elements."""
     wanted, held, chosen = share * sum(tensor.numel() for tensor in tensors), 0, []
@@ -120,5 +196,5 @@ def leading_share(tensors: Sequence[Tensor], share: float) -> list[Tensor]:
     return chosen
 
 
-def _to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [tensor.detach().to(_HOST, copy=True, non_blocking=True) for tensor in tensors]
+def _gradient(param: Tensor) -> Any:
+    return param.grad if param.dtype == torch.float32 else getattr(param, "decoupled_grad", None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -127,9 +128,15 @@ class MegatronBackend:
         if self._section is None:
             return
         self._section = section or self._section
+        self._drop_optimizer()  # first: there is no room for two
         self._offload.restore(*KINDS)
         with megatron_device():
             self._optimizer = build_optimizer(self._section, self._config, self._chunks)
+
+    def _drop_optimizer(self) -> None:
+        self._optimizer = self._config.grad_scale_func = None
+        self._offload.drop("optimizer")
+        gc.collect()  # Megatron's optimizers refer to themselves
 
     @_in_its_groups
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
@@ -247,7 +254,7 @@ class MegatronBackend:
             batch, split = next(batches)
             batch = batch.to(self._device)
             local = local_batch(batch, split, self._coord["cp"], self.rope)
-            local.params.routes = self._own_routes(batch, local)
+            local.params.routes, local.params.route_layers = self._own_routes(batch, local), batch.route_layers
             logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **output)
             return logits, functools.partial(finish, batch, local)
 

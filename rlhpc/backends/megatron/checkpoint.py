@@ -22,9 +22,17 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
+from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state, owned_state, state_shards
 from rlhpc.parallel.compat import megatron_device
 from rlhpc.plan.layout import ParallelLayout
 
+# The optimizer's state is by parameters, not by this layout's buffers.
+_LAID_OUT = {
+    "distrib_optim_sharding_type": FORMAT,
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
 _RNG_AXES = ("tp", "pp", "ep", "etp")  # ranks that differ along others draw alike
 
 
@@ -44,14 +52,16 @@ class Content:
         makes the checkpoint whole.
         """
         with megatron_device(), torch.no_grad(), _plain_errors():
-            metadata = _metadata()
-            content = {key: value for key, value in metadata.items() if key != "dp_cp_group"}
-            content["rng_axes"] = self._rng_sizes
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+            content = {**_LAID_OUT, "rng_axes": self._rng_sizes}
+            state, owned = {**self._models(group), **self._rng()}, self._owned()
+            if self.optimizer is not None:
+                state["optimizer"] = common_state(self.optimizer)
             request = dist_checkpointing.save(
-                {**self._sharded(metadata, is_loading=False), **self._rng()},
+                {**state, **self._shards(owned, state)},
                 str(folder),
                 # What data-parallel ranks hold alike is written by all of them, each a part.
-                FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), metadata["dp_cp_group"]),
+                FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group),
                 async_sharded_save=asynchronous,
                 content_metadata=content,
             )
@@ -63,8 +73,13 @@ class Content:
         ``without_head``: the head stays as it is, where a critic begins with the weights of another model.
         """
         with megatron_device(), torch.no_grad():
-            template = self._sharded(_metadata(), is_loading=True)
-            saved = dist_checkpointing.load_content_metadata(str(folder)) or {}
+            common = dist_checkpointing.load_common_state_dict(str(folder))
+            saved = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
+            if self.optimizer is not None:
+                self.optimizer.load_state_dict(common["optimizer"])  # first: what is read into may not exist yet
+            owned = self._owned()
+            template = self._models(parallel_state.get_data_parallel_group(with_context_parallel=True))
+            template |= self._shards(owned, template)
             if saved.get("rng_axes") == self._rng_sizes:
                 template.update(self._rng())
             if without_head:
@@ -73,21 +88,21 @@ class Content:
             state = dist_checkpointing.load(template, str(folder))
             for i, model in enumerate(self.models):
                 model.load_state_dict(state[f"model{i}"], strict=not without_head)
-            if self.optimizer is not None:
-                self.optimizer.load_state_dict(state["optimizer"])
+            for part in owned:
+                part.put_back()
             if "rng" in state:
                 _set_rng_states(state["rng"])
 
-    def _sharded(self, metadata: dict[str, Any], is_loading: bool) -> dict[str, Any]:
-        state = {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
-        if self.optimizer is None:
-            return state
-        # Megatron looks the parameters up in "model" without virtual stages and in "model0", … with them.
-        models = state if self.layout.vpp else {"model": state["model0"]}
-        return {
-            **state,
-            "optimizer": self.optimizer.sharded_state_dict(models, is_loading=is_loading, metadata=metadata),
-        }
+    def _models(self, group: dist.ProcessGroup) -> dict[str, Any]:
+        metadata = {**_LAID_OUT, "dp_cp_group": group}
+        return {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
+
+    def _owned(self) -> list[Owned]:
+        return [] if self.optimizer is None else list(owned_state(self.optimizer))
+
+    def _shards(self, owned: Sequence[Owned], models: dict[str, Any]) -> dict[str, Any]:
+        shards = state_shards(owned, models)
+        return {"optimizer_shards": shards} if shards else {}
 
     @property
     def _rng_sizes(self) -> dict[str, int]:
@@ -125,6 +140,17 @@ class BackgroundWrite:
                 finalize()
 
 
+def end_writers() -> None:
+    """End the process that Megatron keeps for what its writers say (filesystem_async.py:55). Killed with its rank it
+    would leave a folder in TMPDIR."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue = filesystem_async._results_queue
+    if queue is not None:
+        queue._manager.shutdown()
+        filesystem_async._results_queue = None
+
+
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
     """An error of the disk as the OSError that it was, on every rank: Megatron tells rank 0 alone, in a traceback."""
@@ -137,17 +163,6 @@ def _plain_errors() -> Iterator[None]:
         if int(number):
             raise OSError(int(number), os.strerror(int(number))) from error
         raise RuntimeError("a checkpoint was not written") from error
-
-
-def _metadata() -> dict[str, Any]:
-    """How Megatron is to lay its optimizer's state out: by parameters, not by this layout's buffers."""
-    return {
-        "distrib_optim_sharding_type": "fully_reshardable",
-        "distrib_optim_fully_reshardable_mem_efficient": False,
-        "chained_optim_avoid_prefix": True,
-        "singleton_local_shards": False,
-        "dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True),
-    }
 
 
 def _rng_states() -> dict[str, Any]:

@@ -76,8 +76,14 @@ class Offload:
         _wait(parts)
         for part in parts:
             del self._away[_key(part.storage)]
-            if part.host is not None:
-                self._spare.setdefault(part.host.numel(), []).append(part.host)
+            self._keep(part.host)
+
+    def drop(self, kind: Kind) -> None:
+        """Forget what is away of a kind whose tensors are no more."""
+        for key, part in list(self._away.items()):
+            if part.kind == kind:
+                del self._away[key]
+                self._keep(part.host)
 
     @property
     def bytes_away(self) -> int:
@@ -100,6 +106,10 @@ class Offload:
             chosen.append(part)
             held += part.size
         return chosen
+
+    def _keep(self, host: Tensor | None) -> None:
+        if host is not None:
+            self._spare.setdefault(host.numel(), []).append(host)
 
     def _host(self, storage: UntypedStorage) -> Tensor:
         size = storage.nbytes()

@@ -48,22 +48,22 @@ def build_optimizer(
 ) -> MegatronOptimizer:
     """AdamW or the user's optimizer, with float32 master weights, its state cut over the data-parallel ranks."""
     adopt_optimizer(AdamW if section.function is None else functools.partial(_make_custom, section))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(
-            optimizer="adam",
-            lr=section.learning_rate,
-            weight_decay=section.weight_decay,
-            adam_beta1=section.beta1,
-            adam_beta2=section.beta2,
-            adam_eps=section.epsilon,
-            clip_grad=section.clip_gradient,
-            use_distributed_optimizer=True,
-            bf16=config.bf16,
-            params_dtype=config.params_dtype,
-        ),
-        chunks,
-        use_gloo_process_groups=False,
+    options = OptimizerConfig(
+        optimizer="adam",
+        lr=section.learning_rate,
+        weight_decay=section.weight_decay,
+        adam_beta1=section.beta1,
+        adam_beta2=section.beta2,
+        adam_eps=section.epsilon,
+        clip_grad=section.clip_gradient,
+        use_distributed_optimizer=True,
+        bf16=config.bf16,
+        params_dtype=config.params_dtype,
     )
+    # AdamW keeps master weights itself, so that they may be the host's. Megatron's own switch for that wants
+    # TransformerEngine (optimizer_config.py:375); this is what it looks at afterwards.
+    options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = config.bf16 and section.function is None
+    optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss if config.bf16 else None
     for inner in inner_optimizers(optimizer):
         if isinstance(inner, AdamW):

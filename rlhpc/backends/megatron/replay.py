@@ -27,6 +27,8 @@ class ReplayLayer(TransformerLayer):
         routes = packed_seq_params.routes
         if routes is not None:
             place = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # among the layers with experts
+            if packed_seq_params.route_layers is not None:
+                place = packed_seq_params.route_layers.index(place)
             options["padding_mask"] = given_experts(routes[:, place], self.config.num_moe_experts).t()
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 

@@ -1,0 +1,148 @@
+"""Master weights and moments as each rank keeps them, described as pieces of whole parameters: nothing is gathered.
+
+A distributed optimizer cuts flat buffers over the data-parallel ranks, wherever the cut falls. What a rank has of a
+parameter is a few boxes of it, which are written and read where they lie. Keys and shapes are those of Megatron's
+``fully_reshardable`` (distrib_optimizer.py:1404), which gathers whole parameters on every rank first: either reads what
+the other has written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+
+from rlhpc.plan.flat import flat_boxes
+from rlhpc.plan.shards import Box
+
+FORMAT = "fully_reshardable"
+_STATE = {"param", "exp_avg", "exp_avg_sq"}
+_KEY = "optimizer.state.{name}.{key}"
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The rank's part of a parameter: elements ``start`` to ``stop`` of it, and of them the float32 tensors by
+    Megatron's names ("param" is the master weights)."""
+
+    part: Any  # Megatron's optimizer of it
+    parameter: Tensor
+    start: int
+    stop: int
+    tensors: dict[str, Tensor]
+
+    def put_back(self) -> None:
+        """Give the optimizer what has been read into ``tensors``, which need not be its own."""
+        self.part._set_main_param_and_optimizer_states(self.parameter, self.tensors)
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A box of the rank's parameter that is saved as a block of one tensor: of gate and up there are two."""
+
+    box: Box
+    target: ShardedTensor
+
+
+def common_state(optimizer: MegatronOptimizer) -> dict[Any, Any]:
+    """Groups with rates and step counts, equal on every rank, as Megatron lays them out."""
+    parts = optimizer_parts(optimizer)
+    if len(parts) > 1:
+        optimizer._synchronize_steps()
+    states = {number: {**part.state_dict(), "param_state_sharding_type": FORMAT} for number, part in enumerate(parts)}
+    return states if len(parts) > 1 else states[0]
+
+
+def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
+    """Megatron's optimizers behind one: of the dense parameters, and of the experts'."""
+    return list(getattr(optimizer, "chained_optimizers", [optimizer]))
+
+
+def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
+    """What this rank keeps, parameter by parameter."""
+    for part in optimizer_parts(optimizer):
+        for buffer in part.gbuf_ranges:
+            for buckets in buffer.values():
+                for bucket in buckets:
+                    for parameter, ranges in bucket["param_map"].items():
+                        tensors = part._get_main_param_and_optimizer_states(parameter)
+                        assert tensors.keys() == _STATE, f"an optimizer that keeps {sorted(tensors)}"
+                        yield Owned(part, parameter, ranges["param"].start, ranges["param"].end, tensors)
+
+
+def state_shards(owned: Sequence[Owned], models: dict[str, Any]) -> dict[str, ShardedTensor]:
+    """Views of ``owned`` as blocks of whole tensors; ``models``: the modules' own sharded state."""
+    described = {
+        entry.data: entry for entry in nested_values(models) if isinstance(entry, ShardedTensor | ShardedTensorFactory)
+    }
+    shards = [
+        shard
+        for part in owned
+        for name, values in part.tensors.items()
+        for shard in _shards(part, values, fragments(described[part.parameter], name))
+    ]
+    return {str(number): shard for number, shard in enumerate(shards)}
+
+
+def fragments(described: ShardedTensor | ShardedTensorFactory, name: str) -> list[Fragment]:
+    """Where a parameter's state ``name`` is saved, by the description of the parameter itself."""
+    key, local = _KEY.format(name=name, key=described.key), described.data
+    # A factory's parts are views of what it is given: where they begin in that says which boxes they are.
+    whole = torch.empty(local.shape, dtype=torch.float32, device="meta")
+    assert len(described.replica_id) == 3, f"{described.key}: (pp, tp, dp) expected, not {described.replica_id}"
+    replica = (*described.replica_id[:2], 0)  # data-parallel ranks have different parts, not the same
+    if isinstance(described, ShardedTensorFactory):
+        targets = list(nested_values(described.build_fn(key, whole, replica, None)))
+    else:
+        targets = [replace(described, key=key, data=whole, dtype=whole.dtype, replica_id=replica)]
+    found = [Fragment(_box(target.data, whole), target) for target in targets]
+    assert sum(fragment.box.volume for fragment in found) == whole.numel(), f"{key}: parts that are no views"
+    return found
+
+
+def _box(view: Tensor, whole: Tensor) -> Box:
+    assert view.stride() == whole.stride(), f"{tuple(view.shape)} is no box of {tuple(whole.shape)}"
+    start, rest = [], view.storage_offset()
+    for size in whole.stride():
+        at, rest = divmod(rest, size)
+        start.append(at)
+    return Box(tuple(start), tuple(a + n for a, n in zip(start, view.shape, strict=True)))
+
+
+def _shards(owned: Owned, values: Tensor, places: Sequence[Fragment]) -> Iterator[ShardedTensor]:
+    assert values.numel() == owned.stop - owned.start, "state of another size than the rank's part"
+    flat, at = values.detach().view(-1), 0
+    for box in flat_boxes(tuple(owned.parameter.shape), owned.start, owned.stop):
+        block = flat[at : at + box.volume].view(box.shape)
+        at += box.volume
+        for place in places:
+            met = box.meet(place.box)
+            if met is not None:
+                yield _shard(block[_within(met, box)], met, place)
+
+
+def _shard(block: Tensor, met: Box, place: Fragment) -> ShardedTensor:
+    """``prepend_axis_num`` is spelt out: Megatron takes blocks of unequal sizes only so."""
+    target = place.target
+    lead = target.prepend_axis_num
+    moved = (at - first for at, first in zip(met.start, place.box.start, strict=True))
+    offset = (*target.global_offset[:lead], *map(sum, zip(target.global_offset[lead:], moved, strict=True)))
+    data = block[(None,) * lead]
+    return replace(
+        target,
+        data=data,
+        local_shape=tuple(data.shape),
+        global_offset=offset,
+        axis_fragmentations=None,
+        prepend_axis_num=0,
+    )
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(slice(a - o, b - o) for a, b, o in zip(box.start, box.stop, outer.start, strict=True))
