@@ -62,7 +62,8 @@ def _kind(field: dict[str, Any]) -> str:
     if "enum" in kind:
         return " or ".join(f"`{value}`" for value in kind["enum"])
     if kind.get("type") == "array":
-        return f"list of {_kind(kind['items'])}s"
+        words = [_kind(item) for item in _alternatives(kind["items"])]
+        return "list of " + " or ".join(f"{word}s" if word.isalpha() else word for word in words)
     if kind.get("type") == "object":
         return "keys and values"
     if kind.get("type") in ("integer", "number"):
@@ -71,7 +72,7 @@ def _kind(field: dict[str, Any]) -> str:
         return "`true` or `false`"
     if kind.get("format") == "path":
         return "path"
-    return "`package.module:name`" if kind.get("pattern", "").endswith(r":\w+$") else "text"
+    return "`package.module:name`" if r":\w+" in kind.get("pattern", "") else "text"
 
 
 def _bounded(kind: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""Rewrites the tables of docs/planning.md in which ready configurations stand beside what was published of them.
+"""Rewrites the tables of docs/planning.md in which ready configurations stand beside what was published of them, and
+README's line on how far off they are.
 
 python -m tools.published_table         # the tables
 python -m tools.published_table --fit   # the two factors that fit all published rows best, together
@@ -8,25 +9,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from math import exp, log
 from pathlib import Path
 
 from rlhpc.config.load import load_config
 from rlhpc.config.planning import EfficiencySection
-from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.check import check_layout
-from rlhpc.plan.hardware import GPUS, Gpu
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.case import Case, case_of
 from rlhpc.plan.memory import predict_memory
-from rlhpc.plan.step_time import StepTime, predict_step
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]
 READY = ROOT / "configs" / "ready"
-PAGE = ROOT / "docs" / "planning.md"
+PAGE, README = ROOT / "docs" / "planning.md", ROOT / "README.md"
 # How the published runs were made, which is not how rlhpc runs by itself: engines without CUDA graphs, weights pushed
 # as whole tensors.
 AS_PUBLISHED = ("rollout.cuda_graphs=false", "reshard.method=gather")
@@ -54,22 +50,13 @@ _UPDATE = ("forward and backward", "optimizer step")
 _UNSEEN = ("libraries", "engine, asleep")  # by torch's own count, which is what was published
 
 
-@dataclass(frozen=True)
-class Case:
-    config: RunConfig
-    shape: ModelShape
-    layout: ParallelLayout
-    gpu: Gpu
-
-    def step(self, efficiency: EfficiencySection) -> StepTime:
-        return predict_step(self.config, self.shape, self.layout, self.gpu, efficiency)
-
-
-def case_of(file: str, overrides: Sequence[str] = ()) -> Case:
+def ready_case(file: str, overrides: Sequence[str] = ()) -> Case:
+    """A ready configuration, wherever this is called from."""
     config = load_config(READY / f"{file}.yaml", overrides)
-    shape = read_model(ROOT / config.model.path)
-    layout = check_layout(config, config.slurm.most_nodes, shape)
-    return Case(config, shape, layout, GPUS[config.planning.gpu or ""])
+    model = config.model.model_copy(update={"path": ROOT / config.model.path})
+    case = case_of(config.model_copy(update={"model": model}))
+    assert case is not None, f"{file} names no GPU"
+    return case
 
 
 def published_table() -> str:
@@ -83,6 +70,20 @@ def published_table() -> str:
     return "\n".join(rows) + "\n"
 
 
+def summary() -> str:
+    """The range of what each figure is off by, over all rows."""
+    off: dict[str, list[float]] = {}
+    for row in PUBLISHED:
+        for name, told, found in figures(row):
+            off.setdefault(name.rpartition(",")[0] or name, []).append(found / told - 1)
+    ranges = [f"{name.lower() if name[1].islower() else name} {_range(values)}" for name, values in off.items()]
+    return f"Foretold beside published: {'; '.join(ranges)}.\n"
+
+
+def _range(values: Sequence[float]) -> str:
+    return " to ".join(f"{value:+.0%}" for value in sorted({min(values), max(values)}))
+
+
 def ready_table() -> str:
     """What is foretold of every ready configuration as it is."""
     rows = [
@@ -90,8 +91,8 @@ def ready_table() -> str:
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for file in sorted(READY.glob("*.yaml")):
-        case = case_of(file.stem)
-        step = case.step(EfficiencySection())
+        case = ready_case(file.stem)
+        step = case.step()
         memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib)
         rows.append(
             f"| [`{file.stem}`](../configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} | {step.seconds:,.0f} s "
@@ -103,8 +104,8 @@ def ready_table() -> str:
 
 
 def figures(row: Published) -> Iterator[tuple[str, float, float]]:
-    case = case_of(row.file, AS_PUBLISHED)
-    step = case.step(EfficiencySection())
+    case = ready_case(row.file, AS_PUBLISHED)
+    step = case.step()
     yield "step, s", row.step, step.seconds
     if row.rollout is not None:
         yield "rollout and push, s", row.rollout, step.phase("rollout").seconds + step.phase("push").seconds
@@ -113,8 +114,6 @@ def figures(row: Published) -> Iterator[tuple[str, float, float]]:
     update = max((phase for phase in memory.phases if phase.name in _UPDATE), key=lambda phase: phase.total)
     allocated = sum(size for what, size in update.parts.items() if what not in _UNSEEN)
     yield "GPU memory of updates, GB", row.gpu_gb, allocated / _GB
-    if case.config.train.optimizer.host_fraction == 1:
-        yield "the same without master weights, GB", row.gpu_gb, (allocated - update.parts["optimizer"]) / _GB
     if row.host_gb is not None:
         kept = memory.host.total - memory.host.parts.get("checkpoint", 0)
         yield "host memory between saves, GB", row.host_gb, kept * memory.host.ranks_per_node / _GB
@@ -126,13 +125,13 @@ def _number(value: float) -> str:
 
 def fit() -> dict[str, float]:
     """compute and kernel_us of least squared logarithms of step, rollout and MFU over all published rows."""
-    cases = [(row, case_of(row.file, AS_PUBLISHED)) for row in PUBLISHED]
+    cases = [(row, ready_case(row.file, AS_PUBLISHED)) for row in PUBLISHED]
 
     def error(compute: float, kernel: float) -> float:
         efficiency = EfficiencySection(compute=compute, kernel_us=kernel)
         total = 0.0
         for row, case in cases:
-            step = case.step(efficiency)
+            step = replace(case, efficiency=efficiency).step()
             total += log(step.seconds / row.step) ** 2 + log(step.mfu / row.mfu) ** 2
             if row.rollout is not None:
                 both = step.phase("rollout").seconds + step.phase("push").seconds
@@ -157,6 +156,7 @@ def main() -> None:
         return
     rewrite(PAGE, "published-table", published_table())
     rewrite(PAGE, "ready-table", ready_table())
+    rewrite(README, "published-summary", summary())
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rlhpc.plan.push_report import Bandwidths, CopyGroup, PushReport
 
 _GB = 10**9
+_SPEEDS = (50.0, 450.0, 4000.0)  # GB/s of network, node and memory where no GPU is named
 _SPEED = click.FloatRange(min=0, min_open=True)
 _PARTNERS, _WIDTH = 24, 140  # characters
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
@@ -29,9 +31,9 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 @click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
 @click.option("--reshard", is_flag=True, help="What moves when the engines get new weights.")
 @click.option("--rank", type=int, metavar="N", help="With --reshard: what this rank copies, sends and receives.")
-@click.option("--network", type=_SPEED, default=50, show_default=True, help="GB/s of a rank to other nodes, one way.")
-@click.option("--node", type=_SPEED, default=450, show_default=True, help="GB/s of a rank inside its node, one way.")
-@click.option("--memory", type=_SPEED, default=4000, show_default=True, help="GB/s that a rank reads and writes.")
+@click.option("--network", type=_SPEED, help="With --reshard: GB/s of a rank to other nodes, one way.")
+@click.option("--node", type=_SPEED, help="With --reshard: GB/s of a rank inside its node, one way.")
+@click.option("--memory", type=_SPEED, help="With --reshard: GB/s that a rank reads and writes.")
 @click.option("--gpu", metavar="NAME", help="Foretell times for this GPU; default: planning.gpu, slurm.gpu_type.")
 @click.option("--search", "searches", is_flag=True, help="The five fastest layouts that fit, as YAML.")
 @click.option("--sweep", metavar="gpus=A..B", help="The same run on A to B GPUs, as a table and a plot.")
@@ -43,9 +45,9 @@ def plan(
     overrides: tuple[str, ...],
     reshard: bool,
     rank: int | None,
-    network: float,
-    node: float,
-    memory: float,
+    network: float | None,
+    node: float | None,
+    memory: float | None,
     gpu: str | None,
     searches: bool,
     sweep: str | None,
@@ -57,8 +59,8 @@ def plan(
 
     See docs/planning.md for what is foretold, and how well.
 
-    The bandwidths are for the time that is foretold: one 400 Gb/s adapter and fourth-generation NVLink for each GPU,
-    and the memory of an H100 or H200, unless told otherwise.
+    Bandwidths that --reshard is not told are those of the GPU that is named; without one, of a 400 Gb/s adapter and
+    fourth-generation NVLink for each GPU and of an H100's or H200's memory.
     """
     from rlhpc.config.load import load_config
 
@@ -69,53 +71,72 @@ def plan(
         raise UserError(f"cannot be combined with {several[0]}", where=several[1], remedy="use one of them")
     if plot is not None and sweep is None:
         raise UserError("is for a plot of several numbers of GPUs", where="--plot", remedy="add --sweep")
-    if not reshard:
-        if rank is not None:
-            raise UserError("is for what moves", where="--rank", remedy="add --reshard")
-        if searches:
-            lines = _search(loaded, gpu, as_text)
-        elif sweep is not None:
-            lines = _sweep(loaded, gpu, sweep, plot)
-        elif calibrate is not None:
-            lines = _calibrate(loaded, gpu, calibrate)
-        else:
-            lines = _foretold(loaded, gpu, as_text)
-        click.echo("\n".join(lines))
-        return
+    speeds = {"--network": network, "--node": node, "--memory": memory}
+    only = next((name for name, value in {"--rank": rank, **speeds}.items() if value is not None), None)
+    if only is not None and not reshard:
+        raise UserError("is for what moves", where=only, remedy="add --reshard")
+    for name, value in speeds.items():
+        if value is not None and not math.isfinite(value):
+            raise UserError(f"{value} is not allowed", where=name, remedy="give GB/s, a number above 0")
+    if reshard:
+        lines = _moved(loaded, gpu, rank, list(speeds.values()), as_text)
+    elif searches:
+        lines = _search(loaded, gpu, as_text)
+    elif sweep is not None:
+        lines = _sweep(loaded, gpu, sweep, plot, as_text)
+    elif calibrate is not None:
+        lines = _calibrate(loaded, gpu, calibrate, as_text)
+    else:
+        lines = _foretold(loaded, gpu, as_text)
+    click.echo("\n".join(lines))
+
+
+def _moved(
+    config: RunConfig, gpu: str | None, rank: int | None, speeds: Sequence[float | None], as_text: bool
+) -> list[str]:
+    """``speeds`` in GB/s, of network, node and memory; None: the GPU's."""
+    from rlhpc.plan.hardware import named_gpu, read_site
     from rlhpc.plan.push_report import Bandwidths, as_json, report_push
 
-    bandwidths = Bandwidths(network * _GB, node * _GB, memory * _GB)
-    report = report_push(loaded, rank)
+    found = named_gpu(config, read_site(config), gpu)
+    known = (found.network_gbps, found.node_gbps, found.memory_gbps) if found else _SPEEDS
+    told = [own if speed is None else speed for own, speed in zip(known, speeds, strict=True)]
+    bandwidths = Bandwidths(*(speed * _GB for speed in told))
+    report = report_push(config, rank)
     if as_text:
-        click.echo(json.dumps(as_json(report, bandwidths, rank), indent=2))
-        return
-    for line in _report(report, bandwidths) if rank is None else _rank_lines(report, rank):
-        click.echo(line)
+        return [json.dumps(as_json(report, bandwidths, rank), indent=2)]
+    return _report(report, bandwidths) if rank is None else _rank_lines(report, rank)
 
 
 def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
     """Layout, batches and model; the memory of each phase; the time of a step where a GPU is named."""
     from rlhpc.cli.plan_memory import memory_json, render_memory
-    from rlhpc.cli.plan_time import case_of, step_json, step_lines, step_of
+    from rlhpc.cli.plan_time import run_json, step_json, step_lines
+    from rlhpc.plan.case import case_of
     from rlhpc.plan.check import check_layout, outline
+    from rlhpc.plan.foresight import host_limit
     from rlhpc.plan.memory import predict_memory
     from rlhpc.plan.memory_remedies import find_remedies
 
     rows, case = outline(config), case_of(config, gpu)
+    rl = config.train.steps > 0
     shape = case.shape if case else _read_shape(config)
     layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
-    step, gib = (step_of(case), case.gpu.memory_gib) if case else (None, None)
-    memory = predict_memory(config, shape, layout, gib)
+    step = case.step() if case and rl else None
+    gib = case.gpu.memory_gib if case else None
+    memory, host = predict_memory(config, shape, layout, gib), host_limit(config, case.gpu if case else None)
     if as_text:
-        times = {"time": step_json(step)} if step else {}
-        return [json.dumps({**dict(rows), "memory": memory_json(memory), **times}, indent=2)]
+        times = {"time": step_json(step), "run": run_json(case.run(step))} if case and step else {}
+        return [json.dumps({**dict(rows), "memory": memory_json(memory, host), **times}, indent=2)]
     lines = _aligned(rows)
-    if case is None or step is None:
+    if not rl:
+        lines += _aligned([("time", "is foretold of RL steps, of which there are none (train.steps)")])
+    elif case is None or step is None:
         lines += _aligned([("time", "of a step is foretold for a GPU that is named: --gpu h200, or planning.gpu")])
     else:
         lines += step_lines(case, step)
     remedies = find_remedies(config, shape, layout, memory)
-    return [*lines, "", *_rendered(render_memory(memory, gib, remedies))]
+    return [*lines, "", *_rendered(render_memory(memory, gib, remedies, host))]
 
 
 def _read_shape(config: RunConfig) -> ModelShape:
@@ -136,24 +157,38 @@ def _rendered(what: RenderableType) -> list[str]:
 
 
 def _search(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
-    from rlhpc.cli.plan_time import found_in, needed_case, search_json, search_lines
+    from rlhpc.cli.plan_time import found_on, needed_machine, search_json, search_lines
 
-    case = needed_case(config, gpu, "--search")
-    found = found_in(case)
-    return [json.dumps(search_json(found), indent=2)] if as_text else search_lines(case, found)
-
-
-def _sweep(config: RunConfig, gpu: str | None, numbers: str, file: str | None) -> list[str]:
-    from rlhpc.cli.plan_time import needed_case, sweep_lines
-
-    case = needed_case(config, gpu, "--sweep")
-    return sweep_lines(case, numbers, Path(file or f"{config.name}-sweep.png"))
+    shape, found_gpu, site = needed_machine(config, gpu, "--search")
+    found = found_on(config, shape, found_gpu, site.efficiency)
+    if as_text:
+        return [json.dumps(search_json(found), indent=2)]
+    return search_lines(config, found_gpu, found, _as_configured(config, gpu))
 
 
-def _calibrate(config: RunConfig, gpu: str | None, run: str) -> list[str]:
-    from rlhpc.cli.plan_time import calibrate_lines, needed_case
+def _as_configured(config: RunConfig, gpu: str | None) -> str:
+    """What is searched need not be able to run as it is."""
+    from rlhpc.cli.plan_time import asked_text, needed_case
 
-    return calibrate_lines(needed_case(config, gpu, "--calibrate"), Path(run))
+    try:
+        return asked_text(needed_case(config, gpu, "--search"))
+    except UserError as error:
+        return f"cannot run ({error.where}: {error.message})"
+
+
+def _sweep(config: RunConfig, gpu: str | None, numbers: str, file: str | None, as_text: bool) -> list[str]:
+    from rlhpc.cli.plan_time import needed_case, sweep_json, sweep_lines, swept
+
+    case, path = needed_case(config, gpu, "--sweep"), Path(file or f"{config.name}-sweep.png")
+    points, plotted = swept(case, numbers, path)
+    return [json.dumps(sweep_json(points), indent=2)] if as_text else sweep_lines(points, plotted)
+
+
+def _calibrate(config: RunConfig, gpu: str | None, run: str, as_text: bool) -> list[str]:
+    from rlhpc.cli.plan_time import calibrate_json, calibrate_lines, calibrated, needed_case
+
+    found = calibrated(needed_case(config, gpu, "--calibrate"), Path(run))
+    return [json.dumps(calibrate_json(found), indent=2)] if as_text else calibrate_lines(found)
 
 
 def _report(report: PushReport, bandwidths: Bandwidths) -> list[str]:
@@ -188,8 +223,8 @@ def _report(report: PushReport, bandwidths: Bandwidths) -> list[str]:
 def _layouts(report: PushReport) -> list[tuple[str, str]]:
     training, engine = report.training, report.engine
     cut = ", whole experts on each rank" if engine.expert_parallel else ""
-    note = " (over several nodes: foretold here, not executed in this version)" if report.spans_nodes else ""
-    rollout = f"{report.engines} engine(s) of tp {engine.tp}{cut}, on the same ranks{note}"
+    over = f" over {report.engine_nodes} nodes" if report.engine_nodes > 1 else ""
+    rollout = f"{report.engines} engine(s) of tp {engine.tp}{cut}{over}, on the same ranks"
     nodes = training.world_size // report.ranks_per_node
     return [
         ("ranks", f"{training.world_size} on {nodes} node(s) of {report.ranks_per_node}"),

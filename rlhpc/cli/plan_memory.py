@@ -23,7 +23,6 @@ _LETTERS = {
     "engine": "E",
     "claimed": "E",
     "KV": "K",
-    "gathered": "S",
     "reference": "R",
     "critic": "C",
     "reward": "M",
@@ -33,8 +32,14 @@ _LEGEND = (
 )
 
 
-def render_memory(plan: MemoryPlan, gpu_gib: float | None = None, remedies: Sequence[Remedy] = ()) -> RenderableType:
-    """For a terminal. ``gpu_gib`` is what bars are drawn against; without it, the fullest phase."""
+def render_memory(
+    plan: MemoryPlan,
+    gpu_gib: float | None = None,
+    remedies: Sequence[Remedy] = (),
+    host_limit: tuple[str, float] | None = None,
+) -> RenderableType:
+    """For a terminal. ``gpu_gib`` is what bars are drawn against; without it, the fullest phase. ``host_limit``: what a
+    node's host has, as the key that says so and the bytes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -49,17 +54,21 @@ def render_memory(plan: MemoryPlan, gpu_gib: float | None = None, remedies: Sequ
         largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:4]
         told = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
         table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak)), told)
-    lines = [_LEGEND, *_verdict(plan, limit), *_host(plan), *(_remedy(remedy) for remedy in remedies)]
+    lines = [_LEGEND, *_verdict(plan, limit), *(_remedy(remedy) for remedy in remedies)]
+    if plan.first_too_large is not None and not remedies:
+        lines.append("  none of the usual changes is enough; --search tries other layouts, or take more nodes")
+    lines += _host(plan, host_limit)
     return Group(table, *(Text(line) for line in lines))
 
 
-def memory_json(plan: MemoryPlan) -> dict[str, object]:
+def memory_json(plan: MemoryPlan, host_limit: tuple[str, float] | None = None) -> dict[str, object]:
     """For programs, in bytes."""
     too_large = plan.first_too_large
+    limit = host_limit[1] if host_limit else None
     return {
         "rank": plan.rank,
         "phases": {phase.name: {**phase.parts, "total": phase.total} for phase in plan.phases},
-        "host": {**plan.host.parts, "node": plan.host.node},
+        "host": {**plan.host.parts, "node": plan.host.node, "limit": limit},
         "first_too_large": too_large.name if too_large else None,
     }
 
@@ -87,16 +96,23 @@ def _verdict(plan: MemoryPlan, limit: int | None) -> list[str]:
     return [f"DOES NOT FIT: {too_large.name} on rank {plan.rank} needs {_gib(missing)} GiB more than {_gib(limit)}"]
 
 
-def _host(plan: MemoryPlan) -> list[str]:
+def _host(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
     parts = ", ".join(f"{what} {_gib(size)}" for what, size in plan.host.parts.items())
-    ranks = plan.host.ranks_per_node
-    return [f"host: {_gib(plan.host.node)} GiB a node, {ranks} rank(s) of {_gib(plan.host.total)}: {parts}"]
+    ranks, of = plan.host.ranks_per_node, f" of {_gib(limit[1])}" if limit else ""
+    lines = [f"host: {_gib(plan.host.node)}{of} GiB a node, {ranks} rank(s) of {_gib(plan.host.total)}: {parts}"]
+    if limit and plan.host.node > limit[1]:
+        missing = _gib(plan.host.node - limit[1])
+        lines.append(
+            f"DOES NOT FIT: a node's host needs {missing} GiB more than {limit[0]} says it has; raise that, take more "
+            "nodes or offload less (memory.offload, train.optimizer.host_fraction)"
+        )
+    return lines
 
 
 def _remedy(remedy: Remedy) -> str:
     left = remedy.plan.first_too_large
     then = f"but then {left.name} needs {_gib(left.total)} GiB" if left else f"at most {_gib(remedy.plan.peak)} GiB"
-    return f"  fits with  {remedy.text}  ({then})"
+    return f"  {'helps' if left else 'fits with'}  {remedy.text}  ({then})"
 
 
 def _gib(size: float) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,47 +14,36 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
-from rlhpc.plan.check import check_layout
-from rlhpc.plan.hardware import Gpu, named_gpu, read_site
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.case import Case
+from rlhpc.plan.check import check_node_range, check_plannable, check_planned_lengths, check_shape_files
+from rlhpc.plan.foresight import host_limit
+from rlhpc.plan.hardware import Gpu, Site, named_gpu, read_site
 from rlhpc.plan.machine import LIMITS
+from rlhpc.plan.run_time import RunTime
 from rlhpc.plan.search import Found, search
-from rlhpc.plan.step_time import StepTime, predict_step
+from rlhpc.plan.step_time import StepTime
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
 
 
-@dataclass(frozen=True)
-class Case:
-    """A configuration with all that its time is foretold from."""
-
-    config: RunConfig
-    shape: ModelShape
-    layout: ParallelLayout
-    gpu: Gpu
-    efficiency: EfficiencySection
-
-
-def case_of(config: RunConfig, gpu: str | None) -> Case | None:
-    """None when no GPU is named."""
+def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelShape, Gpu, Site]:
+    """Model, GPU and site, whatever the layout; a UserError when no GPU is named or there is no step."""
     site = read_site(config)
     found = named_gpu(config, site, gpu)
     if found is None:
-        return None
-    shape = read_model(config.model.path, config.model.family)
-    layout = check_layout(config, config.slurm.most_nodes, shape)
-    return Case(config, shape, layout, found, site.efficiency)
+        raise UserError("which GPU?", where=where, remedy="name one with --gpu or in planning.gpu, such as h200")
+    if not config.train.steps:
+        raise UserError("is of RL steps, and train.steps is 0", where=where, remedy="set train.steps to 1 or more")
+    check_node_range(config)
+    check_planned_lengths(config)
+    check_shape_files(config)
+    return read_model(config.model.path, config.model.family), found, site
 
 
 def needed_case(config: RunConfig, gpu: str | None, where: str) -> Case:
-    """A UserError when no GPU is named."""
-    case = case_of(config, gpu)
-    if case is None:
-        raise UserError("which GPU?", where=where, remedy="name one with --gpu or in planning.gpu, such as h200")
-    return case
-
-
-def step_of(case: Case) -> StepTime:
-    return predict_step(case.config, case.shape, case.layout, case.gpu, case.efficiency)
+    """The same with the layout, which has to suit."""
+    shape, found, site = needed_machine(config, gpu, where)
+    layout = check_plannable(config, shape)
+    return Case(config, shape, layout, found, site.efficiency, site.disk)
 
 
 def step_lines(case: Case, step: StepTime) -> list[str]:
@@ -76,7 +66,28 @@ def step_lines(case: Case, step: StepTime) -> list[str]:
         sent = f"{phase.sent / 1e9:,.1f}" if phase.sent else ""
         share = f"{step.share(phase.name):.0%}"
         rows.append([phase.name, _seconds(phase.seconds), share, pflop, sent, LIMITS[phase.limit]])
-    return [head, assumed, "", *_table(rows, last=True)]
+    return [head, assumed, "", *_table(rows, last=True), "", *_run_lines(case.run(step))]
+
+
+def _run_lines(run: RunTime) -> list[str]:
+    """What is outside of steps, and the whole."""
+    rows = [["outside of steps", "each", "times", "GB"]]
+    rows.append(["start", _seconds(run.start), "1", f"{run.read_bytes / 1e9:,.1f}"])
+    if run.validation is not None and run.validations:
+        rows.append(["validation", _seconds(run.validation), f"{run.validations:,}", ""])
+    saved = f"{run.saved_bytes / 1e9:,.1f}"
+    if run.saves:
+        rows.append(["checkpoint", _seconds(run.save), f"{run.saves:,}", saved])
+    rows.append(["save at once", _seconds(run.write), f"{run.writes:,}", saved])
+    known = "" if run.validation is not None else "; validations are not counted: their files cannot be read here"
+    time = f"{run.seconds / 3600:,.1f} hours" if run.seconds >= 3600 else f"{run.seconds / 60:,.1f} minutes"
+    whole = f"run       {time} for {run.steps:,} step(s) of RL"
+    return [*_table(rows), "", f"{whole} (planning.disk, planning.start_seconds){known}"]
+
+
+def run_json(run: RunTime) -> dict[str, Any]:
+    """The same for programs, in seconds and bytes."""
+    return {"seconds": run.seconds, **asdict(run)}
 
 
 def step_json(step: StepTime) -> dict[str, Any]:
@@ -102,33 +113,62 @@ def step_json(step: StepTime) -> dict[str, Any]:
     }
 
 
-def found_in(case: Case) -> Found:
+def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> Found:
     """The best layouts; a UserError when none fits."""
-    found = search(case.config, case.shape, case.layout.world_size, case.gpu, case.efficiency)
-    if not found.best:
+    found = search(config, shape, config.world_size, gpu, efficiency)
+    if not found.layouts:
         raise UserError(
-            f"none of {found.layouts:,} layouts fits into {case.gpu.memory_gib:g} GiB",
+            f"no layout of {config.world_size:,} ranks suits model, batches and {gpu.name}",
+            where="--search",
+            remedy="take another number of nodes, or raise train.prompts_per_step",
+        )
+    if not found.best:
+        limit = host_limit(config, gpu)
+        host = f" and a host of {limit[1] / 2**30:,.0f} GiB ({limit[0]})" if limit else ""
+        raise UserError(
+            f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{host}",
             where="--search",
             remedy="use more or larger GPUs, or shorter sequences",
         )
     return found
 
 
-def search_lines(case: Case, found: Found) -> list[str]:
+def asked_text(case: Case) -> str:
+    """Time and layout of the configuration as it is."""
+    step = case.step()
+    time = f"{_seconds(step.seconds)} a step" if step.engine_fits else "no room for a response in the engines' cache"
+    return f"{time}, {case.layout.text}"
+
+
+def search_lines(config: RunConfig, gpu: Gpu, found: Found, asked: str) -> list[str]:
     """The best layouts as YAML; what is said of each is a comment."""
-    asked = step_of(case)
-    told = f"# {found.layouts:,} layouts suit; of {found.timed:,} ways to run them the time was foretold"
-    lines = [told, f"# as configured: {_seconds(asked.seconds)} a step, {case.layout.text}"]
+    lines = [
+        f"# {found.layouts:,} layouts suit; of {found.timed:,} ways to run them the time was foretold",
+        f"# as configured: {asked}",
+        f"# each is to be merged into the sections of {config.name}, or its second line pasted behind CONFIG",
+    ]
     for number, best in enumerate(found.best, 1):
-        memory = f"{best.memory.peak / 2**30:,.1f} GiB of {case.gpu.memory_gib:g}"
-        more = [phase for phase in best.memory.phases if phase.total > case.gpu.memory_bytes]
+        memory = f"{best.memory.peak / 2**30:,.1f} GiB of {gpu.memory_gib:g}"
+        more = [phase for phase in best.memory.phases if phase.total > gpu.memory_bytes]
         lines += [
             "---",
             f"# {number}: {_seconds(best.step.seconds)} a step, {memory}, {best.layout.text}",
+            f"# {_overrides(best.fragment)}",
             *(f"# {phase.name.upper()} DOES NOT FIT: {phase.total / 2**30:,.1f} GiB" for phase in more),
             *yaml12.dump(best.fragment).splitlines(),
         ]
     return lines
+
+
+def _overrides(fragment: Mapping[str, Any], above: str = "") -> str:
+    """KEY.SUB=VALUE for each of its values, as the command line takes them."""
+    told = []
+    for key, value in fragment.items():
+        if isinstance(value, Mapping):
+            told.append(_overrides(value, f"{above}{key}."))
+        else:
+            told.append(f"{above}{key}={json.dumps(value)}")
+    return " ".join(told)
 
 
 def search_json(found: Found) -> list[dict[str, Any]]:
@@ -138,23 +178,56 @@ def search_json(found: Found) -> list[dict[str, Any]]:
     ]
 
 
-def sweep_lines(case: Case, text: str, file: Path) -> list[str]:
-    """A row for each number of GPUs; the plot is written to ``file``."""
+def swept(case: Case, text: str, file: Path) -> tuple[list[Point], str]:
+    """A point for each number of GPUs, and what became of the plot in ``file``: a login node may lack matplotlib."""
     points = sweep(case.config, case.shape, case.gpu, case.efficiency, *parse_range(text))
-    plot(points, file, f"{case.config.name} on {case.gpu.name}")
+    try:
+        plot(points, file, f"{case.config.name} on {case.gpu.name}")
+    except ModuleNotFoundError:
+        return points, "No plot: matplotlib is not installed"
+    return points, f"Plot: {file}"
+
+
+def sweep_json(points: Sequence[Point]) -> list[dict[str, Any]]:
+    """For programs, in seconds and bytes."""
+    return [
+        {
+            "gpus": point.ranks,
+            "layout": point.layout.text,
+            **step_json(point.step),
+            "bytes_received_in_push": point.received,
+            "bytes_sent": point.sent,
+            "peak_bytes": point.memory.peak,
+        }
+        for point in points
+    ]
+
+
+def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
+    """A row for each number of GPUs."""
     rows = [["GPUs", "dp", "step", "rollout", "update", "tokens/s", "scaling", "MFU", "push GB", "sent GB", "GiB"]]
     rows += [_sweep_row(point, points[0]) for point in points]
-    return [*_table(rows), "", f"Plot: {file}"]
+    return [*_table(rows), "", plotted]
 
 
-def calibrate_lines(case: Case, run: Path) -> list[str]:
-    """YAML of what was fitted, and in comments what is foretold with it."""
-    found = calibrate(case.config, case.shape, case.layout, case.gpu, case.efficiency, read_run(run))
+def calibrated(case: Case, run: Path) -> Calibration:
+    """By the run in that folder; a UserError when it has no step."""
+    return calibrate(case.config, case.shape, case.layout, case.gpu, case.efficiency, read_run(run))
+
+
+def calibrate_lines(found: Calibration) -> list[str]:
+    """YAML of what was fitted and of the run's lengths, and in comments what is foretold with it."""
     return [*(f"# {line}".rstrip() for line in _calibration(found)), *yaml12.dump(_fitted(found)).splitlines()]
 
 
+def calibrate_json(found: Calibration) -> dict[str, Any]:
+    """The same for programs, in seconds."""
+    seconds = {"measured": dict(found.measured.seconds), "before": dict(found.before), "after": dict(found.after)}
+    return {**_fitted(found), "steps": found.measured.steps, "seconds": seconds}
+
+
 def _fitted(found: Calibration) -> dict[str, Any]:
-    return {"planning": {"efficiency": dict(found.changed)}}
+    return {"planning": {**found.measured.lengths, "efficiency": dict(found.changed)}}
 
 
 def _calibration(found: Calibration) -> list[str]:

@@ -52,6 +52,8 @@ def read_model(folder: Path, family: str | None = None, classifier: bool = False
         fields = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"not a JSON document ({error})", where=str(file), remedy="restore the file") from None
+    if not isinstance(fields, dict):
+        raise UserError("is not a JSON object", where=str(file), remedy="restore the file")
     if classifier:
         named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in fields.get("architectures") or []]
         fields = {**fields, "architectures": named}

@@ -122,6 +122,35 @@ _NEUTRAL = {
 }
 
 
+# Fields that count something, and the most that is believed of them.
+_COUNTS = {
+    "num_hidden_layers": 10**4,
+    "max_position_embeddings": 10**9,
+    **dict.fromkeys(
+        (
+            "hidden_size",
+            "intermediate_size",
+            "moe_intermediate_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "vocab_size",
+            "num_experts",
+            "num_local_experts",
+            "n_routed_experts",
+            "num_experts_per_tok",
+            "kv_lora_rank",
+            "qk_nope_head_dim",
+            "qk_rope_head_dim",
+            "v_head_dim",
+        ),
+        10**7,
+    ),
+}
+
+_REALS = ("rms_norm_eps", "rope_theta")
+
+
 class ConfigReader:
     """Reads the fields of one ``config.json``, remembers which, and refuses what nobody read."""
 
@@ -130,7 +159,16 @@ class ConfigReader:
 
     def get(self, name: str, default: Any = None) -> Any:
         self._read.add(name)
-        return self._fields.get(name, default)
+        value = self._fields.get(name, default)
+        if name in _COUNTS and value is not None and (type(value) is not int or not 1 <= value <= _COUNTS[name]):
+            raise UserError(
+                f"{name} = {value!r} is no number of anything",
+                where=self.where,
+                remedy=f"restore the file; an integer from 1 to {_COUNTS[name]:,} is expected",
+            )
+        if name in _REALS and value is not None and (type(value) not in (int, float) or value <= 0):
+            raise UserError(f"{name} = {value!r} is no number above 0", where=self.where, remedy="restore the file")
+        return value
 
     def need(self, name: str) -> Any:
         value = self.get(name)

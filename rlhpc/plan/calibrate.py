@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import exp, log
@@ -23,9 +24,18 @@ from rlhpc.plan.step_time import StepTime, predict_step
 PHASES: Mapping[str, tuple[str, ...]] = {
     "push": ("push",),
     "rollout": ("rollout",),
+    "reward_model": ("reward model",),
     "log_probs": ("log-probs", "reference", "values"),
     "update": ("update", "critic update"),
 }
+# Without them a record tells neither the step's time nor its lengths.
+_NEEDED = (
+    "perf/update_seconds",
+    "perf/step_seconds",
+    "perf/tokens_per_second",
+    "response/length_mean",
+    "rollout/completion_tokens",
+)
 _BISECTIONS, _ROUNDS = 26, 3
 _LEAST = 1e-7
 _Change = Callable[[EfficiencySection, float], EfficiencySection]  # the same, so many times as fast
@@ -39,6 +49,12 @@ class Measured:
     prompt_tokens: float
     response_tokens: float
     steps: int
+
+    @property
+    def lengths(self) -> dict[str, int]:
+        """Keys of the section that say them."""
+        found = {"prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens}
+        return {name: max(1, round(tokens)) for name, tokens in found.items()}
 
 
 @dataclass(frozen=True)
@@ -56,26 +72,37 @@ def read_run(folder: Path) -> Measured:
     """From metrics.jsonl of a run folder; a UserError when it has no RL step."""
     path = RunFolder(folder).metrics
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise UserError(f"cannot be read ({error.strerror})", where=str(path), remedy="name a run folder") from None
-    records = []
-    for line in lines:
-        try:
-            records.append(json.loads(line))
-        except ValueError:  # a last line cut short by a crash
-            continue
-    steps = [record for record in records if record.get("phase") == "rl" and "perf/update_seconds" in record]
+    steps = list(_whole_steps(lines))
     if not steps:
         raise UserError("no finished RL step", where=str(path), remedy="name the folder of a run with RL steps")
     steps = steps[1:] or steps
     seconds = {
         name: median(record[key] for record in steps)
         for name in PHASES
-        if all((key := f"perf/{name}_seconds") in record for record in steps)
+        if all(_is_positive(record.get(key := f"perf/{name}_seconds")) for record in steps)
     }
     response = fmean(record["response/length_mean"] for record in steps)
     return Measured(seconds, fmean(map(_prompt_length, steps)), response, len(steps))
+
+
+def _whole_steps(lines: Sequence[str]) -> Iterator[Mapping[str, float]]:
+    """Records of RL steps that updated; not a last line that a crash has cut short."""
+    for line in lines:
+        with suppress(ValueError):
+            record = json.loads(line)
+            if (
+                isinstance(record, dict)
+                and record.get("phase") == "rl"
+                and all(_is_positive(record.get(key)) for key in _NEEDED)
+            ):
+                yield record
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and value > 0
 
 
 def calibrate(
@@ -88,14 +115,11 @@ def calibrate(
 ) -> Calibration:
     """The efficiency with which the run's phases take what they took, as near as the bounds of each key allow.
 
-    The share of matrix products and the pace of kernels in training, alike, are fitted to passes and updates; that of
-    memory and the pace of kernels in decoding, alike, to the rollout; the push's own share to the push.
+    The share of matrix products and the pace of kernels in training, alike, are fitted to updates, and those of passes
+    without gradient to these, where they were measured; that of memory and the pace of kernels in decoding, alike, to
+    the rollout; the push's own share to the push.
     """
-    told = {
-        "prompt_tokens": max(1, round(measured.prompt_tokens)),
-        "response_tokens": max(1, round(measured.response_tokens)),
-    }
-    config = config.model_copy(update={"planning": config.planning.model_copy(update=told)})
+    config = config.model_copy(update={"planning": config.planning.model_copy(update=measured.lengths)})
 
     def foretold(changed: EfficiencySection) -> StepTime:
         return predict_step(config, shape, layout, gpu, changed)
@@ -104,15 +128,22 @@ def calibrate(
         return sum(phase_seconds(foretold(tried))[name] for name in names)
 
     found = efficiency
-    training = [name for name in ("log_probs", "update") if name in measured.seconds]
-    fits: list[tuple[list[str], _Change]] = [(training, _compute), (["rollout"], _decoding), (["push"], _push)]
+    passes = [name for name in ("reward_model", "log_probs") if name in measured.seconds]
+    fits: list[tuple[list[str], _Change]] = [
+        (["update"], _compute),
+        (passes, _passing),
+        (["rollout"], _decoding),
+        (["push"], _push),
+    ]
     for _ in range(_ROUNDS):  # each changes a little of what the others are fitted to
         for names, change in fits:
             if names and all(name in measured.seconds for name in names):
                 goal = sum(measured.seconds[name] for name in names)
                 found = _fitted(found, change, partial(seconds, names), goal)
     changed = {
-        name: float(f"{value:.4g}") for name, value in found.model_dump().items() if value != getattr(efficiency, name)
+        name: float(f"{value:.4g}")
+        for name, value in found.model_dump(exclude_none=True).items()
+        if value != getattr(efficiency, name)
     }
     found = efficiency.model_copy(update=changed)
     return Calibration(measured, found, changed, phase_seconds(foretold(efficiency)), phase_seconds(foretold(found)))
@@ -121,7 +152,8 @@ def calibrate(
 def _fitted(
     base: EfficiencySection, change: _Change, seconds: Callable[[EfficiencySection], float], goal: float
 ) -> EfficiencySection:
-    return change(base, _fit(lambda factor: seconds(change(base, factor)), goal))
+    factor = _fit(lambda factor: seconds(change(base, factor)), goal)
+    return base if factor == 1.0 else change(base, factor)
 
 
 def phase_seconds(step: StepTime) -> dict[str, float]:
@@ -131,6 +163,12 @@ def phase_seconds(step: StepTime) -> dict[str, float]:
 
 def _compute(base: EfficiencySection, factor: float) -> EfficiencySection:
     return _scaled(base, factor, ("compute",), ("launch_us",))
+
+
+def _passing(base: EfficiencySection, factor: float) -> EfficiencySection:
+    own = {"pass_compute": base.compute, "pass_launch_us": base.launch_us}
+    start = base.model_copy(update={name: value for name, value in own.items() if getattr(base, name) is None})
+    return _scaled(start, factor, ("pass_compute",), ("pass_launch_us",))
 
 
 def _decoding(base: EfficiencySection, factor: float) -> EfficiencySection:

@@ -9,11 +9,12 @@ from math import prod
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.critic import check_critic
+from rlhpc.plan.critic import WITH_CRITIC, check_critic
 from rlhpc.plan.data import check_data
+from rlhpc.plan.engine import fits_nodes
 from rlhpc.plan.files import check_data_file, check_tokenizer, check_weights
 from rlhpc.plan.fit import check_engine, fitting_layout
-from rlhpc.plan.foresight import foresee
+from rlhpc.plan.foresight import check_lengths, foresee
 from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 from rlhpc.plan.objective import check_algorithm
 from rlhpc.plan.rewards import check_reward, check_reward_model
@@ -29,8 +30,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
 
     ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
     """
-    if config.slurm.least_nodes > config.slurm.most_nodes:
-        raise UserError(f"{config.slurm.nodes} is no range", where="slurm.nodes", remedy="write [least, most]")
+    check_node_range(config)
     shape = read_model(config.model.path, config.model.family) if config.model.path.exists() else None
     check_nodes(config, config.slurm.least_nodes, shape)
     layout = check_nodes(config, config.slurm.most_nodes, shape)
@@ -57,18 +57,66 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
 
 
 def outline(config: RunConfig) -> Summary:
-    """(topic, text) rows of layout, batches and model, from the config and the model's config.json alone."""
+    """(topic, text) rows of layout, batches and model, from the config and the model's config.json alone.
+
+    Raises UserError for what nothing can be foretold of; whether there are weights and prompts is not looked at.
+    """
+    check_node_range(config)
     shape = read_model(config.model.path, config.model.family)
-    layout = check_layout(config, config.slurm.most_nodes, shape)
+    layout = check_plannable(config, shape)
     batch = [("batch", text)] if (text := _batch_text(config)) else []
     return [("layout", _layout_text(config, layout)), *batch, ("model", f"{config.model.path}: {_model_text(shape)}")]
+
+
+def check_node_range(config: RunConfig) -> None:
+    """The least number of nodes is not above the most."""
+    if config.slurm.least_nodes > config.slurm.most_nodes:
+        raise UserError(f"{config.slurm.nodes} is no range", where="slurm.nodes", remedy="write [least, most]")
+
+
+def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
+    """The layout on the most nodes; a UserError where it, batches, lengths, recomputation or models beside the actor do
+    not suit."""
+    layout = check_layout(config, config.slurm.most_nodes, shape)
+    check_critic(config, layout.world_size, shape)
+    check_shape_files(config)
+    check_memory(config.memory, shape, layout)
+    if config.train.steps:
+        _check_samples(config, layout)
+    for _warning in check_lengths(config, shape):
+        pass
+    check_planned_lengths(config)
+    return layout
+
+
+def check_shape_files(config: RunConfig) -> None:
+    """Models beside the actor have the config.json that their shape is read from."""
+    folders = {"reward.model.path": config.reward.model.path if config.reward.model else None}
+    if config.algorithm.name in WITH_CRITIC:
+        folders["critic.model"] = config.critic.model
+    for key, folder in folders.items():
+        if folder is not None and not (folder / "config.json").is_file():
+            raise UserError(f"no config.json in {str(folder)!r}", where=key, remedy="correct the path")
+
+
+def check_planned_lengths(config: RunConfig) -> None:
+    """Mean lengths are within the bounds on them."""
+    planned = config.planning
+    bounds = (
+        ("prompt_tokens", planned.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("response_tokens", planned.response_tokens, "rollout.max_response_tokens", config.rollout.max_response_tokens),
+    )
+    for name, mean, key, most in bounds:
+        if mean is not None and mean > most:
+            raise UserError(
+                f"a mean of {mean} is above {key} {most}", where=f"planning.{name}", remedy=f"lower it, or raise {key}"
+            )
 
 
 def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) -> ParallelLayout:
     """The layout on so many nodes; a UserError when layout, model (if known) or batches do not fit them."""
     try:
         layout = check_layout(config, nodes, shape)
-        _check_engines_lie_on_nodes(config, layout.world_size)
         _check_batches(config, layout)
     except UserError as error:
         if config.slurm.least_nodes == config.slurm.most_nodes:
@@ -87,10 +135,7 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
 
 
 def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
-    """The layout on so many nodes; a UserError when it or the engines do not suit ranks or model (if known).
-
-    Engines that span nodes pass: they can be planned, if not run.
-    """
+    """The layout on so many nodes; a UserError when it or the engines do not suit ranks or model (if known)."""
     world_size = nodes * config.resources.ranks_per_node
     layout = fitting_layout(config.parallel, world_size, shape)
     if world_size % config.rollout.tp:
@@ -99,18 +144,19 @@ def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> Par
             where="rollout.tp",
             remedy=f"use one of {divisors(world_size)}",
         )
+    _check_engines_on_nodes(config.rollout.tp, world_size, config.resources.ranks_per_node)
     if shape:
         check_engine(shape, config.rollout)
     return layout
 
 
-def _check_engines_lie_on_nodes(config: RunConfig, world_size: int) -> None:
-    ranks = config.resources.ranks_per_node
-    if world_size > ranks and ranks % config.rollout.tp:
+def _check_engines_on_nodes(tp: int, world_size: int, ranks_per_node: int) -> None:
+    if not fits_nodes(tp, ranks_per_node):
+        valid = [size for size in divisors(world_size) if fits_nodes(size, ranks_per_node)]
         raise UserError(
-            f"engines of {config.rollout.tp} ranks would span nodes of {ranks}, which is not executed in this version",
+            f"engines of {tp} ranks neither divide a node of {ranks_per_node} nor take whole nodes",
             where="rollout.tp",
-            remedy=f"use one of {divisors(ranks)}",
+            remedy=f"use one of {valid}",
         )
 
 
@@ -128,6 +174,11 @@ def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
         return
     if not config.data.train:
         raise UserError("no prompt files", where="data.train", remedy="name at least one .parquet or .jsonl file")
+    _check_samples(config, layout)
+
+
+def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
+    train = config.train
     samples = train.prompts_per_step * config.rollout.samples_per_prompt
     valid = [count for count in divisors(samples) if samples // count >= layout.dp]
     if not valid:

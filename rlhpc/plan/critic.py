@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+from pathlib import Path
+
 from rlhpc.config.critic import CriticSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
@@ -10,6 +13,12 @@ from rlhpc.plan.fit import fitting_layout
 from rlhpc.plan.training import check_memory, check_optimizer
 
 WITH_CRITIC = ("ppo",)  # of our own algorithms
+
+
+@lru_cache(maxsize=8)
+def value_shape(folder: Path) -> ModelShape:
+    """Of the model of that folder with a value head. Read once: a search asks for it with every layout."""
+    return read_model(folder, classifier=True).with_value_head
 
 
 def check_critic(config: RunConfig, world_size: int, shape: ModelShape | None) -> None:

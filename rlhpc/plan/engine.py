@@ -32,6 +32,11 @@ class EngineLayout:
         return self.tp if self.expert_parallel else 1
 
 
+def fits_nodes(tp: int, ranks_per_node: int) -> bool:
+    """Engines of ``tp`` neighbouring ranks lie on a node each, or on whole nodes."""
+    return ranks_per_node % tp == 0 or tp % ranks_per_node == 0
+
+
 def engine_shards(shape: ModelShape, layout: EngineLayout, tp_rank: int) -> list[Shard]:
     """What one rank of an engine keeps, in the order of the model's tensors; a layer's experts are one tensor."""
     return [

@@ -218,6 +218,19 @@ def _check_jsonl(path: Path) -> None:
     raise UserError("holds no rows", where=str(path), remedy="give a file with at least one row")
 
 
+def count_rows(path: Path) -> int | None:
+    """Of a data file; None where it is not there or cannot be read."""
+    try:
+        if path.suffix == ".jsonl":
+            with open(path, "rb") as file:
+                return sum(bool(line.strip()) for line in file)
+        import pyarrow.parquet as parquet
+
+        return int(parquet.read_metadata(path).num_rows)
+    except (ImportError, OSError, ValueError):
+        return None
+
+
 def _check_parquet(path: Path) -> None:
     """Magic bytes at both ends; rows by the footer, where the file is so small that it may have none.
 

@@ -26,11 +26,16 @@ def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
 
 def forward_terms(shape: ModelShape) -> tuple[float, float]:
     """Of one forward pass: for each token, and for each pair of a token and one that it attends to."""
-    weights = shape.num_layers * attention_weights(shape) + shape.vocab_size * shape.hidden_size
+    weights = shape.num_layers * attention_weights(shape) + head_rows(shape) * shape.hidden_size
     weights += sum(feed_forward_weights(shape, layer) for layer in range(shape.num_layers))
     key_dim = shape.head_dim
     value_dim = shape.latent.value_dim if shape.latent else shape.head_dim
     return 2.0 * weights, float(shape.num_layers * 2 * shape.num_heads * (key_dim + value_dim))
+
+
+def head_rows(shape: ModelShape) -> int:
+    """Of the last projection: the vocabulary, or the one of a value head."""
+    return 1 if shape.head == "value" else shape.vocab_size
 
 
 def attention_weights(shape: ModelShape) -> int:

@@ -7,20 +7,27 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
-from math import prod
+from contextlib import suppress
+from itertools import product
+from math import ceil, prod
 from pathlib import Path
 
+from rlhpc.config.jobs import memory_mib
+from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.critic import WITH_CRITIC
-from rlhpc.plan.hardware import named_gpu, read_site
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.memory import GIB, engine_memory, predict_memory, sequence_tokens
+from rlhpc.plan.fit import check_engine
+from rlhpc.plan.hardware import Gpu, linked_ranks, named_gpu, read_site
+from rlhpc.plan.layout import ParallelLayout, divisors
+from rlhpc.plan.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
 from rlhpc.plan.optimizer_memory import ITEMSIZE
 from rlhpc.plan.shards import model_tensors
+from rlhpc.plan.step_time import predict_rollout
 
 _STRETCHED = ("yarn", "linear")  # scalings that vLLM takes a model's positions times the factor for
+_INSIDE = ("tp", "etp")  # axes whose ranks exchange something in every layer
 _STATE = 12  # bytes of master weight and moments for each parameter
 
 
@@ -29,16 +36,20 @@ def foresee(config: RunConfig, shape: ModelShape, layout: ParallelLayout, prepar
 
     ``prepared`` false: models that judge beside the actor may still be absent.
     """
-    gpu = named_gpu(config, read_site(config))
+    site = read_site(config)
+    gpu = named_gpu(config, site)
     gib = gpu.memory_gib if gpu else None
     warnings = [*check_lengths(config, shape), *check_cache(config, shape, gib), *check_disk(config, shape)]
-    if gib is not None and prepared:
+    warnings += check_network(config, shape, gpu, site.efficiency)
+    warnings += check_tensor_parallel(config, gpu)
+    if gpu is not None and gib is not None and prepared:
         plan = predict_memory(config, shape, layout, gib)
         if (phase := plan.first_too_large) is not None:
             warnings.append(
                 f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank}, a GPU has "
                 f"{gib:g}; `rlhpc plan` says what helps"
             )
+        warnings += check_host(config, plan, gpu)
     return warnings
 
 
@@ -85,11 +96,11 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
     length = sequence_tokens(config)
     if engine.tokens < length:
         short = length * engine.token - max(0, engine.cache)
+        more = _rounded_up(short / GIB if own else short / GIB / (gpu_gib or 1))
         raise UserError(
             f"{value} leaves a KV cache of {max(0, engine.tokens):,} tokens, a prompt with its response has {length:,}",
             where=f"rollout.{key}",
-            remedy=f"raise it by {short / GIB if own else short / GIB / (gpu_gib or 1):.2f}, raise rollout.tp or lower "
-            "rollout.max_response_tokens",
+            remedy=f"raise it by {more}, raise rollout.tp or lower rollout.max_response_tokens",
         )
     engines = max(1, config.world_size // section.tp)
     samples = -(-config.train.prompts_per_step * section.samples_per_prompt // engines)
@@ -99,6 +110,72 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
             f"rollout.{key}: {value} leaves a KV cache for {engine.tokens // length} of {running} sequences of full "
             f"length; if responses grow that long, others wait. Raise it or rollout.tp, or lower rollout.max_running"
         )
+
+
+def check_network(
+    config: RunConfig, shape: ModelShape, gpu: Gpu | None, efficiency: EfficiencySection
+) -> Iterator[str]:
+    """A warning where engines exchange every token's activations over the network, with what that costs on a GPU."""
+    tp, ranks = config.rollout.tp, config.resources.ranks_per_node
+    if tp <= ranks or (gpu is not None and tp <= linked_ranks(ranks, gpu)):
+        return
+    what = f"rollout.tp: engines of {tp} ranks are on {tp // ranks} nodes each, and every token crosses the network"
+    if gpu is None or not config.train.steps:
+        yield f"{what}; set it to {ranks} at most if the model fits there"
+        return
+    foretold: dict[int, float] = {}
+    for size in (tp, *divisors(ranks)):
+        tried = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": size})})
+        with suppress(UserError):
+            check_engine(shape, tried.rollout)
+            phase = predict_rollout(tried, shape, config.world_size, gpu, efficiency)
+            if phase is not None:
+                foretold[size] = phase.seconds
+    here, best = foretold.pop(tp, None), min(foretold, key=foretold.__getitem__, default=None)
+    if best is None:
+        yield f"{what}; no engine on one node of {gpu.name} holds the model: take nodes with the fastest network"
+    elif here is None or foretold[best] < here:
+        instead = "" if here is None else f" instead of {here:,.0f} s"
+        yield f"{what}; set it to {best}, with which a rollout is foretold to take {foretold[best]:,.0f} s{instead}"
+
+
+def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
+    """A warning where ranks that exchange activations in every layer are on several nodes."""
+    ranks = config.resources.ranks_per_node
+    sections = {"parallel": config.parallel, "critic.parallel": config.critic.parallel}
+    if config.reward.model is not None:
+        sections["reward.model.parallel"] = config.reward.model.parallel
+    linked = linked_ranks(ranks, gpu)
+    given = {key: section for key, section in sections.items() if section is not None}
+    for key, axis in product(given, _INSIDE):
+        size = getattr(given[key], axis)
+        beside = ranks % size == 0 or size <= linked > ranks
+        if config.world_size > ranks and not beside:
+            yield (
+                f"{key}.{axis}: activations of every layer cross the network between {size} ranks on nodes of {ranks}; "
+                f"use one of {divisors(ranks)}, and pp for the rest"
+            )
+
+
+def check_host(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> Iterator[str]:
+    """A warning where a node's ranks need more of its host than the job or the node has."""
+    limit = host_limit(config, gpu)
+    if limit is not None and plan.host.node > limit[1]:
+        yield (
+            f"{limit[0]}: ranks need about {plan.host.node / GIB:,.0f} GiB of a node's memory, which has "
+            f"{limit[1] / GIB:,.0f}; raise it, take more nodes or offload less (memory.offload, "
+            "train.optimizer.host_fraction)"
+        )
+
+
+def host_limit(config: RunConfig, gpu: Gpu | None) -> tuple[str, float] | None:
+    """Bytes that a job's ranks have of a node's memory, and the key that says so; None where nothing does."""
+    asked = memory_mib(config.slurm.memory) if config.slurm.memory is not None else 0
+    if asked:
+        return "slurm.memory", asked * 2**20
+    if gpu is not None and gpu.host_gib is not None:
+        return "planning.gpus_file", gpu.host_gib * GIB
+    return None
 
 
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
@@ -135,23 +212,9 @@ def _has_checkpoints(folder: Path) -> bool:
     return (folder / "checkpoints").is_dir()
 
 
-def check_walltime(config: RunConfig, limit_seconds: int | None, step_seconds: float) -> Iterator[str]:
-    """Steps that are foretold to take so long, against the job's time limit. Raises UserError where none fits in."""
-    steps = config.train.steps
-    if limit_seconds is None or not steps:
-        return
-    if step_seconds > limit_seconds:
-        raise UserError(
-            f"a step is foretold to take {step_seconds:,.0f} s, the job has {limit_seconds:,} s",
-            where="slurm.time",
-            remedy="raise it, take more nodes or lower train.prompts_per_step",
-        )
-    if steps * step_seconds > limit_seconds:
-        jobs = -(-steps // max(1, int(limit_seconds // step_seconds)))
-        yield (
-            f"slurm.time: {steps} steps of {step_seconds:,.0f} s are foretold to take "
-            f"{steps * step_seconds / 3600:,.1f} hours, {jobs} jobs of the limit: the run saves in time and is requeued"
-        )
+def _rounded_up(amount: float) -> str:
+    """With two decimals, never less."""
+    return f"{ceil(amount * 100) / 100:.2f}"
 
 
 def _size(size: float) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from rlhpc.config import yaml12
-from rlhpc.config.planning import EfficiencySection, GpuEntry, GpusFile
+from rlhpc.config.planning import DiskSection, EfficiencySection, GpuEntry, GpusFile
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.section import Section
 from rlhpc.core.errors import UserError, did_you_mean
@@ -74,29 +74,37 @@ def peak_tflops(device_name: str) -> float | None:
     return max(found, key=lambda gpu: len(gpu.device)).tflops if found else None
 
 
+def linked_ranks(ranks_per_node: int, gpu: Gpu | None) -> int:
+    """Neighbouring ranks that need no network between them: those of a node, or of a rack that is linked."""
+    return max(ranks_per_node, gpu.linked if gpu is not None and gpu.linked > gpu.per_node else 1)
+
+
 @dataclass(frozen=True)
 class Site:
     """All GPUs by name, and what is reached of their figures."""
 
     gpus: Mapping[str, Gpu]
     efficiency: EfficiencySection
+    disk: DiskSection
 
     def gpu(self, name: str, where: str) -> Gpu:
         """The one of that name; raises UserError."""
-        known = name.lower()
-        known = known if known in self.gpus else _ALSO.get(known, known)
+        known = _own_name(name)
         if known not in self.gpus:
             raise UserError(f"no GPU {name!r} is known", where=where, remedy=did_you_mean(known, self.gpus))
         return self.gpus[known]
 
 
 def read_site(config: RunConfig) -> Site:
-    """The table, with the site's file over it and the configuration's efficiency over that. Raises UserError."""
+    """The table, with the site's file over it and the configuration's own word over that. Raises UserError."""
     section, file = config.planning, GpusFile()
     if section.gpus_file is not None:
         file = _read(section.gpus_file)
-    own = section.efficiency.model_dump(exclude_unset=True)
-    return Site(_merged(file.gpus, str(section.gpus_file)), file.efficiency.model_copy(update=own))
+    return Site(
+        _merged(file.gpus, str(section.gpus_file)),
+        file.efficiency.model_copy(update=section.efficiency.model_dump(exclude_unset=True)),
+        file.disk.model_copy(update=section.disk.model_dump(exclude_unset=True)),
+    )
 
 
 def named_gpu(config: RunConfig, site: Site, name: str | None = None) -> Gpu | None:
@@ -105,8 +113,12 @@ def named_gpu(config: RunConfig, site: Site, name: str | None = None) -> Gpu | N
         return site.gpu(name, "--gpu")
     if config.planning.gpu is not None:
         return site.gpu(config.planning.gpu, "planning.gpu")
-    kind = (config.slurm.gpu_type or "").lower()
-    return site.gpus.get(kind) or site.gpus.get(_ALSO.get(kind, ""))
+    return site.gpus.get(_own_name(config.slurm.gpu_type or ""))
+
+
+def _own_name(name: str) -> str:
+    """As the table has it."""
+    return _ALSO.get(name.lower(), name.lower())
 
 
 def _read(path: Path) -> GpusFile:
@@ -120,7 +132,11 @@ def _read(path: Path) -> GpusFile:
         detail = error.errors(include_url=False, include_context=False)[0]
         key = ".".join(map(str, detail["loc"]))
         if detail["type"] == "extra_forbidden":
-            sections: dict[str, type[Section]] = {"gpus": GpuEntry, "efficiency": EfficiencySection}
+            sections: dict[str, type[Section]] = {
+                "gpus": GpuEntry,
+                "efficiency": EfficiencySection,
+                "disk": DiskSection,
+            }
             section = sections.get(str(detail["loc"][0]), GpusFile) if len(detail["loc"]) > 1 else GpusFile
             remedy = did_you_mean(str(detail["loc"][-1]), section.model_json_schema()["properties"])
             raise UserError("unknown key", where=f"{path}: {key}", remedy=remedy) from None
@@ -131,8 +147,8 @@ def _read(path: Path) -> GpusFile:
 def _merged(entries: Mapping[str, GpuEntry], where: str) -> dict[str, Gpu]:
     gpus = dict(GPUS)
     for name, entry in entries.items():
-        key = name.lower()
-        base = gpus.get((entry.like or key).lower())
+        key = _own_name(name)
+        base = gpus.get(_own_name(entry.like or key))
         given = entry.model_dump(exclude={"like"}, exclude_none=True)
         if base is None and entry.like is not None:
             raise UserError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import gcd, prod
+from math import gcd, isqrt, prod
 
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
@@ -164,4 +164,5 @@ def make_layout(parallel: ParallelSection, world_size: int) -> ParallelLayout:
 
 def divisors(number: int) -> list[int]:
     """All of them, from 1 to the number."""
-    return [d for d in range(1, number + 1) if number % d == 0]
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]

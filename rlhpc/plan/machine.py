@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log2
 
 from rlhpc.config.planning import EfficiencySection
-from rlhpc.plan.hardware import Gpu
+from rlhpc.plan.hardware import Gpu, linked_ranks
 
 Parts = Mapping[str, float]  # seconds by what limits them, one after the other
 
@@ -33,9 +33,16 @@ class Machine:
     ranks_per_node: int
 
     @property
+    def without_gradient(self) -> Machine:
+        """The same in passes without gradient."""
+        own = {"compute": self.efficiency.pass_compute, "launch_us": self.efficiency.pass_launch_us}
+        given = {name: value for name, value in own.items() if value is not None}
+        return replace(self, efficiency=self.efficiency.model_copy(update=given)) if given else self
+
+    @property
     def linked(self) -> int:
         """Neighbouring ranks that need no network between them."""
-        return max(self.ranks_per_node, self.gpu.linked if self.gpu.linked > self.gpu.per_node else 1)
+        return linked_ranks(self.ranks_per_node, self.gpu)
 
     @property
     def peak(self) -> float:

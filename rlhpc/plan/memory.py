@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
@@ -100,7 +101,7 @@ def _plan(
 ) -> MemoryPlan:
     models = rank_models(config, shape, layout, rank)
     asleep = {"engine, asleep": ENGINE_ASLEEP} if engine is not None else {}
-    phases = [_load(models, engine, asleep)]
+    phases = [_load(models, engine)]
     if engine is not None:
         phases += [_push(config, models, engine), _rollout(models, engine)]
     if config.train.steps > 0:
@@ -136,12 +137,20 @@ class EngineMemory:
 
 
 def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:
-    """``rollout.kv_cache_gib``, or what ``gpu_memory_fraction`` leaves of the GPU; for one full batch where the GPU is
-    not known. A cache below 0 is one that there is no room for."""
-    section, e = config.rollout, ITEMSIZE[config.model.dtype]
+    """Of the configuration's engines; with a cache for one full batch where the GPU is not known."""
+    full = config.rollout.max_running * sequence_tokens(config)
+    return engine_bytes(config.rollout, shape, config.model.dtype, gpu_bytes, full)
+
+
+def engine_bytes(
+    section: RolloutSection, shape: ModelShape, dtype: str, gpu_bytes: int | None, tokens: int = 0
+) -> EngineMemory:
+    """``rollout.kv_cache_gib``, or what ``gpu_memory_fraction`` leaves of the GPU; for so many ``tokens`` where the GPU
+    is not known. A cache below 0 is one that there is no room for."""
+    e = ITEMSIZE[dtype]
     layout = EngineLayout(section.tp, section.expert_parallel)
     weights = e * engine_numel(shape, layout)
-    token = kv_bytes_per_token(shape, section.tp, config.model.dtype)
+    token = kv_bytes_per_token(shape, section.tp, dtype)
     ffn = shape.ffn_size // section.tp
     if shape.experts:
         ffn = max(ffn, shape.experts.top_k * shape.experts.ffn_size // layout.etp // layout.ep)
@@ -150,7 +159,7 @@ def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -
     if section.kv_cache_gib is not None:
         cache = int(section.kv_cache_gib * GIB)
     elif gpu_bytes is None:
-        cache = token * section.max_running * sequence_tokens(config)
+        cache = token * tokens
     else:
         cache = claimed - weights - working
     return EngineMemory(weights, working, cache, token, claimed)
@@ -224,23 +233,23 @@ def _largest(name: str, moments: Sequence[Parts]) -> PhaseMemory:
     return max((_phase(name, moment) for moment in moments), key=lambda phase: phase.total)
 
 
-def _load(models: Sequence[RankModel], engine: EngineMemory | None, asleep: Parts) -> PhaseMemory:
-    """Models one after the other, each whole at first, and then the engine."""
+def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemory:
+    """Models one after the other, each whole at first and offloaded before the next; and then the engine."""
     moments = []
-    built: list[StateBytes] = []
+    resting = [model.resting for model in models]
     for number, model in enumerate(models):
-        # Modules are made first, and then the buffers that their weights move into.
-        own = model.state
-        making = {"module's own weights": own.parameters, **_state([model], [replace(own, master=0, moments=0)])}
-        moments += [{**_state(models[:number], built), **making}]
-        moments += [_state(models[: number + 1], [*built, own])]
-        built.append(own if number == 0 else model.resting)
+        before, own = _state(models[:number], resting[:number]), model.state
+        if model.trained:
+            # Modules are made first, and then the buffers that their weights move into.
+            making = _state([model], [replace(own, master=0, moments=0)])
+            moments.append({**before, **making, "module's own weights": own.parameters})
+        moments.append({**before, **_state([model], [own])})
     if engine is not None:
         needs = {"engine weights": engine.weights, "KV cache": max(0, engine.cache), "engine's passes": engine.working}
         missing = engine.claimed - sum(needs.values())
         if missing > 0:  # vLLM refuses to start unless its whole share is free (v1/worker/utils.py, request_memory)
             needs["claimed by the engine"] = missing
-        moments.append({**_state(models, built), **needs})
+        moments.append({**_state(models, resting), **needs})
     return _largest("load", moments)
 
 
@@ -301,20 +310,20 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
                 states.append(replace(other.state, gradients=other.resting.gradients))
             else:
                 states.append(other.resting)
-        moments.append({**_state(models, states), "gathered state": model.gathered, **asleep})
+        moments.append({**_state(models, states), **asleep})
     return _largest("save", moments)
 
 
 def _host(config: RunConfig, models: Sequence[RankModel]) -> HostMemory:
     """What has left the GPU once keeps its pinned memory. A save in the background holds its copies until it is done,
-    one at once those of one model at a time."""
+    one at once those of one model at a time. A reference after a warm-up is saved too."""
     away = {model.name: _away(model) for model in models}
-    saved = [model.saved_on_host for model in models]
+    saved = [model.saved_on_host for model in models if model.trained or (model.name == "reference" and config.sft)]
     parts = {
         "processes": HOST_PROCESS,
         "offloaded": sum(away.values()),
-        "moments of the host": sum(model.state.host for model in models),
-        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved),
+        "optimizer of the host": sum(model.state.host for model in models),
+        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
     }
     return HostMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
 

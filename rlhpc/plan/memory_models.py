@@ -7,16 +7,15 @@ from functools import cached_property
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
-from rlhpc.models import ModelShape, read_model
+from rlhpc.models import ModelShape
 from rlhpc.plan.activations import Setting, stage_kept, under_way
-from rlhpc.plan.critic import WITH_CRITIC
+from rlhpc.plan.critic import WITH_CRITIC, value_shape
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.optimizer_memory import (
     Parameter,
     StateBytes,
     coordinates,
     gpu_bucket,
-    lay_out,
     rank_parameters,
     state_bytes,
 )
@@ -107,26 +106,15 @@ class RankModel:
         return rank_parameters(self.setting.shape, self.setting.layout, self.stage)
 
     @property
-    def gathered(self) -> int:
-        """On the GPU while a checkpoint is made: the largest bucket's state, of all data-parallel ranks, twice (the
-        parts, and what NCCL gathers them in), after the rank's own."""
-        layout, largest = self.setting.layout, 0
-        for number, chunk in enumerate(self.parameters):
-            for expert, ranks in ((False, layout.dp * layout.cp), (True, layout.edp)):
-                bucket = gpu_bucket(layout) if number == self.stage == 0 else None
-                buffer = lay_out([p for p in chunk if p.expert == expert], ranks, bucket)
-                largest = max(largest, buffer.largest_bucket * (2 * ranks + 1) // ranks)
-        return _FLOAT32 * largest if self.trained else 0
-
-    @property
     def saved_on_host(self) -> int:
-        """Master weights and moments of all data-parallel ranks, which each one gathers for a checkpoint, and the
-        part that it writes."""
-        if not self.trained:
-            return 0
-        numel = sum(p.numel for chunk in self.parameters for p in chunk)
-        layout = self.setting.layout
-        return 3 * _FLOAT32 * numel + (3 * _FLOAT32 + self.setting.itemsize) * numel // (layout.dp * layout.cp)
+        """Copies that a checkpoint is written from: the rank's own master weights and moments, and its share of the
+        weights that data-parallel ranks have alike."""
+        layout, state, itemsize = self.setting.layout, self.state, self.setting.itemsize
+        optimizer = state.optimizer + state.host
+        if itemsize == _FLOAT32:  # the weights, which are their own master weights, are saved as such too
+            optimizer += optimizer // 2
+        sizes = [(p.numel, layout.edp if p.expert else layout.dp * layout.cp) for c in self.parameters for p in c]
+        return optimizer + itemsize * sum(numel // ranks for numel, ranks in sizes)
 
 
 def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int) -> list[RankModel]:
@@ -144,7 +132,7 @@ def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, ra
     if config.reward.model is not None and (rl or config.data.validation):
         section = config.reward.model
         parallel = section.parallel or config.parallel
-        own = read_model(section.path, classifier=True).with_value_head
+        own = value_shape(section.path)
         cut = make_layout(parallel, layout.world_size)
         tokens = section.tokens_per_microbatch or passing
         models.append(make("reward model", own, cut, parallel, config.memory, None, tokens, tokens))
@@ -153,7 +141,7 @@ def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, ra
     if rl and config.algorithm.name in WITH_CRITIC:
         critic = config.critic
         parallel, memory = critic.parallel or config.parallel, critic.memory or config.memory
-        own = (read_model(critic.model, classifier=True) if critic.model else shape).with_value_head
+        own = value_shape(critic.model) if critic.model else shape.with_value_head
         tokens = critic.tokens_per_microbatch or train.tokens_per_microbatch
         cut = make_layout(parallel, layout.world_size)
         models.append(make("critic", own, cut, parallel, memory, critic.optimizer, tokens, tokens))
@@ -200,7 +188,7 @@ def _tokens(config: RunConfig, layout: ParallelLayout, trained: int, passed: int
     trained, passed = max(trained, least), max(passed, least)
     if config.train.steps and config.sft is None:
         trained, passed = min(trained, max(minibatch, least)), min(passed, own)
-    return Tokens(trained, passed, max(1, minibatch // trained))
+    return Tokens(trained, passed, max(1, -(-minibatch // trained)))
 
 
 def _passing(setting: Setting, tokens: int) -> int:

@@ -41,7 +41,7 @@ class StateBytes:
 
     parameters: int
     gradients: int = 0
-    master: int = 0  # float32 copies of half-precision weights
+    master: int = 0  # float32 copies of half-precision weights, on the device
     moments: int = 0  # on the device
     host: int = 0
 
@@ -106,13 +106,13 @@ def state_bytes(
             owned += buffer.owned(ranks, index)
         mine, away = _share(owned, host_fraction)
         on_device, on_host = on_device + mine, on_host + away
-    master = 0 if dtype == "float32" else _FLOAT32 * (on_device + on_host)
+    master = 0 if dtype == "float32" else _FLOAT32
     return StateBytes(
         parameters=ITEMSIZE[dtype] * numel,
         gradients=_FLOAT32 * numel,
-        master=master,
+        master=master * on_device,
         moments=2 * _FLOAT32 * on_device,
-        host=2 * _FLOAT32 * on_host,
+        host=(master + 2 * _FLOAT32) * on_host,
     )
 
 
@@ -186,7 +186,7 @@ def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = No
 
 
 def _share(owned: Sequence[tuple[Parameter, int]], host_fraction: float) -> tuple[int, int]:
-    """(elements with moments on the device, on the host): as ``leading_share`` of adamw.py, vectors last."""
+    """(elements with state on the device, on the host): as ``leading_share`` of adamw.py, vectors last."""
     sizes = [size for parameter, size in owned if not parameter.vector]
     sizes += [size for parameter, size in owned if parameter.vector]
     total, held = sum(sizes), 0

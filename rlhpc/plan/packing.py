@@ -16,8 +16,8 @@ class PackPlan:
     """One minibatch: ``bins[dp_rank][microbatch]`` holds sample ids, ``cost[dp_rank]`` is the rank's work: its tokens,
     or the sum of the costs that were given.
 
-    Every rank has the same number of micro batches, none empty. A micro batch has at most ``capacity`` tokens, unless
-    it is a single longer sample.
+    Every rank has the same number of micro batches; the last ones are empty where samples are too few for that. A micro
+    batch has at most ``capacity`` tokens, unless it is a single longer sample.
     """
 
     capacity: int
@@ -62,23 +62,45 @@ def _pack_minibatch(
             remedy="use fewer minibatches or more samples a step",
         )
     shares = balance(costs, ids, dp)
-    count = max(len(_first_fit(lengths, share, capacity)) for share in shares)
-    if min(map(len, shares)) >= count:
-        ranks = [_divide(lengths, costs, share, count, capacity) for share in shares]
-    else:
-        ranks = _pack_globally(lengths, costs, ids, dp, capacity)
+    ranks = _divide_alike(lengths, costs, shares, capacity) or _pack_globally(lengths, costs, ids, dp, capacity)
     bins = tuple(tuple(tuple(sorted(members)) for members in rank) for rank in ranks)
     return PackPlan(capacity, bins, tuple(sum(costs[i] for members in rank for i in members) for rank in bins))
 
 
+def _divide_alike(
+    lengths: Sequence[int], costs: Sequence[int], shares: Sequence[list[int]], capacity: int
+) -> list[list[list[int]]] | None:
+    """Each share in the same number of bins, the fewest that is found; None where a share has too few samples."""
+    firsts = [_first_fit(lengths, share, capacity) for share in shares]
+    most = max(map(len, firsts))
+    least = max(_fewest(lengths, share, capacity) for share in shares)
+    for count in range(least, most + 1):
+        if min(map(len, shares)) < count:
+            return None
+        divided = [
+            _divide(lengths, costs, share, first, count, capacity) for share, first in zip(shares, firsts, strict=True)
+        ]
+        if all(bins is not None for bins in divided):
+            return [bins for bins in divided if bins is not None]
+    raise AssertionError("first fit needs no more than so many")
+
+
+def _fewest(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> int:
+    """No division has fewer bins: those of samples beyond capacity, and what the tokens of the others fill."""
+    beyond = sum(lengths[i] > capacity for i in ids)
+    return max(1, beyond - (-sum(lengths[i] for i in ids if lengths[i] <= capacity) // capacity))
+
+
 def _divide(
-    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], count: int, capacity: int
-) -> list[list[int]]:
-    """Exactly ``count`` bins, balanced if capacity allows. First fit must need no more than ``count``."""
-    bins = balance(costs, ids, count)
-    if all(len(members) == 1 or sum(lengths[i] for i in members) <= capacity for members in bins):
-        return bins
-    return _split(lengths, _first_fit(lengths, ids, capacity), count)
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], first: list[list[int]], count: int, capacity: int
+) -> list[list[int]] | None:
+    """Exactly ``count`` bins, balanced by costs if capacity allows, else by tokens, else as first fit has it; None if
+    none of these is within capacity."""
+    for weights in (costs, lengths):
+        bins = balance(weights, ids, count)
+        if all(bins) and all(len(members) == 1 or sum(lengths[i] for i in members) <= capacity for members in bins):
+            return bins
+    return _split(lengths, first, count) if len(first) <= count else None
 
 
 def _first_fit(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> list[list[int]]:
@@ -115,14 +137,7 @@ def _pack_globally(
     """
     bins = _first_fit(lengths, ids, capacity)
     count = -(-len(bins) // dp)
-    if count * dp > len(ids):
-        raise UserError(
-            f"{len(ids)} samples, most of which fill a micro batch of {capacity} tokens, do not divide among {dp} "
-            "data-parallel ranks",
-            where="train.tokens_per_microbatch",
-            remedy=f"raise it, or use a multiple of {dp} samples in each minibatch",
-        )
-    bins = _split(lengths, bins, count * dp)
+    bins = _split(lengths, bins, min(count * dp, len(ids)))
     sums = [sum(costs[i] for i in members) for members in bins]
     ranks: list[list[list[int]]] = [[] for _ in range(dp)]
     totals = [0] * dp
@@ -130,4 +145,4 @@ def _pack_globally(
         rank = min((r for r in range(dp) if len(ranks[r]) < count), key=lambda r: (totals[r], r))
         ranks[rank].append(bins[place])
         totals[rank] += sums[place]
-    return ranks
+    return [rank + [[]] * (count - len(rank)) for rank in ranks]

@@ -88,9 +88,9 @@ class PushReport:
         return self.training.world_size // self.engine.tp
 
     @property
-    def spans_nodes(self) -> bool:
-        """Engines are on several nodes each."""
-        return self.training.world_size > self.ranks_per_node and self.ranks_per_node % self.engine.tp > 0
+    def engine_nodes(self) -> int:
+        """Over which each engine lies."""
+        return max(1, self.engine.tp // self.ranks_per_node)
 
     @property
     def reaches_least(self) -> bool:
@@ -122,7 +122,7 @@ class PushReport:
 
 
 def report_push(config: RunConfig, rank: int | None = None) -> PushReport:
-    """Plan the push of the most nodes that the config allows; ``rank``: keep its copies. Engines may span nodes."""
+    """Plan the push of the most nodes that the config allows; ``rank``: keep its copies."""
     shape, ranks_per_node = read_model(config.model.path, config.model.family), config.resources.ranks_per_node
     training = check_layout(config, config.slurm.most_nodes, shape)
     if rank is not None and not 0 <= rank < training.world_size:

@@ -6,6 +6,7 @@ from collections import Counter
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.plan.rewards import MODEL_PART
 
 
 def check_rollout(config: RunConfig) -> None:
@@ -22,6 +23,12 @@ def check_rollout(config: RunConfig) -> None:
         )
     if dynamic.filter is not None:
         return
+    if dynamic.metric == MODEL_PART and config.reward.model is not None:
+        raise UserError(
+            "groups are chosen before the reward model has scored them",
+            where="train.dynamic_sampling.metric",
+            remedy="use reward, which is what the functions give then, or the name of one of them",
+        )
     if config.rollout.samples_per_prompt == 1:
         raise UserError(
             "a single sample has no other to differ from, so that every group would be dropped",

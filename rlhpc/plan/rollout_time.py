@@ -19,13 +19,15 @@ from rlhpc.plan.engine import EngineLayout, engine_vocab
 from rlhpc.plan.flops import forward_terms
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.machine import Machine, PhaseTime, times, total
+from rlhpc.plan.memory import EngineMemory, engine_bytes
+from rlhpc.plan.optimizer_memory import ITEMSIZE
 from rlhpc.plan.train_time import held
 from rlhpc.plan.workload import Workload, response_lengths
 
 # Kernels that decoding starts in a layer, counted in vLLM's model files: a dense one, and what latent attention,
 # experts, a choice among groups of experts and shared experts have more.
 _KERNELS = {"dense": 12, "latent": 14, "experts": 8, "groups": 12, "shared": 4}
-_WORKSPACE = 3 * 2**30  # bytes of an engine's activations and graphs, which the cache cannot have
+_MOST_FOLLOWED = 32768  # responses of an engine; more take as much longer
 _SPREAD_ORDER = 0.618  # the golden section deals lengths evenly over time
 
 
@@ -37,7 +39,7 @@ class Engines:
     section: RolloutSection
     machine: Machine
     ranks: int
-    itemsize: int = 2
+    dtype: str = "bfloat16"
 
     @property
     def count(self) -> int:
@@ -46,6 +48,15 @@ class Engines:
     @property
     def layout(self) -> EngineLayout:
         return EngineLayout(self.section.tp, self.section.expert_parallel and self.shape.experts is not None)
+
+    @cached_property
+    def memory(self) -> EngineMemory:
+        """Of each rank."""
+        return engine_bytes(self.section, self.shape, self.dtype, self.machine.gpu.memory_bytes)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
 
     @cached_property
     def dense(self) -> float:
@@ -66,27 +77,9 @@ class Engines:
         return forward_terms(self.shape)
 
 
-def engine_weights(engines: Engines) -> float:
-    """Bytes of weights on each rank of an engine."""
-    return (engines.dense + engines.experts) * engines.itemsize
-
-
-def cache_token_bytes(engines: Engines) -> float:
-    """Bytes of a token in a rank's cache: its keys and values, or with latent attention the vector they come from."""
-    shape = engines.shape
-    if shape.latent is not None:
-        return float(shape.num_layers * (shape.latent.kv_rank + shape.latent.rope_dim) * engines.itemsize)
-    heads = max(1, shape.num_kv_heads // engines.section.tp)
-    return float(2 * shape.num_layers * heads * shape.head_dim * engines.itemsize)
-
-
-def cache_tokens(engines: Engines) -> float:
+def cache_tokens(engines: Engines) -> int:
     """Tokens that an engine's cache holds; 0 when its weights leave no room."""
-    section = engines.section
-    size = (section.kv_cache_gib or 0.0) * 2**30
-    if section.kv_cache_gib is None:
-        size = section.gpu_memory_fraction * engines.machine.gpu.memory_bytes - engine_weights(engines) - _WORKSPACE
-    return max(0.0, size) / cache_token_bytes(engines)
+    return max(0, engines.memory.tokens)
 
 
 def rollout_time(engines: Engines, work: Workload) -> PhaseTime | None:
@@ -95,20 +88,21 @@ def rollout_time(engines: Engines, work: Workload) -> PhaseTime | None:
     if room < work.prompt + work.longest:
         return None
     responses = ceil(work.generated / engines.count)
-    runs = _runs(engines, responses, room, work)
+    followed = min(responses, _MOST_FOLLOWED)
+    runs = _runs(engines, followed, room, work)
     parts: dict[str, float] = {}
     for steps, running, context in runs:
-        parts = total(parts, times(_decode(engines, running, context), steps))
+        parts = total(parts, times(_decode(engines, running, context), steps * responses / followed))
     whole = work.generated * (1 / work.group if engines.section.prefix_caching else 1.0)  # prompts that are computed
     prompts = ceil(whole / engines.count) * work.prompt
     parts = total(parts, _prefill(engines, prompts))
     of_token, of_pair = engines.terms
     flops = work.generated * work.length * (of_token + of_pair * work.pairs)
-    steps = sum(steps for steps, _, _ in runs)
+    token_steps = sum(steps for steps, _, _ in runs) * responses / followed
     tokens = responses * work.response + prompts
     sent = 4 * tokens * shape.num_layers * shape.hidden_size * engines.itemsize * (1 - 1 / engines.section.tp)
     most = max(running for _, running, _ in runs)
-    return PhaseTime("rollout", parts, flops, sent, {"token steps": steps, "at once": most})
+    return PhaseTime("rollout", parts, flops, sent, {"token steps": token_steps, "at once": most})
 
 
 def push_time(engines: Engines, training: ParallelLayout, method: str = "direct") -> PhaseTime:
@@ -157,7 +151,7 @@ def _decode(engines: Engines, running: float, context: float) -> dict[str, float
         met -= (1 - shape.experts.top_k / shape.experts.num_experts) ** running
     embedding = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size / section.tp
     weights = (engines.dense - embedding + met * engines.experts) * engines.itemsize
-    moved = machine.decode(weights + running * context * cache_token_bytes(engines))
+    moved = machine.decode(weights + running * context * engines.memory.token)
     flops = running * (of_token + of_pair * context) / section.tp
     computing = machine.compute(flops)
     parts = {"memory": moved} if moved >= computing else {"compute": computing}
@@ -193,7 +187,8 @@ def _runs(engines: Engines, responses: int, room: float, work: Workload) -> list
     """(token steps, sequences at once, their mean context) between one end of a sequence and the next."""
     lengths = list(response_lengths(responses, work.response, work.longest, work.spread))
     # The longest of all engines is on the one that finishes last.
-    lengths[-1] = response_lengths(max(work.generated, responses), work.response, work.longest, work.spread)[-1]
+    among = min(max(work.generated, responses), _MOST_FOLLOWED)
+    lengths[-1] = response_lengths(among, work.response, work.longest, work.spread)[-1]
     # The prompt of a group is in the cache once.
     shared = work.prompt / (work.group if engines.section.prefix_caching else 1)
     waiting = _mixed(lengths)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
+from math import gcd
 from typing import Any
 
 from rlhpc.config.planning import EfficiencySection
@@ -14,9 +15,12 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import OffloadSection, ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
+from rlhpc.plan.critic import WITH_CRITIC, value_shape
+from rlhpc.plan.engine import fits_nodes
 from rlhpc.plan.fit import check_engine, misfits
-from rlhpc.plan.hardware import Gpu
-from rlhpc.plan.layout import ParallelLayout, divisors
+from rlhpc.plan.foresight import host_limit
+from rlhpc.plan.hardware import Gpu, linked_ranks
+from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 from rlhpc.plan.machine import PhaseTime
 from rlhpc.plan.memory import MemoryPlan, predict_memory
 from rlhpc.plan.step_time import StepTime, predict_rollout, predict_step
@@ -28,7 +32,10 @@ _VIRTUAL = (2, 3, 4, 5, 6)
 _CONTEXT = (1, 2, 4, 8)
 _ENGINES = 3  # engine sizes that are tried with each layout, the fastest ones
 _AROUND = ("load", "save")  # phases outside of steps
+_USABLE = 0.95  # of a GPU: fragments of the allocator are not foretold, and the rest not to the last percent
 _LEVELS = ("none", "selective", "full")
+_GROUPS = (1, 2, 3, 4)  # layers that are computed again together: larger ones need more than they leave behind
+_PASSES = "forward and backward"  # the phases whose memory the size of these groups changes
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,18 @@ class Candidate:
             if getattr(config.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
         }
         optimizer = {"host_fraction": config.train.optimizer.host_fraction}
-        offload = config.memory.offload.model_dump()
+        memory: dict[str, Any] = {"recompute": config.memory.recompute}
+        if config.memory.recompute == "full" and {
+            config.memory.recompute_layers,
+            self.asked.memory.recompute_layers,
+        } != {1}:
+            memory["recompute_layers"] = config.memory.recompute_layers
+        memory["offload"] = config.memory.offload.model_dump()
         return {
             "parallel": parallel or {"tp": 1},
             "rollout": {"tp": config.rollout.tp},
             "train": {"tokens_per_microbatch": config.train.tokens_per_microbatch, "optimizer": optimizer},
-            "memory": {"recompute": config.memory.recompute, "offload": offload},
+            "memory": memory,
         }
 
 
@@ -124,30 +137,54 @@ class _Search:
                 for seconds, variant in self._variants(layout, starts):
                     heapq.heappush(heap, (seconds, len(bounds) + timed, layout, variant))
                     timed += 1
-            elif (memory := self._fitting(tried, layout, starts)) is not None:
+            elif (regrouped := self._fitting(tried, layout, starts)) is not None:
+                changed, memory = regrouped
                 phase = next(phase for phase, tp in self.generating if tp == tried.rollout.tp)
-                best[_key(layout)] = Candidate(self.config, tried, layout, self._step(tried, layout, phase), memory)
+                best[_key(layout)] = Candidate(self.config, changed, layout, self._step(changed, layout, phase), memory)
         return Found(tuple(best.values()), len(bounds), timed, looked_at)
 
     def _variants(self, layout: ParallelLayout, starts: bool) -> Iterator[tuple[float, RunConfig]]:
         """With their seconds; none where not even the leanest fits."""
+        hosts: dict[tuple[float, OffloadSection], bool] = {}
         for phase, tp in self.generating:
+            # The host is not looked at: what leaves most of the GPU needs most of it.
             if self._fitting(_with_engine(_leanest(self.config, layout), tp), layout, starts) is None:
                 continue
             for changed in _variants(self.config, layout, self.shape, self.gpu):
                 variant = _with_engine(changed, tp)
+                kept = changed.train.optimizer.host_fraction, changed.memory.offload
+                if kept not in hosts:  # a host's memory depends on nothing else
+                    hosts[kept] = self._suits_host(variant, layout)
+                if not hosts[kept]:
+                    continue
                 yield self._step(variant, layout, phase).seconds, variant
+
+    def _suits_host(self, tried: RunConfig, layout: ParallelLayout) -> bool:
+        limit = host_limit(self.config, self.gpu)
+        if limit is None:
+            return True
+        return predict_memory(tried, self.shape, layout, self.gpu.memory_gib).host.node <= limit[1]
 
     def _step(self, tried: RunConfig, layout: ParallelLayout, phase: PhaseTime) -> StepTime:
         return predict_step(tried, self.shape, layout, self.gpu, self.efficiency, phase)
 
-    def _fitting(self, tried: RunConfig, layout: ParallelLayout, starts: bool) -> MemoryPlan | None:
-        memory = predict_memory(tried, self.shape, layout, self.gpu.memory_gib)
-        gpu = self.gpu
-        if gpu.host_gib is not None and memory.host.node > gpu.host_gib * 2**30:
-            return None
+    def _fitting(self, tried: RunConfig, layout: ParallelLayout, starts: bool) -> tuple[RunConfig, MemoryPlan] | None:
+        """What the GPU holds: it or the same in larger groups of layers, which take as long; the smallest groups."""
+        groups = _groups(tried, self.shape, layout) if tried.memory.recompute == "full" else (None,)
+        for size in groups:
+            changed = tried if size is None else _grouped(tried, size)
+            memory = predict_memory(changed, self.shape, layout, self.gpu.memory_gib)
+            too_large = self._too_large(memory, starts)
+            if not too_large:
+                return changed, memory
+            if not all(name.endswith(_PASSES) for name in too_large):
+                return None
+        return None
+
+    def _too_large(self, memory: MemoryPlan, starts: bool) -> list[str]:
+        """Phases that need more than what is used of the GPU."""
         phases = [phase for phase in memory.phases if starts or phase.name not in _AROUND]
-        return memory if all(phase.total <= gpu.memory_bytes for phase in phases) else None
+        return [phase.name for phase in phases if phase.total > _USABLE * self.gpu.memory_bytes]
 
 
 def _key(layout: ParallelLayout) -> tuple[int, ...]:
@@ -156,7 +193,7 @@ def _key(layout: ParallelLayout) -> tuple[int, ...]:
 
 def _legal(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterator[ParallelLayout]:
     """Those that suit model, ranks and batches and whose weights fit; tensor parallelism stays among linked GPUs."""
-    inside = max(config.resources.ranks_per_node, gpu.linked if gpu.linked > gpu.per_node else 1)
+    inside = linked_ranks(config.resources.ranks_per_node, gpu)
     experts = shape.experts.num_experts if shape.experts else 1
     asked = config.parallel
     samples = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.minibatches
@@ -238,6 +275,21 @@ def _changed(
     )
 
 
+def _groups(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """How many layers can be computed again together, those of a critic likewise; small ones, and what is asked for."""
+    lengths = {layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)}
+    critic = config.critic
+    if config.algorithm.name in WITH_CRITIC and critic.memory is None:
+        other = make_layout(critic.parallel or config.parallel, layout.world_size)
+        layers = value_shape(critic.model).num_layers if critic.model is not None else shape.num_layers
+        lengths |= {count // (other.vpp or 1) for count in other.stage_layers(layers)}
+    return [size for size in sorted({*_GROUPS, config.memory.recompute_layers}) if gcd(*lengths) % size == 0]
+
+
+def _grouped(config: RunConfig, size: int) -> RunConfig:
+    return config.model_copy(update={"memory": config.memory.model_copy(update={"recompute_layers": size})})
+
+
 def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
     """Micro batches: one, two and four of the longest sequences, and what is asked for."""
     longest = -(-(config.data.max_prompt_tokens + config.rollout.max_response_tokens) // layout.cp)
@@ -263,6 +315,8 @@ def _engines(
     """The fastest engine sizes; those that lie on a node where there are any."""
     found = []
     for tp in divisors(ranks):
+        if not fits_nodes(tp, config.resources.ranks_per_node):
+            continue
         tried = _with_engine(config, tp)
         with suppress(UserError):
             check_engine(shape, tried.rollout)

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.training import MemorySection, OptimizerSection
+from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape
+from rlhpc.plan.critic import value_shape
 from rlhpc.plan.flops import forward_terms
 from rlhpc.plan.hardware import Gpu
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.machine import Machine, PhaseTime, total
+from rlhpc.plan.optimizer_memory import ITEMSIZE
 from rlhpc.plan.rollout_time import Engines, push_time, rollout_time
-from rlhpc.plan.train_time import Training, critic_of, held, pass_time, update_time
+from rlhpc.plan.train_time import Held, Training, held, pass_time, update_time
 from rlhpc.plan.workload import Workload, workload_of
-
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def predict_step(
     efficiency: EfficiencySection,
     generating: PhaseTime | None = None,
 ) -> StepTime:
-    """The step of ``config`` under ``layout``. What rewards take, and what waits for tools, is not in it.
+    """The step of ``config``, which has RL steps, under ``layout``. What reward functions take, and what waits for
+    tools, is not in it.
 
     ``generating``: what predict_rollout said of the same engines before.
     """
@@ -75,7 +77,7 @@ def predict_step(
     machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
     training = Training(shape, layout, config.parallel, machine, itemsize)
     generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
-    engines = Engines(shape, config.rollout, machine, layout.world_size, itemsize)
+    engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
     phases = [push_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
     phases += _training_phases(config, training, work)
     of_token, of_pair = forward_terms(shape)
@@ -88,46 +90,94 @@ def predict_rollout(
 ) -> PhaseTime | None:
     """Generating a step's responses on so many ranks; None when the engines' cache holds not one."""
     machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
-    engines = Engines(shape, config.rollout, machine, ranks, ITEMSIZE[config.model.dtype])
+    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
     return rollout_time(engines, workload_of(config))
+
+
+def predict_validation(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    prompts: int,
+) -> list[PhaseTime]:
+    """One round of answers to so many held-out prompts; what reward functions take is not in it."""
+    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
+    each = config.validation.samples_per_prompt
+    work = replace(workload_of(config), samples=prompts * each, generated=prompts * each, group=each)
+    generating = rollout_time(engines, work)
+    phases = [push_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
+    judge = _judge(config, Training(shape, layout, config.parallel, machine, ITEMSIZE[config.model.dtype]))
+    if config.reward.model is not None and judge is not None:
+        tokens = config.reward.model.tokens_per_microbatch or config.train.tokens_per_microbatch
+        phases.append(pass_time(judge, work, tokens, "reward model"))
+    return phases
 
 
 def _training_phases(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
     train = config.train
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    moving = _offload(config, training)
+    judge, critic = _judge(config, training), _critic(config, training) if work.critic else None
+    moving = _offload(config, training, judge, critic)
     if moving is not None:
         yield moving
+    if config.reward.model is not None and judge is not None:
+        yield pass_time(judge, work, config.reward.model.tokens_per_microbatch or passing, "reward model")
     if work.policy_pass:
         yield pass_time(training, work, passing, "log-probs")
     if work.reference_pass:
         yield pass_time(training, work, passing, "reference")
-    if work.critic:
-        yield from _critic(config, training, work)
+    if critic is not None:
+        section = config.critic
+        tokens = section.tokens_per_microbatch or train.tokens_per_microbatch
+        memory = section.memory or config.memory
+        yield pass_time(critic, work, tokens, "values")
+        yield update_time(critic, work, tokens, section.optimizer, memory, "critic update")
     yield update_time(training, work, train.tokens_per_microbatch, train.optimizer, config.memory, "update")
 
 
-def _critic(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
+def _judge(config: RunConfig, training: Training) -> Training | None:
+    """The reward model, where there is one."""
+    section = config.reward.model
+    return None if section is None else _beside(training, section.path, section.parallel or config.parallel)
+
+
+def _critic(config: RunConfig, training: Training) -> Training:
     section = config.critic
-    parallel = section.parallel or config.parallel
-    critic = critic_of(training, make_layout(parallel, training.layout.world_size), parallel)
-    tokens = section.tokens_per_microbatch or config.train.tokens_per_microbatch
-    memory = section.memory or config.memory
-    yield pass_time(critic, work, tokens, "values")
-    yield update_time(critic, work, tokens, section.optimizer, memory, "critic update")
+    return _beside(training, section.model, section.parallel or config.parallel)
 
 
-def _offload(config: RunConfig, training: Training) -> PhaseTime | None:
-    """Weights and optimizer go to the host while the engine generates and come back; the reference comes."""
-    size = offloaded_bytes(training, config.memory, config.train.optimizer, config.algorithm.kl.coefficient > 0)
+def _beside(training: Training, model: Path | None, parallel: ParallelSection) -> Training:
+    """A model with a value head on the same ranks: the one of that folder, else the actor's own."""
+    shape = training.shape.with_value_head if model is None else value_shape(model)
+    layout = make_layout(parallel, training.layout.world_size)
+    return replace(training, shape=shape, layout=layout, parallel=parallel)
+
+
+def _offload(
+    config: RunConfig, training: Training, judge: Training | None, critic: Training | None
+) -> PhaseTime | None:
+    """Weights and optimizer go to the host while the engine generates and come back; models that only judge come."""
+    size = offloaded_bytes(training, config.memory, config.train.optimizer)
+    if critic is not None:
+        size += offloaded_bytes(critic, config.critic.memory or config.memory, config.critic.optimizer)
+    if config.memory.offload.reference:
+        judges = [judge] if judge is not None else []
+        judges += [training] if config.algorithm.kl.coefficient > 0 else []
+        size += sum(_most_held(each).count * each.itemsize for each in judges)
     return PhaseTime("offload", {"host": training.machine.to_host(size)}) if size else None
 
 
-def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection, reference: bool) -> float:
-    """Bytes of a rank that cross to or from the host in a step; gradients are freed, not copied."""
-    offload, layout = memory.offload, training.layout
-    mine = max(held(training.shape, layout), key=lambda part: part.count)
+def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection) -> float:
+    """Bytes of a rank that cross to the host and back in a step; gradients are freed, not copied."""
+    offload, layout, mine = memory.offload, training.layout, _most_held(training)
     weights = mine.count * training.itemsize
     state = 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp) * (1 - optimizer.host_fraction)
-    size = 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
-    return size + weights * (offload.reference and reference)
+    return 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
+
+
+def _most_held(training: Training) -> Held:
+    """Of the stage that holds most."""
+    return max(held(training.shape, training.layout), key=lambda part: part.count)

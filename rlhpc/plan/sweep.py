@@ -73,7 +73,12 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """Phases of the step, tokens a second beside what as many times the GPUs would give, bytes of a rank: a picture."""
+    """Phases of the step, tokens a second beside what as many times the GPUs would give, bytes of a rank: a picture.
+
+    A UserError when it cannot be written to ``path``.
+    """
+    if not path.suffix:  # one would be added, and the file be another than is told
+        raise UserError(f"{str(path)!r} has no ending", where="--plot", remedy="name a .png file")
     # Figure and canvas by hand: pyplot would keep state and look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -97,7 +102,10 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     sizes.plot(ranks, [point.sent / 1e9 for point in points], marker="o", label="sent in a step")
     sizes.plot(ranks, [point.received / 1e9 for point in points], marker="o", label="received in a push")
     _style(sizes, ranks, "GB of a rank")
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:  # no such folder; no such format
+        raise UserError(f"cannot write {str(path)!r} ({error})", where="--plot", remedy="name a .png file") from None
 
 
 def _style(axes: Any, ranks: Sequence[int], what: str) -> None:

@@ -14,7 +14,7 @@ from math import ceil
 
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape
-from rlhpc.plan.flops import attention_weights, feed_forward_weights, forward_terms
+from rlhpc.plan.flops import attention_weights, feed_forward_weights, forward_terms, head_rows
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.machine import Machine, Parts, PhaseTime, times, total
 from rlhpc.plan.workload import Workload
@@ -81,6 +81,7 @@ def update_time(
 
 def pass_time(training: Training, work: Workload, tokens: int, name: str) -> PhaseTime:
     """One pass without gradient over a step's samples."""
+    training = replace(training, machine=training.machine.without_gradient)
     count, size = _micro_batches(training.layout, work.tokens, work.length, tokens)
     parts = _pipeline(_stages(training, size, work.pairs), count, training.layout)
     flops = _forward_flops(training, work)
@@ -93,7 +94,8 @@ def held(shape: ModelShape, layout: ParallelLayout) -> tuple[Held, ...]:
     of_experts = shape.experts.layers if shape.experts else ()
     plain, sparse = _dense_layer(shape), of_experts[0] if of_experts else 0
     for stage, (dense, experts) in enumerate(_stage_kinds(layout, shape.num_layers, of_experts)):
-        ends = (stage == 0) + (stage == layout.pp - 1 and (layout.pp > 1 or not shape.tied_embeddings))
+        has_head = shape.head != "value" and (layout.pp > 1 or not shape.tied_embeddings)
+        ends = (stage == 0) + (stage == layout.pp - 1 and has_head)
         cut = dense * _dense_weights(shape, plain) + (experts and experts * _dense_weights(shape, sparse))
         whole = (dense + experts) * _latent_weights(shape) + experts * _router_weights(shape)
         inside = experts and experts * _expert_weights(shape, sparse) / (layout.etp * layout.ep)
@@ -228,6 +230,8 @@ def _feed_forward_messages(training: Training, tokens: float, experts: bool) -> 
     if layout.etp > 1:
         gathered = 2 * local * copies * (layout.etp - 1)
         parts = total(parts, machine.ring(gathered, layout.etp, 1, messages=2))
+    if shape.experts.shared_ffn_size:  # cut like a dense layer
+        parts = total(parts, _tensor_messages(training, tokens))
     return parts
 
 
@@ -241,7 +245,8 @@ def _tensor_messages(training: Training, tokens: float) -> dict[str, float]:
 def _head(training: Training, tokens: float) -> dict[str, float]:
     """Logits and the log-probs of tokens, on the last stage."""
     shape, layout, machine = training.shape, training.layout, training.machine
-    logits = tokens / layout.cp * shape.vocab_size / layout.tp
+    cut = 1 if shape.head == "value" else layout.tp
+    logits = tokens / layout.cp * head_rows(shape) / cut
     return {
         "compute": machine.compute(2 * logits * shape.hidden_size),
         "memory": machine.memory(_LOGIT_BYTES * logits),
@@ -303,7 +308,8 @@ def _sent(training: Training, tokens: float) -> float:
     shape, layout, size = training.shape, training.layout, training.itemsize
     layers = ceil(shape.num_layers / layout.pp)
     of_experts = len(shape.experts.layers) / shape.num_layers if shape.experts else 0.0
-    pairs = 1 + (1 - of_experts)
+    shares_experts = bool(shape.experts and shape.experts.shared_ffn_size)
+    pairs = 2 if shares_experts else 1 + (1 - of_experts)  # of gathering and scattering the sequence
     tensor = 2 * pairs * (layout.tp - 1) / layout.tp * tokens / layout.cp
     experts = 2 * (shape.experts.top_k if shape.experts else 0) * of_experts
     dispatch = experts * (layout.ep - 1) / layout.ep * tokens / (layout.tp * layout.cp)
@@ -313,8 +319,3 @@ def _sent(training: Training, tokens: float) -> float:
 def _forward_flops(training: Training, work: Workload) -> float:
     of_token, of_pair = training.terms
     return work.tokens * (of_token + of_pair * work.pairs)
-
-
-def critic_of(training: Training, layout: ParallelLayout, parallel: ParallelSection) -> Training:
-    """The same model with a value head under the critic's layout."""
-    return replace(training, shape=training.shape.with_value_head, layout=layout, parallel=parallel)

@@ -105,6 +105,8 @@ def test_the_copies_of_a_rank_in_json_are_its_bytes(tiny: str) -> None:
     copies = found["rank"]["copies"]
     assert {5} < {copy["source_rank"] for copy in copies} | {copy["target_rank"] for copy in copies}
     assert all(5 in (copy["source_rank"], copy["target_rank"]) for copy in copies)
+    assert all((copy["bucket"] is None) == (copy["source_rank"] == copy["target_rank"]) for copy in copies)
+    assert {copy["bucket"] for copy in copies} >= {0}
     written = {(c["target"]["name"], tuple(c["target"]["start"])) for c in copies if c["target_rank"] == 5}
     assert len(written) == sum(copy["target_rank"] == 5 for copy in copies)
     assert ("model.layers.3.mlp.gate_up_proj.weight", (48, 0)) in written
@@ -123,12 +125,11 @@ def test_bandwidths_set_the_time(tiny: str) -> None:
     assert found["slowest"]["total"] == pytest.approx(max(within) / 1e9, rel=1e-3)
 
 
-def test_engines_over_several_nodes_are_planned_but_not_run(tiny: str) -> None:
-    assert "over several nodes: foretold here, not executed" in plan(
-        tiny, "--reshard", "rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"
-    )
-    assert "would span nodes of 2" in told(
-        "run", tiny, "--check", "rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"
+def test_engines_over_whole_nodes_are_told_and_others_refused(tiny: str) -> None:
+    words = ["rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"]
+    assert "2 engine(s) of tp 4 over 2 nodes, on the same ranks" in plan(tiny, "--reshard", *words)
+    assert "engines of 4 ranks neither divide a node of 6 nor" in told(
+        "plan", tiny, "--reshard", *words[:1], "slurm.nodes=2", "resources.ranks_per_node=6"
     )
 
 
@@ -192,6 +193,25 @@ def test_a_search_prints_yaml_that_can_be_pasted() -> None:
         assert set(document) == {"parallel", "rollout", "train", "memory"}
     found = json.loads(plan(READY, "--search", "--json"))
     assert [each["parallel"] for each in found] == [document["parallel"] for document in documents]
+    changes = text.split("---\n")[1].splitlines()[1].removeprefix("# ").split(" ")
+    pasted = json.loads(plan(READY, *changes, "--json"))
+    assert pasted["time"]["seconds"] == pytest.approx(found[0]["seconds"])
+    assert max(phase["total"] for phase in pasted["memory"]["phases"].values()) == found[0]["peak_bytes"]
+
+
+def test_a_search_needs_no_layout_that_suits() -> None:
+    text = plan(READY, "parallel.tp=3", "--search")
+    assert "# as configured: cannot run (parallel: tp 3" in text
+    assert text.count("---\n") == 5
+
+
+def test_without_rl_steps_there_is_no_step_to_foretell(tmp_path: Path) -> None:
+    none = (READY, "train.steps=0")
+    assert "is foretold of RL steps, of which there are none" in plan(*none)
+    assert "time" not in json.loads(plan(*none, "--json"))
+    for option in (["--search"], ["--sweep", "gpus=8..16"], ["--calibrate", str(tmp_path)]):
+        done = CliRunner().invoke(cli, ["plan", *none, *option])
+        assert str(done.exception).startswith(f"{option[0]}: is of RL steps, and train.steps is 0")
 
 
 def test_a_sweep_is_a_table_and_a_plot(tmp_path: Path) -> None:
@@ -199,6 +219,16 @@ def test_a_sweep_is_a_table_and_a_plot(tmp_path: Path) -> None:
     text = plan(READY, "--sweep", "gpus=8..64", "--plot", str(file))
     assert [line.split()[0] for line in text.splitlines()[1:5]] == ["8", "16", "32", "64"]
     assert file.stat().st_size > 10_000
+    found = json.loads(plan(READY, "--sweep", "gpus=8..16", "--plot", str(file), "--json"))
+    assert [point["gpus"] for point in found] == [8, 16]
+    assert found[1]["seconds"] < found[0]["seconds"]
+
+
+@pytest.mark.parametrize("name", ["none/sweep.png", "sweep.xyz"])
+def test_a_plot_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> None:
+    done = CliRunner().invoke(cli, ["plan", READY, "--sweep", "gpus=8..8", "--plot", str(tmp_path / name)])
+    assert isinstance(done.exception, UserError)
+    assert str(done.exception).startswith("--plot: cannot write")
 
 
 def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
@@ -216,7 +246,10 @@ def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
     fewer = "train.prompts_per_step=128"
     text = plan(READY, fewer, "--calibrate", str(tmp_path))
-    efficiency = yaml12.parse(text, "")["planning"]["efficiency"]
+    fitted = yaml12.parse(text, "")["planning"]
+    efficiency = fitted["efficiency"]
+    assert (fitted["prompt_tokens"], fitted["response_tokens"]) == (130, 300)
+    assert json.loads(plan(READY, fewer, "--calibrate", str(tmp_path), "--json"))["planning"] == fitted
     assert efficiency["compute"] < 0.4
     site = tmp_path / "site.yaml"
     site.write_text(yaml12.dump({"efficiency": efficiency}))
@@ -234,6 +267,7 @@ def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
         (("--gpu", "h2000"), "--gpu: no GPU 'h2000' is known; did you mean"),
         (("--search", "--sweep", "gpus=1..8"), "--sweep: cannot be combined with --search"),
         (("--reshard", "--search"), "--search: cannot be combined with --reshard"),
+        (("--network", "3"), "--network: is for what moves; add --reshard"),
         (("--plot", "x.png"), "--plot: is for a plot of several numbers of GPUs; add --sweep"),
     ],
 )

@@ -99,23 +99,26 @@ def _in_buckets(config: Any, chunks: Any, bucket: int | None) -> Any:
 
 def measure(model: Any) -> dict[str, int]:
     """Bytes of the storages that the rank has, as ``StateBytes`` names them."""
+    from rlhpc.backends.megatron.adamw import MASTER
     from rlhpc.backends.megatron.offload import device_tensors
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    weights = _storages(device_tensors(model._models, None, "parameters"))
-    inner = inner_optimizers(model._optimizer) if model._optimizer is not None else []
-    masters = _storages([param for part in inner for group in part.param_groups for param in group["params"]])
-    moments: dict[bool, list[Any]] = {True: [], False: []}
-    for part in inner:
+    masters, moments, host = [], [], []
+    for part in inner_optimizers(model._optimizer) if model._optimizer is not None else []:
         for param, state in part.state.items():
-            moments[param in part._on_host] += state.values()
-    return {
-        "parameters": sum(weights.values()),
-        "gradients": sum(_storages(device_tensors(model._models, None, "gradients")).values()),
-        "master": sum(size for key, size in masters.items() if key not in weights),
-        "moments": sum(_storages(moments[False]).values()),
-        "host": sum(_storages(moments[True]).values()),
+            if param in part._on_host:
+                host += state.values()
+            else:
+                masters += [value for name, value in state.items() if name == MASTER]
+                moments += [value for name, value in state.items() if name != MASTER]
+    kinds = {
+        "parameters": device_tensors(model._models, None, "parameters"),
+        "gradients": device_tensors(model._models, None, "gradients"),
+        "master": masters,
+        "moments": moments,
+        "host": host,
     }
+    return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
 
 
 def _storages(tensors: Sequence[Any]) -> dict[int, int]:

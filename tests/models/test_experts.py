@@ -111,6 +111,12 @@ def test_what_is_not_built_is_refused_by_name(fields: dict[str, Any], changes: d
         shape_of({**fields, **changes})
 
 
+def test_without_dense_layers_and_shared_experts() -> None:
+    experts = shape_of({**DEEPSEEK_V3_BF16, "first_k_dense_replace": None, "n_shared_experts": None}).experts
+    assert experts is not None
+    assert (experts.layers, experts.shared_ffn_size) == (tuple(range(61)), 0)
+
+
 def test_planning_the_largest_model_is_quick() -> None:
     shape = shape_of(DEEPSEEK_V3_BF16)
     start = time.process_time()

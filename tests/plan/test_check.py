@@ -10,6 +10,7 @@ from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.check import check_config
+from rlhpc.plan.files import same_vocabulary
 from rlhpc.plan.shards import model_tensors
 from tests.helpers.plain_model import write_inputs, write_safetensors
 
@@ -94,8 +95,8 @@ def test_the_summary_names_every_axis(inputs):
             "feed 8 data-parallel ranks; use at least 2",
         ),
         (
-            ["slurm.nodes=2", "resources.ranks_per_node=1", "rollout.tp=2"],
-            "rollout.tp: engines of 2 ranks would span nodes of 1, which is not executed in this version; use one of ",
+            ["slurm.nodes=2", "resources.ranks_per_node=6", "rollout.tp=4"],
+            "rollout.tp: engines of 4 ranks neither divide a node of 6 nor take whole nodes; use one of [1, 2, 3, 6",
         ),
         (
             ["slurm.nodes=[1, 2]", "resources.ranks_per_node=2", "train.minibatches=4", "train.prompts_per_step=2"],
@@ -171,6 +172,23 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(inputs):
     assert refused(inputs).startswith(f"{file}: token ids go up to 16, but config.json has vocab_size 16")
 
 
+def test_vocabularies_are_the_same_by_their_tokens(inputs, tmp_path):
+    """However the file is written, and whatever else of it differs."""
+    tokenizer = json.loads((inputs / "model" / "tokenizer.json").read_text())
+    other = tmp_path / "other"
+    other.mkdir()
+    assert not same_vocabulary(inputs / "model", other)
+    extra = {"id": 16, "content": "<extra>"}
+    for changes, same in (
+        ({}, True),
+        ({"truncation": {"max_length": 3}}, True),
+        ({"added_tokens": [*tokenizer["added_tokens"], extra]}, False),
+        ({"model": {**tokenizer["model"], "unk_token": "other"}}, False),
+    ):
+        (other / "tokenizer.json").write_text(json.dumps({**tokenizer, **changes}, indent=3))
+        assert same_vocabulary(inputs / "model", other) is same, changes
+
+
 def test_a_unigram_vocabulary_is_counted(inputs):
     file = inputs / "model" / "tokenizer.json"
     file.write_text(json.dumps({"model": {"type": "Unigram", "vocab": [[f"w{i}", 0.0] for i in range(17)]}}))
@@ -227,6 +245,8 @@ def test_what_a_critic_cannot_be(inputs):
     config = json.loads((inputs / "model" / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 32}))
     assert "critic.model: a vocabulary of 32, the actor's has 16" in refused(inputs, *ppo, f"critic.model={other}")
+    later = load_config(inputs / "config.yaml", [*ppo, "model.path=later", f"critic.model={inputs / 'model'}"])
+    assert check_config(later, prepared=False), "nothing to compare a vocabulary with yet"
     assert "critic.optimizer.host_fraction" in refused(
         inputs, *ppo, "critic.optimizer={function: 'torch.optim:SGD', host_fraction: 0.5}"
     )

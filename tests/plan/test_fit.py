@@ -182,6 +182,8 @@ def test_the_nearest_come_first_and_change_no_more_than_they_must() -> None:
     deepseek = {"tp": 8, "pp": 16, "ep": 64}
     assert texts("deepseek", 2048, **deepseek)[0] == "tp 8 x pp 16 (last stage of 1) x dp 16, experts ep 64 x dp 2"
     assert texts("deepseek", 2048, **deepseek, vpp=2)[0] == texts("deepseek", 2048, **deepseek)[0]
+    assert texts("dense", 12, tp=3, pp=2, vpp=3)[0] == "tp 2 x pp 2 (vpp 3) x dp 3"
+    assert texts("dense", 12, tp=3, pp=2, vpp=1) == ["tp 2 x pp 2 x dp 3", "tp 1 x pp 2 x dp 6"]
     # Only ep is wrong, so only ep is changed, by the smallest factor first.
     assert texts("mixtral", 48, ep=3) == [
         "tp 1 x dp 48, experts ep 4 x dp 12",

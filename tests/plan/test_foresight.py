@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,19 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, Rope, read_model
 from rlhpc.plan import foresight
 from rlhpc.plan.check import check_config
-from rlhpc.plan.foresight import check_cache, check_disk, check_lengths, check_walltime, checkpoint_bytes
+from rlhpc.plan.foresight import (
+    check_cache,
+    check_disk,
+    check_host,
+    check_lengths,
+    check_network,
+    check_tensor_parallel,
+    checkpoint_bytes,
+    foresee,
+)
+from rlhpc.plan.hardware import GPUS, named_gpu, read_site
+from rlhpc.plan.layout import ParallelLayout, make_layout
+from rlhpc.plan.memory import predict_memory
 from tests.helpers.plain_model import write_inputs
 
 READY = Path(__file__).parents[2] / "configs" / "ready"
@@ -52,7 +65,7 @@ def test_a_cache_without_room_for_one_sequence_is_refused() -> None:
     told = str(caught.value)
     assert told.startswith("rollout.kv_cache_gib: 0.05 leaves a KV cache of")
     raised = float(told.partition("raise it by ")[2].partition(",")[0]) + 0.05
-    enough, _ = parts(f"rollout.kv_cache_gib={raised + 0.01}")
+    enough, _ = parts(f"rollout.kv_cache_gib={raised:.4f}")
     assert len(list(check_cache(enough, shape, None))) == 1, "one, but not all that run at once"
     with pytest.raises(UserError, match=r"rollout.gpu_memory_fraction: 0.2 leaves a KV cache of 0 tokens"):
         list(check_cache(parts("rollout.gpu_memory_fraction=0.2")[0], shape, 40.0))
@@ -64,6 +77,27 @@ def test_a_cache_for_a_part_of_the_batch_is_told() -> None:
     assert "rollout.kv_cache_gib: 4.0 leaves a KV cache for" in warning
     assert list(check_cache(parts("rollout.kv_cache_gib=900")[0], shape, None)) == []
     assert list(check_cache(parts()[0], shape, None)) == [], "nothing is known of the GPU"
+
+
+def test_engines_over_nodes_are_told_what_the_network_costs() -> None:
+    def told(gpu: str | None, *changes: str, name: str = "qwen2.5-72b-96gpus.yaml") -> list[str]:
+        config, shape = parts(*changes, name=name)
+        site = read_site(config)
+        return list(check_network(config, shape, named_gpu(config, site, gpu) if gpu else None, site.efficiency))
+
+    assert told("h100", "rollout.tp=8") == told("gb200", "rollout.tp=16") == []
+    what = "rollout.tp: engines of 16 ranks are on 2 nodes each, and every token crosses the network; "
+    assert told(None, "rollout.tp=16") == [f"{what}set it to 8 at most if the model fits there"]
+    (line,) = told("h100", "rollout.tp=16")
+    found = re.fullmatch(
+        rf"{what}set it to 8, with which a rollout is foretold to take (\d+) s instead of (\d+) s", line
+    )
+    assert found
+    assert int(found[1]) < int(found[2])
+    (line,) = told("h100", "rollout.tp=24")
+    assert re.search(r"; set it to 8, with which a rollout is foretold to take \d+ s$", line), "24 do not suit it"
+    (line,) = told("h20", name="deepseek-v3-671b-96gpus.yaml")
+    assert line.endswith("no engine on one node of h20 holds the model: take nodes with the fastest network")
 
 
 def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,23 +115,21 @@ def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> No
             assert all(warning.startswith("checkpoint.keep: 2 checkpoints") for warning in warnings)
 
 
-def test_time_limits() -> None:
-    config, _ = parts("train.steps=100")
-    assert list(check_walltime(config, None, 60.0)) == []
-    assert list(check_walltime(config, 6000, 60.0)) == []
-    (warning,) = check_walltime(config, 3600, 60.0)
-    assert warning.startswith("slurm.time: 100 steps of 60 s are foretold to take 1.7 hours, 2 jobs")
-    with pytest.raises(UserError, match=r"slurm.time: a step is foretold to take 60 s, the job has 50 s; raise it"):
-        list(check_walltime(config, 50, 60.0))
-
-
-def test_a_job_that_is_too_short_or_too_large_is_told_at_submission() -> None:
-    from rlhpc.launch.walltime import walltime_warnings
-
-    short = ("planning.gpu=h200", "slurm.time=60", "train.steps=100000")
-    (warning,) = walltime_warnings(parts(*short)[0])
-    assert warning.startswith("slurm.time: 100000 steps")
-    assert walltime_warnings(parts("planning.gpu=null", "slurm.gpu_type=null", "slurm.time=60")[0]) == []
+def test_a_checkpoint_holds_the_models_that_learn_and_what_a_warm_up_made() -> None:
+    """By hand: 14 bytes for each parameter of actor and critic, 2 for the reference that the warm-up leaves."""
+    config, shape = parts("algorithm.kl.coefficient=0")
+    numel = checkpoint_bytes(config, shape) / 14
+    warm = "sft={data: [a.jsonl], steps: 3}"
+    for changes, each in (
+        (["algorithm.name=ppo"], 28),
+        (["algorithm.name=ppo", "train.steps=0", warm], 14),
+        ([warm], 14),
+        ([warm, "algorithm.kl.coefficient=0.1"], 16),
+        ([warm, "algorithm.kl.coefficient=0.1", "train.steps=0"], 14),
+        (["algorithm.kl.coefficient=0.1"], 14),
+        (["model.dtype=float32"], 16),
+    ):
+        assert checkpoint_bytes(parts("algorithm.kl.coefficient=0", *changes)[0], shape) == each * numel, changes
 
 
 def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
@@ -109,3 +141,46 @@ def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
     assert len(told) == 1
     assert told[0].startswith("memory: load needs about")
     assert not [text for topic, text in check_config(load_config(tmp_path / "config.yaml")) if topic == "warning"]
+
+
+def test_tensor_parallelism_over_nodes_is_told() -> None:
+    config, _ = parts("slurm.nodes=2", "parallel.tp=16")
+    (warning,) = check_tensor_parallel(config, None)
+    assert warning.startswith(
+        "parallel.tp: activations of every layer cross the network between 16 ranks on nodes of 8"
+    )
+    assert warning.endswith("use one of [1, 2, 4, 8], and pp for the rest")
+    assert list(check_tensor_parallel(config, GPUS["gb200"])) == [], "72 of them are linked"
+    assert list(check_tensor_parallel(parts("slurm.nodes=2", "parallel.tp=8")[0], None)) == []
+    config, shape = parts("slurm.nodes=2", "parallel.tp=2", "train.steps=0", name="qwen2.5-0.5b-1gpu.yaml")
+    assert warning.split()[:5] in [line.split()[:5] for line in foresee(config, shape, ParallelLayout(2, tp=2))]
+
+
+def test_hosts_that_are_too_small_are_told() -> None:
+    config, shape = parts("slurm.memory=100G")
+    layout = make_layout(config.parallel, config.world_size)
+    gpu = replace(GPUS["h100"], host_gib=50.0)
+    plan = predict_memory(config, shape, layout, gpu.memory_gib)
+    (warning,) = check_host(config, plan, gpu)
+    assert warning.startswith("slurm.memory: ranks need about")
+    assert "a node's memory, which has 100; raise it" in warning
+    (warning,) = check_host(parts()[0], plan, gpu)
+    assert warning.startswith("planning.gpus_file: ")
+    assert list(check_host(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
+
+
+def test_a_hosts_limit_is_what_a_node_needs_and_no_more() -> None:
+    config, shape = parts()
+    layout = make_layout(config.parallel, config.world_size)
+    plan = predict_memory(config, shape, layout, GPUS["h100"].memory_gib)
+    needed = plan.host.node / 2**30
+    assert list(check_host(config, plan, replace(GPUS["h100"], host_gib=needed * 1.001))) == []
+    assert len(list(check_host(config, plan, replace(GPUS["h100"], host_gib=needed * 0.999)))) == 1
+
+
+def test_a_run_is_warned_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(foresight.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
+    config, shape = parts("slurm.memory=100G")
+    layout = make_layout(config.parallel, config.world_size)
+    assert [line for line in foresight.foresee(config, shape, layout) if line.startswith("slurm.memory: ranks need")]
+    assert not [line for line in foresight.foresee(config, shape, layout, prepared=False) if "ranks need" in line]

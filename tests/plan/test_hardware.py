@@ -54,6 +54,7 @@ gpus:
   ours: {like: h100, per_node: 4, linked: 4}
   cpu: {tflops: 0.1, memory_gib: 8, memory_gbps: 20, node_gbps: 5, network_gbps: 1, host_gbps: 5,
         host_memory_gbps: 10, per_node: 2}
+  a100: {network_gbps: 12}
 efficiency: {compute: 0.4, memory: 0.5}
 """
     site = read_site(config(planning={**site_file(tmp_path, text), "efficiency": {"memory": 0.6}}))
@@ -64,6 +65,7 @@ efficiency: {compute: 0.4, memory: 0.5}
     )
     assert (site.gpus["ours"].per_node, site.gpus["ours"].tflops) == (4, 989.5)
     assert site.gpus["cpu"].linked == 2
+    assert site.gpu("a100", "").network_gbps == site.gpus["a100-80"].network_gbps == 12, "another name of the same"
     assert (site.efficiency.compute, site.efficiency.memory) == (0.4, 0.6)  # the configuration's own word wins
     assert GPUS["h200"].network_gbps == 50
 

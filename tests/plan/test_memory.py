@@ -11,13 +11,15 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.models import ModelShape, read_model
+from rlhpc.models import ModelShape, read_model, shape_of
 from rlhpc.plan.activations import Setting, stage_kept
 from rlhpc.plan.engine import EngineLayout, engine_parameters
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.memory import (
     GIB,
+    LIBRARIES,
     MemoryPlan,
+    engine_bytes,
     engine_memory,
     engine_numel,
     kv_bytes_per_token,
@@ -27,7 +29,9 @@ from rlhpc.plan.memory import (
 )
 from rlhpc.plan.memory_models import rank_models
 from rlhpc.plan.memory_remedies import changed_config, find_remedies
-from rlhpc.plan.optimizer_memory import Parameter, lay_out, state_bytes
+from rlhpc.plan.optimizer_memory import Parameter, gpu_bucket, lay_out, state_bytes
+from rlhpc.plan.shards import model_tensors
+from tests.helpers.published import MIXTRAL_8X7B
 
 READY = Path(__file__).parents[2] / "configs" / "ready"
 SMALL, LARGE = "qwen2.5-7b-1node.yaml", "deepseek-v3-671b-96gpus.yaml"
@@ -71,6 +75,13 @@ def test_the_engine_takes_its_share_and_no_more() -> None:
     assert unknown.tokens == config.rollout.max_running * sequence_tokens(config)
 
 
+def test_an_engine_s_passes_hold_what_a_token_s_experts_make() -> None:
+    """By hand: 8192 tokens of two experts of 14336 each, over four ranks, and the logits of 256."""
+    config, *_ = parts(SMALL, "rollout.tp=4", "rollout.max_running=256")
+    engine = engine_bytes(config.rollout, shape_of(MIXTRAL_8X7B), "bfloat16", None)
+    assert engine.working == 2 * 8192 * (4 * 4096 + 3 * 2 * 14336 // 4) + 8 * 256 * 32000
+
+
 def test_buffers_by_hand() -> None:
     """Places are multiples of 64, ends of 128 and of the ranks; the last parameter comes first."""
     given = [Parameter("a", 100), Parameter("b", 30), Parameter("c", 65, shared=True)]
@@ -99,6 +110,75 @@ def test_what_is_let_go_is_away_while_the_engine_generates() -> None:
     assert away["forward and backward"]["gradients"] == state.gradients
     assert "reference: weights" in away["log-probs"]
     assert "reference: weights" not in away["forward and backward"]
+
+
+def test_a_reward_model_judges_while_the_actor_is_away() -> None:
+    own = f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}"
+    given = parts(SMALL, own, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}")
+    found = phases(rank_memory(*given, 0, 80.0))
+    assert {what for what in found["reward model"] if "weights" in what} == {"reward model: weights"}
+    assert {what for what in found["log-probs"] if "weights" in what} == {"weights", "reference: weights"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([], ["load", "push", "rollout"]),
+        (["data.validation=[]"], ["load"]),
+        (
+            ["data.validation=[]", "sft={data: [a.jsonl], steps: 3}"],
+            ["load", "forward and backward", "optimizer step", "save"],
+        ),
+    ],
+)
+def test_without_rl_steps_nothing_is_judged(changes: list[str], names: list[str]) -> None:
+    assert list(phases(rank_memory(*parts(SMALL, "train.steps=0", *changes), 0, 80.0))) == names
+
+
+def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
+    """On 24 ranks buckets have ends that are multiples of 3 too: several take more than one for all."""
+    config, shape, layout = parts(SMALL, "slurm.nodes=3")
+    state = rank_models(config, shape, layout, 0)[0].state
+    assert state == state_bytes(shape, layout, 0, "bfloat16", bucket=gpu_bucket(layout))
+    assert state.parameters > state_bytes(shape, layout, 0, "bfloat16").parameters
+
+
+def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
+    """Nothing that is offloaded stands in its way; what is not does."""
+    share = "rollout.gpu_memory_fraction=0.95"
+    config, shape, layout = parts(
+        SMALL, share, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}"
+    )
+    assert rank_memory(config, shape, layout, 0, 80.0).phases[0].total == int(0.95 * 80 * GIB) + LIBRARIES
+    config, shape, layout = parts(SMALL, share, "memory.offload={gradients: true, optimizer: true}")
+    (load, *_) = rank_memory(config, shape, layout, 0, 80.0).phases
+    state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
+    assert load.parts["weights"] == state.parameters
+    assert not {"gradients", "optimizer"} & load.parts.keys()
+
+
+def test_a_save_takes_nothing_of_the_gpu_and_of_the_host_what_the_rank_writes() -> None:
+    """By hand: 12 bytes for each parameter that the rank updates, 2 for those weights that it writes for its group."""
+    config, shape, layout = parts(SMALL, "parallel.tp=2", "algorithm.kl.coefficient=0")
+    plan = rank_memory(config, shape, layout, 0)
+    assert phases(plan)["save"] == phases(plan)["optimizer step"]
+    numel = sum(prod(spec.shape) for spec in model_tensors(shape))
+    assert plan.host.parts["checkpoint"] == pytest.approx((12 + 2) * numel / 8, rel=1e-2)
+    on_host = changed_config(config, {"train.optimizer.host_fraction": 1.0})
+    assert rank_memory(on_host, shape, layout, 0).host.parts["checkpoint"] == plan.host.parts["checkpoint"]
+    full = changed_config(config, {"model.dtype": "float32"})
+    assert rank_memory(full, shape, layout, 0).host.parts["checkpoint"] == pytest.approx(16 * numel / 8, rel=1e-2)
+
+
+def test_logits_of_a_pass_are_taken_apart_in_float32() -> None:
+    """By hand: 200 tokens of half the padded vocabulary of 152064, in bfloat16 and three times in float32."""
+    short = [
+        "data.max_prompt_tokens=100",
+        "rollout.max_response_tokens=100",
+        "train.log_prob_tokens_per_microbatch=200",
+    ]
+    config, shape, layout = parts(SMALL, "parallel.tp=2", *short)
+    assert rank_models(config, shape, layout, 0)[0].passing == 200 * 152064 // 2 * (2 + 3 * 4)
 
 
 def test_a_fraction_goes_gradients_first() -> None:
@@ -152,6 +232,7 @@ def test_what_does_not_fit_is_named_and_what_is_said_to_help_does() -> None:
     assert plan.first_too_large.name == "forward and backward"
     remedies = find_remedies(config, shape, layout, plan)
     assert len(remedies) == 3
+    assert {len(remedy.changes) for remedy in remedies} == {1}, "each helps alone"
     for remedy in remedies:
         changed = changed_config(config, dict(remedy.changes))
         again = predict_memory(changed, shape, make_layout(changed.parallel, changed.world_size), 80.0)
@@ -179,6 +260,20 @@ def test_the_picture_says_what_the_plan_says() -> None:
     assert text.count("fits with") == 3
 
 
+def test_a_host_that_is_too_small_is_told() -> None:
+    from rlhpc.cli.plan_memory import memory_json, render_memory
+
+    config, shape, layout = parts(SMALL)
+    plan = predict_memory(config, shape, layout, 80.0)
+    for gib, fits in ((plan.host.node / GIB - 1, False), (plan.host.node / GIB + 1, True)):
+        limit = ("slurm.memory", gib * GIB)
+        text = [str(line) for line in render_memory(plan, 80.0, host_limit=limit).renderables]
+        assert any(f"{plan.host.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
+        told = [line for line in text if line.startswith("DOES NOT FIT: a node's host needs 1.0 GiB more than slurm.m")]
+        assert len(told) == (0 if fits else 1)
+        assert memory_json(plan, limit)["host"]["limit"] == gib * GIB
+
+
 def test_the_plan_of_the_worst_rank_is_of_the_worst_rank() -> None:
     config, shape, layout = parts(LARGE)
     plan = predict_memory(config, shape, layout, 141.0)
@@ -195,3 +290,49 @@ def test_671b_on_1024_gpus_is_planned_in_no_time() -> None:
     plan = predict_memory(config, shape, layout, 141.0)
     assert time.perf_counter() - began < 0.5
     assert plan.peak > 0
+
+
+@pytest.mark.parametrize("gib", [28.0, 36.0])
+def test_several_changes_that_help_together_are_all_needed(gib: float) -> None:
+    """An actor that no single change but another cut makes room for beside its engine."""
+    config, shape, layout = parts(SMALL)
+    remedies = find_remedies(config, shape, layout, predict_memory(config, shape, layout, gib))
+    together = [remedy for remedy in remedies if len(remedy.changes) > 1]
+    assert together
+    for remedy in together:
+        assert remedy.fits
+        for left_out in remedy.changes:
+            less = changed_config(config, dict(change for change in remedy.changes if change != left_out))
+            cut = make_layout(less.parallel, less.world_size)
+            assert predict_memory(less, shape, cut, gib).first_too_large is not None, left_out
+
+
+def test_remedies_that_help_together_differ_in_the_dearest_and_what_helps_a_little_comes_last() -> None:
+    config, shape, layout = parts(SMALL)
+    plan = predict_memory(config, shape, layout, 24.0)
+    remedies = find_remedies(config, shape, layout, plan)
+    assert [remedy.fits for remedy in remedies] == [True, True, False]
+    first, second, partly = remedies
+    assert first.changes[-1][0] not in dict(second.changes)
+    names = [phase.name for phase in plan.phases]
+    before, after = (each.first_too_large for each in (plan, partly.plan))
+    assert before is not None
+    assert after is not None
+    assert (len(partly.changes), names.index(after.name) > names.index(before.name)) == (1, True)
+
+
+def test_a_last_micro_batch_that_is_not_full_is_under_way_too() -> None:
+    """Three samples of the longest on a rank, of which a micro batch takes two: two micro batches, not one."""
+    longest = "data.max_prompt_tokens=512"
+    config, shape, _ = parts(
+        SMALL,
+        longest,
+        "rollout.max_response_tokens=1536",
+        "parallel={pp: 2, tp: 4}",
+        "train.prompts_per_step=3",
+        "rollout.samples_per_prompt=1",
+        "train.minibatches=1",
+        "train.tokens_per_microbatch=4096",
+    )
+    (actor, *_) = rank_models(config, shape, make_layout(config.parallel, 8), 0)
+    assert actor.tokens.microbatches == 2

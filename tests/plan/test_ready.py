@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.check import check_config, check_nodes, outline
 from rlhpc.plan.hardware import named_gpu, read_site
@@ -41,10 +40,6 @@ def test_a_ready_configuration_is_checked_and_planned(file: Path) -> None:
     config = load_config(file)
     shape = read_model(ROOT / config.model.path)
     assert outline(config)
-    if config.rollout.tp > config.resources.ranks_per_node:
-        with pytest.raises(UserError, match="not executed in this version"):
-            check_nodes(config, config.slurm.most_nodes, shape)
-        config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": 8})})
     layout = check_nodes(config, config.slurm.most_nodes, shape)
     check_memory(config.memory, shape, layout)
     # All else that a run is refused for, but for its model's weights, which are not here.
@@ -71,6 +66,33 @@ def test_models_have_as_many_parameters_as_published(name: str) -> None:
             size *= dim
         count += size
     assert count / 1e9 == pytest.approx(SIZES[name], rel=0.005)
+
+
+# From copies of the published config.json files in public repositories: layers, hidden size, heads, key-value
+# heads, feed-forward size, vocabulary, positions, rope_theta, rms_norm_eps, tied embeddings.
+FIELDS = {
+    "DeepSeek-V3": (61, 7168, 128, 128, 18432, 129280, 163840, 1e4, 1e-6, False),
+    "Qwen3-235B-A22B": (94, 4096, 64, 4, 12288, 151936, 40960, 1e6, 1e-6, False),
+    "Qwen2.5-72B": (80, 8192, 64, 8, 29568, 152064, 131072, 1e6, 1e-5, False),
+    "Qwen2.5-32B": (64, 5120, 40, 8, 27648, 152064, 131072, 1e6, 1e-5, False),
+    "Qwen2.5-7B": (28, 3584, 28, 4, 18944, 152064, 131072, 1e6, 1e-6, False),
+    "Qwen2-7B-Instruct": (28, 3584, 28, 4, 18944, 152064, 32768, 1e6, 1e-6, False),
+    "Qwen2.5-3B-Instruct": (36, 2048, 16, 2, 11008, 151936, 32768, 1e6, 1e-6, True),
+    "Qwen2.5-1.5B-Instruct": (28, 1536, 12, 2, 8960, 151936, 32768, 1e6, 1e-6, True),
+    "Qwen2.5-0.5B-Instruct": (24, 896, 14, 2, 4864, 151936, 32768, 1e6, 1e-6, True),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_models_are_as_published(name: str) -> None:
+    shape = read_model(ROOT / "configs" / "ready" / "models" / name)
+    sizes = (shape.num_layers, shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.ffn_size)
+    rest = (shape.vocab_size, shape.max_positions, shape.rope.theta, shape.norm_epsilon, shape.tied_embeddings)
+    assert (*sizes, *rest) == FIELDS[name]
+    assert (shape.rope.kind == "yarn") == (name == "DeepSeek-V3")
+    if name == "Qwen3-235B-A22B":
+        assert shape.experts is not None
+        assert (shape.experts.num_experts, shape.experts.top_k, shape.experts.ffn_size) == (128, 8, 1536)
 
 
 def test_each_model_has_a_configuration() -> None:
@@ -102,3 +124,4 @@ def test_steps_are_within_a_third_of_what_was_published() -> None:
 def test_the_pages_tables_are_written_by_the_tool() -> None:
     assert between(published_table.PAGE, "published-table") == published_table.published_table()
     assert between(published_table.PAGE, "ready-table") == published_table.ready_table()
+    assert between(published_table.README, "published-summary") == published_table.summary()

@@ -10,10 +10,11 @@ from random import Random
 import pytest
 
 from rlhpc.models import ModelShape, shape_of
+from rlhpc.plan.checksums import plan_checksums, slots_of
 from rlhpc.plan.engine import EngineLayout
 from rlhpc.plan.holders import joined
 from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.push import push_sides
+from rlhpc.plan.push import Alias, aliases, push_sides
 from rlhpc.plan.reshard import ReshardPlan, Side, lower_bound, plan_reshard
 from rlhpc.plan.shards import Box, Shard, TensorSpec
 from tests.helpers.movement import SHAPES, Numbered, random_cuts, random_layout
@@ -205,6 +206,55 @@ def test_a_model_of_671_billion_weights_on_96_ranks_is_planned_in_seconds() -> N
     busiest = max(traffic.sent for traffic in plan.traffic.values())
     assert busiest < 1.1 * max(least.values())
     assert plan.num_buckets * plan.bucket_bytes < 1.2 * busiest
+
+
+def test_checksums_take_each_element_of_a_target_box_once() -> None:
+    """A slot's parts make up its box; a stack of experts has a slot for each, and ranks alike share the work."""
+    for seed in range(6):
+        source, target = random_sides(SHAPES["mixtral" if seed % 2 else "qwen2"], Random(f"sums {seed}"))
+        plans = {rank: plan_checksums(source, target, rank) for rank in {*source, *target}}
+        left: dict[int, int] = {}
+        boxes: dict[int, tuple[TensorSpec, Box]] = {}
+        for rank, plan in plans.items():
+            assert [added.shard for added in plan.actual] == list(target.get(rank, ()))
+            for slot, shard in ((added.slot, added.shard) for added in plan.actual):
+                count = slots_of(shard.tensor, shard.box)
+                assert boxes.setdefault(slot, (shard.tensor, shard.box)) == (shard.tensor, shard.box)
+                left |= {slot + i: shard.box.volume // count for i in range(count)}
+        assert {plan.num_slots for plan in plans.values()} == {len(left)}
+        for rank, plan in plans.items():
+            for slot, part in ((added.slot, added.shard) for added in plan.expected):
+                assert any(held.tensor == part.tensor and held.box.meet(part.box) == part.box for held in source[rank])
+                count = slots_of(part.tensor, part.box)
+                for i in range(count):
+                    left[slot + i] -= part.box.volume // count
+        assert not any(left.values())
+
+
+def test_holders_of_the_same_box_share_its_sums() -> None:
+    target = {2: [_rows(row, row + 1, 0) for row in range(8)]}
+    source = {0: [_rows(0, 8, 0)], 1: [_rows(0, 8, 0)]}
+    assert [len(plan_checksums(source, target, rank).expected) for rank in range(3)] == [4, 4, 0]
+
+
+@pytest.mark.parametrize(
+    ("held", "shape", "found"),
+    [
+        ([_rows(0, 3, 4), _rows(3, 8, 7)], (8, 2), Alias("w", _rows(0, 8, 4))),
+        ([_rows(0, 3, 4), _rows(3, 8, 8)], (8, 2), None),
+        ([_rows(0, 3, 4), _rows(3, 8, 7, chunk=1)], (8, 2), None),
+        ([_rows(0, 3, 4)], (8, 2), None),
+        ([_rows(0, 8, 4)], (8, 2, 1), None),
+    ],
+    ids=["whole", "two places", "two chunks", "a part", "other dimensions"],
+)
+def test_a_parameter_is_another_s_block_where_one_place_fills_it(
+    held: list[Shard], shape: tuple[int, ...], found: Alias | None
+) -> None:
+    wanted = [replace(shard, local_start=(*shard.box.start, 0)[: len(shape)], chunk=0) for shard in held]
+    copies = _plan({0: held}, {0: wanted}).local(0)
+    assert len(copies) == (1 if found else len(held))
+    assert aliases(copies, {"w": shape}) == ([found] if found else [])
 
 
 def test_boxes_are_one_only_where_their_sides_are_the_same() -> None:

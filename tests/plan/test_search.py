@@ -15,10 +15,12 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.check import check_layout, check_nodes
 from rlhpc.plan.hardware import GPUS
+from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.memory import predict_memory
-from rlhpc.plan.search import Found, search
+from rlhpc.plan.search import Candidate, Found, _groups, search
 from rlhpc.plan.step_time import predict_step
 from rlhpc.plan.sweep import parse_range, plot, sweep
+from rlhpc.plan.training import check_memory
 
 ROOT = Path(__file__).parents[2]
 MIXED, NODE = "deepseek-v3-671b-96gpus", "qwen2-7b-8gpus"
@@ -66,7 +68,7 @@ def test_best_layouts_suit_and_are_as_fast_as_foretold(one_node: Found, tmp_path
         again = predict_step(pasted, shape, layout, GPUS["h100"], config.planning.efficiency)
         assert again.seconds == pytest.approx(best.step.seconds)
         memory = predict_memory(pasted, shape, layout, GPUS["h100"].memory_gib)
-        assert memory.peak == best.memory.peak <= GPUS["h100"].memory_bytes
+        assert memory.peak == best.memory.peak <= 0.95 * GPUS["h100"].memory_bytes
 
 
 @pytest.mark.slow
@@ -76,8 +78,7 @@ def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
     published = predict_step(config, shape, check_layout(config, 12, shape), GPUS["h20"], config.planning.efficiency)
     assert found.layouts > 100
     assert found.best[0].step.seconds <= published.seconds
-    within = [phase for phase in found.best[0].memory.phases if phase.name not in ("load", "save")]
-    assert all(phase.total <= GPUS["h20"].memory_bytes for phase in within)
+    assert found.best[0].memory.peak <= 0.95 * GPUS["h20"].memory_bytes, "it can be loaded and saved, too"
 
 
 def test_less_memory_means_no_faster(one_node: Found) -> None:
@@ -86,6 +87,117 @@ def test_less_memory_means_no_faster(one_node: Found) -> None:
     tight = search(config, shape, 8, small, config.planning.efficiency)
     assert tight.best[0].step.seconds >= one_node.best[0].step.seconds
     assert tight.best[0].memory.peak <= small.memory_bytes
+
+
+LONG = (
+    "slurm.nodes=4",
+    "resources.ranks_per_node=4",
+    "parallel.pp=4",
+    "train.prompts_per_step=64",
+    "data.max_prompt_tokens=1024",
+    "rollout.max_response_tokens=15360",
+    "planning.response_tokens=2000",
+)
+
+
+def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
+    config, shape = loaded("qwen2.5-72b-96gpus", *LONG, *changes)
+    gpu = replace(GPUS["h100"], memory_gib=gib)
+    (best,) = search(config, shape, 16, gpu, config.planning.efficiency, count=1).best
+    assert best.fragment["memory"]["recompute"] == "full"
+    assert best.memory.peak <= 0.95 * gpu.memory_bytes
+    check_memory(best.config.memory, shape, best.layout)
+    return best, shape
+
+
+def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
+    """Groups of two keep half the inputs of ten layers of eight micro batches, and need one layer's tensors more."""
+    best, shape = long_sequences(54.0)
+    assert best.fragment["memory"]["recompute_layers"] == 2
+    memory = best.config.memory.model_copy(update={"recompute_layers": 1})
+    single = predict_memory(best.config.model_copy(update={"memory": memory}), shape, best.layout, 54.0)
+    assert single.peak > 0.95 * 54 * 2**30
+    assert "recompute_layers" not in long_sequences(58.0)[0].fragment["memory"]
+
+
+def test_groups_that_were_asked_for_give_way_where_they_do_not_divide() -> None:
+    best, _ = long_sequences(58.0, "memory.recompute_layers=9")
+    assert best.fragment["memory"]["recompute_layers"] == 1, "written out, over what was asked for"
+
+
+def test_groups_divide_every_stage_of_actor_and_critic() -> None:
+    config, shape = loaded("qwen2.5-72b-96gpus", *LONG, "memory.recompute_layers=10")
+    stages = [ParallelLayout(16, pp=pp, tp=2, vpp=vpp) for pp, vpp in ((1, None), (2, None), (4, None), (8, 5), (2, 8))]
+    assert [_groups(config, shape, layout) for layout in stages] == [
+        [1, 2, 4, 10],
+        [1, 2, 4, 10],
+        [1, 2, 4, 10],
+        [1, 2],
+        [1],
+    ]
+    small = f"critic.model={ROOT / 'configs' / 'ready' / 'models' / 'Qwen2.5-3B-Instruct'}"
+    critic, _ = loaded(
+        "qwen2.5-72b-96gpus",
+        *LONG,
+        "memory.recompute_layers=10",
+        "algorithm.name=ppo",
+        small,
+        "critic.parallel={pp: 4}",
+    )
+    assert _groups(critic, shape, stages[0]) == [1], "nine of the critic's 36 layers on each of four stages"
+
+
+@pytest.mark.parametrize("told_by", ["slurm.memory", "planning.gpus_file"])
+def test_a_host_that_is_too_small_leaves_layouts_out(told_by: str) -> None:
+    """On one rank there is one layout. What needs least of the GPU needs most of the host, and is not what counts."""
+    config, shape = loaded("qwen2.5-0.5b-1gpu")
+    gpu = GPUS["a100-40"]
+
+    def hosts(mib: float | None) -> list[float]:
+        asked = config
+        if mib is not None and told_by == "slurm.memory":
+            asked = config.model_copy(update={"slurm": config.slurm.model_copy(update={"memory": int(mib)})})
+        of_node = mib / 1024 if mib is not None and told_by != "slurm.memory" else None
+        found = search(asked, shape, 1, replace(gpu, host_gib=of_node), config.planning.efficiency)
+        return [best.memory.host.node / 2**20 for best in found.best]
+
+    (free,) = hosts(None)
+    assert hosts(free + 1) == [free]
+    assert all(less < free for less in hosts(free - 1))
+    assert hosts(1024) == []
+
+
+def test_memory_is_used_up_to_a_twentieth_of_the_gpu() -> None:
+    """On one rank there is one layout: as it was found it comes again with a little more than a twentieth left."""
+    config, shape = loaded("qwen2.5-0.5b-1gpu")
+    gpu, efficiency = replace(GPUS["a100-40"], memory_gib=200.0), config.planning.efficiency
+    config = config.model_copy(
+        update={"rollout": config.rollout.model_copy(update={"gpu_memory_fraction": 0.01, "kv_cache_gib": 4.0})}
+    )
+    (ample,) = search(config, shape, 1, gpu, efficiency).best
+    peak = ample.memory.peak / 2**30
+    (same,) = search(config, shape, 1, replace(gpu, memory_gib=peak / 0.949), efficiency).best
+    assert same.fragment == ample.fragment
+    (leaner,) = search(config, shape, 1, replace(gpu, memory_gib=peak / 0.951), efficiency).best
+    assert leaner.memory.peak < ample.memory.peak
+
+
+def test_nothing_that_suits_or_fits_is_told(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from rlhpc.cli.main import cli
+
+    def told(*arguments: str) -> str:
+        done = CliRunner().invoke(cli, ["plan", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments, "--search"])
+        assert isinstance(done.exception, UserError), done.output
+        return str(done.exception)
+
+    few = ("train.prompts_per_step=1", "rollout.samples_per_prompt=8", "train.minibatches=1")
+    assert told("resources.ranks_per_node=11", "rollout.tp=1", *few).startswith(
+        "--search: no layout of 11 ranks suits model, batches and h100; take another number of nodes"
+    )
+    line = told("slurm.memory=1G")
+    assert " layouts fits into 79.6 GiB and a host of 1 GiB (slurm.memory); use more" in line
 
 
 def test_engines_too_large_for_every_size_are_told() -> None:
@@ -102,7 +214,8 @@ def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
     seconds = [point.step.seconds for point in points]
     assert seconds == sorted(seconds, reverse=True)
     assert points[-1].step.tokens_per_second < 10 * points[0].step.tokens_per_second
-    assert points[0].memory.peak > points[-1].memory.peak
+    assert points[0].memory.host.node > points[-1].memory.host.node, "the optimizer, which is there, is cut further"
+    assert points[0].memory.peak == pytest.approx(points[-1].memory.peak, rel=1e-3)
     plot(points, tmp_path / "sweep.png", "title")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 

@@ -13,15 +13,16 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.check import check_layout
-from rlhpc.plan.flops import training_flops
+from rlhpc.plan.flops import forward_terms, training_flops
 from rlhpc.plan.hardware import GPUS, Gpu
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.machine import Machine
+from rlhpc.plan.memory import engine_memory
 from rlhpc.plan.push_report import report_push
 from rlhpc.plan.rollout_time import Engines, cache_tokens, push_time, rollout_time
 from rlhpc.plan.shards import megatron_shards
 from rlhpc.plan.step_time import StepTime, predict_step
-from rlhpc.plan.train_time import held
+from rlhpc.plan.train_time import Training, _attention_messages, _feed_forward_messages, held
 from rlhpc.plan.workload import response_lengths, workload_of
 
 ROOT = Path(__file__).parents[2]
@@ -162,3 +163,97 @@ def test_shares_and_sums() -> None:
     assert math.isclose(sum(found.share(phase.name) for phase in found.phases), 1)
     assert found.limit in found.phase("rollout").parts
     assert found.tokens_per_second * found.seconds == pytest.approx(found.work.tokens)
+
+
+def test_models_beside_the_actor_take_their_own_time() -> None:
+    """A critic of another size is reckoned by its own shape, and a value head is no vocabulary."""
+    model = f"critic.model={READY / 'models' / 'Qwen2.5-3B-Instruct'}"
+    own, larger = (step(SMALL, "algorithm.name=ppo", *more).phase("values").flops for more in ([], [model]))
+    assert larger > 5 * own
+    _, shape, _ = loaded(SMALL)
+    of_token = 2 * shape.hidden_size * (shape.vocab_size - 1)
+    policy, value = forward_terms(shape)[0], forward_terms(shape.with_value_head)[0]
+    assert policy - value == of_token
+    ends = [held(each, ParallelLayout(1))[0].count for each in (shape, shape.with_value_head)]
+    assert ends[0] == ends[1], "one embedding in both: tied, and no head"
+    before = step(SMALL, "memory.offload.reference=true")
+    judged = step(SMALL, f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}")
+    assert judged.phase("reward model").flops == pytest.approx(larger)
+    assert judged.phase("offload").seconds > before.phase("offload").seconds
+    critics = [step(SMALL, f"algorithm.name={name}").phase("offload").seconds for name in ("grpo", "ppo")]
+    assert critics[1] > 1.5 * critics[0]
+
+
+def test_shared_experts_exchange_what_a_dense_layer_does() -> None:
+    config, shape, layout = loaded(MIXED)
+    assert shape.experts is not None
+    machine = Machine(GPUS["h20"], config.planning.efficiency, 8)
+    training = Training(shape, layout, config.parallel, machine)
+    without = replace(training, shape=replace(shape, experts=replace(shape.experts, shared_ffn_size=0)))
+    more, less, dense = (
+        _feed_forward_messages(case, 8192, experts).get("node", 0.0)
+        for case, experts in ((training, True), (without, True), (training, False))
+    )
+    assert more == pytest.approx(less + dense)
+
+
+@pytest.mark.parametrize(
+    ("way", "ranks", "stride", "node", "network", "hops"),
+    [
+        ("ring", 1, 1, 0, 0, 0),
+        ("ring", 8, 1, 1, 0, 3),
+        ("ring", 4, 2, 1, 0, 2),
+        ("ring", 16, 1, 0, 1 / 6, 3 + 2),  # eight adapters carry it, faster than the links between GPUs
+        ("ring", 4, 4, 0, 1 / 2, 1 + 2),
+        ("ring", 4, 8, 0, 1, 1 + 2 * 2),
+        ("exchange", 1, 1, 0, 0, 0),
+        ("exchange", 8, 1, 1, 0, 3),
+        ("exchange", 16, 1, 7 / 15, 8 / 15, 3 + 2),
+        ("exchange", 4, 4, 1 / 3, 2 / 3, 1 + 2),
+        ("exchange", 2, 8, 0, 1, 1 + 2),
+    ],
+)
+def test_ways_of_exchange_by_hand(way: str, ranks: int, stride: int, node: float, network: float, hops: int) -> None:
+    """Nodes of eight; 60 GB, at 300 GB/s between GPUs of a node and 50 out of each; two messages of 10 us a hop."""
+    gpu = replace(GPUS["h100"], node_gbps=300, network_gbps=50)
+    reached = loaded(SMALL)[0].planning.efficiency.model_copy(update={"node": 1.0, "network": 1.0, "message_us": 10})
+    found = getattr(Machine(gpu, reached, 8), way)(60e9, ranks, stride, messages=2)
+    assert found.get("node", 0.0) == pytest.approx(60 / 300 * node)
+    assert found.get("network", 0.0) == pytest.approx(60 / 50 * network)
+    assert found.get("messages", 0.0) == pytest.approx(2 * 10e-6 * hops)
+
+
+def test_messages_of_a_layer_by_hand() -> None:
+    """1024 tokens of 16 heads of 64, 4 with keys, in bfloat16; over one node's links at 1 GB/s."""
+    config, shape, _ = loaded(SMALL)
+    shape = replace(shape, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64)
+    reached = config.planning.efficiency.model_copy(update={"node": 1.0, "message_us": 0})
+    machine = Machine(replace(GPUS["h100"], node_gbps=1), reached, 8)
+
+    def kilobytes(
+        experts: bool | None = None, method: str = "all_gather", given: ModelShape = shape, **cut: int
+    ) -> float:
+        parallel = config.parallel.model_copy(update={"cp_method": method})
+        training = Training(given, ParallelLayout(8, **cut), parallel, machine)
+        parts = (
+            _attention_messages(training, 1024) if experts is None else _feed_forward_messages(training, 1024, experts)
+        )
+        assert set(parts) <= {"node", "network", "messages"}
+        return parts.get("node", 0.0) * 1e9 / 1024
+
+    whole = 2 * 1024  # kilobytes of all tokens' activations
+    assert kilobytes() == 0
+    assert kilobytes(tp=4) == kilobytes(False, tp=4) == pytest.approx(2 * 3 / 4 * whole)
+    assert kilobytes(tp=2, cp=4) - whole / 4 == pytest.approx(2 * 3 / 4 * whole * (4 / 16) / 2), "keys and values"
+    assert kilobytes(cp=4, method="ulysses") == pytest.approx(4 * 3 / 4 * whole / 4), "and queries and output"
+    _, mixed, _ = loaded(MIXED)
+    assert mixed.experts is not None
+    eight = replace(mixed, hidden_size=1024, experts=replace(mixed.experts, top_k=8, shared_ffn_size=0))
+    assert kilobytes(True, given=eight, ep=8) == pytest.approx(2 * 7 / 8 * 8 * whole), "there and back"
+    assert kilobytes(True, given=eight, tp=2, ep=4, etp=2) == pytest.approx((2 * 3 / 4 + 2) * 8 * whole / 2)
+
+
+def test_time_and_memory_tell_of_one_cache() -> None:
+    config, shape, _ = loaded(MIXED)
+    engines = Engines(shape, config.rollout, Machine(GPUS["h20"], config.planning.efficiency, 8), 96)
+    assert cache_tokens(engines) == engine_memory(config, shape, GPUS["h20"].memory_bytes).tokens

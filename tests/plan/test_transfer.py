@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from rlhpc.parallel.transfer import gather_items, one_to_all
+from rlhpc.parallel import transfer
+from rlhpc.parallel.transfer import gather_items, gather_objects, give_objects, one_to_all
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.transfer import EACH_RANK, ONE_TO_ALL, PIPELINE_AS_DATA, SPLIT_BY_DATA, Transfer
 from tests.helpers.distributed import run_ranks
@@ -47,13 +48,35 @@ def test_which_ranks_share() -> None:
 
 @pytest.mark.slow
 def test_real_ranks_get_back_what_was_shared_out() -> None:
-    for found in run_ranks(_share_and_gather, 4):
-        assert found == ([list(range(11))] * 4, "rank 2")
+    """And what one rank has for all takes its own room, not as much for each rank."""
+    for rank, (back, told, gathered, room, given) in enumerate(run_ranks(_share_and_gather, 4)):
+        assert back == [list(range(11))] * 4
+        assert told == "rank 2"
+        assert gathered == [None, 150, "rank 2", None]
+        assert room < 2.5 * _LARGE
+        assert given == {source: (3_000_000, 10 * source + rank) for source in range(4) if source + rank in (2, 3)}
 
 
-def _share_and_gather() -> tuple[list[list[int]], str]:
+_LARGE = 48 << 20
+
+
+def _share_and_gather() -> tuple[list[list[int]], str, list[object], int, dict[int, tuple[int, int]]]:
+    import resource
+
+    import numpy as np
     import torch.distributed as dist
 
     layout, rank = ParallelLayout(world_size=4, tp=2, pp=2), dist.get_rank()
     back = [gather_items(t, layout, t.share(layout, rank, list(range(11)))) for t in ALL]
-    return back, one_to_all(f"rank {rank}", speaker=2)
+    told = one_to_all(f"rank {rank}", speaker=2)
+    transfer._MESSAGE = 10_000_000  # the large one in several messages, the last one shorter
+    mine = {1: np.full(_LARGE // 4, 150, dtype=np.int32), 2: f"rank {rank}"}.get(rank)
+    gather_objects("all ranks are here")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = gather_objects(mine)
+    room = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert found[1].size == _LARGE // 4
+    found[1] = int(found[1].mean())
+    mine = {to: np.full(3_000_000, 10 * rank + to, dtype=np.int32) for to in range(4) if rank + to in (2, 3)}
+    given = {source: (len(values), int(values.mean())) for source, values in give_objects(mine).items()}
+    return back, told, found, room, given
