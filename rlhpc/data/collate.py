@@ -36,14 +36,14 @@ def pack_batch(
     weights: Sequence[float] | None = None,
     chosen: Sequence[np.ndarray | None] | None = None,
     per_token: Mapping[str, Sequence[np.ndarray]] | None = None,
-    routes: Sequence[np.ndarray] | None = None,
+    routes: Sequence[np.ndarray | None] | None = None,
 ) -> PackedBatch:
     """Lay (tokens [L], prompt length) sequences end to end.
 
     ``weights`` is each sequence's loss weight of a response token (default 1), which those that are not ``chosen``
     (bool [response], None: all are) do not have; ``per_token`` holds for each sequence
     values over its response tokens, scattered to where those are predicted, 0 elsewhere; ``routes`` the experts of all
-    its tokens but the last.
+    its tokens but the last (None: not known).
     """
     assert len(sequences) == len(sample_ids) > 0
     lengths = np.array([len(tokens) for tokens, _ in sequences])
@@ -76,22 +76,27 @@ def pack_batch(
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         loss_weight=torch.from_numpy(loss_weight),
         sample_ids=tuple(sample_ids),
-        routes=None if routes is None else torch.from_numpy(_packed_routes(routes, spans.starts, total)),
+        routes=None if routes is None else _packed_routes(routes, spans.starts, total),
         extra=extra,
     )
 
 
-def _packed_routes(routes: Sequence[np.ndarray], starts: np.ndarray, total: int) -> np.ndarray:
-    """int16 [total, layers, top_k], 0 where no route is known."""
-    packed = np.zeros((total, *routes[0].shape[1:]), dtype=np.int16)
-    for start, one in zip(starts, routes, strict=True):
+def _packed_routes(routes: Sequence[np.ndarray | None], starts: np.ndarray, total: int) -> Tensor | None:
+    """int16 [total, layers, top_k], 0 where no route is known; None where none is at all."""
+    known = [(start, one) for start, one in zip(starts, routes, strict=True) if one is not None]
+    if not known:
+        return None
+    packed = np.zeros((total, *known[0][1].shape[1:]), dtype=np.int16)
+    for start, one in known:
         np.add(one, 1, out=packed[start : start + len(one)], casting="unsafe", dtype=np.int16)
-    return packed
+    return torch.from_numpy(packed)
 
 
 def unpack(batch: PackedBatch, values: Tensor, prompt_lengths: Sequence[int]) -> list[np.ndarray]:
     """Per-token ``values`` [T] of a packed batch as one float32 array [response] for each of its samples, in order."""
     assert len(prompt_lengths) == len(batch.sample_ids)
+    if not batch.sample_ids:
+        return []
     lengths = np.diff(batch.cu_seqlens.cpu().numpy())[: len(batch.sample_ids)]
     spans = _Spans.of(lengths, np.asarray(prompt_lengths))
     picked = values.detach().float().cpu().numpy()[spans.places]

@@ -103,6 +103,8 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             place = f"{path}:{number}"
             try:
                 row = json.loads(line)
+                if b"\\ud" in line.lower():  # half of a pair of surrogates is no text that can be written
+                    json.dumps(row, ensure_ascii=False).encode()
             except ValueError as error:  # bytes that are no UTF-8 too
                 raise UserError(f"broken JSON ({error})", where=place, remedy="correct or remove the line") from None
             if not isinstance(row, dict):

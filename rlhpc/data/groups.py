@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rlhpc.api import Sample
+from rlhpc.api import Prompt, Sample
 
 _ARRAYS = ("tokens", "log_probs", "chosen", "routes")
 _INDEX = "index"
@@ -51,6 +51,11 @@ class Group:
         """Of the weights that drew its oldest token."""
         return min(sample.weights_version for sample in self.samples)
 
+    def answers(self, prompt: Prompt) -> bool:
+        """The responses are to this prompt."""
+        first = self.samples[0]
+        return prompt.prompt_id == first.prompt_id and prompt.tokens == tuple(first.tokens[: first.prompt_len].tolist())
+
     def with_sample(self, index: int, sample: Sample, scored: bool, dropped: bool = False) -> Group:
         """The same with another sample in a place."""
         return replace(
@@ -88,11 +93,40 @@ def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
         np.savez(stream, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
 
 
-def load_groups(file: Path) -> dict[str, list[Group]]:
-    """What ``save_groups`` wrote, equal in every bit."""
+def load_groups(file: Path, routes: bool = True) -> dict[str, list[Group]]:
+    """What ``save_groups`` wrote, equal in every bit; without ``routes`` all else."""
+    names = _ARRAYS if routes else tuple(name for name in _ARRAYS if name != "routes")
     with np.load(file, allow_pickle=False) as arrays:
         index = json.loads(arrays[_INDEX].tobytes())
-        return {shelf: [_group(record, arrays) for record in records] for shelf, records in index.items()}
+        return {shelf: [_group(record, arrays, names) for record in records] for shelf, records in index.items()}
+
+
+def save_routes(file: Path, groups: Iterable[Group]) -> None:
+    """Write the routes that are known here into one .npz file; none where there are none."""
+    found = {
+        f"{group.number}.{place}": sample.routes
+        for group in groups
+        for place, sample in enumerate(group.samples)
+        if sample.routes is not None
+    }
+    if found:
+        with open(file, "wb") as stream:
+            np.savez(stream, **found)  # type: ignore[arg-type]  # its stubs take the names for options
+
+
+def with_routes_of(file: Path, groups: Sequence[Group]) -> list[Group]:
+    """The groups with the routes that ``save_routes`` wrote."""
+    with np.load(file, allow_pickle=False) as arrays:
+        return [
+            replace(
+                group,
+                samples=tuple(
+                    replace(sample, routes=arrays.get(f"{group.number}.{place}", sample.routes))
+                    for place, sample in enumerate(group.samples)
+                ),
+            )
+            for group in groups
+        ]
 
 
 def _pack(sample: Sample, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -106,11 +140,11 @@ def _pack(sample: Sample, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
     return record
 
 
-def _group(record: dict[str, Any], arrays: Any) -> Group:
+def _group(record: dict[str, Any], arrays: Any, names: Sequence[str]) -> Group:
     samples = []
     for packed in record["samples"]:
         key = packed.pop("key")
-        found = {name: arrays.get(f"{key}.{name}") for name in _ARRAYS}
+        found = {name: arrays.get(f"{key}.{name}") for name in names}
         samples.append(Sample(**packed, **found))
     states = {name: tuple(record[name]) for name in ("scored", "dropped")}
     return Group(**{**record, **states, "samples": tuple(samples)})

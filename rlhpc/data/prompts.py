@@ -7,13 +7,15 @@ A row's columns: ``data_source`` (a name that rewards may choose by), ``prompt``
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import hashlib
 import itertools
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import numpy as np
 
@@ -23,11 +25,14 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
 from rlhpc.data.files import Order, Row, check_asks, check_messages, need, read_rows
-from rlhpc.data.tokenizer import Text, Tokenizer, Tools, with_tools
+from rlhpc.data.tokenizer import Chat, Text, Tokenizer, Tools, with_tools
 from rlhpc.plan.mixing import Mixture
 
 _log = logging.getLogger(__name__)
-_CHUNK = 4096  # prompts tokenized at a time
+_CHUNK = 4096  # texts tokenized at a time
+_SAME = "give all nodes the same files, and let data.filter ask for nothing but the row"
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,10 @@ class Prompts(Sequence[Prompt]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def id_of(self, index: int) -> int:
+        """The row of a prompt; they rise."""
+        return self._rows[index].prompt_id
 
     @overload
     def __getitem__(self, index: int) -> Prompt: ...
@@ -91,19 +100,22 @@ class PromptSet:
         filtered: bool = False,
         tools: Tools | None = None,
         readers: Readers | None = None,
+        texts: bool = False,
     ) -> PromptSet:
         """Read and tokenize files; ``where`` is the config key that names them.
 
-        ``filtered``: leave out what data.filter says; ``tools`` are shown in prompts that name none of their own.
+        ``filtered``: leave out what data.filter says; ``tools`` are shown in prompts that name none of their own;
+        ``texts``: prompts keep what they were tokenized from.
         """
         keep = import_attribute(section.filter, "data.filter") if filtered and section.filter else None
-        reader = _Reader(section, keep)
+        reader = _Reader(section, keep, texts)
         with _uncollected():
             for index, file in enumerate(files):
                 reader.read(read_rows(file.path, f"{where}.{index}"))
         if not reader.total:
             raise UserError("holds no prompts", where=where, remedy="name files with at least one row")
-        tokens = _tokenize(reader.texts, tokenizer, tools, readers or Readers())
+        encode = functools.partial(tokenizer.encode_prompts, tools=tools)
+        tokens = tokenize(reader.texts, encode, readers or Readers(), where, "prompts", _SAME)
         loaded = reader.finish(tokens, where)
         mixture = Mixture([file.weight or 1.0 for file in files]) if any(file.weight for file in files) else None
         for file, found in zip(files, loaded.files, strict=True):
@@ -129,6 +141,10 @@ class PromptSet:
             left[name] -= len(part)
             chosen += [(name, self.prompts[i]) for i in part]
         return chosen
+
+    def numbered(self, prompt_id: int) -> Prompt:
+        """The prompt of that row."""
+        return self.prompts[bisect_left(range(len(self)), prompt_id, key=self.prompts.id_of)]
 
     @property
     def digest(self) -> str:
@@ -163,8 +179,8 @@ class _Loaded:
 class _Reader:
     """Rows of files on their way to prompts."""
 
-    def __init__(self, section: DataSection, keep: Callable[[Row], Any] | None) -> None:
-        self._section, self._keep = section, keep
+    def __init__(self, section: DataSection, keep: Callable[[Row], Any] | None, keeps_texts: bool) -> None:
+        self._section, self._keep, self._keeps_texts = section, keep, keeps_texts
         self.total = 0
         self.texts: list[Text] = []
         self._rows: list[tuple[int, str, Prompt]] = []  # file, place, prompt without tokens
@@ -178,8 +194,12 @@ class _Reader:
                 touch("reading data")
             if self._keep is not None and not _asked(self._keep, row, place):
                 continue
-            self.texts.append(_text_of(row, place, self._section.continue_final_message))
-            self._rows.append((self._num_files, place, _make_prompt(number, row, place)))
+            text = _text_of(row, place, self._section.continue_final_message)
+            self.texts.append(text)
+            prompt = _make_prompt(number, row, place)
+            if self._keeps_texts:
+                prompt = replace(prompt, text=text.messages if isinstance(text, Chat) else text)
+            self._rows.append((self._num_files, place, prompt))
         self._num_files += 1
 
     def finish(self, tokens: Sequence[np.ndarray], where: str) -> _Loaded:
@@ -233,17 +253,28 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _tokenize(texts: Sequence[Text], tokenizer: Tokenizer, tools: Tools | None, readers: Readers) -> list[np.ndarray]:
-    """int32 tokens of each text."""
+def tokenize(
+    texts: Sequence[T],
+    encode: Callable[[Sequence[T]], Sequence[Sequence[int]]],
+    readers: Readers,
+    where: str,
+    what: str,
+    remedy: str,
+) -> list[np.ndarray]:
+    """int32 tokens of each text; every reader encodes its part, and has all. ``what`` they are, and ``remedy`` where
+    the readers have not the same number of them, are for the user."""
     mine = texts[readers.share(len(texts))]
     found: list[np.ndarray] = []
     for start in range(0, len(mine), _CHUNK):
         touch("tokenizing")
-        encoded = tokenizer.encode_prompts(mine[start : start + _CHUNK], tools)
-        found += [np.array(ids, dtype=np.int32) for ids in encoded]
+        found += [np.array(ids, dtype=np.int32) for ids in encode(mine[start : start + _CHUNK])]
     flat = np.concatenate(found) if found else np.zeros(0, dtype=np.int32)
-    parts = readers.gather((flat, np.array([len(ids) for ids in found], dtype=np.int64)))
-    return [ids for flat, lengths in parts for ids in _cut(flat, lengths)]
+    parts = readers.gather((len(texts), flat, np.array([len(ids) for ids in found], dtype=np.int64)))
+    counts = [count for count, _, _ in parts]
+    if len(set(counts)) > 1:
+        told = f"some ranks have found {min(counts)} {what} in it, others {max(counts)}"
+        raise UserError(told, where=where, remedy=remedy)
+    return [ids for _, flat, lengths in parts for ids in _cut(flat, lengths)]
 
 
 def _cut(flat: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:

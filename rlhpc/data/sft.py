@@ -10,6 +10,7 @@ import numpy as np
 
 from rlhpc.core.errors import UserError
 from rlhpc.data.files import Order, Row, check_asks, check_messages, need, read_rows
+from rlhpc.data.prompts import Readers, tokenize
 from rlhpc.data.tokenizer import Text, Tokenizer, with_tools
 
 Example = tuple[np.ndarray, int]  # tokens int32 [prompt + response], prompt length
@@ -23,19 +24,33 @@ class SFTSet:
     order: Order
 
     @classmethod
-    def load(cls, paths: Sequence[Path], tokenizer: Tokenizer, where: str = "sft.data") -> SFTSet:
-        """Read and tokenize files; ``where`` is the config key that names them."""
+    def load(
+        cls,
+        paths: Sequence[Path],
+        tokenizer: Tokenizer,
+        longest: int | None = None,
+        where: str = "sft.data",
+        readers: Readers | None = None,
+    ) -> SFTSet:
+        """Read and tokenize files; ``where`` is the config key that names them, ``longest`` the model's positions."""
         rows = [row for index, path in enumerate(paths) for row in read_rows(path, f"{where}.{index}")]
         if not rows:
             raise UserError("holds no examples", where=where, remedy="name files with at least one row")
         pairs = [_split(row, place) for place, row in rows]
-        prompts = tokenizer.encode_prompts([prompt for prompt, _ in pairs])
-        responses = tokenizer.encode_responses([response for _, response in pairs])
+        shared = (readers or Readers(), where, "examples", "give all nodes the same files")
+        prompts = tokenize([prompt for prompt, _ in pairs], tokenizer.encode_prompts, *shared)
+        responses = tokenize([response for _, response in pairs], tokenizer.encode_responses, *shared)
         sequences = []
         for (place, _), prompt, response in zip(rows, prompts, responses, strict=True):
-            if not prompt:
+            if not len(prompt):
                 raise UserError("the prompt has no tokens", where=place, remedy="remove the row")
-            sequences.append((np.array(prompt + response, dtype=np.int32), len(prompt)))
+            if longest is not None and len(prompt) + len(response) > longest:
+                raise UserError(
+                    f"the example has {len(prompt) + len(response)} tokens, the model {longest} positions",
+                    where=place,
+                    remedy="shorten or remove the row",
+                )
+            sequences.append((np.concatenate([prompt, response]), len(prompt)))
         return cls(tuple(sequences), Order(len(sequences)))
 
     def __len__(self) -> int:

@@ -79,6 +79,13 @@ class Tokenizer:
         """Token ids of each response as the model should give it, closed by the end token."""
         return [(*tokens, self.end_tokens[0]) for tokens in self._encode(responses, special=False)]
 
+    def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[int, ...]]:
+        """Token ids of whole conversations, the model's last turn with its end."""
+        if not self._section.chat_template:
+            return self._encode([self._join(messages, None) for messages in conversations], special=True)
+        texts = [self._apply(self._with_system_prompt(messages), None, False) for messages in conversations]
+        return self._encode(texts, special=False)
+
     def decode(self, tokens: Sequence[int], special: bool = False) -> str:
         """The text of token ids, without special tokens unless asked for."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=not special))
@@ -90,7 +97,24 @@ class Tokenizer:
     def tool_turn(self, answers: Sequence[str]) -> tuple[int, ...]:
         """What the chat template puts between a turn that called tools and the model's next one: the first one's end,
         which the model may have drawn itself, the answers, and all around them."""
-        return self._encode([self._between_turns([self._defused(answer) for answer in answers])], special=False)[0]
+        return self._encode([self._between_turns([self.defused(answer) for answer in answers])], special=False)[0]
+
+    def tool_answers(self, tokens: Sequence[int]) -> list[str]:
+        """The answers of which ``tool_turn`` made the tokens, which may lack their first, the end of a turn."""
+        one, other = "answer1", "answer2"
+        before, _, rest = self._between_turns([one, other]).partition(one)
+        between, _, after = rest.partition(other)
+        text = self.decode(tokens, special=True)
+        opening = self.decode(self._encode([before], special=False)[0][1:], special=True)
+        text = text.removeprefix(before) if text.startswith(before) else text.removeprefix(opening)
+        text = text.removesuffix(after)
+        return text.split(between) if between else [text]
+
+    def defused(self, text: str) -> str:
+        """Without the names of special tokens, which would be taken for these."""
+        for name in self._inner.all_special_tokens:
+            text = text.replace(name, f"{name[0]} {name[1:]}")
+        return text
 
     def check_tool_turns(self) -> None:
         """A UserError unless the chat template knows of tools' answers."""
@@ -121,12 +145,6 @@ class Tokenizer:
                 remedy="use one that only appends messages of the role tool",
             )
         return whole[start:]
-
-    def _defused(self, text: str) -> str:
-        """Without the names of special tokens, which would be taken for these."""
-        for name in self._inner.all_special_tokens:
-            text = text.replace(name, f"{name[0]} {name[1:]}")
-        return text
 
     def _render(self, prompt: Text, tools: Tools | None) -> str:
         """The text that is tokenized; for the template a plain text is one user message."""

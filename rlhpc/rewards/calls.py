@@ -7,7 +7,7 @@ import math
 import numbers
 import traceback
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from rlhpc.core.errors import UserError, one_line
@@ -17,6 +17,7 @@ KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
 # Given to a function that has a parameter of the name.
 ON_REQUEST = ("response_tokens", "max_response_tokens")
 _SHOWN = 300
+_ANSWER = "pred"  # as other trainers' reward functions call it
 
 FailureKind = Literal["raised", "result", "timeout", "died"]
 
@@ -29,14 +30,20 @@ class Entry:
     arguments: dict[str, Any]
     where: str
     loader: str = "rlhpc.rewards.calls:load_function"  # makes of the entry what a worker calls
+    max_response_tokens: int | None = None  # for a ``check`` that has such a parameter
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a function returned; ``parts`` are the further numbers of an object."""
+    """What a function returned; ``parts`` are the further numbers of an object.
+
+    ``answer`` is what the response answers, equal answers being equal texts, "" if nothing; None from a function that
+    does not tell.
+    """
 
     value: float
     parts: dict[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True)
@@ -58,21 +65,24 @@ def load_function(entry: Entry) -> Callable[[Mapping[str, Any]], Outcome]:
     function = import_attribute(entry.path, entry.where)
     if not callable(function):
         raise UserError(f"{entry.path!r} is not a function", where=entry.where, remedy="name one")
+    answer_of = getattr(function, "answer", None)
     wanted = (*KEYWORDS, *_requested(function, entry))
     _check(function, entry)
 
     def call(keywords: Mapping[str, Any]) -> Outcome:
         try:
-            result = function(**{name: keywords[name] for name in wanted}, **entry.arguments)
+            outcome = outcome_of(function(**{name: keywords[name] for name in wanted}, **entry.arguments))
+            if isinstance(outcome, Score) and callable(answer_of):
+                return replace(outcome, answer=_text(answer_of(keywords["solution_str"])))
+            return outcome
         except BaseException as error:  # the user's code may raise anything, SystemExit too
             return Failure("raised", told(error))
-        return outcome_of(result)
 
     return call
 
 
 def outcome_of(result: Any) -> Outcome:
-    """A finite number, or a dict whose ``score`` is one."""
+    """A finite number, or a dict whose ``score`` is one; its ``pred`` is the answer."""
     score = result["score"] if isinstance(result, dict) and "score" in result else result
     value = _number(score)
     if value is None:
@@ -81,21 +91,33 @@ def outcome_of(result: Any) -> Outcome:
         return Failure("result", f"returned {value}")
     if score is result:
         return Score(value)
-    found = {str(key): _number(item) for key, item in result.items() if key != "score"}
-    return Score(value, {key: item for key, item in found.items() if item is not None and math.isfinite(item)})
+    found = {str(key): _number(item) for key, item in result.items() if key not in ("score", _ANSWER)}
+    parts = {key: item for key, item in found.items() if item is not None and math.isfinite(item)}
+    return Score(value, parts, _text(result[_ANSWER]) if _ANSWER in result else None)
+
+
+def _text(answer: Any) -> str:
+    return "" if answer is None else str(answer)
 
 
 def _number(value: Any) -> float | None:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
         value = value.item()  # numpy's truth values are no numbers.Real
-    return float(value) if isinstance(value, numbers.Real) else None
+    try:
+        return float(value) if isinstance(value, numbers.Real) else None
+    except OverflowError:  # a whole number that is too large
+        return math.inf
 
 
 def told(error: BaseException) -> str:
     """The exception in a line, with the place that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    return f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}{place}"
+    try:
+        text = str(error)
+    except Exception:  # the user's own exception may be wrong itself
+        text = "(no text)"
+    return f"raised {one_line(f'{type(error).__name__}: {text}')[:_SHOWN]}{place}"
 
 
 def _check(function: Callable[..., Any], entry: Entry) -> None:
@@ -103,8 +125,10 @@ def _check(function: Callable[..., Any], entry: Entry) -> None:
     check = getattr(function, "check", None)
     if not callable(check):
         return
+    known = {"max_response_tokens": entry.max_response_tokens}
     try:
-        check(**entry.arguments)
+        asked = {name: value for name, value in known.items() if name in inspect.signature(check).parameters}
+        check(**asked, **entry.arguments)
     except UserError as error:
         raise UserError(error.message, where=error.where or entry.where, remedy=error.remedy) from None
     except Exception as error:

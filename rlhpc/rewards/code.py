@@ -13,7 +13,8 @@ from typing import Any
 
 from rlhpc.rewards.sandbox import Ended, Isolation, Limits, Sandbox
 
-_BLOCK = re.compile(r"^[ \t]*```(?:python3?|py)?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE)
+_FENCE = re.compile(r"[ \t]*`{3,}[ \t]*([\w+#-]*)([^`]*)")
+_LANGUAGES = ("", "python", "python3", "py")
 
 # Runs the solution as a module and then each test in it. What it prints last shows that the tests were come to.
 _DRIVER = """
@@ -106,8 +107,18 @@ python.check = check  # type: ignore[attr-defined]
 
 def last_block(text: str) -> str | None:
     """The last fenced block that is said to be Python or says nothing; None without one."""
-    blocks = _BLOCK.findall(text)
-    return blocks[-1] if blocks else None
+    last, block, language = None, None, ""
+    for line in text.split("\n"):
+        fence = _FENCE.fullmatch(line)
+        if fence is None:
+            if block is not None:
+                block.append(line + "\n")
+        elif block is None or (fence[1] and not fence[2].strip()):  # a lone word begins another block
+            block, language = [], fence[1].lower()
+        else:
+            last = "".join(block) if language in _LANGUAGES else last
+            block = None
+    return last
 
 
 def read_tests(ground_truth: Any) -> Tests:
@@ -118,8 +129,8 @@ def read_tests(ground_truth: Any) -> Tests:
     if isinstance(given, Sequence) and given and all(isinstance(item, str) for item in given):
         return list(given)
     if isinstance(given, dict) and not given.get("fn_name"):
-        inputs, outputs = (given.get(key, ()) for key in ("inputs", "outputs"))
-        if inputs and len(inputs) == len(outputs):
+        inputs, outputs = (given.get(key) for key in ("inputs", "outputs"))
+        if isinstance(inputs, list) and isinstance(outputs, list) and 0 < len(inputs) == len(outputs):
             return [Streams(_lines(one), _lines(other)) for one, other in zip(inputs, outputs, strict=True)]
     raise ValueError(f"the ground truth holds no tests of a known form: {given!r:.80}")
 

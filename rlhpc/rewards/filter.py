@@ -17,8 +17,11 @@ _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO = 0x7FFF0000, 0x00050000
 _NUMBER, _MACHINE, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; of the first argument the low half
 _CLONE_THREAD = 0x10000
+_CLONE_NAMESPACES = 0x7E020000  # users, files, processes, network, IPC, control groups, host name
+_PR_SET_PDEATHSIG = 1
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
-# Nothing that a solution needs, much that faults of the kernel have been reached by, or that names other processes.
+# Nothing that a solution needs, much that faults of the kernel have been reached by, that names other processes, or
+# that has memory which no limit of a process counts.
 _NEVER = (
     "ptrace",
     "process_vm_readv",
@@ -35,7 +38,19 @@ _NEVER = (
     "unshare",
     "setns",
     "mount",
+    "umount2",
+    "pivot_root",
+    "fsopen",
+    "fspick",
+    "open_tree",
+    "move_mount",
+    "mount_setattr",
     "open_by_handle_at",
+    "shmget",
+    "semget",
+    "msgget",
+    "memfd_create",
+    "memfd_secret",
 )
 _NEW_PROCESS = ("fork", "vfork")
 _SIGNALS = ("kill", "tgkill", "tkill", "pidfd_send_signal", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
@@ -57,14 +72,18 @@ _TABLES = {
         "ptrace 101 process_vm_readv 310 process_vm_writev 311 add_key 248 request_key 249 keyctl 250 bpf 321 "
         "perf_event_open 298 userfaultfd 323 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 unshare 272 "
         "setns 308 mount 165 open_by_handle_at 304 socket 41 clone 56 clone3 435 fork 57 vfork 58 kill 62 tgkill 234 "
-        "tkill 200 pidfd_send_signal 424 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297",
+        "tkill 200 pidfd_send_signal 424 rt_sigqueueinfo 129 rt_tgsigqueueinfo 297 umount2 166 pivot_root 155 "
+        "fsopen 430 fspick 433 open_tree 428 move_mount 429 mount_setattr 442 shmget 29 semget 64 msgget 68 "
+        "memfd_create 319 memfd_secret 447 prctl 157",
     ),
     "aarch64": _table(
         0xC00000B7,
         "ptrace 117 process_vm_readv 270 process_vm_writev 271 add_key 217 request_key 218 keyctl 219 bpf 280 "
         "perf_event_open 241 userfaultfd 282 io_uring_setup 425 io_uring_enter 426 io_uring_register 427 unshare 97 "
         "setns 268 mount 40 open_by_handle_at 265 socket 198 clone 220 clone3 435 kill 129 tgkill 131 tkill 130 "
-        "pidfd_send_signal 424 rt_sigqueueinfo 138 rt_tgsigqueueinfo 240",
+        "pidfd_send_signal 424 rt_sigqueueinfo 138 rt_tgsigqueueinfo 240 umount2 39 pivot_root 41 "
+        "fsopen 430 fspick 433 open_tree 428 move_mount 429 mount_setattr 442 shmget 194 semget 190 msgget 186 "
+        "memfd_create 279 memfd_secret 447 prctl 167",
     ),
 }
 
@@ -98,8 +117,13 @@ def program(alone: bool) -> bytes | None:
             steps += [_Step(_EQUAL, numbers[name], no=1), _deny(errno.EPERM)]
     families = () if alone else (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
     steps += _only_with(numbers["socket"], families, errno.EAFNOSUPPORT)
+    steps += [_Step(_EQUAL, numbers["clone3"], no=1), _deny(errno.ENOSYS)]  # its flags cannot be seen: use clone
+    spaces = [_Step(_LOAD, _ARGUMENT), _Step(_ANY_BIT, _CLONE_NAMESPACES, no=1), _deny(errno.EPERM)]
+    steps += _when(numbers["clone"], spaces)
+    # It ends with the process that runs it.
+    outliving = [_Step(_LOAD, _ARGUMENT), _Step(_EQUAL, _PR_SET_PDEATHSIG, no=1), _deny(errno.EPERM)]
+    steps += _when(numbers["prctl"], outliving)
     if alone:
-        steps += [_Step(_EQUAL, numbers["clone3"], no=1), _deny(errno.ENOSYS)]  # its flags cannot be seen: use clone
         threads = [_Step(_LOAD, _ARGUMENT), _Step(_ANY_BIT, _CLONE_THREAD, yes=1), _deny(errno.EAGAIN)]
         steps += _when(numbers["clone"], threads)
         for name in _SIGNALS:

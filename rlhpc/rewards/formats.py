@@ -18,8 +18,8 @@ def pattern(
 
 def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the response is ``<think>…</think><answer>…</answer>`` with each tag once and white space around."""
-    found = _THINK_ANSWER.fullmatch(solution_str)
-    return float(found is not None and len(_TAG.findall(solution_str)) == 4)
+    # Tags are counted first: where they are many, the expression has many ways to fail.
+    return float(len(_TAG.findall(solution_str)) == 4 and bool(_THINK_ANSWER.fullmatch(solution_str)))
 
 
 def length(
@@ -46,7 +46,14 @@ def overlong(
 ) -> float:
     """0, and from ``buffer_tokens`` before the longest response on linearly down to -``penalty`` (DAPO's soft overlong
     punishment, arXiv 2503.14476, equation 13)."""
-    if not 0 < buffer_tokens <= max_response_tokens:
-        raise ValueError(f"buffer_tokens {buffer_tokens} is not between 1 and the {max_response_tokens} of a response")
+    _check_overlong(max_response_tokens, buffer_tokens)
     over = response_tokens - (max_response_tokens - buffer_tokens)
     return -penalty * min(max(over / buffer_tokens, 0.0), 1.0)
+
+
+def _check_overlong(max_response_tokens: int, buffer_tokens: int = 4096, penalty: float = 1.0) -> None:
+    if not 0 < buffer_tokens <= max_response_tokens:
+        raise ValueError(f"buffer_tokens {buffer_tokens} is not between 1 and the {max_response_tokens} of a response")
+
+
+overlong.check = _check_overlong  # type: ignore[attr-defined]

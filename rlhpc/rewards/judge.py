@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhpc.api import Completion, Prompt, Verdict
-from rlhpc.config.reward import RewardFunctionSection, RewardSection
-from rlhpc.core.errors import UserError
+from rlhpc.config.reward import RewardSection
 from rlhpc.rewards.calls import Entry, Failure, Outcome
+from rlhpc.rewards.failures import Failures
 from rlhpc.rewards.pool import Call, CallId, Pool
 
-_log = logging.getLogger(__name__)
-_SHOWN = 80
+_REMEDY = "make it return a finite number for every response, or set reward.on_failure"
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -35,13 +32,11 @@ class RewardJudge:
 
     def __init__(self, section: RewardSection, decode: Decode, max_response_tokens: int) -> None:
         self._functions = section.entries
-        self._on_failure = section.on_failure
+        self._failures = Failures(section.on_failure, _REMEDY)
         self._decode, self._max_tokens = decode, max_response_tokens
-        self._entries = [entry for _, entry in entries_of(section)]
+        self._entries = entries_of(section, max_response_tokens)
         self._pool = Pool(self._entries, section.workers, section.time_limit_seconds) if self._entries else None
         self._responses: dict[int, _Response] = {}
-        self._failures: Counter[str] = Counter()
-        self._logged: set[tuple[int, str]] = set()
 
     def wait_until_started(self) -> None:
         """Until a worker has imported the functions; a UserError if it cannot."""
@@ -76,8 +71,7 @@ class RewardJudge:
 
     def failures(self) -> dict[str, int]:
         """Failed calls by kind since this was asked last: raised, result, timeout, died."""
-        counts, self._failures = dict(self._failures), Counter()
-        return counts
+        return self._failures.take_counts()
 
     def close(self) -> None:
         """End the processes."""
@@ -85,37 +79,26 @@ class RewardJudge:
             self._pool.close()
 
     def _verdict(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> Verdict:
-        reward, parts, dropped = 0.0, {}, False
+        reward, parts, dropped, answer = 0.0, {}, False, None
         for index, function in enumerate(self._functions):
             outcome = outcomes[key, index]
             if isinstance(outcome, Failure):
                 self._handle(index, outcome, response)
-                dropped = dropped or self._on_failure == "drop"
+                dropped = dropped or self._failures.drops
                 value, further = 0.0, {}
             else:
                 value, further = outcome.value, outcome.parts
+                answer = outcome.answer if answer is None else answer
             reward += function.weight * value
             if function.name:
                 parts[function.name] = value
             parts |= {f"{function.name}/{part}".lstrip("/"): number for part, number in further.items()}
-        return Verdict(0.0, dropped=True) if dropped else Verdict(reward, parts)
+        return Verdict(0.0, dropped=True) if dropped else Verdict(reward, parts, answer=answer)
 
     def _handle(self, index: int, failure: Failure, response: _Response) -> None:
-        """Count a failure, and tell the first of its kind; end the run by it, if that is asked for."""
-        self._failures[failure.kind] += 1
-        entry = self._entries[index]
+        entry, prompt = self._entries[index], response.prompt
         where = f"{entry.where} {entry.path}"
-        told = (
-            f"{failure.what} for prompt {response.prompt.prompt_id} of {response.prompt.data_source!r}, "
-            f"response {response.text[:_SHOWN]!r}"
-        )
-        if self._on_failure == "fail":
-            remedy = "make it return a finite number for every response, or set reward.on_failure"
-            raise UserError(told, where=where, remedy=remedy)
-        if (index, failure.kind) not in self._logged:
-            self._logged.add((index, failure.kind))
-            handled = {"zero": "counted as 0", "drop": "left out of training"}[self._on_failure]
-            _log.warning("%s: %s; %s, like all that fail so and are not told", where, told, handled)
+        self._failures.handle(where, failure, prompt.prompt_id, prompt.data_source, response.text)
 
 
 def load_judge(section: RewardSection, decode: Decode, max_response_tokens: int) -> RewardJudge:
@@ -132,9 +115,14 @@ def load_judge(section: RewardSection, decode: Decode, max_response_tokens: int)
     return judge
 
 
-def entries_of(section: RewardSection) -> list[tuple[RewardFunctionSection, Entry]]:
-    """The configured functions, and what a worker is told of each."""
-    wheres = [f"reward.functions.{item.name}" if item.name else "reward.function" for item in section.entries]
+def entries_of(section: RewardSection, max_response_tokens: int) -> list[Entry]:
+    """What a worker is told of each of the configured functions."""
     return [
-        (item, Entry(item.function, item.arguments, where)) for item, where in zip(section.entries, wheres, strict=True)
+        Entry(
+            item.function,
+            item.arguments,
+            f"reward.functions.{item.name}" if item.name else "reward.function",
+            max_response_tokens=max_response_tokens,
+        )
+        for item in section.entries
     ]

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
 from typing import Any
@@ -23,8 +23,10 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.rewards.calls import Entry, Failure, Outcome
 
 _START_SECONDS = 300.0  # for the functions' modules to be imported
+_REPLACED_SECONDS = 300.0  # for another worker to take the place of one that was ended
 _LOOK_SECONDS = 0.5
 _LATE_SECONDS = 0.5
+_MOST_LOST_STARTS = 3  # one after the other, of functions that have been imported before
 _MOST_AT_ONCE = 16  # calls in a message to a worker
 # The parent's search path, for the modules that it can import. Nothing else may come before.
 _PROGRAM = (
@@ -37,10 +39,15 @@ CallId = tuple[int, int]  # a response's key, the index of the function
 
 @dataclass(frozen=True)
 class Call:
-    """One response for one function."""
+    """One response for one function; ``keywords`` is what the entry's loader makes a function of.
+
+    Calls of one ``home`` go to the same worker for as long as it lives; after the ``last`` there is no other.
+    """
 
     id: CallId
-    keywords: Mapping[str, Any]
+    keywords: Any
+    home: int | None = None
+    last: bool = False
 
 
 class _Worker:
@@ -95,10 +102,12 @@ class Pool:
     def __init__(self, entries: Sequence[Entry], workers: int, time_limit: float) -> None:
         self._entries, self._most, self._limit = entries, workers, time_limit
         self._queue: deque[Call] = deque()
+        self._homes: dict[int, _Worker] = {}
         self._outcomes: dict[CallId, Outcome] = {}
         self._open = 0  # calls without an outcome
         self._workers: list[_Worker] = []
         self._started = False
+        self._lost_starts = 0
         self._closed = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
@@ -124,11 +133,13 @@ class Pool:
     def outcomes(self) -> dict[CallId, Outcome]:
         """Wait for all calls submitted since the last time."""
         with self._changed:
-            left = -1
+            left, since = -1, 0.0
             while self._open and self._error is None:
                 if self._open != left:
+                    left, since = self._open, time.monotonic()
+                # A call that takes its time is no hang of this rank, as long as it is within its limit.
+                if time.monotonic() - since <= self._limit + _REPLACED_SECONDS:
                     touch("score")
-                    left = self._open
                 self._changed.wait(1.0)
             done, self._outcomes = self._outcomes, {}
         self._raise_error()
@@ -184,12 +195,22 @@ class Pool:
         for worker in self._workers:
             if worker.ready and not worker.calls:
                 with self._changed:
-                    share = min(_MOST_AT_ONCE, max(1, len(self._queue) // (2 * self._most)))
-                    calls = [self._queue.popleft() for _ in range(min(share, len(self._queue)))]
+                    calls = self._take(worker, min(_MOST_AT_ONCE, max(1, len(self._queue) // (2 * self._most))))
                 if calls:
                     worker.give(calls, self._limit)
         if self._queue and len(self._workers) < self._most and all(worker.ready for worker in self._workers):
             self._start_worker()
+
+    def _take(self, worker: _Worker, most: int) -> list[Call]:
+        """The oldest calls of the queue that the worker may have."""
+        taken: list[Call] = []
+        passed: list[Call] = []
+        while self._queue and len(taken) < most:
+            call = self._queue.popleft()
+            at_home = call.home is None or self._homes.setdefault(call.home, worker) is worker
+            (taken if at_home else passed).append(call)
+        self._queue.extendleft(reversed(passed))
+        return taken
 
     def _listen(self) -> None:
         """Until something is said, or a worker's time is over."""
@@ -216,7 +237,7 @@ class Pool:
                 if worker.ready:
                     self._settle(worker, word)
                 else:
-                    worker.ready = True
+                    worker.ready, self._lost_starts = True, 0
                     with self._changed:
                         self._started = True
                         self._changed.notify_all()
@@ -230,6 +251,8 @@ class Pool:
         with self._changed:
             self._outcomes[call.id] = outcome
             self._open -= 1
+            if call.last:
+                self._homes.pop(call.home, None)
             if not self._open:
                 self._changed.notify_all()
 
@@ -244,7 +267,10 @@ class Pool:
     def _replace(self, worker: _Worker, failure: Failure) -> None:
         """A worker is gone, by its first call's fault; the others go back to the queue."""
         self._workers.remove(worker)
+        self._homes = {home: where for home, where in self._homes.items() if where is not worker}
         if not worker.ready:
+            self._lost_starts += 1
+        if not worker.ready and (not self._started or self._lost_starts > _MOST_LOST_STARTS):
             paths = ", ".join(dict.fromkeys(entry.path for entry in self._entries))
             told = failure.what if failure.kind == "died" else f"took more than {_START_SECONDS:g} s"
             raise UserError(f"importing {paths} {told}", where=self._entries[0].where, remedy="mend the module")
@@ -260,6 +286,6 @@ def _death(code: int) -> Failure:
     """A worker's end in words; ``code`` is negative for a signal."""
     if code >= 0:
         return Failure("died", f"ended its process with exit code {code}")
-    name = signal.Signals(-code).name
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     memory = ", perhaps for want of memory" if name == "SIGKILL" else ""
     return Failure("died", f"ended its process by {name}{memory}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import re
 import threading
 from typing import Any
@@ -13,18 +14,32 @@ _MOST_DIGITS = 4300
 
 def maths(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if math-verify finds the last boxed expression, or else the answer in the text, equal to the ground truth."""
-    from math_verify import parse, verify
+    from math_verify import verify
 
     limit = _verifier_limit()
-    answer = parse(last_boxed(solution_str) or solution_str, parsing_timeout=limit)
+    answer = _parse_answer(solution_str, limit)
     return float(verify(_parse_truth(str(ground_truth), limit), answer, timeout_seconds=limit))
 
 
 def _import_verifier() -> None:
     import math_verify  # noqa: F401 - takes a second, which is none of a call's time
 
+    # It logs whole responses that take it too long.
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
+
+def _maths_answer(solution_str: str) -> str:
+    """What math-verify reads, as sympy writes it; a decimal number as the fraction that it is."""
+    import sympy
+
+    found = _parse_answer(solution_str, _verifier_limit())
+    if not found:
+        return ""
+    return str(sympy.Rational(str(found[0])) if isinstance(found[0], sympy.Float) else found[0])
+
 
 maths.check = _import_verifier  # type: ignore[attr-defined]
+maths.answer = _maths_answer  # type: ignore[attr-defined]
 
 
 def exact(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
@@ -32,17 +47,35 @@ def exact(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
+exact.answer = str.strip  # type: ignore[attr-defined]
+
+
 def number(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     """1 if the last integer in the response is the ground truth."""
+    found = _last_number(solution_str)
+    return float(found is not None and int(found) == int(ground_truth))
+
+
+def _last_number(solution_str: str) -> str | None:
+    """As Python writes it, which makes no number of thousands of digits."""
     found = re.findall(r"-?\d+", solution_str)
-    # Python makes no number of thousands of digits.
-    return float(bool(found) and len(found[-1]) < _MOST_DIGITS and int(found[-1]) == int(ground_truth))
+    return str(int(found[-1])) if found and len(found[-1]) < _MOST_DIGITS else None
+
+
+number.answer = _last_number  # type: ignore[attr-defined]
 
 
 def boxed(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
     r"""1 if the last ``\boxed{…}`` holds the ground truth, letter by letter, white space aside."""
+    return float(_in_box(solution_str) == _squeezed(str(ground_truth)))
+
+
+def _in_box(solution_str: str) -> str | None:
     answer = last_boxed(solution_str)
-    return float(answer is not None and _squeezed(answer[len("\\boxed{") : -1]) == _squeezed(str(ground_truth)))
+    return None if answer is None else _squeezed(answer[len("\\boxed{") : -1])
+
+
+boxed.answer = _in_box  # type: ignore[attr-defined]
 
 
 def last_boxed(text: str) -> str | None:
@@ -60,6 +93,13 @@ def last_boxed(text: str) -> str | None:
 
 def _squeezed(text: str) -> str:
     return re.sub(r"\s+", "", text)
+
+
+@functools.lru_cache(maxsize=1)  # scored first, then asked for its answer
+def _parse_answer(solution_str: str, limit: int | None) -> Any:
+    from math_verify import parse
+
+    return parse(last_boxed(solution_str) or solution_str, parsing_timeout=limit)
 
 
 @functools.lru_cache(maxsize=4096)

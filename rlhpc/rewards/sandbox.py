@@ -298,10 +298,16 @@ def _largest_id(name: str) -> int:
 
 
 def _interpreter_libraries() -> list[str]:
-    """Folders of shared libraries that the interpreter has loaded from where they were built, not installed."""
+    """Folders of shared libraries that the interpreter has loaded from where they were built, not installed; none that
+    holds more than libraries, such as the user's own with a library that is preloaded."""
     with open("/proc/self/maps") as file:
         files = {line.split(maxsplit=5)[5].strip() for line in file if "/lib" in line and ".so" in line}
-    return sorted({os.path.dirname(path) for path in files if not path.startswith(f"{sys.prefix}/")})
+    folders = {os.path.dirname(path) for path in files if not path.startswith(f"{sys.prefix}/")}
+    owns = [
+        os.path.join(os.path.realpath(path), "")
+        for path in (os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir())
+    ]
+    return sorted(folder for folder in folders if not any(own.startswith(os.path.join(folder, "")) for own in owns))
 
 
 def _outermost(paths: list[str]) -> list[str]:

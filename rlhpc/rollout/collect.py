@@ -11,24 +11,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
-
 from rlhpc.api import Completion, Judge, RolloutEngine, Sample
 from rlhpc.core.heartbeat import touch
-from rlhpc.rollout.requests import Sampling, Task, request_of, turns, with_drawn, with_given
+from rlhpc.rollout.requests import Sampling, Task, request_of, with_drawn, with_given
 
 
 class Dialogue(Protocol):
     """What goes on between two turns of the policy; all ranks of the engine ask it alike."""
 
-    def begin(self, key: int, turn: Sequence[int], number: int) -> bool:
-        """Answer a finished turn, the ``number``-th of its response, from 1; false if it asks for nothing."""
+    def begin(self, key: int, task: Task) -> bool:
+        """Answer the last turn of a task's draft, which is finished; false if it asks for nothing."""
 
     def answers(self, all_of_them: bool) -> dict[int, tuple[int, ...]]:
         """Tokens of what has been answered since the last call, by key; waits for one at least, or for all."""
 
     def ready(self) -> dict[int, tuple[int, ...]]:
         """The same without waiting."""
+
+    def end(self, task: Task) -> None:
+        """The response has come to its end, or is taken back and may be gone on with elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,8 @@ class Collector:
         found = []
         for key, verdict in verdicts.items():
             task = self._judged.pop(key)
-            sample = replace(task.draft, reward=verdict.reward, reward_parts=verdict.parts)
+            given = {"reward": verdict.reward, "reward_parts": verdict.parts, "answer": verdict.answer}
+            sample = replace(task.draft, **given)
             found.append(Scored(task.group, task.index, sample, verdict.dropped))
         assert not self._judged, f"{len(self._judged)} responses without a verdict"
         return sorted(found, key=lambda scored: (scored.group, scored.index))
@@ -111,6 +113,7 @@ class Collector:
         found = []
         for key, completion in unfinished.items():
             task = self._requests.pop(key)
+            self._leave(task)
             draft = task.draft
             if len(completion.tokens):
                 draft = replace(with_drawn(draft, completion, self._version), truncated=False)
@@ -125,12 +128,10 @@ class Collector:
 
     def _turn_ends(self, task: Task, completion: Completion, key: int) -> None:
         task = replace(task, draft=with_drawn(task.draft, completion, self._version))
-        if self._dialogue is not None and not completion.truncated:
-            number = turns(task.draft)
-            if self._dialogue.begin(key, _last_turn(task.draft), number):
-                self._asking[key] = task
-                return
-        self._end(task, key)
+        if self._dialogue is not None and not completion.truncated and self._dialogue.begin(key, task):
+            self._asking[key] = task
+        else:
+            self._end(task, key)
 
     def _take_answers(self, in_steps: bool) -> None:
         """Waiting only where the engine has nothing else to do."""
@@ -151,6 +152,7 @@ class Collector:
 
     def _end(self, task: Task, key: int) -> None:
         """``key`` is of its last request; the judge is the first rank's alone, and no keys are made for it."""
+        self._leave(task)
         self._left[task.group] -= 1
         self.ended_groups += not self._left[task.group]
         if self._judge is None:
@@ -160,9 +162,6 @@ class Collector:
         response = draft.tokens[draft.prompt_len :]
         self._judge.submit(key, task.prompt, Completion(response, draft.log_probs, draft.truncated))
 
-
-def _last_turn(draft: Sample) -> Sequence[int]:
-    """What the policy has said since it was told something."""
-    response = draft.tokens[draft.prompt_len :]
-    told = np.flatnonzero(~draft.chosen) if draft.chosen is not None else []
-    return response[told[-1] + 1 :].tolist() if len(told) else response.tolist()
+    def _leave(self, task: Task) -> None:
+        if self._dialogue is not None:
+            self._dialogue.end(task)

@@ -122,3 +122,10 @@ def turns(sample: Sample) -> int:
         return 1
     given = np.concatenate([[False], ~sample.chosen])
     return 1 + int((given[1:] & ~given[:-1]).sum())
+
+
+def last_turn(sample: Sample) -> np.ndarray:
+    """What the policy has said since it was told something."""
+    response = sample.tokens[sample.prompt_len :]
+    told = np.flatnonzero(~sample.chosen) if sample.chosen is not None else ()
+    return response[told[-1] + 1 :] if len(told) else response

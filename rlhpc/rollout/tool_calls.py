@@ -13,6 +13,7 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.rewards.calls import Entry, Failure
 
 LOADER = "rlhpc.rollout.tool_calls:load_tool"
+STATE_LOADER = "rlhpc.rollout.tool_calls:load_class"
 _SHOWN = 300
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
@@ -28,6 +29,18 @@ class Answer:
     """A tool's, as text."""
 
     text: str
+
+
+@dataclass(frozen=True)
+class MethodCall:
+    """Of the object that a conversation has of a class. Where there is none it is made, with ``extra_info`` if it takes
+    that, and ``past`` is called on it, methods with their arguments; ``method`` None: the object is closed."""
+
+    conversation: int
+    method: str | None
+    given: Mapping[str, Any]
+    past: tuple[tuple[str, Mapping[str, Any]], ...]
+    extra_info: Mapping[str, Any]
 
 
 def parse_calls(text: str) -> list[ToolCall | Failure]:
@@ -52,15 +65,48 @@ def load_tool(entry: Entry) -> Callable[[Mapping[str, Any]], Answer | Failure]:
     ``arguments`` and ``most_characters``."""
     function = import_attribute(entry.path, entry.where)
     fixed, most = entry.arguments["arguments"], entry.arguments["most_characters"]
+    return lambda given: _answered(lambda: function(**given, **fixed), most)
 
-    def call(given: Mapping[str, Any]) -> Answer | Failure:
-        try:
-            result = function(**given, **fixed)
-            text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
-        except BaseException as error:  # a tool may raise anything, SystemExit too
-            return Failure("raised", f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}")
-        if len(text) > most:
-            return Failure("result", f"the answer has {len(text)} characters, too many to be shown")
-        return Answer(text)
 
-    return call
+def load_class(entry: Entry) -> Callable[[MethodCall], Answer | Failure]:
+    """The objects of a class, one for each conversation, as a function of calls, which never raises.
+
+    ``entry.arguments`` as for ``load_tool``, the constructor's, and whether it takes ``extra_info``.
+    """
+    made = import_attribute(entry.path, entry.where)
+    fixed, most = entry.arguments["arguments"], entry.arguments["most_characters"]
+    wants_info = entry.arguments["extra_info"]
+    objects: dict[int, Any] = {}
+
+    def renewed(call: MethodCall) -> Any:
+        found = made(**fixed, **({"extra_info": call.extra_info} if wants_info else {}))
+        for method, given in call.past:
+            getattr(found, method)(**given)
+        return found
+
+    def invoke(call: MethodCall) -> Any:
+        if call.method is None:
+            close = getattr(objects.pop(call.conversation, None), "close", None)
+            return close() if close is not None else None
+        if call.conversation not in objects:
+            objects[call.conversation] = renewed(call)
+        return getattr(objects[call.conversation], call.method)(**call.given)
+
+    return lambda call: _answered(lambda: invoke(call), most)
+
+
+def _answered(ask: Callable[[], Any], most: int) -> Answer | Failure:
+    """What comes of a call of the user's, as text of at most so many characters."""
+    try:
+        result = ask()
+        text = _whole(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
+    except BaseException as error:  # a tool may raise anything, SystemExit too
+        return Failure("raised", _whole(f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"))
+    if len(text) > most:
+        return Failure("result", f"the answer has {len(text)} characters, too many to be shown")
+    return Answer(text)
+
+
+def _whole(text: str) -> str:
+    """Without halves of surrogate pairs, which a policy can write in JSON and no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()

@@ -2,71 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
-from rlhpc.config.rollout import RolloutSection, ToolSection
-from rlhpc.core.errors import UserError, one_line
+from rlhpc.api import Sample
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.heartbeat import touch
-from rlhpc.core.imports import import_attribute
+from rlhpc.data.conversation import spoken
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.rewards.calls import Entry, Failure
+from rlhpc.rewards.calls import Failure
 from rlhpc.rewards.pool import Call, Pool
-from rlhpc.rollout.tool_calls import LOADER, Answer, ToolCall, parse_calls
+from rlhpc.rollout.requests import Task, last_turn, turns
+from rlhpc.rollout.tool_calls import Answer, MethodCall, ToolCall, parse_calls
+from rlhpc.rollout.tool_kinds import Tool, find_tools
 
 _CHARACTERS_PER_TOKEN = 16  # no tokenizer has texts of more on average
 _LOOK_SECONDS = 0.005
-
-Schema = dict[str, Any]
-
-
-def tool_schemas(tools: Sequence[ToolSection]) -> list[Schema]:
-    """What the policy is told of each tool: its name, docstring and parameters, in the form that templates take."""
-    return [_schema(tool, f"rollout.tools.{index}") for index, tool in enumerate(tools)]
+_ERROR = "error: "
+_log = logging.getLogger(__name__)
 
 
-def _schema(tool: ToolSection, where: str) -> Schema:
-    from transformers.utils import get_json_schema
+@dataclass
+class _Conversation:
+    """A response under way that has called tools with state. ``past``: its calls that were not answered with an error,
+    which are made again where an object is lost."""
 
-    function = import_attribute(tool.function, f"{where}.function")
-    if not callable(function) or isinstance(function, type):
-        raise UserError(f"{tool.function!r} is not a function", where=f"{where}.function", remedy="name one")
-    try:
-        schema: Schema = get_json_schema(function)
-    except Exception as error:  # transformers has several
-        raise UserError(
-            f"the policy cannot be told of {tool.function} ({one_line(str(error))[:200]})",
-            where=f"{where}.function",
-            remedy="give every parameter a type, and a line under 'Args:' of the docstring",
-        ) from None
-    described = schema["function"]
-    parameters = described["parameters"]
-    unknown = set(tool.arguments) - set(parameters["properties"])
-    if unknown:
-        raise UserError(
-            f"{tool.function} has no parameter {sorted(unknown)[0]!r}",
-            where=f"{where}.arguments",
-            remedy=f"it has {', '.join(parameters['properties']) or 'none'}",
-        )
-    for name in tool.arguments:
-        del parameters["properties"][name]
-    if "required" in parameters:
-        parameters["required"] = [name for name in parameters["required"] if name not in tool.arguments]
-    described["name"] = tool.name
-    described.pop("return", None)
-    return schema
+    number: int
+    extra_info: Mapping[str, Any]
+    past: list[ToolCall]
+    used: set[int] = field(default_factory=set)  # entries that it has objects of
 
 
 @dataclass
 class _Turn:
-    """The calls of one turn, and the texts that have come."""
+    """The calls of one turn, and the texts that have come. Those of tools with state are made one after the other."""
 
+    task: Task
     answers: list[str | None]
-    places: dict[int, int] = field(default_factory=dict)  # of calls under way
+    under_way: dict[int, tuple[int, ToolCall]] = field(default_factory=dict)  # by identity: place in the turn, call
+    waiting: deque[tuple[int, ToolCall]] = field(default_factory=deque)
 
 
 class ToolUse:
@@ -80,24 +60,30 @@ class ToolUse:
         self, section: RolloutSection, tokenizer: Tokenizer, leads: bool, group: dist.ProcessGroup | None = None
     ) -> None:
         """``group``: the engine's ranks, on the host; None for one alone."""
-        self._section, self._tokenizer, self._leads, self._group = section, tokenizer, leads, group
+        self._section, self._tokenizer, self._group = section, tokenizer, group
         tokenizer.check_tool_turns()
-        self._index = {tool.name: index for index, tool in enumerate(section.tools)}
-        self._pool = _start_pool(section) if leads else None
+        tools = find_tools(section.tools) if leads else []
+        self._tools = {tool.section.name: tool for tool in tools}
+        kinds = list(dict.fromkeys(tool.kind for tool in tools))
+        self._entry_of = {tool.section.name: kinds.index(tool.kind) for tool in tools}
+        self._pool = _start_pool(section, {tool.kind: tool for tool in reversed(tools)}, kinds) if leads else None
         self._turns: dict[int, _Turn] = {}
         self._key_of: dict[int, int] = {}  # of each call under way, its turn's
+        self._conversations: dict[tuple[int, int], _Conversation] = {}
+        self._closing: set[int] = set()
         self._next = 0
         self._calls = self._failures = 0
 
-    def begin(self, key: int, turn: Sequence[int], number: int) -> bool:
+    def begin(self, key: int, task: Task) -> bool:
         """See ``Dialogue``. What the last turn calls is not run."""
-        if number >= self._section.max_turns:
+        if turns(task.draft) >= self._section.max_turns:
             return False
-        calls = parse_calls(self._tokenizer.decode(turn, special=True))
+        calls = parse_calls(self._tokenizer.decode(last_turn(task.draft).tolist(), special=True))
         if calls and self._pool is not None:
-            self._turns[key] = _Turn([None] * len(calls))
+            turn = self._turns[key] = _Turn(task, [None] * len(calls))
             for place, call in enumerate(calls):
-                self._call(key, place, call)
+                self._call(key, turn, place, call)
+            self._go_on(key, turn)
         return bool(calls)
 
     def ready(self) -> dict[int, tuple[int, ...]]:
@@ -117,32 +103,82 @@ class ToolUse:
 
         return self._shared(wait)
 
+    def end(self, task: Task) -> None:
+        """See ``Dialogue``. Objects of the conversation are closed; one that goes on gets new ones."""
+        conversation = self._conversations.pop((task.group, task.index), None)
+        entries = sorted(conversation.used) if conversation is not None else []
+        for entry in entries:
+            asked = MethodCall(conversation.number, None, {}, (), {})
+            self._closing.add(self._submit(entry, asked, last=entry == entries[-1]))
+
     def take_counts(self) -> tuple[int, int]:
         """(calls, those of them that failed) since this was asked last, of the engine's first rank."""
         counts, self._calls, self._failures = (self._calls, self._failures), 0, 0
         return counts
 
     def close(self) -> None:
-        """End the processes."""
+        """End the processes, when objects of conversations that have ended are closed."""
         if self._pool is not None:
+            while self._closing:
+                self._finished()
+                time.sleep(_LOOK_SECONDS)
             self._pool.close()
 
-    def _call(self, key: int, place: int, call: ToolCall | Failure) -> None:
+    def _call(self, key: int, turn: _Turn, place: int, call: ToolCall | Failure) -> None:
         self._calls += 1
-        if isinstance(call, ToolCall) and call.name not in self._index:
-            call = Failure("result", f"there is no tool {call.name!r:.80}, only {', '.join(self._index)}")
+        most = self._section.max_calls_per_turn
+        if place >= most:
+            call = Failure("result", f"only {most} calls of a turn are run")
+        elif isinstance(call, ToolCall) and call.name not in self._tools:
+            call = Failure("result", f"there is no tool {call.name!r:.80}, only {', '.join(self._tools)}")
         if isinstance(call, Failure):
-            self._turns[key].answers[place] = self._told(call)
+            turn.answers[place] = self._told(call)
+        elif self._tools[call.name].owner is not None:
+            turn.waiting.append((place, call))
+        else:
+            identity = self._submit(self._entry_of[call.name], call.arguments)
+            self._key_of[identity] = key
+            turn.under_way[identity] = place, call
+
+    def _go_on(self, key: int, turn: _Turn) -> None:
+        """Make the next call of a tool with state, if none is under way."""
+        if not turn.waiting or any(self._tools[call.name].owner for _, call in turn.under_way.values()):
             return
-        identity, self._next = self._next, self._next + 1
+        place, call = turn.waiting.popleft()
+        conversation = self._conversation(turn.task)
+        entry = self._entry_of[call.name]
+        conversation.used.add(entry)
+        past = tuple(
+            (self._tools[made.name].method, made.arguments)
+            for made in conversation.past
+            if self._entry_of.get(made.name) == entry
+        )
+        method = self._tools[call.name].method
+        asked = MethodCall(conversation.number, method, call.arguments, past, conversation.extra_info)
+        identity = self._submit(entry, asked)
         self._key_of[identity] = key
-        self._turns[key].places[identity] = place
-        self._pool.submit([Call((identity, self._index[call.name]), call.arguments)])
+        turn.under_way[identity] = place, call
+
+    def _conversation(self, task: Task) -> _Conversation:
+        """The response's; one that was begun before has its calls from what is written in it."""
+        key = task.group, task.index
+        if key not in self._conversations:
+            self._next += 1
+            past = answered_calls(self._tokenizer, task.draft) if turns(task.draft) > 1 else []
+            self._conversations[key] = _Conversation(self._next, task.prompt.extra_info, past)
+        return self._conversations[key]
+
+    def _submit(self, entry: int, asked: Any, last: bool = False) -> int:
+        """Give a call to the processes; its identity."""
+        self._next += 1
+        home = asked.conversation if isinstance(asked, MethodCall) else None
+        self._pool.submit([Call((self._next, entry), asked, home, last)])
+        return self._next
 
     def _told(self, outcome: Answer | Failure) -> str:
         if isinstance(outcome, Failure):
             self._failures += 1
-            return f"error: {outcome.what}"
+            return f"{_ERROR}{outcome.what}"
         count = self._tokenizer.count(outcome.text)
         if count > self._section.max_tool_answer_tokens:
             return self._told(Failure("result", f"the answer has {count} tokens, too many to be shown"))
@@ -151,10 +187,23 @@ class ToolUse:
     def _finished(self) -> dict[int, tuple[int, ...]]:
         """Turns whose last call has been answered, as tokens."""
         for (identity, _), outcome in self._pool.ready().items():
-            turn = self._turns[self._key_of.pop(identity)]
-            turn.answers[turn.places.pop(identity)] = self._told(outcome)
-        done = [key for key, turn in self._turns.items() if not turn.places]
+            if identity in self._closing:
+                self._closing.remove(identity)
+                if isinstance(outcome, Failure):
+                    _log.warning("a tool's close %s", outcome.what)
+                continue
+            self._settle(identity, outcome)
+        done = [key for key, turn in self._turns.items() if not turn.under_way]
         return {key: self._tokenizer.tool_turn(self._turns.pop(key).answers) for key in done}
+
+    def _settle(self, identity: int, outcome: Answer | Failure) -> None:
+        key = self._key_of.pop(identity)
+        turn = self._turns[key]
+        place, call = turn.under_way.pop(identity)
+        text = turn.answers[place] = self._told(outcome)
+        if self._tools[call.name].owner is not None and not text.startswith(_ERROR):
+            self._conversation(turn.task).past.append(call)
+        self._go_on(key, turn)
 
     def _shared(self, find: Callable[[], Mapping[int, tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
         """What the first rank finds, on every rank of the engine."""
@@ -164,17 +213,25 @@ class ToolUse:
         return dict(found[0] or {})
 
 
-def _start_pool(section: RolloutSection) -> Pool:
+def answered_calls(tokenizer: Tokenizer, draft: Sample) -> list[ToolCall]:
+    """What the response's former turns have called and was answered without an error, in its order."""
+    found: list[ToolCall] = []
+    calls: list[ToolCall | Failure] = []
+    for chosen, tokens in spoken(draft):
+        if chosen:
+            calls = parse_calls(tokenizer.decode(tokens.tolist(), special=True))
+            continue
+        answers: Sequence[str] = tokenizer.tool_answers(tokens.tolist())
+        if len(answers) != len(calls):  # an answer that has the template's words between answers in it
+            answers = [""] * len(calls)
+        pairs = zip(calls, answers, strict=True)
+        found += [call for call, text in pairs if isinstance(call, ToolCall) and not text.startswith(_ERROR)]
+    return found
+
+
+def _start_pool(section: RolloutSection, tools: Mapping[str, Tool], kinds: Sequence[str]) -> Pool:
     most = section.max_tool_answer_tokens * _CHARACTERS_PER_TOKEN
-    entries = [
-        Entry(
-            tool.function,
-            {"arguments": tool.arguments, "most_characters": most},
-            f"rollout.tools.{index}.function",
-            loader=LOADER,
-        )
-        for index, tool in enumerate(section.tools)
-    ]
+    entries = [tools[kind].entry(most) for kind in kinds]
     pool = Pool(entries, section.tool_processes, section.tool_time_limit_seconds)
     try:
         pool.wait_until_started()

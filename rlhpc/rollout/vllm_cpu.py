@@ -28,6 +28,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.core.rank import RankInfo
 from rlhpc.rollout.cpu_experts import keep_to_held_experts
 from rlhpc.rollout.cpu_routes import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
@@ -44,8 +45,9 @@ class Worker(CPUWorker):
         self._segment, self._recorder = "", None
         if vllm_config.parallel_config.tensor_parallel_size > 1:
             # Used for nothing else once the default group is initialised, it names the shared-memory segments of the
-            # tensor-parallel ranks. As "env://" it would name every job's segments alike, crashed ones included.
-            self._segment = _common_name()
+            # tensor-parallel ranks. As "env://" it would name every job's segments alike, crashed ones included. Where
+            # ranks of an engine name them differently, vLLM goes through gloo: there is no memory between nodes.
+            self._segment = f"{_common_name()}-{RankInfo.from_environ().place}"
             distributed_init_method = f"file:///{self._segment}"
         _choose_norm_kernels(vllm_config)
         super().__init__(vllm_config, local_rank, rank, distributed_init_method, **rest)

@@ -67,8 +67,12 @@ class VllmEngine:
         )
         if self._expert_layers and self._on_gpu:
             arguments |= route_arguments(section)
+        if section.tp > 1 and self._on_gpu and over_nodes(section.tp):
+            # Its rendezvous shares GPU memory through unix sockets, and may wait for another node for ever.
+            os.environ.setdefault(env.VLLM_ALLREDUCE_USE_SYMM_MEM, "0")
         with _process_kept():
             self._engine = _build(arguments)
+        _forget_queue_s_name()
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routes")
         self._weights = self._find_weights(section)
@@ -192,9 +196,12 @@ class VllmEngine:
         finalizer = getattr(self._engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
+        sockets = _sockets()
         self._engine.model_executor.shutdown()
         destroy_model_parallel()
         del self._engine
+        for socket in sockets:
+            socket.unlink(missing_ok=True)
 
     def _routes(self, output: Any) -> np.ndarray | None:
         """See ``Completion``."""
@@ -260,6 +267,14 @@ class VllmEngine:
         )
 
 
+def over_nodes(tp: int) -> bool:
+    """This rank's engine has ranks on several nodes. Collective over the job's ranks, which have joined."""
+    places: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(places, RankInfo.from_environ().place)
+    first = dist.get_rank() // tp * tp
+    return len(set(places[first : first + tp])) > 1
+
+
 def _build(arguments: dict[str, Any]) -> Any:
     """The engine core and its scheduler in this process, driven by ``add_request`` and ``step``."""
     os.environ[env.VLLM_ENABLE_V1_MULTIPROCESSING] = "0"
@@ -282,6 +297,28 @@ def _build(arguments: dict[str, Any]) -> Any:
             where="rollout",
             remedy="correct what it names; memory is set by rollout.kv_cache_gib and rollout.gpu_memory_fraction",
         ) from error
+
+
+def _forget_queue_s_name() -> None:
+    """All ranks have vLLM's queue in shared memory open now; with its name it would outlive ranks that are killed."""
+    buffer = getattr(_queue(), "buffer", None)
+    if buffer is not None and buffer.is_creator:
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False  # or it would be unlinked a second time
+
+
+def _sockets() -> list[Path]:
+    """Files in TMPDIR by which the queue's readers came to it; vLLM leaves them."""
+    handle = getattr(_queue(), "handle", None)
+    addresses = (getattr(handle, name, None) or "" for name in ("local_subscribe_addr", "local_notify_addr"))
+    return [Path(address.removeprefix("ipc://")) for address in addresses if address.startswith("ipc:///")]
+
+
+def _queue() -> Any:
+    """What vLLM tells an engine's ranks through; None where there is but one."""
+    from vllm.distributed.parallel_state import get_tp_group
+
+    return get_tp_group().mq_broadcaster
 
 
 @contextlib.contextmanager

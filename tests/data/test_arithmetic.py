@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 from pyarrow import parquet
 
 from rlhpc.core.errors import UserError
+from rlhpc.core.files import write_json
 from rlhpc.data.arithmetic import add_without_carrying, make, split_problems
 from rlhpc.models import read_model
 
@@ -88,6 +90,18 @@ def test_a_failure_leaves_nothing_behind(tmp_path: Path):
     assert os.listdir(tmp_path) == []
 
 
+def test_of_several_that_make_the_folder_one_is_first(demo_folder: Path, tmp_path: Path, monkeypatch):
+    def write_after_another(file: Path, value: object) -> None:
+        shutil.copytree(demo_folder, tmp_path / "inputs")
+        write_json(file, value)
+
+    monkeypatch.setattr("rlhpc.data.arithmetic.write_json", write_after_another)
+    make(str(tmp_path / "inputs"), seed=3)
+    assert os.listdir(tmp_path) == ["inputs"]
+    assert (tmp_path / "inputs" / "train.parquet").is_file()
+
+
 def test_the_split_depends_on_the_seed_alone():
     assert split_problems(1, 50) == split_problems(1, 50)
     assert split_problems(1, 50)[1] != split_problems(2, 50)[1]
+    assert all(problems != sorted(problems) for problems in split_problems(1, 50))

@@ -22,11 +22,14 @@ def test_targets_positions_and_weights_of_two_sequences():
     assert batch.cu_seqlens.tolist() == [0, 4, 7]
     assert batch.loss_weight.tolist() == [0, 0.5, 0.5, 0, 1, 1, 0]
     assert batch.sample_ids == (5, 3)
-    assert (batch.tokens.dtype, batch.cu_seqlens.dtype, batch.loss_weight.dtype) == (
-        torch.int64,
-        torch.int32,
-        torch.float32,
-    )
+    assert {batch.tokens.dtype, batch.targets.dtype, batch.positions.dtype} == {torch.int64}
+    assert (batch.cu_seqlens.dtype, batch.loss_weight.dtype) == (torch.int32, torch.float32)
+
+
+def test_tokens_that_were_given_are_not_trained_on():
+    chosen = [np.array([True, False]), None]
+    batch = pack_batch(two_sequences(), sample_ids=(0, 1), weights=[0.5, 1.0], chosen=chosen)
+    assert batch.loss_weight.tolist() == [0, 0.5, 0, 0, 1, 1, 0]
 
 
 def test_response_values_lie_where_their_tokens_are_predicted():

@@ -7,7 +7,7 @@ from dataclasses import fields
 import numpy as np
 import pytest
 
-from rlhpc.api import Sample
+from rlhpc.api import Prompt, Sample
 from rlhpc.config.rollout import ReplaySection
 from rlhpc.data.groups import Group, load_groups, save_groups, training_samples
 from rlhpc.data.replay import ReplayBuffer
@@ -56,11 +56,22 @@ def test_a_file_gives_back_what_was_written(tmp_path):
             assert_same(one, other)
 
 
+def test_a_group_knows_its_prompt():
+    group = make_group(1)
+    assert group.answers(Prompt(7, (5, 6), "", "", {}))
+    assert not group.answers(Prompt(7, (5, 7), "", "", {}))
+    assert not group.answers(Prompt(8, (5, 6), "", "", {}))
+
+
 def test_what_a_group_says_of_its_samples():
     group = make_group(1)
     assert not group.finished
     assert group.usable == group.samples[:1]
-    done = group.with_sample(1, make_sample(9, reward=2.0), scored=True, dropped=True)
+    better = make_sample(9, reward=2.0)
+    done = group.with_sample(1, better, scored=True, dropped=True)
+    assert done.samples[1] is better
+    first = group.with_sample(0, better, scored=False)
+    assert (first.samples, first.scored, first.dropped) == ((better, group.samples[1]), (False,) * 2, (False,) * 2)
     assert done.finished
     assert done.usable == group.samples[:1]
     assert done.weights_version == 3

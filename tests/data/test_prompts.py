@@ -126,6 +126,16 @@ def test_bytes_that_are_no_text_name_file_and_line(tokenizer: Tokenizer, tmp_pat
         load(tokenizer, path)
 
 
+def test_half_a_pair_of_surrogates_names_file_and_line(tokenizer: Tokenizer, tmp_path: Path):
+    """No tokenizer takes it, and no file of samples."""
+    whole = write(tmp_path / "a.jsonl", row("\U0001f600"), row(r"C:\\ud"))
+    assert len(load(tokenizer, whole)) == 2
+    for changes in ({"text": "\ud83d"}, {"reward_model": {"ground_truth": "\ud83d"}}):
+        path = write(tmp_path / "b.jsonl", row(), row(**changes))
+        with pytest.raises(UserError, match=rf"^{path}:2: broken JSON \(.*surrogates not allowed"):
+            load(tokenizer, path)
+
+
 def test_an_overlong_prompt_names_file_row_length_and_limit(tokenizer: Tokenizer, tmp_path: Path):
     path = write(tmp_path / "a.jsonl", row(), row("1" * 30))
     with pytest.raises(UserError, match=rf"^{path}:2: the prompt has 32 tokens, data.max_prompt_tokens is 20; raise"):
@@ -143,7 +153,11 @@ def test_an_empty_file_is_an_error(tokenizer: Tokenizer, tmp_path: Path):
         load(tokenizer, write(tmp_path / "a.jsonl"))
 
 
-@pytest.mark.parametrize("prompt", [[], [{"role": "user"}], 5, [{"role": "user", "content": ["image"]}]])
+@pytest.mark.parametrize(
+    "prompt",
+    [[], ["1+2="], [{"content": "1+2="}], [{"role": "user"}], 5, [{"role": "user", "content": ["image"]}]],
+    ids=repr,
+)
 def test_a_prompt_of_another_form_is_shown(tokenizer: Tokenizer, tmp_path: Path, prompt: Any):
     with pytest.raises(UserError, match=r"a\.jsonl:1: column 'prompt' is .*; write it as \[\{"):
         load(tokenizer, write(tmp_path / "a.jsonl", row(prompt=prompt)))
@@ -299,6 +313,19 @@ def test_ranks_that_tokenize_a_part_each_have_the_same_prompts(tokenizer: Tokeni
     for prompts in everyone:
         assert list(prompts.prompts) == list(alone.prompts)
         assert prompts.digest == alone.digest
+
+
+def test_ranks_that_find_other_prompts_are_refused(tokenizer: Tokenizer, tmp_path: Path):
+    """As with files that differ between nodes, or a filter that asks for more than the row."""
+    section = DataSection.model_validate({"train": [write(tmp_path / "a.jsonl", row(), row("3+4="))]})
+
+    def gather(part: Any) -> list[Any]:
+        return [part, (1, *part[1:])]
+
+    with pytest.raises(
+        UserError, match=r"^data.train: some ranks have found 1 prompts in it, others 2; give all nodes"
+    ):
+        PromptSet.load(section.train, section, tokenizer, "data.train", readers=Readers(0, 2, gather))
 
 
 def test_a_prompt_that_ends_with_an_answer_is_refused(tokenizer: Tokenizer, tmp_path: Path):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhpc.core.errors import UserError
+from rlhpc.data.prompts import Readers
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 
@@ -53,10 +56,49 @@ def test_taking_wraps_and_repeats_for_the_same_cursor(tokenizer: Tokenizer, tmp_
     assert len({tuple(t) for t, _ in examples.take(5, 5, seed=0)[0]}) == 5
 
 
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_that_tokenize_a_part_each_have_the_same_examples(tokenizer: Tokenizer, tmp_path: Path, count: int):
+    rows = [{"prompt": f"{n}+{n}=", "response": str(2 * n)} for n in (3, 1, 30, 222, 5, 40, 7)]
+    alone = load(tokenizer, tmp_path, *rows)
+    parts: list[Any] = [None] * count
+    barrier = threading.Barrier(count)
+    encoded: list[int] = []
+
+    def read(rank: int) -> SFTSet:
+        def gather(part: Any) -> list[Any]:
+            parts[rank] = part
+            encoded.append(len(part[2]))
+            barrier.wait(timeout=30)
+            found = list(parts)
+            barrier.wait(timeout=30)
+            return found
+
+        return SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, readers=Readers(rank, count, gather))
+
+    with ThreadPoolExecutor(count) as ranks:
+        everyone = list(ranks.map(read, range(count)))
+    assert sum(encoded) == 2 * len(rows), "each prompt and each response once"
+    for examples in everyone:
+        for (tokens, prompt_len), (expected, expected_len) in zip(examples.sequences, alone.sequences, strict=True):
+            assert (tokens.tolist(), prompt_len) == (expected.tolist(), expected_len)
+
+
+def test_an_example_longer_than_the_model_names_its_row(tokenizer: Tokenizer, tmp_path: Path):
+    """Not a step of the run that happens to meet it."""
+    load(tokenizer, tmp_path, {"prompt": "1+2=", "response": "3"}, {"prompt": "1+2=", "response": "33"})
+    tokens = 1 + 4 + 1 + 1 + 1  # of the first one: user, question, assistant, answer, end
+    assert len(SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, longest=tokens + 1)) == 2
+    with pytest.raises(
+        UserError, match=rf"sft.jsonl:2: the example has {tokens + 1} tokens, the model {tokens} positions"
+    ):
+        SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, longest=tokens)
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
         ({"messages": CHAT[:1]}, "do not end with an assistant's answer"),
+        ({"messages": [*CHAT, CHAT[0]]}, "do not end with an assistant's answer"),
         ({"messages": CHAT[1:]}, "do not end with an assistant's answer"),
         ({"messages": "1+2="}, "column 'messages' is '1\\+2='"),
         ({"text": "1+2=3"}, "neither a column 'messages' nor 'prompt' and 'response'; add them; the row has 'text'"),

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.arithmetic import ASSISTANT, END, USER, VOCABULARY
 from rlhpc.data.files import check_messages
 from rlhpc.data.tokenizer import Chat, Tokenizer
+from tests.rollout.tool_task import NONE, make_tokenizer
 
 
 @pytest.fixture
@@ -55,6 +57,10 @@ def test_decoding_leaves_special_tokens_out_unless_asked(tokenizer: Tokenizer):
     tokens = ids(USER, "4", "6", END)
     assert tokenizer.decode(tokens) == "46"
     assert tokenizer.decode(tokens, special=True) == "<|user|>46<|end|>"
+
+
+def test_names_of_special_tokens_in_a_text_are_broken_up(tokenizer: Tokenizer):
+    assert tokenizer.defused("1<|end|>2<|user|>") == "1< |end|>2< |user|>"
 
 
 def test_end_tokens_come_from_tokenizer_then_generation_config(folder: Path):
@@ -168,3 +174,38 @@ def test_messages_with_calls_and_answers_of_tools_are_rendered(folder: Path):
         "a.jsonl:1",
     )
     assert load(folder).encode_prompts([messages]) == [ids(*"123")]
+
+
+def test_only_texts_without_a_template_are_begun_by_the_tokenizer():
+    """Whose template writes what begins a text itself; twice it would be in places that no training has seen."""
+    inner = make_tokenizer()
+    (first,) = inner.convert_tokens_to_ids([NONE])
+    inner.backend_tokenizer.post_processor = TemplateProcessing(single=f"{NONE} $A", special_tokens=[(NONE, first)])
+    plain, templated = (Tokenizer(inner, (1,), DataSection(chat_template=flag)) for flag in (False, True))
+    conversation = [{"role": "user", "content": "1"}]
+    for begun in (plain.encode_prompts(["1"]), plain.encode_conversations([conversation])):
+        assert plain.decode(begun[0], special=True) == f"{NONE}1"
+    parts = (
+        *templated.encode_prompts(["1"]),
+        *templated.encode_conversations([conversation]),
+        *templated.encode_responses(["1"]),
+        templated.tool_turn(["1"]),
+    )
+    assert not any(first in tokens for tokens in parts)
+    assert templated.count("12") == 2
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        (None, "tools need a chat template"),
+        ("{{ m.content if m.role != 'tool' }}", "the chat template does not show what tools answer"),
+        ("{{ m.content if loop.last or m.role == 'tool' else '+' }}", "writes a turn in another way once tools"),
+    ],
+)
+def test_templates_that_cannot_tell_what_tools_answer_are_refused(template: str | None, told: str):
+    inner = make_tokenizer()
+    Tokenizer(inner, (1,), DataSection()).check_tool_turns()
+    inner.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
+    with pytest.raises(UserError, match=f"^data.chat_template: .*{told}"):
+        Tokenizer(inner, (1,), DataSection(chat_template=template is not None)).check_tool_turns()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import Entry, Failure, Score, load_function
+from tests.rewards import functions
 from tests.rewards.functions import RESULTS
 
 KEYWORDS = {
@@ -33,6 +35,12 @@ def test_numbers_of_every_kind_are_taken(kind: str, value: float):
 
 def test_further_numbers_of_an_object_are_parts():
     assert call("chosen", "dict") == Score(2.0, {"words": 3.0, "good": 1.0})
+    assert call("chosen", "too large a part") == Score(1.0)
+
+
+def test_an_object_may_tell_the_answer():
+    assert call("telling", "so it is 4") == Score(1.0, {"words": 4.0}, answer="4")
+    assert call("telling", "") == Score(1.0, {"words": 0.0}, answer="")
 
 
 @pytest.mark.parametrize(
@@ -40,8 +48,10 @@ def test_further_numbers_of_an_object_are_parts():
     [
         ("nan", "returned nan"),
         ("infinite", "returned inf"),
+        ("too large", "returned inf"),
         ("text", "returned '1.0' (str)"),
         ("none", "returned None (NoneType)"),
+        ("numpy array", "returned array([0., 0.]) (ndarray)"),
         ("other dict", "returned {'reward': 1.0} (dict)"),
     ],
 )
@@ -54,8 +64,11 @@ def test_an_exception_is_told_with_its_place():
     failure = call("does", "raise")
     assert failure.kind == "raised"
     assert failure.what.startswith("raised ZeroDivisionError: division by zero (/")
-    assert "/functions.py:" in failure.what
+    lines = Path(functions.__file__).read_text().splitlines()
+    (line,) = (number for number, text in enumerate(lines, 1) if "lambda: 1 / 0" in text)
+    assert failure.what.endswith(f"/functions.py:{line})")
     assert call("does", "exit").what.startswith("raised SystemExit: 4")
+    assert call("does", "raise in silence").what.startswith("raised Silent: (no text) (")
 
 
 def test_arguments_of_the_config_reach_the_function():

@@ -34,6 +34,12 @@ def score(program: str, truth: Any, **arguments: Any) -> float:
         ("```python\na\n```\n```text\nb\n```", "a\n"),
         ("```Python3\na = '```'\n```", "a = '```'\n"),
         ("  ```python\n  a\n  ```", "  a\n"),
+        ("```text\na\n```\nand\n```python\nb\n```", "b\n"),
+        ("```\na\n```python\nb\n```", "b\n"),
+        ("```python title\na\n```, which", "a\n"),
+        ("````python\na\n````", "a\n"),
+        ("```python\r\na\r\n```\r", "a\r\n"),
+        ("an ```inline``` one", None),
         ("```python\na", None),
         ("a", None),
     ],
@@ -50,7 +56,18 @@ def test_tests_are_read_in_all_their_forms():
     assert read_tests("assert f()") == ["assert f()"]
 
 
-NO_TESTS = ["", [], {}, None, 3, {"inputs": ["1"], "outputs": []}, {**SUMS, "fn_name": "f"}, [1]]
+NO_TESTS = [
+    "",
+    [],
+    {},
+    None,
+    3,
+    {"inputs": ["1"], "outputs": []},
+    {"inputs": [], "outputs": []},
+    {"inputs": "1\n", "outputs": "2\n"},
+    {**SUMS, "fn_name": "f"},
+    [1],
+]
 
 
 @pytest.mark.parametrize("truth", NO_TESTS, ids=repr)
@@ -65,6 +82,16 @@ def test_what_a_program_prints_is_compared_line_by_line():
     assert score("print(3)", SUMS, partial=True) == 0.5
     assert score("a, b = map(int, input().split())\nprint(a + b)\nraise SystemExit(1)", SUMS) == 0
     assert score("print(", SUMS) == 0
+
+
+def test_the_bounds_on_a_program_are_those_that_were_given():
+    program = "x = bytearray(100 << 20)\nprint(sum(map(int, input().split())))"
+    assert score(program, SUMS) == 1
+    assert score(program, SUMS, memory_mib=64) == 0
+    assert score(program, SUMS, total_seconds=0.0, partial=True) == 0
+    fork = "import os\nif os.fork():\n    os.wait()\n    print(sum(map(int, input().split())))"
+    assert (score(fork, SUMS), score(fork, SUMS, processes=1)) == (1, 0)
+    assert score(f"import numpy\n{program}", SUMS) == 0, "packages are seen without being asked for"
 
 
 def test_statements_must_raise_nothing():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from rlhpc.core.errors import UserError
+from rlhpc.rewards.calls import Entry, load_function
 from rlhpc.rewards.formats import length, overlong, pattern, think_answer
 
 
@@ -28,6 +30,7 @@ def test_thoughts_then_answer_each_once(response: str, value: float):
 def test_a_pattern_is_of_the_whole_response():
     assert pattern("", "a\nb", None, {}, regex="a.b", score=0.2) == 0.2
     assert pattern("", "a\nb ", None, {}, regex="a.b") == 0
+    assert pattern("", "a\nb", None, {}, regex="a.b") == 1
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(1, 0), (80, 0), (81, -0.025), (90, -0.25), (100, -0.5), (101, -0.5)])
@@ -37,9 +40,20 @@ def test_overlong_goes_down_linearly_within_the_buffer(tokens: int, value: float
     assert found == pytest.approx(value)
 
 
+def test_overlong_is_dapos_by_itself():
+    found = [overlong("", "", None, {}, response_tokens=n, max_response_tokens=20480) for n in (16384, 18432, 20480)]
+    assert found == [0, -0.5, -1]
+
+
 def test_a_buffer_longer_than_a_response_is_refused():
     with pytest.raises(ValueError, match="buffer_tokens 200 is not between 1 and the 100"):
         overlong("", "", None, {}, response_tokens=1, max_response_tokens=100, buffer_tokens=200)
+    for most, arguments in ((1, {"buffer_tokens": 1}), (4096, {})):
+        load_function(Entry("rlhpc.rewards.formats:overlong", arguments, "reward.function", max_response_tokens=most))
+    for most, arguments in ((100, {"buffer_tokens": 200}), (9, {"buffer_tokens": 0}), (1024, {})):  # before the run
+        entry = Entry("rlhpc.rewards.formats:overlong", arguments, "reward.functions.long", max_response_tokens=most)
+        with pytest.raises(UserError, match=rf"^reward.functions.long: .*is not between 1 and the {most} of"):
+            load_function(entry)
 
 
 def test_length_is_relative_to_the_longest():

@@ -19,7 +19,9 @@ from rlhpc.api import Completion, Prompt, Verdict
 from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
-from rlhpc.rewards.judge import RewardJudge, load_judge
+from rlhpc.rewards import pool
+from rlhpc.rewards.calls import Entry
+from rlhpc.rewards.judge import RewardJudge, entries_of, load_judge
 
 HERE = "tests.rewards.functions"
 LIMIT = 1.5
@@ -68,9 +70,17 @@ def test_several_functions_are_summed_with_their_weights(make):
     ]
     verdicts = judge_all(make(functions=functions), ["it is 3", "it is 4"])
     assert verdicts == {
-        0: Verdict(1.75, {"right": 1.0, "size": 1.0, "size/most": 20.0}),
-        1: Verdict(-0.25, {"right": 0.0, "size": 1.0, "size/most": 20.0}),
+        0: Verdict(1.75, {"right": 1.0, "size": 1.0, "size/most": 20.0}, answer="3"),
+        1: Verdict(-0.25, {"right": 0.0, "size": 1.0, "size/most": 20.0}, answer="4"),
     }
+
+
+def test_workers_are_told_of_each_function_what_the_configuration_says():
+    named = [{"name": "long", "function": "rlhpc.rewards.formats:overlong", "arguments": {"penalty": 2}}]
+    assert [*entries_of(RewardSection(function="a:b"), 20), *entries_of(RewardSection(functions=named), 9)] == [
+        Entry("a:b", {}, "reward.function", max_response_tokens=20),
+        Entry(named[0]["function"], {"penalty": 2}, "reward.functions.long", max_response_tokens=9),
+    ]
 
 
 def test_a_single_function_has_no_part_of_its_own(make):
@@ -100,9 +110,10 @@ FAILURES = {
     "leave": ("died", "ended its process with exit code 3"),
     "crash": ("died", "ended its process by SIGSEGV"),
     "killed": ("died", "ended its process by SIGKILL, perhaps for want of memory"),
+    "killed by another": ("died", "ended its process by signal 37"),
 }
-MIXED = ["ab", "raise", "abc", "hang", "leave", "abcd", "nan", "crash", "killed", *["abcde"] * 60]
-COUNTS = {"raised": 1, "result": 1, "timeout": 1, "died": 3}
+MIXED = ["ab", "raise", "abc", "hang", "leave", "abcd", "nan", "crash", "killed", "killed by another", *["abcde"] * 60]
+COUNTS = {"raised": 1, "result": 1, "timeout": 1, "died": 4}
 
 
 @pytest.mark.slow
@@ -146,6 +157,20 @@ def test_a_failure_ends_the_run_unless_told_otherwise(make):
 
 
 @pytest.mark.slow
+def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
+    """It says so each second, and no longer than the reward may take."""
+    times: list[float] = []
+    monkeypatch.setattr(pool, "touch", lambda phase: times.append(time.monotonic()))
+    monkeypatch.setattr(pool, "_REPLACED_SECONDS", -LIMIT / 2)  # silent for the second half
+    judge = make(function=f"{HERE}:does", time_limit_seconds=2 * LIMIT, on_failure="zero")
+    began = time.monotonic()
+    judge_all(judge, ["hang"])
+    assert time.monotonic() - began >= 2 * LIMIT
+    assert len(times) >= 2
+    assert max(times) - began < 1.9 * LIMIT
+
+
+@pytest.mark.slow
 def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
     file = tmp_path / "processes"
     judge = make(function=f"{HERE}:hangs_with_child", on_failure="drop", time_limit_seconds=LIMIT)
@@ -167,9 +192,10 @@ def test_functions_are_called_beside_this_process_and_each_other(make, tmp_path)
 
 
 def test_a_worker_has_neither_torch_nor_sockets_and_is_ended(make):
+    """Nor gives it what it has open to programs that it starts: they would hold its pipes open beyond its end."""
     judge = make(function=f"{HERE}:process")
     verdict = judge_all(judge, ["a"])[0]
-    assert verdict.parts == {"torch": 0.0, "sockets": 0.0}
+    assert verdict.parts == {"torch": 0.0, "sockets": 0.0, "given": 0.0}
     assert int(verdict.reward) in [child.pid for child in psutil.Process().children()]
     judge.close()
     assert not runs(int(verdict.reward))
@@ -225,10 +251,33 @@ def test_the_time_that_a_job_is_suspended_does_not_count(tmp_path):
         each.resume()
     time.sleep(0.5)
     (tmp_path / "b").touch()
-    assert process.communicate(timeout=30)[0] == "{(0, 0): Score(value=1.0, parts={})}\n"
+    assert process.communicate(timeout=30)[0] == "{(0, 0): Score(value=1.0, parts={}, answer=None)}\n"
 
 
 # ---- starting
+
+
+_FLAKY = """
+import os, pathlib, time
+starts = pathlib.Path("starts")
+with starts.open("a") as file:
+    file.write("x")
+if len(starts.read_text()) == 2:
+    os._exit(9)
+def score(data_source, solution_str, ground_truth, extra_info):
+    return time.sleep(1000) if solution_str == "hang" else 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_start_that_is_lost_late_in_a_run_is_made_again(make, tmp_path, monkeypatch):
+    """As where memory is short for a moment: that the functions can be imported is known by then."""
+    (tmp_path / "flaky.py").write_text(_FLAKY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    judge = make(function="flaky:score", workers=1, time_limit_seconds=LIMIT, on_failure="zero")
+    assert [verdict.reward for verdict in judge_all(judge, ["hang", "ab"]).values()] == [0.0, 1.0]
+    assert (tmp_path / "starts").read_text() == "xxx"
 
 
 def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.rewards.calls import Entry, load_function
 from rlhpc.rewards.rules import boxed, exact, last_boxed, maths, number
 
 
@@ -37,6 +38,13 @@ def test_maths_works_outside_the_main_thread():
     thread.start()
     thread.join()
     assert found == [1.0]
+
+
+def test_responses_that_take_too_long_are_not_logged_whole(caplog, monkeypatch):
+    monkeypatch.setattr("rlhpc.rewards.rules._VERIFIER_SECONDS", 1)
+    load_function(Entry("rlhpc.rewards.rules:maths", {}, "reward.function"))
+    assert maths("", "1 " * 60_000, "42", {}) == 0
+    assert not caplog.records
 
 
 def test_an_unreadable_ground_truth_is_an_error():
@@ -75,3 +83,31 @@ def test_a_number_of_thousands_of_digits_is_no_error():
 )
 def test_boxed_compares_letters(truth: Any, response: str, value: float):
     assert boxed("", response, truth, {}) == value
+
+
+@pytest.mark.parametrize(
+    ("rule", "alike", "other"),
+    [
+        (maths, [r"so \boxed{\frac{1}{2}}", "it is 1/2", r"\boxed{0.5}", r"\boxed{0.50}"], "it is 1/3"),
+        (maths, [r"\boxed{x^2}", r"\boxed{x^{2}}"], r"\boxed{x^3}"),
+        (boxed, [r"\boxed{a b}", r"so \boxed{ab}"], r"\boxed{ba}"),
+        (number, ["it is 7", "1 + 6 = 07."], "-7"),
+        (exact, ["7", " 7\n"], "7."),
+    ],
+)
+def test_equal_answers_are_equal_texts(rule: Any, alike: list[str], other: str):
+    answers = {load(rule)(text) for text in alike}
+    assert len(answers) == 1
+    assert answers != {load(rule)(other)} != {""}
+
+
+@pytest.mark.parametrize(("rule", "text"), [(maths, "no idea"), (boxed, "7"), (number, "seven"), (exact, " ")])
+def test_no_answer_is_told_too(rule: Any, text: str):
+    assert load(rule)(text) == ""
+
+
+def load(rule: Any) -> Any:
+    """What a worker takes for a response's answer."""
+    call = load_function(Entry(f"rlhpc.rewards.rules:{rule.__name__}", {}, "reward.function"))
+    known = {"data_source": "", "ground_truth": "7", "extra_info": {}}
+    return lambda text: call({**known, "solution_str": text}).answer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from rlhpc.core.errors import UserError
-from rlhpc.rewards.sandbox import Limits, Sandbox
+from rlhpc.rewards.sandbox import Limits, Sandbox, _interpreter_libraries
 
 ROOT = Path(__file__).parents[2]
 ROOMY = Limits(seconds=20, memory_mib=256)  # the machine may be busy
@@ -101,6 +102,15 @@ def test_nothing_of_the_machine_can_be_read_but_the_interpreter(sandbox, tmp_pat
     assert found == ["FileNotFoundError"] * 6 + ["['null', 'random', 'urandom', 'zero']"]
 
 
+def test_a_library_in_the_user_s_own_folder_does_not_show_that_folder(monkeypatch):
+    """As one that is preloaded may be."""
+    folders = _interpreter_libraries()
+    monkeypatch.setenv("HOME", folders[0])
+    assert _interpreter_libraries() == folders[1:]
+    monkeypatch.setenv("HOME", f"{folders[0]}/below")
+    assert _interpreter_libraries() == folders[1:]
+
+
 def test_files_are_written_in_a_folder_that_goes(sandbox, tmp_path):
     before = set(os.listdir("/tmp"))
     found = lines_of(
@@ -165,6 +175,29 @@ def test_no_other_process_can_be_harmed(sandbox):
     assert found[3] in ("PermissionError", "OSError")
 
 
+_CLONE = {"x86_64": 56}.get(platform.machine(), 220)
+_MEMORY_OF_NOBODY = (
+    "libc.shmget(0, 1 << 20, 0o1600)",
+    "libc.semget(0, 9, 0o1600)",
+    "libc.msgget(0, 0o1600)",
+    "os.memfd_create('m')",
+)
+
+
+def test_memory_that_no_limit_counts_and_further_namespaces_are_not_had(sandbox):
+    """As the program's own user too, whom the kernel refuses no namespace."""
+    attempts = (
+        *_MEMORY_OF_NOBODY,
+        f"libc.syscall({_CLONE}, 0x10000011, 0, 0, 0, 0) or os._exit(0)",
+        "libc.syscall(430, b'tmpfs', 0)",  # fsopen
+        "libc.prctl(1, 0)",
+        "__import__('threading').Thread(target=print).start()",
+        "subprocess.run(['true']).returncode",
+    )
+    denied = ["-1", "-1", "-1", "PermissionError", "-1", "-1", "-1", "", "None", "0"]
+    assert lines_of(sandbox, *attempts) == denied
+
+
 def test_ten_gigabytes_are_not_had(sandbox):
     ended = sandbox.run("x = bytearray(10 << 30)")
     assert ended.code == 1
@@ -189,7 +222,7 @@ def test_a_fork_bomb_is_small_and_leaves_nothing(brief):
         most = max(most, len(programs()))
         time.sleep(0.05)
     assert process.stdout.read() in ("-9\n", "None\n")
-    assert 2 < most <= Limits().processes
+    assert 2 < most < 2 * Limits().processes, "some end while others are counted"
     none_left()
 
 
@@ -287,10 +320,11 @@ def test_there_a_filter_of_system_calls_holds_what_it_can():
         "socket.socket(socket.AF_UNIX)",
         "bytearray(10 << 30)",
         "__import__('threading').Thread(target=print).start()",
+        "libc.prctl(1, 0)",  # to be killed with its parent no more
     )
     done = elsewhere(_NO_NAMESPACES, attempts, "filter")
     denied = ["BlockingIOError", "BlockingIOError", "PermissionError", "-1", "None", "OSError", "OSError"]
-    assert done.stdout.split() == ["/tmp", *denied, "MemoryError", "None"], done.stderr
+    assert done.stdout.split() == ["/tmp", *denied, "MemoryError", "None", "-1"], done.stderr
 
 
 def test_an_interpreter_that_cannot_start_is_told():

@@ -20,6 +20,7 @@ from rlhpc.rollout.requests import (
     Task,
     blank_draft,
     first_samples,
+    last_turn,
     request_of,
     request_seed,
     share_of,
@@ -85,10 +86,12 @@ class Calls:
 
     def __init__(self, answer: tuple[int, ...] = (END, 98, 99), delay: int = 0) -> None:
         self.answer, self.delay, self.waiting, self.turns = answer, delay, Counter(), []
+        self.ended: list[tuple[int, int]] = []
 
-    def begin(self, key: int, turn: Sequence[int], number: int) -> bool:
+    def begin(self, key: int, task: Task) -> bool:
+        turn = last_turn(task.draft)
         self.turns.append(tuple(turn))
-        if turn[0] % 2 or number == 4:
+        if turn[0] % 2 or turns(task.draft) == 4:
             return False
         self.waiting[key] = self.delay
         return True
@@ -100,6 +103,9 @@ class Calls:
     def answers(self, all_of_them: bool) -> dict[int, tuple[int, ...]]:
         keys = sorted(self.waiting, key=self.waiting.__getitem__)
         return self._take(keys if all_of_them else keys[:1])
+
+    def end(self, task: Task) -> None:
+        self.ended.append((task.group, task.index))
 
     def _take(self, keys: Sequence[int]) -> dict[int, tuple[int, ...]]:
         for key in keys:
@@ -198,6 +204,7 @@ def test_turns_do_not_depend_on_when_tools_answer(steps, delay):
         given = [token for token, drawn in zip(response, chosen, strict=True) if not drawn]
         assert given == [98, 99] * (len(given) // 2), "the end that the policy drew is not given once more"
     assert {len(turn) > 0 for turn in dialogue.turns} == {True}
+    assert sorted(dialogue.ended) == [(task.group, task.index) for task in tasks]
     assert not any({98, 99} & set(turn) for turn in dialogue.turns), "a turn is what was drawn since the answer"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from rlhpc.api import Completion, Request
+from rlhpc.core import env
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.test_generate import reference
@@ -32,6 +34,12 @@ def generate(path: Path, tp: int, **section: Any) -> list[Completion]:
     completions = engine.generate(REQUESTS)
     engine.shutdown()
     return completions
+
+
+def generate_over_nodes(path: Path) -> list[Completion]:
+    """By an engine of two ranks, each on a node of its own; those of one node are in tests/rollout/test_push.py."""
+    os.environ[env.LOCAL_RANK] = "0"
+    return generate(path, 2)
 
 
 def generate_all(models: Path) -> dict[str, list[Completion]]:
@@ -75,7 +83,7 @@ def test_routes_are_huggingface_s(routed, models, case):
 
 
 def test_ranks_of_an_engine_agree_on_routes(models, routed):
-    both = run_ranks(generate, 2, models / "qwen3moe" / "a", 2)
+    both = run_ranks(generate_over_nodes, 2, models / "qwen3moe" / "a")
     for ours, theirs, alone in zip(*both, routed["qwen3moe"], strict=True):
         np.testing.assert_array_equal(ours.routes, theirs.routes)
         np.testing.assert_array_equal(np.sort(ours.routes, axis=-1), np.sort(alone.routes, axis=-1))

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import numpy as np
 import pytest
 
+from rlhpc.api import Completion, Prompt
 from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.rewards.calls import Failure
-from rlhpc.rollout.tool_calls import ToolCall, parse_calls
-from rlhpc.rollout.tools import ToolUse, tool_schemas
+from rlhpc.rewards.calls import Entry, Failure
+from rlhpc.rollout.requests import Task, blank_draft, with_drawn, with_given
+from rlhpc.rollout.tool_calls import Answer, ToolCall, load_tool, parse_calls
+from rlhpc.rollout.tool_kinds import tool_schemas
+from rlhpc.rollout.tools import ToolUse
 from tests.rollout.tool_task import ASSISTANT, CALLS, END, TOOL, call, make_tokenizer, tool_sections
 
 SECTION = RolloutSection(
     tools=[ToolSection(**tool) for tool in tool_sections()],
     max_turns=3,
+    max_calls_per_turn=5,
     tool_time_limit_seconds=1.0,
     tool_processes=2,
     max_tool_answer_tokens=20,
@@ -36,6 +42,14 @@ def tools(tokenizer: Tokenizer) -> Iterator[ToolUse]:
     tools = ToolUse(SECTION, tokenizer, leads=True)
     yield tools
     tools.close()
+
+
+def task(turn: Sequence[int], group: int = 0, after: Task | None = None, told: Sequence[int] = ()) -> Task:
+    """A response whose last turn is ``turn``, after what there was of it and what was told then."""
+    prompt = Prompt(group, (5,), "sums", "", {"start": 10 * group})
+    draft = blank_draft(prompt, 0) if after is None else with_given(after.draft, told)
+    drawn = Completion(np.array(turn, np.int32), np.zeros(len(turn), np.float32), False)
+    return Task(group, 0, prompt, with_drawn(draft, drawn, 0), (0, 0, 0, 0))
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -60,6 +74,10 @@ def test_the_policy_is_told_of_what_it_gives():
         ({"function": "tests.rollout.tool_functions:nothing"}, "has no 'nothing'"),
         ({"function": "tests.rollout.tool_functions:__name__"}, "not a function"),
         ({"arguments": {"c": 1}}, "no parameter 'c'"),
+        ({"function": "tests.rollout.tool_functions:Silent"}, "cannot be called"),
+        ({"function": "tests.rollout.tool_functions:Counter", "arguments": {"c": 1}}, "cannot be made with c"),
+        ({"function": "tests.rollout.tool_functions:Counter.run"}, "has no 'Counter.run'"),
+        ({"function": "tests.rollout.tool_functions:Counter.close"}, "cannot be told of"),
     ],
 )
 def test_tools_that_cannot_be_are_refused(changes, said):
@@ -130,16 +148,27 @@ def test_without_a_template_there_are_no_tools():
         ToolUse(SECTION, Tokenizer(make_tokenizer(), (1,), DataSection(chat_template=False)), leads=False)
 
 
+def test_an_answer_is_text_that_has_tokens(tokenizer: Tokenizer):
+    r"""Whatever the policy writes: "\\ud83d" is JSON."""
+    (asked,) = parse_calls(r'<tool_call>{"name": "reach", "arguments": {"host": "\ud83d"}}</tool_call>')
+    options = {"arguments": {}, "most_characters": 99}
+    failing = load_tool(Entry("tests.rollout.tool_functions:reach", options, ""))
+    assert failing(asked.arguments) == Failure("raised", "raised ConnectionError: ? is not there")
+    told = load_tool(Entry("builtins:str", options, ""))({"object": asked.arguments["host"]})
+    assert told == Answer("?")
+    assert tokenizer.tool_turn([told.text])
+
+
 @pytest.mark.slow
 def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
     def answer(*turns: str) -> list[str]:
         for key, turn in enumerate(turns):
-            assert tools.begin(key, encode(tokenizer, turn), number=1)
+            assert tools.begin(key, task(encode(tokenizer, turn), group=key))
         found = tools.answers(all_of_them=True)
         frame = len(f"{END}{TOOL}"), -len(ASSISTANT)
         return [tokenizer.decode(found[key], special=True)[slice(*frame)] for key in range(len(turns))]
 
-    good, failing, long, broken = CALLS
+    good, _, failing, long, broken = CALLS
     tools.take_counts()
     assert answer(good) == ["420"]
     assert answer(good + good) == [f"420{TOOL}420"]
@@ -147,6 +176,10 @@ def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
     assert all("error:" in text for text in told[:3])
     assert told[3] == "420"
     assert tools.take_counts() == (7, 3)
+    *run, last = answer(good * (SECTION.max_calls_per_turn + 1))[0].split(TOOL)
+    assert run == ["420"] * SECTION.max_calls_per_turn
+    assert last.startswith("error:")
+    tools.take_counts()
 
 
 @pytest.mark.slow
@@ -158,7 +191,7 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(tools._tokenizer, "decode", lambda tokens, special: calls[tokens[0]])
         monkeypatch.setattr(tools._tokenizer, "tool_turn", tuple)
         for key in range(len(calls)):
-            assert tools.begin(key, [key], number=1)
+            assert tools.begin(key, task([key], group=key))
         return [texts[0] for _, texts in sorted(tools.answers(all_of_them=True).items())]
 
     began = time.monotonic()
@@ -173,7 +206,7 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
     )
     said = dict(zip(names, ask(*calls), strict=True))
     assert time.monotonic() - began < 30
-    assert said["missing"] == "error: there is no tool 'subtract', only add, reach, wait, talk, die"
+    assert said["missing"] == "error: there is no tool 'subtract', only add, reach, wait, talk, die, count"
     assert said["reach"] == "error: raised ConnectionError: x is not there"
     assert said["wait"] == "error: took more than 1 s"
     assert said["die"] == "error: ended its process with exit code 3"
@@ -184,7 +217,93 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 def test_the_last_turn_s_calls_are_not_run(tools: ToolUse, tokenizer: Tokenizer):
-    turn: Sequence[int] = encode(tokenizer, CALLS[0])
-    assert not tools.begin(0, turn, number=3)
-    assert not tools.begin(0, encode(tokenizer, "42"), number=1)
+    turn, told = encode(tokenizer, CALLS[0]), tokenizer.tool_turn(["420"])
+    third = task(turn, after=task(turn, after=task(turn), told=told), told=told)
+    assert not tools.begin(0, third)
+    assert not tools.begin(0, task(encode(tokenizer, "42")))
     assert tools.answers(all_of_them=True) == {}
+
+
+# ---- tools with state
+
+
+class Talk:
+    """Conversations, a turn or an answer being one token of a vocabulary that grows."""
+
+    def __init__(self, tools: ToolUse, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.tools, self.texts = tools, [""]
+        self.tasks: dict[int, Task] = {}
+        self.told: dict[int, tuple[int, ...]] = {}
+        tokenizer = tools._tokenizer
+        monkeypatch.setattr(tokenizer, "decode", lambda tokens, special: self.texts[tokens[0]])
+        monkeypatch.setattr(tokenizer, "tool_turn", lambda answers: self.token("\n".join(answers)))
+        monkeypatch.setattr(tokenizer, "tool_answers", lambda tokens: self.texts[tokens[0]].split("\n"))
+        monkeypatch.setattr(tokenizer, "count", lambda text: 1)
+
+    def token(self, text: str) -> tuple[int, ...]:
+        self.texts.append(text)
+        return (len(self.texts) - 1,)
+
+    def ask(self, *asked: tuple[int, str]) -> list[str]:
+        """What is answered to a turn of each of some conversations, made at once."""
+        for group, calls in asked:
+            turn = self.token(calls)
+            self.tasks[group] = task(turn, group, self.tasks.get(group), self.told.get(group, ()))
+            assert self.tools.begin(group, self.tasks[group])
+        answers = self.tools.answers(all_of_them=True)
+        self.told |= answers
+        return [self.texts[answers[group][0]] for group, _ in asked]
+
+
+@pytest.mark.slow
+def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """One process for all; it is lost with a call that hangs, and other conversations go on where they were."""
+    file, module = tmp_path / "log", "tests.rollout.tool_functions:Counter"
+    counter = {"arguments": {"file": str(file)}}
+    sections = [
+        ToolSection(name="count", function=module, **counter),
+        ToolSection(name="leap", function=f"{module}.leap", **counter),
+    ]
+    told = tool_schemas(sections)[1]["function"]["parameters"]
+    assert list(told["properties"]) == ["steps", "seconds"]
+    assert told["required"] == ["steps"]
+    limits = {"max_turns": 10, "tool_processes": 1, "tool_time_limit_seconds": 1.0}
+    tools = ToolUse(RolloutSection(tools=sections, **limits), tokenizer, leads=True)
+    talk = Talk(tools, monkeypatch)
+    count, back, long = call("count"), call("leap", steps=-1), call("leap", steps=1, seconds=60)
+
+    assert talk.ask((0, count), (1, count)) == ["1", "11"]
+    assert talk.ask((1, count + call("leap", steps=5) + count)) == ["12\n17\n18"], "in their order, on one object"
+    assert talk.ask((0, back)) == ["error: raised ValueError: backwards"]
+    assert talk.ask((0, count), (1, count)) == ["1", "19"]
+    assert file.read_text().split() == ["made"] * 2
+    assert talk.ask((0, long), (1, count)) == ["error: took more than 1 s", "20"]
+    # What was answered with an error is not made again: the step back is none any more.
+    assert talk.ask((0, count), (1, count)) == ["3", "21"]
+    assert file.read_text().split() == ["made"] * 4
+
+    tools.end(talk.tasks[1])  # taken back, and gone on with
+    assert talk.ask((1, count)) == ["22"]
+    for task_of_one in talk.tasks.values():
+        tools.end(task_of_one)
+    tools.close()
+    lines = file.read_text().splitlines()
+    assert sorted(lines) == ["closed at 21", "closed at 22", "closed at 3", *["made"] * 5]
+
+
+@pytest.mark.slow
+def test_a_tool_with_state_stays_in_its_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Conversations on two processes: each object is made once, and closed with all that it was asked."""
+    file, module = tmp_path / "log", "tests.rollout.tool_functions:Counter"
+    section = ToolSection(name="leap", function=f"{module}.leap", arguments={"file": str(file)})
+    tools = ToolUse(RolloutSection(tools=[section], max_turns=10, tool_processes=2), tokenizer, leads=True)
+    talk, groups = Talk(tools, monkeypatch), range(4)
+    for turn, seconds in enumerate((0.6, 0.05, 0.05, 0.05), 1):  # until the second process is there too
+        asked = call("leap", steps=1, seconds=seconds)
+        assert talk.ask(*((group, asked) for group in groups)) == [str(10 * group + turn) for group in groups]
+    assert len(tools._pool._workers) == 2
+    for last in talk.tasks.values():
+        tools.end(last)
+    tools.close()
+    assert sorted(file.read_text().splitlines()) == [*(f"closed at {n}" for n in (14, 24, 34, 4)), *["made"] * 4]
+    assert not tools._pool._homes

@@ -13,10 +13,13 @@ import torch
 from rlhpc.api import Completion, Prompt, Sample, Verdict
 from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
+from rlhpc.data.conversation import spoken
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
+from rlhpc.rewards.calls import Failure
 from rlhpc.rollout.collect import Collector, Scored
 from rlhpc.rollout.requests import Sampling, Task, blank_draft
+from rlhpc.rollout.tool_calls import ToolCall, parse_calls
 from rlhpc.rollout.tools import ToolUse
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
@@ -143,6 +146,26 @@ def test_given_tokens_are_the_template_s(found, task_folder):
         assert text.endswith(ASSISTANT)
     assert any("420" in text or "42" in text for text in told)
     assert any(text.startswith("error:") for text in told), told
+
+
+@pytest.mark.parametrize("way", ["at once", "in steps", "interrupted"])
+def test_a_tool_with_state_is_each_conversation_s_own(found, task_folder, way):
+    """It counts from 1, also where the response was taken back and gone on with."""
+    tokenizer = Tokenizer.load(task_folder / "model", read_model(task_folder / "model").vocab_size, DataSection())
+    counts: list[list[str]] = []
+    for sample in found[way]:
+        counts.append([])
+        calls: list[ToolCall | Failure] = []
+        for chosen, part in spoken(sample):
+            if chosen:
+                calls = parse_calls(tokenizer.decode(part, special=True))
+                continue
+            answers = zip(calls, tokenizer.tool_answers(part.tolist()), strict=True)
+            counts[-1] += [text for call, text in answers if isinstance(call, ToolCall) and call.name == "count"]
+    assert sum(map(len, counts)) > 8
+    assert max(map(len, counts)) > 1
+    for found_counts in counts:
+        assert found_counts == [str(n + 1) for n in range(len(found_counts))]
 
 
 def test_waiting_for_tools_changes_nothing(found):

@@ -22,7 +22,13 @@ def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
-CALLS = (call("add", a=12, b=30), call("reach", host="x"), call("talk", words=500), "<tool_call>{]</tool_call>")
+CALLS = (
+    call("add", a=12, b=30),
+    call("count"),
+    call("reach", host="x"),
+    call("talk", words=500),
+    "<tool_call>{]</tool_call>",
+)
 
 
 def make_tokenizer() -> Any:
@@ -71,4 +77,5 @@ def tool_sections() -> list[dict[str, Any]]:
         {"name": "wait", "function": f"{module}:wait"},
         {"name": "talk", "function": f"{module}:talk"},
         {"name": "die", "function": f"{module}:die"},
+        {"name": "count", "function": f"{module}:Counter"},
     ]

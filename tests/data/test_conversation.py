@@ -1,0 +1,73 @@
+"""Responses in the words of their conversations: what the policy said, and what it was told."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rlhpc.api import Sample
+from rlhpc.config.data import DataSection
+from rlhpc.data.conversation import response_messages, spoken, whole_conversation
+from rlhpc.data.tokenizer import Tokenizer
+from tests.rollout.tool_task import CALLS, make_tokenizer
+
+ASKS = {"role": "user", "content": "1+1="}
+ANSWERS = [{"role": "assistant", "content": "3"}, {"role": "tool", "content": "4"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    inner = make_tokenizer()
+    return Tokenizer(inner, (inner.eos_token_id,), DataSection())
+
+
+def make_sample(*parts: tuple[int, ...], told: bool | None) -> Sample:
+    """To a prompt of two tokens; every second part was ``told``, None: nothing is said of who chose what."""
+    response = [token for part in parts for token in part]
+    chosen = [place % 2 == 0 for place, part in enumerate(parts) for _ in part]
+    return Sample(
+        prompt_id=0,
+        group_id=0,
+        tokens=np.array([1, 2, *response], np.int32),
+        prompt_len=2,
+        log_probs=np.zeros(len(response), np.float32),
+        reward=0.0,
+        weights_version=0,
+        truncated=False,
+        chosen=None if told is None else np.array(chosen) & told,
+    )
+
+
+def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
+    turn, last = tokenizer.encode_responses([CALLS[0], "49"])
+    parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy has drawn the end of its turn
+    sample = make_sample(*parts, told=True)
+    assert [(chosen, tuple(part)) for chosen, part in spoken(sample)] == list(
+        zip((True, False, True), parts, strict=True)
+    )
+    assert response_messages(tokenizer, sample) == [
+        {"role": "assistant", "content": CALLS[0]},
+        {"role": "tool", "content": "42"},
+        {"role": "tool", "content": "7"},
+        {"role": "assistant", "content": "49"},
+    ]
+
+
+@pytest.mark.parametrize("told", [None, False])
+def test_a_response_of_which_nothing_is_known_or_learnt_is_one_turn(tokenizer: Tokenizer, told: bool | None) -> None:
+    (response,) = tokenizer.encode_responses(["49"])
+    sample = make_sample(response, told=told)
+    ((chosen, part),) = spoken(sample)
+    assert (chosen, tuple(part)) == (told is None, response)
+    assert response_messages(tokenizer, sample) == [{"role": "assistant", "content": "49"}]
+
+
+def test_a_prompt_that_ends_in_the_models_words_goes_on_in_them() -> None:
+    begun = [ASKS, ANSWERS[0], ASKS, {"role": "assistant", "content": "2"}]
+    assert whole_conversation("1+1=", ANSWERS) == whole_conversation([ASKS], ANSWERS) == [ASKS, *ANSWERS]
+    assert whole_conversation(begun, ANSWERS) == [
+        *begun[:-1],
+        {"role": "assistant", "content": "23"},
+        ANSWERS[1],
+    ]
+    assert begun[-1]["content"] == "2"

@@ -1,0 +1,54 @@
+"""An engine whose ranks are on different nodes says what one rank says. On real nodes: tests/slurm/test_engines.py."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.api import Request
+from rlhpc.core import env
+from rlhpc.plan.engine import EngineLayout
+from rlhpc.rollout.vllm_engine import over_nodes
+from tests.helpers.distributed import run_ranks
+from tests.rollout import engines
+from tests.rollout.engines import PROMPTS, Result
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, engines.cpu_only]  # always: tests/rollout/test_routes.py
+
+
+def sample(path: Path, tp: int) -> tuple[list[Result], str]:
+    """Tokens and log-probs, and what the engine's ranks talk through."""
+    engine = engines.build(path, tp, expert_parallel=True)
+    engines.write(engine, path, EngineLayout(tp, expert_parallel=True))
+    requests = [Request(p, seed=i, max_tokens=30, temperature=1.0) for i, p in enumerate(PROMPTS * 2)]
+    found = engines.results(engine.generate(requests))
+    through = "nothing"
+    if tp > 1:
+        from vllm.distributed import get_tp_group
+
+        through = getattr(get_tp_group().device_communicator.dist_module, "__name__", "shared memory")
+    engine.shutdown()
+    return found, through
+
+
+def sample_on_nodes(path: Path) -> dict[str, Any]:
+    """With an engine for each rank, then with one over both, each rank on a node of its own."""
+    found: dict[str, Any] = {"near": [over_nodes(1), over_nodes(2)], "alone": sample(path, 1)}
+    os.environ[env.LOCAL_RANK] = "0"
+    return {**found, "far": [over_nodes(1), over_nodes(2)], "together": sample(path, 2)}
+
+
+def test_an_engine_over_two_nodes_says_what_one_rank_says(models):
+    ranks = run_ranks(sample_on_nodes, 2, models / "qwen3moe" / "a")
+    for rank in ranks:
+        assert (rank["near"], rank["far"]) == ([False, False], [False, True])
+        assert rank["together"] == ranks[0]["together"]
+        found, through = rank["together"]
+        assert through == "torch.distributed"
+        for (tokens, log_probs), (expected_tokens, expected) in zip(found, rank["alone"][0], strict=True):
+            assert tokens == expected_tokens
+            np.testing.assert_allclose(log_probs, expected, atol=1e-4)
