@@ -8,6 +8,7 @@ from torch import Tensor
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 
 _MOST_CHANGE = 0.2  # of the coefficient, per horizon
+_LEAST_FACTOR = 0.1  # in a step: one of many horizons would turn the coefficient's sign
 
 
 def kl_divergence(
@@ -32,7 +33,7 @@ def adapted_coefficient(coefficient: float, divergence: float, responses: int, s
     if section.target is None:
         return coefficient
     error = min(max(divergence / section.target - 1, -_MOST_CHANGE), _MOST_CHANGE)
-    return coefficient * (1 + error * responses / section.horizon)
+    return coefficient * max(1 + error * responses / section.horizon, _LEAST_FACTOR)
 
 
 def with_coefficient(section: AlgorithmSection, coefficient: float) -> AlgorithmSection:

@@ -16,7 +16,7 @@ from rlhpc.algo.ragged import owners, row_sums
 class Responses:
     """B responses of a step, their N tokens end to end, in float64; equal on every rank."""
 
-    token_rewards: Float[Tensor, " N"]  # a response's reward at its last token, less the KL penalty of each token
+    token_rewards: Float[Tensor, " N"]  # a response's reward at its last own token, less each token's KL penalty
     mask: Float[Tensor, " N"]  # 1 where the policy chose the token, 0 where it was given to it
     lengths: Int64[Tensor, " B"]
     groups: Int64[Tensor, " B"]  # responses of one group answer the same prompt
@@ -35,20 +35,24 @@ class Responses:
         baselines: Float[Tensor, " B"] | None = None,
         values: Float[Tensor, " N"] | None = None,
     ) -> Responses:
-        """From one reward for each response; ``penalty`` is taken from each token's, such as a KL term."""
+        """From one reward for each response; ``penalty`` is taken from each token's, such as a KL term.
+
+        A response of given tokens alone teaches nothing, but keeps its reward: its group is compared with it.
+        """
         rows = owners(lengths)
         if mask is None:
             mask = rewards.new_ones(len(rows))
         token_rewards = rewards.new_zeros(len(rows)) if penalty is None else -penalty * mask
         places = torch.where(mask > 0, torch.arange(len(rows)), -1)
         last = torch.full_like(lengths, -1).scatter_reduce_(0, rows, places, "amax")
-        token_rewards[last[last >= 0]] += rewards[last >= 0]
+        last = torch.where(last < 0, lengths.cumsum(0) - 1, last)
+        token_rewards[last[lengths > 0]] += rewards[lengths > 0]
         return cls(token_rewards, mask, lengths, groups, baselines, values)
 
     @property
     def rewards(self) -> Float[Tensor, " B"]:
         """Of each response in all."""
-        return row_sums(self.token_rewards * self.mask, owners(self.lengths), len(self.lengths))
+        return row_sums(self.token_rewards, owners(self.lengths), len(self.lengths))
 
     def spread(self, values: Float[Tensor, " B"]) -> Float[Tensor, " N"]:
         """A value of each response at all its tokens that the policy chose, 0 at the others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -13,13 +14,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a prompt file, tokenized. ``prompt_id`` is its row number over all files."""
+    """One row of a prompt file, tokenized. ``prompt_id`` is its row number over all files. ``text`` is what it was
+    tokenized from, a plain text or messages, where that is kept."""
 
     prompt_id: int
     tokens: tuple[int, ...]
     data_source: str
     ground_truth: Any
     extra_info: dict[str, Any]
+    text: str | Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class Verdict:
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
     dropped: bool = False  # a reward failed, and such responses are left out of training
+    answer: str | None = None  # what the response answers, "" if nothing; None where no reward tells
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,7 @@ class Sample:
     routes: np.ndarray | None = None  # see Completion
     chosen: np.ndarray | None = None  # bool [response]; None: all
     reward_parts: dict[str, float] = field(default_factory=dict)  # see Verdict
+    answer: str | None = None  # see Verdict
 
     @property
     def response_len(self) -> int:
@@ -98,6 +103,7 @@ class PackedBatch:
     loss_weight: Float32[Tensor, " T"]
     sample_ids: tuple[int, ...]  # one for each sequence; none in a blank batch
     routes: Int16[Tensor, "T layers top_k"] | None = None  # 1 + an expert that the token goes to; 0: the router chooses
+    route_layers: tuple[int, ...] | None = None  # places of those layers among the ones with experts; None: all of them
     extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> PackedBatch:

@@ -2,22 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.transfer import Transfer
 
 T = TypeVar("T")
+_MESSAGE = 1 << 28  # bytes of a broadcast: gloo counts in int, and a heartbeat is not kept waiting
+
+
+def gather_objects(mine: T | None) -> list[T | None]:
+    """Every rank's object on every rank, through the host; None of those that have none.
+
+    As ``all_gather_object``, which takes room for the largest object once for each rank: what some engines' first
+    ranks have for all would be held as often as there are ranks.
+    """
+    own = torch.empty(0, dtype=torch.uint8)
+    if mine is not None:
+        own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    sizes[dist.get_rank()] = own.numel()
+    dist.all_reduce(sizes)
+    found: list[T | None] = []
+    for rank, size in enumerate(sizes.tolist()):
+        if rank == dist.get_rank():
+            found.append(mine)
+            _send(own, rank)
+        elif size:
+            arriving = torch.empty(size, dtype=torch.uint8)
+            _send(arriving, rank)
+            found.append(pickle.loads(memoryview(arriving.numpy())))
+        else:
+            found.append(None)
+    return found
+
+
+def _send(content: torch.Tensor, speaker: int) -> None:
+    for message in content.split(_MESSAGE) if len(content) else ():
+        dist.broadcast(message, src=speaker)
 
 
 def gather_parts(transfer: Transfer, layout: ParallelLayout, mine: T) -> list[T]:
     """Every part's value on every rank, in the order of the parts; one rank of each part sends it."""
     speakers = [transfer.speaker(layout, part) for part in range(transfer.parts(layout))]
-    sent: list[T | None] = [None] * layout.world_size
-    dist.all_gather_object(sent, mine if dist.get_rank() in speakers else None)
+    sent = gather_objects(mine if dist.get_rank() in speakers else None)
     return [sent[rank] for rank in speakers]  # type: ignore[misc]
 
 
@@ -31,3 +64,43 @@ def one_to_all(value: T, speaker: int = 0) -> T:
     box = [value]
     dist.broadcast_object_list(box, src=speaker)
     return box[0]
+
+
+def give_parts(transfer: Transfer, layout: ParallelLayout, mine: Mapping[int, T]) -> dict[int, T]:
+    """``mine`` has for some parts what all their ranks need and no other rank does. What this rank is given, by who had
+    it."""
+    parts = ((rank, transfer.part_of(layout, rank)) for rank in range(layout.world_size))
+    return give_objects({rank: mine[part] for rank, part in parts if part in mine})
+
+
+def give_objects(mine: Mapping[int, T]) -> dict[int, T]:
+    """What each rank has for others, to these alone, through the host; what this rank is given, by who had it."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    gives = torch.zeros(ranks, ranks, dtype=torch.uint8)
+    gives[rank, list(mine)] = 1
+    dist.all_reduce(gives)
+    found = {rank: mine[rank]} if rank in mine else {}
+    for distance in range(1, ranks):
+        to, source = (rank + distance) % ranks, (rank - distance) % ranks
+        arriving = _swap(mine[to] if gives[rank, to] else None, to, source if gives[source, rank] else None)
+        if arriving is not None:
+            found[source] = pickle.loads(memoryview(arriving.numpy()))
+    return found
+
+
+def _swap(leaving: object | None, to: int, source: int | None) -> torch.Tensor | None:
+    """Send to one rank while another one, if any, sends to this one: the bytes."""
+    own = None if leaving is None else torch.frombuffer(bytearray(pickle.dumps(leaving)), dtype=torch.uint8)
+    size = torch.zeros(1, dtype=torch.int64)
+    _pass(None if own is None else torch.tensor([own.numel()]), to, None if source is None else size, source)
+    arriving = None if source is None else torch.empty(int(size), dtype=torch.uint8)
+    _pass(own, to, arriving, source)
+    return arriving
+
+
+def _pass(own: torch.Tensor | None, to: int, arriving: torch.Tensor | None, source: int | None) -> None:
+    under_way = [dist.isend(message, to) for message in own.split(_MESSAGE)] if own is not None else []
+    if arriving is not None:
+        under_way += [dist.irecv(message, source) for message in arriving.split(_MESSAGE)]
+    for work in under_way:
+        work.wait()

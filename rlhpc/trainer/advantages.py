@@ -31,6 +31,11 @@ def kl_in_reward(section: AlgorithmSection) -> bool:
     return section.kl.placement == "reward" and section.kl.coefficient > 0
 
 
+def needs_old_log_probs(run: Run) -> bool:
+    """Whether the actor takes a pass of its own over the step's samples before the first update."""
+    return run.config.train.minibatches * run.config.train.epochs > 1 or kl_in_reward(run.config.algorithm)
+
+
 def token_values(run: Run, samples: Sequence[Sample]) -> dict[str, PerSample]:
     """What losses and advantages need of each token: log-probs of the engine, before the step's first update, and under
     the reference model; a critic's values.
@@ -39,7 +44,7 @@ def token_values(run: Run, samples: Sequence[Sample]) -> dict[str, PerSample]:
     reward takes them. Collective.
     """
     values: dict[str, PerSample] = {"engine_log_probs": [sample.log_probs for sample in samples]}
-    if run.config.train.minibatches * run.config.train.epochs > 1 or kl_in_reward(run.config.algorithm):
+    if needs_old_log_probs(run):
         values["old_log_probs"] = _log_probs(run, run.models.actor, samples)
     if run.models.reference is not None:
         values["reference_log_probs"] = _log_probs(run, run.models.reference, samples)

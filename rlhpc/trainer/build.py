@@ -23,14 +23,17 @@ from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import engine_group
 from rlhpc.plan.engine import EngineLayout
+from rlhpc.plan.foresight import usable_positions
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.push import push_sides
 from rlhpc.reshard import Job, ReshardManager
 from rlhpc.rewards.judge import load_judge
-from rlhpc.rollout.tools import ToolUse, tool_schemas
+from rlhpc.rollout.tool_kinds import tool_schemas
+from rlhpc.rollout.tools import ToolUse
 from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.trainer.kept import Kept
 from rlhpc.trainer.models import Models, make_models
+from rlhpc.trainer.reward_reader import RewardReader
 
 
 @dataclass
@@ -51,6 +54,7 @@ class Run:
     prompts: PromptSet | None
     validation: PromptSet | None
     sft: SFTSet | None
+    reward_reader: RewardReader | None
 
     @property
     def info(self) -> RankInfo:
@@ -104,12 +108,20 @@ def build(config: RunConfig, context: RankContext) -> Run:
     judge = _judge(config, tokenizer, info) if generates else None
     schemas = tool_schemas(config.rollout.tools)
     tools = _tools(config, tokenizer, info) if generates and schemas else None
+    reader = RewardReader.of(config, tokenizer) if generates else None
+    readers = _readers(info)
     load = functools.partial(
-        PromptSet.load, section=config.data, tokenizer=tokenizer, tools=schemas, readers=_readers(info)
+        PromptSet.load,
+        section=config.data,
+        tokenizer=tokenizer,
+        tools=schemas,
+        readers=readers,
+        texts=reader is not None and reader.own is not None,
     )
     prompts = load(config.data.train, where="data.train", filtered=True) if rl else None
     validation = load(config.data.validation, where="data.validation") if config.data.validation else None
-    sft = SFTSet.load(config.sft.data, tokenizer) if config.sft else None
+    longest = usable_positions(shape)
+    sft = SFTSet.load(config.sft.data, tokenizer, longest, readers=readers) if config.sft else None
     models = make_models(config, info, shape, algorithm if rl else None)
     engine = _engine(config, shape, tokenizer) if generates else None
     return Run(
@@ -127,6 +139,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
         prompts=prompts,
         validation=validation,
         sft=sft,
+        reward_reader=reader,
     )
 
 

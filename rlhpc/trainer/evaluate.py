@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,17 +73,20 @@ def _answer(run: Run, state: RunState) -> list[Answered]:
     with run.weights:
         state.weights_version = run.weights.weights_version
         mine = generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
-        samples = exchange_samples(run, mine)
+        samples = exchange_samples(run, [scored.sample for scored in mine])
     return [Answered(*chosen[sample.group_id], sample) for sample in _judged(run, samples)]
 
 
 def _judged(run: Run, samples: list[Sample]) -> list[Sample]:
-    """With the reward model's part, if there is one."""
-    role = run.models.reward
-    if role is None:
+    """With the reward model's part, if there is one; a response that would be left out of training counts as 0."""
+    if run.models.reward is None:
         return samples
-    lacking = max(0, role.layout.dp - len(samples))  # each of its ranks needs a sample
-    return score_by_model(run, [*samples, *samples[:1] * lacking])[: len(samples)]
+    judged = score_by_model(run, samples, run.validation)
+    run.reward_reader.failures.take_counts()  # those of a step are counted
+    return [
+        replace(sample, reward=0.0, reward_parts={}, answer=None) if scored is None else scored
+        for sample, scored in zip(samples, judged, strict=True)
+    ]
 
 
 def _metrics(run: Run, answered: list[Answered]) -> Metrics:
@@ -95,6 +98,7 @@ def _metrics(run: Run, answered: list[Answered]) -> Metrics:
             answer.sample.reward,
             answer.sample.response_len,
             answer.sample.truncated,
+            answer.sample.answer,
         )
         for answer in answered
     ]
@@ -115,6 +119,7 @@ def _record(run: Run, state: RunState, answer: Answered) -> dict[str, Any]:
         "prompt": run.tokenizer.decode(sample.tokens[: sample.prompt_len]),
         "response": run.tokenizer.decode(sample.tokens[sample.prompt_len :]),
         "expected": answer.prompt.ground_truth,
+        "answer": sample.answer,
         "reward": sample.reward,
         "parts": sample.reward_parts,
         "correct": sample.reward >= run.config.validation.success,

@@ -1,17 +1,21 @@
-"""What a step's rollout leaves to later steps. Equal on every rank, and a part of each checkpoint."""
+"""What a step's rollout leaves to later steps. Equal on every rank but for routes (see ``rlhpc.trainer.routes``), and a
+part of each checkpoint."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rlhpc.api import Prompt
 from rlhpc.config.schema import TrainSection
-from rlhpc.data.groups import Group, load_groups, save_groups
+from rlhpc.data.groups import Group, load_groups, save_groups, save_routes, with_routes_of
 from rlhpc.data.replay import ReplayBuffer
 from rlhpc.plan.sampling import split_stale
 
 _FILE = "groups.npz"
+_ROUTES = "routes-{}.npz"  # of another rank than the first
 _log = logging.getLogger(__name__)
 
 
@@ -38,20 +42,43 @@ class Kept:
         self.unfinished = [group for group in self.unfinished if group.number in fresh]
         return len(stale)
 
-    def save(self, folder: Path) -> None:
-        """Write all of it into a checkpoint's folder. On one rank."""
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Leave the groups of a step that had too few samples to the next one, before all others. Not those of which
+        samples were left out: with them the next one would have too few again."""
+        self.ready = [*(group for group in groups if not any(group.dropped)), *self.ready]
+
+    def save(self, folder: Path, rank: int = 0) -> None:
+        """Write all of it into a checkpoint's folder: the first rank all but the routes that others have. On every
+        rank."""
         replay = self.replay.groups if self.replay else []
-        if self.ready or self.unfinished or replay:
+        if rank:
+            save_routes(folder / _ROUTES.format(rank), [*self.ready, *self.unfinished, *replay])
+        elif self.ready or self.unfinished or replay:
             save_groups(folder / _FILE, {"ready": self.ready, "unfinished": self.unfinished, "replay": replay})
 
-    def load(self, folder: Path, prompt_cursor: int) -> None:
-        """Take up what ``save`` wrote; nothing of it where the prompts have begun anew since."""
+    def load(
+        self,
+        folder: Path,
+        prompt_cursor: int,
+        prompt_at: Callable[[int], Prompt],
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """Take up what ``save`` wrote on as many ranks or others; nothing of it where the prompts have begun anew
+        since, or have another order.
+
+        ``prompt_at`` gives the prompt in a place of today's order.
+        """
         if not (folder / _FILE).is_file():
             return
-        shelves = load_groups(folder / _FILE)
-        if any(group.number >= prompt_cursor for groups in shelves.values() for group in groups):
+        shelves = load_groups(folder / _FILE, routes=rank == 0)
+        groups = sorted((group for shelf in shelves.values() for group in shelf), key=lambda group: group.number)
+        if any(group.number >= prompt_cursor or not group.answers(prompt_at(group.number)) for group in groups):
             _log.warning("groups of other prompts than today's are let go")
             return
+        for file in sorted(folder.glob(_ROUTES.format("*"))):
+            if int(file.stem.partition("-")[2]) % ranks == rank:
+                shelves = {name: with_routes_of(file, shelf) for name, shelf in shelves.items()}
         self.ready, self.unfinished = shelves["ready"], shelves["unfinished"]
         if self.replay is not None:
             self.replay.add(shelves["replay"])

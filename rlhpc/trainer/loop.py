@@ -15,8 +15,10 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.stop import Reason
 from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.parallel.agreement import check_agreement
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.evaluate import validate
+from rlhpc.trainer.sampling import prompt_of
 from rlhpc.trainer.step import Metrics, rl_step, sft_step
 from rlhpc.trainer.stop import Stopper
 
@@ -153,8 +155,7 @@ class Loop:
             shares.append(model.save(folder / name, asynchronous))
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
-        if run.info.rank == 0:
-            run.kept.save(folder)
+        run.kept.save(folder, run.info.rank)
         return [share for share in shares if share is not None]
 
     def _reference_is_ours(self) -> bool:
@@ -163,7 +164,9 @@ class Loop:
 
     def _restore(self) -> RunState:
         saved = self._store.latest()
-        digest = self._run.prompts.digest if self._run.prompts is not None else ""
+        prompts = self._run.prompts
+        digest = prompts.digest if prompts is not None else ""
+        check_agreement(self._run.info, {"training prompts of digest": digest})
         if saved is None:
             return RunState(prompts_digest=digest)
         self.state = saved.state
@@ -180,7 +183,9 @@ class Loop:
         if self._run.critic is not None:
             self._run.critic.load(saved.folder / "critic")
             self._run.critic.offload()
-        self._run.kept.load(saved.folder, saved.state.prompt_cursor)
+        if prompts is not None:
+            info, prompt_at = self._run.info, functools.partial(prompt_of, self._run)
+            self._run.kept.load(saved.folder, saved.state.prompt_cursor, prompt_at, info.rank, info.world_size)
         self._saved = saved.state.total_steps
         return saved.state
 

@@ -20,6 +20,7 @@ def run_rank(context: RankContext) -> str | None:
     """
     import torch
 
+    from rlhpc.backends.megatron import end_writers
     from rlhpc.observe.report import write_report
     from rlhpc.parallel.agreement import check_agreement, facts_of
     from rlhpc.parallel.collectives import last_collectives
@@ -55,5 +56,6 @@ def run_rank(context: RankContext) -> str | None:
         run.tools.close()
     if run.engine is not None:
         run.engine.shutdown()
+    end_writers()
     leave()
     return stopped

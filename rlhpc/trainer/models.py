@@ -38,6 +38,8 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     optimizer = config.sft.optimizer if config.sft else train.optimizer if train.steps else None
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     actor = Role(_model(config, info, shape, layout, optimizer), train.tokens_per_microbatch, passing)
+    if algorithm is not None or config.data.validation:
+        actor.model.offload()  # the other models are made beside it, and an engine that wants its share of the GPU free
     scores = config.reward.model is not None and (algorithm is not None or bool(config.data.validation))
     reward = _reward_model(config, info, layout, passing) if scores else None
     if algorithm is None:

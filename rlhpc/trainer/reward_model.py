@@ -2,38 +2,58 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from rlhpc.api import Sample
 from rlhpc.data.collate import pack_batch
+from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.transfer import gather_parts
+from rlhpc.plan.rewards import MODEL_PART
 from rlhpc.plan.transfer import SPLIT_BY_DATA
+from rlhpc.rewards.calls import Failure
+from rlhpc.trainer.batches import filled
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.roles import Role
 
-PART = "model"  # its part of a reward, by name
 
-
-def score_by_model(run: Run, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with the model's number for their last token, weighted, added to their rewards. Collective."""
+def score_by_model(run: Run, samples: Sequence[Sample], prompts: PromptSet | None) -> list[Sample | None]:
+    """The samples with the model's number for their last token, weighted, added to their rewards; ``prompts`` are
+    those that they answer. None for one that is to be left out, because the number is not finite. Collective."""
     role = run.models.reward
     if role is None or not samples:
         return list(samples)
-    (plan,) = role.pack([len(sample.tokens) for sample in samples], gradient=False)
-    batches = [
-        pack_batch([(samples[i].tokens, samples[i].prompt_len) for i in ids], sample_ids=ids)
-        for ids in role.own_bins(plan, run.info.rank)
-    ]
+    scores = _scores(run, role, samples, prompts)
+    return [_scored(run, sample, score, prompts) for sample, score in zip(samples, scores, strict=True)]
+
+
+def _scores(run: Run, role: Role, samples: Sequence[Sample], prompts: PromptSet | None) -> list[float]:
+    lacking = max(0, role.layout.dp - len(samples))  # each of its ranks needs a sample
+    tokens = run.reward_reader.read([*samples, *samples[:1] * lacking], prompts)
+    (plan,) = role.pack([len(ids) for ids in tokens], gradient=False)
+    batches = filled(
+        role.own_bins(plan, run.info.rank),
+        lambda ids: pack_batch([(tokens[i], len(tokens[i])) for i in ids], sample_ids=ids),
+    )
     mine: dict[int, float] = {}
     for batch, stats in zip(batches, role.model.values(batches), strict=True):
-        last = stats.values[batch.cu_seqlens[1:].long() - 1]
+        last = stats.values[batch.cu_seqlens[1:].long() - 1][: len(batch.sample_ids)]
         mine.update(zip(batch.sample_ids, last.tolist(), strict=True))
     role.model.offload()
-    scores = {i: score for part in gather_parts(SPLIT_BY_DATA, role.layout, mine) for i, score in part.items()}
-    weight = run.config.reward.model.weight
-    return [
-        replace(
-            sample, reward=sample.reward + weight * scores[i], reward_parts={**sample.reward_parts, PART: scores[i]}
-        )
-        for i, sample in enumerate(samples)
-    ]
+    found = {i: score for part in gather_parts(SPLIT_BY_DATA, role.layout, mine) for i, score in part.items()}
+    return [found[i] for i in range(len(samples))]
+
+
+def _scored(run: Run, sample: Sample, score: float, prompts: PromptSet | None) -> Sample | None:
+    section = run.config.reward.model
+    if not math.isfinite(score):
+        failures, source = run.reward_reader.failures, prompts.numbered(sample.prompt_id).data_source
+        text = run.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
+        told, tell = Failure("result", f"returned {score}"), run.info.rank == 0
+        failures.handle(f"reward.model {section.path}", told, sample.prompt_id, source, text, tell)
+        if failures.drops:
+            return None
+        score = 0.0
+    parts = {**sample.reward_parts, MODEL_PART: score}
+    return replace(sample, reward=sample.reward + section.weight * score, reward_parts=parts)

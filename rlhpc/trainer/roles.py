@@ -42,6 +42,13 @@ class Role:
         """Sample ids of the micro batches that a rank takes through the model."""
         return plan.bins[SPLIT_BY_DATA.part_of(self.layout, rank)]
 
+    def expert_layers(self, stage: int) -> tuple[int, ...]:
+        """The layers with experts that a pipeline rank has, by their places among all that have some."""
+        shape = self.model.weights.shape
+        places = self.layout.layer_places(shape.num_layers)
+        layers = shape.experts.layers if shape.experts else ()
+        return tuple(place for place, layer in enumerate(layers) if places[layer][0] == stage)
+
 
 def of_samples(
     role: Role,

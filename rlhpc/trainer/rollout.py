@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlhpc.api import Prompt, RunState, Sample
-from rlhpc.rollout.collect import Collector
+from rlhpc.api import Prompt, RunState
+from rlhpc.rollout.collect import Collector, Scored
 from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.routes import without_routes
 
 
 def make_collector(run: Run, state: RunState, temperature: float) -> Collector:
@@ -19,9 +20,10 @@ def make_collector(run: Run, state: RunState, temperature: float) -> Collector:
 
 def generate_samples(
     run: Run, state: RunState, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float
-) -> list[Sample]:
+) -> list[Scored]:
     """Samples of the prompts that this rank's engine answers, in the prompts' order, whose places are the group ids;
-    none on other ranks than the engine's first. The engine is awake with the actor's weights."""
+    none on other ranks than the engine's first. One whose reward failed so that it is left out has a reward of 0.
+    Nobody trains on them: they have no routes. The engine is awake with the actor's weights."""
     firsts = first_samples([prompt.prompt_id for prompt in prompts], samples_per_prompt)
     collector = make_collector(run, state, temperature)
     collector.begin(
@@ -33,4 +35,4 @@ def generate_samples(
         ]
     )
     collector.advance()
-    return [scored.sample for scored in collector.harvest()]
+    return without_routes(collector.harvest())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 
 import numpy as np
@@ -15,31 +15,47 @@ import torch.distributed as dist
 from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
+from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.plan.sampling import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, share_of, turns
-from rlhpc.trainer.batches import exchange_samples
 from rlhpc.trainer.build import Run
+from rlhpc.trainer.reward_model import score_by_model
 from rlhpc.trainer.rollout import generate_samples, make_collector
+from rlhpc.trainer.routes import moved_routes, without_routes
 
 Metrics = dict[str, float]
 
 
 @dataclass(frozen=True)
+class Drawn:
+    """What the engines have brought for a step, equal on every rank: ``groups``, of which the first ``replayed`` are of
+    former steps; their ``samples``, group after group; ``greedy``, the likeliest responses to their prompts where the
+    algorithm asks for them. None among samples stands for one that is left out because a reward failed."""
+
+    groups: list[Group]
+    replayed: int
+    samples: list[Sample | None]
+    greedy: list[Sample | None]
+    outcome: Outcome
+    collection: _Collection
+    stale: int
+
+
+@dataclass(frozen=True)
 class StepSamples:
-    """Every engine's samples of a step, group after group; ``greedy`` are the likeliest responses to their prompts,
-    where the algorithm asks for them. No samples at all where there was too little to learn from."""
+    """What a step learns from, and the baselines of its prompts. No samples at all where there is too little."""
 
     samples: list[Sample]
     greedy: list[Sample]
     metrics: Metrics
 
 
-def step_samples(run: Run, state: RunState) -> StepSamples:
-    """Generate a step's samples with the weights in the engine, which is awake. Collective."""
-    section, kept, version = run.config.train, run.kept, state.weights_version
+def draw_samples(run: Run, state: RunState) -> Drawn:
+    """Generate with the weights in the engine, which is awake. Collective."""
+    section, kept = run.config.train, run.kept
     dynamic = section.dynamic_sampling
-    stale = kept.forget_stale(version, dynamic.max_staleness) if dynamic else 0
+    stale = kept.forget_stale(state.weights_version, dynamic.max_staleness) if dynamic else 0
     replayed = _replayed(run, state)
     collection = _Collection(run, state, section.prompts_per_step - len(replayed))
     outcome = collection.run()
@@ -50,20 +66,47 @@ def step_samples(run: Run, state: RunState) -> StepSamples:
     kept.unfinished = [collection.groups[number] for number in outcome.unfinished]
     groups = [*replayed, *new] if new else []
     samples = training_samples(groups, section.mask_truncated)
+    greedy = _greedy(run, state, groups, collection.failures)
+    return Drawn(groups, len(replayed), [*samples], greedy, outcome, collection, stale)
+
+
+def scored_by_model(run: Run, drawn: Drawn) -> Drawn:
+    """With the reward model's part of all rewards. Collective."""
+
+    def judged(found: list[Sample | None]) -> list[Sample | None]:
+        known = iter(score_by_model(run, [sample for sample in found if sample is not None], run.prompts))
+        return [None if sample is None else next(known) for sample in found]
+
+    samples, greedy = judged(drawn.samples), judged(drawn.greedy)
+    drawn.collection.failures.update(run.reward_reader.failures.take_counts())
+    return replace(drawn, samples=samples, greedy=greedy)
+
+
+def step_samples(run: Run, drawn: Drawn) -> StepSamples:
+    """All of it that has a reward and, where the algorithm asks for one, a baseline; too little is left to the next
+    step. The same on every rank."""
+    kept, greedy = run.kept, [sample for sample in drawn.greedy if sample is not None]
+    known = {sample.prompt_id for sample in greedy}
+    good = [s is not None and (not run.algorithm.needs_greedy or s.prompt_id in known) for s in drawn.samples]
+    samples = [sample for sample, is_good in zip(drawn.samples, good, strict=True) if sample is not None and is_good]
+    places = [place for place, group in enumerate(drawn.groups) for _ in group.usable]
+    lacking = {place for place, is_good in zip(places, good, strict=True) if not is_good}
+    new = list(enumerate(drawn.groups))[drawn.replayed :]
     if len(samples) < _least_samples(run):  # some were left out
-        kept.ready = [*new, *kept.ready]
-        groups, samples = [], []
+        kept.put_back([group for place, group in new if place not in lacking])
+        samples = []
     elif not any(sample.chosen_len for sample in samples):
-        groups, samples = [], []
-    elif kept.replay is not None:
-        kept.replay.add(new)
-    metrics = collection.metrics(outcome, groups)
-    if dynamic:
-        metrics["sampling/stale_groups"] = stale
-    if section.replay:
-        metrics["replay/used_groups"] = len(replayed)
+        samples = []
+    learnt = {sample.group_id for sample in samples}
+    if kept.replay is not None:
+        kept.replay.add(group for place, group in new if place in learnt)
+    metrics = drawn.collection.metrics(drawn.outcome, [drawn.groups[place] for place in sorted(learnt)])
+    if run.config.train.dynamic_sampling:
+        metrics["sampling/stale_groups"] = drawn.stale
+    if kept.replay is not None:
+        metrics["replay/used_groups"] = drawn.replayed
         metrics["replay/kept_groups"] = len(kept.replay)
-    return StepSamples(samples, _greedy(run, state, groups), metrics)
+    return StepSamples(samples, greedy, metrics)
 
 
 def _replayed(run: Run, state: RunState) -> list[Group]:
@@ -76,11 +119,18 @@ def _replayed(run: Run, state: RunState) -> list[Group]:
     return buffer.draw(count, run.config.seed, state.step)
 
 
-def _greedy(run: Run, state: RunState, groups: Sequence[Group]) -> list[Sample]:
+def _greedy(run: Run, state: RunState, groups: Sequence[Group], failures: Counter[str]) -> list[Sample | None]:
+    """``failures`` of rewards are added to."""
     if not run.algorithm.needs_greedy or not groups:
         return []
     prompts = [prompt_of(run, group.number) for group in groups]
-    return exchange_samples(run, generate_samples(run, state, prompts, 1, temperature=0.0))
+    mine = generate_samples(run, state, prompts, 1, temperature=0.0)
+    found: list[Sample | None] = []
+    for part in gather_objects((mine, run.judge.failures()) if run.leads_engine else None):
+        for scored in part[0] if part is not None else ():
+            found.append(None if scored.dropped else scored.sample)
+        failures.update(part[1] if part is not None else {})
+    return found
 
 
 def prompt_of(run: Run, number: int) -> Prompt:
@@ -112,8 +162,8 @@ class _Collection:
         self._seen: Counter[int] = Counter()  # prompts asked for in this step
         self._ended = 0  # groups of this rank's engine that have been harvested
         self._generated = 0
-        self._calls = self._failures = 0
-        self._reward_failures: Counter[str] = Counter()
+        self._calls = self._failed_calls = 0  # of tools
+        self.failures: Counter[str] = Counter()  # of rewards, by kind
         if run.tools is not None:  # what a validation has left
             run.tools.take_counts()
         if run.judge is not None:
@@ -128,7 +178,7 @@ class _Collection:
 
     def metrics(self, outcome: Outcome, groups: Sequence[Group]) -> Metrics:
         samples = [sample for group in groups for sample in group.usable]
-        found: Metrics = {f"reward/failures/{kind}": count for kind, count in sorted(self._reward_failures.items())}
+        found: Metrics = {f"reward/failures/{kind}": count for kind, count in sorted(self.failures.items())}
         if self._section is not None:
             found |= {
                 "sampling/batches": outcome.batches,
@@ -142,7 +192,7 @@ class _Collection:
             ages = [self._state.weights_version - sample.weights_version for sample in samples]
             found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}
         if self._run.config.rollout.tools:
-            found |= {"tools/calls": self._calls, "tools/failures": self._failures}
+            found |= {"tools/calls": self._calls, "tools/failures": self._failed_calls}
             if samples:
                 found["tools/turns_mean"] = float(np.mean([turns(sample) for sample in samples]))
         return found
@@ -159,6 +209,9 @@ class _Collection:
             drafts = (blank_draft(prompt, self._state.weights_version),) * count
             self.groups[number] = Group(number, self._state.step, first, drafts, (False,) * count, (False,) * count)
         self._generated += len(new)
+        if len(new) < len(batch):
+            under_way = moved_routes(self._run, [self.groups[number] for number in batch])
+            self.groups.update(zip(batch, under_way, strict=True))
         known = dict(zip(new, prompts, strict=True))
         mine = share_of(len(batch), self._run.num_engines, self._run.engine_index)
         for number in (batch[place] for place in mine):
@@ -189,23 +242,28 @@ class _Collection:
         return int(totals[0]), int(totals[1])
 
     def _exchange(self, mine: list[Scored]) -> list[Scored]:
-        """What every engine has, on every rank. Collective."""
-        run, leads = self._run, self._run.leads_engine
-        counts = run.tools.take_counts() if run.tools is not None and leads else (0, 0)
-        failures = run.judge.failures() if run.judge is not None else {}
-        parts: list[tuple[list[Scored], tuple[int, int], dict[str, int]]] = [([], (0, 0), {})] * run.layout.world_size
-        dist.all_gather_object(parts, (mine if leads else [], counts, failures))
-        for _, (calls, failed), failed_rewards in parts:
-            self._calls += calls
-            self._failures += failed
-            self._reward_failures.update(failed_rewards)
-        return [scored for part, _, _ in parts for scored in part]
+        """What every engine has, on every rank; routes where they are. Collective."""
+        run, report = self._run, None
+        if run.leads_engine:
+            counts = run.tools.take_counts() if run.tools is not None else (0, 0)
+            report = (without_routes(mine), counts, run.judge.failures())
+        found: list[Scored] = []
+        for rank, part in enumerate(gather_objects(report)):
+            if part is None:
+                continue
+            found += mine if rank == run.info.rank else part[0]
+            self._calls += part[1][0]
+            self._failed_calls += part[1][1]
+            self.failures.update(part[2])
+        return found
 
     def _judge(self, found: Sequence[Scored]) -> None:
         for scored in found:
             self._put(scored, done=True)
         ended = [self.groups[number] for number in sorted({s.group for s in found}) if self.groups[number].finished]
         good = [group.number for group in ended if group.usable and self._keeps(group.usable)]
+        if self._section is not None and self._section.filter is not None:
+            good = one_to_all(good)  # a rule of one's own may not say the same on every rank
         self._plan.judge(good, {group.number for group in ended} - set(good))
 
     def _put(self, scored: Scored, done: bool) -> None:

@@ -17,8 +17,8 @@ from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.advantages import step_advantages, token_values
 from rlhpc.trainer.batches import sft_minibatch
 from rlhpc.trainer.build import Run
-from rlhpc.trainer.reward_model import score_by_model
-from rlhpc.trainer.sampling import step_samples
+from rlhpc.trainer.routes import trained_routes
+from rlhpc.trainer.sampling import draw_samples, scored_by_model, step_samples
 from rlhpc.trainer.update import Metrics, update_actor, update_critic
 
 
@@ -50,16 +50,20 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         state.weights_version = run.weights.weights_version
     touch("rollout", step)
     with clock("rollout"):
-        rollout = step_samples(run, state)
+        drawn = draw_samples(run, state)
         run.weights.sleep()
-    samples, greedy = rollout.samples, rollout.greedy
-    if not samples:  # nothing to learn from, which dynamic sampling says of prompts that are all too easy or too hard
-        state.step += 1
-        return {**rollout.metrics, **clock.metrics()}, []
-    if run.models.reward is not None:
+    if run.models.reward is not None and drawn.samples:
         touch("reward model", step)
         with clock("reward_model"):
-            samples, greedy = score_by_model(run, samples), score_by_model(run, greedy)
+            drawn = scored_by_model(run, drawn)
+    rollout = step_samples(run, drawn)
+    samples, greedy, sampled = rollout.samples, rollout.greedy, rollout.metrics
+    if not samples:  # nothing to learn from, which dynamic sampling says of prompts that are all too easy or too hard
+        state.step += 1
+        return {**sampled, **clock.metrics()}, []
+    with clock("rollout"):
+        samples = trained_routes(run, samples)
+    del drawn, rollout  # with routes that are trained on elsewhere
     section = _section_in_force(run, state)
     touch("log_probs", step)
     with clock("log_probs"):
@@ -75,7 +79,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         metrics["kl"] = estimate.divergence
     metrics |= _adapt_coefficient(section, state, metrics, len(samples))
     state.step += 1
-    sampled = {**_sample_metrics(samples, estimate.advantages), **rollout.metrics}
+    sampled = {**_sample_metrics(samples, estimate.advantages), **sampled}
     return {**metrics, **sampled, **clock.metrics()}, samples
 
 
@@ -98,8 +102,11 @@ def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metr
 
 
 def _check_gap(run: Run, gap: float, step: int) -> None:
-    """Engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank."""
-    limit = run.config.reshard.max_engine_gap
+    """Engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank.
+
+    With top_p the engine's are of the distribution that was drawn from, which is another one.
+    """
+    limit = run.config.reshard.max_engine_gap if run.config.rollout.top_p == 1 else None
     if limit is not None and not gap <= limit:
         raise UserError(
             f"in step {step} the engine's log-probs differ from the trainer's by {gap:.3g} on average",

@@ -33,9 +33,30 @@ def test_a_reward_stands_at_the_last_token_that_the_policy_chose() -> None:
     assert found.spread(torch.tensor([7.0, 8.0, 9.0], dtype=torch.float64)).tolist() == [7, 0, 8, 8, 0, 9]
 
 
-def test_a_response_without_a_token_of_the_policys_has_no_reward() -> None:
-    mask = torch.tensor([1, 1, 0, 0, 0, 1], dtype=torch.float64)
-    assert responses(mask=mask).rewards.tolist() == [1, 0, 2]
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_a_response_that_teaches_nothing_counts_among_its_group(name: str) -> None:
+    """As one that was cut off: the other one is compared with its reward, and it has no advantage itself."""
+    lengths, groups, mask = torch.tensor([2, 3]), torch.tensor([0, 0]), torch.tensor([1.0, 1, 0, 0, 0])
+
+    def other(reward: float) -> list[float]:
+        found = Responses.of(
+            torch.tensor([1.0, reward], dtype=torch.float64),
+            groups,
+            lengths,
+            mask=mask.double(),
+            baselines=torch.zeros(2, dtype=torch.float64),
+            values=torch.zeros(5, dtype=torch.float64),
+        )
+        assert found.rewards.tolist() == [1.0, reward]
+        section = AlgorithmSection(name=name, normalise_std=False)
+        advantages = ALGORITHMS[name].advantage(found, section).advantages.tolist()
+        assert advantages[2:] == [0, 0, 0]
+        return advantages[:2]
+
+    compares = name not in ("ppo", "remax", "reinforce_plus_plus", "reinforce_plus_plus_baseline")  # or is whitened
+    assert (other(-1.0) == other(0.5)) is not compares
+    if compares:
+        assert other(-1.0)[0] > other(0.5)[0]
 
 
 def test_the_recurrence_equals_a_loop() -> None:
@@ -135,6 +156,11 @@ def test_every_algorithm_has_a_name_and_defaults() -> None:
     assert all(algorithm.name == name for name, algorithm in ALGORITHMS.items())
 
 
+def test_models_and_responses_beyond_the_policys_are_asked_for_where_they_are_used() -> None:
+    assert [name for name, algorithm in ALGORITHMS.items() if algorithm.needs_critic] == ["ppo"]
+    assert [name for name, algorithm in ALGORITHMS.items() if algorithm.needs_greedy] == ["remax"]
+
+
 def test_defaults_are_the_algorithms_own_and_give_way() -> None:
     assert AlgorithmSection().model_dump() == AlgorithmSection(name="grpo").model_dump()
     assert AlgorithmSection(name="dapo").clip_high == 0.28
@@ -150,6 +176,7 @@ def test_the_coefficient_rises_above_the_target_and_falls_below_it() -> None:
     assert adapted_coefficient(0.1, 0.055, 100, section) == pytest.approx(0.1 * 1.01)
     assert adapted_coefficient(0.1, 5.0, 100, section) == pytest.approx(0.1 * 1.02)  # bounded
     assert adapted_coefficient(0.1, 0.0, 100, section) == pytest.approx(0.1 * 0.98)
+    assert adapted_coefficient(0.1, 0.0, 8000, section) == pytest.approx(0.1 * 0.1), "not below nothing"
     assert adapted_coefficient(0.1, 9.0, 100, KLSection(coefficient=0.1)) == 0.1
     changed = with_coefficient(AlgorithmSection(kl=section), 0.7)
     assert changed.kl.coefficient == 0.7

@@ -87,6 +87,21 @@ def test_loss_adds_kl_and_entropy_with_their_coefficients() -> None:
     sums = GRPO.loss(tokens, section)
     assert float(sums["loss"]) == pytest.approx(-2 + 0.1 * 0.5 - 0.01 * 1.0)
     assert float(sums["kl"]) == 0.5
+    in_reward = section.model_copy(update={"kl": KLSection(coefficient=0.1, estimator="k1", placement="reward")})
+    assert float(GRPO.loss(tokens, in_reward)["loss"]) == pytest.approx(-2 - 0.01 * 1.0), "it would count twice"
+
+
+def test_the_dual_clip_bounds_a_bad_token_that_became_likely_and_tells_it() -> None:
+    tokens = {
+        "log_probs": torch.tensor([5.0, 5.0, 1.5]).log(),
+        "old_log_probs": torch.zeros(3),
+        "advantages": torch.tensor([-1.0, 1.0, -1.0]),
+        "entropy": torch.zeros(3),
+        "weight": torch.full((3,), 0.5),
+    }
+    sums = GRPO.loss(tokens, AlgorithmSection(clip_high=0.2, dual_clip=2.0))
+    assert float(sums["loss"]) == pytest.approx(0.5 * (2 - 1.2 + 1.5))
+    assert (float(sums["clip_fraction"]), float(sums["dual_clip_fraction"])) == (0.5, 0.5)
 
 
 def test_reference_is_needed_only_for_a_kl_term() -> None:

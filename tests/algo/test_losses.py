@@ -10,7 +10,14 @@ import torch
 
 from rlhpc.algo import ALGORITHMS, find_algorithm
 from rlhpc.algo.aggregation import shares
-from rlhpc.algo.losses import sequence_surrogate, value_loss
+from rlhpc.algo.correction import importance_weights
+from rlhpc.algo.losses import (
+    clipped_surrogate,
+    negative_log_likelihood,
+    sequence_surrogate,
+    value_loss,
+    weighted_log_likelihood,
+)
 from rlhpc.config.algorithm import AlgorithmSection, CorrectionSection
 from rlhpc.data.collate import pack_batch
 from rlhpc.plan.packing import pack
@@ -82,13 +89,38 @@ def test_cispos_gradient_is_the_policy_gradient_times_a_bounded_ratio() -> None:
 
 def test_the_value_loss_holds_back_what_left_the_old_values_behind() -> None:
     values = torch.tensor([1.0, 1.0, 0.1], requires_grad=True)
-    sums = value_loss(values, torch.tensor([1.0, 3.0, 0.0]), torch.zeros(3), torch.tensor([1.0, 1.0, 0.5]), clip=0.2)
-    assert float(sums.loss.detach()) == pytest.approx(0.5 * (0.64 + 2.8**2 + 0.5 * 0.01))
-    assert float(sums.clipped) == 2
+    sums = value_loss(values, torch.tensor([1.0, 3.0, 0.0]), torch.zeros(3), torch.tensor([1.0, 0.5, 0.5]), clip=0.2)
+    assert float(sums.loss.detach()) == pytest.approx(0.5 * (0.64 + 0.5 * 2.8**2 + 0.5 * 0.01))
+    assert float(sums.clipped) == 1.5
     sums.loss.backward()
     assert values.grad.tolist() == pytest.approx([0, 0, 0.05])
     free = value_loss(values, torch.tensor([1.0, 3.0, 0.0]), torch.zeros(3), torch.ones(3), clip=None)
     assert float(free.loss.detach()) == pytest.approx(0.5 * (4 + 0.01))
+
+
+@pytest.mark.parametrize(
+    ("difference", "bounded"), [(50.0, [20, 20, 20, 10]), (-50.0, [-20, -20, -20, -50])], ids=["risen", "fallen"]
+)
+def test_the_exponents_of_ratios_are_bounded(difference: float, bounded: list[float]) -> None:
+    """Of a token's at 20, of a whole response's at 10 and above alone: the field's numbers."""
+    now, one = torch.full((1,), -60.0, dtype=torch.float64), torch.ones(1, dtype=torch.float64)
+    old, sequence, wide = (
+        now - difference,
+        torch.zeros(1, dtype=torch.int64),
+        CorrectionSection(method="truncate", high=1e12),
+    )
+    advantage = -one if difference > 0 else one  # what the clip does not hold
+    ratios = [
+        clipped_surrogate(now, old, advantage, 0.2, 0.2).loss,
+        weighted_log_likelihood(now, old, advantage, 1.0, 1e12).loss / now,
+        importance_weights(now, old, one, sequence, wide).weights,
+        sequence_surrogate(now, old, advantage, one, sequence, 0.2, 0.2).loss,
+    ]
+    assert [float(ratio.abs().log()) for ratio in ratios] == pytest.approx(bounded)
+
+
+def test_the_supervised_loss_falls_as_its_tokens_become_likelier() -> None:
+    assert float(negative_log_likelihood(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, 0.5]))) == 2.0
 
 
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])  # the other algorithms have GRPO's loss
@@ -137,13 +169,13 @@ def _loss(section: AlgorithmSection, sizes: list, values: list, ranks: object) -
 
 
 def test_shares_are_means_of_their_kinds() -> None:
-    lengths = [2, 3, 0]
-    assert shares(lengths, "token-mean", 10).denominator == 5
+    lengths = [2, 3, 1, 0]
+    assert shares(lengths, "token-mean", 10).denominator == 6
     by_sequence = shares(lengths, "sequence-mean", 10)
-    assert by_sequence.denominator == 2
-    assert by_sequence.weights[:2] == (1 / 2, 1 / 3)
+    assert by_sequence.denominator == 3
+    assert by_sequence.weights[:3] == (1 / 2, 1 / 3, 1)
     constant = shares(lengths, "constant", 10)
-    assert (constant.weights[:2], constant.denominator) == ((1.0, 1.0), 20)
+    assert (constant.weights[:3], constant.denominator) == ((1.0, 1.0, 1.0), 30)
 
 
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])

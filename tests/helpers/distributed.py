@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core import env
+from tests.helpers import warm
 
 
 class RankFailed(AssertionError):
@@ -71,11 +72,13 @@ def _rendezvous(world_size: int) -> dict[str, str]:
     return settings
 
 
-def _start(folder: Path, rank: int, common: Mapping[str, str]) -> subprocess.Popen:
+def _start(folder: Path, rank: int, common: Mapping[str, str]) -> subprocess.Popen | warm.Forked:
     """The repository's root comes first on the path, so that the child finds this module and rlhpc."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, common.get("PYTHONPATH", "")]))
     own = {env.RANK: str(rank), env.LOCAL_RANK: str(rank), "PYTHONPATH": path}
+    if warm.usable(common):
+        return warm.Forked(folder, rank, {**common, **own})
     with open(folder / f"{rank}.log", "wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.distributed", str(folder)],
@@ -87,7 +90,7 @@ def _start(folder: Path, rank: int, common: Mapping[str, str]) -> subprocess.Pop
         )
 
 
-def _wait(processes: list[subprocess.Popen], folder: Path, timeout: float) -> None:
+def _wait(processes: list[Any], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
@@ -117,7 +120,8 @@ def _log(folder: Path, rank: int, lines: int = 60) -> str:
     return f"--- rank {rank}, end of output ---\n" + "\n".join(text.splitlines()[-lines:])
 
 
-def _child(folder: Path) -> None:
+def run_child(folder: Path) -> None:
+    """The life of a rank: call, leave the result, end."""
     rank = int(os.environ[env.RANK])
     try:
         sys_path, join, timeout, call = pickle.loads((folder / "call.pickle").read_bytes())
@@ -145,4 +149,4 @@ def _child(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    _child(Path(sys.argv[1]))
+    run_child(Path(sys.argv[1]))

@@ -62,6 +62,7 @@ def make_run(config: Any) -> Any:
     from rlhpc.models import read_model
     from rlhpc.trainer.build import Run
     from rlhpc.trainer.models import make_models
+    from rlhpc.trainer.reward_reader import RewardReader
 
     info, shape = RankInfo.from_environ(), read_model(config.model.path)
     algorithm = find_algorithm(config.algorithm)
@@ -69,4 +70,4 @@ def make_run(config: Any) -> Any:
     rest = dict.fromkeys(Run.__dataclass_fields__)
     context = SimpleNamespace(info=info)
     own = {"config": config, "context": context, "shape": shape, "algorithm": algorithm, "models": models}
-    return Run(**{**rest, **own})
+    return Run(**{**rest, **own, "reward_reader": RewardReader.of(config, None)})

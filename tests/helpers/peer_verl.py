@@ -61,14 +61,14 @@ class Padded:
         return (values * self.mask if masked else values)[self.inside].detach().numpy()
 
     def token_rewards(self, penalty: bool) -> torch.Tensor:
+        """The score is at the last token: of those that the policy chose, or where it chose none of all."""
         scores = torch.zeros_like(self.mask)
         for row, reward in enumerate(self.case["rewards"]):
-            chosen = self.mask[row].nonzero()
-            if len(chosen):
-                scores[row, chosen[-1]] = float(reward)
+            places = self.mask[row].nonzero() if self.mask[row].any() else self.inside[row].nonzero()
+            scores[row, places[-1]] = float(reward)
         if penalty:
             old, reference = self("old_log_probs"), self("reference_log_probs")
-            scores = core_algos.compute_rewards(scores, old, reference, peer.KL_COEFFICIENT) * self.mask
+            scores += core_algos.compute_rewards(0.0, old, reference, peer.KL_COEFFICIENT) * self.mask
         return scores
 
 

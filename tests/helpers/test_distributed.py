@@ -44,6 +44,22 @@ def wait_for_ever() -> None:
     time.sleep(60)
 
 
+def surroundings() -> tuple[int, str | None, str, int]:
+    return hash("ranks"), os.environ.get("PLANTED"), os.getcwd(), os.getsid(0)
+
+
+def test_ranks_hash_differently_and_have_the_caller_s_surroundings(tmp_path, monkeypatch):
+    """Sets in another order on each rank, as in a job; the environment of the moment, though ranks are forked."""
+    monkeypatch.setenv("PLANTED", "seen")
+    monkeypatch.chdir(tmp_path)
+    found = run_ranks(surroundings, 2, join=False)
+    assert len({hashed for hashed, *_ in found}) == 2
+    assert len({session for *_, session in found}) == 2
+    assert [rank[1:3] for rank in found] == [("seen", str(tmp_path))] * 2
+    monkeypatch.delenv("PLANTED")
+    assert run_ranks(surroundings, 1, join=False)[0][1] is None
+
+
 def test_results_come_back_by_rank():
     assert run_ranks(sum_of_ranks, 3, 10) == [(0, 33), (1, 33), (2, 33)]
 

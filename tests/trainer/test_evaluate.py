@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rlhpc.data import arithmetic
-from rlhpc.observe.evaluation import pass_at
+from rlhpc.observe.evaluation import majority, pass_at
 from tests.helpers.runs import ROOT, records, run, write_config
 
 pytestmark = pytest.mark.slow
@@ -25,9 +25,13 @@ def odd_length(data_source: str, solution_str: str, ground_truth: Any, extra_inf
     return float(len(solution_str) % 2)
 
 
+odd_length.answer = lambda text: text[:1]  # type: ignore[attr-defined]
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The configuration of a run of one step, with two held-out sets, one of them named, and two rewards."""
+    """The configuration of a run of one step, with two held-out sets, one of them named, and two rewards, of which the
+    model reads conversations through its own tokenizer."""
     folder = tmp_path_factory.mktemp("evaluated")
     arithmetic.make(str(folder / "inputs"))
     save_classifier(folder / "inputs" / "model", folder / "judge")
@@ -39,7 +43,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train__optimizer__learning_rate=0.01,  # the first step changes the model
         data__validation=[held_out, {"path": held_out, "name": "again"}],
         reward__function="tests.trainer.test_evaluate:odd_length",
-        reward__model={"path": str(folder / "judge"), "weight": 1e-3},
+        reward__model={"path": str(folder / "judge"), "weight": 1e-3, "own_tokenizer": True},
         validation={"temperature": 1.0, "samples_per_prompt": SAMPLES, "max_prompts": PROMPTS, "success": 0.5},
         observe={"samples": 3},
     )
@@ -57,7 +61,8 @@ def save_classifier(model: Path, folder: Path) -> None:
     config.num_labels = 1
     torch.manual_seed(5)
     transformers.Qwen2ForSequenceClassification(config).float().save_pretrained(folder)
-    shutil.copy(model / "tokenizer.json", folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(model / file, folder)
 
 
 def evaluate(config: Path, *options: str) -> str:
@@ -87,7 +92,7 @@ def test_a_checkpoint_is_found_as_good_as_its_run_found_it(finished: Path) -> No
     assert (found["step"], found["prompts"], found["samples_per_prompt"]) == (1, 2 * PROMPTS, SAMPLES)
     expected = validation_of(records(run_dir)[-1])
     assert found["metrics"] == expected != validation_of(records(run_dir)[0])
-    assert set(expected) >= {"accuracy", "mean@4", "pass@1", "pass@2", "pass@4", "by_set/again/pass@4"}
+    assert set(expected) >= {"accuracy", "mean@4", "pass@1", "pass@2", "pass@4", "maj@4", "by_set/again/maj@4"}
     assert f"| pass@4             | {expected['pass@4']:.4g}" in shown
     assert not list(folder.glob("checkpoints/step-*"))
 
@@ -99,6 +104,10 @@ def test_a_checkpoint_is_found_as_good_as_its_run_found_it(finished: Path) -> No
     for n in (1, 2, 4):
         by_hand = [pass_at(n, sum(sample["correct"] for sample in group), SAMPLES) for group in groups]
         assert expected[f"pass@{n}"] == pytest.approx(sum(by_hand) / len(by_hand))
+    votes = [majority([(sample["answer"], sample["correct"]) for sample in group]) for group in groups]
+    assert expected["maj@4"] == pytest.approx(sum(votes) / len(votes))
+    assert all(sample["answer"] == sample["response"][:1] for sample in samples)
+    assert 0 < expected["maj@4"] < 1
     # The first few of them were kept in training too.
     kept = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert [sample for sample in kept if sample["step"] == 1] == samples[:3]

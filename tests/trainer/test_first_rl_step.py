@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ def _first_step(folder: Path, ranks: int, axes: dict[str, int], rollout_tp: int)
         rollout__tp=rollout_tp,
         sft=None,
         train__steps=1,
+        checkpoint__every=1,
         train__prompts_per_step=64,
         train__minibatches=2,  # the second update sees ratios and the clip
         rollout__samples_per_prompt=8,
@@ -34,12 +37,29 @@ def _first_step(folder: Path, ranks: int, axes: dict[str, int], rollout_tp: int)
     return records(folder / "run")[-1]
 
 
-def short_answers(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """A reward that varies within every group."""
-    return 1.0 / (1 + len(solution_str)) + 0.1 * solution_str.count("7")
+def short_answers(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, float]:
+    """A reward that varies within every group; and how many queues have names while engines work."""
+    return {"score": 1.0 / (1 + len(solution_str)) + 0.1 * solution_str.count("7"), "queues": _queues()}
 
 
-def test_loss_and_gradient_norm_equal_one_rank(tmp_path: Path) -> None:
+def _queues() -> int:
+    """In shared memory, vLLM's."""
+    return len(list(Path("/dev/shm").glob("psm_*")))
+
+
+@pytest.fixture
+def own_tmp(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Short enough for unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="own-", dir="/tmp") as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+def test_loss_and_gradient_norm_equal_one_rank(tmp_path: Path, own_tmp: Path) -> None:
+    """And ranks leave nothing behind on their node: no folder, no shared memory that a kill would leave."""
+    queues = _queues()
     one = _first_step(tmp_path / "one", *LAYOUTS["one"])
     assert one["gradient_norm"] > 0.01
     assert one["kl"] > 0
@@ -49,3 +69,6 @@ def test_loss_and_gradient_norm_equal_one_rank(tmp_path: Path) -> None:
         assert ours["reward/mean"] == pytest.approx(one["reward/mean"], rel=1e-6), name
         assert ours["loss"] == pytest.approx(one["loss"], rel=1e-4, abs=1e-6), name
         assert ours["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4), name
+        assert ours["reward/queues"] == queues == _queues(), name
+    left = [path.name for path in own_tmp.iterdir() if not path.name.startswith("torchinductor_")]  # that is a cache
+    assert left == []

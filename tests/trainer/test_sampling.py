@@ -51,6 +51,20 @@ def test_a_part_of_the_reward_may_choose():
         keeps([sample(0.9, form=1.0)])
 
 
+def test_a_further_number_of_a_function_that_failed_counts_as_0():
+    """As the function's own does with reward.on_failure: zero."""
+    keeps = make_filter(DynamicSamplingSection(metric="acc"))
+    assert keeps([sample(0.0), sample(0.5, acc=1.0)])
+    assert not keeps([sample(0.0), sample(0.5, acc=0.0)])
+    with pytest.raises(UserError, match="no part 'acc'"):
+        keeps([sample(0.5), sample(0.5, acc=1.0)])
+    keeps = make_filter(DynamicSamplingSection(metric="code/acc"))
+    assert keeps([sample(0.1, form=1.0, code=0.0), sample(1.0, **{"form": 0.0, "code": 1.0, "code/acc": 1.0})])
+    for wrong in ({"form": 0.0}, {"code": 1.0}, {"code": 0.0, "code/passed": 0.0}):
+        with pytest.raises(UserError, match="no part 'code/acc'"):
+            keeps([sample(0.1, **wrong)])
+
+
 def longest(samples: list[Sample], least: float) -> bool:
     return max(s.reward for s in samples) > least
 
@@ -60,6 +74,18 @@ def test_a_filter_of_one_s_own():
     keeps = make_filter(DynamicSamplingSection(**section))
     assert keeps([sample(0.6), sample(0.6)])
     assert not keeps([sample(0.4)])
+
+
+def fails(samples: list[Sample]) -> bool:
+    raise LookupError("no such\npart")
+
+
+def test_a_filter_that_raises_is_the_user_s_error():
+    keeps = make_filter(DynamicSamplingSection(filter="tests.trainer.test_sampling:fails"))
+    with pytest.raises(
+        UserError, match=r"^train.dynamic_sampling.filter: tests.*:fails raised LookupError: no such part;"
+    ):
+        keeps([sample(0.4)])
 
 
 def test_a_shortage_may_end_the_run():

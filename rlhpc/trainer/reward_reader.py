@@ -1,0 +1,109 @@
+"""What a reward model reads of a sample: the policy's own tokens, or the conversation in words of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch.distributed as dist
+
+from rlhpc.api import Sample
+from rlhpc.config.data import DataSection
+from rlhpc.config.reward import RewardModelSection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.data.conversation import Message, response_messages, whole_conversation
+from rlhpc.data.prompts import PromptSet
+from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.models import read_model
+from rlhpc.plan.rewards import most_tokens, reads_own_words
+from rlhpc.rewards.failures import Failures
+
+_REMEDY = "look at the model and its weights, or set reward.on_failure"
+
+
+@dataclass(frozen=True)
+class RewardReader:
+    """``own`` is the reward model's tokenizer, None where it reads the policy's tokens; ``padding`` its padding token,
+    at which transformers never scores; ``failures`` are of the model's numbers."""
+
+    section: RewardModelSection
+    policy: Tokenizer | None
+    own: Tokenizer | None
+    most: int
+    padding: int | None
+    failures: Failures
+
+    @classmethod
+    def of(cls, config: RunConfig, policy: Tokenizer | None) -> RewardReader | None:
+        """As the configuration says; None without a reward model."""
+        section = config.reward.model
+        if section is None:
+            return None
+        shape = read_model(section.path, classifier=True)
+        own = _tokenizer(section, config.data, shape.vocab_size) if reads_own_words(config) else None
+        failures = Failures(config.reward.on_failure, _REMEDY)
+        return cls(section, policy, own, most_tokens(section, shape), _padding(section.path), failures)
+
+    def read(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[np.ndarray]:
+        """int32 tokens of each sample, up to the one to score; ``prompts`` are those that the samples answer, with
+        their texts. Collective over the whole job."""
+        found = [sample.tokens for sample in samples] if self.own is None else self._encoded(samples, prompts)
+        return [self._fitting(self._to_last(tokens)) for tokens in found]
+
+    def _encoded(self, samples: Sequence[Sample], prompts: PromptSet) -> list[np.ndarray]:
+        """Each rank encodes a part of them."""
+        ranks, rank = dist.get_world_size(), dist.get_rank()
+        mine = samples[rank::ranks]
+        conversations = [
+            whole_conversation(prompts.numbered(sample.prompt_id).text, self._response(sample)) for sample in mine
+        ]
+        try:
+            encoded = self.own.encode_conversations(conversations)
+        except UserError as error:
+            raise UserError(error.message, where="reward.model.chat_template", remedy=error.remedy) from None
+        parts: list[list[np.ndarray]] = [[]] * ranks
+        dist.all_gather_object(parts, [np.array(ids, dtype=np.int32) for ids in encoded])
+        return [parts[i % ranks][i // ranks] for i in range(len(samples))]
+
+    def _response(self, sample: Sample) -> list[Message]:
+        """The response's messages, which cannot speak for others."""
+        messages = response_messages(self.policy, sample)
+        return [{**message, "content": self.own.defused(message["content"])} for message in messages]
+
+    def _to_last(self, tokens: np.ndarray) -> np.ndarray:
+        """Without padding tokens at the end, which a template may write."""
+        if self.padding is None:
+            return tokens
+        words = np.flatnonzero(tokens != self.padding)
+        return tokens[: words[-1] + 1 if len(words) else 1]
+
+    def _fitting(self, tokens: np.ndarray) -> np.ndarray:
+        if len(tokens) <= self.most:
+            return tokens
+        if self.section.too_long == "fail":
+            raise UserError(
+                f"a conversation has {len(tokens)} tokens for the reward model, which reads {self.most}",
+                where="reward.model.max_tokens",
+                remedy="set reward.model.too_long to cut, or lower rollout.max_response_tokens",
+            )
+        return tokens[-self.most :]
+
+
+def _tokenizer(section: RewardModelSection, data: DataSection, vocab_size: int) -> Tokenizer:
+    """The reward model's, with the policy's system prompt."""
+    words = DataSection(chat_template=section.chat_template, system_prompt=data.system_prompt)
+    try:
+        return Tokenizer.load(section.path, vocab_size, words)
+    except UserError as error:
+        where = "reward.model.chat_template" if error.where == "data.chat_template" else error.where
+        raise UserError(error.message, where=where, remedy=error.remedy) from None
+
+
+def _padding(folder: Path) -> int | None:
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    found = config.get("pad_token_id")
+    return None if found is None else int(found)

@@ -1,0 +1,138 @@
+"""Samples that are left out because a reward failed, and prompts that lack a baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlhpc.api import Sample
+from rlhpc.config.rollout import ReplaySection
+from rlhpc.data.groups import Group, training_samples
+from tests.data.test_groups import make_group
+from tests.helpers.runs import records, run, write_config
+
+pytestmark = pytest.mark.slow  # the trainer's modules take seconds to be imported
+
+
+def chosen_of(
+    lost: Sequence[int], greedy: Sequence[bool] = (), least: int = 2, replayed: int = 1
+) -> tuple[list[int], list[int], list[int]]:
+    """Places of the groups of what a step learns of three groups of two samples, the first ``replayed`` of which are
+    of former steps, and the groups left to the next step and in the buffer. ``lost`` are samples that a reward model
+    did not score, ``greedy`` says which prompts have a baseline."""
+    from rlhpc.data.replay import ReplayBuffer
+    from rlhpc.trainer.kept import Kept
+    from rlhpc.trainer.sampling import Drawn, step_samples
+
+    groups = [finished(number) for number in range(3)]
+    samples: list[Sample | None] = [*training_samples(groups, mask_truncated=False)]
+    for place in lost:
+        samples[place] = None
+    baselines = [groups[place].samples[0] if known else None for place, known in enumerate(greedy)]
+    collection: Any = SimpleNamespace(metrics=lambda outcome, groups: {"learnt": len(groups)})
+    outcome: Any = None
+    section = SimpleNamespace(minibatches=least, dynamic_sampling=None)
+    some: Any = SimpleNamespace(
+        config=SimpleNamespace(train=section),
+        layout=SimpleNamespace(dp=1),
+        critic=None,
+        algorithm=SimpleNamespace(needs_greedy=bool(greedy)),
+        kept=Kept(replay=ReplayBuffer(ReplaySection(capacity=8))),
+    )
+    found = step_samples(some, Drawn(groups, replayed, samples, baselines, outcome, collection, stale=0))
+    learnt = [sample.group_id for sample in found.samples]
+    assert found.metrics["learnt"] == len(set(learnt))
+    numbers = [[group.number for group in kept] for kept in (some.kept.ready, some.kept.replay.groups)]
+    return learnt, numbers[0], numbers[1]
+
+
+def finished(number: int) -> Group:
+    group = make_group(number)
+    samples = tuple(replace(group.samples[0], prompt_id=number) for _ in range(2))
+    return replace(group, samples=samples, scored=(True, True), dropped=(False, False))
+
+
+def test_what_a_reward_model_did_not_score_is_left_out():
+    assert chosen_of(lost=[]) == ([0, 0, 1, 1, 2, 2], [], [1, 2])
+    assert chosen_of(lost=[0, 4, 5]) == ([0, 1, 1], [], [1])
+
+
+def test_a_prompt_without_a_baseline_is_left_out():
+    assert chosen_of(lost=[], greedy=[True, False, True]) == ([0, 0, 2, 2], [], [2])
+
+
+def test_too_little_is_left_to_the_next_step_but_for_what_would_be_too_little_again():
+    assert chosen_of(lost=[1, 2], least=5) == ([], [2], [])
+    assert chosen_of(lost=[], greedy=[True, False, True], least=5) == ([], [2], [])
+
+
+def picky(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
+    """1, where it gives anything."""
+    if sum(map(ord, solution_str)) % 2:
+        raise ValueError("odd")
+    return 1.0
+
+
+@pytest.mark.long
+def test_remax_does_not_take_a_reward_that_failed_for_a_baseline(tmp_path: Path) -> None:
+    """All rewards that there are being equal, nobody is better than the baseline."""
+    config = write_config(
+        tmp_path,
+        sft=None,
+        algorithm={"name": "remax", "kl": {"coefficient": 0.0}},
+        data__validation=[],
+        train__steps=1,
+        reward={"function": "tests.trainer.test_left_out:picky", "on_failure": "drop"},
+    )
+    code, output = run(config)
+    assert code == 0, output
+    (step,) = records(tmp_path / "run")
+    assert step["reward/mean"] == 1
+    assert step["advantage/zero_fraction"] == 1
+    assert step["reward/failures/raised"] > 16
+
+
+def make(folder: str) -> None:
+    """The demo's inputs, and a reward model that makes no number of responses with a 7; called by a run's prepare."""
+    import torch
+    import transformers
+
+    from rlhpc.data.arithmetic import VOCABULARY
+    from rlhpc.data.arithmetic import make as make_inputs
+
+    make_inputs(folder)
+    config = transformers.AutoConfig.from_pretrained(Path(folder) / "model", num_labels=1)
+    model = transformers.Qwen2ForSequenceClassification(config).float()
+    model.score.weight.data.normal_()
+    model.model.embed_tokens.weight.data[VOCABULARY.index("7")] = torch.nan
+    model.save_pretrained(Path(folder) / "reward")
+    transformers.AutoTokenizer.from_pretrained(Path(folder) / "model").save_pretrained(Path(folder) / "reward")
+
+
+@pytest.mark.long
+def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None:
+    """On two ranks, which are data-parallel there, with fewer prompts' likeliest responses than samples."""
+    inputs = str(tmp_path / "inputs")
+    config = write_config(
+        tmp_path,
+        prepare={"function": "tests.trainer.test_left_out:make", "arguments": {"folder": inputs}},
+        resources__ranks_per_node=2,
+        sft=None,
+        algorithm={"name": "remax", "kl": {"coefficient": 0.0}},
+        data__validation=[],
+        train__steps=2,
+        reward={"model": {"path": f"{inputs}/reward", "own_tokenizer": False}, "on_failure": "drop"},
+    )
+    code, output = run(config)
+    assert code == 0, output
+    assert output.count("returned nan for prompt") <= 1, "told once"
+    for step in records(tmp_path / "run"):
+        assert math.isfinite(step["reward/model"])
+        assert step["gradient_norm"] > 0
+        assert 0 < step["reward/failures/result"] < 5 * 16

@@ -1,0 +1,236 @@
+"""What a step learns of each token of given samples, reckoned by hand: other tests compare layouts, which would all be
+wrong in the same way."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhpc.algo import find_algorithm
+from rlhpc.api import RunState, Sample, TokenStats, TrainStats
+from rlhpc.config.schema import RunConfig
+from rlhpc.plan.packing import PackPlan, pack
+
+pytestmark = pytest.mark.slow  # the trainer's modules take seconds to be imported
+
+
+def make_sample(group: int, prompt: int, reward: float, chosen: list[bool] | None, response: int) -> Sample:
+    return Sample(
+        prompt_id=70 + group,
+        group_id=group,
+        tokens=np.arange(prompt + response, dtype=np.int32),
+        prompt_len=prompt,
+        log_probs=np.full(response, -2.0, np.float32),
+        reward=reward,
+        weights_version=1,
+        truncated=False,
+        chosen=None if chosen is None else np.array(chosen),
+    )
+
+
+# Two answers to one prompt, the first with a token in its middle that it was given.
+SAMPLES = [make_sample(0, 2, 1.0, [True, False, True], 3), make_sample(0, 1, 0.0, None, 2)]
+
+
+def make_run(algorithm: dict[str, Any], **more: Any) -> Any:
+    sections = {"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "algorithm": algorithm, **more}
+    config = RunConfig.model_validate(sections)
+    found, info = find_algorithm(config.algorithm), SimpleNamespace(rank=0)
+    return SimpleNamespace(config=config, algorithm=found, actor=None, critic=None, info=info)
+
+
+def rows(values: Any) -> list[list[float]]:
+    return [pytest.approx(row.tolist()) for row in values]
+
+
+def advantages_of(algorithm: dict[str, Any], greedy: tuple[Sample, ...] = (), **values: list[list[float]]) -> Any:
+    from rlhpc.trainer.advantages import step_advantages
+
+    run = make_run(algorithm)
+    arrays = {name: [np.array(row, np.float32) for row in found] for name, found in values.items()}
+    return step_advantages(run, run.config.algorithm, SAMPLES, greedy, arrays)
+
+
+def test_given_tokens_have_no_advantage() -> None:
+    found = advantages_of({"name": "grpo", "normalise_std": False})
+    assert rows(found.advantages) == [[0.5, 0, 0.5], [-0.5, -0.5]]
+    assert (found.returns, found.divergence) == (None, None)
+
+
+def test_a_penalty_is_taken_from_the_tokens_that_were_chosen() -> None:
+    found = advantages_of(
+        {"name": "rloo", "kl": {"coefficient": 0.5, "estimator": "k1", "placement": "reward"}},
+        old_log_probs=[[-1.0, -9.0, -2.0], [-1.0, -1.0]],
+        reference_log_probs=[[-1.5, 0.0, -1.0], [-1.0, -2.0]],
+    )
+    # 1 - 0.5 (0.5 - 1) against 0 - 0.5 (0 + 1)
+    assert rows(found.advantages) == [[1.75, 0, 1.75], [-1.75, -1.75]]
+    assert found.divergence == pytest.approx((0.5 - 1 + 0 + 1) / 4)
+
+
+def test_the_likeliest_response_to_the_same_prompt_is_the_baseline() -> None:
+    others = tuple(make_sample(group, 1, reward, None, 1) for group, reward in ((1, 9.0), (0, 0.25)))
+    found = advantages_of({"name": "remax", "kl": {"coefficient": 0.0}}, greedy=others)
+    assert rows(found.advantages) == [[0.75, 0, 0.75], [-0.25, -0.25]]
+
+
+def test_a_critic_learns_the_returns() -> None:
+    found = advantages_of({"name": "ppo", "kl": {"coefficient": 0.0}}, old_values=[[0.5, 9.0, 0.5], [0.5, 0.5]])
+    assert rows(found.returns) == [[1, 0, 1], [0, 0]]
+    assert np.concatenate(found.advantages)[[0, 2, 3, 4]].mean() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("aggregation", "weights", "denominator"),
+    [("token-mean", (1, 1), 4), ("sequence-mean", (0.5, 0.5), 2), ("constant", (1, 1), 2 * 1024)],
+)
+def test_given_tokens_have_no_share_in_a_mean(aggregation: str, weights: tuple[float, float], denominator: int) -> None:
+    from rlhpc.trainer.batches import _pack, _weights
+
+    run = make_run({"aggregation": aggregation})
+    shares, found = _weights(run, PackPlan(64, (((0, 1),),), (8,)), SAMPLES)
+    assert (shares, found) == ({0: weights[0], 1: weights[1]}, denominator)
+    tokens = {"advantages": [np.array([1, 2, 3], np.float32), np.array([4, 5], np.float32)]}
+    batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, shares, tokens, (0, 1))
+    one, other = weights
+    assert batch.loss_weight.tolist() == [0, one, 0, one, 0, other, other, 0]
+    assert batch.extra["advantages"].tolist() == [0, 1, 2, 3, 0, 4, 5, 0]
+
+
+def test_losses_are_divided_by_the_denominator_and_all_else_by_weights() -> None:
+    from rlhpc.trainer.update import _means
+
+    sums = {"loss": 6.0, "policy_loss": 4.0, "kl": 8.0, "weight": 4.0, "gap": 3.0, "gap/weight": 2.0, "max/gap": 9.0}
+    assert _means(sums, 2.0) == {"loss": 3.0, "policy_loss": 2.0, "kl": 2.0, "gap": 1.5}
+    assert _means({"loss": 0.0, "gap": 0.0, "gap/weight": 0.0, "weight": 0.0}, 1.0) == {"loss": 0.0, "gap": 0.0}
+
+
+def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> None:
+    from rlhpc.trainer.batches import _pack
+    from rlhpc.trainer.update import _policy_loss
+
+    run = make_run({"kl": {"coefficient": 0.0}})
+    tokens = {
+        "engine_log_probs": [sample.log_probs for sample in SAMPLES],
+        "old_log_probs": [np.array([-2.5, 50, -2], np.float32), np.array([-9, -9], np.float32)],
+        "advantages": [np.zeros(3, np.float32), np.zeros(2, np.float32)],
+        "fresh": [np.ones(3, np.float32), np.zeros(2, np.float32)],
+    }
+    batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1.0, 1: 1.0}, tokens, (0, 1))
+    stats = TokenStats(torch.zeros(8, requires_grad=True), torch.ones(8, requires_grad=True))
+    metrics = _policy_loss(stats, batch, run, run.config.algorithm).metrics
+    assert (float(metrics["engine_gap_mean"]), float(metrics["engine_gap_mean/weight"])) == (0.5, 2)
+    assert (float(metrics["max/engine_gap_max"]), float(metrics["weight"])) == (0.5, 4)
+    assert float(metrics["entropy"]) == 4
+
+
+def test_a_first_update_has_a_gradient_without_a_pass_before_it() -> None:
+    """Its own log-probs are the old ones, and the ratio of both is 1, but no constant."""
+    from rlhpc.trainer.batches import _pack
+    from rlhpc.trainer.update import _policy_loss
+
+    run = make_run({"kl": {"coefficient": 0.0}})
+    tokens = {
+        "engine_log_probs": [sample.log_probs for sample in SAMPLES],
+        "advantages": [np.array([1, 2, 3], np.float32), np.array([-4, 5], np.float32)],
+    }
+    batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1.0, 1: 0.5}, tokens, (0, 1))
+    log_probs = torch.full((8,), -2.0, requires_grad=True)
+    _policy_loss(TokenStats(log_probs, torch.ones(8)), batch, run, run.config.algorithm).total.backward()
+    assert log_probs.grad.tolist() == [0, -1, 0, -3, 0, 2, -2.5, 0]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "train", "reference", "taken"),
+    [
+        ({}, {}, True, {"reference_log_probs": "reference"}),
+        ({}, {}, False, {}),
+        ({}, {"minibatches": 2}, False, {"old_log_probs": "actor"}),
+        ({}, {"epochs": 2}, True, {"old_log_probs": "actor", "reference_log_probs": "reference"}),
+        ({"placement": "reward"}, {}, True, {"old_log_probs": "actor", "reference_log_probs": "reference"}),
+    ],
+)
+def test_log_probs_are_taken_of_the_models_that_are_asked(
+    monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, str], train: dict[str, int], reference: bool, taken: Any
+) -> None:
+    from rlhpc.trainer import advantages
+
+    monkeypatch.setattr(advantages, "_log_probs", lambda run, role, samples: role)
+    run = make_run({"kl": {"coefficient": 0.1, **algorithm}}, train={"steps": 1, **train})
+    run.models = SimpleNamespace(actor="actor", reference="reference" if reference else None, critic=None)
+    run.reference = SimpleNamespace(offload=lambda: None)
+    engine = {"engine_log_probs": [sample.log_probs for sample in SAMPLES]}
+    assert advantages.token_values(run, SAMPLES) == {**engine, **taken}
+
+
+class Trained:
+    """Stands for a back end: remembers its updates, whose numbers rise."""
+
+    def __init__(self) -> None:
+        self.updates: list[tuple[Any, float, float]] = []
+
+    def train(self, batches: Any, loss: Any, denominator: float, temperature: float, rate: float) -> TrainStats:
+        self.updates.append((batches, denominator, rate))
+        n = len(self.updates)
+        return TrainStats(
+            3.0 * n, {"loss": 8.0 * n, "entropy": 4.0 * n, "weight": 4.0, "max/gap": 3.0 - n}, {"load": n}
+        )
+
+
+def update(run: Any, state: RunState, samples: list[Sample]) -> tuple[dict[str, float], list[Any]]:
+    """Metrics and the updates that they are of, each token's advantage being 1."""
+    from rlhpc.trainer.advantages import StepAdvantages
+    from rlhpc.trainer.update import update_actor
+
+    model = Trained()
+    run.models = SimpleNamespace(
+        actor=SimpleNamespace(
+            model=model,
+            pack=lambda lengths, minibatches: pack(lengths, 1, 64, minibatches),
+            own_bins=lambda plan, rank: plan.bins[rank],
+        )
+    )
+    ones = [np.ones(sample.response_len, np.float32) for sample in samples]
+    values, estimate = {"engine_log_probs": ones}, StepAdvantages(ones, None)
+    return update_actor(run, run.config.algorithm, state, samples, values, estimate), model.updates
+
+
+def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics() -> None:
+    optimizer = {"learning_rate": 3.0, "schedule": "linear"}
+    run = make_run({}, train={"steps": 4, "epochs": 2, "minibatches": 2, "optimizer": optimizer})
+    metrics, updates = update(run, RunState(step=1, weights_version=1), SAMPLES)
+    assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
+    assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.0))] * 4
+    assert metrics == pytest.approx(
+        {"loss": 10.0, "entropy": 2.5, "gradient_norm": 7.5, "load": 2.5, "gap": 2.0, "learning_rate": 2.0}
+    )
+
+
+def test_samples_of_older_weights_are_marked() -> None:
+    run, newer = make_run({}), replace(SAMPLES[1], weights_version=2)
+    for samples, marks in (([SAMPLES[0], newer], [0, 0, 0, 0, 0, 1, 1, 0]), ([newer], None)):
+        _, [([batch], _, _)] = update(run, RunState(weights_version=2), samples)
+        assert (batch.extra["fresh"].tolist() if "fresh" in batch.extra else None) == marks
+
+
+def test_the_actor_waits_while_the_critic_alone_learns() -> None:
+    run = make_run({"name": "ppo"}, critic={"warmup_steps": 2}, train={"steps": 9})
+    run.critic = object()
+    for step, updates in ((1, 0), (2, 1)):
+        metrics, made = update(run, RunState(step=step, weights_version=1), SAMPLES)
+        assert (len(made), bool(metrics)) == (updates, updates > 0)
+
+
+def test_micro_batches_are_filled_up_with_blank_ones() -> None:
+    from rlhpc.trainer.batches import _pack, filled
+
+    run = make_run({})
+    batches = filled(
+        [(1,), (), (0,), ()], lambda ids: _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1, 1: 1}, {}, ids)
+    )
+    assert [batch.sample_ids for batch in batches] == [(1,), (0,), (), ()]
