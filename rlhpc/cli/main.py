@@ -38,9 +38,11 @@ def run(config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_
     if run_dir is not None:
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
+        from rlhpc.launch.own_code import check_own_code
         from rlhpc.plan.check import check_config
 
-        for topic, text in check_config(loaded, prepared=loaded.prepare is None):
+        lines = check_config(loaded, prepared=loaded.prepare is None)
+        for topic, text in [*lines, *(("warning", told) for told in check_own_code(loaded, Path.cwd()))]:
             click.echo(f"{topic:<8}{text}")
         return
     from rlhpc.launch.run import run_here
@@ -66,6 +68,14 @@ def main() -> None:
         cli(prog_name="rlhpc")
     except UserError as error:
         print(f"rlhpc: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except ModuleNotFoundError as error:  # a login node may have what checks, submits and watches, and no more
+        if error.name is None or error.name.partition(".")[0] == "rlhpc":
+            raise
+        print(
+            f"rlhpc: {error.name} is not installed in {sys.prefix}, and this needs it (README, Install)",
+            file=sys.stderr,
+        )
         sys.exit(EXIT_USER_ERROR)
 
 

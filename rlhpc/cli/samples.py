@@ -81,6 +81,8 @@ def _show(records: list[Record]) -> None:
     from rich.rule import Rule
     from rich.text import Text
 
+    from rlhpc.core.text import printable
+
     console = Console(highlight=False)
     for number, record in enumerate(records, 1):
         words = [f"{number}", f"reward {record['reward']:g}"]
@@ -90,4 +92,4 @@ def _show(records: list[Record]) -> None:
         right = record.get("correct", record["reward"] > 0)
         console.print(Rule(Text(" | ".join(words)), align="left", style="green" if right else "red"))
         for key in ("prompt", "response", "expected"):
-            console.print(Text.assemble((f"{key:<10}", "bold"), str(record.get(key, ""))))
+            console.print(Text.assemble((f"{key:<10}", "bold"), printable(str(record.get(key, "")))))

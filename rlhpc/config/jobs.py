@@ -8,6 +8,14 @@ from pydantic import Field
 
 from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
 
+_MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
+
+
+def memory_mib(text: str | int) -> float:
+    """Of slurm.memory: 480G, or MiB without a unit."""
+    unit = str(text)[-1]
+    return float(str(text)[:-1]) * _MIB[unit] if unit in _MIB else float(text)
+
 
 class ContainerSection(Section):
     """The ranks run in a container; the launcher around them does not."""

@@ -30,13 +30,23 @@ class RewardModelSection(Section):
     """A sequence classifier with one label, as HuggingFace saves it, over the tokens of prompt and response."""
 
     path: Path
-    """Its folder. It reads the model's own tokens, so that both have one vocabulary."""
+    """Its folder."""
     weight: float = 1.0
     """What its number is multiplied by in the sum with those of functions."""
     parallel: ParallelSection | None = None
     """How it is cut; default: like the actor."""
     tokens_per_microbatch: PositiveInt | None = None
     """Most tokens that a rank takes through it at once; default: train.log_prob_tokens_per_microbatch."""
+    own_tokenizer: bool | None = None
+    """It reads conversations as its folder's tokenizer and chat template write them, not the policy's own tokens;
+    default: where the two vocabularies differ."""
+    chat_template: bool | Path = True
+    """With its own tokenizer: the chat template of its folder, or a Jinja file; false: prompt and response as they
+    are."""
+    max_tokens: PositiveInt | None = None
+    """Longest conversation that it reads; default: its positions."""
+    too_long: Literal["fail", "cut"] = "fail"
+    """A longer conversation ends the run, or loses its beginning."""
 
 
 class RewardSection(Section):

@@ -10,12 +10,13 @@ from rlhpc.config.section import Fraction, ImportPath, NonNegativeInt, PositiveF
 
 
 class ToolSection(Section):
-    """A Python function that the policy may call between its turns."""
+    """A Python function, or an object that each conversation has of its own, called by the policy between its turns."""
 
     name: Annotated[str, Field(pattern=r"^[\w-]+$")]
     """What the policy calls it."""
     function: ImportPath
-    """Called as function(**what the policy gives, **arguments); its docstring and types are told to the policy."""
+    """Called as function(**what the policy gives, **arguments); its docstring and types are told to the policy. Of a
+    class, or module:Class.method, every conversation has an object, made with the arguments."""
     arguments: dict[str, Any] = {}
     """Keyword arguments that the policy neither sees nor gives."""
 
@@ -37,6 +38,8 @@ class RolloutSection(Section):
     """What the policy may call, each with name, function and arguments; see docs/tools.md."""
     max_turns: PositiveInt = 8
     """With tools: the policy speaks so often in a response; what it calls in its last turn is not run."""
+    max_calls_per_turn: PositiveInt = 16
+    """With tools: what a turn calls beyond that is not run, and the policy told so."""
     tool_time_limit_seconds: PositiveFloat = 10.0
     """A call that takes longer is ended, and the policy told so."""
     tool_processes: PositiveInt = 4

@@ -64,7 +64,8 @@ class ReshardSection(Section):
     verify: Literal["always", "never"] | PositiveInt = 50
     """Compare checksums of both sides at the first push and at every so many after it, always or never."""
     max_engine_gap: PositiveFloat | None = 0.5
-    """Mean difference of the engine's log-probs from the trainer's, in a step, that ends the run; null: none does."""
+    """Mean difference of the engine's log-probs from the trainer's, in a step, that ends the run; null: none does, nor
+    with rollout.top_p below 1."""
     share_weights: bool = False
     """Engines use the trainer's memory for parameters that are the same bytes on both sides. Not with offload."""
 

@@ -12,7 +12,7 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
-ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]  # package.module:attribute
+ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+(\.\w+)*$")]  # package.module:attribute
 
 
 class Section(BaseModel):

@@ -67,7 +67,7 @@ class OptimizerSection(Section):
     final_fraction: Share = 0.0
     """See schedule."""
     host_fraction: Share = 0.0
-    """AdamW only: this share of the parameters has its moments in host memory and is updated there, by the CPU."""
+    """AdamW only: this share of the parameters has moments and master weights in host memory; the CPU updates it."""
     function: ImportPath | None = None
     """Your own in place of AdamW, called as function(param_groups, **arguments); see docs/optimizer.md."""
     arguments: dict[str, Any] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import sys
@@ -11,13 +12,14 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 
 def import_attribute(path: str, where: str) -> Any:
-    """The object named by ``path``; ``where`` is the config key that holds it.
+    """The object named by ``path``, an attribute of a module or one of a class in it; ``where`` is the config key that
+    holds it.
 
     The working folder is searched too, as for ``python -m``, so that a reward in ``my_rewards.py`` beside the
     config is ``my_rewards:score``.
     """
-    module_name, colon, attribute = path.partition(":")
-    if not colon or not attribute:
+    module_name, _, attribute = path.partition(":")
+    if not attribute or module_name[:1] in ("", "."):
         raise UserError(f"{path!r} is not an import path", where=where, remedy="write it as package.module:function")
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -28,7 +30,7 @@ def import_attribute(path: str, where: str) -> Any:
             f"cannot import {module_name!r} ({error})", where=where, remedy="install it or correct the path"
         ) from error
     try:
-        return getattr(module, attribute)
+        return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
         public = [name for name in vars(module) if not name.startswith("_")]
         raise UserError(

@@ -54,3 +54,8 @@ class RankInfo:
                 remedy=f"start the ranks with rlhpc, or set {env.MASTER_ADDR} and {env.MASTER_PORT}",
             )
         return info
+
+    @property
+    def place(self) -> str:
+        """Alike on ranks of one node alone, even where several nodes (containers, say) have one host name."""
+        return f"{self.node}-{self.rank - self.local_rank}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from rlhpc.launch.registry import Run
 
 _BLOCK = 1 << 16
 _POLL_SECONDS = 0.2
+_RANK_LOG = re.compile(r"rank-(\d+)\.log|\d+_(\d+)_log\.out")
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,7 @@ def log_files(run: Run, attempt: int | None = None, rank: int | None = None, all
     if attempt is None and not starts:
         return [batch_log(run)]
     folder = _start(run, starts, attempt)
-    ranks = _ranks(folder)
+    ranks = rank_logs(folder)
     if rank is not None:
         if rank not in ranks:
             has = f"there are {min(ranks)} to {max(ranks)}" if ranks else "none has printed anything yet"
@@ -43,7 +45,16 @@ def log_files(run: Run, attempt: int | None = None, rank: int | None = None, all
         first = culprit_of(folder)
         first = first if first in ranks else min(ranks)
         chosen = [first, *(other for other in ranks if all_ranks and other != first)]
-    return [Log(f"rank {number}, start {folder.number}", _file(folder, number)) for number in chosen]
+    return [Log(f"rank {number}, start {folder.number}", ranks[number]) for number in chosen]
+
+
+def rank_logs(folder: AttemptFolder) -> dict[int, Path]:
+    """What each rank printed, by rank: srun writes rank-00003.log, submitit on one machine 4711_3_log.out."""
+    found = {}
+    for path in folder.logs.glob("*"):
+        if name := _RANK_LOG.fullmatch(path.name):
+            found[int(name[1] or name[2])] = path
+    return dict(sorted(found.items()))
 
 
 def batch_log(run: Run) -> Log:
@@ -103,12 +114,3 @@ def _start(run: Run, starts: list[AttemptFolder], number: int | None) -> Attempt
         known = f"there are 1 to {starts[-1].number}" if starts else "there is none yet"
         raise UserError("no such start of the ranks", where=f"--attempt {number}", remedy=known)
     return folder
-
-
-def _ranks(folder: AttemptFolder) -> list[int]:
-    names = [path.stem.removeprefix("rank-") for path in folder.logs.glob("rank-*.log")]
-    return sorted(int(name) for name in names if name.isdecimal())
-
-
-def _file(folder: AttemptFolder, rank: int) -> Path:
-    return folder.logs / f"rank-{rank:05d}.log"

@@ -6,7 +6,9 @@ import contextlib
 import os
 import random
 import socket
+import sys
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlhpc.config.schema import ResourcesSection, RunConfig
@@ -40,6 +42,28 @@ def check_resources(config: RunConfig) -> None:
             where="resources.ranks_per_node",
             remedy=f"use at most {gpus}, or set {env.CUDA_VISIBLE_DEVICES}= to run on the CPU",
         )
+
+
+def missing_packages() -> list[str]:
+    """Of what ranks compute with, what this Python does not have. Nothing is imported."""
+    return [name for name in ("torch", "megatron", "vllm") if find_spec(name) is None]
+
+
+def check_packages() -> None:
+    """Refuse to start ranks that could not begin."""
+    if missing := missing_packages():
+        raise UserError(
+            f"{', '.join(missing)} not installed",
+            where=sys.executable,
+            remedy="use an environment that has (README, Install), or hand the run to Slurm with `rlhpc submit`",
+        )
+
+
+def package_warnings(config: RunConfig) -> list[str]:
+    """Of a job whose ranks start with this Python, which lacks what they compute with."""
+    missing = [] if config.slurm.conda or config.slurm.container else missing_packages()
+    text = f"slurm.conda: {sys.executable}, with which the job starts its ranks, has no {', '.join(missing)}"
+    return [f"{text}; name an environment that has, or use slurm.container"] if missing else []
 
 
 def rank_environment(resources: ResourcesSection) -> dict[str, str]:

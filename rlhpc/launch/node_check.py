@@ -85,6 +85,11 @@ def network_interface(master_host: str, *, single_node: bool = False) -> str:
     )
 
 
+def interface_address(name: str) -> str | None:
+    """The first IPv4 address of this node's interface, None if it has none."""
+    return next((address for address, own in _interfaces().items() if own == name), None)
+
+
 def _error(what: str, remedy: str) -> NodeError:
     return NodeError(what, where=f"node {socket.gethostname()}", remedy=remedy)
 

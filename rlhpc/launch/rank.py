@@ -27,7 +27,7 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.stop import StopRequest
-from rlhpc.launch.node_check import check_node, network_interface
+from rlhpc.launch.node_check import check_node, interface_address, network_interface
 
 TRAINER = "rlhpc.trainer.main:run_rank"
 _FENCE_SECONDS = 5.0
@@ -83,6 +83,11 @@ def _settle_on_node(attempt: AttemptFolder) -> None:
             alone = info.world_size <= ranks_here
             os.environ[env.GLOO_SOCKET_IFNAME] = network_interface(info.master_addr, single_node=alone)
             os.environ.setdefault(env.NCCL_SOCKET_IFNAME, os.environ[env.GLOO_SOCKET_IFNAME])
+        address = interface_address(os.environ[env.GLOO_SOCKET_IFNAME].partition(",")[0])
+        if address is not None:
+            # vLLM would take the way to the internet, and without one an address where no other node finds it. Never
+            # the submitter's own: that is one for all nodes.
+            os.environ[env.VLLM_HOST_IP] = address
     except NodeError as error:
         with contextlib.suppress(OSError):
             write_exit(attempt.exits, info, error)

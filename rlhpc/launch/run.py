@@ -8,7 +8,7 @@ import time
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.local import check_folder, run_local
-from rlhpc.launch.machine import check_resources
+from rlhpc.launch.machine import check_packages, check_resources
 from rlhpc.launch.prepare import run_prepare
 from rlhpc.launch.progress import duration
 from rlhpc.launch.rank import TRAINER
@@ -25,6 +25,8 @@ def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> i
     check_resources(config)
     check_folder(folder, resume)
     check_config(config, prepared=config.prepare is None)
+    if entry == TRAINER:
+        check_packages()
     if config.prepare is not None:
         if not run_prepare(config.prepare):
             print(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)

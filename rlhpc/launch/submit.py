@@ -19,6 +19,8 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.launch.machine import package_warnings
+from rlhpc.launch.own_code import check_own_code
 from rlhpc.launch.prepare import run_prepare
 from rlhpc.launch.registry import Run, enter, new_record, read_run
 from rlhpc.launch.slurm.commands import ask, private_files, require_controller
@@ -65,9 +67,11 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
     for config, folder in zip(configs, folders, strict=True):
         found = check_config(config, prepared=config.prepare is None)
         warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
+        warnings += check_own_code(config, workdir)
         check_folder_name(folder.path)
     _check_alike(configs, folders)
     spec = make_spec(configs[0], workdir, sys.executable, os.environ.get(env.CONDA_EXE, "conda"))
+    warnings += package_warnings(configs[0])
     submission = folders[0].submission
     if len(configs) > 1:
         name = hashlib.sha256("\n".join(str(folder.path) for folder in folders).encode()).hexdigest()[:12]

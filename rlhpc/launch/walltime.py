@@ -6,8 +6,8 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.launch.slurm.times import seconds_of
 from rlhpc.models import read_model
 from rlhpc.plan.check import check_nodes
-from rlhpc.plan.foresight import check_walltime
 from rlhpc.plan.hardware import named_gpu, read_site
+from rlhpc.plan.run_time import check_walltime, predict_run
 from rlhpc.plan.step_time import predict_step
 
 
@@ -22,4 +22,5 @@ def walltime_warnings(config: RunConfig) -> list[str]:
     nodes = config.slurm.model_copy(update={"nodes": config.slurm.least_nodes})
     least = config.model_copy(update={"slurm": nodes})
     step = predict_step(least, shape, layout, gpu, site.efficiency)
-    return list(check_walltime(least, seconds_of(config.slurm.time), step.seconds))
+    run = predict_run(least, shape, layout, gpu, site.efficiency, site.disk, step)
+    return list(check_walltime(run, seconds_of(config.slurm.time)))

@@ -48,6 +48,13 @@ def shown(*arguments: object) -> str:
     return result.output
 
 
+def test_a_response_cannot_take_over_the_terminal(tmp_path: Path):
+    (tmp_path / "samples.jsonl").write_text(record(0, "\x1b]0;mine\x07 \x9b2J\r a\tb\nc", 0.0))
+    text = shown(tmp_path / "samples.jsonl")
+    assert "\ufffd]0;mine\ufffd \ufffd2J\ufffd a" in text
+    assert not {"\x1b", "\x07", "\x9b", "\r"} & set(text)
+
+
 def test_the_last_validation_is_shown_with_all_that_is_known(run: Path):
     text = shown(run)
     assert "early" not in text

@@ -96,6 +96,7 @@ def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
         ("train.steps.x=1", "train.steps.x: train.steps = 3 has no keys inside"),
         ("data.train.1=a", "data.train.1: '1' is not an item of a list of 0; use a number from 0 to 0"),
         ("train.steps", "'train.steps' is not an override; write it as key.sub=value"),
+        ("train..steps=1", "'train..steps=1' is not an override; write it as key.sub=value"),
     ],
 )
 def test_a_wrong_value_names_key_value_and_what_is_allowed(config, override, told):

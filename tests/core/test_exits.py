@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import NodeError, UserError
 from rlhpc.core.exits import ExitRecord, classify, culprit, read_exits, read_starts, run_recorded, write_exit
+from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
 
@@ -50,6 +53,19 @@ def test_the_cause_is_found(records, cause):
 )
 def test_errors_are_told_from_lost_peers(error, kind):
     assert classify(error) == kind
+
+
+@pytest.mark.parametrize("kind", [UserError, NodeError])
+def test_an_error_is_whole_in_another_process(kind):
+    given = kind("wrong", where="a.b", remedy="mend it")
+    found = pickle.loads(pickle.dumps(given))
+    assert (type(found), str(found)) == (kind, "a.b: wrong; mend it")
+
+
+@pytest.mark.parametrize("path", ["os.path", "os.path:", ":join", ".path:join"])
+def test_what_is_no_import_path(path):
+    with pytest.raises(UserError, match=r"^reward\.function: .* package\.module:function"):
+        import_attribute(path, "reward.function")
 
 
 def test_an_error_that_came_from_a_lost_peer_is_one():

@@ -92,6 +92,15 @@ def test_a_rank_that_does_not_answer_goes_before_one_that_is_merely_late():
     assert find_culprit(states).rank == 6
 
 
+def test_ranks_are_told_together_only_where_they_are_alike():
+    states = [waiting(rank) for rank in range(8)]
+    states[2], states[4] = (state(rank, group(range(8), 117), frames=REWARD) for rank in (2, 4))
+    states[6] = RankState(6, "node1", "silent", "train")
+    assert find_culprit(states).message.startswith(
+        "rank 6 on node1 does not answer (stopped, or its node is out of reach; last seen in train) while 5 ranks wait"
+    )
+
+
 def test_a_rank_that_never_began():
     states = [state(rank, frames=WAITING, phase="join") for rank in range(8)]
     states[5] = RankState(5, condition="absent")
@@ -138,6 +147,24 @@ def test_of_two_ranks_that_wait_for_each_other_the_one_that_left_a_collective_ou
     assert find_culprit(states).message == (
         "rank 1 on node0 waits in barrier #11 of the default group in train"
         f" ({WAITING[1]}) after 3 collectives of group TENSOR_MODEL_PARALLEL_GROUP where 2 ranks came there after 4"
+    )
+
+
+def test_of_ranks_that_wait_for_each_other_the_one_that_most_wait_for():
+    """0 waits for 1 in tp, 1 and 2 wait for 0 in the default group: nothing but that tells them apart."""
+    states = [
+        state(0, group(range(3), 10), group((0, 1), 3, "all_reduce", name="5", description="")),
+        state(1, group(range(3), 10, "barrier", sizes=()), group((0, 1), 3, name="5", description="")),
+        state(2, group(range(3), 10, "barrier", sizes=())),
+    ]
+    assert find_culprit(states).message == (
+        f"rank 0 on node0 waits in all_reduce #4 of group 5 in train ({WAITING[1]})"
+        " while 2 ranks wait for it in barrier #11 of the default group"
+    )
+    states[1] = replace(states[1], frames=REWARD)
+    assert find_culprit(states).message == (
+        "rank 1 on node0 is in train (score: /home/u/reward.py:12) while 1 rank waits for it in all_reduce #4"
+        " of group 5"
     )
 
 

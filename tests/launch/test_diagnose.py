@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.core.exits import ExitRecord, Kind
-from rlhpc.launch.diagnose import Evidence, diagnose
+from rlhpc.launch.diagnose import Evidence, diagnose, tells_of_a_failed_rank
 from rlhpc.launch.hang import Hang
 
 SEEN = 1000.0
@@ -26,7 +26,9 @@ def test_all_done_is_finished():
 
 
 def test_an_agreed_stop_keeps_its_reason():
-    found = diagnose(evidence(*(end(rank, "stopped", message="deadline") for rank in range(4)), code=0))
+    """Where the last step was done too, not all ranks say so."""
+    ends = [end(0, "done"), *(end(rank, "stopped", message="deadline") for rank in range(1, 4))]
+    found = diagnose(evidence(*ends, code=0))
     assert (found.cause, found.stopped) == ("stopped", "deadline")
 
 
@@ -73,6 +75,18 @@ def test_srun_names_the_rank_that_was_killed_first():
     )
     found = diagnose(evidence(end(2, "peer", "RuntimeError", "Connection closed by peer"), output=output, code=137))
     assert (found.cause, found.rank, found.node, found.message) == ("crash", 3, "node2", "Killed")
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        ("srun: error: node2: task 3: Killed\n", True),
+        ("srun: error: tasks 0-1 launch failed: Slurmd could not connect IO\n", True),
+        ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n", False),
+    ],
+)
+def test_srun_s_word_of_a_rank_that_failed(output, told):
+    assert tells_of_a_failed_rank(output) is told
 
 
 def test_the_kernel_ending_a_rank_for_want_of_memory_is_seen():

@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from rlhpc.config.schema import ResourcesSection, RunConfig
+from rlhpc.config.schema import ResourcesSection, RunConfig, SlurmSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
@@ -46,6 +46,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     with pytest.raises(UserError, match=r"^resources\.ranks_per_node: 4 ranks on 2 GPU"):
         machine.check_resources(config(4))
     machine.check_resources(config(2))
+    over_nodes = config(2).model_copy(update={"slurm": SlurmSection(nodes=2)})
+    with pytest.raises(UserError, match=r"^slurm\.nodes: .* this machine only, 2 nodes are asked for"):
+        machine.check_resources(over_nodes)
 
 
 def test_a_free_port_can_be_listened_on():

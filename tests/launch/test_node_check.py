@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core.errors import NodeError
-from rlhpc.launch.node_check import check_node, network_interface
+from rlhpc.launch.node_check import check_node, interface_address, network_interface
 
 ROOT = Path(__file__).parents[2]
 HOST = socket.gethostname()
@@ -38,7 +38,7 @@ CODE = """
 import json, os, sys
 from pathlib import Path
 from rlhpc.core.errors import NodeError
-from rlhpc.launch.node_check import check_node, network_interface
+from rlhpc.launch.node_check import check_node, interface_address, network_interface
 result, error = None, ""
 try:
     result = eval(sys.argv[1])
@@ -248,6 +248,9 @@ def test_shared_memory_that_is_too_small_for_its_ranks():
     found = on_node(small, call.format(8))
     assert found.error.startswith("node localhost: 64 MiB are free in /dev/shm, 8 ranks need 128; enlarge it")
     assert on_node(small, call.format(2)).error == ""
+    smaller = small.replace("64m", "20m")
+    assert "20 MiB are free in /dev/shm, 2 ranks need 32" in on_node(smaller, call.format(2)).error
+    assert on_node(smaller, call.format(1)).error == "", "alone on its node it shares nothing"
 
 
 NETWORK = """
@@ -292,5 +295,13 @@ def test_an_interface_that_cannot_be_told():
     )
 
 
+@needs_root
+def test_the_address_of_an_interface():
+    setup = NETWORK + SECOND + "ip addr add 10.1.0.2/24 dev eth0; ip addr add 10.2.0.2/24 dev ib0 label ib0:1"
+    found = on_node(setup, "[interface_address(name) for name in ('eth0', 'ib0', 'lo', 'eth1')]")
+    assert found.result == ["10.1.0.1", "10.2.0.1", "127.0.0.1", None]
+
+
 def test_a_single_node_needs_no_network():
+    assert interface_address("lo") == "127.0.0.1"
     assert network_interface("no-such.invalid", single_node=True) == "lo"

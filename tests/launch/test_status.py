@@ -20,6 +20,7 @@ from rlhpc.launch.registry import JobRecord, Run, all_runs, enter, find_run, fin
 from rlhpc.launch.resume import plan_again
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.status import as_json, queue_words, run_status, tail_records, verdict_words
+from rlhpc.launch.status_view import details, overview, show
 from tests.helpers.plain_model import write_inputs
 
 KNOWN = {"restart_count": 0, "nodes": ("node1", "node2"), "world_size": 4, "saved_step": -1}
@@ -176,6 +177,46 @@ def test_for_programs(tmp_path):
     assert (found["name"], found["job_id"], found["state"], found["restarts"]) == ("tiny", "7", "running", 1)
     assert (found["slurm"]["state"], found["slurm"]["time_left"]) == ("RUNNING", 5)
     assert [start["verdict"] and start["verdict"]["cause"] for start in found["starts"]] == ["crash", None]
+    assert found["phase"] is None
+    run.folder.metrics.write_text(json.dumps({"phase": "sft", "step": 3, "total_steps": 9}) + "\n")
+    found = as_json(run_status(run, None))
+    assert (found["phase"], found["step"]) == ("sft", 3)
+
+
+def test_a_run_in_full(tmp_path, capsys):
+    """By rows; what is not known has none."""
+    run = make_run(tmp_path / "run")
+    attempts.end(begin(run), verdict("gpu_memory", "retry", overrides=("a.b=1",)))
+    begin(run, saved_step=20, overrides=("a.b=1", "c=2"), excluded=("node7",))
+    record = {"phase": "rl", "step": 21, "total_steps": 50, "reward/mean": 0.25, "perf/tokens_per_second": 1234.5}
+    run.folder.metrics.write_text(json.dumps(record) + "\n")
+    show(details(run_status(run, job("RUNNING", restarts=2))))
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith(" "))
+    assert list(rows) == ["run", "folder", "job", "requeued", "progress", "changed", "excluded", "start"]
+    assert (rows["run"], rows["job"], rows["requeued"]) == ("tiny: running", "7: running", "twice")
+    assert rows["progress"] == "rl step 21/50 | reward 0.250 | 1,234 tokens/s"
+    assert (rows["changed"], rows["excluded"]) == ("a.b=1, c=2", "node7")
+    assert rows["start"].startswith("2 ")
+    assert rows["start"].endswith("4 rank(s) on node1, node2, from step 20")
+    show(details(run_status(make_run(tmp_path / "new"), None)))
+    known = capsys.readouterr().out
+    assert "Slurm no longer knows it" in known
+    assert [line.split()[0] for line in known.splitlines()] == ["run", "folder", "job"]
+
+
+def test_the_list_s_note_is_the_last_verdict_or_what_the_job_waits_for(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    attempts.end(begin(run), verdict("network", "requeue"))
+    begin(run)
+    jobs = job("PENDING", reason="Priority"), job("RUNNING", time_left=90)
+    show(overview([run_status(run, each) for each in jobs]))
+    _, queued, running = capsys.readouterr().out.splitlines()
+    assert queued.endswith(" 1  waits behind jobs of higher priority (Priority)")
+    assert " 1 min 30 s " in running
+    assert "words -> requeued" in running
+    attempts.end(begin(run), verdict("finished", "none"))
+    show(overview([run_status(run, None)]))
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["tiny", "7", "finished", "2"]
 
 
 # ---- logs

@@ -6,13 +6,13 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from rlhpc.config.jobs import memory_mib
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.times import seconds_of
 
 _FORMAT = "%P|%a|%l|%D|%c|%m|%f|%s|%G"
-_UNITS = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,6 @@ def parse_partitions(text: str) -> list[NodeGroup]:
                 )
             )
     return groups
-
-
-def memory_mib(text: str | int) -> float:
-    """Of slurm.memory: 480G, or MiB without a unit."""
-    unit = str(text)[-1]
-    return float(str(text)[:-1]) * _UNITS[unit] if unit in _UNITS else float(text)
 
 
 def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_node: int) -> None:

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.config.jobs import memory_mib
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.launch.slurm.job_spec import gpus_per_node
-from rlhpc.launch.slurm.partitions import check_partitions, memory_mib, parse_partitions
+from rlhpc.launch.slurm.partitions import check_partitions, parse_partitions
 
 SINFO = """\
 batch*|up|1-00:00:00|8|64|256000|avx512,intel|1-infinite|(null)

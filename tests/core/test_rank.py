@@ -1,0 +1,39 @@
+"""Who a process is among the ranks, by the words of whoever started it."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhpc.core.errors import UserError
+from rlhpc.core.rank import RankInfo
+
+MET = {"MASTER_ADDR": "node1", "MASTER_PORT": "2000"}
+SLURM = {"SLURM_PROCID": "5", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({}, (0, 1, 0)),
+        ({"WORLD_SIZE": "4"}, (0, 1, 0)),
+        ({"RANK": "3"}, (0, 1, 0)),
+        ({"RANK": "3", "WORLD_SIZE": "4", **SLURM}, (3, 4, 0)),
+        ({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "2"}, (3, 4, 2)),
+        ({"SUBMITIT_LOCAL_GLOBALID": "1", "SUBMITIT_LOCAL_NTASKS": "2", "SUBMITIT_LOCAL_LOCALID": "1"}, (1, 2, 1)),
+        (SLURM, (5, 8, 1)),
+        ({**SLURM, "RLHPC_WORLD_SIZE": "16"}, (5, 16, 1)),
+        ({"RANK": "3", **SLURM}, (5, 8, 1)),
+    ],
+)
+def test_ranks_by_launcher(environ: dict[str, str], found: tuple[int, int, int]) -> None:
+    info = RankInfo.from_environ({**environ, **MET, "SLURM_RESTART_COUNT": "2"})
+    assert (info.rank, info.world_size, info.local_rank) == found
+    assert (info.master_addr, info.master_port, info.restart_count) == ("node1", 2000, 2)
+    assert info.place == f"{info.node}-{info.rank - info.local_rank}"
+
+
+def test_ranks_must_know_where_to_meet() -> None:
+    with pytest.raises(UserError, match="MASTER_PORT: rank 5 of 8 has no rendezvous"):
+        RankInfo.from_environ(SLURM)
+    assert RankInfo.from_environ({**SLURM, "RLHPC_STORE": "node1:3000"}).rank == 5
+    assert RankInfo.from_environ({}).master_port == 0
