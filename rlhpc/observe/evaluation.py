@@ -13,7 +13,7 @@ BY_SET, BY_SOURCE = "by_set/", "by_source/"
 
 @dataclass(frozen=True)
 class Answer:
-    """One response. ``prompt`` is the number of its prompt, ``length`` in tokens."""
+    """One response. ``prompt`` is the number of its prompt, ``length`` in tokens; ``answer`` as in a ``Verdict``."""
 
     prompt: int
     set_name: str
@@ -21,6 +21,7 @@ class Answer:
     reward: float
     length: int
     truncated: bool
+    answer: str | None = None
 
 
 def pass_at(n: int, correct: int, count: int) -> float:
@@ -31,12 +32,27 @@ def pass_at(n: int, correct: int, count: int) -> float:
     return 1.0 - comb(count - correct, n) / comb(count, n)
 
 
+def majority(answers: Sequence[tuple[str | None, bool]]) -> float:
+    """How good the answer is that most of a prompt's responses give: the share of these that are correct, which is 1 or
+    0 if equal answers are judged alike. Of answers given equally often the mean; 0 where there is none.
+
+    ``answers``: each response's, and whether it is correct.
+    """
+    votes: dict[str, list[bool]] = {}
+    for answer, correct in answers:
+        if answer:
+            votes.setdefault(answer, []).append(correct)
+    most = max(map(len, votes.values()), default=0)
+    first = [sum(members) / most for members in votes.values() if len(members) == most]
+    return sum(first) / len(first) if first else 0.0
+
+
 def evaluation_metrics(answers: Sequence[Answer], success: float) -> Metrics:
     """Metrics of all answers, and after ``by_set/NAME/`` and ``by_source/NAME/`` those of the named sets and of the
     data sources, where there are several. Every prompt has the same number of answers.
 
     ``accuracy`` is the mean reward; ``pass@n`` for 1, 2, 4 … and all of a prompt's answers counts those of a reward of
-    at least ``success``.
+    at least ``success``, and so does ``maj@k`` of all k of them, where rewards tell answers.
     """
     return {
         group + name: value
@@ -55,15 +71,18 @@ def _groups(answers: Sequence[Answer]) -> Iterator[tuple[str, list[Answer]]]:
 
 
 def _metrics_of(answers: Sequence[Answer], success: float) -> Metrics:
-    correct: dict[int, int] = {}
+    by_prompt: dict[int, list[tuple[str | None, bool]]] = {}
     for answer in answers:
-        correct[answer.prompt] = correct.get(answer.prompt, 0) + (answer.reward >= success)
+        by_prompt.setdefault(answer.prompt, []).append((answer.answer, answer.reward >= success))
+    correct = {prompt: sum(good for _, good in given) for prompt, given in by_prompt.items()}
+    votes = len(answers) > len(correct) and any(answer.answer is not None for answer in answers)
     count = len(answers) // len(correct)
     mean_reward = sum(answer.reward for answer in answers) / len(answers)
     return {
         "accuracy": mean_reward,
         **({f"mean@{count}": mean_reward} if count > 1 else {}),
         **{f"pass@{n}": sum(pass_at(n, c, count) for c in correct.values()) / len(correct) for n in _draws(count)},
+        **({f"maj@{count}": sum(map(majority, by_prompt.values())) / len(correct)} if votes else {}),
         "response_length": sum(answer.length for answer in answers) / len(answers),
         "truncated_fraction": sum(answer.truncated for answer in answers) / len(answers),
     }

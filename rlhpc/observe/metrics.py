@@ -76,9 +76,8 @@ def read_records(path: Path) -> list[Record]:
     """The JSON objects of a .jsonl file; none if it is absent. A last line cut short by a crash is left out."""
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    if lines and not lines[-1].endswith("\n"):
-        lines.pop()
+    # Not splitlines(), which breaks at characters that JSON leaves as they are, such as U+2028.
+    *lines, _ = path.read_text(encoding="utf-8").split("\n")
     return [json.loads(line) for line in lines]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.text import printable
 from rlhpc.observe.evaluation import BY_SET, BY_SOURCE, OVERALL
 from rlhpc.observe.metrics import Record, read_records
 
@@ -118,6 +119,7 @@ def _shortened(text: str, limit: int = 400) -> Any:
     """The text as it is, not as console markup; of a long one the beginning and the end."""
     from rich.text import Text
 
+    text = printable(text)
     return Text(text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}")
 
 

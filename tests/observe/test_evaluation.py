@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from rlhpc.observe.evaluation import Answer, evaluation_metrics, pass_at
+from rlhpc.observe.evaluation import Answer, evaluation_metrics, majority, pass_at
 
 
 def answer(prompt: int, reward: float, **changes: object) -> Answer:
@@ -41,6 +42,24 @@ def test_metrics_are_means_over_prompts_of_what_each_one_has(seed: int):
     assert {name for name in metrics if name.startswith("pass@")} == {
         f"pass@{n}" for n in (1, 2, 4, count) if n <= count
     }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_majority_is_what_drawing_among_the_first_expects(seed: int):
+    draw = random.Random(seed)
+    given = [(a, a == "b") for a in draw.choices(["a", "b", "c", "", None], k=draw.randint(1, 8))]
+    polls = Counter(a for a, _ in given if a).most_common()
+    first = [a for a, votes in polls if votes == polls[0][1]]
+    assert majority(given) == pytest.approx(first.count("b") / len(first) if first else 0.0)
+
+
+def test_majorities_are_counted_where_rewards_tell_answers():
+    told = [("4", 1.0), ("4", 1.0), ("5", 0.0), ("5", 0.0), ("5", 0.0), ("", 0.0), ("7", 0.0), ("9", 1.0), ("9", 1.0)]
+    answers = [answer(n // 3, reward, answer=text) for n, (text, reward) in enumerate(told)]
+    assert evaluation_metrics(answers, success=1.0)["maj@3"] == pytest.approx(2 / 3)
+    silent = [replace(one, answer=None) for one in answers]
+    assert not any(name.startswith("maj@") for name in evaluation_metrics(silent, success=1.0))
+    assert not any(name.startswith("maj@") for name in evaluation_metrics(answers[::3], success=1.0))
 
 
 def test_one_answer_each_has_no_mean_of_several():

@@ -74,7 +74,7 @@ def test_a_line_cut_short_by_a_crash_is_dropped(folder: RunFolder):
 
 
 def test_samples_of_steps_taken_again_are_dropped(folder: RunFolder):
-    lines = [{"step": step, "prompt": "é"} for step in (0, 0, 2, 4)]
+    lines = [{"step": step, "prompt": "é\u2028\x85\x0c"} for step in (0, 0, 2, 4)]
     folder.samples.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     MetricsWriter(folder, False, RunState(sft_step=3, step=2)).close()
     assert read_records(folder.samples) == lines[:3]

@@ -10,7 +10,7 @@ import pytest
 from rlhpc.api import RunState
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.metrics import MetricsWriter
-from rlhpc.observe.report import write_report
+from rlhpc.observe.report import write_evaluation, write_report
 
 
 @pytest.fixture
@@ -27,12 +27,16 @@ def write_run(folder: RunFolder) -> None:
     writer.write("rl", 0, 40, {"validation/accuracy": 0.25})
     for step in range(1, 41):
         accuracy = {"validation/accuracy": 0.25 + step / 60} if step % 10 == 0 else {}
-        writer.write("rl", step, 40, {"reward/mean": step / 50, "gradient_norm": 0.125, **accuracy})
+        writer.write("rl", step, 40, {"reward/mean": step / 50, "loss": 0.5, "gradient_norm": 0.125, **accuracy})
     writer.close()
     with open(folder.samples, "w") as file:
         for step, response in ((0, "75"), (40, "[bold]85")):
             sample = {"step": step, "prompt": "47+38=", "response": response, "expected": 85, "reward": 1.0}
             file.write(json.dumps(sample) + "\n")
+
+
+def cells(text: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
 
 
 def test_text_has_final_metrics_validations_and_the_last_samples(folder: RunFolder):
@@ -41,7 +45,7 @@ def test_text_has_final_metrics_validations_and_the_last_samples(folder: RunFold
     text = folder.report_text.read_text()
     assert "sft step 30/30" in text
     assert "rl step 40/40" in text
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+    lines = cells(text)
     assert ["gradient_norm", "0.5", "0.125"] in lines
     assert ["validation/accuracy", "", "0.9167"] in lines
     assert ["0", "0.25", ""] in lines
@@ -58,6 +62,22 @@ def test_plot_is_a_picture_of_readable_size(folder: RunFolder):
     height, width, _ = imread(folder.report / "reward.png").shape
     assert width >= 1000
     assert height >= 500
+
+
+def test_curves_of_rl_begin_where_the_supervised_steps_end(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    write_run(folder)
+    write_report(folder)
+    (figure,) = drawn
+    reward, accuracy, loss = (line for axes in figure.axes for line in axes.lines)
+    assert list(reward.get_xdata()) == list(range(31, 71))
+    assert reward.get_ydata()[-1] == 0.8
+    assert list(accuracy.get_xdata()) == [30, 40, 50, 60, 70]
+    assert list(loss.get_xdata()) == list(range(1, 31))
+    assert [axes.get_ylim()[0] for axes in figure.axes] == [0, 0]
 
 
 def test_a_run_of_the_warm_up_alone_has_a_report(folder: RunFolder):
@@ -84,3 +104,27 @@ def test_long_texts_are_shortened_in_the_middle(folder: RunFolder):
     assert "…" in text
     assert "end" in text
     assert text.count("a") < 450
+
+
+def test_large_numbers_and_long_paths_are_whole(tmp_path: Path):
+    folder = RunFolder(tmp_path / ("run" * 50))
+    folder.create()
+    writer = MetricsWriter(folder, False, RunState())
+    writer.write("rl", 1, 1, {"reward/mean": -20_000.4, "loss": -0.0000123})
+    writer.close()
+    write_report(folder)
+    text = folder.report_text.read_text()
+    assert ["reward/mean", "-20,000"] in cells(text)
+    assert ["loss", "-1.23e-05"] in cells(text)
+    assert f"Plot: {folder.report / 'reward.png'}" in text.splitlines()
+
+
+def test_an_evaluation_has_a_column_for_all_and_for_each_group(folder: RunFolder):
+    groups = {"": 0.5, "by_set/easy/": 1.0, "by_source/b/c/": 0.0}
+    metrics = {f"{group}accuracy": value for group, value in groups.items()}
+    write_evaluation(folder, {**metrics, "pass@1": 0.25})
+    text = folder.report_text.read_text()
+    assert ["metric", "all", "easy", "b/c"] in cells(text)
+    assert ["accuracy", "0.5", "1", "0"] in cells(text)
+    assert ["pass@1", "0.25", "", ""] in cells(text)
+    assert text.splitlines()[-1] == f"Samples: {folder.samples}"
