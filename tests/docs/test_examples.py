@@ -11,16 +11,19 @@ import torch
 from rlhpc.algo import Responses, find_algorithm
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.load import load_config
+from rlhpc.config.rollout import ToolSection
 from rlhpc.launch.submit import make_plan
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
-from tests.docs.pages import DOCS, ROOT
+from rlhpc.rollout.tool_calls import Answer, Failure, MethodCall, ToolCall, load_class, load_tool, parse_calls
+from rlhpc.rollout.tool_kinds import find_tools, tool_schemas
+from tests.docs.pages import DOCS, ROOT, blocks
 
 
 @pytest.fixture(autouse=True)
 def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DOCS / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in ("my_reward", "my_algorithm", "my_family"):
+    for module in ("my_reward", "my_algorithm", "my_family", "my_tool", "my_notebook"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
@@ -56,6 +59,32 @@ def test_the_algorithms_gradient_is_that_of_reinforce() -> None:
     sums["loss"].backward()
     assert log_probs.grad.tolist() == [-2.0, 0.5, 0.0]
     assert float(sums["entropy"]) == 1.5
+
+
+def test_the_tool_answers_the_pages_call() -> None:
+    section = ToolSection(name="calculate", function="my_tool:calculate", arguments={"digits": 3})
+    (schema,) = tool_schemas([section])
+    assert list(schema["function"]["parameters"]["properties"]) == ["numbers", "operation"]
+    (call,) = [call for text in blocks(DOCS / "tools.md", "") for call in parse_calls(text)]
+    assert isinstance(call, ToolCall)
+    ask = load_tool(find_tools([section])[0].entry(100))
+    assert ask(call.arguments) == Answer("42.000")
+    assert ask({**call.arguments, "operation": "multiply"}) == Answer("360.000")
+
+
+def test_each_conversation_has_a_notebook() -> None:
+    section = ToolSection(name="write_note", function="my_notebook:Notebook.write", arguments={"most_lines": 2})
+    entry = find_tools([section])[0].entry(100)
+    ask, anew = load_class(entry), load_class(entry)
+    write = {"method": "write", "past": (), "extra_info": {}}
+    assert ask(MethodCall(1, given={"line": "a"}, **write)) == Answer("line 1")
+    assert ask(MethodCall(1, given={"line": "b"}, **write)) == Answer("line 2")
+    assert ask(MethodCall(1, given={"line": "c"}, **write)) == Failure(
+        "raised", "raised ValueError: the notebook is full"
+    )
+    assert ask(MethodCall(2, given={"line": "c"}, **write)) == Answer("line 1")
+    past = (("write", {"line": "a"}), ("write", {"line": "b"}))
+    assert anew(MethodCall(1, "read", {}, past, {})) == Answer("a\nb"), "what is lost is made anew"
 
 
 def test_the_slurm_example_makes_a_job(tmp_path: Path) -> None:

@@ -14,14 +14,19 @@ pytestmark = pytest.mark.slow
 
 
 def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run with a warm-up, a reference model, several updates a step, every term of a loss, one's own reward."""
+    """A run with a warm-up, reference model, critic, several updates a step, every term of a loss, one's own reward."""
     monkeypatch.chdir(DOCS / "examples")
     config = write_config(
         tmp_path,
         sft__steps=1,
         train__steps=1,
         train__minibatches=2,
-        algorithm={"kl": {"target": 0.1}, "dual_clip": 3.0, "correction": {"method": "truncate"}},
+        algorithm={
+            "name": "ppo",
+            "kl": {"target": 0.1, "placement": "loss"},
+            "dual_clip": 3.0,
+            "correction": {"method": "truncate"},
+        },
         reward={"function": "my_reward:score", "arguments": {"last_digit": 0.2}},
     )
     code, output = run(config)
@@ -29,6 +34,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     metrics, samples = table_names(DOCS / "metrics.md")
     # tests/backends/test_experts.py has the first of these, tests/trainer/test_sampling.py the others
     elsewhere = {name for name in metrics if name.startswith(("experts/", "sampling/", "replay/", "tools/"))}
+    elsewhere.add("perf/reward_model_seconds")
     assert {name for record in records(tmp_path / "run") for name in record} == set(metrics) - elsewhere
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert {name for line in lines for name in json.loads(line)} == set(samples)

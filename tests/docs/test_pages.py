@@ -107,6 +107,7 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
         ("families", "my_family"),
         ("optimizer", "my_optimizer"),
         ("tools", "my_tool"),
+        ("tools", "my_notebook"),
     ],
 )
 def test_a_page_shows_its_example_file(page: str, file: str) -> None:
@@ -116,6 +117,28 @@ def test_a_page_shows_its_example_file(page: str, file: str) -> None:
 def test_the_table_of_keys_is_current() -> None:
     page = markers.between(config_table.PAGE, config_table.MARKER)
     assert page == config_table.table(), "run `python -m tools.config_table`"
+
+
+def absent_files(text: str) -> list[str]:
+    """Python files that a text names and the project does not have."""
+    named = re.findall(r"`([\w/]+\.py)`", text)
+    return [name for name in named if not (ROOT / name).is_file() and not any((ROOT / "rlhpc").rglob(name))]
+
+
+def test_files_in_the_architecture_exist() -> None:
+    assert not absent_files((DOCS / "architecture.md").read_text())
+    assert absent_files("`trainer/step.py`, `queue.py`, `trainer/stp.py`") == ["trainer/stp.py"]
+
+
+def test_every_section_is_introduced() -> None:
+    text = (DOCS / "configuration.md").read_text()
+    introduced = set(re.findall(r"`(\w+)`", text.partition("## Sections")[2].partition("\n## ")[0]))
+    assert {name for name in RunConfig.model_fields if name not in introduced} == {"name", "run_dir", "seed"}
+
+
+def test_the_readme_names_every_page() -> None:
+    named = set(re.findall(r"\]\((docs/[\w./-]+\.md)\)", (ROOT / "README.md").read_text()))
+    assert {name_of(page) for page in DOCS.rglob("*.md")} <= named
 
 
 def test_each_page_asks_a_question() -> None:

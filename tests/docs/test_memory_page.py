@@ -1,0 +1,38 @@
+"""docs/memory.md has the bytes that are foretold for its model."""
+
+from __future__ import annotations
+
+import re
+
+from rlhpc.config import yaml12
+from rlhpc.config.schema import MemorySection, ParallelSection
+from rlhpc.models import read_model
+from rlhpc.plan.activations import Kernels, Setting, layer_kept
+from rlhpc.plan.layout import ParallelLayout
+from tests.docs.pages import DOCS, ROOT
+
+TOKENS = 2048
+
+
+def foretold(memory: MemorySection, kernels: Kernels) -> float:
+    """Bytes of a token in a layer of Qwen2.5-1.5B."""
+    shape = read_model(ROOT / "configs" / "ready" / "models" / "Qwen2.5-1.5B-Instruct")
+    setting = Setting(shape, ParallelLayout(1), ParallelSection(), memory, "bfloat16", kernels)
+    return layer_kept(setting, TOKENS, has_experts=False) / TOKENS
+
+
+def test_bytes_of_activations_are_those_foretold() -> None:
+    rows = re.findall(r"^\| (`(?:none|selective|full)`.*?) \| [^|]+ \| ([\d,]+) \| ([\d,]+) \|", _page(), re.MULTILINE)
+    assert len(rows) == 6
+    for keys, on_cpu, on_gpu in rows:
+        recompute, *others = re.findall("`(.*?)`", keys)
+        changes = {
+            key.removeprefix("memory."): value for text in others for key, value in yaml12.parse(text, "").items()
+        }
+        memory = MemorySection(recompute=recompute, **changes)
+        assert foretold(memory, "padded") == int(on_cpu.replace(",", "")), keys
+        assert foretold(memory, "fused") == int(on_gpu.replace(",", "")), keys
+
+
+def _page() -> str:
+    return (DOCS / "memory.md").read_text()
