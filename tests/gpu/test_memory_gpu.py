@@ -25,7 +25,7 @@ def test_levers_on_a_gpu(tmp_path: Path) -> None:
     assert found["resumed"] == found["plain"][2:]
     assert found["left"] < 0.1 * found["held"], "what stays are tables and workspaces"
     assert found["free for others"] >= 0.9 * (found["held"] - found["left"])
-    assert found["moments"] == {("cpu", True)}
+    assert found["optimizer"] == {("cpu", True)}
     assert [loss for loss, _ in found["host"]] == pytest.approx([loss for loss, _ in found["plain"]], rel=1e-3)
 
 
@@ -40,11 +40,12 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
     actor = make_actor(model, optimizer_section(host_fraction=1.0), dtype="bfloat16")
     found["host"] = train(actor, 4)
     (inner,) = inner_optimizers(actor._optimizer)
-    moments = [value for state in inner.state.values() for value in state.values()]
-    found["moments"] = {(value.device.type, value.is_pinned()) for value in moments}
+    own = [value for state in inner.state.values() for value in state.values()]
+    assert {name for state in inner.state.values() for name in state} == {"exp_avg", "exp_avg_sq", "master_param"}
+    found["optimizer"] = {(value.device.type, value.is_pinned()) for value in own}
     actor = make_actor(model, optimizer_section(), dtype="bfloat16")
     found["plain"] = train(actor, 4)
-    del actor, inner, moments
+    del actor, inner, own
 
     memory = MemorySection(offload=EVERYTHING)
     actor = make_actor(model, optimizer_section(), memory, "bfloat16")
