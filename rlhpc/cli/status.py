@@ -10,6 +10,7 @@ import click
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rlhpc.launch.registry import Run
     from rlhpc.launch.status import RunStatus
 
 _WATCH_SECONDS = 2.0
@@ -44,7 +45,7 @@ def status(runs: tuple[str, ...], as_text: bool, watch: bool) -> None:
 @click.option("--all", "all_ranks", is_flag=True, help="Those of the other ranks too, after the first.")
 @click.option("--job", is_flag=True, help="What the job's own step printed: setup, launcher, srun.")
 @click.option("--lines", type=click.IntRange(min=1), default=40, show_default=True, help="From the end of each.")
-@click.option("--follow", is_flag=True, help="Go on with what is printed from now on, until the job is over.")
+@click.option("--follow", is_flag=True, help="Go on with what is printed from now on, until the run is over.")
 def logs(run: str, rank: int | None, attempt: int | None, all_ranks: bool, job: bool, lines: int, follow: bool) -> None:
     """What the ranks of RUN printed, first the one that is to blame for its end."""
     from rlhpc.launch.logs import batch_log, follow_log, log_files, tail
@@ -52,13 +53,15 @@ def logs(run: str, rank: int | None, attempt: int | None, all_ranks: bool, job: 
 
     known = find_run(run)
     files = [batch_log(known)] if job else log_files(known, attempt, rank, all_ranks)
+    ends = []
     for file in files:
-        click.echo(f"==> {file.title}: {file.path} <==")
-        click.echo(tail(file.path, lines), nl=False)
+        text, end = tail(file.path, lines)
+        click.echo(f"==> {file.title}: {file.path} <==\n{text}", nl=False)
+        ends.append(end)
     if not follow:
         return
     try:
-        for text in follow_log(files[0].path, _over(known.job.job_id if known.job else "")):
+        for text in follow_log(files[0].path, ends[0], _over(known)):
             click.echo(text, nl=False)
     except KeyboardInterrupt:
         click.echo()
@@ -118,19 +121,24 @@ def _watch(names: tuple[str, ...]) -> None:
             time.sleep(_WATCH_SECONDS)
 
 
-def _over(job_id: str) -> Callable[[], bool]:
-    """Says whether the job has ended, asking Slurm every few seconds only."""
+def _over(run: Run) -> Callable[[], bool]:
+    """Says whether nothing of the run goes on, asking Slurm every few seconds only."""
     import time
 
+    from rlhpc.launch.lock import is_locked
     from rlhpc.launch.slurm.queue import read_job
 
-    asked, over = float("-inf"), not job_id
+    asked, over = float("-inf"), False
 
     def ended() -> bool:
         nonlocal asked, over
         if not over and time.monotonic() - asked > _WATCH_SECONDS:
-            job, asked = read_job(job_id), time.monotonic()
-            over = job is None or not job.live
+            if run.job is None:
+                over = not is_locked(run.folder)
+            else:
+                job = read_job(run.job.job_id)
+                over = job is None or not job.live
+            asked = time.monotonic()
         return over
 
     return ended

@@ -84,6 +84,11 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def lock(self) -> Path:
+        """Held by the one launcher that is at work in the folder (rlhpc.launch.lock)."""
+        return self.path / ".lock"
+
+    @property
     def attempts(self) -> Path:
         """One folder per start of the ranks."""
         return self.path / "attempts"

@@ -6,7 +6,6 @@ It does inside the job what `rlhpc submit` does on the login node, once, and is 
 from __future__ import annotations
 
 import argparse
-import fcntl
 import os
 import stat
 import sys
@@ -21,6 +20,7 @@ from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.batch import job_name
 from rlhpc.launch.job import run_job
+from rlhpc.launch.lock import locked
 from rlhpc.launch.prepare import run_prepare
 from rlhpc.launch.registry import enter, new_record, read_run
 from rlhpc.launch.shape import JobShape, overrides_from_job
@@ -59,8 +59,7 @@ def prepare_folder(config_file: Path, overrides: Sequence[str]) -> RunFolder:
 def _claim(run: RunFolder, config: RunConfig, resume: bool) -> None:
     """Make the folder this job's, unless another one was first: elements of an array may begin together."""
     run.create()
-    with open(run.path / ".lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(run, wait=True):
         check_free(run, resume)
         write_atomic(run.config, dump_config(config))
         run.stop_requested.unlink(missing_ok=True)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from submitit import LocalExecutor
@@ -25,6 +22,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.launch.diagnose import diagnose_error
 from rlhpc.launch.hang import HangWatch
+from rlhpc.launch.lock import locked
 from rlhpc.launch.machine import check_resources, environment, rank_environment
 from rlhpc.launch.progress import Display, MetricsFollower
 from rlhpc.launch.rank import TRAINER, run_local_rank
@@ -50,7 +48,7 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
     check_resources(config)
     check_folder(folder, resume)
     folder.create()
-    with _locked(folder):
+    with locked(folder):
         attempt = _begin(config, folder)
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
@@ -92,21 +90,6 @@ def check_folder(folder: RunFolder, resume: bool) -> None:
         )
     if resume and not folder.config.is_file():
         raise UserError(f"{str(folder.path)!r} holds no run", where="run_dir", remedy="start it without --resume")
-
-
-@contextmanager
-def _locked(folder: RunFolder) -> Iterator[None]:
-    """Keep a second launcher out of the folder; the lock goes with this process."""
-    with open(folder.path / ".lock", "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another rlhpc is running in {str(folder.path)!r}",
-                where="run_dir",
-                remedy="wait for it, or choose another folder with --run-dir",
-            ) from None
-        yield
 
 
 def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:

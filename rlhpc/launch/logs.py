@@ -80,22 +80,23 @@ def culprit_of(folder: AttemptFolder) -> int | None:
     return record.rank if record is not None else None
 
 
-def tail(path: Path, lines: int) -> str:
-    """The last lines of a file of any size."""
+def tail(path: Path, lines: int) -> tuple[str, int]:
+    """The last lines of a file of any size, and the byte at which they end: more may be written meanwhile."""
     with open(path, "rb") as file:
-        position, data = file.seek(0, 2), b""
+        end = position = file.seek(0, 2)
+        data = b""
         while position > 0 and data.count(b"\n") <= lines:
             step = min(_BLOCK, position)
             position -= step
             file.seek(position)
             data = file.read(step) + data
-    return "".join(line + "\n" for line in data.decode(errors="replace").splitlines()[-lines:])
+    return "".join(line + "\n" for line in data.decode(errors="replace").splitlines()[-lines:]), end
 
 
-def follow_log(path: Path, ended: Callable[[], bool]) -> Iterator[str]:
-    """What is appended to the file from now on, until ``ended`` and nothing is left."""
+def follow_log(path: Path, begin: int, ended: Callable[[], bool]) -> Iterator[str]:
+    """What the file holds from the byte ``begin`` on, as it is appended, until ``ended`` and nothing is left."""
     with open(path, "rb") as file:
-        file.seek(0, 2)
+        file.seek(begin)
         while True:
             over = ended()  # asked before the last read
             if text := file.read():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shutil
@@ -19,6 +18,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.launch.lock import locked
 from rlhpc.launch.machine import package_warnings
 from rlhpc.launch.own_code import check_own_code
 from rlhpc.launch.prepare import run_prepare
@@ -227,13 +227,7 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
     new = not folder.path.exists()
     folder.create()
     before = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else None
-    with open(folder.path / ".lock", "w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another rlhpc is at work in {str(folder.path)!r}", where="run_dir", remedy="wait for it"
-            ) from None
+    with locked(folder):
         try:
             write_atomic(folder.config, dump_config(config))
             folder.stop_requested.unlink(missing_ok=True)

