@@ -21,6 +21,7 @@ LIBRARIES = 3 * GIB // 2  # CUDA context, cuBLAS's workspaces, NCCL's channels: 
 ENGINE_ASLEEP = GIB  # vLLM's CUDA graphs, workspaces and channels of its own, which sleep does not give back
 ENGINE_TOKENS = 8192  # that vLLM takes through the model at once, at most (max_num_batched_tokens)
 HOST_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
+_ROUTE_COPIES = 3  # of what a rank trains on: as they came, by sample, and by micro batch
 
 Parts = dict[str, int]
 
@@ -110,7 +111,8 @@ def _plan(
         phases += _update(model, models, asleep)
     if models[0].trained:
         phases.append(_save(models, asleep))
-    return MemoryPlan(rank, tuple(phases), _host(config, models), None if gpu_gib is None else int(gpu_gib * GIB))
+    host = _host(config, models, _routes(config, shape, layout))
+    return MemoryPlan(rank, tuple(phases), host, None if gpu_gib is None else int(gpu_gib * GIB))
 
 
 def _engine(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> EngineMemory | None:
@@ -314,7 +316,7 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
     return _largest("save", moments)
 
 
-def _host(config: RunConfig, models: Sequence[RankModel]) -> HostMemory:
+def _host(config: RunConfig, models: Sequence[RankModel], routes: int) -> HostMemory:
     """What has left the GPU once keeps its pinned memory. A save in the background holds its copies until it is done,
     one at once those of one model at a time. A reference after a warm-up is saved too."""
     away = {model.name: _away(model) for model in models}
@@ -324,8 +326,23 @@ def _host(config: RunConfig, models: Sequence[RankModel]) -> HostMemory:
         "offloaded": sum(away.values()),
         "optimizer of the host": sum(model.state.host for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
+        "routes": routes,
     }
     return HostMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
+
+
+def _routes(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
+    """Experts of a step's tokens, all responses of full length: what engines drew is with the first rank of each, and
+    ranks have what they train on beside it, of their stage's layers. A mean over the ranks of the fullest node."""
+    if not config.train.experts.replay_routes or shape.experts is None or not config.train.steps:
+        return 0
+    itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM gives them out
+    step = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
+    step *= len(shape.experts.layers) * shape.experts.top_k * itemsize
+    engines = layout.world_size // config.rollout.tp
+    per_node = config.resources.ranks_per_node
+    drawn = step // engines * max(1, per_node // config.rollout.tp) // per_node
+    return drawn + _ROUTE_COPIES * step // (layout.dp * layout.pp)
 
 
 def _away(model: RankModel) -> int:

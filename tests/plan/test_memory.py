@@ -260,6 +260,17 @@ def test_the_picture_says_what_the_plan_says() -> None:
     assert text.count("fits with") == 3
 
 
+def test_routes_of_a_step_are_in_the_host_s_memory() -> None:
+    """By hand: a byte for each of 8 experts in 58 layers of a token; 96 ranks, engines of 32, pipelines of 12."""
+    config, shape, layout = parts(LARGE)
+    assert "routes" not in rank_memory(config, shape, layout, 0).host.parts
+    replayed = changed_config(config, {"train.experts.replay_routes": True})
+    tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
+    whole = tokens * 58 * 8
+    held = whole / (96 / config.rollout.tp) / 8 + 3 * whole / (layout.dp * layout.pp)
+    assert rank_memory(replayed, shape, layout, 0).host.parts["routes"] == pytest.approx(held)
+
+
 def test_a_host_that_is_too_small_is_told() -> None:
     from rlhpc.cli.plan_memory import memory_json, render_memory
 
