@@ -8,7 +8,10 @@ import pytest
 
 from tests.helpers.runs import records, run, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.long,
+]  # always: tests/backends/test_parallel.py, tests/trainer/test_resume.py
 
 
 def test_a_finished_run_goes_on_in_another_layout_for_more_steps(tmp_path: Path) -> None:

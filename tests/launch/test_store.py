@@ -152,7 +152,7 @@ def test_an_impostor_is_not_believed(answer):
 def test_noise_from_strangers_is_survived(server):
     source = random.Random(1)
     for _ in range(300):
-        with contextlib.suppress(ConnectionError), stranger(server) as sock:
+        with contextlib.suppress(OSError), stranger(server) as sock:  # it may have hung up already
             sock.sendall(source.randbytes(source.choice([1, 7, 63, 64, 65, 1000, 100_000])))
             if source.random() < 0.5:
                 sock.shutdown(socket.SHUT_WR)

@@ -80,6 +80,7 @@ def test_a_node_that_dies_is_down_and_its_job_runs_again(hasty_cluster: Cluster)
     cluster.wait_nodes(["node1", "node3"])
 
 
+@pytest.mark.long  # always: what becomes of a run then, in test_recovery.py
 def test_the_urgent_preempts_the_others(hasty_cluster: Cluster, tmp_path: Path) -> None:
     """The step hears of it first, then the job is requeued, and runs again when the urgent one has ended."""
     cluster = hasty_cluster

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
     ("scenario", "rank", "what"),
     [
         ("native", 3, "is stuck in native code (native: "),  # Slurm carries the signal that writes its stack
-        ("stopped", 2, "does not answer (stopped, or its node is out of reach"),
+        pytest.param("stopped", 2, "does not answer (stopped, or its node is out of reach", marks=pytest.mark.long),
     ],
 )
 def test_the_culprit_on_another_node_is_named(cluster: Cluster, tmp_path, scenario, rank, what):
