@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from math import prod
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
@@ -19,7 +18,7 @@ from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 from rlhpc.plan.objective import check_algorithm
 from rlhpc.plan.rewards import check_reward, check_reward_model
 from rlhpc.plan.rollout import check_rollout
-from rlhpc.plan.shards import model_tensors
+from rlhpc.plan.shards import num_parameters
 from rlhpc.plan.training import check_experts, check_memory, check_optimizers, check_sharing
 
 Summary = list[tuple[str, str]]
@@ -209,10 +208,9 @@ def _check_model(config: RunConfig, shape: ModelShape) -> str:
 
 
 def _model_text(shape: ModelShape) -> str:
-    parameters = sum(prod(tensor.shape) for tensor in model_tensors(shape))
     return (
         f"{shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}, "
-        f"{parameters / 1e6:,.1f} M parameters"
+        f"{num_parameters(shape) / 1e6:,.1f} M parameters"
     )
 
 

@@ -9,7 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
-from math import ceil, prod
+from math import ceil
 from pathlib import Path
 
 from rlhpc.config.jobs import memory_mib
@@ -23,7 +23,7 @@ from rlhpc.plan.hardware import Gpu, linked_ranks, named_gpu, read_site
 from rlhpc.plan.layout import ParallelLayout, divisors
 from rlhpc.plan.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
 from rlhpc.plan.optimizer_memory import ITEMSIZE
-from rlhpc.plan.shards import model_tensors
+from rlhpc.plan.shards import num_parameters
 from rlhpc.plan.step_time import predict_rollout
 
 _STRETCHED = ("yarn", "linear")  # scalings that vLLM takes a model's positions times the factor for
@@ -181,10 +181,9 @@ def host_limit(config: RunConfig, gpu: Gpu | None) -> tuple[str, float] | None:
 def checkpoint_bytes(config: RunConfig, shape: ModelShape) -> int:
     """Of one checkpoint on disk: weights, master weights and moments of all that is trained."""
     each = ITEMSIZE[config.model.dtype] + _STATE
-    numel = sum(prod(tensor.shape) for tensor in model_tensors(shape))
     critic = config.train.steps > 0 and config.algorithm.name in WITH_CRITIC
     reference = config.sft is not None and config.train.steps > 0 and config.algorithm.kl.coefficient > 0
-    return numel * (each * (1 + critic) + ITEMSIZE[config.model.dtype] * reference)
+    return num_parameters(shape) * (each * (1 + critic) + ITEMSIZE[config.model.dtype] * reference)
 
 
 def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 
 from rlhpc.config.planning import DiskSection, EfficiencySection
 from rlhpc.config.schema import RunConfig
@@ -17,7 +16,7 @@ from rlhpc.plan.hardware import Gpu
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.machine import Machine
 from rlhpc.plan.optimizer_memory import ITEMSIZE
-from rlhpc.plan.shards import model_tensors
+from rlhpc.plan.shards import num_parameters
 from rlhpc.plan.step_time import StepTime, predict_validation
 from rlhpc.plan.train_time import held
 
@@ -159,7 +158,7 @@ def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
 
 
 def _weights(config: RunConfig, shape: ModelShape) -> float:
-    return ITEMSIZE[config.model.dtype] * sum(prod(tensor.shape) for tensor in model_tensors(shape))
+    return ITEMSIZE[config.model.dtype] * num_parameters(shape)
 
 
 def _read_bytes(config: RunConfig, shape: ModelShape, layout: ParallelLayout, nodes: int) -> float:

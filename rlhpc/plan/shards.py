@@ -100,6 +100,11 @@ def model_tensors(shape: ModelShape) -> list[TensorSpec]:
     return [place.tensor for place in tensor_places(shape)]
 
 
+def num_parameters(shape: ModelShape) -> int:
+    """Elements of all of them. A layer's experts are counted at once: it is asked often, and they are many."""
+    return sum(prod(place.tensor.shape) for place in tensor_places(shape, stacked=True))
+
+
 def padded_vocab(vocab_size: int, tp: int) -> int:
     """Rows of embedding and head in Megatron: the vocabulary, up to a multiple of tp."""
     return -(-vocab_size // tp) * tp

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rlhpc.models import read_model
 from rlhpc.plan.check import check_config, check_nodes, outline
 from rlhpc.plan.hardware import named_gpu, read_site
 from rlhpc.plan.memory import predict_memory
-from rlhpc.plan.shards import model_tensors
+from rlhpc.plan.shards import model_tensors, num_parameters
 from rlhpc.plan.step_time import predict_step
 from rlhpc.plan.training import check_memory
 from tests.helpers import published
@@ -59,13 +60,9 @@ def test_a_ready_configuration_is_checked_and_planned(file: Path) -> None:
 @pytest.mark.parametrize("name", SIZES)
 def test_models_have_as_many_parameters_as_published(name: str) -> None:
     shape = read_model(ROOT / "configs" / "ready" / "models" / name)
-    count = 0
-    for tensor in model_tensors(shape):
-        size = 1
-        for dim in tensor.shape:
-            size *= dim
-        count += size
+    count = sum(prod(tensor.shape) for tensor in model_tensors(shape))
     assert count / 1e9 == pytest.approx(SIZES[name], rel=0.005)
+    assert num_parameters(shape) == count
 
 
 # From copies of the published config.json files in public repositories: layers, hidden size, heads, key-value
