@@ -137,7 +137,6 @@ class HangWatch:
         if waiting and self._signalled_at is None:
             self._signalled_at = self._clock()  # not the request's: this process may have been kept from polling
             self._send_signal(waiting)
-            return None
         if waiting and self._may_answer(waiting):
             return None
         states = [self._state(rank) for rank in range(self._world_size)]
