@@ -110,6 +110,30 @@ def test_a_request_is_answered_with_the_stacks_of_all_threads_and_the_collective
     assert [GroupState.from_json(value) for value in json.loads(collectives_file(folder, 3).read_text())] == [known]
 
 
+def test_stacks_are_at_no_time_gone(beat, tmp_path, monkeypatch):
+    """The thread may have to stop for good at each of its calls, when native code takes the interpreter's lock."""
+    folder = tmp_path / "heartbeats"
+    dump_file(folder).write_text("first")
+    until(lambda: read_beat(folder, 3).stacks == "first")
+    sizes = []
+
+    def watched(call):
+        def watch(descriptor, *arguments):
+            done = call(descriptor, *arguments)
+            if descriptor == beat._stacks:
+                sizes.append(os.fstat(descriptor).st_size)
+            return done
+
+        return watch
+
+    for name in ("write", "pwrite", "ftruncate", "lseek"):
+        monkeypatch.setattr(os, name, watched(getattr(os, name)))
+    dump_file(folder).write_text("second")
+    until(lambda: read_beat(folder, 3).stacks == "second")
+    assert len(sizes) >= 2
+    assert all(sizes)
+
+
 def test_each_request_is_answered_once(beat, tmp_path):
     folder = tmp_path / "heartbeats"
     dump_file(folder).write_text("first")
