@@ -19,6 +19,7 @@ from rlhpc.data.conversation import Message, response_messages, whole_conversati
 from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
+from rlhpc.parallel.transfer import gather_objects
 from rlhpc.plan.rewards import most_tokens, reads_own_words
 from rlhpc.rewards.failures import Failures
 
@@ -65,8 +66,7 @@ class RewardReader:
             encoded = self.own.encode_conversations(conversations)
         except UserError as error:
             raise UserError(error.message, where="reward.model.chat_template", remedy=error.remedy) from None
-        parts: list[list[np.ndarray]] = [[]] * ranks
-        dist.all_gather_object(parts, [np.array(ids, dtype=np.int32) for ids in encoded])
+        parts = gather_objects([np.array(ids, dtype=np.int32) for ids in encoded])
         return [parts[i % ranks][i // ranks] for i in range(len(samples))]
 
     def _response(self, sample: Sample) -> list[Message]:
