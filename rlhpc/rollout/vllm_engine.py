@@ -72,6 +72,10 @@ class VllmEngine:
             os.environ.setdefault(env.VLLM_ALLREDUCE_USE_SYMM_MEM, "0")
         with _process_kept():
             self._engine = _build(arguments)
+        # vLLM's own way out, taken at exit or when the engine is collected as garbage, destroys the default group.
+        finalizer = getattr(self._engine.engine_core, "_finalizer", None)
+        if finalizer is not None:
+            finalizer.detach()
         _forget_queue_s_name()
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routes")
@@ -192,10 +196,6 @@ class VllmEngine:
         """Free the engine and leave vLLM's process groups; the default group stays. Collective."""
         from vllm.distributed import destroy_model_parallel
 
-        # vLLM's own way out, also taken at exit, destroys the trainer's default group.
-        finalizer = getattr(self._engine.engine_core, "_finalizer", None)
-        if finalizer is not None:
-            finalizer.detach()
         sockets = _sockets()
         self._engine.model_executor.shutdown()
         destroy_model_parallel()
