@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv slurm demo demo-table test test-all chaos check bench clean
+.PHONY: venv slurm demo demo-table check test test-changed test-all test-slice durations chaos bench clean
 
 venv: $(INSTALLED)
 
@@ -33,12 +33,28 @@ demo-table: venv
 slurm:
 	@tests/slurm/install.sh || echo "make: the tests on a real Slurm will be skipped" >&2
 
-test: venv slurm
-	$(BIN)/python -m pytest -q -m 'not long'
+PYTEST = $(BIN)/python -m pytest -q --write-durations build/durations-$@.json
 
-# Those that take minutes each as well.
+# Every capability once, on the real Megatron-core, vLLM and Slurm: docs/capabilities.md says which test proves what.
+test: venv slurm
+	$(PYTEST) -m 'not long'
+
+# What the difference to BASE can reach, the nearest tests first; further arguments of pytest in ARGS.
+BASE ?= main
+test-changed: venv slurm
+	$(BIN)/python -m tests.tiers.changed --base $(BASE) -- $(ARGS)
+
+# Those as well that repeat a proof in further layouts, families or at further moments.
 test-all: venv slurm
-	$(BIN)/python -m pytest -q
+	$(PYTEST)
+
+# One slice of those, which the commit chooses; STARTED is when CI began.
+test-slice: venv slurm
+	$(BIN)/python -m tests.tiers.ci --started $(STARTED)
+
+# After `make test` and `make test-all` on a quiet machine: take over what each test took.
+durations: venv
+	$(BIN)/python -m tests.tiers.durations record $(wildcard build/durations-*.json)
 
 # Twenty runs on a real Slurm, each hit by a fault at a random moment, and twenty that run out of time: an hour or so.
 chaos: venv slurm
@@ -49,7 +65,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest -q -m 'not slow'
+	$(PYTEST) -m 'not (heavy or workers or ranks or vllm or slurm or gpu or long)'
 
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
 bench: venv bench-env

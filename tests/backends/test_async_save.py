@@ -15,7 +15,7 @@ from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import digest, make_actor, optimizer_section, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 @pytest.fixture(scope="module")

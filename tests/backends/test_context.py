@@ -21,7 +21,7 @@ from tests.helpers.attention_cases import (
 )
 from tests.helpers.distributed import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 METHODS = ("all_gather", "a2a")
 

@@ -14,7 +14,7 @@ from tests.helpers.equality import Case, actor, gradients
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import negative_log_likelihood, optimizer_section
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 EXPERTS, TOP_K = 4, 2
 LENGTHS = (16, 8, 24)  # that four ranks share without filling up

@@ -11,7 +11,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import batches_of, digest, make_actor, optimizer_section, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 AXES = {"tp": 2, "pp": 2, "vpp": 2, "ep": 2}
 LEVERS = {

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.helpers.distributed import run_ranks
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_equal_to_softmax_with_gradients(world_size: int) -> None:
     for forward, backward in run_ranks(_differences, world_size):

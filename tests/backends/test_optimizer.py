@@ -13,7 +13,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import make_actor, optimizer_section, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 LION = "docs.examples.my_optimizer:Lion"  # the page's example

@@ -57,7 +57,7 @@ def test_angles_of_latent_attention_equal_huggingfaces(tmp_path: Path, name: str
     assert _difference(config, "DeepseekV3ForCausalLM", DeepseekV3RotaryEmbedding, tmp_path) < 1e-6
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_angles_equal_the_engines() -> None:
     """Of vLLM's own tables, bit for bit."""
     (differences,) = run_ranks(_differences_to_engine, 1, join=False)

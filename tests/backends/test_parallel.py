@@ -14,7 +14,7 @@ from tests.helpers.equality import Case, Distance, actor, make_reference, try_ca
 from tests.helpers.tiny_models import KINDS, OUTSIDE
 from tests.helpers.training import optimizer_section, train
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 ON_EIGHT_RANKS = (
     Case("llama3", tp=2, pp=2, vpp=2),

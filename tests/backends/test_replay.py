@@ -14,7 +14,7 @@ from tests.helpers.equality import LAYERS, Case, actor, beside, gradients, save_
 from tests.helpers.tiny_models import KINDS, make_model
 from tests.helpers.training import LENGTHS, TOKENS, negative_log_likelihood, optimizer_section, sequences
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 FIRST = {"qwen3moe": 0, "dsv3": 1}  # layer with experts
 FULL, EXPERTS = {"recompute": "full"}, {"recompute": "selective", "recompute_modules": ["moe"]}

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 ACTOR = {"tp": 2}
 CRITICS: tuple[dict[str, Any], ...] = (

@@ -20,7 +20,8 @@ def answers(folders: list[Path]) -> list[Any]:
     return [stock_greedy(folder, 1, max_tokens=8) for folder in folders]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 def test_vllm_answers_the_same(tmp_path: Path) -> None:
     pairs = []
     for kind in KINDS:

@@ -46,7 +46,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in text.split()]
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 @pytest.mark.parametrize("way", ["hf-to-megatron", "megatron-to-hf"])
 def test_killed_at_any_moment_it_goes_on_and_ends_the_same(tmp_path: Path, larger: Path, way: str) -> None:
     source = larger if way == "hf-to-megatron" else to_megatron(larger, tmp_path / "source", piece_bytes=8 * MIB)
@@ -161,7 +161,7 @@ def test_a_disk_that_fills_up_is_one_line_and_the_rest_goes_on(tmp_path: Path, l
     assert not verify(larger, target, workers=1).faults
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
     """A model of 1.2 GB with workers of less than 300 MB each, both ways."""
     model = make_sparse(tmp_path / "model", layers=40)

@@ -69,7 +69,7 @@ def load_and_save(folder: Path, cases: Cases) -> list[Found]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.long)], ids=["some", "more"])
 def test_families_load_in_another_layout_and_come_back_from_what_is_saved_there(tmp_path: Path, cases: Cases) -> None:
     for axes, case in cases:

@@ -56,7 +56,7 @@ def retype(model: Path, folder: Path, dtype: str) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 @pytest.mark.parametrize("kind", KINDS)
 def test_twenty_layouts_give_the_same_tensors_back(tmp_path: Path, models: dict[str, Path], kind: str) -> None:
     layouts = twenty(models[kind])

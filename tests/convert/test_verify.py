@@ -192,7 +192,7 @@ def test_checksums_add_up_and_are_those_of_the_push() -> None:
     assert checksum(values[::-1].copy(), whole) != expected
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_both_sides_run_on_the_same_tokens(folders: dict[str, Path]) -> None:
     from tests.helpers.distributed import run_ranks
 

@@ -10,7 +10,7 @@ import pytest
 from tests.docs.pages import DOCS, table_names
 from tests.helpers.runs import records, run, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 
 def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pytest
 from tests.helpers.runs import records, run, write_config
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.ranks,
+    pytest.mark.vllm,
     pytest.mark.long,
 ]  # always: tests/backends/test_parallel.py, tests/trainer/test_resume.py
 

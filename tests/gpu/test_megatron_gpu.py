@@ -11,7 +11,11 @@ import torch
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 LENGTHS = (11, 3, 40, 7, 200, 22, 64, 5)
 KINDS = ("llama", "qwen2", "qwen2_tied", "qwen3")

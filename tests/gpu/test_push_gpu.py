@@ -16,7 +16,11 @@ from tests.helpers.pushes import Pair
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 WIDE = {"hidden_size": 256, "head_dim": 64, "intermediate_size": 512, "vocab_size": 256}
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core import env
-from tests.helpers import warm
+from tests.helpers import session, warm
 
 
 class RankFailed(AssertionError):
@@ -38,6 +38,7 @@ def run_ranks(
     ``join`` the default process group is initialised (gloo) before the call and destroyed after it. Raises
     RankFailed with the traceback of the rank that failed first, after ending the others.
     """
+    session.need("ranks")
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         call = pickle.dumps((function, args))
@@ -77,9 +78,9 @@ def _start(folder: Path, rank: int, common: Mapping[str, str]) -> subprocess.Pop
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, common.get("PYTHONPATH", "")]))
     own = {env.RANK: str(rank), env.LOCAL_RANK: str(rank), "PYTHONPATH": path}
-    if warm.usable(common):
-        return warm.Forked(folder, rank, {**common, **own})
     with open(folder / f"{rank}.log", "wb") as log:
+        if warm.usable(common):
+            return warm.Forked("tests.helpers.distributed", [str(folder)], rank, {**common, **own}, log.fileno())
         return subprocess.Popen(
             [sys.executable, "-m", "tests.helpers.distributed", str(folder)],
             env={**common, **own},

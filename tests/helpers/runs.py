@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
+
+from tests.helpers import session, warm
 
 ROOT = Path(__file__).parents[2]
 
@@ -52,9 +53,10 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 def start(config: Path, *options: str) -> subprocess.Popen[str]:
     """`rlhpc run config …`, its output piped."""
+    session.need("ranks", "vllm")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
-        [sys.executable, "-m", "rlhpc.cli.main", "run", str(config), *options],
+        [str(warm.python()), "-m", "rlhpc.cli.main", "run", str(config), *options],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

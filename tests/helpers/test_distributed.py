@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.distributed import RankFailed, run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 def sum_of_ranks(offset: int) -> tuple[int, int]:

@@ -1,143 +1,279 @@
-"""Processes that have imported PyTorch and Megatron already, of which ranks are forked: seconds less for each rank.
+"""Processes that have imported what a test's processes need, of which those are forked: seconds less for each.
 
-There are two, with hash seeds of their own: ranks that go through a set in different orders must show. On a machine
-with a GPU ranks start afresh, for CUDA does not survive a fork.
+There are two kinds. The ``light`` one has imported what the launcher needs, without torch; a ``heavy`` one PyTorch,
+Megatron and vLLM, which takes ten seconds of CPU time. Two heavy ones have hash seeds of their own: ranks that iterate
+over a set in different orders must be detected. On a machine with a GPU everything starts afresh, because CUDA does
+not survive a fork, and so it does with ``--fresh-processes``.
+
+Whole runs use the same processes through ``python()``: a stand-in for the interpreter that has `python -m MODULE`
+forked for the modules of _KINDS, and executes the real interpreter for everything else.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import functools
-import json
+import gc
+import importlib
 import os
-import select
+import runpy
+import selectors
+import signal
+import socket
 import subprocess
 import sys
+import tempfile
+import threading
+import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, TextIO
 
 from rlhpc.core import env
+from tests.helpers import session, warm_client
 
-_WARM = 2
-# What the imports look at; the rest of a rank's environment is its own.
-_FIXED = {env.OMP_NUM_THREADS: "1", env.TORCHDYNAMO_DISABLE: "1"}
+ROOT = Path(__file__).parents[2]
+# Which kind of process runs a module. Ranks of several kinds alternate between two processes.
+_KINDS = {
+    "rlhpc.cli.main": ("light",),
+    "submitit.core._submit": ("heavy-0", "heavy-1"),
+    "tests.helpers.distributed": ("heavy-0", "heavy-1"),
+}
+# What the imports read of the environment; the rest is the forked process's own.
+_FIXED = {env.TORCHDYNAMO_DISABLE: "1"}
+_HEAVY = "heavy"
+_MODULES = {
+    "light": ("rlhpc.launch.evaluate", "rlhpc.launch.run", "submitit.core._submit"),
+    _HEAVY: (
+        "rlhpc.trainer.build",
+        "rlhpc.trainer.loop",
+        "rlhpc.trainer.evaluate",
+        "rlhpc.observe.report",
+        "rlhpc.rollout.vllm_cpu",
+        "rlhpc.rollout.vllm_engine",
+        "torch.utils.tensorboard",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.tokenization_utils_tokenizers",
+        "vllm.v1.engine.llm_engine",
+        *(
+            f"vllm.model_executor.models.{name}"
+            for name in ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral", "deepseek_v2")
+        ),
+    ),
+}
+# Ignored by every Python process, so not inherited from the one that asks.
+_PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def usable(environ: Mapping[str, str]) -> bool:
-    """A rank of this environment is like one that starts afresh."""
+    """Whether a rank forked for this environment equals one that starts afresh."""
     same = all(environ.get(name) == value for name, value in _FIXED.items())
-    return same and not Path("/dev/nvidiactl").exists()
+    return same and not session.all_fresh and not Path("/dev/nvidiactl").exists()
 
 
 class Forked:
-    """A rank, with what run_ranks needs of a Popen."""
+    """A forked ``python -m module arguments``, with what run_ranks needs of a Popen."""
 
-    def __init__(self, folder: Path, rank: int, environ: Mapping[str, str]) -> None:
-        self._warm = _warm(rank % _WARM)
+    def __init__(
+        self, module: str, arguments: Sequence[str], number: int, environ: Mapping[str, str], log: int
+    ) -> None:
+        kinds = _KINDS[module]
+        self._connection = socket.socket(socket.AF_UNIX)
+        self._connection.connect(str(_zygote(kinds[number % len(kinds)])))
+        with open(os.devnull) as nothing:
+            warm_client.ask(
+                self._connection,
+                {"module": module, "arguments": list(arguments), "environ": dict(environ), "session": True},
+                {0: nothing.fileno(), 1: log, 2: log},
+            )
         self.returncode: int | None = None
-        self.pid = self._warm.fork(folder, rank, environ)
+        self.pid = warm_client.read_number(self._connection)
 
     def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._warm.ended(0.0).get(self.pid)
-        return self.returncode
+        return self._read(0.0)
 
     def wait(self) -> int:
-        while self.returncode is None:
-            self.returncode = self._warm.ended(1.0).get(self.pid)
+        while self._read(1.0) is None:
+            pass
+        assert self.returncode is not None
         return self.returncode
 
-
-class _Warm:
-    """A process that forks on demand; it ends with ours, when there is nothing more to read."""
-
-    def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.warm"],
-            env={**os.environ, **_FIXED},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            start_new_session=True,
-            cwd=Path(__file__).parents[2],
-        )
-        self._ended: dict[int, int] = {}
-        self._rest = b""
-
-    def fork(self, folder: Path, rank: int, environ: Mapping[str, str]) -> int:
-        call = {"folder": str(folder), "rank": rank, "environ": dict(environ), "cwd": os.getcwd()}
-        self._process.stdin.write(json.dumps(call).encode() + b"\n")
-        self._process.stdin.flush()
-        while True:
-            word, pid, *code = self._line()
-            if word == "started":
-                return int(pid)
-            self._ended[int(pid)] = int(code[0])
-
-    def ended(self, seconds: float) -> dict[int, int]:
-        """Exit codes by process; waits so long for another."""
-        while b"\n" in self._rest or select.select([self._process.stdout], [], [], seconds)[0]:
-            _, pid, code = self._line()
-            self._ended[int(pid)], seconds = int(code), 0.0
-        return self._ended
-
-    def _line(self) -> list[str]:
-        while b"\n" not in self._rest:
-            more = os.read(self._process.stdout.fileno(), 4096)
-            assert more, f"the process that forks ranks ended with {self._process.wait()}"
-            self._rest += more
-        line, self._rest = self._rest.split(b"\n", 1)
-        return line.decode().split()
+    def _read(self, seconds: float) -> int | None:
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                if selector.select(seconds):
+                    self.returncode = warm_client.read_number(self._connection)
+                    self._connection.close()
+        return self.returncode
 
 
 @functools.cache
-def _warm(number: int) -> _Warm:
-    return _Warm()
+def python() -> Path:
+    """An executable that takes the place of ``sys.executable`` for whole runs."""
+    if session.all_fresh or Path("/dev/nvidiactl").exists():
+        return Path(sys.executable)
+    for kind in {kind for kinds in _KINDS.values() for kind in kinds}:
+        _zygote(kind)
+    return _folder() / "python"
 
 
-def _serve() -> None:
-    """Fork a rank for each line read, and say when one has ended. Without threads: a fork takes none along."""
+@functools.cache
+def _folder() -> Path:
+    """With the stand-in for the interpreter, and sockets, whose paths are short: 107 bytes at most."""
+    folder = tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp")
+    atexit.register(folder.cleanup)
+    source = Path(warm_client.__file__).read_text(encoding="utf-8")
+    call = f"main({sys.executable!r}, {folder.name!r}, {_KINDS!r}, {_FIXED!r})"
+    file = Path(folder.name, "python")
+    file.write_text(f"#!{sys.executable} -IS\n{source}\n{call}\n")
+    file.chmod(0o755)
+    return Path(folder.name)
+
+
+@functools.cache
+def _zygote(kind: str) -> Path:
+    """Start one; it ends with this process, whose end of the pipe is then closed. Its socket, ready to connect to."""
+    path = _folder() / kind
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    listener.listen(64)
+    read_end, write_end = os.pipe()
+    os.set_inheritable(write_end, False)
+    environ = {
+        **os.environ,
+        **_FIXED,
+        env.OMP_NUM_THREADS: "1",  # libraries start a thread for each other core when they are imported
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+    }
+    subprocess.Popen(
+        [sys.executable, "-m", "tests.helpers.warm", kind, str(listener.fileno()), str(_folder() / "python")],
+        env=environ,
+        stdin=read_end,
+        pass_fds=[listener.fileno()],
+        start_new_session=True,
+        cwd=ROOT,
+    )
+    os.close(read_end)
+    listener.close()
+    _kept.append(write_end)
+    return path
+
+
+_kept: list[int] = []
+
+
+def _serve(kind: str, listener: socket.socket) -> dict[str, Any] | None:
+    """Fork a child for each request, and report its end. Returns in each child, with what it is to do."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import rlhpc.trainer.build  # noqa: F401
-    buffer, ranks = b"", set()
+        _import(kind)
+    threads = [Path(task, "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    assert len(threads) == 1, f"threads do not survive a fork: {threads}, {threading.enumerate()}"
+    children: dict[int, socket.socket] = {}
     while True:
-        readable, _, _ = select.select([0], [], [], 0.02 if ranks else None)
-        if readable:
-            more = os.read(0, 1 << 16)
-            if not more:
-                os._exit(0)
-            *lines, buffer = (buffer + more).split(b"\n")
-            for line in lines:
-                pid = os.fork()
-                if pid == 0:
-                    _become_rank(json.loads(line))
-                ranks.add(pid)
-                _say("started", pid)
-        for pid in list(ranks):
-            done, status = os.waitpid(pid, os.WNOHANG)
-            if done:
-                ranks.remove(pid)
-                _say("ended", pid, os.waitstatus_to_exitcode(status))
+        readable = _wait([0, listener.fileno(), *(c.fileno() for c in children.values())], 0.02 if children else None)
+        if 0 in readable:
+            os._exit(0)
+        if listener.fileno() in readable:
+            connection, _ = listener.accept()
+            request, descriptors = warm_client.receive(connection)
+            pid = os.fork()
+            if pid == 0:
+                listener.close()
+                connection.close()
+                for other in children.values():
+                    other.close()
+                _become(request, descriptors)
+                return request
+            for descriptor in descriptors.values():
+                os.close(descriptor)
+            warm_client.write_number(connection, pid)
+            children[pid] = connection
+        _report(children, readable)
 
 
-def _say(*words: object) -> None:
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+def _wait(descriptors: list[int], seconds: float | None) -> set[int]:
+    with selectors.DefaultSelector() as selector:
+        for descriptor in descriptors:
+            selector.register(descriptor, selectors.EVENT_READ)
+        return {key.fd for key, _ in selector.select(seconds)}
 
 
-def _become_rank(call: dict) -> None:
-    from tests.helpers.distributed import run_child
+def _report(children: dict[int, socket.socket], readable: set[int]) -> None:
+    """Of children that ended, their exit codes. A child whose client is gone is killed, as the client was."""
+    for pid, connection in list(children.items()):
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if not done and connection.fileno() in readable:
+            os.kill(pid, signal.SIGKILL)
+            done, status = os.waitpid(pid, 0)
+        if done:
+            del children[pid]
+            with contextlib.suppress(OSError):
+                warm_client.write_number(connection, os.waitstatus_to_exitcode(status))
+            connection.close()
 
-    folder = Path(call["folder"])
-    os.setsid()
-    log = os.open(folder / f"{call['rank']}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for number, source in enumerate((nothing, log, log)):
-        os.dup2(source, number)
+
+def _import(kind: str) -> None:
+    names = _MODULES["light"] + (_MODULES[_HEAVY] if kind.startswith(_HEAVY) else ())
+    for name in names:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a forked process need not go through all of this when it collects its own garbage
+
+
+def _become(request: dict[str, Any], descriptors: dict[int, int]) -> None:
+    """Take on what a process gets from the one that starts it."""
+    if request.get("session"):
+        os.setsid()
+    _take_descriptors(descriptors)
     os.environ.clear()
-    os.environ.update(call["environ"])
-    os.chdir(call["cwd"])
-    run_child(folder)
+    os.environ.update(request["environ"])
+    os.chdir(request["cwd"])
+    os.umask(request["umask"])
+    time.tzset()
+    tempfile.tempdir = None  # of the environment that was
+    for signum in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP} - _PYTHON_IGNORES:
+        ignored = request["ignored"] >> (signum - 1) & 1
+        signal.signal(signum, signal.SIG_IGN if ignored else signal.SIG_DFL)
+        if signum == signal.SIGINT and not ignored:
+            signal.signal(signum, signal.default_int_handler)
+
+
+def _take_descriptors(descriptors: dict[int, int]) -> None:
+    """Put them at their numbers: first out of the way, for one's number may be another's place."""
+    first_free = 1 + max([*descriptors, *descriptors.values()])
+    aside = {}
+    for number, descriptor in descriptors.items():
+        aside[number] = os.dup2(descriptor, first_free + number, inheritable=False)
+        os.close(descriptor)
+    os.closerange(3, first_free)
+    for number, descriptor in aside.items():
+        os.dup2(descriptor, number, inheritable=True)
+        os.close(descriptor)
+    sys.stdin = _text(0, "r", "strict")
+    sys.stdout, sys.stderr = _text(1, "w", "strict"), _text(2, "w", "backslashreplace")
+
+
+def _text(descriptor: int, mode: str, errors: str) -> TextIO:
+    return open(descriptor, mode, buffering=1, encoding="utf-8", errors=errors, closefd=False)
+
+
+def _run(request: dict[str, Any], python: str) -> None:
+    """``python -m module arguments``."""
+    sys.executable = python
+    if "torch" in sys.modules:  # which read it when it was imported
+        sys.modules["torch"].set_num_threads(int(request["environ"].get(env.OMP_NUM_THREADS, os.cpu_count())))
+    sys.argv = [request["module"], *request["arguments"]]
+    path = request["environ"].get("PYTHONPATH", "").split(os.pathsep)
+    own = [entry for entry in sys.path if "site-packages" in entry or "lib/python" in entry or entry.endswith(".zip")]
+    sys.path[:] = [os.getcwd(), *filter(None, path), *own]
+    runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    _serve()
+    given = _serve(sys.argv[1], socket.socket(fileno=int(sys.argv[2])))
+    assert given is not None
+    _run(given, sys.argv[3])

@@ -219,7 +219,7 @@ def wait_for_hang(watch: HangWatch) -> Hang:
 DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group"
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("scenario", "rank", "message"),
     [
@@ -253,7 +253,7 @@ def test_the_culprit_is_named(ranks, scenario, rank, message, tmp_path):
         assert "hread 0x" in hang.report or scenario == "ending"
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_ranks_that_wait_for_a_slow_peer_have_not_hung(ranks, tmp_path):
     watch = ranks("healthy")
     began = time.monotonic()

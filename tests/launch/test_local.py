@@ -22,7 +22,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.local import run_local
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 PROGRAMS = "tests.launch.programs"
 

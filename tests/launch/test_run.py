@@ -10,7 +10,7 @@ from rlhpc.config.load import load_config
 from rlhpc.launch.run import run_here
 from tests.helpers.plain_model import write_inputs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 PROGRAMS = "tests.launch.programs"
 
 

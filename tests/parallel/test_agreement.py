@@ -23,7 +23,7 @@ def test_many_ranks_are_counted() -> None:
     assert disagreement(everyone) == "rank 8 on b, 9 on b, 10 on b, 11 on b and 2 more has x 2, the others have 1"
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_ranks_that_read_different_configs_all_stop(tmp_path: Path) -> None:
     for name, text in (("same", "a"), ("other", "b")):
         (tmp_path / name).write_text(text)

@@ -12,7 +12,7 @@ from torch.overrides import _get_current_function_mode_stack
 from rlhpc.parallel.compat import _stand_ins, hold_what_is_sent, megatron_device
 from tests.helpers.distributed import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 def _fail_within(before: list[Any]) -> None:

@@ -197,7 +197,7 @@ def meet() -> dict:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_ranks_and_megatrons_groups_meet_in_it(server):
     settings = {env.RLHPC_STORE: f"127.0.0.1:{server.port}", env.RLHPC_STORE_SECRET: server.secret.hex()}
     found = run_ranks(meet, 4, join=False, environ=settings)
@@ -206,7 +206,7 @@ def test_ranks_and_megatrons_groups_meet_in_it(server):
     assert [rank["data_parallel"] for rank in found] == [0b101, 0b1010, 0b101, 0b1010]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_a_rank_with_another_secret_is_told_so(server):
     settings = {env.RLHPC_STORE: f"127.0.0.1:{server.port}", env.RLHPC_STORE_SECRET: "00" * 32}
     with pytest.raises(RankFailed, match="it refuses our secret"):

@@ -9,7 +9,7 @@ from rlhpc.plan.flops import forward_flops, training_flops
 from tests.helpers.tiny_models import make_model
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "dsv3"])
 def test_products_equal_what_torch_counts(tmp_path, kind: str) -> None:
     """Eager attention computes the whole square; experts are counted by their tokens."""

@@ -14,7 +14,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.state_memory import StateCase
 from tests.helpers.tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 STATES = [
     StateCase("qwen2_tied", (("pp", 2),), host_fraction=0.4, bucket=20000),

@@ -71,7 +71,7 @@ def test_best_layouts_suit_and_are_as_fast_as_foretold(one_node: Found, tmp_path
         assert memory.peak == best.memory.peak <= 0.95 * GPUS["h100"].memory_bytes
 
 
-@pytest.mark.slow
+@pytest.mark.heavy
 def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
     config, shape = loaded(MIXED)
     found = found_for(config, shape, "h20")

@@ -46,7 +46,7 @@ def test_which_ranks_share() -> None:
     assert sorted(EACH_RANK.part_of(layout, rank) for rank in range(8)) == list(range(8))
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 def test_real_ranks_get_back_what_was_shared_out() -> None:
     """And what one rank has for all takes its own room, not as much for each rank."""
     for rank, (back, told, gathered, room, given) in enumerate(run_ranks(_share_and_gather, 4)):

@@ -24,7 +24,7 @@ from rlhpc.reshard.verify import differing
 from tests.helpers.blocks import Parameters, shape_of_kind
 from tests.helpers.distributed import run_ranks
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 CPU = torch.device("cpu")
 BUCKET = 1 << 16

@@ -13,7 +13,7 @@ from tests.helpers.equality import Case
 from tests.helpers.pushes import FAMILIES, Pair
 from tests.rollout.engines import cpu_only
 
-pytestmark = [pytest.mark.slow, cpu_only]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
 
 # A few of what `python -m tests.helpers.pushes` tries: every family in twelve pairs and more. Engines of four are slow
 # on two cores: their ranks wait for each other without letting go of one.

@@ -137,7 +137,7 @@ HARMFUL = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_harmful_programs_are_worth_nothing_and_scoring_goes_on():
     good = "a, b = map(int, input().split())\nprint(a + b)"
     texts = [block(program) for program in (*HARMFUL.values(), good)]

@@ -116,7 +116,7 @@ MIXED = ["ab", "raise", "abc", "hang", "leave", "abcd", "nan", "crash", "killed"
 COUNTS = {"raised": 1, "result": 1, "timeout": 1, "died": 4}
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_failures_may_count_as_zero_and_others_are_not_touched(make, caplog):
     judge = make(function=f"{HERE}:does", on_failure="zero", time_limit_seconds=LIMIT)
     with caplog.at_level(logging.WARNING):
@@ -144,7 +144,7 @@ def test_failures_may_leave_the_response_out(make):
     assert verdicts[1] == Verdict(3.0, {"a": 2.0, "b": 1.0, "b/most": 20.0})
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_a_failure_ends_the_run_unless_told_otherwise(make):
     judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
     for text, (_, what) in FAILURES.items():
@@ -156,7 +156,7 @@ def test_a_failure_ends_the_run_unless_told_otherwise(make):
     assert "response '" + "y" * 80 + "';" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
     """It says so each second, and no longer than the reward may take."""
     times: list[float] = []
@@ -170,7 +170,7 @@ def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
     assert max(times) - began < 1.9 * LIMIT
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
     file = tmp_path / "processes"
     judge = make(function=f"{HERE}:hangs_with_child", on_failure="drop", time_limit_seconds=LIMIT)
@@ -241,7 +241,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
     until(lambda: not runs(worker.pid))
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_the_time_that_a_job_is_suspended_does_not_count(tmp_path):
     process, worker = meeting(tmp_path, 3)
     for each in (process, worker):
@@ -269,7 +269,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_a_start_that_is_lost_late_in_a_run_is_made_again(make, tmp_path, monkeypatch):
     """As where memory is short for a moment: that the functions can be imported is known by then."""
     (tmp_path / "flaky.py").write_text(_FLAKY)

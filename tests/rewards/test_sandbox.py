@@ -204,7 +204,7 @@ def test_ten_gigabytes_are_not_had(sandbox):
     assert "MemoryError" in ended.errors
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_loops_and_sleeps_end_in_time(brief):
     for program, codes in (("while True: pass", (-9, None)), ("import time\ntime.sleep(1000)", (None,))):
         ended = brief.run(program)
@@ -213,7 +213,7 @@ def test_loops_and_sleeps_end_in_time(brief):
     assert brief.run("import time\ntime.sleep(1000)", within=0.5).seconds < 2.5
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_a_fork_bomb_is_small_and_leaves_nothing(brief):
     bomb = "import os\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        pass"
     process = psutil.Popen([sys.executable, "-c", _RUN, "1", bomb], cwd=ROOT, stdout=subprocess.PIPE, text=True)

@@ -21,7 +21,7 @@ from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 from tests.rollout.engines import FAMILIES, PROMPTS, VOCAB, Result
 
-pytestmark = [pytest.mark.slow, engines.cpu_only]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 
 @functools.lru_cache(maxsize=2)

@@ -17,7 +17,12 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import PROMPTS, Result
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, engines.cpu_only]  # always: tests/rollout/test_routes.py
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.vllm,
+    pytest.mark.long,
+    engines.cpu_only,
+]  # always: tests/rollout/test_routes.py
 
 
 def sample(path: Path, tp: int) -> tuple[list[Result], str]:

@@ -13,7 +13,7 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import FAMILIES
 
-pytestmark = [pytest.mark.slow, engines.cpu_only]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 
 def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:

@@ -17,7 +17,7 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.test_generate import reference
 
-pytestmark = [pytest.mark.slow, engines.cpu_only]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 LONG = tuple((11 * i + 5) % 190 + 5 for i in range(300))
 # Common prefixes, found in the cache; responses that grow into one more block of it, and of one token.

@@ -13,7 +13,7 @@ from tests.rollout import engines
 from tests.rollout.engines import PROMPTS
 from tests.rollout.test_generate import log_probs_of
 
-pytestmark = [pytest.mark.slow, engines.cpu_only]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 CACHE_BYTES = 320 << 20
 

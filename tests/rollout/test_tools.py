@@ -159,7 +159,7 @@ def test_an_answer_is_text_that_has_tokens(tokenizer: Tokenizer):
     assert tokenizer.tool_turn([told.text])
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
     def answer(*turns: str) -> list[str]:
         for key, turn in enumerate(turns):
@@ -182,7 +182,7 @@ def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
     tools.take_counts()
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch):
     """By the words, which the small vocabulary does not have."""
     said: dict[str, str] = {}
@@ -215,7 +215,7 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
     assert ask(call("wait", seconds=0.0)) == ['{"waited": 0.0}']
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_the_last_turn_s_calls_are_not_run(tools: ToolUse, tokenizer: Tokenizer):
     turn, told = encode(tokenizer, CALLS[0]), tokenizer.tool_turn(["420"])
     third = task(turn, after=task(turn, after=task(turn), told=told), told=told)
@@ -255,7 +255,7 @@ class Talk:
         return [self.texts[answers[group][0]] for group, _ in asked]
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """One process for all; it is lost with a call that hangs, and other conversations go on where they were."""
     file, module = tmp_path / "log", "tests.rollout.tool_functions:Counter"
@@ -291,7 +291,7 @@ def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
     assert sorted(lines) == ["closed at 21", "closed at 22", "closed at 3", *["made"] * 5]
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_a_tool_with_state_stays_in_its_process(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """Conversations on two processes: each object is made once, and closed with all that it was asked."""
     file, module = tmp_path / "log", "tests.rollout.tool_functions:Counter"

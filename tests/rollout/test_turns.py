@@ -25,7 +25,7 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.tool_task import ASSISTANT, CONTEXT, TOOL, make_task, tool_sections
 
-pytestmark = [pytest.mark.slow, engines.cpu_only]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 LENGTH = 100
 COUNT = 32

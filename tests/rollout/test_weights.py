@@ -41,7 +41,8 @@ def real_parameters(models: Path, tp: int) -> list[dict[str, dict[str, tuple[int
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.long), 2, pytest.param(4, marks=pytest.mark.long)])
 def test_parameters_are_those_of_the_plan(models, tp):
@@ -61,7 +62,8 @@ def build_another(path: Path) -> str:
     return ""
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 def test_an_engine_of_another_layout_is_refused(models):
     import vllm
@@ -73,7 +75,8 @@ def test_an_engine_of_another_layout_is_refused(models):
     assert message.endswith("install vLLM 0.25 or 0.32, which are tested")
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 def test_parameters_of_other_names_are_refused(models):
     pytest.importorskip("vllm")
     shape, layout = read_model(models / "qwen2_tied" / "a"), EngineLayout(2)
@@ -109,7 +112,8 @@ def by_experts(models: Path, tp: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_whole_experts_on_each_rank(models, tp):
@@ -149,7 +153,8 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 def test_weights_are_not_written_beneath_requests(models):
     (found,) = run_ranks(write_beneath_requests, 1, models / "qwen2" / "a", models / "qwen2" / "b")
@@ -200,7 +205,8 @@ def weighed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run_ranks(weigh, 1, path)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 def test_sleep_gives_the_weights_memory_back(weighed):
     weights = weighed["weights"]
@@ -210,7 +216,8 @@ def test_sleep_gives_the_weights_memory_back(weighed):
     assert weighed["asleep again"] - weighed["asleep"] < 0.1 * weights
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 def test_packing_takes_the_memory_of_one_layer_more(weighed):
     largest = 4 * BIG["vocab_size"] * BIG["hidden_size"]
@@ -219,7 +226,8 @@ def test_packing_takes_the_memory_of_one_layer_more(weighed):
     assert weighed["highest"] - weighed["open"] < 1.5 * largest
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 def test_a_shared_parameter_is_there_once(weighed):
     assert weighed["same"]
@@ -277,7 +285,8 @@ def shared(models: Path) -> dict[str, dict[str, Any]]:
     return run_ranks(share_families, 1, models)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 @pytest.mark.parametrize("family", SHARING)
 def test_shared_parameters_are_the_trainer_s(shared, family):
@@ -288,7 +297,8 @@ def test_shared_parameters_are_the_trainer_s(shared, family):
     assert found["second"]
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 @engines.cpu_only
 @pytest.mark.parametrize("family", SHARING)
 def test_what_is_packed_is_not_shared(shared, family):

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.helpers import session
 from tests.slurm import accounting
 from tests.slurm.machines import Machine, NodeProcess, cable, ip, make_bridge, port_of
 from tests.slurm.scontrol import FINISHED, parse_job, wait
@@ -37,6 +38,7 @@ class Cluster:
     @classmethod
     def up(cls, settings: Settings | None = None, folder: Path | None = None, keep: bool = False) -> Cluster:
         """Bring a cluster up, in a new folder if none is given; return when all nodes are idle."""
+        session.need("slurm")
         folder = folder or Path(tempfile.mkdtemp(prefix="slurm-", dir="/tmp"))
         cluster = cls(folder, settings or Settings())
         try:

@@ -16,7 +16,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 STAY = "srun sleep 300"
 
 

@@ -12,7 +12,7 @@ from tests.slurm.chaos import config, difference, submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(1200)]
 
 SHORT = {"rollout__tp": 2, "sft__steps": 2, "train__steps": 2, "checkpoint__every": 2, "validation__every": 2}
 

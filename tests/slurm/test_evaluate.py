@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import runs
 
-pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
 
 
 def test_an_evaluation_as_a_job_finds_what_one_here_finds(front):

@@ -11,7 +11,7 @@ import pytest
 
 from tests.slurm.cluster import Cluster
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 ROOT = Path(__file__).parents[2]
 
 

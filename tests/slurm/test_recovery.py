@@ -16,7 +16,7 @@ from tests.helpers.runs import ROOT, write_config
 from tests.slurm.cluster import Cluster
 from tests.slurm.scontrol import wait
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 
 
 def submit(

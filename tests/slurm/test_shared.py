@@ -20,7 +20,7 @@ from tests.slurm.sbatch_user import CPUS, ROOT, SbatchUser
 from tests.slurm.scontrol import wait
 from tests.slurm.settings import USERS, Settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 NODE = "node1"
 MEET = "--entry=tests.slurm.ranks:meet"
 

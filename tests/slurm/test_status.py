@@ -16,7 +16,7 @@ from tests.slurm.possible import why_no_accounting
 from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 
 
 def state_of(front: Front, run: str) -> str:

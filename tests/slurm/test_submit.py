@@ -16,7 +16,7 @@ from tests.helpers.plain_model import write_inputs
 from tests.slurm.front import ROOT
 from tests.slurm.scontrol import wait
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 
 
 # ---- a job goes in

@@ -15,7 +15,7 @@ from tests.slurm.front import ROOT, Front
 from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from tests.slurm.sbatch_user import CPUS, ROOT, SbatchUser
 from tests.slurm.scontrol import wait
 from tests.slurm.settings import Settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.slurm
 NOTE = "--entry=tests.slurm.ranks:note"
 
 

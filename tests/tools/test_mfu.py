@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 
 def test_a_small_model_is_measured() -> None:

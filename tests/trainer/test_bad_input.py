@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.runs import records, run, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 
 def raises_on_zero(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 
 from rlhpc.data import arithmetic
 from rlhpc.observe.evaluation import majority, pass_at
+from tests.helpers import warm
 from tests.helpers.runs import ROOT, records, run, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 SAMPLES, PROMPTS = 4, 8
 
 
@@ -67,7 +67,7 @@ def save_classifier(model: Path, folder: Path) -> None:
 
 def evaluate(config: Path, *options: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-m", "rlhpc.cli.main", "eval", str(config), *options],
+        [str(warm.python()), "-m", "rlhpc.cli.main", "eval", str(config), *options],
         cwd=config.parent,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

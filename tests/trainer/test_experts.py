@@ -14,7 +14,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # the sizes that vLLM's CPU build knows
 # name: (kind, axes of the training side, rollout tp, further keys). Without replay the second parts from its engine.

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.runs import records, run, write_config
 from tests.trainer.test_layouts import LAYOUTS
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 
 def _first_step(folder: Path, ranks: int, axes: dict[str, int], rollout_tp: int) -> dict[str, Any]:

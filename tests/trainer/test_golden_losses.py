@@ -10,7 +10,8 @@ from tests.helpers.golden import check_numbers
 from tests.helpers.runs import records, run, write_config
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 def test_supervised_losses(tmp_path: Path, accept_golden: bool) -> None:
     config = write_config(tmp_path, train__steps=0, sft__steps=8, data__validation=[], sft__optimizer__warmup_steps=4)
     code, output = run(config)

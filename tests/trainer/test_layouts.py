@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.runs import records, run, write_config
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, pytest.mark.long]
 
 # name: (ranks, axes of the training side, rollout tp)
 LAYOUTS: dict[str, tuple[int, dict[str, int], int]] = {

@@ -17,7 +17,7 @@ from rlhpc.data.groups import Group, training_samples
 from tests.data.test_groups import make_group
 from tests.helpers.runs import records, run, write_config
 
-pytestmark = pytest.mark.slow  # the trainer's modules take seconds to be imported
+pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be imported
 
 
 def chosen_of(

@@ -11,7 +11,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import write_config
 from tests.helpers.tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 OFFLOAD = {"parameters": True, "gradients": True, "optimizer": True}
 

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers.runs import finish, records, run, start, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 
 def test_a_rank_that_dies_in_a_push_ends_the_run_with_its_name(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.helpers.runs import finish, records, run, start, write_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 # Kill when this many records are there: at the change of phases, and in RL (with moments, reference and several
 # minibatches).

@@ -15,7 +15,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import make_config, make_run, make_samples
 from tests.rollout.tool_task import make_tokenizer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 # A reward model's own words: other numbers, other marks of turns, and padding after the last one.
 PADDING, STOP = "<|pad|>", "=+="

@@ -16,7 +16,7 @@ from tests.data.test_groups import make_group, make_sample
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 LAYERS, TOP_K, COUNT = 4, 2, 12
 

@@ -95,7 +95,8 @@ def test_a_shortage_may_end_the_run():
         check_shortage(DynamicSamplingSection(shortage="fail"), short, 8)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     config = write_config(
@@ -152,7 +153,8 @@ def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
+@pytest.mark.vllm
 def test_a_step_without_anything_to_learn_counts(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,

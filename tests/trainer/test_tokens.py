@@ -16,7 +16,7 @@ from rlhpc.api import RunState, Sample, TokenStats, TrainStats
 from rlhpc.config.schema import RunConfig
 from rlhpc.plan.packing import PackPlan, pack
 
-pytestmark = pytest.mark.slow  # the trainer's modules take seconds to be imported
+pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be imported
 
 
 def make_sample(group: int, prompt: int, reward: float, chosen: list[bool] | None, response: int) -> Sample:

@@ -13,7 +13,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import make_config, make_run, make_samples
 from tests.helpers.tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 STEPS = 3
 PPO: dict[str, Any] = {

@@ -1,0 +1,1 @@
+"""Which tests run when: tiers and their budgets, the table of durations, slices for CI, and what a change can reach."""

@@ -1,0 +1,160 @@
+"""Which files a change can reach, by the imports, the module names and the file names in the sources.
+
+Nothing is executed. An edge is an import anywhere in a file, or a string that names a module of the repository
+(entry points such as ``rlhpc.trainer.main:run_rank``) or a file or folder of it (``configs``, ``demo.yaml``).
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+_TOPS = ("rlhpc", "tests", "tools", "bench")
+_MODULE = re.compile(rf"\b(?:{'|'.join(_TOPS)})(?:\.\w+)+")
+# A change of these can reach every test.
+_EVERYTHING = ("pyproject.toml", "requirements/", "tests/conftest.py", "tests/tiers/")
+# Imports ahead of need: what a test needs of it, the test or what it calls imports itself.
+_PRELOADS = "tests/helpers/warm.py"
+_TEXTS = (".yaml", ".yml", ".md", ".sbatch", ".jsonl")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """``uses``: the files that a file imports or names, by path relative to the root."""
+
+    uses: Mapping[str, frozenset[str]]
+
+    def reached_by(self, changed: Iterable[str]) -> dict[str, int]:
+        """Every file that a change of ``changed`` can reach, with the least number of edges between."""
+        users: dict[str, list[str]] = {}
+        for file, used in self.uses.items():
+            for other in used:
+                users.setdefault(other, []).append(file)
+        distance = dict.fromkeys(changed, 0)
+        if any(file.startswith(_EVERYTHING) for file in distance):
+            distance |= {file: 1 for file in self.uses if file not in distance}
+        queue = deque(distance)
+        while queue:
+            file = queue.popleft()
+            for user in users.get(file, ()):
+                if user not in distance:
+                    distance[user] = distance[file] + 1
+                    queue.append(user)
+        return distance
+
+    def tests_reached_by(self, changed: Iterable[str]) -> list[str]:
+        """Test files that the change can reach, the nearest first."""
+        found = {file: far for file, far in self.reached_by(changed).items() if is_test_file(file)}
+        return sorted(found, key=lambda file: (found[file], file))
+
+
+def is_test_file(path: str) -> bool:
+    """Whether pytest collects tests from it."""
+    return path.startswith("tests/") and Path(path).name.startswith("test_") and path.endswith(".py")
+
+
+def tracked_files(root: Path = ROOT) -> list[str]:
+    """Files that git tracks, or would if it were asked: without those it ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [file for file in listed if (root / file).is_file()]
+
+
+def changed_files(base: str, root: Path = ROOT) -> list[str]:
+    """Files that differ from the commit from which this one and ``base`` come, and those that are not committed."""
+    ancestor = subprocess.run(
+        ["git", "merge-base", base, "HEAD"], cwd=root, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    commands = (["git", "diff", "--name-only", ancestor], ["git", "ls-files", "--others", "--exclude-standard"])
+    found: set[str] = set()
+    for command in commands:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+        found.update(done.stdout.splitlines())
+    return sorted(found)
+
+
+def read_graph(root: Path = ROOT) -> Graph:
+    """The graph of the repository as it is in the working tree."""
+    files = tracked_files(root)
+    modules = {_module_of(file): file for file in files if file.endswith(".py") and file.startswith(_TOPS)}
+    named = _by_name(file for file in files if not file.endswith(".py"))
+    uses = {}
+    for module, file in modules.items():
+        tree = ast.parse((root / file).read_text(encoding="utf-8"))
+        found = set(_imported(tree, modules)) | set(_mentioned(tree, modules, named))
+        found |= set(_packages(module, modules)) | set(_conftests(file, files))
+        uses[file] = frozenset(found - {file}) if file != _PRELOADS else frozenset()
+    for file in files:
+        if file.endswith(_TEXTS):  # a configuration or a page that names a reward function, for instance
+            text = (root / file).read_text(encoding="utf-8")
+            uses[file] = frozenset(used for match in _MODULE.finditer(text) for used in _resolve(match[0], modules))
+    return Graph(uses)
+
+
+def _module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _packages(module: str, modules: Mapping[str, str]) -> Iterator[str]:
+    """The ``__init__`` files that are executed before the module."""
+    parts = module.split(".")
+    for count in range(1, len(parts)):
+        if (package := modules.get(".".join(parts[:count]))) is not None:
+            yield package
+
+
+def _resolve(name: str, modules: Mapping[str, str]) -> Iterator[str]:
+    """The file of the longest part of a dotted name that is a module, and those of its packages."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        module = ".".join(parts[:count])
+        if module in modules:
+            yield modules[module]
+            yield from _packages(module, modules)
+            return
+
+
+def _imported(tree: ast.AST, modules: Mapping[str, str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _resolve(alias.name, modules)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                yield from _resolve(f"{node.module}.{alias.name}", modules)
+
+
+def _mentioned(tree: ast.AST, modules: Mapping[str, str], named: Mapping[str, list[str]]) -> Iterator[str]:
+    """Modules and files that a string names; docstrings name them for the reader only."""
+    documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or id(node) in documentation:
+            continue
+        for match in _MODULE.finditer(node.value):
+            yield from _resolve(match[0], modules)
+        for part in re.split(r"[/\s:]", node.value) if len(node.value) < 1000 else ():
+            yield from named.get(part, ())
+
+
+def _by_name(files: Iterable[str]) -> dict[str, list[str]]:
+    """Files by their own name and by the names of their folders."""
+    found: dict[str, list[str]] = {}
+    for file in files:
+        for part in {*Path(file).parts} - {*_TOPS, "docs"} if "/" in file else {file}:
+            found.setdefault(part, []).append(file)
+    return found
+
+
+def _conftests(file: str, files: Iterable[str]) -> Iterator[str]:
+    """The conftest files that pytest loads for a test file."""
+    if is_test_file(file):
+        for folder in Path(file).parents:
+            conftest = (folder / "conftest.py").as_posix()
+            if conftest in files:
+                yield conftest

@@ -1,0 +1,123 @@
+"""What a run of the tests does beside the tests: tiers by marker, slices, an end by the clock, durations, budgets."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import session
+from tests.tiers.durations import TABLE, Row, machine_factor, outgrown, read_table, slices
+
+RESOURCES = {
+    "heavy": "takes seconds of CPU time in pytest's own process",
+    "workers": "starts worker processes: of rewards, of a sandbox, of a conversion",
+    "ranks": "starts processes of ranks",
+    "vllm": "starts a vLLM engine",
+    "slurm": "needs a real Slurm on this machine",
+    "gpu": "needs a GPU",
+}
+_LONG = "further layouts and repetitions of what `make test` proves once; in `make test-all` and in slices of CI"
+_LEFT = "not started: the time for it was over"
+_LEAST_ROWS = 20  # of a run whose budget is checked: fewer say nothing about the machine's speed
+
+
+def add_options(parser: pytest.Parser) -> None:
+    group = parser.getgroup("tiers")
+    group.addoption("--write-durations", metavar="FILE", help="write what each test took, for tests.tiers.durations")
+    group.addoption("--slice", metavar="I/N", help="run slice I (from 1) of N parts of equal duration")
+    group.addoption("--start-until", type=float, metavar="TIME", help="start no test after this time (since 1970)")
+
+
+def tier_of(item: pytest.Item) -> str:
+    """``long``, ``check`` (needs none of the resources) or ``test``."""
+    marks = {mark.name for mark in item.iter_markers()}
+    if "long" in marks:
+        return "long"
+    return "test" if marks & RESOURCES.keys() else "check"
+
+
+def function_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
+
+
+class Tiers:
+    """Registered for every run of the tests."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._collected: set[tuple[str, str]] = set()
+        self._tiers: dict[str, str] = {}
+        self._seconds: dict[tuple[str, str], float] = defaultdict(float)
+        self._cases: dict[tuple[str, str], set[str]] = defaultdict(set)
+        self._outgrown: list[str] = []
+        self._left: list[str] = []
+        for name, meaning in {**RESOURCES, "long": _LONG}.items():
+            config.addinivalue_line("markers", f"{name}: {meaning}")
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Before ``-m`` selects: remember what there is, and leave to the slice what is its own."""
+        self._tiers = {item.nodeid: tier_of(item) for item in items}
+        self._collected = {(self._tiers[item.nodeid], function_of(item)) for item in items}
+        chosen = config.getoption("--slice")
+        if chosen is None:
+            return
+        part, count = (int(number) for number in chosen.split("/"))
+        rows = [row for row in read_table() if row.tier == "long"]
+        known = {row.function for row in rows}
+        wanted = slices(rows, count)[part - 1]
+        keep = [item for item in items if function_of(item) in wanted or (function_of(item) not in known and part == 1)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in keep])
+        items[:] = keep
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        session.markers = {mark.name for mark in item.iter_markers()}
+        try:
+            return (yield)
+        finally:
+            session.markers = None
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        until = self._config.getoption("--start-until")
+        if until is not None and time.time() > until:
+            self._left.append(item.nodeid)
+            pytest.skip(_LEFT)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.skipped:
+            return
+        key = (self._tiers.get(report.nodeid, "check"), report.nodeid.partition("[")[0])
+        self._seconds[key] += report.duration
+        self._cases[key].add(report.nodeid)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        rows = [Row(*key, len(self._cases[key]), round(seconds, 3)) for key, seconds in self._seconds.items()]
+        file = self._config.getoption("--write-durations")
+        if file:
+            Path(file).parent.mkdir(parents=True, exist_ok=True)
+            told = {
+                "rows": [[r.tier, r.function, r.cases, r.seconds] for r in rows],
+                "collected": sorted(self._collected),
+            }
+            Path(file).write_text(json.dumps(told), encoding="utf-8")
+        if len(rows) >= _LEAST_ROWS and TABLE.exists():
+            self._outgrown = outgrown(rows, machine_factor(read_table(), rows))
+            if self._outgrown and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._outgrown:
+            terminalreporter.write_sep("!", "TESTS THAT OUTGREW THEIR BUDGET", red=True, bold=True)
+            for line in self._outgrown:
+                terminalreporter.write_line(line)
+        if self._left:
+            terminalreporter.write_sep("-", f"{len(self._left)} tests were not started for want of time")
+            for name in self._left:
+                terminalreporter.write_line(name)
