@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
+
+from rlhpc.core.errors import UserError
 
 
 class Superseded(RuntimeError):
@@ -152,6 +155,19 @@ class RunFolder:
         self.path.chmod(0o700)
         for part in (self.attempts, self.checkpoints):
             part.mkdir(exist_ok=True)
+
+    def check_own(self) -> None:
+        """Refuse a folder with files that a run would write over, though no run made them: the configuration that it is
+        started with, for one. Raises UserError."""
+        if self.attempts.is_dir() or self.checkpoints.is_dir():
+            return
+        for file in (self.config, self.metrics, self.samples, self.evaluation, self.report_text):
+            if os.path.lexists(file):
+                raise UserError(
+                    f"{str(file)!r} was not written by a run, which would overwrite it",
+                    where="run_dir",
+                    remedy="choose another folder with --run-dir, or move the file away",
+                )
 
     def holds_run(self) -> bool:
         """A run has left steps or a checkpoint here."""

@@ -88,6 +88,7 @@ def check_folder(folder: RunFolder, resume: bool) -> None:
             where="run_dir",
             remedy="continue it with --resume, or choose another folder with --run-dir",
         )
+    folder.check_own()
     if resume and not folder.config.is_file():
         raise UserError(f"{str(folder.path)!r} holds no run", where="run_dir", remedy="start it without --resume")
 

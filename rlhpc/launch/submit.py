@@ -127,6 +127,7 @@ def check_free(folder: RunFolder, again: bool) -> None:
             where="run_dir",
             remedy=f"continue it with `rlhpc resume {folder.path}`, or choose another folder with --run-dir",
         )
+    folder.check_own()
 
 
 def wait_for_reason(ids: Sequence[str]) -> dict[str, JobStatus]:

@@ -7,6 +7,8 @@ from contextlib import suppress
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.overlap import contains
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.critic import WITH_CRITIC, check_critic
 from rlhpc.plan.data import check_data
@@ -30,6 +32,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
     """
     check_node_range(config)
+    check_own_checkpoints(config)
     shape = read_model(config.model.path, config.model.family) if config.model.path.exists() else None
     check_nodes(config, config.slurm.least_nodes, shape)
     layout = check_nodes(config, config.slurm.most_nodes, shape)
@@ -71,6 +74,27 @@ def check_node_range(config: RunConfig) -> None:
     """The least number of nodes is not above the most."""
     if config.slurm.least_nodes > config.slurm.most_nodes:
         raise UserError(f"{config.slurm.nodes} is no range", where="slurm.nodes", remedy="write [least, most]")
+
+
+def check_own_checkpoints(config: RunConfig) -> None:
+    """No model is read from the run's own checkpoints, of which the run removes all but the newest."""
+    if config.evaluates_only:
+        return
+    reward = config.reward.model
+    models = {
+        "model.path": config.model.path,
+        "model.weights": config.model.weights,
+        "critic.model": config.critic.model,
+        "reward.model.path": reward.path if reward is not None else None,
+    }
+    checkpoints = RunFolder(config.folder).checkpoints
+    for key, path in models.items():
+        if path is not None and contains(checkpoints, path):
+            raise UserError(
+                f"{str(path)!r} is among this run's checkpoints; only the newest {config.checkpoint.keep} are kept",
+                where=key,
+                remedy="copy it to a folder outside, or give the run another run_dir",
+            )
 
 
 def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:

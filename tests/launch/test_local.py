@@ -21,6 +21,7 @@ from rlhpc.core.exits import StartRecord, read_exits, read_starts
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.local import run_local
+from rlhpc.launch.submit import check_free
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
@@ -136,6 +137,20 @@ def test_a_folder_with_a_run_wants_resume(tmp_path):
 def test_resume_wants_a_run(tmp_path):
     with pytest.raises(UserError, match="holds no run; start it without --resume"):
         launch(tmp_path, "write_environment", 1, resume=True)
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "samples.jsonl", "metrics.json", "report/report.txt"])
+@pytest.mark.parametrize("resume", [False, True], ids=["", "resume"])
+def test_a_file_that_no_run_wrote_is_not_overwritten(tmp_path, name, resume):
+    """The configuration that the run is started with, say, in the folder of --run-dir."""
+    file = tmp_path / "run" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("")
+    with pytest.raises(UserError, match="was not written by a run, which would overwrite it; choose another folder"):
+        launch(tmp_path, "write_environment", 1, resume)
+    with pytest.raises(UserError, match="was not written by a run"):
+        check_free(RunFolder(tmp_path / "run"), resume)
+    assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [file]
 
 
 def test_a_second_launcher_is_kept_out(tmp_path):

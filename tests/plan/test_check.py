@@ -256,3 +256,22 @@ def test_the_summary_names_a_critics_own_layout(inputs):
     keys = ["algorithm.name=ppo", "resources.ranks_per_node=2", "critic.parallel.tp=2"]
     summary = dict(check_config(load_config(inputs / "config.yaml", keys)))
     assert "training tp 1 x dp 2; critic tp 2 x dp 1; rollout" in summary["layout"]
+
+
+@pytest.mark.parametrize(
+    ("key", "more"),
+    [
+        ("model.path", []),
+        ("model.weights", []),
+        ("critic.model", ["algorithm.name=ppo"]),
+        ("reward.model.path", ["reward.function=null"]),
+    ],
+)
+def test_a_model_among_the_run_s_own_checkpoints_is_refused(inputs, key, more):
+    """Through a link: the run would remove it once there are newer checkpoints."""
+    actor = inputs / "run" / "checkpoints" / "step-00000003" / "actor"
+    actor.mkdir(parents=True)
+    (inputs / "link").symlink_to(actor)
+    line = refused(inputs, f"{key}={inputs / 'link'}", *more)
+    assert line.startswith(f"{key}: ")
+    assert "is among this run's checkpoints; only the newest 2 are kept; copy it" in line
