@@ -20,7 +20,8 @@ from typing import Any
 
 from rlhpc.config.load import load_config
 from rlhpc.core.folder import RunFolder
-from rlhpc.observe.metrics import Record, read_records
+from rlhpc.core.records import Record
+from rlhpc.observe.metrics import read_records
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]

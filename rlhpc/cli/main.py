@@ -14,6 +14,7 @@ from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.shown import show, use_escapes
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -64,10 +65,11 @@ for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, c
 
 def main() -> None:
     """Entry point of the ``rlhpc`` command: a user's error is one line and exit code 2."""
+    use_escapes()
     try:
         cli(prog_name="rlhpc")
     except UserError as error:
-        print(f"rlhpc: {error}", file=sys.stderr)
+        show(f"rlhpc: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     except ModuleNotFoundError as error:  # a login node may have what checks, submits and watches, and no more
         if error.name is None or error.name.partition(".")[0] == "rlhpc":

@@ -62,7 +62,7 @@ def _read(file: Path) -> Iterator[Record]:
 
     from rlhpc.core.errors import UserError
 
-    with open(file, encoding="utf-8") as lines:
+    with open(file, encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
             if not line.endswith("\n"):
                 return

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
+from rlhpc.core.shown import show
+
 _EVERY = {True: 0.2, False: 10.0}  # seconds between lines: on a terminal one line is written over
 
 
@@ -32,12 +34,12 @@ class ProgressLine:
     def tell(self, text: str) -> None:
         """A line that stays."""
         self.end()
-        print(text, file=self._out, flush=True)
+        show(text, file=self._out)
 
     def end(self) -> None:
         """Leave the line."""
         if self._open:
-            print(file=self._out, flush=True)
+            show("", file=self._out)
         self._open = False
 
     def summary(self) -> str:
@@ -47,7 +49,7 @@ class ProgressLine:
 
     def _write(self, text: str) -> None:
         if self._terminal:
-            print(f"\r\x1b[K{text}", end="", file=self._out, flush=True)
+            show(f"\r\x1b[K{text}", end="", file=self._out)
             self._open = True
         else:
-            print(text, file=self._out, flush=True)
+            show(text, file=self._out)

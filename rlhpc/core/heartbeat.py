@@ -28,6 +28,7 @@ from typing import Any
 
 from rlhpc.core.collectives import GroupState
 from rlhpc.core.process import ProcessId
+from rlhpc.core.shown import show
 
 DUMP_SIGNAL = signal.SIGURG  # a process that does not expect it, a rank's child perhaps, ignores it; Slurm can send it
 _RECORD_BYTES = 1024
@@ -175,7 +176,7 @@ class Heartbeat:
         try:
             return self._collectives() if self._collectives else []
         except Exception as error:  # a report without them is better than none
-            print(f"rlhpc: the last collectives are not known: {error}", file=sys.stderr, flush=True)
+            show(f"rlhpc: the last collectives are not known: {error}", file=sys.stderr)
             return []
 
     def _write_stacks(self, text: bytes) -> None:

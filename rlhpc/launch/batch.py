@@ -16,6 +16,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.shown import show
 from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.times import time_of
 
@@ -118,7 +119,7 @@ class Deadline:
                 self.end = end
                 self._write()
         except OSError as error:  # a full disk
-            print(f"rlhpc: the job's end cannot be written: {error}", file=sys.stderr, flush=True)
+            show(f"rlhpc: the job's end cannot be written: {error}", file=sys.stderr)
 
     def _keep(self) -> None:
         while True:
@@ -180,5 +181,5 @@ def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0)) -> bool:
             if pause > _LONG_PAUSE and not _AWAY.search(complaint):
                 break  # the controller has answered
         time.sleep(pause)
-    print(f"rlhpc: {' '.join(command)}: {complaint}", file=sys.stderr, flush=True)
+    show(f"rlhpc: {' '.join(command)}: {complaint}", file=sys.stderr)
     return False

@@ -18,6 +18,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import show
 from rlhpc.launch.batch import job_name
 from rlhpc.launch.job import run_job
 from rlhpc.launch.lock import locked
@@ -42,7 +43,7 @@ def prepare_folder(config_file: Path, overrides: Sequence[str]) -> RunFolder:
         return run
     taken = overrides_from_job(config, JobShape.from_environ())
     if taken:
-        print(f"rlhpc: as the job is: {' '.join(taken)}", flush=True)
+        show(f"rlhpc: as the job is: {' '.join(taken)}")
     config = absolute_paths(load_config(config_file, [*overrides, *taken]))
     check_folder_name(run.path)
     resume = config_file.absolute() == run.config
@@ -95,7 +96,7 @@ def main() -> None:
             raise UserError("this is no Slurm job", where=env.SLURM_JOB_ID, remedy="start it with sbatch")
         run = prepare_folder(given.config, given.overrides)
     except UserError as error:
-        print(f"rlhpc: {error}", file=sys.stderr, flush=True)
+        show(f"rlhpc: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     run_job(str(run.path), given.entry)
 

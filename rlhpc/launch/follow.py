@@ -6,6 +6,7 @@ import sys
 import time
 
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.shown import ShownOnly, read_report, show
 from rlhpc.launch.progress import Display, MetricsFollower
 from rlhpc.launch.registry import Run
 from rlhpc.launch.slurm.queue import JobStatus, read_job
@@ -23,29 +24,31 @@ def follow(run: Run) -> int:
     try:
         status = _watch(run, run.job.job_id)
     except KeyboardInterrupt:
-        print(f"\nrlhpc: job {run.job.job_id} goes on unwatched; end it with `rlhpc cancel {run.job.job_id}`")
+        show(f"\nrlhpc: job {run.job.job_id} goes on unwatched; end it with `rlhpc cancel {run.job.job_id}`")
         return INTERRUPTED
     return _tell_end(status)
 
 
 def _watch(run: Run, job_id: str) -> RunStatus:
-    follower = MetricsFollower(run.folder.metrics)
-    told, starts = "", 0
+    follower, guard = MetricsFollower(run.folder.metrics), ShownOnly("the list of starts")
+    told, starts, status = "", 0, None
     while True:
         job = _read(job_id)
         if job is None or not job.live:
             return _final(run, job)
-        status = run_status(run, job)
-        for start in status.starts[max(0, starts - 1) :]:
+        with guard:  # a network file system may refuse a file for a moment
+            status = run_status(run, job)
+        known = status.starts if status is not None else ()
+        for start in known[max(0, starts - 1) :]:
             words = f"start {start.attempt.number}: {verdict_words(start.verdict)}" if start.verdict else ""
             if words and words != told:
-                print(words, flush=True)
+                show(words)
                 told = words
-        starts = len(status.starts)
+        starts = len(known)
         if job.queued:
             words = f"queued: {queue_words(job)}"
             if words != told:
-                print(words, flush=True)
+                show(words)
             told = words
             time.sleep(_QUEUE_SECONDS)
         else:
@@ -73,7 +76,7 @@ def _read(job_id: str) -> JobStatus | None:
         try:
             return read_job(job_id)
         except UserError as error:
-            print(f"rlhpc: {error}", file=sys.stderr)
+            show(f"rlhpc: {error}", file=sys.stderr)
             time.sleep(5 * _QUEUE_SECONDS)
 
 
@@ -92,14 +95,13 @@ def _tell_end(status: RunStatus) -> int:
     run, verdict = status.run, status.verdict
     assert run.job is not None
     if status.state == "finished":
-        report = run.folder.report_text
-        if report.is_file():
-            print(report.read_text(encoding="utf-8").rstrip())
-        print(f"rlhpc: finished: {run.folder.path}")
+        if report := read_report(run.folder):
+            show(report)
+        show(f"rlhpc: finished: {run.folder.path}")
         return 0
     words = verdict_words(verdict) if verdict and status.state in ("failed", "stopped") else status.state
-    print(f"rlhpc: job {run.job.job_id} is over: {words}", file=sys.stderr)
-    print(f"rlhpc: more: rlhpc logs {run.job.job_id}", file=sys.stderr)
+    show(f"rlhpc: job {run.job.job_id} is over: {words}", file=sys.stderr)
+    show(f"rlhpc: more: rlhpc logs {run.job.job_id}", file=sys.stderr)
     if status.state == "stopped":
         return 0
     return EXIT_USER_ERROR if verdict is not None and verdict.cause in ("user", "data") else 1

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -25,6 +24,7 @@ from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.shown import read_report, show
 from rlhpc.launch.batch import BatchJob, Deadline, Termination, host
 from rlhpc.launch.diagnose import Diagnosis, Evidence, diagnose, tells_of_a_failed_rank
 from rlhpc.launch.hang import Hang, HangWatch
@@ -50,7 +50,7 @@ def run_job(run_dir: str, entry: str = "") -> int:
     try:
         code = Supervisor(RunFolder(Path(run_dir)), termination, entry).run()
     except UserError as error:
-        print(f"rlhpc: {error}", file=sys.stderr, flush=True)
+        show(f"rlhpc: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
     if code:  # submitit would make success of every number that its function returns
         sys.exit(code)
@@ -255,8 +255,7 @@ class Supervisor:
 
     def _ending(self, verdict: Verdict) -> int:
         if verdict.cause == "finished":
-            report = self._run.report_text
-            self._tell("finished" + (f"\n{report.read_text(encoding='utf-8').rstrip()}" if report.is_file() else ""))
+            self._tell(f"finished\n{read_report(self._run)}".rstrip())
             return 0
         if verdict.action == "stop":
             where = f"rank {verdict.rank} on {verdict.node}: " if verdict.rank >= 0 else ""
@@ -299,17 +298,14 @@ class Supervisor:
         return not self._termination.told
 
     def _tell(self, text: str) -> None:
-        with suppress(OSError):  # the log is on the disk that may be full
-            print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}", flush=True)
+        show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")
 
 
 def _copy(source: IO[str], said: list[str]) -> None:
     """srun's words into our own log, and into ``said``."""
     for line in source:
         said.append(line)
-        with suppress(OSError):
-            sys.stderr.write(line)
-            sys.stderr.flush()
+        show(line, end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.core.shown import read_report, show
 from rlhpc.launch.diagnose import diagnose_error
 from rlhpc.launch.hang import HangWatch
 from rlhpc.launch.lock import locked
@@ -60,7 +61,7 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
                 ranks.finish(_FINISH_SECONDS)
         except KeyboardInterrupt:
             attempts.end(attempt, Verdict(time.time(), "stopped", "ended by Ctrl-C before the ranks had saved", "stop"))
-            print(f"rlhpc: ended; continue with --resume: {folder.path}", file=sys.stderr)
+            show(f"rlhpc: ended; continue with --resume: {folder.path}", file=sys.stderr)
             return INTERRUPTED
         finally:
             ranks.end()
@@ -72,11 +73,11 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
             return 1
         if any(record.kind == "stopped" for record in ended.values()):
             attempts.end(attempt, Verdict(time.time(), "stopped", "saved and ended on request", "stop"))
-            print(f"rlhpc: saved and ended; continue with --resume: {folder.path}", file=sys.stderr)
+            show(f"rlhpc: saved and ended; continue with --resume: {folder.path}", file=sys.stderr)
             return INTERRUPTED
         attempts.end(attempt, Verdict(time.time(), "finished", "", "none"))
-    if folder.report_text.is_file():
-        print(folder.report_text.read_text(encoding="utf-8").rstrip())
+    if report := read_report(folder):
+        show(report)
     return 0
 
 
@@ -136,7 +137,7 @@ def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> d
     try:
         return _watch(ranks, world_size, attempt.run, hangs)
     except KeyboardInterrupt:
-        print("rlhpc: finishing the step and saving; Ctrl-C again ends at once", file=sys.stderr)
+        show("rlhpc: finishing the step and saving; Ctrl-C again ends at once", file=sys.stderr)
         ranks.ask_to_stop()
         return _watch(ranks, world_size, attempt.run, hangs)
 
@@ -172,4 +173,4 @@ def _tell(failed: ExitRecord, ranks: Ranks, oom: bool) -> None:
         text = f"rank {failed.rank} on {failed.node} {failed.message}{cause}"
     else:
         text = f"rank {failed.rank} on {failed.node} failed: {failed.type}: {one_line(failed.message)[:500]}"
-    print(f"rlhpc: {text}\nrlhpc: its output and traceback: {ranks.log(failed.rank)}", file=sys.stderr)
+    show(f"rlhpc: {text}\nrlhpc: its output and traceback: {ranks.log(failed.rank)}", file=sys.stderr)

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError
+from rlhpc.core.shown import show
 
 # A unix socket's path has 107 characters at most, of which vLLM's own names take 37 and Python's pools 32.
 LONGEST_TMPDIR = 60
@@ -95,7 +96,7 @@ def _error(what: str, remedy: str) -> NodeError:
 
 
 def _warn(what: str) -> None:
-    print(f"rlhpc: node {socket.gethostname()}: {what}", file=sys.stderr, flush=True)
+    show(f"rlhpc: node {socket.gethostname()}: {what}", file=sys.stderr)
 
 
 def _address(host: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import math
+import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,6 +13,9 @@ from typing import Any
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
+
+from rlhpc.core.records import is_step, number, parse_records
+from rlhpc.core.shown import ShownOnly, show
 
 Record = Mapping[str, Any]
 
@@ -32,15 +35,21 @@ def progress_line(records: Sequence[Record]) -> str:
     if not records:
         return "starting"
     phase, step, total = (records[-1].get(name) for name in ("phase", "step", "total_steps"))
-    parts = [f"{phase} step {step}/{total}"]
+    parts = [f"{phase} step {step}" + (f"/{total}" if type(total) is int else "")]
     for name, phases, text in _SHOWN:
-        value = next((record[name] for record in reversed(records) if record.get(name) is not None), None)
+        value = last_number(records, name)
         if value is not None and phase in phases:
             parts.append(text.format(value))
     left = _seconds_left(records)
     if left is not None:
         parts.append(f"{duration(left)} left")
     return " | ".join(parts)
+
+
+def last_number(records: Sequence[Record], name: str) -> float | None:
+    """Newest value of a metric; None if no record has a number."""
+    values = (number(record.get(name)) for record in reversed(records))
+    return next((value for value in values if value is not None), None)
 
 
 def duration(seconds: float) -> str:
@@ -57,67 +66,117 @@ def _seconds_left(records: Sequence[Record]) -> float | None:
     """Of the phase: steps left times the recent time of a step, validations and saves included."""
     last = records[-1]
     recent = [record for record in records[-_RECENT_STEPS:] if record.get("phase") == last.get("phase")]
-    try:
-        steps, seconds = last["step"] - recent[0]["step"], last["time"] - recent[0]["time"]
-        per_step = seconds / steps if steps > 0 else last.get("perf/step_seconds")
-        return None if per_step is None else per_step * (last["total_steps"] - last["step"])
-    except KeyError:
+    step, total, seconds = number(last.get("step")), number(last.get("total_steps")), _seconds_per_step(recent)
+    if step is None or total is None or seconds is None:
         return None
+    left = seconds * (total - step)
+    return left if math.isfinite(left) and left >= 0 else None
+
+
+def _seconds_per_step(records: Sequence[Record]) -> float | None:
+    """From the first record to the last, or what the last one says of itself."""
+    steps, seconds = (_difference(records, name) for name in ("step", "time"))
+    if steps is not None and seconds is not None and steps > 0:
+        return seconds / steps
+    return number(records[-1].get("perf/step_seconds"))
+
+
+def _difference(records: Sequence[Record], name: str) -> float | None:
+    first, last = number(records[0].get(name)), number(records[-1].get(name))
+    return None if first is None or last is None else last - first
 
 
 class MetricsFollower:
-    """Reads what was appended to a file of JSON lines since the last look."""
+    """Reads what is appended to a file of JSON lines after its construction, each record once.
+
+    A run that resumes replaces the file by one that lacks the steps to be taken again. By the next look that file may
+    be longer than the former one was: it is recognized by its inode, and read from its start. Records that the former
+    file had, by phase, step and time, are left out.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = path.stat().st_size if path.exists() else 0
+        self._path, self._guard = path, ShownOnly(f"reading {path.name}")
+        self._inode, self._offset = (0, 0), 0
+        self._known: set[str] = set()
+        self.read_new()
 
     def read_new(self) -> list[Record]:
-        """Records of the lines completed since; a file that became shorter is read from its start."""
+        """Records of the lines completed since the last call; lines that are no JSON objects are left out."""
+        found: list[Record] = []
+        with self._guard:
+            for record in parse_records(self._read()):
+                key = repr([record.get(name) for name in ("phase", "step", "time")])
+                if key not in self._known:
+                    self._known.add(key)
+                    found.append(record)
+        return found
+
+    def _read(self) -> bytes:
+        """Complete lines that were not read before, of this file."""
         try:
-            if self._path.stat().st_size < self._offset:
-                self._offset = 0
-            with open(self._path, "rb") as file:
-                file.seek(self._offset)
-                data = file.read()
+            file = open(self._path, "rb")  # noqa: SIM115 - closed below; opened anew, as other NFS clients see it
         except FileNotFoundError:
-            return []
+            return b""
+        with file:
+            status = os.fstat(file.fileno())
+            inode = (status.st_dev, status.st_ino)
+            if inode != self._inode or status.st_size < self._offset:
+                self._inode, self._offset = inode, 0
+            file.seek(self._offset)
+            data = file.read()
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        return [json.loads(line) for line in complete.splitlines() if line.strip()]
+        return complete
 
 
 class Display:
     """Shows the progress line: rewritten in place on a terminal, else a new line every few seconds.
 
-    Validations stay on the terminal as lines of their own.
+    Validations stay on the terminal as lines of their own. A terminal that fails ends nothing.
     """
 
     def __init__(self, plain_seconds: float = PLAIN_SECONDS) -> None:
         self._records: list[Record] = []
         self._started = time.monotonic()
         self._plain_seconds, self._printed_at, self._printed = plain_seconds, float("-inf"), ""
-        console = Console()
-        self._live = Live(console=console, transient=True, auto_refresh=False) if console.is_terminal else None
+        self._guard, self._live = ShownOnly("the progress line"), None
+        with self._guard:
+            console = _Console()
+            if console.is_terminal:
+                self._live = Live(console=console, transient=True, auto_refresh=False)
 
     def __enter__(self) -> Display:
-        if self._live:
-            self._live.start()
+        with self._guard:
+            if self._live:
+                self._live.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._live:
-            self._live.stop()
+            self._stop_live()
         elif self._records:
-            self._print(progress_line(self._records))
+            with self._guard:
+                self._print(progress_line(self._records))
 
     def update(self, new: Sequence[Record]) -> None:
         """Take the records that came since the last call, possibly none, and show how things stand."""
-        for record in new:
+        with self._guard:
+            self._update(new)
+        if self._guard.failed and self._live:  # its console would keep what it could not write, and try again
+            self._stop_live()
+
+    def _stop_live(self) -> None:
+        live, self._live = self._live, None
+        with self._guard:
+            if live:
+                live.stop()
+
+    def _update(self, new: Sequence[Record]) -> None:
+        for record in filter(is_step, new):
             self._records.append(record)
-            if self._live and record.get("validation/accuracy") is not None:
+            if self._live and number(record.get("validation/accuracy")) is not None:
                 self._live.console.print(progress_line(self._records), highlight=False)
         line = progress_line(self._records)
         if self._live:
@@ -128,6 +187,11 @@ class Display:
 
     def _print(self, line: str) -> None:
         if line != self._printed:
-            print(line)
-            sys.stdout.flush()
+            show(line)
             self._printed, self._printed_at = line, time.monotonic()
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process."""
+        raise BrokenPipeError("nobody reads the output")

@@ -26,6 +26,7 @@ from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.rank import RankInfo
+from rlhpc.core.shown import show
 from rlhpc.core.stop import StopRequest
 from rlhpc.launch.node_check import check_node, interface_address, network_interface
 
@@ -101,7 +102,7 @@ def _end_when_superseded(attempt: AttemptFolder) -> None:
     def watch() -> None:
         while attempt.is_current():
             time.sleep(_FENCE_SECONDS)
-        print(f"a later start than {attempt.path.name} exists: this rank ends", file=sys.stderr, flush=True)
+        show(f"a later start than {attempt.path.name} exists: this rank ends", file=sys.stderr)
         own.kill_group()
 
     threading.Thread(target=watch, name="fence", daemon=True).start()
@@ -113,8 +114,9 @@ def _end_now(done: threading.Event) -> None:
     for child in multiprocessing.active_children():  # Megatron's saves leave one, and it does not end by itself
         child.kill()
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(0 if done.is_set() else 1)
 
 
@@ -126,7 +128,7 @@ def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
         _settle_on_node(attempt)
         _run(entry, attempt, stop)
     except UserError as error:
-        print(f"rlhpc: {error}", file=sys.stderr)
+        show(f"rlhpc: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
 
 

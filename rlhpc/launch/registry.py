@@ -14,6 +14,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError, nearest
 from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import show
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ def enter(folder: RunFolder, record: JobRecord) -> None:
         _state().mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(_file(folder.path), {"folder": str(folder.path)})
     except OSError as error:
-        print(f"rlhpc: warning: `rlhpc status` will not list this run: {error}", file=sys.stderr)
+        show(f"rlhpc: warning: `rlhpc status` will not list this run: {error}", file=sys.stderr)
 
 
 def new_record(job_id: str, name: str, workdir: Path, log: Path, cluster: str = "") -> JobRecord:

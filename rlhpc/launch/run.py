@@ -7,6 +7,7 @@ import time
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import show
 from rlhpc.launch.local import check_folder, run_local
 from rlhpc.launch.machine import check_packages, check_resources
 from rlhpc.launch.prepare import run_prepare
@@ -29,10 +30,10 @@ def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> i
         check_packages()
     if config.prepare is not None:
         if not run_prepare(config.prepare):
-            print(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
+            show(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
             return 1
         check_config(config)
     code = run_local(config, folder, resume, entry)
     if not code:
-        print(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
+        show(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
     return code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -11,7 +10,8 @@ from typing import Any
 
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
-from rlhpc.launch.progress import duration
+from rlhpc.core.records import is_step, parse_records
+from rlhpc.launch.progress import duration, last_number
 from rlhpc.launch.registry import Run
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.slurm.times import clock
@@ -83,8 +83,8 @@ def run_status(run: Run, job: JobStatus | None, asked: bool = True) -> RunStatus
         last.get("phase", ""),
         last.get("step"),
         last.get("total_steps"),
-        _newest(records, "reward/mean"),
-        _newest(records, "perf/tokens_per_second"),
+        last_number(records, "reward/mean"),
+        last_number(records, "perf/tokens_per_second"),
     )
 
 
@@ -169,12 +169,7 @@ def tail_records(path: Path) -> list[dict[str, Any]]:
             data = file.read()
     except FileNotFoundError:
         return []
-    lines = data[: data.rfind(b"\n") + 1].splitlines()
-    return [json.loads(line) for line in lines[1 if size > _TAIL_BYTES else 0 :] if line.strip()]
-
-
-def _newest(records: Sequence[dict[str, Any]], name: str) -> float | None:
-    return next((record[name] for record in reversed(records) if record.get(name) is not None), None)
+    return [record for record in parse_records(data) if is_step(record)]
 
 
 def _starts(run: Run) -> list[Start]:

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from rlhpc.core import env
+from rlhpc.core.shown import show
 from rlhpc.core.store_protocol import (
     ACCEPTED,
     CLIENT_BYTES,
@@ -78,7 +79,7 @@ class StoreServer:
                 continue
             if preferred_port is not None:
                 node = socket.gethostname()
-                print(f"rlhpc: port {preferred_port} on {node}: {cause}; port {port} is used instead", file=sys.stderr)
+                show(f"rlhpc: port {preferred_port} on {node}: {cause}; port {port} is used instead", file=sys.stderr)
             return cls(listener, secret or new_secret())
         raise RuntimeError(f"no free port among 200 of {PORTS}")
 
@@ -125,7 +126,7 @@ class StoreServer:
         self._told += 1
         if self._told <= _TOLD_STRANGERS:
             more = "; further ones are not told" if self._told == _TOLD_STRANGERS else ""
-            print(f"rlhpc: the job's store: a connection from {peer} {what}{more}", file=sys.stderr)
+            show(f"rlhpc: the job's store: a connection from {peer} {what}{more}", file=sys.stderr)
 
 
 def preferred_port(job_id: int) -> int:

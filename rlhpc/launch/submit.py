@@ -18,6 +18,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import show
 from rlhpc.launch.lock import locked
 from rlhpc.launch.machine import package_warnings
 from rlhpc.launch.own_code import check_own_code
@@ -209,7 +210,7 @@ def _warn_of_own_disks(plan: Plan) -> None:
     for path in dict.fromkeys([*(folder.path for folder in plan.folders), plan.workdir]):
         disk = next((disk for disk in _OWN_DISKS if path.is_relative_to(disk)), None)
         if disk is not None:
-            print(f"rlhpc: warning: {path} is in {disk}, which other nodes do not see as a rule", file=sys.stderr)
+            show(f"rlhpc: warning: {path} is in {disk}, which other nodes do not see as a rule", file=sys.stderr)
 
 
 def _prepare(configs: Sequence[RunConfig]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from rlhpc.api import RunState
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
-
-Record = dict[str, Any]
+from rlhpc.core.records import Record, is_step, parse_records
+from rlhpc.core.shown import ShownOnly
 
 
 class MetricsWriter:
@@ -27,10 +27,15 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: RunFolder, tensorboard: bool, state: RunState) -> None:
-        _cut(folder.metrics, lambda record: _is_done(record["phase"], record["step"], state))
-        _cut(folder.samples, lambda record: _is_done("rl", record["step"], state))
+        _cut(folder.metrics, state)
+        _cut(folder.samples, state, phase="rl")
         self._sft_steps = state.sft_step
-        self._board = _open_board(folder.tensorboard, state.total_steps) if tensorboard else None
+        self._guard, self._board = ShownOnly("TensorBoard"), None
+        if tensorboard:
+            writer = _import_board()
+            with self._guard:  # points of steps that are taken again are hidden
+                purge_step = state.total_steps + 1 if state.total_steps else None
+                self._board = writer(str(folder.tensorboard), purge_step=purge_step)
         self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
 
     def write(self, phase: str, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
@@ -44,13 +49,15 @@ class MetricsWriter:
             # One axis for both phases: RL goes on where the supervised steps end.
             place = step if phase == "sft" else self._sft_steps + step
             for name, value in metrics.items():
-                self._board.add_scalar(f"{phase}/{name}", value, place)
+                with self._guard:
+                    self._board.add_scalar(f"{phase}/{name}", value, place)
 
     def close(self) -> None:
         """Close both files."""
         self._file.close()
         if self._board is not None:
-            self._board.close()
+            with self._guard:
+                self._board.close()
 
 
 class Stopwatch:
@@ -73,17 +80,16 @@ class Stopwatch:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The JSON objects of a .jsonl file; none if it is absent. A last line cut short by a crash is left out."""
-    if not path.is_file():
-        return []
-    # Not splitlines(), which breaks at characters that JSON leaves as they are, such as U+2028.
-    *lines, _ = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines]
+    """The JSON objects of a .jsonl file; none if it is absent. A line cut short by a crash is left out."""
+    return parse_records(path.read_bytes()) if path.is_file() else []
 
 
-def _cut(path: Path, keep: Callable[[Record], bool]) -> None:
+def _cut(path: Path, state: RunState, **phase: str) -> None:
+    """Keep the records of steps that the state is past. ``phase`` is that of records that do not name it."""
     if path.is_file():
-        write_atomic(path, "".join(json.dumps(r, ensure_ascii=False) + "\n" for r in read_records(path) if keep(r)))
+        steps = [(record, {**phase, **record}) for record in read_records(path)]
+        kept = [record for record, named in steps if is_step(named) and _is_done(named["phase"], named["step"], state)]
+        write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
 
 
 def _is_done(phase: str, step: int, state: RunState) -> bool:
@@ -91,17 +97,17 @@ def _is_done(phase: str, step: int, state: RunState) -> bool:
     return step <= state.sft_step if phase == "sft" else 0 < state.step >= step
 
 
-def _open_board(folder: Path, total_steps: int) -> Any:
+def _import_board() -> Any:
     try:
         from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter
     except ImportError as error:
         raise UserError(
             f"TensorBoard cannot be imported ({error})",
             where="observe.tensorboard",
             remedy="pip install tensorboard, or set it to false",
         ) from None
-    # Points of steps that are taken again are hidden.
-    return SummaryWriter(str(folder), purge_step=total_steps + 1 if total_steps else None)
 
 
 def _now() -> float:

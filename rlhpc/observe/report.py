@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import Record, is_step, number
 from rlhpc.core.text import printable
 from rlhpc.observe.evaluation import BY_SET, BY_SOURCE, OVERALL
-from rlhpc.observe.metrics import Record, read_records
+from rlhpc.observe.metrics import read_records
 
 WIDTH = 110
 REWARD, ACCURACY, LOSS = "reward/mean", "validation/accuracy", "loss"
@@ -19,7 +21,8 @@ _PLOT = "reward.png"
 
 def write_report(folder: RunFolder) -> None:
     """Write report/reward.png and report/report.txt from metrics.jsonl and samples.jsonl."""
-    records, samples = read_records(folder.metrics), read_records(folder.samples)
+    records = [record for record in read_records(folder.metrics) if is_step(record)]
+    samples = [sample for sample in read_records(folder.samples) if is_step({**sample, "phase": "rl"})]
     folder.report.mkdir(parents=True, exist_ok=True)
     write_atomic(folder.report_text, _text(folder, records, samples))
     if records:
@@ -79,7 +82,7 @@ def _final_metrics(records: Sequence[Record]) -> Any:
         for name, value in record.items():
             if name not in ("phase", "step", "total_steps", "time"):
                 last.setdefault(name, {})[record["phase"]] = value
-    steps = {r["phase"]: f"{r['phase']} step {r['step']}/{r['total_steps']}" for r in records}
+    steps = {r["phase"]: f"{r['phase']} step {r['step']}/{r.get('total_steps', '?')}" for r in records}
     table = _table("Final metrics", "metric", *(steps[phase] for phase in phases))
     for name in sorted(last):
         table.add_row(name, *(_number(last[name].get(phase)) for phase in phases))
@@ -100,8 +103,8 @@ def _last_samples(samples: Sequence[Record]) -> Any:
     table = _table(f"Held-out samples after rl step {step}", "prompt", "response", "expected", "reward")
     for sample in samples:
         if sample["step"] == step:
-            row = (sample["prompt"], sample["response"], str(sample["expected"]))
-            table.add_row(*map(_shortened, row), _number(sample["reward"]))
+            row = (str(sample.get(name, "")) for name in ("prompt", "response", "expected"))
+            table.add_row(*map(_shortened, row), _number(sample.get("reward")))
     return table
 
 
@@ -123,8 +126,12 @@ def _shortened(text: str, limit: int = 400) -> Any:
     return Text(text if len(text) <= limit else f"{text[: limit // 2]} … {text[-limit // 2 :]}")
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+def _number(value: object) -> Any:
+    """Four digits; what is not a number as it is."""
+    known = number(value)
+    if known is None:
+        return "" if value is None else _shortened(str(value), 40)
+    return f"{known:,.0f}" if abs(known) >= 1e4 else f"{known:,.4g}"
 
 
 def _plot(path: Path, records: Sequence[Record]) -> None:
@@ -136,8 +143,8 @@ def _plot(path: Path, records: Sequence[Record]) -> None:
     sft_steps = max((r["step"] for r in records if r["phase"] == "sft"), default=0)
 
     def curve(name: str, keep: Callable[[Record], bool] = lambda _: True) -> tuple[list[int], list[float]]:
-        chosen = [r for r in records if name in r and keep(r)]
-        return [r["step"] + (sft_steps if r["phase"] == "rl" else 0) for r in chosen], [r[name] for r in chosen]
+        chosen = [r for r in records if number(r.get(name)) is not None and keep(r)]
+        return [r["step"] + (sft_steps if r["phase"] == "rl" else 0) for r in chosen], [number(r[name]) for r in chosen]
 
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
@@ -145,7 +152,7 @@ def _plot(path: Path, records: Sequence[Record]) -> None:
     axes.plot(*curve(REWARD), color="tab:blue", linewidth=1.2, label="training reward (mean)")
     axes.plot(*curve(ACCURACY), color="tab:orange", marker="o", markersize=4, label="validation accuracy (held out)")
     axes.set(xlabel="step (supervised, then RL)", ylabel="reward, accuracy", title="Reward over the run")
-    lowest = min([0.0, *curve(REWARD)[1]])
+    lowest = min([0.0, *filter(math.isfinite, curve(REWARD)[1])])
     axes.set_ylim(bottom=1.05 * lowest)
     axes.grid(alpha=0.3)
     handles, labels = axes.get_legend_handles_labels()

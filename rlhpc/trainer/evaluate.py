@@ -11,6 +11,7 @@ from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.config.schema import ModelSection
 from rlhpc.core.files import read_json, write_atomic, write_json
 from rlhpc.core.heartbeat import touch
+from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.evaluation import Answer, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
 from rlhpc.trainer.batches import exchange_samples
@@ -61,7 +62,8 @@ def evaluate(run: Run) -> None:
             "metrics": metrics,
         },
     )
-    write_evaluation(run.folder, metrics)
+    with ShownOnly("the report"):
+        write_evaluation(run.folder, metrics)
 
 
 def _answer(run: Run, state: RunState) -> list[Answered]:

@@ -9,6 +9,7 @@ import sys
 from rlhpc.config.load import load_config
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
+from rlhpc.core.shown import ShownOnly
 
 
 def run_rank(context: RankContext) -> str | None:
@@ -49,7 +50,8 @@ def run_rank(context: RankContext) -> str | None:
         stopped = Loop(run).run()
         if info.rank == 0 and stopped is None:
             context.attempt.check_current()
-            write_report(context.run)
+            with ShownOnly("the report"):
+                write_report(context.run)
     if run.judge is not None:
         run.judge.close()
     if run.tools is not None:

@@ -33,6 +33,21 @@ def write_environment(context: RankContext) -> None:
         Path(context.run.path, "report", "report.txt").write_text("the report\n")
 
 
+def odd_output(context: RankContext) -> None:
+    """Metrics and a report that nobody can show."""
+    context.run.metrics.write_bytes(b'{"phase": "rl", "step": 1\n\xff\n[]\n{"phase": "rl", "step": 2, "loss": [1]}\n')
+    context.run.report_text.mkdir(parents=True)
+
+
+def resumed(context: RankContext) -> None:
+    """Take the steps after the second again, with longer lines, all before the launcher looks."""
+    kept = context.run.metrics.read_text().splitlines(keepends=True)[:2]
+    record = {"phase": "rl", "total_steps": 6, "time": time.time(), "reward/mean": 0.123456789}
+    new = context.run.path / "new"
+    new.write_text("".join([*kept, *(json.dumps({**record, "step": step}) + "\n" for step in range(3, 7))]))
+    new.rename(context.run.metrics)
+
+
 def user_error_on_rank_one(context: RankContext) -> None:
     """The others hang, as in a collective."""
     if rank() == 1:

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.config.load import load_config
+from rlhpc.config.load import dump_config, load_config
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.attempts import folders
+from rlhpc.core.attempts import folders, read_verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.exits import StartRecord, read_exits, read_starts
 from rlhpc.core.folder import RunFolder
@@ -77,6 +77,33 @@ def test_ranks_run_with_their_environment_and_the_launcher_keeps_its_own(tmp_pat
     out = capsys.readouterr().out.splitlines()
     assert "rl step 2/2 | reward 0.500 | 0 s left" in out
     assert out[-1] == "the report"
+
+
+def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_goes_on(tmp_path, capsys):
+    """The old size of metrics.jsonl is in the middle of a line of the new one."""
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    run.config.write_text(dump_config(make_config(tmp_path, 1)))
+    lines = [json.dumps({"phase": "rl", "step": step, "total_steps": 6, "time": step}) + "\n" for step in range(1, 6)]
+    run.metrics.write_text("".join(lines))
+    assert launch(tmp_path, "resumed", 1, resume=True) == 0
+    shown = capsys.readouterr()
+    assert shown.out.splitlines()[-1].startswith("rl step 6/6 | reward 0.123")
+    assert shown.err == ""
+
+
+def test_a_run_of_which_nothing_can_be_shown_finishes(tmp_path):
+    """A full disk under the launcher's output, metrics that are none, a report that cannot be read."""
+    make_config(tmp_path, 1)
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom tests.launch.test_local import launch\n"
+        "sys.exit(launch(Path(sys.argv[1]), 'odd_output', 1))"
+    )
+    with open("/dev/full", "w") as full:
+        process = subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=full, stderr=full)
+    (attempt,) = folders(RunFolder(tmp_path / "run"))
+    assert read_verdict(attempt).cause == "finished"
+    assert process.returncode == 0
 
 
 def test_the_run_folder_is_private_and_holds_the_resolved_config(tmp_path):

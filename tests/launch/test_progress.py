@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import pty
 import subprocess
@@ -55,12 +56,110 @@ def test_the_follower_reads_only_whole_new_lines(tmp_path):
     assert follower.read_new() == []
 
 
-def test_a_file_rewritten_shorter_is_read_again(tmp_path):
+def write(file: Path, *steps: tuple[int, float]) -> None:
+    """Append records of (step, time)."""
+    with open(file, "a") as out:
+        out.writelines(json.dumps(step("rl", number, time)) + "\n" for number, time in steps)
+
+
+def resume(file: Path, *kept: tuple[int, float]) -> None:
+    """What a resumed run does to metrics.jsonl: replace it by one that has only the steps of its checkpoint."""
+    new = file.with_name("new")
+    new.touch()
+    write(new, *kept)
+    os.replace(new, file)
+
+
+def seen(follower: MetricsFollower) -> list[tuple[int, float]]:
+    return [(record["step"], record["time"]) for record in follower.read_new()]
+
+
+@pytest.mark.parametrize("late", [1, 2, 5])
+def test_after_a_resume_the_steps_taken_again_are_read_once(tmp_path, late):
+    """Step 3 is lost. ``late`` steps are in the new file by the next look: with 2 it is as long as the old one was, or
+    longer, so that the old offset is in the middle of a line."""
     file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2}\n')
+    write(file, (1, 1.0))
     follower = MetricsFollower(file)
-    file.write_text('{"step": 1}\n')
-    assert follower.read_new() == [{"step": 1}]
+    write(file, (2, 2.0), (3, 3.0))
+    assert seen(follower) == [(2, 2.0), (3, 3.0)]
+    resume(file, (1, 1.0), (2, 2.0))
+    again = [(number, 100.25 + number) for number in range(3, 3 + late)]
+    write(file, *again)
+    assert seen(follower) == again
+    write(file, (9, 200.0))
+    assert seen(follower) == [(9, 200.0)]
+
+
+def test_a_follower_of_a_resumed_run_reads_no_step_of_before(tmp_path):
+    """The launcher looks first when the old file is there still; what is in the new one from before is not new."""
+    file = tmp_path / "metrics.jsonl"
+    write(file, *((number, float(number)) for number in range(1, 6)))
+    follower = MetricsFollower(file)
+    resume(file, (1, 1.0), (2, 2.0))
+    assert seen(follower) == []
+    write(file, (3, 103.0))
+    assert seen(follower) == [(3, 103.0)]
+
+
+def test_a_file_cut_in_place_is_read_from_its_start(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    write(file, (1, 1.0), (2, 2.0))
+    follower = MetricsFollower(file)
+    file.write_text("")
+    write(file, (2, 7.0))
+    assert seen(follower) == [(2, 7.0)]
+
+
+def test_a_file_that_cannot_be_read_is_reported_once(tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    file.mkdir()
+    follower = MetricsFollower(file)
+    assert [follower.read_new(), follower.read_new()] == [[], []]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlhpc: warning: continuing without reading metrics.jsonl, which failed: IsADirectoryError")
+    file.rmdir()
+    write(file, (1, 1.0))
+    assert seen(follower) == [(1, 1.0)]
+
+
+ODD = [
+    b'{"phase": "rl", "st',
+    b"\x00\x00\x00",
+    b"\xff\xfe{",
+    b"[1, 2]",
+    b"null",
+    b"[" * 100_000,
+    b'{"phase": "rl", "step": ' + b"9" * 5000 + b"}",
+    b"",
+]
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(file)
+    file.write_bytes(b"\n".join(ODD) + b"\n")
+    write(file, (1, 1.0))
+    with open(file, "ab") as out:
+        out.write(b'{"phase": "rl", "step": 2')
+    assert seen(follower) == [(1, 1.0)]
+
+
+VALUES = [None, "0.5", "nan", [1], {}, True, math.nan, math.inf, -math.inf, 10**400, 0, -1e300]
+
+
+@pytest.mark.parametrize(
+    "name", ["reward/mean", "perf/tokens_per_second", "perf/step_seconds", "time", "total_steps", "step"]
+)
+def test_odd_values_are_shown_or_left_out(name, capsys):
+    for value in VALUES:
+        odd = {**step("rl", 2, 20.0), name: value}
+        assert progress_line([step("rl", 1, 10.0), odd]).startswith("rl step ")
+        with Display(plain_seconds=0) as display:
+            display.update([step("rl", 1, 10.0), odd, {}, {"phase": 3}, step("rl", 3, 30.0)])
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        assert shown.out.splitlines()[-1].startswith("rl step 3/10")
 
 
 def test_without_a_terminal_lines_are_printed_now_and_then(capsys):
@@ -90,3 +189,45 @@ def test_on_a_terminal_the_line_is_rewritten_and_validations_stay():
     assert "\x1b[2K" in shown, "the line is cleared before it is written again"
     last = shown.rsplit("\x1b[2K", 1)[1]
     assert "rl step" not in last, "the live line is gone at the end"
+
+
+DYING = (
+    "import os, signal, sys\n"
+    "from rlhpc.launch.progress import Display\n"
+    "from rlhpc.core.shown import show\n"
+    "with Display(plain_seconds=0) as display:\n"
+    "    for number in range(100):\n"
+    "        if number == 3:\n"
+    "            sys.stdin.readline()  # until nobody reads any more\n"
+    "        record = {'phase': 'rl', 'total_steps': 100, 'time': number, 'validation/accuracy': 0.5}\n"
+    "        display.update([{**record, 'step': number}])\n"
+    "show('the last line')\n"
+    "show('to the end', file=sys.stderr)\n"
+)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "pipe with colours", "terminal"])
+def test_a_reader_that_goes_away_ends_nothing(kind):
+    """As `rlhpc run | head`, and as a terminal whose ssh session is gone: every write fails from then on."""
+    colours = {"FORCE_COLOR": "1"} if "colours" in kind else {}  # rich then takes a pipe for a terminal
+    reader, writer = pty.openpty() if kind == "terminal" else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "PYTHONUNBUFFERED": "", **colours},
+        text=True,
+    )
+    os.close(writer)
+    shown = b""
+    while b"rl step" not in shown:
+        shown += os.read(reader, 65536)
+    os.close(reader)
+    _, errors = process.communicate("gone\n")
+    assert process.returncode == 0, errors
+    *warnings, last = errors.splitlines()
+    assert last == "to the end"
+    assert len(warnings) in (1, 2)
+    assert all(line.startswith("rlhpc: warning: continuing without ") for line in warnings), errors

@@ -150,6 +150,24 @@ def test_progress_comes_from_the_last_lines(tmp_path):
     assert len(tail_records(run.folder.metrics)) < 1000, "not the whole file"
 
 
+def test_odd_metrics_are_shown_or_left_out(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    good = {"phase": "rl", "step": 3, "total_steps": 9, "reward/mean": 0.25}
+    odd = [
+        {"reward/mean": "high", "perf/tokens_per_second": [1]},
+        {"reward/mean": None},
+        {"perf/tokens_per_second": {}},
+    ]
+    lines = [json.dumps({**good, **values}) for values in ({}, *odd)]
+    run.folder.metrics.write_text("\n".join([*lines, "[1]", "{", '{"phase": "rl"}', '{"step": 4}', ""]))
+    status = run_status(run, job("RUNNING"))
+    assert (status.phase, status.step, status.total, status.reward) == ("rl", 3, 9, 0.25)
+    assert status.tokens_per_second is None
+    show(overview([status]))
+    show(details(status))
+    assert "rl step 3/9 | reward 0.250" in capsys.readouterr().out
+
+
 def test_what_a_queued_job_waits_for():
     at = time.mktime((2026, 11, 21, 14, 5, 0, 0, 0, -1))
     words = queue_words(job("PENDING", reason="Priority", start=at), now=at - 60)

@@ -12,6 +12,9 @@ from rlhpc.api import RunState
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.metrics import MetricsWriter, Stopwatch, read_records
 
+# TensorBoard writes in a thread, which ends with the error of its disk.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
@@ -91,6 +94,51 @@ def test_tensorboard_has_both_phases_on_one_axis(folder: RunFolder):
     events.Reload()
     assert [event.step for event in events.Scalars("sft/loss")] == [1, 2, 3]
     assert [event.step for event in events.Scalars("rl/reward/mean")] == [4, 5, 6, 7]
+
+
+def test_lines_that_are_no_steps_are_dropped_at_a_resume(folder: RunFolder):
+    """A crash of a node leaves what it will: half a character, zeros, half a line with another after it."""
+    write_run(folder, RunState(), 3, 2)
+    odd = b'{"phase": "rl", "st\n\x00\x00\n[1]\n{"phase": "rl"}\n{"phase": null, "step": 1}\n{"step": "x"}\n'
+    for file in (folder.metrics, folder.samples):
+        with open(file, "ab") as out:
+            out.write(odd + b'{"step": 1}\n\xc3')
+    write_run(folder, RunState(sft_step=3, step=2), 3, 4)
+    assert steps(folder) == WHOLE
+    assert read_records(folder.samples) == [{"step": 1}]
+
+
+def test_a_board_that_cannot_be_made_ends_nothing(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
+    folder.tensorboard.write_text("a file")
+    write_run(folder, RunState(), 3, 4, tensorboard=True)
+    assert steps(folder) == WHOLE
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlhpc: warning: continuing without TensorBoard, which failed: ")
+
+
+def test_a_board_whose_disk_fills_up_ends_nothing(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
+    writer = MetricsWriter(folder, True, RunState())
+    (events,) = folder.tensorboard.iterdir()
+    events.unlink()
+    events.symlink_to("/dev/full")
+    for step in range(1, 41):
+        writer.write("rl", step, 40, {"reward/mean": 0.5, "loss": 0.1})
+    writer.close()
+    assert steps(folder) == [("rl", step) for step in range(1, 41)]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlhpc: warning: continuing without TensorBoard, which failed: OSError: [Errno 28]")
+
+
+def test_a_value_that_no_board_takes_leaves_the_others(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    writer = MetricsWriter(folder, True, RunState())
+    writer.write("rl", 1, 1, {"odd": "text", "none": None, "loss": 0.5})  # type: ignore[dict-item]
+    writer.close()
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    assert events.Tags()["scalars"] == ["rl/loss"]
+    assert len(capsys.readouterr().err.splitlines()) == 1
 
 
 def test_without_tensorboard_no_folder_is_made(folder: RunFolder):

@@ -119,6 +119,23 @@ def test_large_numbers_and_long_paths_are_whole(tmp_path: Path):
     assert f"Plot: {folder.report / 'reward.png'}" in text.splitlines()
 
 
+def test_odd_records_leave_a_report(folder: RunFolder):
+    """None, NaN, infinity, text and lists where numbers are expected, and lines that are no steps."""
+    odd = [None, float("nan"), float("inf"), float("-inf"), 10**400, "[/]", [1], {}]
+    with open(folder.metrics, "w") as file:
+        for step, value in enumerate(odd):
+            record = {"phase": "rl", "step": step, "reward/mean": value, "validation/accuracy": value, "loss": value}
+            file.write(json.dumps(record) + "\n" + json.dumps({**record, "phase": "sft"}) + "\n")
+        file.write('{"phase": null, "step": 1}\n{"phase": "rl"}\n[1]\n{"phase": "rl", "step": 9, "loss"\n')
+        file.write(json.dumps({"phase": "rl", "step": 9, "reward/mean": 0.25, "total_steps": 9}) + "\n")
+    folder.samples.write_text('{"step": 1}\n{"step": null}\n{"step": 1, "prompt": 7, "reward": "[/]"}\n')
+    write_report(folder)
+    lines = cells(folder.report_text.read_text())
+    assert ["reward/mean", "{}", "0.25"] in lines
+    assert ["7", "", "", "[/]"] in lines
+    assert (folder.report / "reward.png").is_file()
+
+
 def test_an_evaluation_has_a_column_for_all_and_for_each_group(folder: RunFolder):
     groups = {"": 0.5, "by_set/easy/": 1.0, "by_source/b/c/": 0.0}
     metrics = {f"{group}accuracy": value for group, value in groups.items()}

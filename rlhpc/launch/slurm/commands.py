@@ -15,6 +15,7 @@ from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.core.shown import show
 
 _ASK_SECONDS = 20.0
 # `scontrol ping` answers in hundredths of a second. One that hangs means a wrong configuration, a dead munge, or a
@@ -71,7 +72,7 @@ def require_controller() -> None:
     answer = _ping(_PING_SECONDS)
     if answer is None:
         _refuse_without_munge()
-        print("rlhpc: Slurm's controller is slow to answer, waiting for it", file=sys.stderr)
+        show("rlhpc: Slurm's controller is slow to answer, waiting for it", file=sys.stderr)
         answer = _ping(_SLOW_SECONDS)
     if answer is not None and re.search(r"\bis UP\b", answer.out):
         return

@@ -1,0 +1,38 @@
+"""Lines of JSON, as metrics.jsonl and samples.jsonl have them, for readers that must take whatever is in the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Record = dict[str, Any]
+
+
+def parse_records(data: bytes) -> list[Record]:
+    """The JSON objects among the complete lines; what is none, such as a line cut short by a crash, is left out."""
+    found = []
+    for line in data[: data.rfind(b"\n") + 1].split(b"\n"):
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):  # bytes that are not UTF-8 and numbers of thousands of digits, too
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def is_step(record: Mapping[str, Any]) -> bool:
+    """It names its phase and step."""
+    return isinstance(record.get("phase"), str) and type(record.get("step")) is int
+
+
+def number(value: object) -> float | None:
+    """The value as a float, which may be infinite or NaN; None for anything that is not a number."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -1,0 +1,98 @@
+"""Output that no work depends on: progress, reports, plots. Its failure is reported once, and the work continues."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from types import TracebackType
+from typing import Any, TextIO
+
+from rlhpc.core.errors import one_line
+from rlhpc.core.folder import RunFolder
+
+_LONGEST = 300  # characters of a reported error
+
+
+class ShownOnly:
+    """Context for code that only shows something, reusable: an exception in it is reported in one line on stderr and
+    suppressed; later ones are suppressed silently. Ctrl-C passes."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.failed = what, False
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        _drop_unwritten(sys.stdout)
+        if not self.failed:
+            self.failed = True
+            reason = one_line(f"{type(error).__name__}: {error}")[:_LONGEST]
+            _print(f"rlhpc: warning: continuing without {self.what}, which failed: {reason}", sys.stderr)
+        return True
+
+
+_output = ShownOnly("the output")
+
+
+def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
+    """Print, on stdout by default. What a closed terminal or a full disk does not take is lost."""
+    with _output:
+        error = _print(text, sys.stdout if file is None else file, end)
+        if error is not None:
+            raise error
+
+
+def read_report(folder: RunFolder) -> str:
+    """The report that a finished run left; empty if it has none, or none that can be read."""
+    with ShownOnly("the report"):
+        if folder.report_text.is_file():
+            return folder.report_text.read_text(encoding="utf-8", errors="replace").rstrip()
+    return ""
+
+
+def use_escapes() -> None:
+    """Characters that the terminal's encoding lacks are printed as escapes such as \\u2026, by all of this process."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _print(text: str, stream: TextIO | None, end: str = "\n") -> Exception | None:
+    """The error, if it could not be printed."""
+    if stream is None:  # closed before this process began
+        return None
+    try:
+        try:
+            print(text, end=end, file=stream, flush=True)
+        except UnicodeEncodeError:
+            encoding = stream.encoding
+            print(text.encode(encoding, "backslashreplace").decode(encoding), end=end, file=stream, flush=True)
+    except (OSError, ValueError) as error:
+        _drop_unwritten(stream)
+        return error
+    return None
+
+
+def _drop_unwritten(stream: Any) -> None:
+    """Empty the buffer of a stream that takes nothing now. Python would write it at the end of the process, fail, and
+    change the exit code."""
+    stream = getattr(stream, "rich_proxied_file", stream)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        try:
+            stream.flush()
+        except OSError:
+            number = stream.fileno()
+            kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+            try:
+                os.dup2(nowhere, number)
+                stream.flush()
+            finally:
+                os.dup2(kept, number)
+                os.close(kept)
+                os.close(nowhere)
