@@ -50,7 +50,7 @@ _WORK = _options(
     click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: as it is."),
     click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one for each core."),
     click.option("--dry-run", is_flag=True, help="Say what would be done, from headers alone, and write nothing."),
-    click.option("--force", is_flag=True, help="Replace DST if it is there."),
+    click.option("--force", is_flag=True, help="Replace DST if a conversion wrote it; refused for any other folder."),
     click.option("--share", metavar="I/N", help="Only the pieces of job I (0 to N-1) of N; then once without it."),
     click.option("--family", metavar="PACKAGE.MODULE:NAME", help="A model family of your own, as model.family."),
     click.option("--piece-mib", type=click.IntRange(min=1), default=256, hidden=True),
@@ -143,6 +143,8 @@ def _of_kind(side: Side, kind: str) -> Side:
 def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     import shutil
 
+    from rlhpc.convert.destination import check_overlap
+    from rlhpc.core.overlap import resolved
     from rlhpc.plan.convert import DTYPES, describe, plan_conversion, plan_layout
 
     layout = plan_layout(source, {axis: options.get(axis) for axis in _AXES})
@@ -151,6 +153,7 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     workers = _workers(options["workers"])
     above = next(folder for folder in (dst.absolute(), *dst.absolute().parents) if folder.is_dir())
     if options["dry_run"]:
+        check_overlap(source, resolved(dst))
         for line in describe(plan, shutil.disk_usage(above).free, workers):
             click.echo(line)
         return
@@ -160,6 +163,7 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
 def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, Any]) -> None:
     from rlhpc.convert.execute import convert as execute
     from rlhpc.convert.progress import ProgressLine
+    from rlhpc.core.shown import show
 
     share = _share(options["share"])
     line = ProgressLine(sys.stderr)
@@ -171,11 +175,11 @@ def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, A
     finally:
         line.end()
     if not done:
-        click.echo(f"{dst} is there already, made from the same files with the same options")
+        show(f"{dst} is there already, made from the same files with the same options")
     elif share is not None:
-        click.echo(f"share {share.index} of {share.count} is done; when all are, run the command without --share")
+        show(f"share {share.index} of {share.count} is done; when all are, run the command without --share")
     else:
-        click.echo(f"{dst}: {plan.write_bytes / 1e9:,.2f} GB, {line.summary()}")
+        show(f"{dst}: {plan.write_bytes / 1e9:,.2f} GB, {line.summary()}")
 
 
 def _share(text: str | None) -> Any:

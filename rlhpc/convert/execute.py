@@ -14,15 +14,15 @@ from multiprocessing import get_context
 from pathlib import Path
 
 from rlhpc.convert.arrays import NUMPY, Array, reuse_memory
+from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
 from rlhpc.convert.finish import write_rest
 from rlhpc.convert.readers import Reader, check_tied, reader_of
 from rlhpc.convert.stream import Stream
 from rlhpc.convert.torch_files import wrap
 from rlhpc.convert.workshop import Items, Workshop
 from rlhpc.core.errors import UserError
-from rlhpc.core.files import read_json
+from rlhpc.core.overlap import resolved
 from rlhpc.core.process import ProcessId, die_with
-from rlhpc.plan.conversion_sides import RECORD
 from rlhpc.plan.convert import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
 from rlhpc.plan.safetensors import ITEM_BYTES
 from rlhpc.plan.shards import Box
@@ -53,26 +53,41 @@ def convert(
 
     Raises UserError; what was finished until then is kept for the next try.
     """
-    if not force and is_done(plan, target):
-        return False
+    target = resolved(target)
     workshop = Workshop.beside(target)
-    if not workshop.path.exists():
-        _check_disk(target, plan.pieces)
-    with _plainly(target), workshop.locked(f"{share.index}" if share else ""):
-        if workshop.prepare(plan):
-            notice("the source or the options have changed since the last try: starting afresh")
-        todo = [piece for piece in plan.pieces if workshop.done(piece) is None]
-        if share is not None:
-            todo = [piece for piece in todo if piece.number % share.count == share.index]
-        elif len(todo) < len(plan.pieces):
-            notice(f"{len(plan.pieces) - len(todo)} of {len(plan.pieces)} pieces are there from before")
-        _check_disk(target, todo)
-        check_tied(plan.source)
-        _do(plan, workshop, todo, workers, progress)
-        if share is None:
-            write_rest(plan, workshop)
-            workshop.publish(target)
+    with _plainly(target):
+        check_overlap(plan.source, target)
+        if not force and is_done(plan, target):
+            return False
+        check_replaceable(target)
+        workshop.check()
+        if not workshop.path.exists():
+            _check_disk(target, plan.pieces)
+        with workshop.locked(f"{share.index}" if share else ""):
+            if workshop.prepare(plan):
+                notice("the source or the options have changed since the last try: starting afresh")
+            todo = [piece for piece in plan.pieces if workshop.done(piece) is None]
+            if share is not None:
+                todo = [piece for piece in todo if piece.number % share.count == share.index]
+            elif len(todo) < len(plan.pieces):
+                notice(f"{len(plan.pieces) - len(todo)} of {len(plan.pieces)} pieces are there from before")
+            _check_disk(target, todo)
+            check_tied(plan.source)
+            _do(plan, workshop, todo, workers, progress)
+            if share is None:
+                write_rest(plan, workshop)
+                _publish(plan, workshop, target, force)
     return True
+
+
+def _publish(plan: ConversionPlan, workshop: Workshop, target: Path, force: bool) -> None:
+    """Give the result its name, unless something else has taken it since the beginning."""
+    check_overlap(plan.source, target)
+    if force:
+        check_replaceable(target)
+    else:
+        _check_free(target)
+    workshop.publish(target)
 
 
 def _check_disk(target: Path, pieces: Sequence[Piece]) -> None:
@@ -82,19 +97,29 @@ def _check_disk(target: Path, pieces: Sequence[Piece]) -> None:
 
 def is_done(plan: ConversionPlan, target: Path) -> bool:
     """The target was made by the same plan; a UserError if something else is in its place."""
-    if not target.exists() or (target.is_dir() and not any(target.iterdir())):
+    if _is_free(target):
         return False
-    record = target / RECORD
-    known = read_json(record) if record.is_file() else {}
-    if known.get("digest") == plan.digest:
-        whole = all((target / n).is_file() and (target / n).stat().st_size == s for n, s in known["files"].items())
-        if whole:
+    record = record_of(target)
+    damaged = ""
+    if record.get("digest") == plan.digest:
+        if all((target / n).is_file() and (target / n).stat().st_size == s for n, s in record["files"].items()):
             return True
-    raise UserError(
-        "exists already" + (", and is damaged" if known.get("digest") == plan.digest else ""),
-        where=str(target),
-        remedy="choose another folder, or replace it with --force",
-    )
+        damaged = ", and is damaged"
+    raise _taken(target, damaged)
+
+
+def _is_free(target: Path) -> bool:
+    return not target.exists() or (target.is_dir() and not any(target.iterdir()))
+
+
+def _check_free(target: Path) -> None:
+    if not _is_free(target):
+        raise _taken(target)
+
+
+def _taken(target: Path, damaged: str = "") -> UserError:
+    force = ", or replace it with --force" if is_replaceable(target) else ""
+    return UserError(f"exists already{damaged}", where=str(target), remedy=f"choose another folder{force}")
 
 
 @contextlib.contextmanager

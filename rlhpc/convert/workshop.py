@@ -3,6 +3,7 @@
 .NAME.converting/plan.json    which plan the pieces are of
                  pieces/7.json  written when piece 7 is on disk: where its items lie, and their CRC-32
                  target/      what will be the target
+                 former/      what the target replaces, for a moment
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
+import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json
 from rlhpc.plan.convert import ConversionPlan, Piece
 
+_NOTE = "plan.json"
 Items = list[list[int]]  # of each item of a piece: start in the file, length, CRC-32 of its elements
 
 
@@ -41,20 +43,47 @@ class Workshop:
     def pieces(self) -> Path:
         return self.path / "pieces"
 
+    @property
+    def former(self) -> Path:
+        return self.path / "former"
+
+    @property
+    def folders(self) -> tuple[Path, ...]:
+        """Where files are written and removed."""
+        return self.pieces, self.target, self.former
+
+    def check(self) -> None:
+        """Refuse a folder of this name that holds anything but a conversion's own plain files: what is in it is written
+        in place and removed. Raises UserError."""
+        if not os.path.lexists(self.path):
+            return
+        foreign = next(self._foreign(), None)
+        if foreign is not None:
+            raise UserError(
+                f"{foreign.name!r} in it is a link, has a second name, or was not written by a conversion",
+                where=str(self.path),
+                remedy="move this folder away; the conversion then starts afresh",
+            )
+
     def prepare(self, plan: ConversionPlan) -> bool:
         """Make the folders; what is there of another plan goes. Returns whether there was any."""
-        note = self.path / "plan.json"
+        with open(self.path / "lock-prepare", "w") as handle:
+            fcntl.flock(handle, fcntl.LOCK_EX)  # shares begin together, and one must not empty what another fills
+            return self._prepare(plan)
+
+    def _prepare(self, plan: ConversionPlan) -> bool:
+        note = self.path / _NOTE
         known = _read(note).get("digest") if note.is_file() else None
         other = known is not None and known != plan.digest
-        if known != plan.digest:
-            for folder in (self.target, self.pieces):
-                shutil.rmtree(folder, ignore_errors=True)
+        if known != plan.digest or not self.target.is_dir():
+            for folder in (self.pieces, self.target):  # in this order: a piece that counts as done has its file
+                _empty(folder)
+            _write(note, {"digest": plan.digest})
         self.pieces.mkdir(exist_ok=True)
         self.target.mkdir(exist_ok=True)
         for file in plan.files:
             with open(self.target / file.name, "ab") as handle:
                 handle.truncate(file.size)
-        _write(note, {"digest": plan.digest})
         return other
 
     @contextlib.contextmanager
@@ -88,12 +117,38 @@ class Workshop:
                 flush(file)
         flush(self.target)
         if target.exists():
-            former = self.path / "former"
-            shutil.rmtree(former, ignore_errors=True)
-            os.replace(target, former)
+            _remove(self.former)
+            os.replace(target, self.former)
         os.replace(self.target, target)
-        flush(target.absolute().parent)
-        shutil.rmtree(self.path, ignore_errors=True)
+        flush(target.parent)
+        with contextlib.suppress(OSError):  # the target is complete
+            self._discard()
+
+    def _discard(self) -> None:
+        """Remove the folder, the note by which it is known last."""
+        for folder in self.folders:
+            _remove(folder)
+        for name in sorted(os.listdir(self.path), key=lambda name: name == _NOTE):
+            os.unlink(self.path / name)
+        os.rmdir(self.path)
+
+    def _foreign(self) -> Iterator[Path]:
+        """What in it no conversion has made."""
+        if not _is_folder(self.path):
+            yield self.path
+            return
+        folders = [folder for folder in self.folders if _is_folder(folder)]
+        noted = (self.path / _NOTE).is_file()
+        for path in sorted(self.path.iterdir()):
+            if path in folders:
+                if not noted:
+                    yield path
+            elif not (path.name.startswith(("lock", "plan.")) and _is_plain(path)):
+                yield path
+        for folder in folders:
+            for path in sorted(folder.iterdir()):
+                if _is_folder(path) or (folder != self.former and not _is_plain(path)):
+                    yield path
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
@@ -117,3 +172,30 @@ def flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _is_plain(path: Path) -> bool:
+    """A file of one name, or one that another job has removed meanwhile."""
+    try:
+        status = path.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1
+
+
+def _empty(folder: Path) -> None:
+    """Remove the files of a folder, if it is there; a folder in it is an OSError."""
+    if folder.exists():
+        for path in folder.iterdir():
+            path.unlink(missing_ok=True)
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder of files, if it is there."""
+    _empty(folder)
+    with contextlib.suppress(FileNotFoundError):
+        folder.rmdir()

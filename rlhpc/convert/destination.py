@@ -1,0 +1,103 @@
+"""Where a conversion may write: not over its source, and in place of nothing but the result of a conversion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rlhpc.convert.workshop import Workshop
+from rlhpc.core.errors import UserError
+from rlhpc.core.files import read_json
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.overlap import contains, is_same, resolved
+from rlhpc.plan.conversion_sides import RECORD, Side
+
+
+def check_overlap(source: Side, target: Path) -> None:
+    """Refuse a target that is the source, lies in it or holds any of it; the same for the folder beside the target in
+    which the conversion is written. Raises UserError."""
+    root, staging, links = _source_root(source), Workshop.beside(target), list(_linked_files(source))
+    for path in (target, staging.path, *staging.folders):
+        for folder in dict.fromkeys((root, source.folder, source.model_folder)):
+            if is_same(path, folder):
+                raise _overlap(target, path, f"is the source {str(folder)!r}")
+            if contains(path, folder):
+                raise _overlap(target, path, f"holds the source {str(folder)!r}")
+        if contains(root, path):
+            raise _overlap(target, path, f"is inside the source {str(root)!r}")
+        for file in links:
+            if contains(path, file):
+                raise _overlap(target, path, f"holds {str(file)!r}, to which the source {str(root)!r} links")
+
+
+def check_replaceable(target: Path) -> None:
+    """Refuse to replace anything but an empty folder or one that holds nothing but files of a conversion.
+
+    A subfolder is always foreign, so nothing is ever removed recursively. Raises UserError.
+    """
+    if not os.path.lexists(target):
+        return
+    if os.path.ismount(target):
+        raise UserError(
+            "is a mount point, which cannot be replaced", where=str(target), remedy="name a new folder in it"
+        )
+    reason = _foreign(target)
+    if reason:
+        raise UserError(
+            f"{reason}; --force replaces only what a conversion wrote",
+            where=str(target),
+            remedy="choose another folder, or move this one away",
+        )
+
+
+def is_replaceable(target: Path) -> bool:
+    """Whether --force may replace what is there."""
+    return not os.path.ismount(target) and not _foreign(target)
+
+
+def record_of(target: Path) -> dict[str, Any]:
+    """The record of the conversion that wrote the folder; empty for any other."""
+    try:
+        record = read_json(target / RECORD)
+    except (OSError, ValueError):
+        return {}
+    whole = isinstance(record, dict) and isinstance(record.get("files"), dict) and isinstance(record.get("digest"), str)
+    return record if whole else {}
+
+
+def _foreign(target: Path) -> str:
+    """What of it no conversion wrote; empty if there is no such thing."""
+    if not target.is_dir():
+        return "is not a folder"
+    entries = sorted(os.scandir(target), key=lambda entry: entry.name)
+    if not entries:
+        return ""
+    record = record_of(target)
+    if not record:
+        return "was not written by a conversion"
+    known = {RECORD, *record["files"]}
+    for entry in entries:
+        if entry.name not in known or entry.is_dir(follow_symlinks=False):
+            return f"holds {entry.name!r}, which no conversion wrote"
+    return ""
+
+
+def _source_root(source: Side) -> Path:
+    """The source's folder; for a checkpoint of a run the folder of all its checkpoints."""
+    folder = resolved(source.folder)
+    above = folder.parent.parent
+    return above if folder.name == "actor" and above == RunFolder(above.parent).checkpoints else folder
+
+
+def _linked_files(source: Side) -> Iterator[Path]:
+    """What the links in the source's folders lead to, such as the blobs of HuggingFace's cache."""
+    for folder in dict.fromkeys((source.folder, source.model_folder)):
+        yield from (resolved(Path(entry.path)) for entry in os.scandir(folder) if entry.is_symlink())
+
+
+def _overlap(target: Path, path: Path, reason: str) -> UserError:
+    if path != target:
+        reason = f"{str(path)!r}, where the conversion is written, {reason}"
+    return UserError(reason, where=str(target), remedy="choose a destination that does not overlap the source")

@@ -1,0 +1,269 @@
+"""A conversion never writes over its source, nor over anything that no conversion wrote."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rlhpc.convert.execute import Share, convert
+from rlhpc.convert.workshop import Workshop
+from rlhpc.core.errors import UserError
+from tests.convert.helpers import plan
+from tests.helpers.plain_model import write_model
+
+ROOT = Path(__file__).parents[2]
+PIPES = {"capture_output": True, "text": True}
+FORCE = pytest.mark.parametrize("force", [False, True], ids=["", "force"])
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder, with a model in models/source and a converted one in models/converted."""
+    monkeypatch.chdir(tmp_path)
+    source = write_model(tmp_path / "models" / "source")
+    weights = source / "model.safetensors"
+    header = 8 + int.from_bytes(weights.read_bytes()[:8], "little")
+    size = weights.stat().st_size - header
+    weights.write_bytes(weights.read_bytes()[:header] + random.Random(1).randbytes(size))
+    convert(plan(source, "megatron"), tmp_path / "models" / "converted", workers=1)
+    return tmp_path
+
+
+def refused(source: Path, target: Path, force: bool, match: str) -> None:
+    """The conversion is refused with one line, and nothing has changed on disk."""
+    before = contents(Path.cwd())
+    made = plan(source, "megatron", tp=2)
+    with pytest.raises(UserError, match=match) as caught:
+        convert(made, target, workers=1, force=force)
+    assert caught.value.where in (str(target.resolve()), str(Workshop.beside(target.resolve()).path))
+    assert caught.value.remedy
+    assert contents(Path.cwd()) == before
+    assert not list(Path.cwd().rglob(".*.converting/lock"))
+
+
+@FORCE
+@pytest.mark.parametrize("source", ["source", "converted"])
+@pytest.mark.parametrize(
+    ("target", "match"),
+    [
+        ("models/{}", "is the source"),
+        ("models/../models/{}/.", "is the source"),
+        ("models/{}/new", "is inside the source"),
+        ("models/{}/new/deeper", "is inside the source"),
+        ("models", "holds the source"),
+        (".", "holds the source"),
+    ],
+)
+def test_the_source_is_refused_by_path(home: Path, source: str, target: str, match: str, force: bool) -> None:
+    refused(Path("models", source), Path(target.format(source)), force, match)
+
+
+@FORCE
+@pytest.mark.parametrize("which", ["source", "target"])
+@pytest.mark.parametrize(("target", "match"), [("converted", "is"), ("converted/new", "is inside"), ("", "holds")])
+def test_the_source_is_refused_through_a_link(home: Path, which: str, target: str, match: str, force: bool) -> None:
+    (home / "link").symlink_to(home / "models")
+    models = {"source": home / "models", "target": home / "models"}
+    models[which] = home / "link"
+    refused(models["source"] / "converted", models["target"] / target, force, f"{match} the source")
+
+
+@FORCE
+def test_the_blobs_that_the_source_links_to_are_refused(home: Path, force: bool) -> None:
+    """As in HuggingFace's cache: a folder of links into another one, which a conversion wrote."""
+    (home / "snapshot").mkdir()
+    for file in (home / "models" / "converted").iterdir():
+        (home / "snapshot" / file.name).symlink_to(file)
+    refused(home / "snapshot", home / "models" / "converted", force, "to which the source .* links")
+
+
+@FORCE
+def test_a_folder_of_a_run_s_checkpoints_is_refused(home: Path, force: bool) -> None:
+    checkpoints = home / "run" / "checkpoints"
+    for step in (1, 2):
+        shutil.copytree(home / "models" / "converted", checkpoints / f"step-0000000{step}" / "actor")
+    match = "is inside the source|holds the source|is the source"
+    for target in (checkpoints / "step-00000001" / "actor", checkpoints / "new", checkpoints, checkpoints.parent):
+        refused(home / "run", target, force, match)
+
+
+@FORCE
+def test_a_source_in_the_staging_folder_is_refused(home: Path, force: bool) -> None:
+    target = home / "target"
+    staging = Workshop.beside(target)
+    staging.path.mkdir()
+    (home / "models" / "converted").rename(staging.target)
+    refused(staging.target, target, force, "where the conversion is written")
+
+
+def test_the_source_is_refused_through_bind_mounts(home: Path) -> None:
+    """Equal, inside and above, each from either name, with and without --force, in a mount namespace of its own."""
+    code = """
+import sys
+from pathlib import Path
+from tests.convert.test_destination import refused
+original, bound = Path("models"), Path("bound")
+assert bound.resolve() != original.resolve()
+for one, other in ((original, bound), (bound, original)):
+    for force in (False, True):
+        refused(one / "converted", other / "converted", force, "is the source")
+        refused(one / "converted", other / "converted" / "new", force, "is inside the source")
+        refused(one / "converted", other, force, "holds the source")
+        # Above under another name: no parent of the source's path is this folder.
+        refused(Path("alone"), original, force, "no conversion wrote|not written by|exists already")
+        # What a conversion wrote, in which the source is mounted.
+        refused(Path("alone"), Path("other"), force, "holds 'mounted'|exists already; choose another folder$")
+        refused(Path("models/converted"), Path("staged"), force, "where the conversion is written")
+        refused(Path("models/source"), Path("disk"), force, "is a mount point, which cannot be replaced; name a new")
+print("refused")
+"""
+    for folder in ("disk", "bound", "alone", "other/mounted", ".staged.converting/target"):
+        (home / folder).mkdir(parents=True)
+    for file in (home / "models" / "converted").iterdir():
+        shutil.copy(file, home / "other")
+    mounts = (
+        ("models", "bound"),
+        ("models/converted", "alone"),
+        ("models/converted", "other/mounted"),
+        ("models/converted", ".staged.converting/target"),
+    )
+    script = " && ".join(["mount -t tmpfs none disk", *(f"mount --bind {one} {other}" for one, other in mounts)])
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", f'{script} && exec "$0" -c "$1"', sys.executable, code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        **PIPES,
+    )
+    if "Operation not permitted" in done.stderr or "permission denied" in done.stderr:
+        pytest.skip("this machine does not permit mounts")
+    assert done.stdout == "refused\n", done.stderr
+
+
+def add_file(target: Path) -> None:
+    (target / "notes.txt").write_text("years of work")
+
+
+def add_folder(target: Path) -> None:
+    (target / "data").mkdir()
+    (target / "data" / "notes.txt").write_text("years of work")
+
+
+def replace_by_folder(target: Path) -> None:
+    """Under the name of a file that a conversion wrote."""
+    (target / "config.json").unlink()
+    add_folder(target)
+    (target / "data").rename(target / "config.json")
+
+
+def lose_record(target: Path) -> None:
+    (target / "conversion.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (add_file, "holds 'notes.txt', which no conversion wrote; --force replaces only"),
+        (add_folder, "holds 'data', which no conversion wrote"),
+        (replace_by_folder, "holds 'config.json', which no conversion wrote"),
+        (lose_record, "was not written by a conversion"),
+    ],
+)
+def test_force_replaces_only_what_a_conversion_wrote(home: Path, change: Callable[[Path], None], match: str) -> None:
+    target = home / "models" / "converted"
+    change(target)
+    refused(home / "models" / "source", target, True, match)
+    refused(home / "models" / "source", target, False, "exists already(, and is damaged)?; choose another folder$")
+
+
+def test_a_file_is_not_replaced(home: Path) -> None:
+    (home / "thesis.tex").write_text("years of work")
+    refused(home / "models" / "source", home / "thesis.tex", True, "is not a folder")
+
+
+def test_a_target_that_changes_meanwhile_is_not_replaced(home: Path) -> None:
+    """Somebody else takes the name while the conversion works; the next try goes on from what is finished."""
+    source, target = home / "models" / "source", home / "models" / "new"
+    made, told = plan(source, "megatron", tp=2), []
+
+    def take(done: int, total: int) -> None:
+        target.mkdir(exist_ok=True)
+        add_file(target)
+
+    for force, match in ((False, "exists already"), (True, "not written by a conversion")):
+        with pytest.raises(UserError, match=match):
+            convert(made, target, workers=1, force=force, progress=take)
+        assert (target / "notes.txt").read_text() == "years of work"
+        (target / "notes.txt").unlink()
+    assert convert(made, target, workers=1, notice=told.append)
+    assert told == [f"{len(made.pieces)} of {len(made.pieces)} pieces are there from before"]
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
+def test_a_resumed_conversion_writes_through_no_link(home: Path, link: Callable[[Path, Path], None]) -> None:
+    """Files and folders of the staging folder are other names of the source's."""
+    source, target = home / "models" / "source", home / "models" / "new"
+    made, before = plan(source, "hf"), contents(source)
+    convert(made, target, workers=1, share=Share(0, 2))
+    staged = Workshop.beside(target)
+    (staged.target / "model.safetensors").unlink()
+    link(source / "model.safetensors", staged.target / "model.safetensors")
+    with pytest.raises(UserError, match=r"'model\.safetensors' in it is a link, has a second name"):
+        convert(made, target, workers=1)
+    assert contents(source) == before
+    shutil.rmtree(staged.path)
+    assert convert(made, target, workers=1)
+
+
+def test_pieces_whose_files_are_gone_are_done_again(home: Path) -> None:
+    """As after a kill between the end of a conversion and the removal of its staging folder."""
+    made, target = plan(home / "models" / "converted", "hf"), home / "models" / "back"
+    convert(made, target, workers=1, share=Share(0, 1))
+    shutil.rmtree(Workshop.beside(target).target)
+    assert convert(made, target, workers=1)
+    assert contents(target)["model.safetensors"].endswith(
+        contents(home / "models" / "source")["model.safetensors"][-64:]
+    )
+
+
+def test_a_staging_folder_of_somebody_else_is_not_emptied(home: Path) -> None:
+    target = home / "models" / "new"
+    theirs = Workshop.beside(target).target / "thesis.tex"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("years of work")
+    refused(home / "models" / "source", target, True, "'target' in it is a link, has a second name, or was not written")
+
+
+def test_hard_links_of_the_source_are_replaced_by_name(home: Path) -> None:
+    """A copy by `cp -al` is a conversion's result like any other: its names go, the files stay."""
+    source, target = home / "models" / "converted", home / "models" / "copy"
+    shutil.copytree(source, target, copy_function=os.link)
+    before = contents(source)
+    assert convert(plan(source, "megatron", tp=2), target, workers=1, force=True)
+    assert contents(source) == before
+    assert (target / "conversion.json").read_bytes() != (source / "conversion.json").read_bytes()
+
+
+def test_a_link_to_a_converted_folder_is_followed(home: Path) -> None:
+    """The folder is replaced where it is; the link stays."""
+    (home / "link").symlink_to(home / "models" / "converted")
+    assert convert(plan(home / "models" / "source", "megatron", tp=2), home / "link", workers=1, force=True)
+    assert (home / "link").is_symlink()
+    assert not convert(plan(home / "models" / "source", "megatron", tp=2), home / "models" / "converted", workers=1)
+
+
+def test_a_dry_run_refuses_too(home: Path) -> None:
+    command = [sys.executable, "-m", "rlhpc.cli.main", "convert", "hf-to-megatron", "models/source", "models/source"]
+    done = subprocess.run([*command, "--dry-run", "--force"], env={**os.environ, "PYTHONPATH": str(ROOT)}, **PIPES)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "is the source" in done.stderr
