@@ -175,7 +175,9 @@ def _serve(kind: str, listener: socket.socket) -> dict[str, Any] | None:
     children: dict[int, socket.socket] = {}
     while True:
         readable = _wait([0, listener.fileno(), *(c.fileno() for c in children.values())], 0.02 if children else None)
-        if 0 in readable:
+        if 0 in readable:  # the tests have ended, perhaps by a kill
+            for pid in children:
+                os.kill(pid, signal.SIGKILL)
             os._exit(0)
         if listener.fileno() in readable:
             connection, _ = listener.accept()
@@ -222,6 +224,7 @@ def _import(kind: str) -> None:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # a forked process need not go through all of this when it collects its own garbage
+    gc.unfreeze = lambda: None  # vLLM calls it when an engine ends
 
 
 def _become(request: dict[str, Any], descriptors: dict[int, int]) -> None:
