@@ -50,8 +50,17 @@ class TrainBackend(Protocol):
     ) -> TrainStats:
         """One optimizer update on the sum of ``loss(...).total`` over all ranks' batches, divided by ``denominator``.
 
-        Every data-parallel rank passes the same number of batches.
+        Every data-parallel rank passes the same number of batches. Where the norm of the gradients is not finite the
+        update is skipped, on all ranks alike: weights and optimizer stay as they are, bit for bit.
         """
+
+    def differentiate(
+        self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float
+    ) -> TrainStats:
+        """As ``train``, without the update: for a replay."""
+
+    def has_finite_weights(self) -> bool:
+        """Whether every weight of every rank is a finite number. Collective over all ranks."""
 
     def view(self, shard: Shard) -> Tensor:
         """This rank's live weights of a shard, in the tensor's own number of dimensions."""

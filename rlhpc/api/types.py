@@ -171,12 +171,14 @@ class LossSums:
 class TrainStats:
     """Of one optimizer update, equal on every rank. ``sums`` are LossSums.metrics reduced over all ranks.
 
-    ``gauges`` are finished values of the back end's own, such as what routers of experts did.
+    ``gauges`` are finished values of the back end's own, such as what routers of experts did. ``applied`` is false
+    where the update was skipped.
     """
 
     gradient_norm: float
     sums: dict[str, float]
     gauges: dict[str, float] = field(default_factory=dict)
+    applied: bool = True
 
 
 @dataclass
@@ -190,6 +192,8 @@ class RunState:
     weights_version: int = 0  # pushes to the engine
     kl_coefficient: float | None = None  # the one in force, where it is adapted
     prompts_digest: str = ""  # of the prompts that prompt_cursor counts
+    actor_skipped: int = 0  # the actor's updates that were skipped since its last good one
+    critic_skipped: int = 0  # the same of the critic
 
     @property
     def total_steps(self) -> int:

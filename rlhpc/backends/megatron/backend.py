@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,18 @@ from torch import Tensor
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainStats
 from rlhpc.backends.megatron.checkpoint import BackgroundWrite, Content
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
-from rlhpc.backends.megatron.experts import routers_of, routing_metrics
+from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
 from rlhpc.backends.megatron.log_probs import token_stats
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
 from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, device_tensors
-from rlhpc.backends.megatron.optimizer import build_optimizer, distribute, set_rate, wrap_chunks
+from rlhpc.backends.megatron.optimizer import (
+    build_optimizer,
+    distribute,
+    ready_gradients,
+    set_rate,
+    take_step,
+    wrap_chunks,
+)
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
@@ -175,6 +183,30 @@ class MegatronBackend:
         self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float
     ) -> TrainStats:
         """See ``TrainBackend``."""
+        biases = biases_of(self._routers)
+        found = self._differentiate(batches, loss, denominator, temperature)
+        if not math.isfinite(found.gradient_norm):
+            restore_biases(self._routers, biases)
+            return found
+        set_rate(self._optimizer, rate, self._section.weight_decay)
+        with megatron_device():
+            take_step(self._optimizer, found.gradient_norm)
+        return replace(found, applied=True)
+
+    @_in_its_groups
+    def differentiate(
+        self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float
+    ) -> TrainStats:
+        """See ``TrainBackend``."""
+        biases = biases_of(self._routers)
+        found = self._differentiate(batches, loss, denominator, temperature)
+        restore_biases(self._routers, biases)
+        return found
+
+    def _differentiate(
+        self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float
+    ) -> TrainStats:
+        """Makes the gradients ready for the optimizer; stats of an update that is not applied yet."""
 
         def differentiate(
             batch: PackedBatch, local: LocalBatch, logits: Tensor
@@ -184,16 +216,25 @@ class MegatronBackend:
             return sums.total / denominator, no_tokens, sums.metrics
 
         self._offload.restore(*KINDS)
-        set_rate(self._optimizer, rate, self._section.weight_decay)
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
         self._weigh_aux_losses(batches)
         metrics = self._run(batches, differentiate, forward_only=False)
         with megatron_device():
-            _, gradient_norm, _ = self._optimizer.step()
+            norm = ready_gradients(self._optimizer)
         gauges = routing_metrics(self._routers, self._config.moe_router_topk) if self._has_experts else {}
-        return TrainStats(float(gradient_norm), self._reduce_metrics(metrics), gauges)
+        return TrainStats(norm, self._reduce_metrics(metrics), gauges, applied=False)
+
+    @_in_its_groups
+    def has_finite_weights(self) -> bool:
+        """See ``TrainBackend``."""
+        self._offload.restore("parameters")
+        # Extremes take no memory, unlike a mask of every weight; what is not finite shows in them.
+        extremes = [torch.stack(torch.aminmax(param.detach())) for param in self.weights.parameters()]
+        finite = torch.stack([torch.isfinite(pair).all() for pair in extremes]).all().int()
+        dist.all_reduce(finite, op=dist.ReduceOp.MIN)
+        return bool(finite)
 
     def view(self, shard: Shard) -> Tensor:
         """See ``TrainBackend``."""

@@ -86,6 +86,19 @@ def routers_of(models: Sequence[torch.nn.Module]) -> list[Router]:
     return [module for model in models for module in model.modules() if isinstance(module, Router)]
 
 
+def biases_of(routers: Sequence[Router]) -> list[Tensor]:
+    """Copies of the biases per expert, of the routers that have one."""
+    return [router.expert_bias.clone() for router in routers if router.expert_bias is not None]
+
+
+def restore_biases(routers: Sequence[Router], biases: Sequence[Tensor]) -> None:
+    """Puts the copies back after an update that is skipped: Megatron moves the biases when it reduces the gradients
+    (finalize_model_grads.py:476), before their norm is known."""
+    with_bias = [router for router in routers if router.expert_bias is not None]
+    for router, bias in zip(with_bias, biases, strict=True):
+        router.expert_bias.copy_(bias)
+
+
 def routing_metrics(routers: Sequence[Router], top_k: int) -> dict[str, float]:
     """What the routers did since the last call, over all ranks and layers; equal on every rank. Collective.
 

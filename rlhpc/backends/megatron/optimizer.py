@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -45,7 +46,7 @@ def distribute(config: TransformerConfig, chunks: list[torch.nn.Module]) -> list
 
 def build_optimizer(
     section: OptimizerSection, config: TransformerConfig, chunks: list[DistributedDataParallel]
-) -> MegatronOptimizer:
+) -> ChainedOptimizer:
     """AdamW or the user's optimizer, with float32 master weights, its state cut over the data-parallel ranks."""
     adopt_optimizer(AdamW if section.function is None else functools.partial(_make_custom, section))
     options = OptimizerConfig(
@@ -110,6 +111,27 @@ def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: A
 
     hook = optimizer.register_step_post_hook(check)
     return optimizer
+
+
+def ready_gradients(optimizer: ChainedOptimizer) -> float:
+    """Hands the reduced gradients to the inner optimizers. Returns their norm before clipping, one number for dense
+    parameters and experts of all ranks, equal on every rank. Collective."""
+    overflowed = optimizer.prepare_grads()
+    assert not overflowed, "only a loss scaler looks for overflows, and there is none"
+    return float(optimizer.get_grad_norm())
+
+
+def take_step(optimizer: ChainedOptimizer, norm: float) -> None:
+    """Clips the ready gradients by their norm and updates the weights. Collective.
+
+    With ``ready_gradients`` this is Megatron's ``ChainedOptimizer.step`` (optimizer.py:1291), which takes the step
+    whatever the norm is.
+    """
+    for part in optimizer.chained_optimizers:
+        if parameters := part.get_parameters():
+            decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
+            clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm, decoupled)
+    optimizer.step_with_ready_grads()
 
 
 def set_rate(optimizer: MegatronOptimizer, rate: float, weight_decay: float) -> None:
