@@ -99,6 +99,9 @@ class RecoverySection(Section):
     """Most failures in a row; one that comes after a newer checkpoint counts from one again."""
     wait_seconds: NonNegativeFloat = 120.0
     """Pause before a retry."""
+    non_finite: Literal["retry", "stop"] = "stop"
+    """train.max_skipped_updates in a row were skipped, or weights are not finite. A retry repeats the steps since the
+    newest checkpoint, which helps only if a device was at fault."""
     out_of_memory: Literal["shrink", "stop"] = "shrink"
     """shrink: halve train.tokens_per_microbatch, or on the engine's side rollout.max_running, and go on."""
     network: Literal["retry", "stop"] = "retry"

@@ -104,6 +104,9 @@ class TrainSection(Section):
     """The same for passes without gradient, of actor and reference model; default: tokens_per_microbatch."""
     mask_truncated: bool = False
     """Learn nothing from responses that were cut off (overlong filtering), though they count among their group."""
+    max_skipped_updates: PositiveInt = 3
+    """Updates of one model skipped in a row, for gradients that are not finite, that end the run; in the supervised
+    warm-up too."""
     dynamic_sampling: DynamicSamplingSection | None = None
     replay: ReplaySection | None = None
     optimizer: OptimizerSection = OptimizerSection()

@@ -19,6 +19,7 @@ Cause = Literal[
     "finished",
     "user",
     "data",
+    "non_finite",
     "gpu_memory",
     "host_memory",
     "network",

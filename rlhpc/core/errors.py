@@ -27,6 +27,11 @@ class NodeError(UserError):
     """One machine of the job is at fault, not what was asked of it; another one may do. ``where`` names it."""
 
 
+class NonFiniteError(RuntimeError):
+    """Training produces numbers that are not finite. One line: which model, phase and step, where the batches are, the
+    remedy. The fault may be in data, rate, code or a device, so it is no error of the user's input."""
+
+
 class ReshardError(RuntimeError):
     """Weights did not get from training into an engine as they should. Not the user's fault: it keeps its traceback."""
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import NonFiniteError, UserError
 from rlhpc.core.files import read_json, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
@@ -80,6 +80,8 @@ def classify(error: BaseException) -> Kind:
         return "user"
     if isinstance(error, SystemExit):
         return "error" if error.code else "done"
+    if isinstance(error, NonFiniteError):  # all ranks raise it; the path in its message may look like a lost peer
+        return "error"
     cause: BaseException | None = error
     while cause is not None:
         if type(cause).__name__ in _PEER_TYPES or _PEER_MESSAGE.search(str(cause)):

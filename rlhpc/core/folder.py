@@ -73,6 +73,27 @@ class AttemptFolder:
 
 
 @dataclass(frozen=True)
+class SkippedUpdate:
+    """The batch of an update that was skipped, to be replayed (rlhpc.trainer.skipped)."""
+
+    path: Path
+
+    @property
+    def record(self) -> Path:
+        """Which update it was, and what it was computed with besides its batches."""
+        return self.path / "update.json"
+
+    def batches(self, data: int, stage: int) -> Path:
+        """The packed batches of one data-parallel and pipeline rank."""
+        return self.path / f"batches-{data:05d}-{stage:03d}.pt"
+
+    @property
+    def replay(self) -> Path:
+        """The folder of `rlhpc replay`, which is a run folder."""
+        return self.path / "replay"
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """Where everything of one run is written. ``path`` is made absolute, so that ranks may change their folder."""
 
@@ -129,6 +150,16 @@ class RunFolder:
     def evaluation(self) -> Path:
         """What a run without steps has found: metrics of the held-out prompts."""
         return self.path / "metrics.json"
+
+    @property
+    def skipped_updates(self) -> Path:
+        """One folder per batch whose update was skipped, the newest ones; absent while there is none."""
+        return self.path / "skipped_updates"
+
+    @property
+    def replayed(self) -> Path:
+        """Results of a replay."""
+        return self.path / "replay.json"
 
     @property
     def checkpoints(self) -> Path:

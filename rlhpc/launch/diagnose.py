@@ -41,6 +41,7 @@ class Diagnosis:
 # Which cause a rank's error has, by its type and message; the first that fits.
 _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     ("hang", re.compile(r"^Hang: ")),
+    ("non_finite", re.compile(r"^NonFiniteError: ")),
     ("disk_full", re.compile(r"No space left on device|Disk quota exceeded", re.I)),
     (
         "bad_node",
@@ -160,7 +161,7 @@ def diagnose_error(failed: ExitRecord) -> Diagnosis:
     known = Diagnosis("crash", message, failed.rank, failed.node, failed.traceback)
     for cause, pattern in _ERRORS:
         if pattern.search(text):
-            return replace(known, cause=cause)
+            return replace(known, cause=cause, message=failed.message if cause == "non_finite" else message)
     if failed.kind == "user":
         return replace(known, cause="data" if _DATA.search(failed.message) else "user")
     return replace(known, cause="user") if _OF_THE_CODE.match(failed.type) else known

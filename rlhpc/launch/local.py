@@ -69,7 +69,10 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
         if failed is not None:
             cause = diagnose_error(failed).cause
             attempts.end(attempt, Verdict(time.time(), cause, failed.message, "stop", failed.rank, failed.node))
-            _tell(failed, ranks, oom_kills() > oom_before)
+            if cause == "non_finite":
+                print(f"rlhpc: {failed.message}", file=sys.stderr)
+            else:
+                _tell(failed, ranks, oom_kills() > oom_before)
             return 1
         if any(record.kind == "stopped" for record in ended.values()):
             attempts.end(attempt, Verdict(time.time(), "stopped", "saved and ended on request", "stop"))

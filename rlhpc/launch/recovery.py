@@ -98,6 +98,7 @@ def _policy_of(cause: Cause, config: RunConfig) -> str:
         "gpu_memory": policy.out_of_memory,
         "host_memory": policy.out_of_memory,
         "network": policy.network,
+        "non_finite": policy.non_finite,
         "bad_node": policy.bad_node,
         "hang": policy.hang,
         "disk_full": policy.disk_full,

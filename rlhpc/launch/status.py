@@ -22,6 +22,7 @@ _CAUSES = {
     "finished": "finished",
     "user": "wrong input, or an error in the user's code",
     "data": "wrong data",
+    "non_finite": "gradients or weights are not finite",
     "gpu_memory": "out of GPU memory",
     "host_memory": "out of host memory",
     "network": "the network, or a collective, failed",

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rlhpc.core.errors import NodeError, UserError
+from rlhpc.core.errors import NodeError, NonFiniteError, UserError
 from rlhpc.core.exits import ExitRecord, classify, culprit, read_exits, read_starts, run_recorded, write_exit
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId
@@ -42,6 +42,7 @@ def test_the_cause_is_found(records, cause):
     [
         (UserError("NCCL is not there"), "user"),
         (ValueError("wrong shape"), "error"),
+        (NonFiniteError("the batches are in /home/alice/nccl/run"), "error"),
         (SystemExit(3), "error"),
         (SystemExit(0), "done"),
         (KeyboardInterrupt(), "peer"),

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import NonFiniteError, UserError
 
 
 def rank() -> int:
@@ -53,6 +53,10 @@ def user_error_on_rank_one(context: RankContext) -> None:
     if rank() == 1:
         raise UserError("8 is too many", where="rollout.tp", remedy="use 4")
     time.sleep(600)
+
+
+def not_finite(context: RankContext) -> None:
+    raise NonFiniteError("rl step 3: not finite; the batches are in /r/nccl")
 
 
 def killed_rank_one(context: RankContext) -> None:

@@ -47,6 +47,10 @@ def test_a_stop_that_one_rank_did_not_finish_is_a_crash():
         (end(1, "user", "UserError", "/r/x: cannot save a checkpoint (No space left on device); free"), "disk_full"),
         (end(1, "user", "NodeError", "node node1: /tmp is not writable"), "bad_node"),
         (end(1, "error", "OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB"), "gpu_memory"),
+        (
+            end(1, "error", "NonFiniteError", "rl step 3: 3 update(s) in a row, /r/no space left on device/x"),
+            "non_finite",
+        ),
         (end(1, "error", "MemoryError", ""), "host_memory"),
         (end(1, "error", "RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried"), "host_memory"),
         (end(1, "error", "OSError", "[Errno 28] No space left on device: '/r/metrics.jsonl'"), "disk_full"),

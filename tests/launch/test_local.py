@@ -120,6 +120,13 @@ def test_a_user_error_of_one_rank_is_raised_while_the_others_hang(tmp_path):
     assert time.monotonic() - started < 15
 
 
+def test_a_run_that_is_not_finite_ends_in_one_line_with_a_cause_of_its_own(tmp_path, capsys):
+    assert launch(tmp_path, "not_finite", 2) == 1
+    assert capsys.readouterr().err == "rlhpc: rl step 3: not finite; the batches are in /r/nccl\n"
+    verdict = read_verdict(folders(RunFolder(tmp_path / "run"))[-1])
+    assert (verdict.cause, verdict.action) == ("non_finite", "stop")
+
+
 def test_a_killed_rank_is_named_not_its_victims(tmp_path, capsys):
     assert launch(tmp_path, "killed_rank_one", 3) == 1
     told = capsys.readouterr().err

@@ -38,6 +38,12 @@ def test_what_would_fail_again_stops_at_once(config, cause):
     assert decide(Diagnosis(cause, "bad"), config(), situation()).action == "stop"
 
 
+def test_steps_that_are_not_finite_are_repeated_only_where_the_config_asks_for_it(config):
+    diverged = Diagnosis("non_finite", "rl step 3: …")
+    assert decide(diverged, config(), situation()).action == "stop"
+    assert decide(diverged, config("recovery.non_finite=retry"), situation()).action == "retry"
+
+
 @pytest.mark.parametrize("cause", ["network", "hang", "disk_full", "crash", "launch"])
 def test_others_are_tried_again_after_the_configured_wait(config, cause):
     verdict = decide(Diagnosis(cause, "bad", 1, "node1"), config("recovery.wait_seconds=30"), situation())
