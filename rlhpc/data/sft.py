@@ -56,10 +56,9 @@ class SFTSet:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def take(self, cursor: int, count: int, seed: int) -> tuple[list[Example], int]:
-        """The next ``count`` examples and the new cursor; the same for the same arguments, in every process."""
-        indices, cursor = self.order.take(cursor, count, seed)
-        return [self.sequences[i] for i in indices], cursor
+    def take(self, cursor: int, count: int, seed: int) -> tuple[list[int], int]:
+        """The next ``count`` rows and the new cursor; the same for the same arguments, in every process."""
+        return self.order.take(cursor, count, seed)
 
 
 def _split(row: Row, place: str) -> tuple[Text, str]:

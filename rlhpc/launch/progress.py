@@ -40,6 +40,9 @@ def progress_line(records: Sequence[Record]) -> str:
         value = last_number(records, name)
         if value is not None and phase in phases:
             parts.append(text.format(value))
+    skipped = sum(record.get(name) or 0 for record in records for name in ("skipped_updates", "critic/skipped_updates"))
+    if skipped:
+        parts.append(f"{skipped:.0f} update(s) skipped")
     left = _seconds_left(records)
     if left is not None:
         parts.append(f"{duration(left)} left")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 from pathlib import Path
 
 import torch.distributed as dist
 
-from rlhpc.api import BackgroundWrite, RunState
+from rlhpc.api import BackgroundWrite, RunState, TrainBackend
 from rlhpc.checkpoint import CheckpointStore
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import NonFiniteError, UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.stop import Reason
 from rlhpc.observe.metrics import MetricsWriter
@@ -94,18 +93,11 @@ class Loop:
     def _validate(self) -> Metrics:
         if self._run.validation is None:
             return {}
+        self._check_weights(actor=self._run.actor)
         return validate(self._run, self.state)
 
     def _report(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
         seconds = time.perf_counter() - began
-        checked = {"gradient_norm": "train" if phase == "rl" else "sft", "critic/gradient_norm": "critic"}
-        for name, section in checked.items():
-            if not math.isfinite(metrics.get(name, 0.0)):
-                raise UserError(
-                    f"the gradient norm is {metrics[name]} in {phase} step {step}",
-                    where=f"{section}.optimizer.learning_rate",
-                    remedy="lower the rate, or resume from the last checkpoint with a lower one",
-                )
         if self._writer is None:
             return
         tokens = metrics.pop("tokens", None)
@@ -131,10 +123,24 @@ class Loop:
     def _save(self, asynchronous: bool = False) -> None:
         began = time.monotonic()
         touch("save", self.state.total_steps)
+        trained = {"actor": self._run.actor, "critic": self._run.critic}
+        self._check_weights(**{name: model for name, model in trained.items() if model is not None})
         self._store.save(self.state, functools.partial(self._write_models, asynchronous))
         self._saved = self.state.total_steps
         if not asynchronous:  # how long a save takes where the run must stop
             self._stopper.saved(time.monotonic() - began)
+
+    def _check_weights(self, **models: TrainBackend) -> None:
+        """Refuses to validate or save weights that are not finite. Skipped updates keep them finite, but an optimizer or
+        a device may spoil them although the gradients are finite. Collective."""
+        for name, model in models.items():
+            if not model.has_finite_weights():
+                phase, step = ("rl", self.state.step) if self.state.step else ("sft", self.state.sft_step)
+                place = f"after {phase} step {step}" if self.state.total_steps else "before the first step"
+                raise NonFiniteError(
+                    f"the weights of the {name} are not finite {place} and are neither validated nor saved; check the "
+                    f"weights at model.path, the optimizer's function and rate and the devices, and resume the run"
+                )
 
     def _settle(self, wait: bool) -> None:
         """Let a save that is in the background come to its end, if it has."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from rlhpc.algo.kl import adapted_coefficient, with_coefficient
-from rlhpc.algo.losses import negative_log_likelihood
 from rlhpc.algo.schedule import learning_rate
-from rlhpc.api import LossSums, PackedBatch, RunState, Sample, TokenStats
+from rlhpc.api import RunState, Sample
 from rlhpc.config.schema import AlgorithmSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
@@ -19,25 +19,25 @@ from rlhpc.trainer.batches import sft_minibatch
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.routes import trained_routes
 from rlhpc.trainer.sampling import draw_samples, scored_by_model, step_samples
-from rlhpc.trainer.update import Metrics, update_actor, update_critic
+from rlhpc.trainer.skipped import Update, make_update
+from rlhpc.trainer.update import Metrics, sft_loss, update_actor, update_critic
 
 
 def sft_step(run: Run, state: RunState) -> Metrics:
     """One supervised update."""
     section = run.config.sft
     touch("supervised step", state.sft_step + 1)
-    sequences, state.sft_cursor = run.sft.take(state.sft_cursor, section.sequences_per_step, run.config.seed)
-    minibatch = sft_minibatch(run, sequences)
+    rows, state.sft_cursor = run.sft.take(state.sft_cursor, section.sequences_per_step, run.config.seed)
+    minibatch = sft_minibatch(run, [run.sft.sequences[row] for row in rows])
     rate = learning_rate(section.optimizer, state.sft_step, section.steps)
-    stats = run.actor.train(minibatch.batches, _sft_loss, minibatch.denominator, temperature=1.0, rate=rate)
+    update = Update("sft", state.sft_step + 1, "actor", 1, minibatch, 1.0, rate, rows)
+    stats = make_update(run, run.models.actor, state, update, sft_loss)
     state.sft_step += 1
-    return {
-        **stats.gauges,
-        "loss": stats.sums["loss"] / minibatch.denominator,
-        "gradient_norm": stats.gradient_norm,
-        "learning_rate": rate,
-        "tokens": minibatch.denominator,
-    }
+    metrics = {"learning_rate": rate, "tokens": minibatch.denominator, "skipped_updates": float(not stats.applied)}
+    if stats.applied:
+        loss = stats.sums["loss"] / minibatch.denominator
+        metrics |= {**stats.gauges, "loss": loss, "gradient_norm": stats.gradient_norm}
+    return metrics
 
 
 def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
@@ -75,7 +75,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         metrics = update_critic(run, state, samples, values, estimate) if run.critic else {}
         metrics |= update_actor(run, section, state, samples, values, estimate)
     _check_gap(run, metrics.get("engine_gap_mean", 0.0), step)
-    if estimate.divergence is not None:
+    if estimate.divergence is not None and math.isfinite(estimate.divergence):
         metrics["kl"] = estimate.divergence
     metrics |= _adapt_coefficient(section, state, metrics, len(samples))
     state.step += 1
@@ -95,7 +95,7 @@ def _section_in_force(run: Run, state: RunState) -> AlgorithmSection:
 
 
 def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metrics, samples: int) -> Metrics:
-    if state.kl_coefficient is None or "kl" not in metrics:  # only a critic has learnt
+    if state.kl_coefficient is None or not math.isfinite(metrics.get("kl", math.nan)):  # the actor has not learnt
         return {}
     state.kl_coefficient = adapted_coefficient(section.kl.coefficient, metrics["kl"], samples, section.kl)
     return {"kl_coefficient": section.kl.coefficient}
@@ -113,11 +113,6 @@ def _check_gap(run: Run, gap: float, step: int) -> None:
             where="reshard.max_engine_gap",
             remedy=f"set reshard.verify to always to see whether it is the weights, or raise the limit of {limit:g}",
         )
-
-
-def _sft_loss(stats: TokenStats, batch: PackedBatch) -> LossSums:
-    loss = negative_log_likelihood(stats.log_probs, batch.loss_weight)
-    return LossSums(loss, {"loss": loss.detach()})
 
 
 def _sample_metrics(samples: Sequence[Sample], advantages: Sequence[np.ndarray]) -> Metrics:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
-from rlhpc.algo.losses import value_loss
+from rlhpc.algo import Algorithm
+from rlhpc.algo.losses import negative_log_likelihood, value_loss
 from rlhpc.algo.schedule import learning_rate
-from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues
+from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues, TrainStats
 from rlhpc.config.schema import AlgorithmSection
-from rlhpc.config.training import OptimizerSection
 from rlhpc.trainer.advantages import StepAdvantages
 from rlhpc.trainer.batches import rl_minibatches
 from rlhpc.trainer.build import Run
-from rlhpc.trainer.roles import PerSample, Role
+from rlhpc.trainer.roles import PerSample
+from rlhpc.trainer.skipped import Update, make_update
 
 Metrics = dict[str, float]
 _WEIGHT = "weight"  # the sum of the loss weights among a loss's metrics
@@ -34,14 +36,14 @@ def update_actor(
         return {}
     names = ("engine_log_probs", "old_log_probs", "reference_log_probs")
     tokens = {name: values[name] for name in names if name in values}
-    loss = functools.partial(_policy_loss, run=run, section=section)
+    loss = functools.partial(policy_loss, algorithm=run.algorithm, section=section)
     tokens["advantages"] = estimate.advantages
     fresh = [sample.weights_version == state.weights_version for sample in samples]
     if not all(fresh):  # engine and trainer are compared where both had the same weights
         tokens["fresh"] = [
             np.full(sample.response_len, flag, np.float32) for sample, flag in zip(samples, fresh, strict=True)
         ]
-    return _update(run, run.models.actor, run.config.train.optimizer, state, samples, tokens, loss)
+    return _update(run, "actor", state, samples, tokens, loss)
 
 
 def update_critic(
@@ -50,36 +52,46 @@ def update_critic(
     """Metrics are named critic/…"""
     assert estimate.returns is not None, f"{run.algorithm.name} has a critic and no returns for it"
     tokens = {"old_values": values["old_values"], "returns": estimate.returns}
-    loss = functools.partial(_critic_loss, clip=run.config.critic.value_clip)
-    metrics = _update(run, run.models.critic, run.config.critic.optimizer, state, samples, tokens, loss)
+    loss = functools.partial(critic_loss, clip=run.config.critic.value_clip)
+    metrics = _update(run, "critic", state, samples, tokens, loss)
     run.critic.offload()
     return {f"critic/{name}": value for name, value in metrics.items()}
 
 
 def _update(
     run: Run,
-    role: Role,
-    optimizer: OptimizerSection,
+    model: Literal["actor", "critic"],
     state: RunState,
     samples: Sequence[Sample],
     tokens: Mapping[str, PerSample],
     loss: LossFunction,
 ) -> Metrics:
-    """Epochs times minibatches optimizer updates; metrics are means over the step's updates."""
-    section = run.config.train
+    """Epochs times minibatches optimizer updates."""
+    section, temperature = run.config.train, run.config.rollout.temperature
+    optimizer = run.config.critic.optimizer if model == "critic" else section.optimizer
+    role = run.models.critic if model == "critic" else run.models.actor
     rate = learning_rate(optimizer, state.step, section.steps)
-    totals: Metrics = {}
+    prompt_ids = [sample.prompt_id for sample in samples]
     minibatches = rl_minibatches(run, role, samples, tokens)
-    updates = [minibatch for _ in range(section.epochs) for minibatch in minibatches]
-    for minibatch in updates:
-        stats = role.model.train(minibatch.batches, loss, minibatch.denominator, run.config.rollout.temperature, rate)
-        means = _means(stats.sums, minibatch.denominator)
+    made: list[tuple[TrainStats, float]] = []
+    for number, minibatch in enumerate(minibatches * section.epochs, 1):
+        update = Update("rl", state.step + 1, model, number, minibatch, temperature, rate, prompt_ids)
+        made.append((make_update(run, role, state, update, loss), minibatch.denominator))
+    return {**_step_metrics(made), "learning_rate": rate}
+
+
+def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
+    """Means over the updates that were applied, each with its denominator; none of them where all were skipped."""
+    applied = [(stats, denominator) for stats, denominator in made if stats.applied]
+    totals: Metrics = {}
+    for stats, denominator in applied:
+        means = _means(stats.sums, denominator)
         for name, value in {**means, **stats.gauges, "gradient_norm": stats.gradient_norm}.items():
-            totals[name] = totals.get(name, 0.0) + value / len(updates)
+            totals[name] = totals.get(name, 0.0) + value / len(applied)
         for name, value in stats.sums.items():
             if name.startswith("max/"):
                 totals[name.removeprefix("max/")] = max(totals.get(name.removeprefix("max/"), value), value)
-    return {**totals, "learning_rate": rate}
+    return {**totals, "skipped_updates": float(len(made) - len(applied))}
 
 
 def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
@@ -92,7 +104,13 @@ def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
     return means
 
 
-def _policy_loss(stats: TokenStats, batch: PackedBatch, run: Run, section: AlgorithmSection) -> LossSums:
+def sft_loss(stats: TokenStats, batch: PackedBatch) -> LossSums:
+    """The supervised warm-up's: minus the log-likelihood of the responses."""
+    loss = negative_log_likelihood(stats.log_probs, batch.loss_weight)
+    return LossSums(loss, {"loss": loss.detach()})
+
+
+def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, section: AlgorithmSection) -> LossSums:
     """The algorithm's loss on one packed batch, and how far the engine's log-probs are from the trainer's."""
     before = batch.extra.get("old_log_probs", stats.log_probs.detach())
     tokens = {
@@ -103,7 +121,7 @@ def _policy_loss(stats: TokenStats, batch: PackedBatch, run: Run, section: Algor
         "weight": batch.loss_weight,
         "sequence": batch.sequence,
     }
-    sums = run.algorithm.loss(tokens, section)
+    sums = algorithm.loss(tokens, section)
     fresh = batch.extra.get("fresh", batch.mask) * batch.mask
     gap = (before - batch.extra["engine_log_probs"]).abs() * fresh
     metrics = {name: value.detach() for name, value in sums.items()}
@@ -114,7 +132,7 @@ def _policy_loss(stats: TokenStats, batch: PackedBatch, run: Run, section: Algor
     return LossSums(sums["loss"], metrics)
 
 
-def _critic_loss(stats: TokenValues, batch: PackedBatch, clip: float | None) -> LossSums:
+def critic_loss(stats: TokenValues, batch: PackedBatch, clip: float | None) -> LossSums:
     """Half the squared error of the values."""
     returns, weight = batch.extra["returns"], batch.loss_weight
     sums = value_loss(stats.values, returns, batch.extra["old_values"], weight, clip)

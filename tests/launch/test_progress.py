@@ -34,6 +34,16 @@ def test_metrics_of_the_phase_and_the_time_left():
     assert progress_line(records) == line
 
 
+def test_skipped_updates_are_counted_over_all_steps():
+    records = [
+        step("sft", 10, 0.0, skipped_updates=1.0),
+        step("rl", 1, 1.0, **{"skipped_updates": 2.0, "critic/skipped_updates": 1.0}),
+        step("rl", 2, 2.0, skipped_updates=0.0),
+    ]
+    assert progress_line(records) == "rl step 2/10 | 4 update(s) skipped | 8 s left"
+    assert "skipped" not in progress_line(records[2:])
+
+
 def test_one_step_is_extrapolated_by_its_own_time():
     assert progress_line([step("rl", 4, 0.0, **{"perf/step_seconds": 2.0})]).endswith("12 s left")
 

@@ -112,7 +112,7 @@ def test_losses_are_divided_by_the_denominator_and_all_else_by_weights() -> None
 
 def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> None:
     from rlhpc.trainer.batches import _pack
-    from rlhpc.trainer.update import _policy_loss
+    from rlhpc.trainer.update import policy_loss
 
     run = make_run({"kl": {"coefficient": 0.0}})
     tokens = {
@@ -123,7 +123,7 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
     }
     batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1.0, 1: 1.0}, tokens, (0, 1))
     stats = TokenStats(torch.zeros(8, requires_grad=True), torch.ones(8, requires_grad=True))
-    metrics = _policy_loss(stats, batch, run, run.config.algorithm).metrics
+    metrics = policy_loss(stats, batch, run.algorithm, run.config.algorithm).metrics
     assert (float(metrics["engine_gap_mean"]), float(metrics["engine_gap_mean/weight"])) == (0.5, 2)
     assert (float(metrics["max/engine_gap_max"]), float(metrics["weight"])) == (0.5, 4)
     assert float(metrics["entropy"]) == 4
@@ -132,7 +132,7 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
 def test_a_first_update_has_a_gradient_without_a_pass_before_it() -> None:
     """Its own log-probs are the old ones, and the ratio of both is 1, but no constant."""
     from rlhpc.trainer.batches import _pack
-    from rlhpc.trainer.update import _policy_loss
+    from rlhpc.trainer.update import policy_loss
 
     run = make_run({"kl": {"coefficient": 0.0}})
     tokens = {
@@ -141,7 +141,7 @@ def test_a_first_update_has_a_gradient_without_a_pass_before_it() -> None:
     }
     batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1.0, 1: 0.5}, tokens, (0, 1))
     log_probs = torch.full((8,), -2.0, requires_grad=True)
-    _policy_loss(TokenStats(log_probs, torch.ones(8)), batch, run, run.config.algorithm).total.backward()
+    policy_loss(TokenStats(log_probs, torch.ones(8)), batch, run.algorithm, run.config.algorithm).total.backward()
     assert log_probs.grad.tolist() == [0, -1, 0, -3, 0, 2, -2.5, 0]
 
 
@@ -206,9 +206,24 @@ def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics() -> No
     metrics, updates = update(run, RunState(step=1, weights_version=1), SAMPLES)
     assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
     assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.0))] * 4
-    assert metrics == pytest.approx(
-        {"loss": 10.0, "entropy": 2.5, "gradient_norm": 7.5, "load": 2.5, "gap": 2.0, "learning_rate": 2.0}
-    )
+    means = {"loss": 10.0, "entropy": 2.5, "gradient_norm": 7.5, "load": 2.5, "gap": 2.0}
+    assert metrics == pytest.approx({**means, "learning_rate": 2.0, "skipped_updates": 0.0})
+
+
+def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() -> None:
+    from rlhpc.trainer.step import _adapt_coefficient
+    from rlhpc.trainer.update import _step_metrics
+
+    good = TrainStats(3.0, {"loss": 8.0, "kl": 2.0, "weight": 4.0, "max/gap": 1.0}, {"load": 1.0})
+    bad = TrainStats(np.inf, dict.fromkeys(good.sums, np.nan), {"load": np.nan}, applied=False)
+    means = {"loss": 4.0, "kl": 0.5, "gradient_norm": 3.0, "load": 1.0, "gap": 1.0}
+    assert _step_metrics([(bad, 2.0), (good, 2.0)]) == {**means, "skipped_updates": 1.0}
+    assert _step_metrics([(bad, 2.0)]) == {"skipped_updates": 1.0}
+    section = make_run({"kl": {"coefficient": 0.1, "target": 0.5}}).config.algorithm
+    for metrics in ({"skipped_updates": 1.0}, {"kl": np.nan}, {"kl": np.inf}):
+        state = RunState(kl_coefficient=0.1)
+        assert _adapt_coefficient(section, state, metrics, 64) == {}
+        assert state.kl_coefficient == 0.1
 
 
 def test_samples_of_older_weights_are_marked() -> None:
