@@ -10,6 +10,7 @@ from rlhpc import __version__
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.plan import plan
+from rlhpc.cli.replay import replay
 from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
@@ -59,7 +60,7 @@ def schema() -> None:
     click.echo(json_schema(), nl=False)
 
 
-for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, convert):
+for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, convert):
     cli.add_command(command)
 
 

@@ -131,8 +131,8 @@ class Loop:
             self._stopper.saved(time.monotonic() - began)
 
     def _check_weights(self, **models: TrainBackend) -> None:
-        """Refuses to validate or save weights that are not finite. Skipped updates keep them finite, but an optimizer or
-        a device may spoil them although the gradients are finite. Collective."""
+        """Refuses to validate or save weights that are not finite: an optimizer or a device may spoil them although the
+        gradients are finite. Collective."""
         for name, model in models.items():
             if not model.has_finite_weights():
                 phase, step = ("rl", self.state.step) if self.state.step else ("sft", self.state.sft_step)

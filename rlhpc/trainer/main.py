@@ -7,6 +7,7 @@ import os
 import sys
 
 from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
 from rlhpc.core.shown import ShownOnly
@@ -19,16 +20,51 @@ def run_rank(context: RankContext) -> str | None:
 
     Returns why the ranks agreed to stop before the last step, None if they did not.
     """
-    import torch
-
     from rlhpc.backends.megatron import end_writers
     from rlhpc.observe.report import write_report
-    from rlhpc.parallel.agreement import check_agreement, facts_of
-    from rlhpc.parallel.collectives import last_collectives
-    from rlhpc.parallel.groups import join, leave
+    from rlhpc.parallel.groups import leave
     from rlhpc.trainer.build import build
     from rlhpc.trainer.evaluate import evaluate
     from rlhpc.trainer.loop import Loop
+
+    config = _join(context)
+    run = build(config, context)
+    stopped = None
+    if config.evaluates_only:
+        evaluate(run)
+    else:
+        stopped = Loop(run).run()
+        if context.info.rank == 0 and stopped is None:
+            context.attempt.check_current()
+            with ShownOnly("the report"):
+                write_report(context.run)
+    if run.judge is not None:
+        run.judge.close()
+    if run.tools is not None:
+        run.tools.close()
+    if run.engine is not None:
+        run.engine.shutdown()
+    end_writers()
+    leave()
+    return stopped
+
+
+def replay_rank(context: RankContext) -> None:
+    """Replay a skipped update on this rank (rlhpc.launch.replay)."""
+    from rlhpc.parallel.groups import leave
+    from rlhpc.trainer.replay import replay
+
+    replay(_join(context), context)
+    leave()
+
+
+def _join(context: RankContext) -> RunConfig:
+    """Find the other ranks; the configuration, on which all agree."""
+    import torch
+
+    from rlhpc.parallel.agreement import check_agreement, facts_of
+    from rlhpc.parallel.collectives import last_collectives
+    from rlhpc.parallel.groups import join
 
     info = context.info
     logging.basicConfig(
@@ -42,22 +78,4 @@ def run_rank(context: RankContext) -> str | None:
     join(info)
     check_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)
-    run = build(config, context)
-    stopped = None
-    if config.evaluates_only:
-        evaluate(run)
-    else:
-        stopped = Loop(run).run()
-        if info.rank == 0 and stopped is None:
-            context.attempt.check_current()
-            with ShownOnly("the report"):
-                write_report(context.run)
-    if run.judge is not None:
-        run.judge.close()
-    if run.tools is not None:
-        run.tools.close()
-    if run.engine is not None:
-        run.engine.shutdown()
-    end_writers()
-    leave()
-    return stopped
+    return config

@@ -53,6 +53,17 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     return Models(actor, reference, critic, reward)
 
 
+def make_trained(config: RunConfig, info: RankInfo, name: str) -> Role:
+    """The actor or the critic alone, with its initial weights and an optimizer. Collective."""
+    shape = read_model(config.model.path, config.model.family)
+    layout = make_layout(config.parallel, info.world_size)
+    build_groups(layout, config.seed)
+    tokens = config.train.tokens_per_microbatch
+    if name == "critic":
+        return Role(_critic(config, info, shape, layout), tokens, tokens)
+    return Role(_model(config, info, shape, layout, config.train.optimizer), tokens, tokens)
+
+
 def _model(
     config: RunConfig, info: RankInfo, shape: ModelShape, layout: ParallelLayout, optimizer: OptimizerSection | None
 ) -> MegatronBackend:

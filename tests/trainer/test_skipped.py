@@ -1,0 +1,324 @@
+"""Updates that are skipped: the run goes on and counts them, a replay finds what was wrong with each, and too many in a
+row end the run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.config.load import dump_config, load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import attempts
+from rlhpc.core.attempts import saved_step
+from rlhpc.core.exits import read_exits
+from rlhpc.core.files import read_json, write_atomic
+from rlhpc.core.folder import AttemptFolder, RunFolder, SkippedUpdate
+from rlhpc.data import arithmetic
+from rlhpc.data.files import Order
+from rlhpc.launch.diagnose import diagnose_error
+from rlhpc.launch.replay import replay_of
+from tests.helpers.distributed import run_ranks
+from tests.helpers.learning import make_config, make_run, make_samples
+from tests.helpers.runs import ROOT, records, write_config
+from tests.helpers.tiny_models import make_model
+
+pytestmark = pytest.mark.slow
+
+BAD = "7"  # an input whose embedding is so large that gradients through it are NaN, though it is finite as the loss is
+STEPS, PER_STEP = 4, 2
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    folder = tmp_path_factory.mktemp("skipped") / "inputs"
+    arithmetic.make(str(folder))
+    file = folder / "model" / "model.safetensors"
+    tensors = load_file(file)
+    embeddings = tensors["model.embed_tokens.weight"]
+    embeddings[arithmetic.VOCABULARY.index(BAD)] = torch.finfo(embeddings.dtype).max
+    save_file(tensors, file, {"format": "pt"})
+    return folder
+
+
+def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_path: Path) -> None:
+    prompts = [f"{row}+1=" for row in (0, 1, 2, 3, 4, 5, 6, 8)]
+    order, _ = Order(len(prompts)).take(0, len(prompts), seed=0)
+    prompts[order[5]] = f"1+{BAD}="  # the second of the third step
+    config = _supervised(inputs, tmp_path, prompts)
+    assert _start(config, "run", 2) == [""] * 2
+    steps = records(tmp_path / "run")
+    bad = 3
+    assert [record["skipped_updates"] for record in steps] == [0.0, 0.0, 1.0, 0.0]
+    for record in steps:
+        numbers = {name: value for name, value in record.items() if isinstance(value, float)}
+        assert all(map(math.isfinite, numbers.values())), record
+        assert ("loss" in record) == ("gradient_norm" in record) == (record["step"] != bad)
+    update = SkippedUpdate(tmp_path / "run" / "skipped_updates" / f"sft-{bad:08d}-actor-001")
+    log = (tmp_path / "run" / "attempts" / "0001" / "logs" / "0").read_text()
+    assert (
+        f"sft step {bad}, update 1 of the actor: skipped, its gradient norm is nan; its batch is {update.path}" in log
+    )
+
+    found = _replay(tmp_path / "run", 2, step=bad - 1)
+    assert found["weights"] == {"checkpoint": f"step-{bad - 1:08d}", "files": found["weights"]["files"], "same": True}
+    assert found["gradient_norm"] == {"recorded": "nan", "replayed": "nan"}
+    assert found["loss"]["replayed"] == found["loss"]["recorded"], "bit by bit"
+    assert math.isfinite(float(found["loss"]["replayed"]))
+    assert (found["sequences"], found["not_finite"]) == (PER_STEP, []), "each is finite until it is differentiated"
+    assert read_json(update.record)["prompt_ids"] == order[4:6]
+
+    newest = _replay(tmp_path / "run", 2)
+    assert (newest["weights"]["checkpoint"], newest["weights"]["same"]) == (f"step-{STEPS:08d}", False)
+    assert newest["loss"]["replayed"] != newest["loss"]["recorded"]
+    assert newest["gradient_norm"]["replayed"] == "nan"
+
+
+def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: Path) -> None:
+    """And a resumed run goes on counting."""
+    prompts = [f"{row}+{BAD}=" for row in range(STEPS * PER_STEP)]
+    config = _supervised(inputs, tmp_path, prompts, "train.max_skipped_updates=2")
+    run = RunFolder(tmp_path / "run")
+    for attempt in (1, 2):
+        (told,) = _start(config, "run", 1)
+        assert told.startswith("NonFiniteError: sft step 2: 2 update(s) of the actor in a row were skipped")
+        failed = read_exits(run.attempt(attempt).exits)[0]
+        diagnosis = diagnose_error(failed)
+        assert (diagnosis.cause, diagnosis.message) == ("non_finite", told.removeprefix("NonFiniteError: "))
+        assert f"the batches are in {run.skipped_updates}, `rlhpc replay {run.path}` shows" in diagnosis.message
+        assert "lower sft.optimizer.learning_rate" in diagnosis.message
+        assert saved_step(run) == 1
+        assert [record["step"] for record in records(run.path)] == [1]
+    assert sorted(path.name for path in run.skipped_updates.iterdir()) == [
+        "sft-00000001-actor-001",
+        "sft-00000002-actor-001",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli.main", "replay", str(run.path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Replay of sft-00000002-actor-001, without an update" in done.stdout
+    assert "checkpoint step-00000001: the same" in done.stdout
+    assert "the gradient is not: the backward pass overflows" in done.stdout
+
+
+def test_weights_that_an_optimizer_spoils_are_never_saved(inputs: Path, tmp_path: Path) -> None:
+    optimizer = "sft.optimizer={function: 'tests.trainer.test_skipped:spoiler', learning_rate: 0.01}"
+    config = _supervised(inputs, tmp_path, [f"{row}+1=" for row in range(8)], optimizer)
+    (told,) = _start(config, "run", 1)
+    assert told.startswith("NonFiniteError: the weights of the actor are not finite after sft step 1 and are neither")
+    assert saved_step(RunFolder(tmp_path / "run")) == -1
+
+
+def test_a_bad_reward_costs_the_updates_that_learn_from_it(tmp_path: Path) -> None:
+    """Of a group's rewards, all finite, the mean is not. Two epochs of two minibatches, one of which has the group, on
+    two pipeline stages; the critic of PPO, which then learns from nothing that is finite."""
+    model = make_model(tmp_path / "model", "qwen2")
+    for name in ("grpo", "ppo"):
+        (tmp_path / name).mkdir()
+    for metrics, state, blocked, told in run_ranks(_learn, 2, model, tmp_path):
+        assert metrics["skipped_updates"] == blocked == 2.0
+        assert all(map(math.isfinite, metrics.values())), metrics
+        assert state.actor_skipped == 0
+        assert told.startswith("rl step 1: 3 update(s) of the critic in a row were skipped")
+        assert "lower critic.optimizer.learning_rate" in told
+    grpo, ppo = tmp_path / "grpo", tmp_path / "ppo"
+    assert len(list((grpo / "skipped_updates").iterdir())) == 2
+    found = _replay(grpo, 2, name="rl-00000001-actor-001")
+    assert found["weights"] == {"checkpoint": None, "files": str(model), "same": True}
+    assert {(one["prompt_id"], one["sample"]) for one in found["not_finite"]} == {(1, i) for i in BAD_SAMPLES}
+    for one in found["not_finite"]:
+        assert one["loss"] == "nan"
+        assert one["not_finite"] == {"advantages": make_samples(0)[one["sample"]].response_len}
+    assert found["sequences"] == 12
+    assert found["gradient_norm"] == {"recorded": "nan", "replayed": "nan"}
+    critics = _replay(ppo, 2, name="rl-00000001-critic-003")
+    assert (critics["weights"]["checkpoint"], critics["weights"]["same"]) == ("step-00000001", True)
+    at_fault = {one["sample"]: set(one["not_finite"]) for one in critics["not_finite"]}
+    assert at_fault == {4: {"returns"}, 5: {"returns"}, 6: {"returns"}}, "no token of sample 7 was chosen"
+
+
+def test_a_validation_of_weights_that_are_not_finite_is_refused() -> None:
+    from rlhpc.api import RunState
+    from rlhpc.core.errors import NonFiniteError
+    from rlhpc.trainer.loop import Loop
+
+    loop = object.__new__(Loop)
+    loop._run, loop.state = SimpleNamespace(validation="prompts", actor=Spoilt()), RunState(sft_step=3)
+    with pytest.raises(NonFiniteError, match="weights of the actor are not finite after sft step 3 and are neither"):
+        loop._validate()
+
+
+class Spoilt:
+    """Stands for a back end."""
+
+    def has_finite_weights(self) -> bool:
+        return False
+
+
+def test_the_newest_batches_are_kept(tmp_path: Path) -> None:
+    from rlhpc.trainer.skipped import KEPT, _begin, _finish
+
+    for number in [*range(KEPT + 2), 3]:  # the last one is of a step that a resumed run took again
+        writing = SkippedUpdate(tmp_path / "skipped" / ".writing-0001")
+        _begin(writing.path)
+        (writing.path / "batches").write_text(str(number))
+        _finish(writing, {"number": number}, writing.path.with_name(f"step-{number}"))
+        os.utime(writing.path.with_name(f"step-{number}"), (number, number))
+    assert {path.name for path in (tmp_path / "skipped").iterdir()} == {f"step-{i}" for i in range(2, KEPT + 2)}
+
+
+def _supervised(inputs: Path, folder: Path, prompts: Sequence[str], *overrides: str) -> RunConfig:
+    """A run that only learns these prompts' answer, without an engine."""
+    examples = [{"prompt": prompt, "response": "1"} for prompt in prompts]
+    (folder / "sft.jsonl").write_text("".join(json.dumps(example) + "\n" for example in examples))
+    file = write_config(
+        folder,
+        prepare=None,
+        model__path=str(inputs / "model"),
+        sft__data=[str(folder / "sft.jsonl")],
+        sft__steps=STEPS,
+        sft__sequences_per_step=PER_STEP,
+        train__steps=0,
+        data__train=[],
+        data__validation=[],
+        checkpoint={"every": 1, "keep": 9},
+    )
+    return load_config(file, overrides)
+
+
+def _start(config: RunConfig, program: str, ranks: int) -> list[str]:
+    """The next attempt of a run, on so many ranks: of each the error that ended it, empty if there was none."""
+    folder = RunFolder(config.folder)
+    known: dict[str, Any] = {"job_id": "", "restart_count": 0, "nodes": ("here",), "world_size": ranks}
+    attempt = attempts.begin(folder, **known, saved_step=saved_step(folder))
+    for file in (folder.config, attempt.config):
+        write_atomic(file, dump_config(config.model_copy(update={"resources": _resources(config, ranks)})))
+    return run_ranks(_rank, ranks, str(attempt.path), program, join=False)
+
+
+def _resources(config: RunConfig, ranks: int) -> Any:
+    return config.resources.model_copy(update={"ranks_per_node": ranks})
+
+
+def _replay(run: Path, ranks: int, name: str | None = None, step: int | None = None) -> dict[str, Any]:
+    config = replay_of(str(run), name, step)
+    assert _start(config, "replay", ranks) == [""] * ranks
+    return read_json(RunFolder(config.folder).replayed)
+
+
+def _rank(attempt: str, program: str) -> str:
+    """Run a rank's whole program, leaving its records and its log where the launcher would have them."""
+    import shutil
+
+    from rlhpc.core.exits import run_recorded
+    from rlhpc.trainer.main import replay_rank, run_rank
+
+    context, told = _context(AttemptFolder(Path(attempt))), ""
+    programs: dict[str, Callable[[Any], str | None]] = {"run": run_rank, "replay": replay_rank}
+    try:
+        run_recorded(context.attempt.exits, context.info, lambda: programs[program](context))
+    except Exception as error:
+        told = f"{type(error).__name__}: {error}"
+    sys.stderr.flush()
+    shutil.copy(os.readlink("/proc/self/fd/2"), context.attempt.logs / str(context.info.rank))
+    return told
+
+
+def _context(attempt: AttemptFolder) -> Any:
+    from rlhpc.core.context import RankContext
+    from rlhpc.core.heartbeat import Heartbeat
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.core.stop import StopRequest
+
+    info = RankInfo.from_environ()
+    return RankContext(attempt, info, StopRequest(), Heartbeat(attempt.heartbeats, info.rank))
+
+
+def spoiler(params: Any) -> Any:
+    """An optimizer that makes NaN of a weight at its first step, whatever the gradient."""
+    import torch
+
+    class Spoiler(torch.optim.SGD):
+        def step(self, closure: None = None) -> None:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param] = {name: torch.zeros_like(param) for name in ("exp_avg", "exp_avg_sq")}
+                    param.data.view(-1)[0] = math.nan
+
+    return Spoiler(params)
+
+
+BAD_SAMPLES = range(4, 8)  # of the second prompt
+GRPO: dict[str, Any] = {"algorithm": {"name": "grpo", "kl": {"coefficient": 0.05}}}
+PPO: dict[str, Any] = {"algorithm": {"name": "ppo"}, "train": {"minibatches": 1, "epochs": 3}}
+
+
+def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str]:
+    """Metrics and state after GRPO's step with a bad reward; how many updates are skipped where their batches cannot be
+    written; what ended PPO's step."""
+    from rlhpc.api import RunState
+    from rlhpc.core.errors import NonFiniteError
+    from rlhpc.trainer.advantages import step_advantages, token_values
+    from rlhpc.trainer.update import update_actor, update_critic
+
+    samples = [replace(sample, weights_version=0) for sample in make_samples(0)]
+    for number in BAD_SAMPLES:
+        samples[number] = replace(samples[number], reward=1.7e308)
+
+    def prepare(name: str, case: dict[str, Any], axes: dict[str, int]) -> tuple[Any, ...]:
+        config = make_config(model, {**case, "resources": {"ranks_per_node": 2}}, axes)
+        run = make_run(config.model_copy(update={"run_dir": folder / name}))
+        run.context = _context(RunFolder(folder / name).attempt(1))
+        _on_first_rank(lambda: _write_config(run))
+        values = token_values(run, samples)
+        return run, values, step_advantages(run, config.algorithm, samples, [], values)
+
+    run, values, estimate = prepare("grpo", GRPO, {"pp": 2})
+    state, section, place = RunState(), run.config.algorithm, run.folder.skipped_updates
+    metrics = update_actor(run, section, state, samples, values, estimate)
+    _on_first_rank(lambda: (place.rename(folder / "aside"), place.touch()))
+    blocked = update_actor(run, section, RunState(), samples, values, estimate)
+    _on_first_rank(lambda: (place.unlink(), (folder / "aside").rename(place)))
+    run, values, estimate = prepare("ppo", PPO, {"tp": 2})
+    good = replace(estimate, returns=[np.ones_like(one) for one in estimate.advantages])
+    update_critic(run, RunState(), samples, values, good)
+    saved = run.folder.checkpoints / "step-00000001"
+    _on_first_rank(lambda: [(saved / model).mkdir(parents=True) for model in ("actor", "critic")])
+    run.actor.save(saved / "actor")
+    run.critic.save(saved / "critic")
+    with pytest.raises(NonFiniteError) as caught:
+        update_critic(run, RunState(), samples, values, estimate)
+    return metrics, state, blocked["skipped_updates"], str(caught.value)
+
+
+def _on_first_rank(act: Callable[[], Any]) -> None:
+    import torch.distributed as dist
+
+    dist.barrier()
+    if dist.get_rank() == 0:
+        act()
+    dist.barrier()
+
+
+def _write_config(run: Any) -> None:
+    run.context.attempt.path.mkdir(parents=True)
+    for file in (run.folder.config, run.context.attempt.config):
+        write_atomic(file, dump_config(run.config))
