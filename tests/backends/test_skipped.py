@@ -13,7 +13,7 @@ from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.helpers.training import TOKENS, batches_of, make_actor, negative_log_likelihood, optimizer_section
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.ranks
 
 # Model, axes and dtype. The loss is NaN in the batch of one sequence, which one data-parallel rank has; of the model
 # with experts it is the gradient of one rank's experts alone.

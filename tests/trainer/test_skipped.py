@@ -33,7 +33,7 @@ from tests.helpers.learning import make_config, make_run, make_samples
 from tests.helpers.runs import ROOT, records, write_config
 from tests.helpers.tiny_models import make_model
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 BAD = "7"  # an input whose embedding is so large that gradients through it are NaN, though it is finite as the loss is
 STEPS, PER_STEP = 4, 2
