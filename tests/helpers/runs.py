@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from tests.helpers import session, warm
+from tests.helpers import session
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,7 +57,7 @@ def start(config: Path, *options: str) -> subprocess.Popen[str]:
     session.need("ranks", "vllm")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
-        [str(warm.python()), "-m", "rlhpc.cli.main", "run", str(config), *options],
+        [sys.executable, "-m", "rlhpc.cli.main", "run", str(config), *options],
         env={**os.environ, "PYTHONPATH": path},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

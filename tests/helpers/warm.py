@@ -35,6 +35,7 @@ from rlhpc.core import env
 from tests.helpers import session, warm_client
 
 ROOT = Path(__file__).parents[2]
+INTERPRETER = sys.executable
 # Which kind of process runs a module. Ranks of several kinds alternate between two processes.
 _KINDS = {
     "rlhpc.cli.main": ("light",),
@@ -114,7 +115,7 @@ class Forked:
 def python() -> Path:
     """An executable that takes the place of ``sys.executable`` for whole runs."""
     if session.all_fresh or Path("/dev/nvidiactl").exists():
-        return Path(sys.executable)
+        return Path(INTERPRETER)
     for kind in {kind for kinds in _KINDS.values() for kind in kinds}:
         _zygote(kind)
     return _folder() / "python"
@@ -126,9 +127,9 @@ def _folder() -> Path:
     folder = tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp")
     atexit.register(folder.cleanup)
     source = Path(warm_client.__file__).read_text(encoding="utf-8")
-    call = f"main({sys.executable!r}, {folder.name!r}, {_KINDS!r}, {_FIXED!r})"
+    call = f"main({INTERPRETER!r}, {folder.name!r}, {_KINDS!r}, {_FIXED!r})"
     file = Path(folder.name, "python")
-    file.write_text(f"#!{sys.executable} -IS\n{source}\n{call}\n")
+    file.write_text(f"#!{INTERPRETER} -IS\n{source}\n{call}\n")
     file.chmod(0o755)
     return Path(folder.name)
 
@@ -149,7 +150,7 @@ def _zygote(kind: str) -> Path:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
     subprocess.Popen(
-        [sys.executable, "-m", "tests.helpers.warm", kind, str(listener.fileno()), str(_folder() / "python")],
+        [INTERPRETER, "-m", "tests.helpers.warm", kind, str(listener.fileno()), str(_folder() / "python")],
         env=environ,
         stdin=read_end,
         pass_fds=[listener.fileno()],

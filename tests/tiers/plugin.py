@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import session
+from tests.helpers import session, warm
 from tests.tiers.durations import TABLE, Row, machine_factor, outgrown, read_table, slices
 
 RESOURCES = {
@@ -77,11 +78,14 @@ class Tiers:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """What launchers and runs start in a test of ranks is forked, for the fixtures of its module too."""
         session.markers = {mark.name for mark in item.iter_markers()}
+        if "ranks" in session.markers:
+            sys.executable = str(warm.python())
         try:
             return (yield)
         finally:
-            session.markers = None
+            session.markers, sys.executable = None, warm.INTERPRETER
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.data import arithmetic
 from rlhpc.launch.logs import rank_logs
 from rlhpc.observe.evaluation import majority, pass_at
-from tests.helpers import warm
 from tests.helpers.runs import ROOT, records, run, write_config
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -84,7 +84,7 @@ def test_a_run_whose_report_cannot_be_drawn_finishes(finished: Path) -> None:
 
 def evaluate(config: Path, *options: str) -> str:
     done = subprocess.run(
-        [str(warm.python()), "-m", "rlhpc.cli.main", "eval", str(config), *options],
+        [sys.executable, "-m", "rlhpc.cli.main", "eval", str(config), *options],
         cwd=config.parent,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
