@@ -19,6 +19,7 @@ from rlhpc.convert.verify import verify
 from rlhpc.convert.workshop import Workshop
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import differing, plan, to_huggingface, to_megatron
+from tests.helpers.cases import long_but
 from tests.helpers.tiny_models import make_model
 
 ROOT = Path(__file__).parents[2]
@@ -47,7 +48,7 @@ def children(pid: int) -> list[int]:
 
 
 @pytest.mark.workers
-@pytest.mark.parametrize("way", ["hf-to-megatron", "megatron-to-hf"])
+@pytest.mark.parametrize("way", long_but(("hf-to-megatron",), ("hf-to-megatron", "megatron-to-hf")))
 def test_killed_at_any_moment_it_goes_on_and_ends_the_same(tmp_path: Path, larger: Path, way: str) -> None:
     source = larger if way == "hf-to-megatron" else to_megatron(larger, tmp_path / "source", piece_bytes=8 * MIB)
     target, chance, kept = tmp_path / "target", random.Random(3), []

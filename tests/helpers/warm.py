@@ -41,6 +41,7 @@ _KINDS = {
     "rlhpc.cli.main": ("light",),
     "submitit.core._submit": ("heavy-0", "heavy-1"),
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
+    "tests.launch.hanging": ("heavy-0", "heavy-1"),
 }
 # What the imports read of the environment; the rest is the forked process's own.
 _FIXED = {env.TORCHDYNAMO_DISABLE: "1"}
@@ -131,6 +132,7 @@ def _folder() -> Path:
     file = Path(folder.name, "python")
     file.write_text(f"#!{INTERPRETER} -IS\n{source}\n{call}\n")
     file.chmod(0o755)
+    Path(folder.name).chmod(0o755)  # other users of the tests find the stand-in, which hands them the interpreter
     return Path(folder.name)
 
 

@@ -11,6 +11,7 @@ import sys
 
 _LENGTH = _struct.Struct("=Q")
 _NUMBER = _struct.Struct("=q")
+_OPTIONS = {"-u": 1, "-W": 2}  # of the interpreter, with their number of words
 _MOST_DESCRIPTORS = 250  # of one message: SCM_MAX_FD is 253
 
 
@@ -85,8 +86,8 @@ def main(python, folder, kinds, fixed):
 
 def _module(arguments):
     """The module of ``-m`` and what follows it, after options that change nothing here; None: another kind of call."""
-    while arguments and arguments[0] in ("-u",):
-        arguments = arguments[1:]
+    while arguments and arguments[0] in _OPTIONS:
+        arguments = arguments[_OPTIONS[arguments[0]] :]
     return (arguments[1], arguments[2:]) if arguments[:1] == ["-m"] else (None, [])
 
 

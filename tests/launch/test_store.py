@@ -187,7 +187,7 @@ def test_a_second_request_during_a_wait_ends_the_connection(server):
     assert receive(connection._socket, 1) == b""
 
 
-@pytest.mark.ranks
+@pytest.mark.workers
 def test_the_slow_are_dropped_and_slow_nobody_down(server, capfd):
     """Connections that say nothing, or a byte now and then."""
     idle = [stranger(server) for _ in range(500)]
@@ -219,7 +219,7 @@ def test_more_strangers_than_there_is_room_for_make_room(monkeypatch):
     server.close()
 
 
-@pytest.mark.ranks
+@pytest.mark.workers
 def test_another_unix_user_connects_and_reads_nothing(server):
     if os.geteuid() != 0:
         pytest.skip("not root: no second user at hand")
@@ -243,7 +243,7 @@ def test_another_unix_user_connects_and_reads_nothing(server):
         assert connection.call(Op.GET, [seconds(1), b"key"])[1] == [b"value"]
 
 
-@pytest.mark.ranks
+@pytest.mark.workers
 def test_a_thousand_waiting_members_cost_nothing_until_the_key_comes(server):
     connections = [StoreConnection(address(server)) for _ in range(1000)]
     for connection in connections:

@@ -56,6 +56,7 @@ def hasty_cluster(slurm: None) -> Iterator[Cluster]:
         yield cluster
 
 
+@pytest.mark.long  # what a run does then: test_recovery.py
 def test_a_node_that_dies_is_down_and_its_job_runs_again(hasty_cluster: Cluster) -> None:
     """Three ways to die at once."""
     cluster = hasty_cluster

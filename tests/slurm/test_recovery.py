@@ -12,6 +12,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.core.exits import read_exits
 from rlhpc.core.folder import RunFolder
+from tests.helpers.cases import long_but
 from tests.helpers.runs import ROOT, write_config
 from tests.slurm.cluster import Cluster
 from tests.slurm.scontrol import wait
@@ -152,6 +153,7 @@ def test_a_full_disk_is_waited_for(cluster, tmp_path):
     assert told(tmp_path) == [("disk_full", "retry"), ("finished", "none")]
 
 
+@pytest.mark.long  # the bound itself: tests/launch/test_recovery.py
 def test_failures_in_a_row_are_bounded(cluster, tmp_path):
     job = submit(cluster, tmp_path, "dies", retries=2, bad_node="retry")
     cluster.wait_state(job, "FAILED")
@@ -170,7 +172,7 @@ def test_a_hang_is_named_in_time_and_tried_again(cluster, tmp_path):
     assert "time.sleep" in verdict.detail or "programs.py" in verdict.detail
 
 
-@pytest.mark.parametrize("how", ["requeue", "preempt", "signal"])
+@pytest.mark.parametrize("how", long_but(("preempt",), ("requeue", "preempt", "signal")))
 def test_ranks_stop_together_when_slurm_asks_and_go_on_later(cluster, tmp_path, how):
     job = submit(cluster, tmp_path, "work", "--nodelist=node1,node2")
     run = RunFolder(tmp_path / "run")

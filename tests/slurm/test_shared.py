@@ -238,6 +238,7 @@ class Listeners:
         return dict(line.split(" ", 1) for line in said.splitlines())
 
 
+@pytest.mark.long
 def test_a_stranger_pokes_at_everything_that_listens(alice) -> None:
     """A real run with the most that listens: an engine of two ranks, checkpoints. It ends as if alone."""
     begun = time.time()

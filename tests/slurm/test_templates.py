@@ -135,6 +135,7 @@ def test_groups_of_nodes_are_one_world(user) -> None:
     assert [json.loads(log.read_text())["rank"] for log in logs] == list(range(6)), "each rank's own log"
 
 
+@pytest.mark.long
 def test_groups_come_back_together(user) -> None:
     options = ("--ntasks-per-node=1", *CPUS)
     program = "--entry=tests.slurm.ranks:second_time"
@@ -174,6 +175,7 @@ def test_each_element_is_a_run_of_its_own(user) -> None:
         assert json.loads((run / "job.json").read_text())["job_id"] == f"{job}_{element}"
 
 
+@pytest.mark.long
 def test_an_element_goes_back_into_the_queue_alone(user) -> None:
     """The last element has the array's own number, and Slurm takes it for the whole array."""
     code = "from rlhpc.launch.batch import BatchJob as B; import os; print(B.from_environ().requeue(()), flush=True)"

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.cases import long_but
 from tests.helpers.distributed import run_ranks
 from tests.helpers.runs import records, run, write_config
 from tests.helpers.tiny_models import make_model
@@ -53,7 +54,7 @@ def leave_to_rounding(model: Path) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize("name", [pytest.param("mixtral", marks=pytest.mark.long), "qwen3moe", "dsv3"])
+@pytest.mark.parametrize("name", long_but(("qwen3moe",), ("mixtral", "qwen3moe", "dsv3")))
 def test_trainer_and_engine_agree_on_log_probs(tmp_path: Path, name: str) -> None:
     kind, axes, rollout_tp, keys = RUNS[name]
     config = write_config(

@@ -1,0 +1,51 @@
+"""Runs a tier in two lanes side by side: ``python -m tests.tiers.lanes NAME [ARGUMENT OF PYTEST …]``.
+
+Tests of ranks keep the cores busy; those on a real Slurm mostly wait for its timers. So everything without ranks runs
+beside those with them. The second lane's output is shown when the first has ended.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.tiers.imports import ROOT
+
+# What each lane selects of the tier. The first one's output is shown as it comes.
+LANES = {"ranks": "ranks", "others": "not ranks"}
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code: 0 if both lanes passed, else that of the first that did not."""
+    name, *rest = arguments
+    tier = {"test": "not long", "test-all": "long or not long"}[name]
+    began, codes = time.monotonic(), {}
+    with tempfile.TemporaryFile() as output:
+        processes = {
+            lane: subprocess.Popen(_command(name, lane, f"({tier}) and ({selected})", rest), cwd=ROOT, **streams)
+            for (lane, selected), streams in zip(
+                LANES.items(), ({}, {"stdout": output, "stderr": subprocess.STDOUT}), strict=True
+            )
+        }
+        try:
+            codes = {lane: process.wait() for lane, process in processes.items()}
+        finally:
+            for process in processes.values():
+                if process.poll() is None:
+                    process.terminate()
+        output.seek(0)
+        sys.stdout.write(output.read().decode(errors="replace"))
+    print(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes, " + ", ".join(f"{k} {v}" for k, v in codes.items()))
+    return next((code for code in codes.values() if code not in (0, 5)), 0)
+
+
+def _command(name: str, lane: str, selected: str, rest: list[str]) -> list[str]:
+    durations = Path("build") / f"durations-{name}-{lane}.json"
+    return [sys.executable, "-m", "pytest", "-q", "-m", selected, "--write-durations", str(durations), *rest]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
