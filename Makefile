@@ -33,26 +33,24 @@ demo-table: venv
 slurm:
 	@tests/slurm/install.sh || echo "make: the tests on a real Slurm will be skipped" >&2
 
-PYTEST = $(BIN)/python -m pytest -q --write-durations build/durations-$@.json
-
 # Every capability once, on the real Megatron-core, vLLM and Slurm: docs/capabilities.md says which test proves what.
 test: venv slurm
-	$(PYTEST) -m 'not long'
+	$(BIN)/python -m tests.tiers.lanes test $(ARGS)
 
-# What the difference to BASE can reach, the nearest tests first; further arguments of pytest in ARGS.
+# What the difference to BASE can reach, the nearest tests first. ARGS: further arguments of pytest.
 BASE ?= main
 test-changed: venv slurm
 	$(BIN)/python -m tests.tiers.changed --base $(BASE) -- $(ARGS)
 
 # Those as well that repeat a proof in further layouts, families or at further moments.
 test-all: venv slurm
-	$(PYTEST)
+	$(BIN)/python -m tests.tiers.lanes test-all $(ARGS)
 
 # One slice of those, which the commit chooses; STARTED is when CI began.
 test-slice: venv slurm
 	$(BIN)/python -m tests.tiers.ci --started $(STARTED)
 
-# After `make test` and `make test-all` on a quiet machine: take over what each test took.
+# After `make test-all` on a quiet machine: take over what each test took.
 durations: venv
 	$(BIN)/python -m tests.tiers.durations record $(wildcard build/durations-*.json)
 
@@ -65,7 +63,7 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(PYTEST) -m 'not (heavy or workers or ranks or vllm or slurm or gpu or long)'
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not (heavy or workers or ranks or vllm or slurm or gpu or long)'
 
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
 bench: venv bench-env

@@ -70,7 +70,7 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
             cause = diagnose_error(failed).cause
             attempts.end(attempt, Verdict(time.time(), cause, failed.message, "stop", failed.rank, failed.node))
             if cause == "non_finite":
-                print(f"rlhpc: {failed.message}", file=sys.stderr)
+                show(f"rlhpc: {failed.message}", file=sys.stderr)
             else:
                 _tell(failed, ranks, oom_kills() > oom_before)
             return 1
