@@ -8,6 +8,7 @@ checkpoints/step-00000120/state.json    RunState, and every file with its size
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -15,14 +16,17 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlhpc.api import BackgroundWrite, RunState
 from rlhpc.core.errors import UserError
-from rlhpc.core.files import read_json, write_json
+from rlhpc.core.files import make_folder, names_in, read_json, rename, write_json
 from rlhpc.core.folder import AttemptFolder, Superseded
+from rlhpc.core.storage import as_storage_error, exists, kind_of, patiently
+from rlhpc.parallel.agreement import on_first_rank, together
 
 _NAME = re.compile(r"step-(\d{8})")
 _STATE = "state.json"
@@ -66,12 +70,9 @@ class CheckpointStore:
         final = self._folder / f"step-{state.total_steps:08d}"
         writing = self._workshop / final.name
         with self._plainly(writing):
-            if dist.get_rank() == 0:
-                for leftover in self._workshop.iterdir():
-                    shutil.rmtree(leftover)
-                writing.mkdir()
-            dist.barrier()
-            self._open = _Open(writing, final, replace(state), tuple(write(writing) or ()))
+            on_first_rank(lambda: self._clear_for(writing))
+            shares = together(lambda: tuple(write(writing) or ()))
+            self._open = _Open(writing, final, replace(state), shares)
         if not self._open.shares:
             self.settle(wait=True)
         return final
@@ -88,20 +89,17 @@ class CheckpointStore:
                 return
         self._open = None
         with self._plainly(pending.writing):
-            for share in pending.shares:
-                share.finish()
-            dist.barrier()
-            if dist.get_rank() == 0:
-                self._commit(pending)
-        dist.barrier()
+            together(lambda: [share.finish() for share in pending.shares])
+            on_first_rank(lambda: self._commit(pending))
 
     def latest(self) -> Saved | None:
         """The newest checkpoint whose files are all there in full."""
         for folder in reversed(self._named()):
             try:
                 document = read_json(folder / _STATE)
-                damaged = [name for name, size in document["files"].items() if _size(folder / name) != size]
-            except (OSError, ValueError, KeyError):
+                sizes = document["files"].items()
+                damaged = [name for name, size in sizes if patiently(functools.partial(_size, folder / name)) != size]
+            except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
                 damaged = [_STATE]
             if not damaged:
                 return Saved(folder, RunState(**document["state"]))
@@ -110,38 +108,65 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def _plainly(self, writing: Path) -> Iterator[None]:
-        """What the file system refuses is one line for the user, unless a later start has taken the folder away."""
+        """What the user can correct is one line, unless a later attempt has taken the folder away."""
         try:
             yield
         except OSError as error:
-            if not self._workshop.is_dir():
+            if not exists(self._workshop):
                 raise Superseded(f"a later start of the run has begun; {writing.name} is not saved") from error
+            if kind_of(error) == "transient":
+                raise as_storage_error(error, path=str(writing)) from error
             if isinstance(error, ConnectionError):  # a helper process was lost: that is no matter of the disk
                 raise
+            remedy = "free disk space or quota" if kind_of(error) == "full" else "check path and permissions"
             raise UserError(
                 f"cannot save a checkpoint ({error.strerror or error})",
                 where=str(writing),
-                remedy="free disk space or quota; the former checkpoint is untouched; then resume the run",
+                remedy=f"{remedy}; the former checkpoint is untouched; then resume the run",
             ) from error
 
+    def _clear_for(self, writing: Path) -> None:
+        for leftover in names_in(self._workshop):
+            _remove(self._workshop / leftover)
+        make_folder(writing)
+
     def _commit(self, pending: _Open) -> None:
+        """Give a checkpoint its name. Each rank has flushed what it wrote, and has written it again after an error; to
+        flush the files here only makes sure."""
         writing, final, state = pending.writing, pending.final, pending.state
-        files = [path for path in sorted(writing.rglob("*")) if path.is_file()]
+        files = patiently(lambda: _files(writing), writing)
         for path in files:
-            _flush(path)
-        sizes = {str(path.relative_to(writing)): path.stat().st_size for path in files}
+            patiently(functools.partial(_flush, path), path)
+        sizes = patiently(lambda: {str(path.relative_to(writing)): path.stat().st_size for path in files}, writing)
         write_json(writing / _STATE, {"state": state.to_json(), "files": sizes})
-        if final.exists():  # a run resumed from an older checkpoint comes by again
-            os.replace(final, self._workshop / f"former-{final.name}")
-        os.replace(writing, final)
-        _flush(self._folder)
+        if exists(final):  # a run resumed from an older checkpoint comes by again
+            rename(final, self._workshop / f"former-{final.name}")
+        rename(writing, final)
+        patiently(lambda: _flush(self._folder), self._folder)
         for old in self._named()[: -self._keep]:
-            shutil.rmtree(old)
+            try:
+                _remove(old)
+            except OSError as error:
+                log.warning("%s cannot be removed: %s", old, error)
 
     def _named(self) -> list[Path]:
-        if not self._folder.is_dir():
-            return []
-        return sorted(path for path in self._folder.iterdir() if _NAME.fullmatch(path.name))
+        return [self._folder / name for name in names_in(self._folder) if _NAME.fullmatch(name)]
+
+
+def _files(folder: Path) -> list[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = (Path(root, name) for root, _, names in os.walk(folder, onerror=fail) for name in names)
+    return sorted(path for path in found if path.is_file())
+
+
+def _remove(folder: Path) -> None:
+    def check(function: object, path: str, info: Any) -> None:
+        if not isinstance(info[1], FileNotFoundError):  # a try that reported an error may have removed it
+            raise info[1]
+
+    patiently(lambda: shutil.rmtree(folder, onerror=check), folder)
 
 
 def _size(path: Path) -> int | None:

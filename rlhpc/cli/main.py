@@ -15,7 +15,11 @@ from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.exits import EXIT_STORAGE
 from rlhpc.core.shown import show, use_escapes
+from rlhpc.core.storage import Patience, kind_of, use
+
+_COMMAND_SECONDS = 30.0  # a user waits; a run has its own limit
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -67,11 +71,17 @@ for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, r
 def main() -> None:
     """Entry point of the ``rlhpc`` command: a user's error is one line and exit code 2."""
     use_escapes()
+    use(Patience(_COMMAND_SECONDS))
     try:
         cli(prog_name="rlhpc")
     except UserError as error:
         show(f"rlhpc: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+    except OSError as error:
+        if kind_of(error) != "transient":
+            raise
+        show(f"rlhpc: {error}; the file system does not answer, try again later", file=sys.stderr)
+        sys.exit(EXIT_STORAGE)
     except ModuleNotFoundError as error:  # a login node may have what checks, submits and watches, and no more
         if error.name is None or error.name.partition(".")[0] == "rlhpc":
             raise

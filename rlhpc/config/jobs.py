@@ -112,6 +112,10 @@ class RecoverySection(Section):
     """No rank made progress for silence_seconds."""
     disk_full: Literal["retry", "stop"] = "retry"
     """Disk or quota exhausted: retry, waiting twice as long each time."""
+    storage: Literal["retry", "stop"] = "retry"
+    """The file system failed for longer than storage_wait_seconds: retry, waiting twice as long each time."""
+    storage_wait_seconds: NonNegativeFloat = 300.0
+    """Longest wait for a file system that fails (I/O error, stale handle, read-only); keep it below silence_seconds."""
     crash: Literal["retry", "stop"] = "retry"
     """A rank died by a signal, srun could not start the ranks, or an error that fits no other cause."""
     silence_seconds: PositiveFloat = 1800.0

@@ -13,6 +13,8 @@ from pydantic_core import ErrorDetails
 from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean, nearest
+from rlhpc.core.files import read_text
+from rlhpc.core.storage import StorageError
 
 COMMAND_LINE = "command line"
 _SHOWN_ERRORS = 3
@@ -69,7 +71,9 @@ def json_schema() -> str:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
+    except StorageError:
+        raise
     except FileNotFoundError:
         folder = path.parent
         there = [file.name for file in folder.glob("*.y*ml")] if folder.is_dir() else []

@@ -6,14 +6,18 @@ for instance, see that they were superseded, and what they were writing has lost
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
 import time
 import uuid
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from rlhpc.core.files import read_json, write_json
+from rlhpc.core.files import make_folder, names_in, read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.storage import patiently
 
 Cause = Literal[
     "finished",
@@ -26,6 +30,7 @@ Cause = Literal[
     "bad_node",
     "hang",
     "disk_full",
+    "storage",
     "crash",
     "launch",
     "time_limit",
@@ -39,8 +44,8 @@ Action = Literal["none", "retry", "requeue", "stop"]
 @dataclass(frozen=True)
 class Attempt:
     """One start of the ranks. ``job_id`` is empty for a run on this machine; ``saved_step`` is the newest checkpoint's
-    step then, -1 for none; ``silence_seconds`` without progress are a hang; ``overrides`` (KEY=VALUE) and ``excluded``
-    nodes are what recovery has changed so far."""
+    step then, -1 for none; ``silence_seconds`` without progress are a hang; ranks wait for ``storage_wait_seconds`` for
+    a file system that fails; ``overrides`` (KEY=VALUE) and ``excluded`` nodes are what recovery has changed so far."""
 
     number: int
     job_id: str
@@ -50,6 +55,7 @@ class Attempt:
     started: float
     saved_step: int
     silence_seconds: float = 1800.0
+    storage_wait_seconds: float = 300.0
     overrides: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()
 
@@ -84,13 +90,12 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
     run.create()
     folder = _next(run)
     for part in (folder.exits, folder.logs, folder.heartbeats):
-        part.mkdir()
-    for old in run.checkpoints.glob(".writing-*"):
-        trash = run.checkpoints / f".trash-{uuid.uuid4().hex}"
-        old.rename(trash)
-    for trash in run.checkpoints.glob(".trash-*"):
-        shutil.rmtree(trash, ignore_errors=True)
-    (run.checkpoints / f".writing-{folder.path.name}").mkdir()
+        make_folder(part)
+    for old in names_in(run.checkpoints, ".writing-*"):
+        patiently(functools.partial(_discard, run.checkpoints / old), run.checkpoints / old)
+    for trash in names_in(run.checkpoints, ".trash-*"):
+        shutil.rmtree(run.checkpoints / trash, ignore_errors=True)
+    make_folder(run.checkpoints / f".writing-{folder.path.name}")
     attempt = Attempt(number=folder.number, started=time.time(), **known)  # type: ignore[arg-type]
     write_json(folder.record, asdict(attempt))
     return folder
@@ -98,8 +103,8 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
 
 def saved_step(run: RunFolder) -> int:
     """Step of the newest checkpoint, -1 when there is none. By name only: what is named is whole."""
-    names = run.checkpoints.glob("step-*") if run.checkpoints.is_dir() else ()
-    return max((int(path.name.removeprefix("step-")) for path in names), default=-1)
+    names = names_in(run.checkpoints, "step-*")
+    return max((int(name.removeprefix("step-")) for name in names), default=-1)
 
 
 def end(folder: AttemptFolder, verdict: Verdict) -> None:
@@ -109,9 +114,7 @@ def end(folder: AttemptFolder, verdict: Verdict) -> None:
 
 def folders(run: RunFolder) -> list[AttemptFolder]:
     """All starts, oldest first."""
-    if not run.attempts.is_dir():
-        return []
-    return [AttemptFolder(path) for path in sorted(run.attempts.iterdir()) if path.name.isdecimal()]
+    return [AttemptFolder(run.attempts / name) for name in names_in(run.attempts) if name.isdecimal()]
 
 
 def read_attempt(folder: AttemptFolder) -> Attempt | None:
@@ -137,13 +140,23 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _next(run: RunFolder) -> AttemptFolder:
-    """A number that nobody else took: mkdir is atomic, on network file systems too."""
+    """A number that nobody else took: mkdir is atomic, on network file systems too.
+
+    A mkdir that reported an error may have taken effect. Its number is then skipped, because the folder may as well be
+    another launcher's.
+    """
     number = max((folder.number for folder in folders(run)), default=0) + 1
     while True:
         folder = run.attempt(number)
         try:
-            folder.path.mkdir()
+            patiently(folder.path.mkdir, folder.path)
         except FileExistsError:
             number += 1
         else:
             return folder
+
+
+def _discard(writing: Path) -> None:
+    """Rename the folder in which an earlier attempt writes. An earlier try may have done it."""
+    with contextlib.suppress(FileNotFoundError):
+        writing.rename(writing.with_name(f".trash-{uuid.uuid4().hex}"))

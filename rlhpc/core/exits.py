@@ -7,7 +7,6 @@ real culprit was lost. So every rank leaves its own record, and the cause is fou
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -20,15 +19,16 @@ from pathlib import Path
 from typing import Literal
 
 from rlhpc.core.errors import NonFiniteError, UserError
-from rlhpc.core.files import read_json, write_json
+from rlhpc.core.files import names_in, read_json, read_text, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
+from rlhpc.core.storage import BRIEF, Patience, StorageError, exists, kind_of
 
 Kind = Literal["user", "error", "peer", "signal", "stopped", "done"]
 
-# sysexits.h EX_IOERR: the exit code that tells of a full disk when no record of it can be written.
-EXIT_DISK_FULL = 74
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+# sysexits.h EX_IOERR and EX_TEMPFAIL: exit codes for a full disk and a failing file system, on which no record can be
+# written.
+EXIT_DISK_FULL, EXIT_STORAGE = 74, 75
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def classify(error: BaseException) -> Kind:
         return "user"
     if isinstance(error, SystemExit):
         return "error" if error.code else "done"
-    if isinstance(error, NonFiniteError):  # all ranks raise it; the path in its message may look like a lost peer
+    if isinstance(error, NonFiniteError | StorageError):  # the words of their messages may look like a lost peer's
         return "error"
     cause: BaseException | None = error
     while cause is not None:
@@ -104,11 +104,11 @@ def run_recorded(exits: Path, info: RankInfo, function: Callable[[], str | None]
             raise
         write_exit(exits, info, stopped=stopped)
     except OSError as error:
-        if error.errno in DISK_FULL:
+        if isinstance(error, StorageError) or kind_of(error) == "full":
             with contextlib.suppress(OSError):  # the log may be on the same disk
                 traceback.print_exc()
                 sys.stderr.flush()
-            os._exit(EXIT_DISK_FULL)
+            os._exit(EXIT_STORAGE if isinstance(error, StorageError) else EXIT_DISK_FULL)
         raise
 
 
@@ -127,14 +127,19 @@ def write_exit(exits: Path, info: RankInfo, error: BaseException | None = None, 
         ended = {"kind": classify(error), "type": type(error).__name__, "message": str(error), "traceback": text}
         record = ExitRecord(**{**asdict(record), **ended})
     file = _file(exits, info.rank, "exit")
-    if file.exists() and read_json(file)["pid"] == record.pid:
-        return
-    write_json(file, asdict(record))
+    patience = BRIEF if isinstance(error, StorageError) else None  # that has waited already
+    if not _is_written(file, patience):
+        write_json(file, asdict(record), patience)
 
 
-def read_starts(exits: Path) -> dict[int, StartRecord]:
+def _is_written(file: Path, patience: Patience | None) -> bool:
+    """Whether the exit record is this process's."""
+    return exists(file, patience) and bool(read_json(file, patience)["pid"] == os.getpid())
+
+
+def read_starts(exits: Path, patience: Patience | None = None) -> dict[int, StartRecord]:
     """Start records by rank."""
-    records = _read(exits, "start")
+    records = _read(exits, "start", patience)
     return {record["rank"]: StartRecord(**{**record, "process": ProcessId(**record["process"])}) for record in records}
 
 
@@ -162,5 +167,6 @@ def _file(exits: Path, rank: int, what: str) -> Path:
     return exits / f"rank-{rank:05d}.{what}.json"
 
 
-def _read(exits: Path, what: str) -> list[dict]:
-    return [json.loads(file.read_text(encoding="utf-8")) for file in sorted(exits.glob(f"rank-*.{what}.json"))]
+def _read(exits: Path, what: str, patience: Patience | None = None) -> list[dict]:
+    names = names_in(exits, f"rank-*.{what}.json", patience)
+    return [json.loads(read_text(exits / name, patience)) for name in names]

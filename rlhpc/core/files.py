@@ -1,29 +1,130 @@
-"""Small files written whole or not at all."""
+"""Files of the run folder: written whole or not at all, read and listed with patience (rlhpc.core.storage)."""
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from rlhpc.core.storage import Patience, patiently
 
-def write_atomic(path: Path, text: str) -> None:
-    """Write ``text`` so that a reader sees the old file or the new one, never a part. The folder must be there: to make
+
+def write_atomic(path: Path, text: str, patience: Patience | None = None) -> None:
+    """Write ``text`` so that a reader sees the old file or the new one, never a part. The folder must exist: to make
     one here would give back a place to write to ranks that were fenced off (rlhpc.core.attempts)."""
+    data = text.encode()
+    patiently(lambda: _replace(path, data), path, patience)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Whole, so that a retry writes the data again: after a failed fsync the kernel may have dropped it."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: Any, patience: Patience | None = None) -> None:
     """Write a JSON document atomically, indented, keys in the order given."""
-    write_atomic(path, json.dumps(value, indent=2) + "\n")
+    write_atomic(path, json.dumps(value, indent=2) + "\n", patience)
 
 
-def read_json(path: Path) -> Any:
+def read_text(path: Path, patience: Patience | None = None) -> str:
+    """The text of a file."""
+    return patiently(lambda: path.read_text(encoding="utf-8"), path, patience)
+
+
+def text_if_there(path: Path) -> str:
+    """The text of a file that is only shown: empty where it cannot be read."""
+    try:
+        return read_text(path)
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def read_json(path: Path, patience: Patience | None = None) -> Any:
     """The JSON document at ``path``."""
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(read_text(path, patience))
+
+
+def names_in(folder: Path, pattern: str = "*", patience: Patience | None = None) -> list[str]:
+    """Names in a folder that match a shell pattern, sorted; none if the folder does not exist.
+
+    ``Path.glob`` takes an error for an empty folder, depending on Python's version.
+    """
+
+    def read() -> list[str]:
+        try:
+            return os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    return sorted(fnmatch.filter(patiently(read, folder, patience), pattern))
+
+
+def make_folder(path: Path) -> None:
+    """Make a folder in one that exists, unless it is there: a try that reported an error may have made it."""
+    patiently(lambda: path.mkdir(exist_ok=True), path)
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename; a try that took effect and still reported an error counts."""
+    identity = patiently(lambda: os.stat(source).st_ino, source)
+
+    def act() -> None:
+        try:
+            os.replace(source, target)
+        except FileNotFoundError:
+            if os.stat(target).st_ino != identity:
+                raise
+
+    patiently(act, source)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, unless it is gone."""
+    patiently(lambda: path.unlink(missing_ok=True), path)
+
+
+class LineFile:
+    """Appends lines to a file that has no other writer, each line whole and once.
+
+    The file is opened anew for each write. A write that failed is repeated at the same place, over what it left.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._end = patiently(self._size, path)
+
+    def append(self, lines: str) -> None:
+        """Add ``lines``, which end in a newline; on disk when it returns."""
+        patiently(lambda: self._write(lines.encode()), self._path)
+
+    def _size(self) -> int:
+        try:
+            return os.stat(self._path).st_size
+        except FileNotFoundError:
+            return 0
+
+    def _write(self, data: bytes) -> None:
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            begin = min(self._end, os.fstat(descriptor).st_size)
+            written = 0
+            while written < len(data):
+                written += os.pwrite(descriptor, data[written:], begin + written)
+            os.ftruncate(descriptor, begin + len(data))
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._end = begin + len(data)

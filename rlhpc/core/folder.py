@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.core.errors import UserError
+from rlhpc.core.files import make_folder, names_in
+from rlhpc.core.storage import Patience, exists, patiently
 
 
 class Superseded(RuntimeError):
@@ -62,9 +64,9 @@ class AttemptFolder:
         """When Slurm will end the job, as the launcher last heard."""
         return self.path / "deadline.json"
 
-    def is_current(self) -> bool:
-        """No later start of the run exists: its ranks may write into the run. One look at the file system."""
-        return not self.run.attempt(self.number + 1).path.exists()
+    def is_current(self, patience: Patience | None = None) -> bool:
+        """Whether no later attempt of the run exists, so that these ranks may write into the run."""
+        return not exists(self.run.attempt(self.number + 1).path, patience)
 
     def check_current(self) -> None:
         """Raise Superseded when a later start of the run exists."""
@@ -182,10 +184,10 @@ class RunFolder:
 
     def create(self) -> None:
         """Make the folder and its fixed parts, readable by the owner alone: nodes are shared."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.path.chmod(0o700)
+        patiently(lambda: self.path.mkdir(parents=True, exist_ok=True), self.path)
+        patiently(lambda: self.path.chmod(0o700), self.path)
         for part in (self.attempts, self.checkpoints):
-            part.mkdir(exist_ok=True)
+            make_folder(part)
 
     def check_own(self) -> None:
         """Refuse a folder with files that a run would write over, though no run made them: the configuration that it is
@@ -202,5 +204,8 @@ class RunFolder:
 
     def holds_run(self) -> bool:
         """A run has left steps or a checkpoint here."""
-        has_steps = self.metrics.is_file() and self.metrics.stat().st_size > 0
-        return has_steps or any(self.checkpoints.glob("step-*"))
+
+        def has_steps() -> bool:
+            return self.metrics.is_file() and self.metrics.stat().st_size > 0
+
+        return patiently(has_steps, self.metrics) or bool(names_in(self.checkpoints, "step-*"))

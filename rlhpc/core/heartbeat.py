@@ -8,6 +8,9 @@ crash a process whose threads are running, so it is the last thing to be tried. 
 
 Files are written in place and read after opening them anew: over NFS a client sees that at once, but a new file, or one
 that was renamed over another, up to a minute later.
+
+A file system that fails ends no rank here: what could not be written is written at the next look. A rank that waits for
+one elsewhere (rlhpc.core.storage) counts as making progress, because that wait has a limit of its own.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhpc.core import storage
 from rlhpc.core.collectives import GroupState
 from rlhpc.core.process import ProcessId
 from rlhpc.core.shown import show
@@ -72,7 +76,7 @@ def dump_file(folder: Path) -> Path:
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """The rank's record; None when there is none, or it is just being written."""
+    """The rank's record; None when there is none, or it is just being written. OSError when it cannot be read."""
     try:
         fields = json.loads(beat_file(folder, rank).read_text(encoding="utf-8"))
         return Beat(**{**fields, "process": ProcessId(**fields["process"])})
@@ -101,6 +105,8 @@ class Heartbeat:
         # Count, time, phase, step: replaced as a whole, so that threads need no lock.
         self._progress: tuple[int, float, str, int | None] = (0, time.monotonic(), "starting", None)
         self._written = float("-inf")
+        self._stacks: int | None = None
+        self._waits = storage.waits()
         self._collectives: Callable[[], Sequence[GroupState]] | None = None
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
@@ -108,11 +114,8 @@ class Heartbeat:
     def start(self) -> Heartbeat:
         """Write the first record and keep on; ``touch`` of this module is this rank's from now on."""
         global _current
-        self._folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_DSYNC
-        self._stacks = os.open(stacks_file(self._folder, self._beat.rank), flags, 0o600)
-        self._write()
-        faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
+        with contextlib.suppress(OSError):
+            self._begin()
         self._thread.start()
         _current = self
         return self
@@ -131,16 +134,39 @@ class Heartbeat:
         self._end.set()
         self._thread.join(timeout=5)
         faulthandler.unregister(DUMP_SIGNAL)
-        self._write(ended=True)
+        with contextlib.suppress(OSError):
+            self._write(ended=True)
         _current = None
+
+    def _begin(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._open_stacks()
+        self._write()
+
+    def _open_stacks(self) -> None:
+        """Open the file of stacks, again if its descriptor has become stale."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_DSYNC | (os.O_TRUNC if self._stacks is None else 0)
+        former, self._stacks = self._stacks, os.open(stacks_file(self._folder, self._beat.rank), flags, 0o600)
+        faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
+        if former is not None:
+            with contextlib.suppress(OSError):
+                os.close(former)
 
     def _run(self) -> None:
         while not self._end.wait(self._look):
-            with contextlib.suppress(OSError):  # a full disk or a stale mount ends no rank
-                self._write_when_due()
-                self._answer(self._request())
+            self._note_waits()
+            for act in (self._write_when_due, self._answer):
+                with contextlib.suppress(OSError):
+                    act()
+
+    def _note_waits(self) -> None:
+        if (waits := storage.waits()) != self._waits:
+            self._waits = waits
+            self.touch("waiting for storage", self._progress[3])
 
     def _write_when_due(self) -> None:
+        if self._written == float("-inf"):
+            self._begin()
         if self._progress[0] != self._beat.touches and time.monotonic() - self._written >= self._period:
             self._write()
 
@@ -148,11 +174,11 @@ class Heartbeat:
         touches, at, phase, step = self._progress
         now = time.monotonic()
         known: dict[str, Any] = {"touches": touches, "phase": phase[:100], "step": step, "idle": round(now - at, 3)}
-        self._beat = replace(self._beat, **known, **changes)
-        text = json.dumps(asdict(self._beat)).encode()
+        beat = replace(self._beat, **known, **changes)
+        text = json.dumps(asdict(beat)).encode()
         assert len(text) < _RECORD_BYTES
-        _write_in_place(beat_file(self._folder, self._beat.rank), text.ljust(_RECORD_BYTES - 1) + b"\n")
-        self._written = now
+        _write_in_place(beat_file(self._folder, beat.rank), text.ljust(_RECORD_BYTES - 1) + b"\n")
+        self._beat, self._written = beat, now  # not before: a write that failed is still due
 
     def _request(self) -> str:
         try:
@@ -160,8 +186,9 @@ class Heartbeat:
         except (FileNotFoundError, UnicodeDecodeError):
             return ""
 
-    def _answer(self, request: str) -> None:
+    def _answer(self) -> None:
         """First the stacks, which never wait; the recorder of collectives might, behind a hung device."""
+        request = self._request()
         if not request or request == self._beat.collectives:
             return
         with contextlib.suppress(OSError):
@@ -184,6 +211,16 @@ class Heartbeat:
 
         The file is at no time empty: between two of these calls the interpreter's lock may be taken for good.
         """
+        if self._stacks is None:
+            return
+        try:
+            self._put_stacks(text)
+        except OSError:
+            self._open_stacks()
+            self._put_stacks(text)
+
+    def _put_stacks(self, text: bytes) -> None:
+        assert self._stacks is not None
         os.pwrite(self._stacks, text, 0)
         os.ftruncate(self._stacks, len(text))
         os.lseek(self._stacks, 0, os.SEEK_END)

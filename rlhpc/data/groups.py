@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from rlhpc.api import Prompt, Sample
+from rlhpc.core.storage import patiently
 
 _ARRAYS = ("tokens", "log_probs", "chosen", "routes")
 _INDEX = "index"
@@ -89,8 +91,7 @@ def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
             record["samples"] = [_pack(sample, arrays) for sample in group.samples]
             index[shelf].append(record)
     arrays[_INDEX] = np.frombuffer(json.dumps(index).encode(), dtype=np.uint8)
-    with open(file, "wb") as stream:
-        np.savez(stream, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
+    patiently(lambda: _write(file, arrays), file)
 
 
 def load_groups(file: Path, routes: bool = True) -> dict[str, list[Group]]:
@@ -110,8 +111,14 @@ def save_routes(file: Path, groups: Iterable[Group]) -> None:
         if sample.routes is not None
     }
     if found:
-        with open(file, "wb") as stream:
-            np.savez(stream, **found)  # type: ignore[arg-type]  # its stubs take the names for options
+        patiently(lambda: _write(file, found), file)
+
+
+def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    with open(file, "wb") as stream:
+        np.savez(stream, **arrays)  # type: ignore[arg-type]  # its stubs take the names for options
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
 def with_routes_of(file: Path, groups: Sequence[Group]) -> list[Group]:

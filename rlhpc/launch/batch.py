@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.core.shown import show
+from rlhpc.core.storage import NONE, say
 from rlhpc.launch.slurm.commands import ask
 from rlhpc.launch.slurm.times import time_of
 
@@ -96,6 +95,7 @@ class Deadline:
     def __init__(self, job: BatchJob) -> None:
         self._job = job
         self._attempt: AttemptFolder | None = None
+        self._written: tuple[AttemptFolder, float] | None = None
         self._lock = threading.Lock()
         self.end: float | None = None
         self.look()
@@ -113,13 +113,10 @@ class Deadline:
 
     def look(self) -> None:
         """Ask Slurm now."""
-        try:
-            end = self._job.end_time()
-            if end is not None and end != self.end:
-                self.end = end
-                self._write()
-        except OSError as error:  # a full disk
-            show(f"rlhpc: the job's end cannot be written: {error}", file=sys.stderr)
+        end = self._job.end_time()
+        if end is not None:
+            self.end = end
+        self._write()
 
     def _keep(self) -> None:
         while True:
@@ -127,9 +124,16 @@ class Deadline:
             self.look()
 
     def _write(self) -> None:
+        """If it is news. What cannot be written now is written after the next look."""
         with self._lock:
-            if self._attempt is not None and self.end is not None:
-                write_json(self._attempt.deadline, {"end": self.end})
+            if self._attempt is None or self.end is None or self._written == (self._attempt, self.end):
+                return
+            try:
+                write_json(self._attempt.deadline, {"end": self.end}, NONE)
+            except OSError as error:
+                say(f"the job's end cannot be written: {error}")
+            else:
+                self._written = (self._attempt, self.end)
 
 
 class Termination:
@@ -181,5 +185,5 @@ def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0)) -> bool:
             if pause > _LONG_PAUSE and not _AWAY.search(complaint):
                 break  # the controller has answered
         time.sleep(pause)
-    show(f"rlhpc: {' '.join(command)}: {complaint}", file=sys.stderr)
+    say(f"{' '.join(command)}: {complaint}")
     return False

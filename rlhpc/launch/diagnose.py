@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhpc.core.attempts import Cause
-from rlhpc.core.exits import EXIT_DISK_FULL, ExitRecord, culprit
+from rlhpc.core.exits import EXIT_DISK_FULL, EXIT_STORAGE, ExitRecord, culprit
 from rlhpc.core.stop import Reason
 from rlhpc.launch.hang import Hang
 
@@ -55,6 +55,14 @@ _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     (
         "gpu_memory",
         re.compile(r"OutOfMemoryError|CUDA out of memory|CUDA error: out of memory|No available memory", re.I),
+    ),
+    (
+        "storage",
+        re.compile(
+            r"^StorageError|Input/output error|Remote I/O error|Stale file handle|Read-only file system"
+            r"|transport endpoint shutdown",
+            re.I,
+        ),
     ),
     ("host_memory", re.compile(r"^MemoryError|Cannot allocate memory|not enough memory|can't allocate memory", re.I)),
 )
@@ -146,6 +154,8 @@ def _without_a_word(failed: ExitRecord, evidence: Evidence) -> Diagnosis:
     known = Diagnosis("crash", failed.message, failed.rank, failed.node, evidence.output[-4000:])
     if failed.kind == "signal" and f"exit code {EXIT_DISK_FULL}" in failed.message:
         return replace(known, cause="disk_full", message="no space left on the device of the run folder")
+    if failed.kind == "signal" and f"exit code {EXIT_STORAGE}" in failed.message:
+        return replace(known, cause="storage", message="the file system of the run folder failed")
     if failed.kind == "signal" and _OOM_KILL.search(evidence.output + failed.message):
         return replace(known, cause="host_memory", message=f"{failed.message}: out of memory on the host")
     if failed.kind == "peer":

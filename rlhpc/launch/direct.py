@@ -16,9 +16,10 @@ from rlhpc.config.load import absolute_paths, dump_config, load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.files import write_atomic
+from rlhpc.core.files import remove, write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
+from rlhpc.core.storage import exists
 from rlhpc.launch.batch import job_name
 from rlhpc.launch.job import run_job
 from rlhpc.launch.lock import locked
@@ -39,7 +40,7 @@ def prepare_folder(config_file: Path, overrides: Sequence[str]) -> RunFolder:
     config = load_config(config_file, overrides)
     run = RunFolder(config.folder)
     record = read_run(run.path).job
-    if record is not None and record.job_id == job_name() and run.config.is_file():
+    if record is not None and record.job_id == job_name() and exists(run.config):
         return run
     taken = overrides_from_job(config, JobShape.from_environ())
     if taken:
@@ -63,7 +64,7 @@ def _claim(run: RunFolder, config: RunConfig, resume: bool) -> None:
     with locked(run, wait=True):
         check_free(run, resume)
         write_atomic(run.config, dump_config(config))
-        run.stop_requested.unlink(missing_ok=True)
+        remove(run.stop_requested)
         cluster = os.environ.get(env.SLURM_CLUSTER_NAME, "")
         enter(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))
 

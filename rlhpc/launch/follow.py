@@ -85,7 +85,7 @@ def _final(run: Run, job: JobStatus | None) -> RunStatus:
     deadline = time.monotonic() + _LATE_SECONDS
     while True:
         status = run_status(run, job)
-        complete = not status.starts or status.starts[-1].verdict is not None
+        complete = not status.unreadable and (not status.starts or status.starts[-1].verdict is not None)
         if complete or time.monotonic() > deadline:
             return status
         time.sleep(_METRICS_SECONDS)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.core import storage
 from rlhpc.core.collectives import GroupState
 from rlhpc.core.files import write_atomic
 from rlhpc.core.heartbeat import (
@@ -50,8 +51,8 @@ class HangWatch:
     """``poll`` it every half second or so; it returns the hang once there is one.
 
     ``silence_seconds`` without progress of any rank are a hang; before the first progress it is ``start_seconds``,
-    counted from construction. Ranks of this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called to
-    send it to the ranks of all nodes.
+    counted from construction. Time in which records cannot be read does not count, up to ``storage_seconds``. Ranks of
+    this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called to send it to the ranks of all nodes.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class HangWatch:
         start_seconds: float | None = None,
         signal_all: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        storage_seconds: float = 300.0,
     ) -> None:
         self._folder, self._world_size, self._clock = folder, world_size, clock
         self._silence, self._start = silence_seconds, start_seconds or silence_seconds
@@ -70,14 +72,18 @@ class HangWatch:
         self._written: dict[int, int] = {}  # characters of the stacks of ranks that were sent the signal
         self._look = look_seconds(world_size)
         self._beats: dict[int, Beat] = {}
+        self._storage, self._blind = storage_seconds, 0.0  # seconds for which some record could not be read
+        self._unreadable: set[int] = set()  # ranks whose record could not be read when it was last tried
         self._next, self._next_pass = 0, clock()  # the rank whose record is read next; when to begin with the first
         self._progress_at, self._began = clock(), False
         self._asked_at: float | None = None
+        self._refused_at: float | None = None  # when a request could first not be written
         self._polled_at = clock()
         self._request, self._requests = "", 0
         self._before: dict[int, int] = {}  # each rank's touches when it was asked
-        folder.mkdir(parents=True, exist_ok=True)
-        dump_file(folder).write_text("")  # ranks see a file that changes sooner than a new one (core/heartbeat.py)
+        storage.patiently(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
+        # Ranks see a file that changes sooner than a new one (core/heartbeat.py).
+        storage.patiently(lambda: dump_file(folder).write_text(""), folder)
 
     @property
     def silent_for(self) -> float:
@@ -86,24 +92,39 @@ class HangWatch:
 
     def poll(self) -> Hang | None:
         """Look at some of the ranks; None while there is no hang, or its report is not complete."""
-        self._allow_for_a_pause()
+        self._allow_for_pauses()
         if self._asked_at is not None:
             return self._gather(self._asked_at)
         self._read_some()
-        if self.silent_for > (self._silence if self._began else self._start):
-            self._requests, self._signalled_at = self._requests + 1, None
-            self._request = f"request-{self._requests}"
-            self._before = {rank: beat.touches for rank, beat in self._beats.items()}
-            dump_file(self._folder).write_text(self._request + "\n")
-            self._asked_at = self._clock()
+        if self.silent_for > (self._silence if self._began else self._start) and not self._is_blind:
+            self._ask()
         return None
 
-    def _allow_for_a_pause(self) -> None:
-        """Time in which this process itself did not run, suspended with its job perhaps, is no silence of the ranks."""
+    @property
+    def _is_blind(self) -> bool:
+        """Whether some record cannot be read, and this has not lasted too long."""
+        return bool(self._unreadable) and self._blind < self._storage
+
+    def _ask(self) -> None:
+        """Write the request into the file that all ranks read."""
+        self._requests, self._signalled_at = self._requests + 1, None
+        self._request = f"request-{self._requests}"
+        self._before = {rank: beat.touches for rank, beat in self._beats.items()}
+        try:
+            dump_file(self._folder).write_text(self._request + "\n")
+        except OSError:
+            self._refused_at = self._clock() if self._refused_at is None else self._refused_at
+            if self._clock() - self._refused_at < self._storage:
+                return  # the next poll tries again; in the end there is the signal
+        self._refused_at, self._asked_at = None, self._clock()
+
+    def _allow_for_pauses(self) -> None:
+        """Exclude time in which this process did not run, suspended with its job perhaps, or could not read."""
         now, before = self._clock(), self._polled_at
         self._polled_at = now
-        if now - before > _PAUSE_SECONDS:
+        if self._is_blind or now - before > _PAUSE_SECONDS:
             self._progress_at += now - before
+        self._blind = self._blind + now - before if self._unreadable else 0.0
 
     def _read_some(self) -> None:
         """Go on reading the records, all of them once a second unless there are too many for that."""
@@ -119,7 +140,7 @@ class HangWatch:
                 return
 
     def _look_at(self, rank: int) -> None:
-        beat, before = read_beat(self._folder, rank), self._beats.get(rank)
+        beat, before = self._read(rank), self._beats.get(rank)
         if beat is None:
             return
         self._beats[rank] = beat
@@ -127,8 +148,21 @@ class HangWatch:
             self._began = True
             self._progress_at = max(self._progress_at, self._clock() - beat.idle)
 
+    def _read(self, rank: int) -> Beat | None:
+        """The rank's record, None also where it cannot be read."""
+        try:
+            beat = read_beat(self._folder, rank)
+        except OSError:
+            self._unreadable.add(rank)
+            return None
+        self._unreadable.discard(rank)
+        return beat
+
     def _gather(self, asked_at: float) -> Hang | None:
         waiting = [rank for rank in range(self._world_size) if not self._has_answered(rank)]
+        if self._is_blind:
+            self._asked_at = None  # the answers cannot be read: ask again when they can
+            return None
         if any(beat.touches > self._before.get(rank, 0) for rank, beat in self._beats.items()):
             self._began, self._progress_at, self._asked_at = True, self._clock(), None  # slow, and moving again
             return None
@@ -144,7 +178,7 @@ class HangWatch:
         silence = self._silence if self._began else self._start
         report = report_text(finding, states, silence, self._stacks(finding.rank), self._folder)
         with contextlib.suppress(OSError):  # the finding counts more than the file
-            write_atomic(self._folder / "hang.txt", report)
+            write_atomic(self._folder / "hang.txt", report, storage.NONE)
         return Hang(finding.rank, finding.node, finding.message, report)
 
     def _send_signal(self, ranks: Sequence[int]) -> None:
@@ -168,7 +202,7 @@ class HangWatch:
     def _has_answered(self, rank: int) -> bool:
         beat = self._beats.get(rank)
         if beat is None or beat.collectives != self._request:
-            beat = read_beat(self._folder, rank) or beat
+            beat = self._read(rank) or beat
             if beat is not None:
                 self._beats[rank] = beat
         return beat is not None and (beat.ended or beat.collectives == self._request)

@@ -11,25 +11,26 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, Any
 
 from rlhpc.config.load import absolute_paths, dump_config, load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts, exits
 from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.files import write_atomic
+from rlhpc.core.files import remove, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
+from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
 from rlhpc.launch.batch import BatchJob, Deadline, Termination, host
 from rlhpc.launch.diagnose import Diagnosis, Evidence, diagnose, tells_of_a_failed_rank
 from rlhpc.launch.hang import Hang, HangWatch
 from rlhpc.launch.machine import free_port
-from rlhpc.launch.recovery import Situation, decide
+from rlhpc.launch.recovery import Situation, decide, storage_patience
 from rlhpc.launch.srun import srun_command, srun_environment
 from rlhpc.launch.store import StoreServer, preferred_port
 from rlhpc.plan.check import largest_usable
@@ -40,7 +41,6 @@ _POLL_SECONDS = 0.2
 _NEAR_END_SECONDS, _LAST_SECONDS = 240.0, 4.0
 _GRACE_SECONDS = 1.5  # for ranks to leave their records after the first has failed
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
-T = TypeVar("T")
 
 
 def run_job(run_dir: str, entry: str = "") -> int:
@@ -52,6 +52,9 @@ def run_job(run_dir: str, entry: str = "") -> int:
     except UserError as error:
         show(f"rlhpc: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
+    except StorageError as error:
+        say(f"{error}; this job ends without a verdict; continue with: rlhpc resume {run_dir}")
+        code = exits.EXIT_STORAGE
     if code:  # submitit would make success of every number that its function returns
         sys.exit(code)
     return code
@@ -65,12 +68,29 @@ class Supervisor:
         self._config = absolute_paths(load_config(run.config))
         self._job = BatchJob.from_environ()
         self._deadline = Deadline(self._job)
+        # What to do next must not be forgotten: the launcher waits for space as long as the job lasts.
+        use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
         self._before: Verdict | None = None
 
     def run(self) -> int:
-        """Start the ranks until they are through, or until there is nothing more to be done in this job."""
+        """Start the ranks until they are through, or until there is nothing more to be done in this job.
+
+        When no verdict can be written because the file system fails for too long, the job is requeued, and the next
+        launcher gives the verdict.
+        """
+        try:
+            return self._run_attempts()
+        except OSError as error:
+            recovery = self._config.recovery
+            policy = recovery.storage if isinstance(error, StorageError) else recovery.disk_full
+            if self._termination.told or policy == "stop" or kind_of(error) == "permanent":
+                raise
+            self._tell(str(error))
+            return self._requeue()
+
+    def _run_attempts(self) -> int:
         self._before = self._judge_former()
-        self._run.stop_requested.unlink(missing_ok=True)  # of ranks that are gone
+        remove(self._run.stop_requested)  # of ranks that are gone
         if self._before is not None and self._before.action == "stop":
             return self._ending(self._before)
         while True:
@@ -79,7 +99,7 @@ class Supervisor:
                 self._tell("Slurm ends this job")
                 return 1
             if verdict.action == "requeue":
-                return self._requeue(verdict)
+                return self._requeue(verdict.excluded)
             if verdict.action != "retry":
                 return self._ending(verdict)
             self._tell(f"the ranks start again in {verdict.wait_seconds:.0f} s")
@@ -116,12 +136,13 @@ class Supervisor:
             "world_size": len(nodes) * config.resources.ranks_per_node,
             "saved_step": saved_step(self._run),
             "silence_seconds": config.recovery.silence_seconds,
+            "storage_wait_seconds": config.recovery.storage_wait_seconds,
             "overrides": overrides,
             "excluded": excluded,
         }
-        folder = self._persist(lambda: attempts.begin(self._run, **known))
-        self._persist(lambda: write_atomic(folder.config, dump_config(config)))
-        self._persist(lambda: self._deadline.follow(folder))
+        folder = attempts.begin(self._run, **known)
+        write_atomic(folder.config, dump_config(config))
+        self._deadline.follow(folder)
         attempt = attempts.read_attempt(folder)
         assert attempt is not None
         changed = f", with {', '.join(overrides)}" if overrides else ""
@@ -159,6 +180,7 @@ class Supervisor:
             policy.silence_seconds,
             policy.start_seconds,
             signal_all=self._job.signal_ranks,
+            storage_seconds=policy.storage_wait_seconds,
         )
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
@@ -192,7 +214,7 @@ class Supervisor:
             left = self._deadline.seconds_left()
             if diagnosis.stopped == "terminated":
                 return replace(diagnosis, cause="preempted", message="saved and ended on Slurm's warning")
-            near_end = left < _NEAR_END_SECONDS and not self._run.stop_requested.exists()
+            near_end = left < _NEAR_END_SECONDS and not exists(self._run.stop_requested)
             if diagnosis.stopped == "deadline" or near_end:
                 return replace(diagnosis, cause="time_limit", message="saved in time before the job's limit")
         if stopped:
@@ -245,9 +267,9 @@ class Supervisor:
         then = load_config(first.config)
         return bool(reduce(getattr, key, self._config) == reduce(getattr, key, then))
 
-    def _requeue(self, verdict: Verdict) -> int:
+    def _requeue(self, excluded: Sequence[str] = ()) -> int:
         self._tell("back into the queue")
-        if not self._job.requeue([*self._config.slurm.exclude, *verdict.excluded] if verdict.excluded else []):
+        if not self._job.requeue([*self._config.slurm.exclude, *excluded] if excluded else []):
             self._tell(f"Slurm does not requeue this job; continue with: rlhpc resume {self._run.path}")
             return 1
         self._pause(_KILLED_SECONDS)
@@ -265,30 +287,19 @@ class Supervisor:
         return 0
 
     def _record(self, folder: AttemptFolder, verdict: Verdict) -> None:
-        self._persist(lambda: attempts.end(folder, verdict))
+        attempts.end(folder, verdict)
         if verdict.cause != "finished":
             whose = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
             self._tell(f"start {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")
 
-    def _persist(self, write: Callable[[], T]) -> T:
-        """Write to the run folder, waiting as long as its disk is full: what to do next must not be forgotten."""
-        told = False
-        while True:
-            try:
-                return write()
-            except OSError as error:
-                if error.errno not in exits.DISK_FULL or self._termination.told:
-                    raise
-                if not told:
-                    self._tell(f"{self._run.path}: {error.strerror}; waiting for space")
-                told = True
-                self._pause(5.0)
-
     def _stop_was_requested(self) -> bool:
         """A user asked the ranks to save and end for good; the word counts once."""
-        asked = self._run.stop_requested.exists()
-        self._run.stop_requested.unlink(missing_ok=True)
+        asked = exists(self._run.stop_requested)
+        remove(self._run.stop_requested)
         return asked
+
+    def _is_ending(self) -> bool:
+        return self._termination.told or self._deadline.seconds_left() < _LAST_SECONDS
 
     def _pause(self, seconds: float) -> bool:
         """Wait; False when Slurm ends this step meanwhile."""

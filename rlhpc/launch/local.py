@@ -21,6 +21,7 @@ from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.core.shown import read_report, show
+from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.diagnose import diagnose_error
 from rlhpc.launch.hang import HangWatch
 from rlhpc.launch.lock import locked
@@ -46,6 +47,8 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
     seconds of the first failure. Ctrl-C lets the ranks finish their step and save, a second one ends them at once; both
     give 130.
     """
+    wait = config.recovery.storage_wait_seconds
+    use(Patience(wait, full_seconds=wait))
     check_resources(config)
     check_folder(folder, resume)
     folder.create()
@@ -93,7 +96,7 @@ def check_folder(folder: RunFolder, resume: bool) -> None:
             remedy="continue it with --resume, or choose another folder with --run-dir",
         )
     folder.check_own()
-    if resume and not folder.config.is_file():
+    if resume and not exists(folder.config):
         raise UserError(f"{str(folder.path)!r} holds no run", where="run_dir", remedy="start it without --resume")
 
 
@@ -107,6 +110,7 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
         world_size=config.world_size,
         saved_step=saved_step(folder),
         silence_seconds=config.recovery.silence_seconds,
+        storage_wait_seconds=config.recovery.storage_wait_seconds,
     )
     write_atomic(folder.config, dump_config(config))
     write_atomic(attempt.config, dump_config(config))
@@ -136,7 +140,13 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreSe
 def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> dict[int, ExitRecord]:
     """Watch; the first Ctrl-C asks the ranks to save and end, and the watch goes on."""
     policy, world_size = config.recovery, config.world_size
-    hangs = HangWatch(attempt.heartbeats, world_size, policy.silence_seconds, policy.start_seconds)
+    hangs = HangWatch(
+        attempt.heartbeats,
+        world_size,
+        policy.silence_seconds,
+        policy.start_seconds,
+        storage_seconds=policy.storage_wait_seconds,
+    )
     try:
         return _watch(ranks, world_size, attempt.run, hangs)
     except KeyboardInterrupt:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import IO
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.storage import patiently
 
 
 @contextmanager
@@ -16,25 +18,36 @@ def locked(folder: RunFolder, wait: bool = False) -> Iterator[None]:
 
     Raises UserError where another one has it, unless it is to ``wait``.
     """
-    with open(folder.lock, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            raise UserError(
-                f"another rlhpc is running in {str(folder.path)!r}",
-                where="run_dir",
-                remedy="wait for it, or choose another folder with --run-dir",
-            ) from None
+    file = patiently(lambda: _lock(folder, "w", fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)), folder.lock)
+    if file is None:
+        raise UserError(
+            f"another rlhpc is running in {str(folder.path)!r}",
+            where="run_dir",
+            remedy="wait for it, or choose another folder with --run-dir",
+        )
+    with file:
         yield
 
 
 def is_locked(folder: RunFolder) -> bool:
     """Whether a launcher is at work in the folder."""
     try:
-        with open(folder.lock) as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        file = patiently(lambda: _lock(folder, "r", fcntl.LOCK_SH | fcntl.LOCK_NB), folder.lock)
     except FileNotFoundError:
-        pass
-    return False
+        return False
+    if file is not None:
+        file.close()
+    return file is None
+
+
+def _lock(folder: RunFolder, mode: str, operation: int) -> IO[str] | None:
+    """The locked file; None where another process has the lock."""
+    file = open(folder.lock, mode)  # noqa: SIM115 - the lock lasts until it is closed
+    try:
+        fcntl.flock(file, operation)
+    except BaseException as error:
+        file.close()
+        if isinstance(error, BlockingIOError):
+            return None
+        raise
+    return file

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from rlhpc.core import attempts, exits
 from rlhpc.core.errors import UserError
+from rlhpc.core.files import names_in
 from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.storage import exists, patiently
 from rlhpc.launch.registry import Run
 
 _BLOCK = 1 << 16
@@ -51,9 +53,9 @@ def log_files(run: Run, attempt: int | None = None, rank: int | None = None, all
 def rank_logs(folder: AttemptFolder) -> dict[int, Path]:
     """What each rank printed, by rank: srun writes rank-00003.log, submitit on one machine 4711_3_log.out."""
     found = {}
-    for path in folder.logs.glob("*"):
-        if name := _RANK_LOG.fullmatch(path.name):
-            found[int(name[1] or name[2])] = path
+    for file in names_in(folder.logs):
+        if name := _RANK_LOG.fullmatch(file):
+            found[int(name[1] or name[2])] = folder.logs / file
     return dict(sorted(found.items()))
 
 
@@ -62,7 +64,7 @@ def batch_log(run: Run) -> Log:
     if run.job is None:
         raise UserError("no rank has printed anything", where=str(run.folder.path), remedy="see `rlhpc status`")
     path = Path(run.job.log)
-    if not path.is_file():
+    if not exists(path):
         raise UserError(
             f"job {run.job.job_id} has printed nothing yet",
             where=str(run.folder.path),
@@ -76,35 +78,48 @@ def culprit_of(folder: AttemptFolder) -> int | None:
     verdict = attempts.read_verdict(folder)
     if verdict is not None and verdict.rank >= 0:
         return verdict.rank
-    record = exits.culprit(exits.read_exits(folder.exits).values()) if folder.exits.is_dir() else None
+    record = exits.culprit(exits.read_exits(folder.exits).values())
     return record.rank if record is not None else None
 
 
 def tail(path: Path, lines: int) -> tuple[str, int]:
     """The last lines of a file of any size, and the byte at which they end: more may be written meanwhile."""
-    with open(path, "rb") as file:
-        end = position = file.seek(0, 2)
-        data = b""
-        while position > 0 and data.count(b"\n") <= lines:
-            step = min(_BLOCK, position)
-            position -= step
-            file.seek(position)
-            data = file.read(step) + data
+
+    def read() -> tuple[bytes, int]:
+        with open(path, "rb") as file:
+            end = position = file.seek(0, 2)
+            data = b""
+            while position > 0 and data.count(b"\n") <= lines:
+                step = min(_BLOCK, position)
+                position -= step
+                file.seek(position)
+                data = file.read(step) + data
+        return data, end
+
+    data, end = patiently(read, path)
     return "".join(line + "\n" for line in data.decode(errors="replace").splitlines()[-lines:]), end
 
 
 def follow_log(path: Path, begin: int, ended: Callable[[], bool]) -> Iterator[str]:
     """What the file holds from the byte ``begin`` on, as it is appended, until ``ended`` and nothing is left."""
-    with open(path, "rb") as file:
-        file.seek(begin)
-        while True:
-            over = ended()  # asked before the last read
-            if text := file.read():
-                yield text.decode(errors="replace")
-            elif over:
-                return
-            else:
-                time.sleep(_POLL_SECONDS)
+
+    def read() -> bytes:
+        try:
+            with open(path, "rb") as file:  # anew each time: its handle may go stale
+                file.seek(begin)
+                return file.read()
+        except FileNotFoundError:
+            return b""
+
+    while True:
+        over = ended()  # asked before the last read
+        if text := patiently(read, path):
+            begin += len(text)
+            yield text.decode(errors="replace")
+        elif over:
+            return
+        else:
+            time.sleep(_POLL_SECONDS)
 
 
 def _start(run: Run, starts: list[AttemptFolder], number: int | None) -> AttemptFolder:

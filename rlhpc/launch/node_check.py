@@ -23,6 +23,7 @@ from pathlib import Path
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError
 from rlhpc.core.shown import show
+from rlhpc.core.storage import kind_of, patiently
 
 # A unix socket's path has 107 characters at most, of which vLLM's own names take 37 and Python's pools 32.
 LONGEST_TMPDIR = 60
@@ -114,16 +115,24 @@ def _address(host: str) -> str:
 
 def _check_run_folder(folder: Path, write: bool) -> None:
     remedy = "put run_dir on a file system that all nodes share and that you may write to there"
-    try:
-        if not folder.is_dir():
-            raise _error(f"the run folder {str(folder)!r} is not there", remedy)
+
+    def look() -> None:
+        if not stat.S_ISDIR(os.stat(folder).st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         if write:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         elif not os.access(folder, os.W_OK | os.X_OK):
-            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
+            number = errno.EROFS if read_only else errno.EACCES
+            raise OSError(number, os.strerror(number))
+
+    try:
+        patiently(look, folder)
+    except FileNotFoundError:
+        raise _error(f"the run folder {str(folder)!r} is not there", remedy) from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if kind_of(error) == "full":
             raise  # a full disk is no fault of the node
         raise _error(f"the run folder {str(folder)!r} is not writable ({error.strerror})", remedy) from None
 

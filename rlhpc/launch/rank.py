@@ -20,7 +20,7 @@ from rlhpc.core import env
 from rlhpc.core.attempts import read_attempt
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import EXIT_USER_ERROR, NodeError, UserError
-from rlhpc.core.exits import run_recorded, write_exit
+from rlhpc.core.exits import EXIT_STORAGE, run_recorded, write_exit
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.imports import import_attribute
@@ -28,6 +28,7 @@ from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.shown import show
 from rlhpc.core.stop import StopRequest
+from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.launch.node_check import check_node, interface_address, network_interface
 
 TRAINER = "rlhpc.trainer.main:run_rank"
@@ -61,6 +62,7 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     _end_when_superseded(attempt)
     record = read_attempt(attempt)
     assert record is not None, f"{attempt.record} is written before ranks start"
+    use(Patience(record.storage_wait_seconds))
     heartbeat = Heartbeat(
         attempt.heartbeats, info.rank, world_size=info.world_size, silence_seconds=record.silence_seconds
     ).start()
@@ -99,8 +101,14 @@ def _end_when_superseded(attempt: AttemptFolder) -> None:
     """Kill this process soon after a later start of the run exists: nobody else may be able to reach it."""
     own = ProcessId.own()
 
+    def is_current() -> bool:
+        try:
+            return attempt.is_current(NONE)
+        except OSError:
+            return True  # not known; nothing can be written now, and the next look is soon
+
     def watch() -> None:
-        while attempt.is_current():
+        while is_current():
             time.sleep(_FENCE_SECONDS)
         show(f"a later start than {attempt.path.name} exists: this rank ends", file=sys.stderr)
         own.kill_group()
@@ -130,6 +138,9 @@ def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
     except UserError as error:
         show(f"rlhpc: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+    except StorageError as error:
+        say(str(error))
+        sys.exit(EXIT_STORAGE)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import Action, Attempt, Cause, Verdict
 from rlhpc.launch.diagnose import Diagnosis
@@ -11,7 +12,7 @@ from rlhpc.launch.diagnose import Diagnosis
 # Ends that are no failures: the run goes on when Slurm gives it time again.
 _PAUSES: tuple[Cause, ...] = ("time_limit", "preempted", "requeued")
 _FACTOR = 2.0
-_BACK_OFF: tuple[Cause, ...] = ("network", "disk_full")
+_BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
 _HOPELESS: tuple[Cause, ...] = ("user", "data")
 
 
@@ -81,6 +82,14 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     return verdict(action, wait_seconds=wait)
 
 
+def storage_patience(policy: RecoverySection) -> float:
+    """How long a launcher waits for the file system. Without it no verdict can be read or written, so this takes the
+    place of retries: it lasts as long as all their pauses."""
+    if policy.storage == "stop":
+        return policy.storage_wait_seconds
+    return policy.storage_wait_seconds + policy.wait_seconds * (_FACTOR**policy.retries - 1) / (_FACTOR - 1)
+
+
 def shrink(config: RunConfig, diagnosis: Diagnosis) -> str | None:
     """The override (KEY=VALUE) that halves what took the memory; None when it cannot be halved any more."""
     in_engine = "vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory"
@@ -102,6 +111,7 @@ def _policy_of(cause: Cause, config: RunConfig) -> str:
         "bad_node": policy.bad_node,
         "hang": policy.hang,
         "disk_full": policy.disk_full,
+        "storage": policy.storage,
     }.get(cause, policy.crash)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-import sys
 import time
 from dataclasses import asdict, dataclass
 from getpass import getuser
@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, nearest
-from rlhpc.core.files import read_json, write_json
+from rlhpc.core.files import names_in, read_json, write_json
 from rlhpc.core.folder import RunFolder
-from rlhpc.core.shown import show
+from rlhpc.core.storage import NONE, Patience, say
 
 
 @dataclass(frozen=True)
@@ -43,11 +43,11 @@ class Run:
         return self.job.name if self.job else self.folder.path.name
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path, patience: Patience | None = None) -> Run:
     """The run in a folder."""
     folder = RunFolder(path)
     try:
-        known = read_json(folder.job)
+        known = read_json(folder.job, patience)
     except (FileNotFoundError, ValueError):
         return Run(folder, None)
     fields = {name: known.get(name, default) for name, default in _DEFAULTS.items()}
@@ -61,7 +61,7 @@ def enter(folder: RunFolder, record: JobRecord) -> None:
         _state().mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(_file(folder.path), {"folder": str(folder.path)})
     except OSError as error:
-        show(f"rlhpc: warning: `rlhpc status` will not list this run: {error}", file=sys.stderr)
+        say(f"warning: `rlhpc status` will not list this run: {error}")
 
 
 def new_record(job_id: str, name: str, workdir: Path, log: Path, cluster: str = "") -> JobRecord:
@@ -69,19 +69,24 @@ def new_record(job_id: str, name: str, workdir: Path, log: Path, cluster: str = 
 
 
 def all_runs() -> list[Run]:
-    """This user's runs, the last submitted first; folders that are gone leave the list."""
+    """This user's runs, the last submitted first; folders that are gone leave the list.
+
+    A folder that cannot be read stays in the list and is left out of the answer, with a warning.
+    """
     runs = []
-    for file in sorted(_state().glob("*.json")):
+    for name in names_in(_state(), "*.json"):
+        file = _state() / name
         try:
-            path = Path(read_json(file)["folder"])
-        except (OSError, ValueError, KeyError, TypeError):
-            file.unlink(missing_ok=True)
-            continue
-        run = read_run(path)
-        if run.job is None:
-            file.unlink(missing_ok=True)
+            run = read_run(Path(read_json(file)["folder"]), NONE)
+        except (ValueError, KeyError, TypeError, FileNotFoundError):
+            _forget(file)
+        except OSError as error:
+            say(f"warning: a run is left out: {error}")
         else:
-            runs.append(run)
+            if run.job is None:
+                _forget(file)
+            else:
+                runs.append(run)
     return sorted(runs, key=lambda run: run.job.submitted if run.job else 0.0, reverse=True)
 
 
@@ -121,6 +126,11 @@ _DEFAULTS = {"job_id": "", "cluster": "", "submitted": 0.0, "user": "", "name": 
 def _element(run: Run) -> int:
     index = run.job.job_id.partition("_")[2] if run.job else ""
     return int(index) if index.isdecimal() else 0
+
+
+def _forget(file: Path) -> None:
+    with contextlib.suppress(OSError):
+        file.unlink()
 
 
 def _state() -> Path:

@@ -11,6 +11,7 @@ from typing import Any
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.core.records import is_step, parse_records
+from rlhpc.core.storage import patiently
 from rlhpc.launch.progress import duration, last_number
 from rlhpc.launch.registry import Run
 from rlhpc.launch.slurm.queue import JobStatus
@@ -29,6 +30,7 @@ _CAUSES = {
     "bad_node": "a node is at fault",
     "hang": "no progress",
     "disk_full": "disk full",
+    "storage": "the file system failed",
     "crash": "a rank crashed",
     "launch": "the ranks could not be started",
     "time_limit": "the job's time ended",
@@ -48,7 +50,8 @@ class Start:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """``state`` in one word or two; ``step`` of ``total`` in ``phase``; ``job`` None when Slurm does not know it."""
+    """``state`` in one word or two; ``step`` of ``total`` in ``phase``; ``job`` None when Slurm does not know it;
+    ``unreadable`` is the error with which the run folder could not be read, if any."""
 
     run: Run
     state: str
@@ -59,6 +62,7 @@ class RunStatus:
     total: int | None = None
     reward: float | None = None
     tokens_per_second: float | None = None
+    unreadable: str = ""
 
     @property
     def verdict(self) -> Verdict | None:
@@ -73,8 +77,11 @@ class RunStatus:
 
 def run_status(run: Run, job: JobStatus | None, asked: bool = True) -> RunStatus:
     """``job``: what Slurm knows of the run's job, if anything; ``asked`` false: it could not be asked."""
-    starts = tuple(_starts(run))
-    records = tail_records(run.folder.metrics)
+    try:
+        starts, records = tuple(_starts(run)), tail_records(run.folder.metrics)
+    except OSError as error:
+        state = job.words if job is not None else "unreadable"
+        return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}")
     last = records[-1] if records else {}
     return RunStatus(
         run,
@@ -163,11 +170,15 @@ def as_json(status: RunStatus) -> dict[str, Any]:
 
 def tail_records(path: Path) -> list[dict[str, Any]]:
     """The last records of a file of JSON lines; a line being written is left out."""
-    try:
+
+    def read() -> bytes:
         with open(path, "rb") as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - _TAIL_BYTES))
-            data = file.read()
+            return file.read()
+
+    try:
+        data = patiently(read, path)
     except FileNotFoundError:
         return []
     return [record for record in parse_records(data) if is_step(record)]

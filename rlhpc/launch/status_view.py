@@ -72,6 +72,8 @@ def details(status: RunStatus) -> RenderableType:
     for name, values in (("changed", last.attempt.overrides), ("excluded", last.attempt.excluded)) if last else ():
         if values:
             lines.add_row(name, ", ".join(values))
+    if status.unreadable:
+        lines.add_row("note", status.unreadable)
     for start in status.starts:
         lines.add_row(f"start {start.attempt.number}", _start_words(start))
     return lines
@@ -114,5 +116,7 @@ def _note(status: RunStatus) -> str:
     """Why it waits, or else how its last start ended."""
     if status.job is not None and status.job.queued:
         return queue_words(status.job)
+    if status.unreadable:
+        return status.unreadable
     verdict = status.verdict
     return "" if verdict is None or verdict.cause == "finished" else verdict_words(verdict)

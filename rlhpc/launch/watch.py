@@ -10,6 +10,7 @@ from pathlib import Path
 
 from submitit import Job
 
+from rlhpc.core import storage
 from rlhpc.core.exits import ExitRecord, StartRecord, read_exits, read_starts
 
 # How much later than the first rank another may start before it counts as lost.
@@ -60,7 +61,9 @@ class Ranks:
 
     def end(self) -> None:
         """Kill every rank with its children, then submitit's controller."""
-        self._starts = read_starts(self._exits)
+        if len(self._starts) < self._world_size:
+            with suppress(OSError):  # those known so far are killed in any case
+                self._starts = read_starts(self._exits, storage.BRIEF)
         for start in self._starts.values():
             start.process.kill_group()
         controller = int(self._job.job_id)
@@ -87,6 +90,9 @@ class Ranks:
 
 def _fatal_error(log: Path) -> str:
     """What faulthandler wrote when the interpreter itself crashed, such as a segmentation fault."""
-    text = log.read_text(encoding="utf-8", errors="replace") if log.is_file() else ""
+    try:
+        text = log.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
     fatal = [line for line in text.splitlines() if line.startswith("Fatal Python error: ")]
     return f"crashed: {fatal[-1].removeprefix('Fatal Python error: ')}" if fatal else ""

@@ -13,10 +13,11 @@ import torch
 
 from rlhpc.api import RunState
 from rlhpc.core.errors import UserError
-from rlhpc.core.files import write_atomic
+from rlhpc.core.files import LineFile, write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record, is_step, parse_records
 from rlhpc.core.shown import ShownOnly
+from rlhpc.core.storage import exists, patiently
 
 
 class MetricsWriter:
@@ -36,13 +37,12 @@ class MetricsWriter:
             with self._guard:  # points of steps that are taken again are hidden
                 purge_step = state.total_steps + 1 if state.total_steps else None
                 self._board = writer(str(folder.tensorboard), purge_step=purge_step)
-        self._file = open(folder.metrics, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._file = LineFile(folder.metrics)
 
     def write(self, phase: str, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of ``step`` of ``total_steps`` in ``phase`` ("sft" or "rl"); on disk when it returns."""
         record = {"phase": phase, "step": step, "total_steps": total_steps, "time": time.time(), **metrics}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        self._file.append(json.dumps(record) + "\n")
         if phase == "sft":
             self._sft_steps = step
         if self._board is not None:
@@ -53,8 +53,7 @@ class MetricsWriter:
                     self._board.add_scalar(f"{phase}/{name}", value, place)
 
     def close(self) -> None:
-        """Close both files."""
-        self._file.close()
+        """Close TensorBoard's file."""
         if self._board is not None:
             with self._guard:
                 self._board.close()
@@ -81,12 +80,15 @@ class Stopwatch:
 
 def read_records(path: Path) -> list[Record]:
     """The JSON objects of a .jsonl file; none if it is absent. A line cut short by a crash is left out."""
-    return parse_records(path.read_bytes()) if path.is_file() else []
+    try:
+        return parse_records(patiently(path.read_bytes, path))
+    except FileNotFoundError:
+        return []
 
 
 def _cut(path: Path, state: RunState, **phase: str) -> None:
     """Keep the records of steps that the state is past. ``phase`` is that of records that do not name it."""
-    if path.is_file():
+    if exists(path):
         steps = [(record, {**phase, **record}) for record in read_records(path)]
         kept = [record for record, named in steps if is_step(named) and _is_done(named["phase"], named["step"], state)]
         write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))

@@ -1,23 +1,28 @@
-"""Do all ranks run the same program on the same config? Asked once, when they have joined."""
+"""Agreement of all ranks: on program and config when they have joined, and on an error that one of them met."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import platform
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 import rlhpc
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
+from rlhpc.core.storage import StorageError, patiently
 
 _PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
 
 Facts = Mapping[str, str]
+T = TypeVar("T")
 
 
 def facts_of(files: Sequence[Path]) -> dict[str, str]:
@@ -65,5 +70,46 @@ def _version(package: str) -> str:
 def _digest(files: Sequence[Path]) -> str:
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.read_bytes() if file.is_file() else b"missing")
+        digest.update(patiently(functools.partial(_content, file), file))
     return digest.hexdigest()[:12]
+
+
+def _content(file: Path) -> bytes:
+    return file.read_bytes() if file.is_file() else b"missing"
+
+
+def together(action: Callable[[], T]) -> T:
+    """The result of ``action``, which every rank calls; an OSError of one of them is raised on all. Collective.
+
+    Collectives inside ``action`` must come before what may fail on a single rank.
+    """
+    result, met = None, None
+    try:
+        result = action()
+    except OSError as error:
+        met = error
+    raise_together(met)
+    return cast(T, result)
+
+
+def on_first_rank(action: Callable[[], object]) -> None:
+    """Let rank 0 act while the others wait; an OSError of it is raised on all. Collective."""
+    together(lambda: action() if dist.get_rank() == 0 else None)
+
+
+def raise_together(error: OSError | None) -> None:
+    """Raise on every rank what one of them met; nothing if none did. Collective over all ranks.
+
+    A rank with an error of its own raises that one; the others raise that of the first rank that has one, and name it.
+    """
+    failed = torch.tensor([int(error is not None)])
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if not int(failed):
+        return
+    met: list[tuple | None] = [None] * dist.get_world_size()
+    words = () if error is None else (isinstance(error, StorageError), error.errno, error.strerror or str(error))
+    dist.all_gather_object(met, None if error is None else (*words, error.filename))
+    if error is not None:
+        raise error
+    rank, (is_storage, number, text, file) = next((rank, found) for rank, found in enumerate(met) if found is not None)
+    raise (StorageError if is_storage else OSError)(number, f"{text} (on rank {rank})", file)

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
+
+from rlhpc.core.storage import patiently
+from rlhpc.parallel.saving import patient_writer, write_archive
 
 CPU = torch.device("cpu")
 _ONEDNN_PRODUCTS = 1 << 22  # multiplications below which MKL is as fast
@@ -260,3 +266,59 @@ def exchange_megatron_globals(values: MegatronGlobals) -> MegatronGlobals:
     for name, value in former.items():
         setattr(parallel_state, name, values.get(name, {} if isinstance(value, dict) else None))
     return former
+
+
+@contextlib.contextmanager
+def patient_saves(folder: Path, failures: list[OSError]) -> Iterator[None]:
+    """Within it, dist_checkpointing waits for a file system that fails (rlhpc.core.storage) and writes files again from
+    memory, because after a failed fsync the kernel may have dropped their data.
+
+    Upstream each rank's shards are tried once (filesystem_async.py:342). What rank 0 alone reads and writes, between
+    collectives, raises on rank 0 alone while the others wait for it for ever (serialization.py:383/411/422,
+    state_dict_saver.py:112/243). Here such errors go into ``failures`` instead, for the ranks to agree on afterwards.
+    """
+    stand_ins = _patient_stand_ins(folder, failures)
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in stand_ins]
+    try:
+        for owner, name, stand_in in stand_ins:
+            setattr(owner, name, stand_in)
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
+def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[Any, str, Any]]:
+    from megatron.core.dist_checkpointing import core, serialization
+    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+
+    writer, saver = filesystem_async.FileSystemWriterAsync, common.TorchCommonSaveStrategy
+
+    def deferred(act: Callable[..., Any]) -> Callable[..., Any]:
+        def try_(*args: Any) -> Any:
+            try:
+                return patiently(lambda: act(*args), checkpoint)
+            except OSError as error:
+                failures.append(error)
+                return args[-1]  # what prepare_local_plan answers; the others answer nothing
+
+        return try_
+
+    def save_common(self: Any, state: Any, folder: str) -> None:
+        if dist.get_rank() == 0:
+            write_archive(Path(folder, common.COMMON_STATE_FNAME), state)
+
+    def save_config(config: Any, folder: str) -> None:
+        core.save_config(config, folder)
+        with open(Path(folder, core.CONFIG_FNAME)) as file:
+            os.fsync(file.fileno())
+
+    return [
+        # Only asked whether the folder is empty, for a warning. Ours is new.
+        (serialization, "Path", lambda path: SimpleNamespace(iterdir=lambda: iter(()))),
+        (serialization, "save_config", deferred(save_config)),
+        (saver, "save_common", deferred(save_common)),
+        (writer, "prepare_local_plan", deferred(writer.prepare_local_plan)),
+        (writer, "finish", deferred(writer.finish)),
+        (writer, "write_preloaded_data", staticmethod(patient_writer(writer.write_preloaded_data))),
+    ]

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.config.schema import ModelSection
-from rlhpc.core.files import read_json, write_atomic, write_json
+from rlhpc.core.files import LineFile, read_json, write_atomic, write_json
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.evaluation import Answer, evaluation_metrics
@@ -36,8 +36,7 @@ def validate(run: Run, state: RunState) -> Metrics:
     answered = _answer(run, state)
     if run.info.rank == 0:
         run.context.attempt.check_current()
-        with open(run.folder.samples, "a", encoding="utf-8") as file:
-            file.writelines(_lines(run, state, answered[: run.config.observe.samples]))
+        LineFile(run.folder.samples).append("".join(_lines(run, state, answered[: run.config.observe.samples])))
     return {f"validation/{name}": value for name, value in _metrics(run, answered).items()}
 
 

@@ -3,6 +3,7 @@ part of each checkpoint."""
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from pathlib import Path
 
 from rlhpc.api import Prompt
 from rlhpc.config.schema import TrainSection
+from rlhpc.core.files import names_in
+from rlhpc.core.storage import exists, patiently
 from rlhpc.data.groups import Group, load_groups, save_groups, save_routes, with_routes_of
 from rlhpc.data.replay import ReplayBuffer
 from rlhpc.plan.sampling import split_stale
@@ -69,16 +72,21 @@ class Kept:
 
         ``prompt_at`` gives the prompt in a place of today's order.
         """
-        if not (folder / _FILE).is_file():
+        file = folder / _FILE
+        if not exists(file):
             return
-        shelves = load_groups(folder / _FILE, routes=rank == 0)
+        shelves = patiently(lambda: load_groups(file, routes=rank == 0), file)
         groups = sorted((group for shelf in shelves.values() for group in shelf), key=lambda group: group.number)
         if any(group.number >= prompt_cursor or not group.answers(prompt_at(group.number)) for group in groups):
             _log.warning("groups of other prompts than today's are let go")
             return
-        for file in sorted(folder.glob(_ROUTES.format("*"))):
-            if int(file.stem.partition("-")[2]) % ranks == rank:
-                shelves = {name: with_routes_of(file, shelf) for name, shelf in shelves.items()}
+        for name in names_in(folder, _ROUTES.format("*")):
+            if int(Path(name).stem.partition("-")[2]) % ranks == rank:
+                shelves = patiently(functools.partial(_with_routes, folder / name, shelves), folder / name)
         self.ready, self.unfinished = shelves["ready"], shelves["unfinished"]
         if self.replay is not None:
             self.replay.add(shelves["replay"])
+
+
+def _with_routes(file: Path, shelves: dict[str, list[Group]]) -> dict[str, list[Group]]:
+    return {name: with_routes_of(file, shelf) for name, shelf in shelves.items()}

@@ -6,15 +6,15 @@ import functools
 import time
 from pathlib import Path
 
-import torch.distributed as dist
-
 from rlhpc.api import BackgroundWrite, RunState, TrainBackend
 from rlhpc.checkpoint import CheckpointStore
 from rlhpc.core.errors import NonFiniteError, UserError
+from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.stop import Reason
+from rlhpc.core.storage import exists
 from rlhpc.observe.metrics import MetricsWriter
-from rlhpc.parallel.agreement import check_agreement
+from rlhpc.parallel.agreement import check_agreement, on_first_rank
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.evaluate import validate
 from rlhpc.trainer.sampling import prompt_of
@@ -155,9 +155,7 @@ class Loop:
         if run.critic is not None:
             parts["critic"] = run.critic
         for name, model in parts.items():
-            if run.info.rank == 0:
-                (folder / name).mkdir()
-            dist.barrier()
+            on_first_rank(functools.partial(make_folder, folder / name))
             shares.append(model.save(folder / name, asynchronous))
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
@@ -216,13 +214,13 @@ class Loop:
                 where="sft.steps",
                 remedy=f"set it back to {self.state.sft_step}, or start a new run",
             )
-        if self._run.critic is not None and not (folder / "critic").is_dir():
+        if self._run.critic is not None and not exists(folder / "critic"):
             raise UserError(
                 f"{self._config.algorithm.name} has a critic, but the run has kept none",
                 where="algorithm.name",
                 remedy="set it back to what it was, or start a new run",
             )
-        if self._reference_is_ours() and not (folder / "reference").is_dir():
+        if self._reference_is_ours() and not exists(folder / "reference"):
             raise UserError(
                 "a KL term now, but the run has kept no reference model of its beginning",
                 where="algorithm.kl.coefficient",

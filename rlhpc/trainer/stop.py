@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from rlhpc.core.context import RankContext
 from rlhpc.core.files import read_json
 from rlhpc.core.stop import REASONS, Reason
+from rlhpc.core.storage import NONE
 
 # A save and a step may take longer than they have; the rest is for leaving and for the clocks of two machines.
 _SAVE_FACTOR, _STEP_FACTOR, _REST_SECONDS = 2.0, 1.5, 8.0
@@ -24,6 +26,7 @@ class Stopper:
         self._steps: list[float] = []
         self._save: float | None = None
         self._last = time.monotonic()
+        self._known_end: float | None = None
 
     def saved(self, seconds: float) -> None:
         """A checkpoint took so long."""
@@ -51,11 +54,10 @@ class Stopper:
         return REASONS[int(codes[0])], bool(codes[1])
 
     def _end(self) -> float | None:
-        """When Slurm ends the job; None without a limit."""
-        try:
-            return float(read_json(self._context.attempt.deadline)["end"])
-        except FileNotFoundError:
-            return None
+        """When Slurm ends the job, as last read; None without a limit. Read after each step, so no wait is needed."""
+        with contextlib.suppress(OSError):
+            self._known_end = float(read_json(self._context.attempt.deadline, NONE)["end"])
+        return self._known_end
 
     def _is_too_late(self, end: float) -> bool:
         """Another step and a save after it would not fit."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def found(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, Any]:
     """All that is looked at, from two data-parallel ranks."""
     first, second = run_ranks(_look, 2, model, _begun(tmp_path_factory.mktemp("run")))
-    for name in ("named while written", "full disk", "lost writer", "superseded"):
+    for name in ("named while written", "full disk", "lost writer", "superseded", "failed for good"):
         assert first[name] == second[name], name
     return first
 
@@ -61,10 +63,26 @@ def test_a_writer_that_is_lost_costs_this_checkpoint_only(found: dict[str, Any])
     assert found["named after a lost writer"] == ["step-00000003", "step-00000004"]
 
 
+@pytest.mark.parametrize("how", ["at once", "in the background"])
+def test_a_file_whose_fsync_failed_is_written_again(found: dict[str, Any], how: str) -> None:
+    """Rank 1's shards, of which the failed fsync has lost everything, and what rank 0 writes beside its own."""
+    fsyncs, loaded = found[f"fsync failed {how}"]
+    assert set(fsyncs) == {"common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"}
+    assert loaded == found["digest"]
+
+
+def test_a_file_system_that_stays_away_fails_the_save_on_every_rank(found: dict[str, Any]) -> None:
+    """Each file in turn, those too that rank 0 alone writes while others wait for it; no rank is left in a barrier."""
+    assert set(found["failed for good"]) == {"common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp", "commit"}
+    for name, words in found["failed for good"].items():
+        assert words == "StorageError: [Errno 5] Input/output error", name
+    assert found["named after that"] == found["named before that"]
+
+
 def test_an_orphan_s_writer_gives_no_name(found: dict[str, Any]) -> None:
     """A later start begins while the writer is at work."""
     assert found["superseded"] == "Superseded"
-    assert found["named by an orphan"] == ["step-00000003", "step-00000004"]
+    assert found["named by an orphan"] == ["step-00000008", "step-00000009"]
 
 
 def test_a_rank_killed_while_the_writer_works_leaves_the_former_checkpoint(model: Path, tmp_path: Path) -> None:
@@ -143,7 +161,7 @@ class _Run:
 
 def _look(model: Path, folder: Path) -> dict[str, Any]:
     run = _Run(model, folder)
-    looks = (_go_on_meanwhile, _save_twice, _fill_the_disk, _lose_a_writer, _be_superseded)
+    looks = (_go_on_meanwhile, _save_twice, _fill_the_disk, _lose_a_writer, _fail_for_a_moment, _fail, _be_superseded)
     return {name: value for look in looks for name, value in look(run).items()}
 
 
@@ -208,6 +226,81 @@ def _lose_a_writer(run: _Run) -> dict[str, Any]:
         run.lose_writer()
     run.go_on()
     return {"lost writer": _told(run.settle), "named after a lost writer": run.names()}
+
+
+def _fail_for_a_moment(run: _Run) -> dict[str, Any]:
+    """The first fsync of some files fails, and what was written is lost."""
+    from rlhpc.api import RunState
+
+    found: dict[str, Any] = {"digest": digest(run.actor)}
+    for step, how in ((8, "at once"), (9, "in the background")):
+        with _failing_fsync(run.folder / f"failed-{step}", times=1) as failed:
+            run.save(RunState(step=step), asynchronous=how == "in the background")
+            if how == "in the background":
+                run.go_on()
+            run.settle()
+        loaded = make_actor(run.model, optimizer_section())
+        loaded.load(run.store.latest().folder / "actor")
+        assert run.store.latest().state.step == step
+        found[f"fsync failed {how}"] = (failed(), digest(loaded))
+    return found
+
+
+def _fail(run: _Run) -> dict[str, Any]:
+    """One file after the other fails for longer than ranks wait."""
+    import torch.distributed as dist
+
+    from rlhpc.api import RunState
+    from rlhpc.core import storage
+
+    storage.use(storage.Patience(0.2))
+    before, told = run.names(), {}
+    for name in ("common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"):
+        with _failing_fsync(run.folder / f"failed-{name}", times=10**6, only=name):
+            told[name] = _told(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
+    replace = os.replace
+
+    def refuse(source: Any, target: Any) -> None:
+        if Path(target).name.startswith("step-"):
+            raise OSError(5, os.strerror(5))
+        replace(source, target)
+
+    os.replace = refuse
+    told["commit"] = _told(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
+    os.replace = replace
+    storage.use(storage.Patience())
+    dist.barrier()
+    return {"failed for good": told, "named before that": before, "named after that": run.names()}
+
+
+@contextlib.contextmanager
+def _failing_fsync(folder: Path, times: int, only: str = "") -> Iterator[Callable[[], list[str]]]:
+    """EIO from the first fsyncs of files of a checkpoint, which empties them; the value lists those that failed.
+
+    Writers are forked from the ranks, and count in ``folder``. Of shards only rank 1's fail.
+    """
+    import torch.distributed as dist
+
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    names = {only} if only else {"common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"}
+    real = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        name = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        count = folder / name
+        if name in names and len(count.read_text() if count.exists() else "") < times:
+            with open(count, "a") as file:
+                file.write("x")
+            os.truncate(f"/proc/self/fd/{descriptor}", 0)
+            raise OSError(5, os.strerror(5))
+        real(descriptor)
+
+    os.fsync = fsync
+    try:
+        yield lambda: sorted(file.name for file in folder.iterdir())
+    finally:
+        os.fsync = real
 
 
 def _be_superseded(run: _Run) -> dict[str, Any]:

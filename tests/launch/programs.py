@@ -15,6 +15,7 @@ from pathlib import Path
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NonFiniteError, UserError
+from rlhpc.core.files import LineFile
 
 
 def rank() -> int:
@@ -131,3 +132,14 @@ def crash_on_rank_one(context: RankContext) -> None:
 
         ctypes.string_at(0)
     time.sleep(600)
+
+
+def work_until_told(context: RankContext) -> None:
+    """Take steps as a trainer does, until the test says that it is enough: outside of the run folder."""
+    lines, step = LineFile(context.attempt.path / f"steps-{rank()}.jsonl"), 0
+    while not (context.run.path.parent / "enough").exists():
+        step += 1
+        context.heartbeat.touch("train", step)
+        context.attempt.check_current()
+        lines.append(json.dumps({"step": step}) + "\n")
+        time.sleep(0.02)

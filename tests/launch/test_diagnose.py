@@ -55,6 +55,13 @@ def test_a_stop_that_one_rank_did_not_finish_is_a_crash():
         (end(1, "error", "RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried"), "host_memory"),
         (end(1, "error", "OSError", "[Errno 28] No space left on device: '/r/metrics.jsonl'"), "disk_full"),
         (end(1, "error", "OSError", "[Errno 122] Disk quota exceeded"), "disk_full"),
+        (end(1, "error", "StorageError", "[Errno 110] Connection timed out (for 300 s): '/r/x'"), "storage"),
+        (end(1, "error", "OSError", "[Errno 116] Stale file handle: '/r/checkpoints'"), "storage"),
+        (end(1, "user", "UserError", "data.train.0: cannot be read ([Errno 5] Input/output error)"), "storage"),
+        (
+            end(1, "user", "NodeError", "node node1: the run folder '/r' is not writable (Read-only file system)"),
+            "bad_node",
+        ),
         (end(1, "error", "RuntimeError", "CUDA error: uncorrectable ECC error encountered"), "bad_node"),
         (end(1, "error", "KeyError", "'score'"), "user"),
         (end(1, "error", "ZeroDivisionError", "division by zero"), "user"),
@@ -102,9 +109,10 @@ def test_the_kernel_ending_a_rank_for_want_of_memory_is_seen():
     assert (found.cause, found.rank, found.node) == ("host_memory", 2, "node2")
 
 
-def test_a_disk_too_full_for_a_record_is_told_by_the_exit_code():
-    output = "srun: error: node1: task 0: Exited with exit code 74\nsrun: error: node1: task 1: Terminated\n"
-    assert diagnose(evidence(output=output)).cause == "disk_full"
+@pytest.mark.parametrize(("code", "cause"), [(74, "disk_full"), (75, "storage")])
+def test_a_disk_on_which_no_record_can_be_left_is_told_by_the_exit_code(code, cause):
+    output = f"srun: error: node1: task 0: Exited with exit code {code}\nsrun: error: node1: task 1: Terminated\n"
+    assert diagnose(evidence(output=output)).cause == cause
 
 
 def test_a_failed_node_is_slurm_s_to_leave_out():

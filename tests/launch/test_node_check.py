@@ -38,6 +38,7 @@ CODE = """
 import json, os, sys
 from pathlib import Path
 from rlhpc.core.errors import NodeError
+from rlhpc.core.storage import BRIEF, NONE, use
 from rlhpc.launch.node_check import check_node, interface_address, network_interface
 result, error = None, ""
 try:
@@ -111,8 +112,17 @@ def test_a_run_folder_that_is_not_there(tmp_path):
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_folder_that_is_mounted_read_only(first):
     setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run"
-    found = on_node(setup, f"check_node(Path('/tmp/run'), 'localhost', first_here={first})")
+    found = on_node(setup, f"use(NONE), check_node(Path('/tmp/run'), 'localhost', first_here={first})")
     assert found.error.startswith("node localhost: the run folder '/tmp/run' is not writable (")
+
+
+@needs_root
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_folder_that_is_read_only_for_a_moment_is_waited_for(first):
+    setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run; (sleep 1; mount -o remount,rw /tmp/run) &"
+    found = on_node(setup, f"use(BRIEF), check_node(Path('/tmp/run'), 'localhost', first_here={first})")
+    assert found.error == ""
+    assert "Read-only file system; waiting up to 10 s for the file system" in found.told
 
 
 @needs_root

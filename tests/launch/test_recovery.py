@@ -9,7 +9,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.launch.diagnose import Diagnosis
-from rlhpc.launch.recovery import Situation, decide, shrink
+from rlhpc.launch.recovery import Situation, decide, shrink, storage_patience
 
 ATTEMPT = Attempt(3, "17", 0, ("node1", "node2"), 4, 900.0, saved_step=20)
 
@@ -44,15 +44,21 @@ def test_steps_that_are_not_finite_are_repeated_only_where_the_config_asks_for_i
     assert decide(diverged, config("recovery.non_finite=retry"), situation()).action == "retry"
 
 
-@pytest.mark.parametrize("cause", ["network", "hang", "disk_full", "crash", "launch"])
+@pytest.mark.parametrize("cause", ["network", "hang", "disk_full", "storage", "crash", "launch"])
 def test_others_are_tried_again_after_the_configured_wait(config, cause):
     verdict = decide(Diagnosis(cause, "bad", 1, "node1"), config("recovery.wait_seconds=30"), situation())
     assert (verdict.action, verdict.wait_seconds, verdict.failures) == ("retry", 30.0, 1)
 
 
 def test_network_and_disk_wait_twice_as_long_each_time(config):
-    for cause, wait in (("network", 480.0), ("disk_full", 480.0), ("crash", 120.0)):
+    for cause, wait in (("network", 480.0), ("disk_full", 480.0), ("storage", 480.0), ("crash", 120.0)):
         assert decide(Diagnosis(cause), config(), situation(before=failed(cause, 2))).wait_seconds == wait
+
+
+def test_a_launcher_waits_for_the_file_system_as_long_as_retries_would_take(config):
+    recovery = config("recovery.retries=3", "recovery.wait_seconds=10", "recovery.storage_wait_seconds=60").recovery
+    assert storage_patience(recovery) == 60 + 10 + 20 + 40
+    assert storage_patience(recovery.model_copy(update={"storage": "stop"})) == 60
 
 
 def test_the_number_of_failures_in_a_row_is_bounded(config):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from rlhpc.core import attempts
+from rlhpc.cli import main
+from rlhpc.core import attempts, storage
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
 from rlhpc.core.exits import ExitRecord
@@ -86,6 +88,48 @@ def test_a_list_that_cannot_be_written_is_no_failure(tmp_path, monkeypatch, caps
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     assert make_run(tmp_path / "a").job is not None
     assert "will not list this run" in capsys.readouterr().err
+
+
+def unreadable(file: Path) -> None:
+    """Reading it fails with EIO, from the kernel."""
+    file.unlink(missing_ok=True)
+    file.symlink_to("/proc/self/mem")
+
+
+def test_a_folder_that_cannot_be_read_stays_in_the_list(tmp_path, capsys):
+    broken, other = make_run(tmp_path / "a"), make_run(tmp_path / "b", "8")
+    unreadable(broken.folder.job)
+    assert all_runs() == [other]
+    assert "warning: a run is left out: [Errno 5] Input/output error" in capsys.readouterr().err
+    write_json(broken.folder.job, {"job_id": "7"})
+    assert len(all_runs()) == 2
+
+
+def test_a_run_whose_records_cannot_be_read_has_slurm_s_state_and_a_note(tmp_path, capsys):
+    storage.use(storage.NONE)
+    run = make_run(tmp_path / "a")
+    unreadable(begin(run).record)
+    assert run_status(run, None).state == "unreadable"
+    status = run_status(run, job("RUNNING"))
+    assert status.state == "running"
+    for view in (details(status), overview([status])):
+        show(view)
+        assert "the run folder cannot be read: [Errno 5] Input/output error" in capsys.readouterr().out
+    storage.use(storage.Patience())
+
+
+def test_a_command_that_cannot_read_a_run_says_so_in_one_line(tmp_path, capfd, monkeypatch):
+    run = make_run(tmp_path / "a")
+    attempt = begin(run)
+    (attempt.logs / "rank-00000.log").touch()
+    unreadable(attempt.verdict)
+    monkeypatch.setattr(main, "_COMMAND_SECONDS", 0.2)
+    monkeypatch.setattr(sys, "argv", ["rlhpc", "logs", str(run.folder.path)])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    storage.use(storage.Patience())
+    assert ended.value.code == 75
+    assert capfd.readouterr().err.splitlines()[-1].endswith("; the file system does not answer, try again later")
 
 
 def test_a_job_record_of_another_version_is_read(tmp_path):

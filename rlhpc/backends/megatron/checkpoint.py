@@ -23,7 +23,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state, owned_state, state_shards
-from rlhpc.parallel.compat import megatron_device
+from rlhpc.parallel.agreement import raise_together
+from rlhpc.parallel.compat import megatron_device, patient_saves
 from rlhpc.plan.layout import ParallelLayout
 
 # The optimizer's state is by parameters, not by this layout's buffers.
@@ -51,7 +52,8 @@ class Content:
         ``asynchronous``: what is to be written is copied, a process of its own writes it, and ``finish`` of the answer
         makes the checkpoint whole.
         """
-        with megatron_device(), torch.no_grad(), _plain_errors():
+        failures: list[OSError] = []
+        with megatron_device(), torch.no_grad(), patient_saves(folder, failures), _plain_errors():
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             content = {**_LAID_OUT, "rng_axes": self._rng_sizes}
             state, owned = {**self._models(group), **self._rng()}, self._owned()
@@ -65,7 +67,8 @@ class Content:
                 async_sharded_save=asynchronous,
                 content_metadata=content,
             )
-            return BackgroundWrite(request) if asynchronous else None
+            raise_together(next(iter(failures), None))
+            return BackgroundWrite(request, folder) if asynchronous else None
 
     def load(self, folder: Path, without_head: bool = False) -> None:
         """Take what was saved, in this layout or another; generators only where they are cut alike. Collective.
@@ -123,7 +126,8 @@ class Content:
 class BackgroundWrite:
     """Shards on their way to disk. A process forked from the rank writes them: it sees what was in memory then."""
 
-    def __init__(self, request: AsyncRequest) -> None:
+    def __init__(self, request: AsyncRequest, folder: Path) -> None:
+        self._folder = folder
         self._caller, self._finalize = TemporalAsyncCaller(), request.finalize_fns
         self._caller.schedule_async_call(request._replace(finalize_fns=[]))
 
@@ -134,10 +138,12 @@ class BackgroundWrite:
 
     def finish(self) -> None:
         """Wait for the writer, and make the checkpoint whole; an OSError if it could not be written. Collective."""
-        with megatron_device(), _plain_errors():
+        failures: list[OSError] = []
+        with megatron_device(), patient_saves(self._folder, failures), _plain_errors():
             self._caller.close()
             for finalize in self._finalize:
                 finalize()
+        raise_together(next(iter(failures), None))
 
 
 def end_writers() -> None:

@@ -1,0 +1,68 @@
+"""Files of a checkpoint, written whole again after a file system has failed (rlhpc.core.storage)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rlhpc.core.storage import os_error_in, patiently
+
+
+def write_archive(file: Path, value: Any) -> None:
+    """torch.save to disk, once. Its errors are the file system's own, which torch.save hides behind others."""
+    try:
+        with open(file, "wb") as stream:
+            torch.save(value, stream)
+            stream.flush()
+            os.fsync(stream.fileno())
+    except RuntimeError as error:
+        found = os_error_in(error)
+        if found is None:
+            raise
+        raise found from None
+
+
+def patient_writer(write: Callable[..., None]) -> Callable[..., None]:
+    """``write_preloaded_data`` of Megatron's writer processes, repeated as long as the file system fails.
+
+    It replies an error as OSError where that is what it came from.
+    """
+
+    def write_patiently(*args: Any, results_queue: Any, count_queue: Any, local_proc_idx: int, **options: Any) -> None:
+        def once() -> Any:
+            reply = _Reply()
+            write(*args, results_queue=reply, count_queue=reply, local_proc_idx=local_proc_idx, **options)
+            outcome = reply.value[1]
+            error = os_error_in(outcome) if isinstance(outcome, Exception) else None
+            if error is not None:
+                raise error
+            return reply.value
+
+        try:
+            reply = patiently(once, options["write_bucket"][0])
+        except OSError as error:
+            plain = OSError(error.errno, error.strerror, error.filename)  # it crosses processes that know no other
+            reply = (local_proc_idx, plain)
+        results_queue.put(reply)
+        count_queue.get()
+        count_queue.task_done()
+
+    return write_patiently
+
+
+class _Reply:
+    """Stands in for both queues of a writer process, and keeps what it puts there."""
+
+    def __init__(self) -> None:
+        self.value: Any = None
+
+    def put(self, value: Any) -> None:
+        self.value = value
+
+    def get(self) -> None: ...
+
+    def task_done(self) -> None: ...

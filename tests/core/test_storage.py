@@ -1,0 +1,254 @@
+"""Errors of file systems are waited for where that helps, and what is written stays whole."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.core import storage
+from rlhpc.core.attempts import begin, folders, read_attempt
+from rlhpc.core.exits import classify
+from rlhpc.core.files import LineFile, names_in, rename, write_atomic
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.heartbeat import Heartbeat, beat_file, dump_file, read_beat, stacks_file
+from rlhpc.core.storage import Patience, StorageError, exists, kind_of, patiently
+
+
+@pytest.fixture(autouse=True)
+def short() -> Iterator[None]:
+    storage.use(Patience(5.0))
+    yield
+    storage.use(Patience())
+
+
+def failing(times: int, number: int) -> Callable[[], str]:
+    """An action that fails so often, then succeeds."""
+    left = [number] * times
+
+    def act() -> str:
+        if left:
+            raise OSError(left.pop(), "failed", "/some/file")
+        return "done"
+
+    return act
+
+
+class Broken:
+    """A function of ``os`` whose first calls report ``number``, before or after they have taken effect."""
+
+    def __init__(self, name: str, number: int, *, times: int = 1, took_effect: bool = False) -> None:
+        self._real, self._number, self._left, self._took_effect = getattr(os, name), number, times, took_effect
+        self.calls = 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls > self._left:
+            return self._real(*args, **kwargs)
+        if self._took_effect:
+            self._real(*args, **kwargs)
+        raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.EIO, "transient"),
+        (errno.ESTALE, "transient"),
+        (errno.EROFS, "transient"),
+        (errno.ETIMEDOUT, "transient"),
+        (errno.ESHUTDOWN, "transient"),
+        (errno.ENOSPC, "full"),
+        (errno.EDQUOT, "full"),
+        (errno.EACCES, "permanent"),
+        (errno.ENOENT, "permanent"),
+        (errno.ENOTDIR, "permanent"),
+        (errno.ELOOP, "permanent"),
+        (errno.ENAMETOOLONG, "permanent"),
+    ],
+)
+def test_kinds_of_errors(number: int, kind: str) -> None:
+    assert kind_of(OSError(number, "")) == kind
+
+
+def test_a_transient_error_is_waited_for_with_a_line_at_each_end(capfd: pytest.CaptureFixture) -> None:
+    before = storage.waits()
+    assert patiently(failing(2, errno.ESTALE)) == "done"
+    assert storage.waits() != before
+    first, last = capfd.readouterr().err.splitlines()
+    assert first == "rlhpc: /some/file: failed; waiting up to 5 s for the file system"
+    assert last.startswith("rlhpc: /some/file: continuing after 0.")
+
+
+def test_pauses_grow() -> None:
+    tries = 0
+
+    def act() -> None:
+        nonlocal tries
+        tries += 1
+        raise OSError(errno.EIO, "")
+
+    with pytest.raises(StorageError):
+        patiently(act, patience=Patience(1.0))
+    assert tries <= 6, "ten pauses of the first one's length have room in the second"
+
+
+def test_an_error_that_lasts_longer_than_the_limit_is_no_matter_of_the_user() -> None:
+    with pytest.raises(StorageError, match=r"\[Errno 108\] failed: '/some/file'") as caught:
+        patiently(failing(10**6, errno.ESHUTDOWN), patience=Patience(0.3))
+    assert classify(caught.value) == "error", "though ESHUTDOWN is a BrokenPipeError, as a lost peer raises it"
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EACCES, errno.ENOSPC])
+def test_what_waiting_does_not_help_is_raised_at_once(number: int) -> None:
+    act = failing(1, number)
+    with pytest.raises(OSError, match="failed") as caught:
+        patiently(act)
+    assert caught.value.errno == number
+    assert not isinstance(caught.value, StorageError)
+
+
+def test_space_is_waited_for_by_those_that_may_until_they_give_up() -> None:
+    assert patiently(failing(1, errno.ENOSPC), patience=Patience(full_seconds=float("inf"))) == "done"
+    ended = threading.Event()
+    threading.Timer(0.3, ended.set).start()
+    with pytest.raises(OSError, match="failed"):
+        patiently(failing(10**6, errno.ENOSPC), patience=Patience(full_seconds=float("inf"), give_up=ended.is_set))
+
+
+def test_no_answer_is_not_taken_for_absence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "step-1").mkdir()
+    monkeypatch.setattr(os, "stat", Broken("stat", errno.EIO))
+    assert exists(tmp_path / "step-1")
+    monkeypatch.setattr(os, "listdir", Broken("listdir", errno.ESTALE))
+    assert names_in(tmp_path, "step-*") == ["step-1"]
+
+
+def lossy_fsync(monkeypatch: pytest.MonkeyPatch, kept: int = 0) -> None:
+    """The first fsync fails, and the kernel drops all beyond ``kept`` bytes: a second one would find nothing to do."""
+    real, calls = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 1:
+            os.ftruncate(descriptor, kept)
+            raise OSError(errno.EIO, "lost")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+
+
+def test_data_that_a_failed_fsync_lost_is_written_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    lossy_fsync(monkeypatch)
+    write_atomic(tmp_path / "verdict.json", "the verdict")
+    assert (tmp_path / "verdict.json").read_text() == "the verdict"
+    assert names_in(tmp_path) == ["verdict.json"], "no temporary file is left"
+
+
+def test_lines_whose_writing_failed_are_there_whole_and_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text("before\n")
+    lines = LineFile(file)
+    lines.append("one\n")
+    real = os.pwrite
+
+    def torn(descriptor: int, data: bytes, place: int) -> int:
+        monkeypatch.setattr(os, "pwrite", real)
+        real(descriptor, data[:3], place)
+        raise OSError(errno.ETIMEDOUT, "timed out")
+
+    monkeypatch.setattr(os, "pwrite", torn)
+    lines.append("second\n")
+    lossy_fsync(monkeypatch, file.stat().st_size)
+    lines.append("third\n")
+    lines.append("fourth\n")
+    assert file.read_text().splitlines() == ["before", "one", "second", "third", "fourth"]
+
+
+def test_a_rename_that_took_effect_and_reported_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "writing").mkdir()
+    replace = Broken("replace", errno.EIO, took_effect=True)
+    monkeypatch.setattr(os, "replace", replace)
+    rename(tmp_path / "writing", tmp_path / "step-1")
+    assert (names_in(tmp_path), replace.calls) == (["step-1"], 2)
+
+
+def test_a_rename_of_what_another_has_taken_away_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Another folder has the name: not a rename that took effect."""
+    (tmp_path / "writing").mkdir()
+    (tmp_path / "step-1").mkdir()
+
+    def taken(source: Path, target: Path) -> None:
+        Path(source).rename(tmp_path / "trash")
+        monkeypatch.undo()
+        raise OSError(errno.EIO, "failed")
+
+    monkeypatch.setattr(os, "replace", taken)
+    with pytest.raises(FileNotFoundError):
+        rename(tmp_path / "writing", tmp_path / "step-1")
+
+
+@pytest.mark.parametrize("took_effect", [False, True])
+def test_an_attempt_begins_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, took_effect: bool) -> None:
+    run = RunFolder(tmp_path)
+    known = {"job_id": "7", "restart_count": 0, "nodes": ("a",), "world_size": 1, "saved_step": -1}
+    begin(run, **known)
+    for name in ("mkdir", "rename", "replace"):
+        monkeypatch.setattr(os, name, Broken(name, errno.ESTALE, took_effect=took_effect))
+    second = begin(run, **known)
+    assert names_in(run.checkpoints) == [f".writing-{second.path.name}"], "earlier ranks are fenced off"
+    assert read_attempt(second) is not None
+    assert folders(run)[-1].number == second.number
+    assert all(folder.is_dir() for folder in (second.exits, second.logs, second.heartbeats))
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_a_heartbeat_is_written_when_its_file_can_be_again(tmp_path: Path) -> None:
+    """The last progress before a long call must not be lost; the errors are the kernel's."""
+    beat = Heartbeat(tmp_path, 0, silence_seconds=1.0).start()
+    try:
+        beat_file(tmp_path, 0).unlink()
+        beat_file(tmp_path, 0).symlink_to("/proc/self/mem")
+        beat.touch("rollout", 7)
+        time.sleep(1.0)
+        beat_file(tmp_path, 0).unlink()
+        until(lambda: read_beat(tmp_path, 0))
+        assert read_beat(tmp_path, 0).phase == "rollout"
+    finally:
+        beat.stop()
+
+
+def test_a_rank_starts_and_ends_though_its_heartbeat_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "heartbeats").symlink_to("/proc/self/mem")  # ENOTDIR at first
+    beat = Heartbeat(tmp_path / "heartbeats", 0, silence_seconds=1.0).start()
+    (tmp_path / "heartbeats").unlink()
+    until(lambda: read_beat(tmp_path / "heartbeats", 0))
+    dump_file(tmp_path / "heartbeats").write_text("request-1\n")
+    until(lambda: read_beat(tmp_path / "heartbeats", 0).stacks == "request-1")
+    assert "test_storage.py" in stacks_file(tmp_path / "heartbeats", 0).read_text()
+    beat_file(tmp_path / "heartbeats", 0).unlink()
+    beat_file(tmp_path / "heartbeats", 0).symlink_to("/dev/full")
+    beat.stop()
+
+
+def test_a_wait_for_storage_is_progress(tmp_path: Path) -> None:
+    beat = Heartbeat(tmp_path, 0, silence_seconds=1.0).start()
+    try:
+        patiently(failing(3, errno.EIO))
+        until(lambda: read_beat(tmp_path, 0).phase == "waiting for storage")
+        assert json.loads(beat_file(tmp_path, 0).read_text())["touches"] >= 1
+    finally:
+        beat.stop()

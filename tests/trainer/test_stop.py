@@ -1,0 +1,25 @@
+"""When the ranks stop for the job's end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhpc.core.context import RankContext
+from rlhpc.core.files import write_json
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.rank import RankInfo
+from rlhpc.core.stop import StopRequest
+from rlhpc.trainer.stop import Stopper
+
+
+def test_a_deadline_that_cannot_be_read_is_the_last_one_known(tmp_path: Path) -> None:
+    attempt = RunFolder(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    stopper = Stopper(RankContext(attempt, RankInfo.from_environ({}), StopRequest(), Heartbeat(tmp_path, 0)))
+    assert stopper._end() is None
+    write_json(attempt.deadline, {"end": 5.0})
+    assert stopper._end() == 5.0
+    attempt.deadline.unlink()
+    attempt.deadline.symlink_to("/proc/self/mem")  # EIO, from the kernel
+    assert stopper._end() == 5.0
