@@ -57,7 +57,7 @@ def wait_until(condition: Callable[[], object], process: subprocess.Popen) -> No
         time.sleep(0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @needs_seccomp
 def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path, failing: FailingStorage) -> None:
     """When the attempt begins, in the middle, and when the ranks leave their records and the launcher its verdict."""
@@ -91,7 +91,7 @@ def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path
     assert "continuing after" in lines
 
 
-@pytest.mark.slow
+@pytest.mark.ranks
 @needs_seccomp
 def test_a_file_system_that_stays_away_ends_the_run_after_the_limit(tmp_path: Path, failing: FailingStorage) -> None:
     attempt = RunFolder(tmp_path / "run").attempt(1)
