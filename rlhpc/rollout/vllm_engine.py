@@ -25,6 +25,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
+from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.engine import EngineLayout, engine_shards
 from rlhpc.rollout.vllm_arguments import engine_arguments, route_arguments
 from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
@@ -245,6 +246,7 @@ class VllmEngine:
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
+            release_cached()  # vLLM maps memory from the driver, and 0.25 leaves PyTorch's cache as it is
             self._engine.wake_up(tags=[tag])
             self._asleep.discard(tag)
 

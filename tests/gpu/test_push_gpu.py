@@ -63,5 +63,32 @@ def test_the_engine_is_the_one_that_read_the_weights_from_disk(models: Path, sha
     assert bool(found["shared"]) == shared
 
 
+def push_beside_cached_memory(models: Path, method: str) -> bool:
+    """A second push while PyTorch holds all memory but half of what the engine's cache takes, half of that in garbage;
+    whether the engine answers as after the first."""
+    import torch.distributed as dist
+
+    from tests.helpers.training import make_actor
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=torch.device("cuda", 0))
+    engine = engines.build(models / "a", cuda_graphs=False, kv_cache_gib=2.0)
+    actor = make_actor(models / "a", dtype="bfloat16")
+    manager = pushes.make_manager(actor, engine, Pair(Case("qwen3"), 1), method=method)
+    with manager:
+        first = engines.greedy(engine)
+    size = (torch.cuda.mem_get_info()[0] - (1 << 30)) // 2
+    cached, garbage = (torch.empty(size, dtype=torch.uint8, device="cuda") for _ in range(2))
+    cycle: list[Any] = [garbage]
+    cycle.append(cycle)
+    del cached, garbage, cycle
+    with manager:
+        return engines.greedy(engine) == first
+
+
+@pytest.mark.parametrize("method", ["direct", "gather"])
+def test_a_push_takes_memory_that_pytorch_does_not_use(models: Path, method: str) -> None:
+    assert run_ranks(push_beside_cached_memory, 1, models, method, join=False) == [True]
+
+
 def push_twice_shared(models: Path) -> dict[str, Any]:
     return push_twice(models, share_weights=True)

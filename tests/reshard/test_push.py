@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -111,7 +113,32 @@ def live(models: Path) -> dict[str, Any]:
     manager.push()
     found["mended"] = answers_as("a")
     found["version"] = manager.weights_version
+    engine.sleep()
+    for method in ("direct", "gather"):
+        found[method] = _order(pushes.make_manager(actor, engine, pair, method=method), engine)
     return found
+
+
+def _order(manager: Any, engine: Any) -> list[str]:
+    """What a push to a sleeping engine does about the device's memory, as on a GPU."""
+    from rlhpc.parallel import device_memory
+
+    calls: list[str] = []
+    wake_up = engine._engine.wake_up
+
+    def wake(tags: list[str]) -> None:
+        calls.extend(f"wake {tag}" for tag in tags)
+        wake_up(tags=tags)
+
+    cuda = SimpleNamespace(is_available=lambda: True, empty_cache=lambda: calls.append("empty cache"))
+    with (
+        mock.patch.object(device_memory, "torch", SimpleNamespace(cuda=cuda)),
+        mock.patch.object(device_memory, "gc", SimpleNamespace(collect=lambda: calls.append("collect garbage"))),
+        mock.patch.object(engine._engine, "wake_up", wake),
+        manager,
+    ):
+        pass
+    return calls
 
 
 def _request(engine: Any) -> tuple[Any, Any]:
@@ -157,6 +184,13 @@ def test_one_changed_element_of_an_expert_is_named_on_every_rank(lived):
 
 def test_pushes_that_came_through_are_counted(lived):
     assert [rank["version"] for rank in lived] == [14, 14]
+
+
+@pytest.mark.parametrize("method", ["direct", "gather"])
+def test_pytorch_s_cache_is_empty_when_the_engine_takes_memory(lived, method):
+    freed = ["collect garbage", "empty cache"]
+    for rank in lived:
+        assert rank[method] == [*freed, "wake weights", *freed, "wake kv_cache"]
 
 
 # ---- training and rollout on ranks of their own
