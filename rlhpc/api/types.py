@@ -27,7 +27,11 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to generate. The seed makes it independent of the engine and the batch it runs in."""
+    """A response to generate, or the rest of one. The seed makes it independent of the engine and the batch it runs in.
+
+    The random numbers of a token depend on the seed and on the token's position, prompt included: aborted and resumed
+    with the same seed, a response is what it would be without the interruption.
+    """
 
     prompt: tuple[int, ...]
     seed: int

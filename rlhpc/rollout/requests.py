@@ -41,15 +41,19 @@ def share_of(items: int, parts: int, index: int) -> range:
     return range(items * index // parts, items * (index + 1) // parts)
 
 
-def request_seed(root: SeedRoot, drawn: int = 0) -> int:
-    """63 well-mixed bits that depend on nothing but the arguments: not on ranks, engines or batches.
-
-    ``drawn`` counts the response's tokens so far: a response that goes on must not repeat the random numbers that it
-    began with.
-    """
-    words = (*root, drawn) if drawn else root
+def mixed_bits(*words: int) -> int:
+    """63 well-mixed bits that depend on nothing but the arguments."""
     digest = hashlib.blake2b(struct.pack(f"<{len(words)}Q", *words), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def request_seed(root: SeedRoot) -> int:
+    """Seed of every request of a response, the first one and those that resume it: not of ranks, engines or batches.
+
+    A resumed response continues its random numbers, because the engine derives those of a token from this seed and the
+    token's position (``rlhpc.rollout.token_seeds``).
+    """
+    return mixed_bits(*root)
 
 
 def first_samples(prompt_ids: Sequence[int], count: int, before: Counter[int] | None = None) -> list[int]:
@@ -82,7 +86,7 @@ def request_of(task: Task, sampling: Sampling) -> Request:
     """The rest of a response."""
     return Request(
         prompt=tuple(task.draft.tokens.tolist()),
-        seed=request_seed(task.root, task.draft.response_len),
+        seed=request_seed(task.root),
         max_tokens=sampling.max_tokens - task.draft.response_len,
         temperature=sampling.temperature,
         top_p=sampling.top_p,

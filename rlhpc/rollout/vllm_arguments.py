@@ -10,7 +10,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 
 GIB = 1 << 30
-CPU_WORKER = "rlhpc.rollout.vllm_cpu.Worker"
+CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.Worker", "rlhpc.rollout.vllm_gpu.Worker"
 
 
 def engine_arguments(
@@ -50,6 +50,7 @@ def engine_arguments(
             "enable_sleep_mode": True,
             "enforce_eager": not section.cuda_graphs,
             "gpu_memory_utilization": section.gpu_memory_fraction,
+            "worker_cls": GPU_WORKER,
         }
     else:
         # Compiling takes half a minute at every start and would keep the packed weights of before a push.

@@ -32,13 +32,15 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.rollout.cpu_experts import keep_to_held_experts
 from rlhpc.rollout.cpu_routes import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
+from rlhpc.rollout.token_seeds import seed_tokens
 
 _LOAD_FORMAT = "rlhpc_unfilled"
 _KERNELS = "rlhpc_cpu"
 
 
 class Worker(CPUWorker):
-    """vLLM's CPU worker, with weights that can be loaded again, a KV cache that can sleep, routes and faster norms."""
+    """vLLM's CPU worker with reloadable weights, a KV cache that can sleep, a seed for each token, routed experts, and
+    faster norms."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
         _check_head_size(vllm_config.model_config)
@@ -76,6 +78,7 @@ class Worker(CPUWorker):
         output = super().execute_model(scheduler_output)
         if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
             self._recorder.keep(scheduler_output.total_num_scheduled_tokens)
+        seed_tokens(self.model_runner)
         return output
 
     def sleep(self, level: int = 1) -> None:

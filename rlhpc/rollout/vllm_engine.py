@@ -85,7 +85,7 @@ class VllmEngine:
         self.sleep()
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """One completion per request, in order. A request's tokens depend on its seed, not on its neighbours.
+        """One completion per request, in order. A request's tokens depend on its prompt and seed, not on its neighbors.
 
         With ``top_p`` < 1 the log-probs are of the distribution cut to the kept tokens.
         """

@@ -22,19 +22,21 @@ def test_a_finished_run_goes_on_in_another_layout_for_more_steps(tmp_path: Path)
         sft__steps=2,
         train__steps=2,
         algorithm__kl__coefficient=0.05,
+        reward__function="tests.trainer.test_first_rl_step:short_answers",  # which moves the policy in each step
+        train__optimizer__learning_rate=1e-4,
         data__validation=[],
     )
     code, output = run(config)
     assert code == 0, output
-    changes = ("parallel.tp=2", "rollout.tp=2", "train.steps=3", "train.optimizer.learning_rate=1e-4")
+    changes = ("parallel.tp=2", "rollout.tp=2", "train.steps=3", "train.optimizer.learning_rate=2e-5")
     code, output = run(tmp_path / "run" / "config.yaml", "--resume", *changes)
     assert code == 0, output
     *_, before, after = records(tmp_path / "run")
     assert (before["step"], after["step"]) == (2, 3)
-    assert (before["learning_rate"], after["learning_rate"]) == (5e-4, 1e-4)
-    # The policy is as far from the warmed-up model as it was: neither of them was lost.
-    assert before["kl"] > 0.01
-    assert after["kl"] == pytest.approx(before["kl"], rel=0.5)
+    assert (before["learning_rate"], after["learning_rate"]) == (1e-4, 2e-5)
+    # The policy is one small update farther from the warmed-up model: neither of them is lost.
+    assert before["kl"] > 0.005
+    assert before["kl"] < after["kl"] < 6 * before["kl"] < 0.2
     assert after["engine_gap_max"] < 1e-4
 
     code, output = run(tmp_path / "run" / "config.yaml", "--resume", "sft.steps=5", "train.steps=4")

@@ -21,6 +21,7 @@ from rlhpc.rollout.requests import (
     blank_draft,
     first_samples,
     last_turn,
+    mixed_bits,
     request_of,
     request_seed,
     share_of,
@@ -42,7 +43,7 @@ def task(number: int, index: int = 0) -> Task:
 
 
 class Words:
-    """An engine that draws a token a step: from the request's seed, and END after as many as the seed says."""
+    """An engine that samples a token a step, by the request's seed and the token's position; one in five is END."""
 
     def __init__(self) -> None:
         self.open: dict[int, tuple[Request, list[int]]] = {}
@@ -56,8 +57,9 @@ class Words:
     def step(self) -> list[tuple[int, Completion]]:
         done = []
         for key, (request, tokens) in list(self.open.items()):
-            ends = len(tokens) == request.seed % 5
-            tokens.append(END if ends else 30 + (request.seed >> len(tokens)) % 7)
+            bits = mixed_bits(request.seed, len(request.prompt) + len(tokens))
+            ends = bits % 5 == 0
+            tokens.append(END if ends else 30 + (bits >> 8) % 7)
             if ends or len(tokens) == request.max_tokens:
                 done.append((key, completion(tokens, truncated=not ends)))
                 del self.open[key]
@@ -144,7 +146,8 @@ def test_seeds_are_fixed_and_spread():
     seeds = {request_seed((s, t, p, i)) for s in range(3) for t in range(5) for p in range(20) for i in range(8)}
     assert len({seed % 2**32 for seed in seeds}) == 3 * 5 * 20 * 8  # CPU generators keep only 32 bits
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert len({request_seed((0, 0, 0, 0), drawn) for drawn in range(9)}) == 9
+    tokens = {mixed_bits(seed, position) % 2**32 for seed in list(seeds)[:40] for position in range(50)}
+    assert len(tokens) == 40 * 50
 
 
 def test_a_prompt_drawn_twice_in_a_step_gets_new_samples():
@@ -214,29 +217,26 @@ def test_no_room_for_an_answer_ends_a_response():
     assert all(98 not in tokens for _, _, tokens, *_ in found)
 
 
-def test_what_is_taken_back_goes_on_where_it_was():
+def test_a_resumed_response_is_that_of_a_run_without_interruptions():
+    tasks = [task(n, i) for n in range(8) for i in range(2)]
     engine = Words()
     collector = Collector(engine, SAMPLING, Counting(), 6)
-    collector.begin([task(n, i) for n in range(8) for i in range(2)])
+    collector.begin(tasks)
     collector.advance(2)
     ended, unfinished = collector.harvest(), collector.stop()
     assert ended
     assert unfinished
     assert not engine.open
-    assert {(s.group, s.index) for s in (*ended, *unfinished)} == {(n, i) for n in range(8) for i in range(2)}
     draft = unfinished[0].sample
     assert draft.response_len == 2
-    again = Task(unfinished[0].group, 0, prompt(unfinished[0].group), draft, (5, 2, unfinished[0].group, 0))
-    request = request_of(again, SAMPLING)
-    assert request.prompt == tuple(draft.tokens.tolist())
-    assert request.max_tokens == SAMPLING.max_tokens - 2
     later = Collector(Words(), SAMPLING, Counting(), 9)
-    later.begin([again])
+    later.begin([replace(task(s.group, s.index), draft=s.sample) for s in unfinished])
     later.advance()
-    (scored,) = later.harvest()
-    assert scored.sample.tokens[:4].tolist() == draft.tokens.tolist()
-    assert scored.sample.log_probs[:2].tolist() == draft.log_probs.tolist()
-    assert scored.sample.weights_version == 6, "of the weights that drew its oldest token"
+    resumed = later.harvest()
+    assert sorted(map(told, (*ended, *resumed))) == collect(tasks)
+    longer = resumed[0].sample
+    assert longer.log_probs[:2].tolist() == draft.log_probs.tolist()
+    assert longer.weights_version == 6, "of the weights that drew its oldest token"
 
 
 def test_a_blank_draft_is_of_the_weights_that_draw_it():

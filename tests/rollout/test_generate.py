@@ -80,30 +80,6 @@ def test_temperature_zero_takes_the_likeliest_token(sampled, models):
         np.testing.assert_allclose(log_probs, expected.max(-1), atol=1e-4)
 
 
-def vary_batches(path: Path) -> list[list[Result]]:
-    """The same eight requests alone, among others in another order, and in an engine that runs two at once."""
-    requests = [Request(PROMPTS[i % 3], seed=1000 + i, max_tokens=30, temperature=1.0) for i in range(8)]
-    others = [Request((9, i), seed=i, max_tokens=10 + i, temperature=0.8) for i in range(20)]
-    engine = engines.build(path)
-    engines.push(engine, path)
-    together = engine.generate(requests)
-    alone = [engine.generate([request])[0] for request in requests]
-    mixed = engine.generate([*others[:10], *requests[::-1], *others[10:]])[10:18][::-1]
-    engine.shutdown()
-    narrow = engines.build(path, max_running=2, prefix_caching=False)
-    engines.push(narrow, path)
-    return [engines.results(found) for found in (together, alone, mixed, narrow.generate(requests))]
-
-
-def test_a_seed_gives_the_same_tokens_in_any_batch(models):
-    together, *others = run_ranks(vary_batches, 1, models / "qwen2" / "a")[0]
-    assert len({tuple(tokens) for tokens, _ in together}) == len(together)
-    for found in others:
-        for (tokens, log_probs), (expected_tokens, expected) in zip(found, together, strict=True):
-            assert tokens == expected_tokens
-            np.testing.assert_allclose(log_probs, expected, atol=1e-5)
-
-
 def draw_first_tokens(path: Path, count: int) -> list[int]:
     engine = engines.build(path)
     engines.push(engine, path)

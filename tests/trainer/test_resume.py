@@ -40,7 +40,7 @@ def _config(folder: Path, **changes: Any) -> Path:
         algorithm__kl__coefficient=0.05,
         reward__function="tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
         rollout__max_response_tokens=12,
-        train__dynamic_sampling={"oversample": 1.5, "check_every": 1},
+        train__dynamic_sampling={"oversample": 2.0, "check_every": 2},
         train__replay={"capacity": 20, "fraction": 0.25, "order": "uniform"},
         **changes,
     )
@@ -73,9 +73,10 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
         *(("sft", step) for step in (1, 2, 3)),
         *(("rl", step) for step in range(5)),
     ]
-    for record in expected[4:]:
+    for record in expected[4:-1]:  # which a resumed run may continue from
         assert record["sampling/kept_groups"] > 0
         assert record["sampling/carried_groups"] > 0
+    for record in expected[4:]:
         assert (record["replay/used_groups"], record["sampling/staleness_max"] > 0) == (
             (4, True) if record["step"] > 1 else (0, False)
         )

@@ -1,0 +1,113 @@
+"""A request samples the same tokens in any batch, in chunks or at once, preempted, or resumed in another engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from rlhpc.api import Completion, Request
+from rlhpc.rollout import vllm_engine
+from rlhpc.rollout.vllm_engine import VllmEngine
+from tests.helpers.distributed import run_ranks
+from tests.rollout import engines
+from tests.rollout.engines import CONTEXT, VOCAB
+
+pytestmark = [pytest.mark.slow, engines.cpu_only]
+
+BUDGET = 48  # tokens of an engine step; the longest prompt takes nine of them
+LENGTH = 40
+
+
+def prompt(number: int, length: int) -> tuple[int, ...]:
+    return tuple((11 * i + 17 * number) % 190 + 5 for i in range(length))
+
+
+REQUESTS = [
+    Request(prompt(i % 6, length), seed=1000 + i, max_tokens=LENGTH, temperature=1.0, top_p=1.0 if i % 2 else 0.95)
+    for i, length in enumerate((400, 3, 330, 96, 250, 1, 400, 330))
+]
+OTHERS = [Request((9, i), seed=i, max_tokens=10 + i, temperature=0.8) for i in range(20)]
+NOISE = [Request((5, 6, 7), seed=seed, max_tokens=100, temperature=1.0) for seed in range(40)]
+
+
+def build(path: Path, budget: int | None = None, **section: Any) -> VllmEngine:
+    """With so many tokens in an engine step, or vLLM's thousands."""
+    arguments = vllm_engine.engine_arguments
+
+    def limited(*args: Any, **options: Any) -> dict[str, Any]:
+        return arguments(*args, **options) | ({"max_num_batched_tokens": budget} if budget else {})
+
+    with mock.patch.object(vllm_engine, "engine_arguments", limited):
+        engine = engines.build(path, **{"max_running": 40, **section})
+    engines.push(engine, path)
+    return engine
+
+
+def resume(first: VllmEngine, then: VllmEngine, steps: int) -> list[Completion]:
+    """Every request begun by one engine and finished by another."""
+    for key, request in enumerate(REQUESTS):
+        first.submit(key, request)
+    for _ in range(steps):
+        first.step()
+    begun = first.abort(range(len(REQUESTS)))
+    assert all(completion.tokens.size for completion in begun.values())
+    rest = [
+        Request((*r.prompt, *begun[key].tokens.tolist()), r.seed, LENGTH - len(begun[key].tokens), 1.0, r.top_p)
+        for key, r in enumerate(REQUESTS)
+    ]
+    return [
+        Completion(np.append(begun[k].tokens, c.tokens), np.append(begun[k].log_probs, c.log_probs), c.truncated)
+        for k, c in enumerate(then.generate(rest))
+    ]
+
+
+def generate_all(path: Path) -> dict[str, Any]:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    large, chunked = build(path), build(path, BUDGET, prefix_caching=False)
+    found: dict[str, Any] = {
+        "together": large.generate(REQUESTS),
+        "alone": [large.generate([request])[0] for request in REQUESTS],
+        "among others": large.generate([*OTHERS[:10], *REQUESTS[::-1], *OTHERS[10:]])[10:18][::-1],
+        "in chunks": chunked.generate(REQUESTS),
+        "resumed elsewhere": resume(large, chunked, 9),
+        "whole prompts, two at once": build(path, CONTEXT, chunked_prefill=False, max_running=2).generate(REQUESTS),
+    }
+    small = build(path, BUDGET, kv_cache_gib=0.0015)
+    preempt = mock.patch.object(Scheduler, "_preempt_request", autospec=True, side_effect=Scheduler._preempt_request)
+    with preempt as preemptions:
+        found["preempted"] = small.generate(REQUESTS)
+    found["preemptions"] = preemptions.call_count
+    # With all tokens equally likely, responses show nothing but their random numbers.
+    large.load_weights((name, tensor * (name != "lm_head.weight")) for name, tensor in engines.weights(path))
+    found["noise"] = large.generate(NOISE)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(models: Path) -> dict[str, Any]:
+    return run_ranks(generate_all, 1, models / "qwen2" / "a")[0]
+
+
+@pytest.mark.parametrize(
+    "way", ["alone", "among others", "in chunks", "whole prompts, two at once", "preempted", "resumed elsewhere"]
+)
+def test_a_request_samples_the_same_tokens(found, way):
+    assert len({tuple(completion.tokens) for completion in found["together"]}) == len(REQUESTS)
+    assert found["preemptions"]
+    for completion, expected in zip(found[way], found["together"], strict=True):
+        assert completion.tokens.tolist() == expected.tokens.tolist()
+        np.testing.assert_allclose(completion.log_probs, expected.log_probs, atol=1e-5)
+
+
+def test_random_numbers_of_positions_are_independent(found):
+    tokens = np.array([completion.tokens for completion in found["noise"]])
+    pairs = np.histogram2d(tokens[:, :-1].ravel(), tokens[:, 1:].ravel(), bins=20, range=[(0, VOCAB)] * 2)[0]
+    for counts in (np.bincount(tokens.ravel(), minlength=VOCAB), pairs):
+        expected, degrees = counts.mean(), counts.size - 1
+        assert expected > 5
+        assert abs(((counts - expected) ** 2 / expected).sum() - degrees) < 5 * np.sqrt(2 * degrees)
