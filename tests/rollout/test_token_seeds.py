@@ -16,7 +16,7 @@ from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import CONTEXT, VOCAB
 
-pytestmark = [pytest.mark.slow, engines.cpu_only]
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 BUDGET = 48  # tokens of an engine step; the longest prompt takes nine of them
 LENGTH = 40
