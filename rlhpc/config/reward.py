@@ -24,6 +24,8 @@ class RewardFunctionSection(Section):
     """Further keyword arguments of the function."""
     weight: float = 1.0
     """What its number is multiplied by in the sum."""
+    time_limit_seconds: PositiveFloat | None = None
+    """Time limit of one call of this function, in seconds; default: as for reward.time_limit_seconds."""
 
 
 class RewardModelSection(Section):
@@ -61,11 +63,18 @@ class RewardSection(Section):
     """A reward model; without function and functions the only reward."""
     workers: PositiveInt = 2
     """Most processes that score the responses of one engine, beside it."""
-    time_limit_seconds: PositiveFloat = 30.0
-    """Of one call of a function; the process that is still at it then is killed."""
+    time_limit_seconds: PositiveFloat | None = None
+    """Time limit of one call, in seconds, after which its process is killed; default: 5 for the functions of
+    rlhpc.rewards.rules and rlhpc.rewards.formats, 30 for any other."""
+    memory_limit_mib: PositiveInt | None = None
+    """Memory that one call may allocate, in MiB, beyond what its process has when the call begins; default: 2048 for
+    the functions of rlhpc.rewards, no limit for any other."""
     on_failure: Literal["fail", "zero", "drop"] = "fail"
-    """When a function raises, hangs, dies or returns no finite number: end the run, count its number as 0, or leave
-    the response out of training."""
+    """When a function raises an exception or a reward is not a finite number: end the run, count that reward as 0, or
+    drop the response from training."""
+    on_timeout: Literal["fail", "zero", "drop"] = "zero"
+    """When a call of your own function exceeds its time or memory limit, or its process dies: the same choice. Such a
+    call of a function of rlhpc.rewards always counts as 0."""
 
     @property
     def entries(self) -> list[RewardFunctionSection]:

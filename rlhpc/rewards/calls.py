@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import math
 import numbers
@@ -19,7 +20,13 @@ ON_REQUEST = ("response_tokens", "max_response_tokens")
 _SHOWN = 300
 _ANSWER = "pred"  # as other trainers' reward functions call it
 
-FailureKind = Literal["raised", "result", "timeout", "died"]
+FailureKind = Literal["raised", "result", "timeout", "memory", "died"]
+# The function did not run to its end: nothing that it returned or raised is to blame.
+UNFINISHED: frozenset[FailureKind] = frozenset({"timeout", "memory", "died"})
+
+
+class CallDied(RuntimeError):
+    """Raised by a built-in function whose call was lost with another process, as if its own had died."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,9 @@ class Entry:
     where: str
     loader: str = "rlhpc.rewards.calls:load_function"  # makes of the entry what a worker calls
     max_response_tokens: int | None = None  # for a ``check`` that has such a parameter
+    time_limit_seconds: float | None = None  # per call; default: the pool's
+    memory_limit_mib: int | None = None  # per call, beyond what the worker has when it begins
+    built_in: bool = False  # one of this package, which keeps nothing that another worker would lack
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,11 @@ class Failure:
 Outcome = Score | Failure
 
 
+@dataclass(frozen=True)
+class Retired:
+    """A worker's last message: it makes no further call, because calls have left too much memory allocated."""
+
+
 def load_function(entry: Entry) -> Callable[[Mapping[str, Any]], Outcome]:
     """The function as one that never raises, of a dict of all KEYWORDS and ON_REQUEST.
 
@@ -76,9 +91,26 @@ def load_function(entry: Entry) -> Callable[[Mapping[str, Any]], Outcome]:
                 return replace(outcome, answer=_text(answer_of(keywords["solution_str"])))
             return outcome
         except BaseException as error:  # the user's code may raise anything, SystemExit too
-            return Failure("raised", told(error))
+            return failure_of(error, entry.memory_limit_mib)
 
     return call
+
+
+def failure_of(error: BaseException, memory_limit_mib: int | None = None) -> Failure:
+    """The failure of a call that raised ``error``; running out of memory is a kind of its own."""
+    if isinstance(error, CallDied):
+        return Failure("died", str(error))
+    if _is_memory_error(error):
+        limit = f" (limit: {memory_limit_mib} MiB)" if memory_limit_mib is not None else ""
+        return Failure("memory", f"ran out of memory{limit}")
+    return Failure("raised", told(error))
+
+
+def _is_memory_error(error: BaseException) -> bool:
+    """PyTorch raises a plain RuntimeError where an allocation on the CPU fails."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (type(error) is RuntimeError and "DefaultCPUAllocator" in str(error))
 
 
 def outcome_of(result: Any) -> Outcome:

@@ -1,43 +1,63 @@
-"""What becomes of a response of which a reward has failed: as ``reward.on_failure`` says, whatever kind of reward."""
+"""Decides what becomes of a response that a reward failed on, and counts such failures by kind."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
+from typing import Literal
 
+from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
-from rlhpc.rewards.calls import Failure
+from rlhpc.rewards.calls import UNFINISHED, Failure
 
 _log = logging.getLogger(__name__)
 _SHOWN = 80
+_REMEDY_UNFINISHED = "raise its limits (reward.time_limit_seconds, reward.memory_limit_mib), or set reward.on_timeout"
 
 
 class Failures:
-    """Counts what has failed, and tells the first of each kind."""
+    """Handles and counts failures, and logs the first of each kind."""
 
-    def __init__(self, on_failure: str, remedy: str) -> None:
-        """``remedy`` is for the user whose run ends by a failure."""
-        self._on_failure, self._remedy = on_failure, remedy
+    def __init__(self, section: RewardSection, remedy: str) -> None:
+        """``remedy`` for a user whose run ends because a function raised or returned no finite number."""
+        self._on_failure, self._on_timeout, self._remedy = section.on_failure, section.on_timeout, remedy
         self._counts: Counter[str] = Counter()
-        self._told: set[tuple[str, str]] = set()
+        self._logged: set[tuple[str, str]] = set()
 
-    @property
-    def drops(self) -> bool:
-        """A response of which a reward has failed is left out; else that reward counts as 0."""
-        return self._on_failure == "drop"
+    def handle(
+        self,
+        where: str,
+        failure: Failure,
+        prompt_id: int,
+        source: str,
+        text: str,
+        *,
+        log: bool = True,
+        built_in: bool = False,
+    ) -> bool:
+        """Count a failure of the reward at ``where`` for a response; true if the response is dropped.
 
-    def handle(self, where: str, failure: Failure, prompt_id: int, source: str, text: str, tell: bool = True) -> None:
-        """Of the reward at ``where``, for a response to a prompt; a UserError where that is to end the run."""
+        Otherwise that reward counts as 0. A UserError where the failure ends the run.
+        """
         self._counts[failure.kind] += 1
-        told = f"{failure.what} for prompt {prompt_id} of {source!r}, response {text[:_SHOWN]!r}"
-        if self._on_failure == "fail":
-            raise UserError(told, where=where, remedy=self._remedy)
-        if tell and (where, failure.kind) not in self._told:
-            self._told.add((where, failure.kind))
-            handled = {"zero": "counted as 0", "drop": "left out of training"}[self._on_failure]
-            _log.warning("%s: %s; %s, like all that fail so and are not told", where, told, handled)
+        unfinished = failure.kind in UNFINISHED
+        action = self._action(unfinished, built_in)
+        what = f"{failure.what} for prompt {prompt_id} of {source!r}, response {text[:_SHOWN]!r}"
+        if action == "fail":
+            raise UserError(what, where=where, remedy=_REMEDY_UNFINISHED if unfinished else self._remedy)
+        if log and (where, failure.kind) not in self._logged:
+            self._logged.add((where, failure.kind))
+            handled = {"zero": "counted as 0", "drop": "dropped from training"}[action]
+            _log.warning("%s: %s; %s, like further failures of this kind, which are not logged", where, what, handled)
+        return action == "drop"
 
     def take_counts(self) -> dict[str, int]:
-        """By kind since this was asked last."""
+        """Failures by kind since the last call."""
         counts, self._counts = dict(self._counts), Counter()
         return counts
+
+    def _action(self, unfinished: bool, built_in: bool) -> Literal["fail", "zero", "drop"]:
+        """No response can end a run or leave it by making one of our own functions slow."""
+        if not unfinished:
+            return self._on_failure
+        return "zero" if built_in else self._on_timeout

@@ -6,12 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhpc.api import Completion, Prompt, Verdict
-from rlhpc.config.reward import RewardSection
+from rlhpc.config.reward import RewardFunctionSection, RewardSection
 from rlhpc.rewards.calls import Entry, Failure, Outcome
 from rlhpc.rewards.failures import Failures
 from rlhpc.rewards.pool import Call, CallId, Pool
 
 _REMEDY = "make it return a finite number for every response, or set reward.on_failure"
+
+_SECONDS = 30.0
+_RULE_SECONDS = 5.0  # functions that a response can make slow, but that take milliseconds otherwise
+_RULES = ("rlhpc.rewards.rules:", "rlhpc.rewards.formats:")
+_BUILT_IN = "rlhpc.rewards."
+_BUILT_IN_MIB = 2048
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -25,17 +31,17 @@ class _Response:
 class RewardJudge:
     """A ``Judge`` of the configured functions. Make one on the first rank of each engine, and ``close`` it.
 
-    A failed call is handled as ``reward.on_failure`` says. Parts of a verdict are the numbers of the functions that
-    have names, as ``name``, and the further numbers that functions return, as ``name/key``. Where a model is the only
-    reward there is no function, and every verdict is 0.
+    ``rlhpc.rewards.failures`` handles failed calls. Parts of a verdict are the numbers of the functions that have
+    names, as ``name``, and the further numbers that functions return, as ``name/key``. Where a model is the only reward
+    there is no function, and every verdict is 0.
     """
 
     def __init__(self, section: RewardSection, decode: Decode, max_response_tokens: int) -> None:
         self._functions = section.entries
-        self._failures = Failures(section.on_failure, _REMEDY)
+        self._failures = Failures(section, _REMEDY)
         self._decode, self._max_tokens = decode, max_response_tokens
         self._entries = entries_of(section, max_response_tokens)
-        self._pool = Pool(self._entries, section.workers, section.time_limit_seconds) if self._entries else None
+        self._pool = Pool(self._entries, section.workers, _SECONDS) if self._entries else None
         self._responses: dict[int, _Response] = {}
 
     def wait_until_started(self) -> None:
@@ -63,14 +69,14 @@ class RewardJudge:
     def verdicts(self) -> dict[int, Verdict]:
         """Wait for every response submitted since the last call; by key.
 
-        A UserError if a function failed and ``reward.on_failure`` is ``fail``.
+        A UserError if a failed call ends the run.
         """
         outcomes = self._pool.outcomes() if self._pool is not None else {}
         responses, self._responses = self._responses, {}
         return {key: self._verdict(key, response, outcomes) for key, response in sorted(responses.items())}
 
     def failures(self) -> dict[str, int]:
-        """Failed calls by kind since this was asked last: raised, result, timeout, died."""
+        """Failed calls by kind since the last call: raised, result, timeout, memory, died."""
         return self._failures.take_counts()
 
     def close(self) -> None:
@@ -83,8 +89,7 @@ class RewardJudge:
         for index, function in enumerate(self._functions):
             outcome = outcomes[key, index]
             if isinstance(outcome, Failure):
-                self._handle(index, outcome, response)
-                dropped = dropped or self._failures.drops
+                dropped = self._handle(index, outcome, response) or dropped
                 value, further = 0.0, {}
             else:
                 value, further = outcome.value, outcome.parts
@@ -95,10 +100,11 @@ class RewardJudge:
             parts |= {f"{function.name}/{part}".lstrip("/"): number for part, number in further.items()}
         return Verdict(0.0, dropped=True) if dropped else Verdict(reward, parts, answer=answer)
 
-    def _handle(self, index: int, failure: Failure, response: _Response) -> None:
+    def _handle(self, index: int, failure: Failure, response: _Response) -> bool:
+        """Whether the response is dropped."""
         entry, prompt = self._entries[index], response.prompt
-        where = f"{entry.where} {entry.path}"
-        self._failures.handle(where, failure, prompt.prompt_id, prompt.data_source, response.text)
+        where, source = f"{entry.where} {entry.path}", prompt.data_source
+        return self._failures.handle(where, failure, prompt.prompt_id, source, response.text, built_in=entry.built_in)
 
 
 def load_judge(section: RewardSection, decode: Decode, max_response_tokens: int) -> RewardJudge:
@@ -123,6 +129,24 @@ def entries_of(section: RewardSection, max_response_tokens: int) -> list[Entry]:
             item.arguments,
             f"reward.functions.{item.name}" if item.name else "reward.function",
             max_response_tokens=max_response_tokens,
+            time_limit_seconds=_time_limit(item, section),
+            memory_limit_mib=_memory_limit(item, section),
+            built_in=item.function.startswith(_BUILT_IN),
         )
         for item in section.entries
     ]
+
+
+def _time_limit(item: RewardFunctionSection, section: RewardSection) -> float:
+    """Seconds per call: the function's own key, else the section's, else what suits the function."""
+    for given in (item.time_limit_seconds, section.time_limit_seconds):
+        if given is not None:
+            return given
+    return _RULE_SECONDS if item.function.startswith(_RULES) else _SECONDS
+
+
+def _memory_limit(item: RewardFunctionSection, section: RewardSection) -> int | None:
+    """MiB per call; a user's function may load a model of any size, so that it has none by default."""
+    if section.memory_limit_mib is not None:
+        return section.memory_limit_mib
+    return _BUILT_IN_MIB if item.function.startswith(_BUILT_IN) else None

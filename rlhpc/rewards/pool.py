@@ -20,13 +20,13 @@ import psutil
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
-from rlhpc.rewards.calls import Entry, Failure, Outcome
+from rlhpc.rewards.calls import Entry, Failure, Outcome, Retired
 
 _START_SECONDS = 300.0  # for the functions' modules to be imported
 _REPLACED_SECONDS = 300.0  # for another worker to take the place of one that was ended
 _LOOK_SECONDS = 0.5
 _LATE_SECONDS = 0.5
-_MOST_LOST_STARTS = 3  # one after the other, of functions that have been imported before
+_MOST_LOST_STARTS = 3  # per worker and in a row, of functions that have been imported before
 _MOST_AT_ONCE = 16  # calls in a message to a worker
 # The parent's search path, for the modules that it can import. Nothing else may come before.
 _PROGRAM = (
@@ -71,10 +71,9 @@ class _Worker:
         with contextlib.suppress(BrokenPipeError):  # its end is seen like any other
             self._out.send(list(entries))
 
-    def give(self, calls: Sequence[Call], seconds: float) -> None:
+    def give(self, calls: Sequence[Call]) -> None:
         """Only when it has none: it is reading then, so that the pipe cannot be full."""
         self.calls.extend(calls)
-        self.deadline = time.monotonic() + seconds
         with contextlib.suppress(BrokenPipeError):
             self._out.send([(call.id[1], call.keywords) for call in calls])
 
@@ -97,10 +96,14 @@ class _Worker:
 
 
 class Pool:
-    """Calls functions in at most ``workers`` processes, started when there is work for them."""
+    """Calls functions in at most ``workers`` processes, started when there is work for them.
+
+    ``time_limit``: seconds per call of an entry without a limit of its own.
+    """
 
     def __init__(self, entries: Sequence[Entry], workers: int, time_limit: float) -> None:
-        self._entries, self._most, self._limit = entries, workers, time_limit
+        self._entries, self._most = entries, workers
+        self._limits = [time_limit if e.time_limit_seconds is None else e.time_limit_seconds for e in entries]
         self._queue: deque[Call] = deque()
         self._homes: dict[int, _Worker] = {}
         self._outcomes: dict[CallId, Outcome] = {}
@@ -138,7 +141,7 @@ class Pool:
                 if self._open != left:
                     left, since = self._open, time.monotonic()
                 # A call that takes its time is no hang of this rank, as long as it is within its limit.
-                if time.monotonic() - since <= self._limit + _REPLACED_SECONDS:
+                if time.monotonic() - since <= max(self._limits) + _REPLACED_SECONDS:
                     touch("score")
                 self._changed.wait(1.0)
             done, self._outcomes = self._outcomes, {}
@@ -197,9 +200,14 @@ class Pool:
                 with self._changed:
                     calls = self._take(worker, min(_MOST_AT_ONCE, max(1, len(self._queue) // (2 * self._most))))
                 if calls:
-                    worker.give(calls, self._limit)
+                    worker.give(calls)
+                    self._start_clock(worker)
         if self._queue and len(self._workers) < self._most and all(worker.ready for worker in self._workers):
             self._start_worker()
+
+    def _start_clock(self, worker: _Worker) -> None:
+        """For the first of the worker's calls."""
+        worker.deadline = time.monotonic() + self._limits[worker.calls[0].id[1]]
 
     def _take(self, worker: _Worker, most: int) -> list[Call]:
         """The oldest calls of the queue that the worker may have."""
@@ -234,6 +242,8 @@ class Pool:
                 word = worker.inbox.recv()
                 if isinstance(word, UserError):
                     raise word
+                if isinstance(word, Retired):
+                    return self._retire(worker)
                 if worker.ready:
                     self._settle(worker, word)
                 else:
@@ -247,7 +257,8 @@ class Pool:
     def _settle(self, worker: _Worker, outcome: Outcome) -> None:
         """The worker's first call has come to this; it is at the next one now."""
         call = worker.calls.popleft()
-        worker.deadline = time.monotonic() + self._limit
+        if worker.calls:
+            self._start_clock(worker)
         with self._changed:
             self._outcomes[call.id] = outcome
             self._open -= 1
@@ -262,23 +273,37 @@ class Pool:
             if not (worker.calls or not worker.ready) or time.monotonic() < worker.deadline or worker.inbox.poll():
                 continue
             worker.end()
-            self._replace(worker, Failure("timeout", f"took more than {self._limit:g} s"))
+            limit = self._limits[worker.calls[0].id[1]] if worker.calls else _START_SECONDS
+            self._replace(worker, Failure("timeout", f"took more than {limit:g} s"))
 
     def _replace(self, worker: _Worker, failure: Failure) -> None:
         """A worker is gone, by its first call's fault; the others go back to the queue."""
-        self._workers.remove(worker)
-        self._homes = {home: where for home, where in self._homes.items() if where is not worker}
+        self._forget(worker)
         if not worker.ready:
             self._lost_starts += 1
-        if not worker.ready and (not self._started or self._lost_starts > _MOST_LOST_STARTS):
+        if not worker.ready and (not self._started or self._lost_starts > _MOST_LOST_STARTS * self._most):
             paths = ", ".join(dict.fromkeys(entry.path for entry in self._entries))
-            told = failure.what if failure.kind == "died" else f"took more than {_START_SECONDS:g} s"
-            raise UserError(f"importing {paths} {told}", where=self._entries[0].where, remedy="mend the module")
+            raise UserError(f"importing {paths} {failure.what}", where=self._entries[0].where, remedy="mend the module")
         if worker.calls:
             self._settle(worker, failure)
+        self._requeue(worker.calls)
+
+    def _retire(self, worker: _Worker) -> None:
+        """A worker has ended by itself, between two calls."""
+        worker.end()
+        self._forget(worker)
+        self._requeue(worker.calls)
+
+    def _forget(self, worker: _Worker) -> None:
+        self._workers.remove(worker)
+        self._homes = {home: where for home, where in self._homes.items() if where is not worker}
+
+    def _requeue(self, calls: Sequence[Call]) -> None:
+        """The calls of a worker that is gone; another one takes its place at once if there is work."""
         with self._changed:
-            self._queue.extendleft(reversed(worker.calls))
-        if not self._workers:
+            self._queue.extendleft(reversed(calls))
+            waiting = bool(self._queue)
+        if waiting or not self._workers:
             self._start_worker()
 
 

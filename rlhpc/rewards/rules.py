@@ -5,40 +5,61 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import threading
+from types import ModuleType
 from typing import Any
 
-_VERIFIER_SECONDS = 5
 _MOST_DIGITS = 4300
+# math-verify reads no more of a response: its expressions take quadratic time and more.
+_MOST_CHARACTERS = 4000
 
 
 def maths(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if math-verify finds the last boxed expression, or else the answer in the text, equal to the ground truth."""
-    from math_verify import verify
+    """1 if math-verify finds the last boxed expression, or else the answer at the end of the text, equal to the ground
+    truth.
 
-    limit = _verifier_limit()
-    answer = _parse_answer(solution_str, limit)
-    return float(verify(_parse_truth(str(ground_truth), limit), answer, timeout_seconds=limit))
+    The caller bounds time and memory: a response can make sympy compute a number that fits nowhere, and no signal
+    interrupts that.
+    """
+    truth = _parse_truth(str(ground_truth))
+    return float(_math_verify().verify(truth, _parse_answer(solution_str), timeout_seconds=None))
 
 
-def _import_verifier() -> None:
-    import math_verify  # noqa: F401 - takes a second, which is none of a call's time
+@functools.cache
+def _math_verify() -> ModuleType:
+    import math_verify
 
-    # It logs whole responses that take it too long.
+    # It logs whole responses, and warns that it has no time limit of its own.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    return math_verify
+
+
+def _warm_up() -> None:
+    """Import math-verify and compile its expressions before the first call's time begins."""
+    maths("", r"\boxed{\frac{1}{2}}", "2", {})
 
 
 def _maths_answer(solution_str: str) -> str:
     """What math-verify reads, as sympy writes it; a decimal number as the fraction that it is."""
+    found = _parse_answer(solution_str)
+    try:
+        return _written(found[0]) if found else ""
+    except Exception:  # a number of too many digits, say
+        return found[-1] if isinstance(found[-1], str) else ""
+
+
+def _written(expression: Any) -> str:
+    """The expression as text; an exception where sympy would have to compute a tower of powers to order its terms."""
     import sympy
 
-    found = _parse_answer(solution_str, _verifier_limit())
-    if not found:
-        return ""
-    return str(sympy.Rational(str(found[0])) if isinstance(found[0], sympy.Float) else found[0])
+    if isinstance(expression, sympy.Float):
+        return str(sympy.Rational(str(expression))) if 1e-99 < abs(float(expression)) < 1e99 else str(expression)
+    for power in expression.atoms(sympy.Pow) if isinstance(expression, sympy.Basic) else ():
+        if not all(inner.exp.is_Rational and abs(inner.exp) <= 1 for inner in power.exp.atoms(sympy.Pow)):
+            raise OverflowError("a power in an exponent")
+    return str(expression)
 
 
-maths.check = _import_verifier  # type: ignore[attr-defined]
+maths.check = _warm_up  # type: ignore[attr-defined]
 maths.answer = _maths_answer  # type: ignore[attr-defined]
 
 
@@ -96,23 +117,15 @@ def _squeezed(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=1)  # scored first, then asked for its answer
-def _parse_answer(solution_str: str, limit: int | None) -> Any:
-    from math_verify import parse
-
-    return parse(last_boxed(solution_str) or solution_str, parsing_timeout=limit)
+def _parse_answer(solution_str: str) -> Any:
+    text = last_boxed(solution_str) or solution_str[-_MOST_CHARACTERS:]
+    return _math_verify().parse(text, parsing_timeout=None) if len(text) <= _MOST_CHARACTERS else []
 
 
 @functools.lru_cache(maxsize=4096)
-def _parse_truth(ground_truth: str, limit: int | None) -> Any:
-    from math_verify import parse
-
+def _parse_truth(ground_truth: str) -> Any:
     for text in (ground_truth if "\\boxed{" in ground_truth else f"\\boxed{{{ground_truth}}}", ground_truth):
-        parsed = parse(text, parsing_timeout=limit)
+        parsed = _math_verify().parse(text, parsing_timeout=None)
         if parsed:
             return parsed
     raise ValueError(f"math-verify cannot read the ground truth {ground_truth!r}")
-
-
-def _verifier_limit() -> int | None:
-    """math-verify bounds its time with SIGALRM, which only the main thread can take."""
-    return _VERIFIER_SECONDS if threading.current_thread() is threading.main_thread() else None

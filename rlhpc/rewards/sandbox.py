@@ -26,6 +26,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.rewards import filter as calls
 from rlhpc.rewards import kernel
+from rlhpc.rewards.calls import CallDied
 
 Isolation = Literal["namespaces", "filter"]
 
@@ -64,6 +65,10 @@ class Ended:
 
 class SandboxError(RuntimeError):
     """The program could not be run as it should; no fault of its own."""
+
+
+class SandboxKilled(SandboxError, CallDied):
+    """Its first process was killed from outside, for want of memory say."""
 
 
 class Sandbox:
@@ -165,7 +170,7 @@ class Sandbox:
                     case "D":
                         return os.waitstatus_to_exitcode(int(word[1:]))
                     case _ if ready:
-                        raise SandboxError("it was killed from outside, perhaps for want of memory")
+                        raise SandboxKilled("the sandbox was killed from outside, perhaps for want of memory")
                     case _:
                         return None
         except OSError as error:
@@ -246,6 +251,7 @@ class Sandbox:
         limits = self._limits
         wanted = {
             resource.RLIMIT_AS: limits.memory_mib * _MIB,
+            resource.RLIMIT_DATA: limits.memory_mib * _MIB,  # in place of the worker's
             resource.RLIMIT_CPU: math.ceil(limits.seconds),
             resource.RLIMIT_FSIZE: limits.file_mib * _MIB,
             resource.RLIMIT_NOFILE: limits.open_files,

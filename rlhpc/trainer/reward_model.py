@@ -50,9 +50,8 @@ def _scored(run: Run, sample: Sample, score: float, prompts: PromptSet | None) -
     if not math.isfinite(score):
         failures, source = run.reward_reader.failures, prompts.numbered(sample.prompt_id).data_source
         text = run.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
-        told, tell = Failure("result", f"returned {score}"), run.info.rank == 0
-        failures.handle(f"reward.model {section.path}", told, sample.prompt_id, source, text, tell)
-        if failures.drops:
+        failure, where = Failure("result", f"returned {score}"), f"reward.model {section.path}"
+        if failures.handle(where, failure, sample.prompt_id, source, text, log=run.info.rank == 0):
             return None
         score = 0.0
     parts = {**sample.reward_parts, MODEL_PART: score}

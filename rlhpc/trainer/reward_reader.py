@@ -46,7 +46,7 @@ class RewardReader:
             return None
         shape = read_model(section.path, classifier=True)
         own = _tokenizer(section, config.data, shape.vocab_size) if reads_own_words(config) else None
-        failures = Failures(config.reward.on_failure, _REMEDY)
+        failures = Failures(config.reward, _REMEDY)
         return cls(section, policy, own, most_tokens(section, shape), _padding(section.path), failures)
 
     def read(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[np.ndarray]:

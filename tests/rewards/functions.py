@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+KEPT: list[bytearray] = []
 RESULTS: dict[str, Any] = {
     "float": 0.25,
     "bool": True,
@@ -33,6 +34,18 @@ RESULTS: dict[str, Any] = {
 class Silent(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")
+
+
+def _grow_in_small_pieces() -> float:
+    """Of every size, until none is left; what it has allocated lives as long as the exception does."""
+    kept: tuple[Any, ...] = ()
+    for size in range(600, -1, -8):
+        try:
+            for _ in range(1_000_000):
+                kept = (kept, bytes(size), 0.5 * size)
+        except MemoryError:
+            continue
+    return float(len(bytes(1 << 30)))
 
 
 def _raise(error: BaseException) -> None:
@@ -70,6 +83,9 @@ def does(data_source: str, solution_str: str, ground_truth: Any, extra_info: dic
         "crash": lambda: ctypes.string_at(0),
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "killed by another": lambda: os.kill(os.getpid(), signal.SIGRTMIN + 3),
+        "grow": lambda: len([bytearray(16 << 20) for _ in range(60)]),
+        "grow in small pieces": _grow_in_small_pieces,
+        "keep": lambda: len(KEPT.append(bytearray(60 << 20)) or KEPT),
     }.get(solution_str)
     return action() if action else len(solution_str)
 
@@ -103,6 +119,12 @@ def _link(name: str) -> str:
         return os.readlink(f"/proc/self/fd/{name}")
     except OSError:
         return ""
+
+
+def sleeps(data_source: str, solution_str: str, ground_truth: float, extra_info: dict[str, Any]) -> float:
+    """As long as the ground truth says."""
+    time.sleep(ground_truth)
+    return 1.0
 
 
 NOT_A_FUNCTION = 3

@@ -1,4 +1,4 @@
-"""Scoring in processes of its own: sums, failures and their policies, limits, ends."""
+"""Scoring in processes of its own: sums, failures and their policies, ends."""
 
 from __future__ import annotations
 
@@ -7,60 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 
-from rlhpc.api import Completion, Prompt, Verdict
+from rlhpc.api import Prompt, Verdict
 from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
 from rlhpc.rewards import pool
-from rlhpc.rewards.calls import Entry
-from rlhpc.rewards.judge import RewardJudge, entries_of, load_judge
-
-HERE = "tests.rewards.functions"
-LIMIT = 1.5
-
-
-class Texts:
-    """Stands for a tokenizer: a response's only token is the number of its text."""
-
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def completion(self, text: str) -> Completion:
-        self.texts.append(text)
-        tokens = np.array([len(self.texts) - 1], dtype=np.int32)
-        return Completion(tokens, np.zeros(1, dtype=np.float32), truncated=False)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return self.texts[tokens[0]]
-
-
-def judge_all(judge: RewardJudge, responses: Sequence[str], truth: Any = "3") -> dict[int, Verdict]:
-    """Verdicts by the responses' places."""
-    texts = judge._decode.__self__
-    for key, text in enumerate(responses):
-        judge.submit(key, Prompt(10 + key, (1,), "sums", truth, {"index": key}), texts.completion(text))
-    return judge.verdicts()
-
-
-@pytest.fixture
-def make() -> Iterator[Any]:
-    judges = []
-
-    def start(**section: Any) -> RewardJudge:
-        judges.append(load_judge(RewardSection(**section), Texts().decode, max_response_tokens=20))
-        return judges[-1]
-
-    yield start
-    for judge in judges:
-        judge.close()
+from rlhpc.rewards.calls import UNFINISHED, Entry
+from rlhpc.rewards.judge import entries_of, load_judge
+from tests.rewards.judging import HERE, LIMIT, Texts, judge_all
 
 
 def test_several_functions_are_summed_with_their_weights(make):
@@ -78,8 +38,16 @@ def test_several_functions_are_summed_with_their_weights(make):
 def test_workers_are_told_of_each_function_what_the_configuration_says():
     named = [{"name": "long", "function": "rlhpc.rewards.formats:overlong", "arguments": {"penalty": 2}}]
     assert [*entries_of(RewardSection(function="a:b"), 20), *entries_of(RewardSection(functions=named), 9)] == [
-        Entry("a:b", {}, "reward.function", max_response_tokens=20),
-        Entry(named[0]["function"], {"penalty": 2}, "reward.functions.long", max_response_tokens=9),
+        Entry("a:b", {}, "reward.function", max_response_tokens=20, time_limit_seconds=30.0),
+        Entry(
+            named[0]["function"],
+            {"penalty": 2},
+            "reward.functions.long",
+            max_response_tokens=9,
+            time_limit_seconds=5.0,
+            memory_limit_mib=2048,
+            built_in=True,
+        ),
     ]
 
 
@@ -139,21 +107,41 @@ def test_a_failed_function_among_several_counts_as_zero_alone(make):
 
 def test_failures_may_leave_the_response_out(make):
     functions = [{"name": "a", "function": f"{HERE}:does"}, {"name": "b", "function": f"{HERE}:tokens"}]
-    verdicts = judge_all(make(functions=functions, on_failure="drop"), ["raise", "ab", "leave"])
+    responses = ["raise", "ab", "leave"]
+    verdicts = judge_all(make(functions=functions, on_failure="drop", on_timeout="drop"), responses)
     assert [verdicts[key].dropped for key in range(3)] == [True, False, True]
     assert verdicts[1] == Verdict(3.0, {"a": 2.0, "b": 1.0, "b/most": 20.0})
+    verdicts = judge_all(make(functions=functions, on_failure="drop"), responses)
+    assert [verdicts[key].dropped for key in range(3)] == [True, False, False], "a death counts as 0"
 
 
-@pytest.mark.workers
-def test_a_failure_ends_the_run_unless_told_otherwise(make):
-    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
-    for text, (_, what) in FAILURES.items():
-        line = rf"^reward.function {HERE}:does: {what} for prompt 11 of 'sums', response '{text}'; "
-        with pytest.raises(UserError, match=line):
+def test_what_a_function_raises_or_returns_ends_the_run_by_default(make):
+    judge = make(function=f"{HERE}:does")
+    for text in ("raise", "nan"):
+        with pytest.raises(UserError, match=ends_with(text)) as caught:
             judge_all(judge, ["ab", text, "abc"])
+        assert caught.value.remedy.endswith("set reward.on_failure")
     with pytest.raises(UserError) as caught:
         judge_all(make(function=f"{HERE}:chosen"), ["y" * 200])
     assert "response '" + "y" * 80 + "';" in str(caught.value)
+
+
+@pytest.mark.workers
+def test_a_call_that_does_not_end_by_itself_ends_the_run_only_on_request(make):
+    lost = [text for text, (kind, _) in FAILURES.items() if kind in UNFINISHED]
+    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
+    assert [verdict.reward for verdict in judge_all(judge, ["ab", *lost, "abc"]).values()] == [2, *[0.0] * 5, 3]
+    assert judge.failures() == {"timeout": 1, "died": 4}
+    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT, on_failure="zero", on_timeout="fail")
+    for text in lost:
+        with pytest.raises(UserError, match=ends_with(text)) as caught:
+            judge_all(judge, ["ab", text, "abc"])
+        assert caught.value.remedy.endswith("set reward.on_timeout")
+
+
+def ends_with(text: str) -> str:
+    """The line of a run that ends with the failure of the second response."""
+    return rf"^reward.function {HERE}:does: {FAILURES[text][1]} for prompt 11 of 'sums', response '{text}'; "
 
 
 @pytest.mark.workers
@@ -162,7 +150,7 @@ def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
     times: list[float] = []
     monkeypatch.setattr(pool, "touch", lambda phase: times.append(time.monotonic()))
     monkeypatch.setattr(pool, "_REPLACED_SECONDS", -LIMIT / 2)  # silent for the second half
-    judge = make(function=f"{HERE}:does", time_limit_seconds=2 * LIMIT, on_failure="zero")
+    judge = make(function=f"{HERE}:does", time_limit_seconds=2 * LIMIT)
     began = time.monotonic()
     judge_all(judge, ["hang"])
     assert time.monotonic() - began >= 2 * LIMIT
@@ -173,7 +161,7 @@ def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
 @pytest.mark.workers
 def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
     file = tmp_path / "processes"
-    judge = make(function=f"{HERE}:hangs_with_child", on_failure="drop", time_limit_seconds=LIMIT)
+    judge = make(function=f"{HERE}:hangs_with_child", on_timeout="drop", time_limit_seconds=LIMIT)
     assert judge_all(judge, [str(file)])[0].dropped
     assert [pid for pid in file.read_text().split() if runs(int(pid))] == []
 
@@ -275,7 +263,7 @@ def test_a_start_that_is_lost_late_in_a_run_is_made_again(make, tmp_path, monkey
     (tmp_path / "flaky.py").write_text(_FLAKY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    judge = make(function="flaky:score", workers=1, time_limit_seconds=LIMIT, on_failure="zero")
+    judge = make(function="flaky:score", workers=1, time_limit_seconds=LIMIT)
     assert [verdict.reward for verdict in judge_all(judge, ["hang", "ab"]).values()] == [0.0, 1.0]
     assert (tmp_path / "starts").read_text() == "xxx"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import Any
 
@@ -40,11 +41,33 @@ def test_maths_works_outside_the_main_thread():
     assert found == [1.0]
 
 
-def test_responses_that_take_too_long_are_not_logged_whole(caplog, monkeypatch):
-    monkeypatch.setattr("rlhpc.rewards.rules._VERIFIER_SECONDS", 1)
-    load_function(Entry("rlhpc.rewards.rules:maths", {}, "reward.function"))
-    assert maths("", "1 " * 60_000, "42", {}) == 0
-    assert not caplog.records
+def test_math_verify_logs_no_response(caplog, monkeypatch):
+    """It would log each whole as it warns that it has no time limit of its own, and what it cannot read."""
+    monkeypatch.setattr("math_verify.parser.TIMEOUT_WARNING_SHOWN", False)
+    with caplog.at_level(logging.DEBUG):
+        assert maths("", "not 42: 1 " + "1 " * 50_000, "42", {}) == 0
+    assert not [record for record in caplog.records if record.name.startswith("math_verify")]
+
+
+def test_maths_reads_the_end_of_a_long_response():
+    assert maths("", "so $x = 5$ " * 1000 + "the answer is $7$", "7", {}) == 1
+    assert maths("", "the answer is 7.\n" + "it is not $1$ and $2$.\n" * 1000, "7", {}) == 0
+    assert maths("", r"\boxed{7}" + " so it is" * 1000, "7", {}) == 1
+    assert maths("", r"\boxed{7" + " " * 5000 + "}", "7", {}) == 0, "a box of thousands of characters is not read"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"\boxed{2^{3^{4}}}", "2^{3^{4}}"),
+        (r"\boxed{x^{1/2}+\sqrt{2}}", "sqrt(x) + sqrt(2)"),
+        (r"\boxed{x^{\sqrt{2}}}", "x**(sqrt(2))"),
+        ("1e400", "1"),
+        (r"\boxed{\binom{20000}{10000}}", r"\binom{20000}{10000}"),  # Python writes no number of 6,020 digits
+    ],
+)
+def test_an_answer_that_sympy_cannot_write_is_told_as_it_is_written(response: str, answer: str):
+    assert load(maths)(response) == answer
 
 
 def test_an_unreadable_ground_truth_is_an_error():

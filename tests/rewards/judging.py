@@ -1,0 +1,37 @@
+"""Judges of the tests: responses are texts, and each has a token of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rlhpc.api import Completion, Prompt, Verdict
+from rlhpc.rewards.judge import RewardJudge
+
+HERE = "tests.rewards.functions"
+LIMIT = 1.5
+
+
+class Texts:
+    """Stands for a tokenizer: a response's only token is the number of its text."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def completion(self, text: str) -> Completion:
+        self.texts.append(text)
+        tokens = np.array([len(self.texts) - 1], dtype=np.int32)
+        return Completion(tokens, np.zeros(1, dtype=np.float32), truncated=False)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.texts[tokens[0]]
+
+
+def judge_all(judge: RewardJudge, responses: Sequence[str], truth: Any = "3") -> dict[int, Verdict]:
+    """Verdicts by the responses' places."""
+    texts = judge._decode.__self__
+    for key, text in enumerate(responses):
+        judge.submit(key, Prompt(10 + key, (1,), "sums", truth, {"index": key}), texts.completion(text))
+    return judge.verdicts()
