@@ -13,7 +13,7 @@ from typing import Any
 
 from rlhpc.rewards.sandbox import Ended, Isolation, Limits, Sandbox
 
-_FENCE = re.compile(r"[ \t]*`{3,}[ \t]*([\w+#-]*)([^`]*)")
+_FENCE = re.compile(r"[ \t]*+`{3,}+[ \t]*+([\w+#-]*+)([^`]*+)")  # possessive: linear
 _LANGUAGES = ("", "python", "python3", "py")
 
 # Runs the solution as a module and then each test in it. What it prints last shows that the tests were come to.
@@ -171,5 +171,5 @@ def _run_statements(sandbox: Sandbox, program: str, tests: Sequence[str], total:
     """All in one process: what one test changes, the next one finds so."""
     token = secrets.token_hex(16)
     ended = sandbox.run(_DRIVER, json.dumps({"solution": program, "tests": tests, "token": token}), total)
-    found = re.fullmatch(rf"{token} (\d+)", ended.output)
-    return int(found[1]) if found else 0
+    found = re.fullmatch(rf"{token} (\d{{1,9}})", ended.output)  # a program can learn the token and print anything
+    return min(int(found[1]), len(tests)) if found else 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ from rlhpc.rewards.calls import Entry, Failure
 LOADER = "rlhpc.rollout.tool_calls:load_tool"
 STATE_LOADER = "rlhpc.rollout.tool_calls:load_class"
 _SHOWN = 300
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,11 @@ class MethodCall:
 
 def parse_calls(text: str) -> list[ToolCall | Failure]:
     """The calls of a turn in the form of Hermes and Qwen, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
-    return [_parse(body) for body in _CALL.findall(text)]
+    calls, start = [], text.find(_OPEN)
+    while start >= 0 and (end := text.find(_CLOSE, start)) >= 0:
+        calls.append(_parse(text[start + len(_OPEN) : end]))
+        start = text.find(_OPEN, end)
+    return calls
 
 
 def _parse(body: str) -> ToolCall | Failure:

@@ -110,6 +110,14 @@ def test_ending_before_the_tests_passes_none(program: str):
     assert score(program, ASSERTS, partial=True) == 0
 
 
+@pytest.mark.parametrize(("claim", "share"), [("9" * 5000, 0), ("7", 1)])
+def test_a_forged_result_neither_raises_nor_passes_more_than_all_tests(claim: str, share: float):
+    """A solution that looks into its own interpreter can print what the driver would."""
+    forged = f"__main__.given['token'] + ' {claim}'"
+    program = f"import os, __main__\nos.write(__main__.answer, ({forged}).encode())\nos._exit(0)"
+    assert score(program, ASSERTS, partial=True) == share
+
+
 def test_a_solution_may_use_what_modules_have():
     program = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
