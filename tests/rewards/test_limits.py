@@ -22,7 +22,7 @@ from tests.rewards.judging import HERE, judge_all
 TOWER = r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}"  # sympy tries to compute it
 
 
-@pytest.mark.slow
+@pytest.mark.workers
 def test_a_tower_of_powers_counts_as_zero_and_the_run_goes_on(make):
     """With default settings, and so with the time limit of five seconds."""
     judge = make()
