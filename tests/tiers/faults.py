@@ -1,0 +1,277 @@
+"""Plants faults in rlhpc, one at a time, and reports which test fails: ``python -m tests.tiers.faults``.
+
+Each fault of ``tests/tiers/planted.py`` gets a git worktree of its own, at the commit that is checked out here. The
+tests that its file can reach run there, the nearest first, up to the first failure: those of `make test`, and if all
+pass, the long ones. A failure counts only if the same test passes without the fault.
+
+``--whole K`` then runs all of `make test` with K of the faults, chosen by ``--seed``, and names failing tests to which
+imports do not lead from the file (``tests/tiers/imports.py``). The output of pytest is in ``build/faults``. Exit code
+1: no test fails with one of the faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tests.tiers.imports import ROOT, read_graph
+from tests.tiers.planted import FAULTS, Fault
+
+LOGS = Path("build", "faults")
+# Fails with every fault: its line is no longer in the file.
+_OWN_TEST = "tests/tiers/test_faults.py"
+_TIERS = (("make test", "not long"), ("only make test-all", "long"))
+_GREEN, _NO_RESULT = "green", "no result"
+_NO_TESTS = 5  # pytest's exit code when nothing was selected
+_TEARDOWN_SECONDS = 60.0  # for fixtures to end ranks and clusters after Ctrl-C
+# In pytest's summary. A parameter may have blanks in it.
+_FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\s\[]+(?:\[.*?\])?)?)(?: - .*)?$", re.M)
+_HEADER = ("fault", "file", "breaks", "fails in", "first failing test", "seconds")
+_WHOLE_HEADER = ("whole `make test` with", "failing tests", "of these out of reach by imports")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A run of pytest: tests that failed or could not be set up or collected, in its order."""
+
+    failed: tuple[str, ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``tier`` whose tests find the fault ("green": none does), the first ``test`` that fails, the seconds until then,
+    and tests passed over because they fail without the fault too."""
+
+    fault: Fault
+    tier: str
+    test: str
+    seconds: float
+    passed_over: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Whole:
+    """All tests of `make test` that a fault fails, and those of them that ``imports`` does not find."""
+
+    fault: Fault
+    failed: tuple[str, ...]
+    unreached: tuple[str, ...]
+
+
+@contextlib.contextmanager
+def checkout(root: Path = ROOT) -> Iterator[Path]:
+    """A new worktree of the commit that is checked out in ``root``, removed at the end. Open to all users of this
+    machine, because test clusters have several."""
+    with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as folder:
+        Path(folder).chmod(0o755)
+        place = Path(folder, "worktree")
+        try:
+            _git(root, "worktree", "add", "--quiet", "--detach", str(place), "HEAD").check_returncode()
+            yield place
+        finally:
+            _git(root, "worktree", "remove", "--force", "--force", str(place))
+
+
+def check_imports(place: Path) -> None:
+    """The tests in ``place``, and what they start, must import the rlhpc that is there, not the installed one."""
+    for folder in (place, Path("/")):
+        code = "import rlhpc; print(rlhpc.__file__)"
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=folder,
+            env=_environment(place),
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found = Path(done.stdout.strip())
+        if not found.is_relative_to(place):
+            raise SystemExit(f"processes started in {folder} import {found}, not the rlhpc in {place}")
+
+
+def plant(fault: Fault, place: Path) -> None:
+    file = place / fault.file
+    file.write_text(fault.planted(file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def run_tests(place: Path, arguments: Sequence[str], log: Path) -> Ran:
+    """Run pytest in a worktree, its output appended to ``log``. RuntimeError if it did not come to a result."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    began = time.monotonic()
+    with open(log, "a+", encoding="utf-8", errors="replace") as output:
+        start = output.tell()
+        # In a session of its own: Ctrl-C is handled here.
+        process = subprocess.Popen(
+            command,
+            cwd=place,
+            env=_environment(place),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait()
+        except BaseException:
+            _end(process)
+            raise
+        output.seek(start)
+        _, _, summary = output.read().rpartition("short test summary info")
+    failed = tuple(dict.fromkeys(_FAILED.findall(summary)))
+    # 1 without a failed test: tests took more than their budget of time.
+    if not failed and code not in (0, 1, _NO_TESTS):
+        raise RuntimeError(f"pytest ended with {code}, see {log}")
+    return Ran(failed, time.monotonic() - began)
+
+
+def examine(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: Path) -> Outcome:
+    """Plant the fault and look for the first of ``tests`` that fails. ``clean`` is a worktree without faults."""
+    seconds, passed_over = 0.0, []
+    with checkout(root) as place:
+        plant(fault, place)
+        for tier, marks in _TIERS:
+            while files := [file for file in tests if file not in (_OWN_TEST, *passed_over)]:
+                others = [f"--deselect={test}" for test in passed_over]
+                try:
+                    ran = run_tests(place, ["-x", "-m", marks, *others, *files], log)
+                except RuntimeError as error:
+                    return Outcome(fault, _NO_RESULT, str(error), seconds, tuple(passed_over))
+                seconds += ran.seconds
+                if not ran.failed:
+                    break
+                if not run_tests(clean, [ran.failed[0]], log).failed:
+                    return Outcome(fault, tier, ran.failed[0], seconds, tuple(passed_over))
+                passed_over.append(ran.failed[0])
+    return Outcome(fault, _GREEN, "", seconds, tuple(passed_over))
+
+
+def examine_whole(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: Path) -> Whole:
+    """Run all of `make test` with the fault; ``tests`` are those that its file can reach."""
+    with checkout(root) as place:
+        plant(fault, place)
+        failed = run_tests(place, ["-m", _TIERS[0][1], f"--ignore={_OWN_TEST}"], log).failed
+    without = run_tests(clean, failed, log).failed if failed else ()
+    found = tuple(test for test in failed if test not in without)
+    return Whole(fault, found, tuple(test for test in found if test.partition("::")[0] not in tests))
+
+
+def table(outcomes: Sequence[Outcome], wholes: Sequence[Whole] = ()) -> str:
+    """Both tables, in Markdown."""
+    rows = [
+        (o.fault.name, f"`{o.fault.file}`", o.fault.breaks, o.tier, o.test and f"`{o.test}`", f"{o.seconds:.0f}")
+        for o in outcomes
+    ]
+    parts = [_markdown(_HEADER, rows)]
+    if wholes:
+        found = [(w.fault.name, str(len(w.failed)), ", ".join(f"`{t}`" for t in w.unreached)) for w in wholes]
+        parts.append(_markdown(_WHOLE_HEADER, found))
+    if broken := sorted({test for outcome in outcomes for test in outcome.passed_over}):
+        parts.append("Passed over, because they fail without a fault too:\n\n" + "\n".join(f"- `{t}`" for t in broken))
+    return "\n\n".join(parts) + "\n"
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _environment(place: Path) -> dict[str, str]:
+    """PYTHONPATH precedes the installed rlhpc, in processes that start in any folder."""
+    path = [str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let pytest take down what its fixtures have started."""
+    process.send_signal(signal.SIGINT)
+    try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_TEARDOWN_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["git", *arguments], cwd=root, check=False, stdin=subprocess.DEVNULL)
+
+
+def _terminate(signum: int, frame: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def _write(file: Path | None, outcomes: Sequence[Outcome], wholes: Sequence[Whole]) -> None:
+    """Write the table after each fault, so that an interrupted run leaves what it has found."""
+    if file is not None:
+        file.write_text(table(outcomes, wholes), encoding="utf-8")
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    names = [fault.name for fault in FAULTS]
+    parser = argparse.ArgumentParser(prog="python -m tests.tiers.faults", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help="these faults instead of all")
+    parser.add_argument("--seed", type=int, default=0, help="chooses the faults of --whole (0)")
+    parser.add_argument("--whole", type=int, default=0, metavar="K", help="run all of `make test` with K faults (0)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as Markdown")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str]) -> int:
+    options = _options(arguments)
+    chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    (ROOT / LOGS).mkdir(parents=True, exist_ok=True)
+    for signum in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(signum, _terminate)
+    outcomes: list[Outcome] = []
+    wholes: list[Whole] = []
+    try:
+        with checkout() as clean:
+            check_imports(clean)
+            _check_lines(chosen, clean)
+            graph = read_graph(clean)
+            for fault in chosen:
+                outcomes.append(examine(fault, graph.tests_reached_by([fault.file]), clean, ROOT, _new_log(fault.name)))
+                _write(options.out, outcomes, wholes)
+                print(f"{fault.name}: {outcomes[-1].tier} ({outcomes[-1].seconds:.0f} s)", file=sys.stderr, flush=True)
+            for fault in random.Random(options.seed).sample(chosen, min(options.whole, len(chosen))):
+                tests, log = graph.tests_reached_by([fault.file]), _new_log(f"{fault.name}-whole")
+                wholes.append(examine_whole(fault, tests, clean, ROOT, log))
+                _write(options.out, outcomes, wholes)
+                print(f"{fault.name}: {len(wholes[-1].failed)} tests fail", file=sys.stderr, flush=True)
+    except KeyboardInterrupt:
+        print(table(outcomes, wholes), end="")
+        return 130
+    print(table(outcomes, wholes), end="")
+    return int(any(outcome.tier in (_GREEN, _NO_RESULT) for outcome in outcomes))
+
+
+def _check_lines(faults: Sequence[Fault], place: Path) -> None:
+    """Refuse to start where a fault can no longer be planted."""
+    for fault in faults:
+        try:
+            fault.planted((place / fault.file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise SystemExit(str(error)) from None
+
+
+def _new_log(name: str) -> Path:
+    log = ROOT / LOGS / f"{name}.log"
+    log.unlink(missing_ok=True)
+    return log
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,244 @@
+"""Thirty plausible faults in rlhpc, which ``tests.tiers.faults`` plants one at a time to see which test fails.
+
+At least one in each package, the others where a fault costs most: training mathematics, weight sync, checkpoints,
+recovery, rewards and their sandbox.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One or two wrong lines: ``new`` in place of ``old``, which occurs exactly once in ``file``."""
+
+    name: str
+    file: str
+    breaks: str  # what a user would suffer from
+    old: str
+    new: str
+
+    def planted(self, text: str) -> str:
+        """``text`` of the file with the fault in it. Raises ValueError if the line is not there exactly once."""
+        count = text.count(self.old)
+        if count != 1:
+            raise ValueError(
+                f"{self.name}: {self.old.strip()!r} occurs {count} times in {self.file}, not once;"
+                " change the fault in tests/tiers/planted.py to match the file"
+            )
+        return text.replace(self.old, self.new)
+
+
+FAULTS = (
+    Fault(
+        "fence-one-attempt-late",
+        "rlhpc/core/folder.py",
+        "ranks of a superseded attempt keep writing into the run folder beside the new attempt",
+        "self.run.attempt(self.number + 1)",
+        "self.run.attempt(self.number + 2)",
+    ),
+    Fault(
+        "first-victim-blamed",
+        "rlhpc/core/exits.py",
+        "a rank that only lost its connection is reported as the cause, not the rank that failed",
+        'return first("user") or first("signal", "error") or first("peer")',
+        'return first("user") or first("signal", "error", "peer")',
+    ),
+    Fault(
+        "defaults-over-the-config",
+        "rlhpc/config/algorithm.py",
+        "an algorithm's defaults replace the values that the user has set",
+        'merged = {**DEFAULTS.get(data["name"], {}), **data}',
+        'merged = {**data, **DEFAULTS.get(data["name"], {})}',
+    ),
+    Fault(
+        "mixtral-gate-and-up-swapped",
+        "rlhpc/models/mixtral.py",
+        "Mixtral's experts compute with gate and up exchanged: wrong outputs of a model that loads without an error",
+        '("w1", "w3", "w2")',
+        '("w3", "w1", "w2")',
+    ),
+    Fault(
+        "optimizer-range-one-row-late",
+        "rlhpc/plan/flat.py",
+        "a checkpoint has moments and master weights of partial rows in the wrong row",
+        "found = _inside(first - 1, flat_boxes(rows, start % size, size)) if start % size else []",
+        "found = _inside(first, flat_boxes(rows, start % size, size)) if start % size else []",
+    ),
+    Fault(
+        "key-heads-not-repeated",
+        "rlhpc/plan/engine.py",
+        "with more engine ranks than key-value heads, ranks get rows that are not those of their heads",
+        "first = rank * queries if part == 0 else rank * shape.num_kv_heads // tp",
+        "first = rank * queries if part == 0 else rank * keys",
+    ),
+    Fault(
+        "kl-sign",
+        "rlhpc/algo/objective.py",
+        "the KL term drives the policy away from the reference model",
+        'loss = loss + section.kl.coefficient * sums["kl"]',
+        'loss = loss - section.kl.coefficient * sums["kl"]',
+    ),
+    Fault(
+        "returns-cross-responses",
+        "rlhpc/algo/ragged.py",
+        "returns and GAE of a response include the rewards of the responses after it",
+        "decay[lengths.cumsum(0)[lengths > 0] - 1] = 0.0  # nothing comes from the next row",
+        "decay[-1:] = 0.0",
+    ),
+    Fault(
+        "tool-tokens-in-the-denominator",
+        "rlhpc/api/types.py",
+        "tokens of tool answers count in the mean of the loss, so that long answers dilute the gradient",
+        "return self.response_len if self.chosen is None else int(self.chosen.sum())",
+        "return self.response_len",
+    ),
+    Fault(
+        "store-secret-inherited",
+        "rlhpc/parallel/store.py",
+        "the job's secret stays in the environment of ranks, and reward functions and their programs inherit it",
+        'environ.pop(env.RLHPC_STORE_SECRET, "")',
+        'environ.get(env.RLHPC_STORE_SECRET, "")',
+    ),
+    Fault(
+        "tool-answers-trained-on",
+        "rlhpc/data/collate.py",
+        "the policy is trained to produce what tools answered",
+        "[np.ones(n) if own is None else own for own, n in zip(chosen, spans.response_lengths, strict=True)]",
+        "[np.ones(n) for n in spans.response_lengths]",
+    ),
+    Fault(
+        "biased-pass-at-k",
+        "rlhpc/observe/evaluation.py",
+        "pass@k is estimated with replacement, and too low",
+        "return 1.0 - comb(count - correct, n) / comb(count, n)",
+        "return 1.0 - (1.0 - correct / count) ** n",
+    ),
+    Fault(
+        "reward-weights-ignored",
+        "rlhpc/rewards/judge.py",
+        "reward functions count alike, whatever their weights",
+        "reward += function.weight * value",
+        "reward += value",
+    ),
+    Fault(
+        "sandbox-with-network",
+        "rlhpc/rewards/kernel.py",
+        "programs in responses reach the cluster's network",
+        "_CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC",
+        "_CLONE_NEWPID | _CLONE_NEWIPC",
+    ),
+    Fault(
+        "weight-decay-on-norms",
+        "rlhpc/backends/megatron/optimizer.py",
+        "weight decay shrinks norms and biases too",
+        'weight_decay * group.get("wd_mult", 1.0)',
+        "weight_decay",
+    ),
+    Fault(
+        "entropy-of-a-cut-vocabulary",
+        "rlhpc/backends/megatron/log_probs.py",
+        "with tensor parallelism, entropy and its gradient mix terms relative to different maxima",
+        "weighted, total = shift.exp() * (weighted + shift * total), shift.exp() * total",
+        "weighted, total = shift.exp() * weighted, shift.exp() * total",
+    ),
+    Fault(
+        "context-mask-top-left",
+        "rlhpc/backends/megatron/segments.py",
+        "with context parallelism, queries of late chunks do not see the keys just before them",
+        "last_seen = query_column + keys - queries",
+        "last_seen = query_column + 0 * keys",
+    ),
+    Fault(
+        "critic-gradient-summed-over-tp",
+        "rlhpc/backends/megatron/value_head.py",
+        "with sequence parallelism, the critic's gradients are tp times too large",
+        "tensor_parallel_output_grad=False",
+        "tensor_parallel_output_grad=True",
+    ),
+    Fault(
+        "stale-prefix-cache",
+        "rlhpc/rollout/vllm_engine.py",
+        "after a weight sync, responses are generated from cached prefixes of the old weights",
+        '        assert self._engine.reset_prefix_cache(), "requests still hold cached prefixes of the old weights"\n',
+        "",
+    ),
+    Fault(
+        "last-bucket-not-packed",
+        "rlhpc/reshard/executor.py",
+        "the last bucket of a weight sync is sent with the bytes of an earlier one",
+        "            if bucket + 1 < buckets:\n",
+        "            if bucket + 2 < buckets:\n",
+    ),
+    Fault(
+        "partial-differences-accepted",
+        "rlhpc/reshard/verify.py",
+        "the check after a weight sync reports nothing unless every weight differs",
+        "torch.cat([wrong for _, wrong in found]).any()",
+        "torch.cat([wrong for _, wrong in found]).all()",
+    ),
+    Fault(
+        "cut-checkpoint-accepted",
+        "rlhpc/checkpoint/store.py",
+        "a run resumes from a checkpoint of which files are missing or cut short",
+        "            if not damaged:\n",
+        "            if _STATE not in damaged:\n",
+    ),
+    Fault(
+        "state-of-a-later-step",
+        "rlhpc/checkpoint/store.py",
+        "a checkpoint saved in the background has the counters of a later step than its weights",
+        "_Open(writing, final, replace(state), ",
+        "_Open(writing, final, state, ",
+    ),
+    Fault(
+        "reference-not-copied",
+        "rlhpc/trainer/loop.py",
+        "after a supervised warm-up, the KL term pulls the policy back to the model before it",
+        "                run.reference.copy_weights(run.actor)\n",
+        "",
+    ),
+    Fault(
+        "leftover-groups-not-saved",
+        "rlhpc/trainer/loop.py",
+        "a resumed run has lost surplus groups, unfinished responses and the replay buffer",
+        "        run.kept.save(folder, run.info.rank)\n",
+        "",
+    ),
+    Fault(
+        "bfloat16-ties-up",
+        "rlhpc/convert/arrays.py",
+        "converted weights halfway between two bfloat16 numbers are rounded up, not to even as PyTorch does",
+        "((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16)",
+        "((bits + 0x8000) >> 16)",
+    ),
+    Fault(
+        "failures-never-forgotten",
+        "rlhpc/launch/recovery.py",
+        "a long run stops after a few failures in all, even if it made progress between them",
+        "failures = 0 if progressed else former",
+        "failures = former",
+    ),
+    Fault(
+        "job-end-unknown",
+        "rlhpc/launch/batch.py",
+        "the launcher never learns when the job ends, and the run is killed at its time limit without a checkpoint",
+        '"-o", "%e")',
+        '"-o", "%E")',
+    ),
+    Fault(
+        "job-fields-from-its-command-line",
+        "rlhpc/launch/slurm/queue.py",
+        "words of a job's own command line are taken for its state, nodes or reason",
+        "dict(reversed(pairs))",
+        "dict(pairs)",
+    ),
+    Fault(
+        "exit-code-lost",
+        "rlhpc/cli/main.py",
+        "`rlhpc run` exits with 0 when the run has failed",
+        "sys.exit(run_here(loaded, resume))",
+        "run_here(loaded, resume)",
+    ),
+)
