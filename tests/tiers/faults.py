@@ -209,7 +209,7 @@ def _git(root: Path, *arguments: str) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run(["git", *arguments], cwd=root, check=False, stdin=subprocess.DEVNULL)
 
 
-def _terminate(signum: int, frame: object) -> NoReturn:
+def _interrupt(signum: int, frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
@@ -234,7 +234,8 @@ def main(arguments: Sequence[str]) -> int:
     chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
     (ROOT / LOGS).mkdir(parents=True, exist_ok=True)
     for signum in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(signum, _terminate)
+        if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(signum, _interrupt)
     outcomes: list[Outcome] = []
     wholes: list[Whole] = []
     try:
