@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,10 +191,10 @@ class RunFolder:
     def check_own(self) -> None:
         """Refuse a folder with files that a run would write over, though no run made them: the configuration that it is
         started with, for one. Raises UserError."""
-        if self.attempts.is_dir() or self.checkpoints.is_dir():
+        if exists(self.attempts) or exists(self.checkpoints):
             return
         for file in (self.config, self.metrics, self.samples, self.evaluation, self.report_text):
-            if os.path.lexists(file):
+            if exists(file, follow_symlinks=False):
                 raise UserError(
                     f"{str(file)!r} was not written by a run, which would overwrite it",
                     where="run_dir",

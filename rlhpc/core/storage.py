@@ -106,12 +106,12 @@ def patiently(action: Callable[[], T], path: Path | str = "", patience: Patience
             return result
 
 
-def exists(path: Path, patience: Patience | None = None) -> bool:
+def exists(path: Path, patience: Patience | None = None, follow_symlinks: bool = True) -> bool:
     """Whether ``path`` exists. ``Path.exists`` takes some errors for an answer, depending on Python's version."""
 
     def look() -> bool:
         try:
-            os.stat(path)
+            os.stat(path, follow_symlinks=follow_symlinks)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return True
