@@ -95,6 +95,7 @@ def _check_senders(plan: ReshardPlan, numbered: Numbered, per_node: int) -> None
     assert {rank for rank, traffic in plan.traffic.items() if traffic.received_across} == across
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("kind", SHAPES)
 def test_engines_receive_every_element_once_and_no_more_than_they_lack(kind: str) -> None:
     for seed in range(MODEL_ROUNDS):
@@ -102,6 +103,7 @@ def test_engines_receive_every_element_once_and_no_more_than_they_lack(kind: str
         check(*random_sides(SHAPES[kind], rng), rng, (256, 4096, 1 << 20))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("part", range(4))
 def test_any_cut_into_any_other_is_planned_even_where_boxes_overlap(part: int) -> None:
     finer = 0

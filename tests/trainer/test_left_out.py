@@ -79,6 +79,8 @@ def picky(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
     return 1.0
 
 
+@pytest.mark.ranks
+@pytest.mark.vllm
 @pytest.mark.long
 def test_remax_does_not_take_a_reward_that_failed_for_a_baseline(tmp_path: Path) -> None:
     """All rewards that there are being equal, nobody is better than the baseline."""
@@ -115,6 +117,8 @@ def make(folder: str) -> None:
     transformers.AutoTokenizer.from_pretrained(Path(folder) / "model").save_pretrained(Path(folder) / "reward")
 
 
+@pytest.mark.ranks
+@pytest.mark.vllm
 @pytest.mark.long
 def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None:
     """On two ranks, which are data-parallel there, with fewer prompts' likeliest responses than samples."""
