@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv slurm demo demo-table check test test-changed test-all test-slice durations chaos bench clean
+.PHONY: venv slurm demo demo-table check test test-changed test-all test-slice faults durations chaos bench clean
 
 venv: $(INSTALLED)
 
@@ -49,6 +49,10 @@ test-all: venv slurm
 # One slice of those, which the commit chooses; STARTED is when CI began.
 test-slice: venv slurm
 	$(BIN)/python -m tests.tiers.ci --started $(STARTED)
+
+# Thirty faults planted in rlhpc, one at a time: which test fails? Takes hours. ARGS: --only NAME ..., --whole K --seed N.
+faults: venv slurm
+	$(BIN)/python -m tests.tiers.faults --out build/faults/table.md $(ARGS)
 
 # After `make test-all` on a quiet machine: take over what each test took.
 durations: venv

@@ -2,11 +2,11 @@
 
 Each fault of ``tests/tiers/planted.py`` gets a git worktree of its own, at the commit that is checked out here. The
 tests that its file can reach run there, the nearest first, up to the first failure: those of `make test`, and if all
-pass, the long ones. A failure counts only if the same test passes without the fault.
+pass, the long ones. A failure counts only if the same test fails again with the fault and passes without it.
 
-``--whole K`` then runs all of `make test` with K of the faults, chosen by ``--seed``, and names failing tests to which
-imports do not lead from the file (``tests/tiers/imports.py``). The output of pytest is in ``build/faults``. Exit code
-1: no test fails with one of the faults.
+``--whole K`` then runs all of `make test` with K of the faults, chosen by ``--seed``, and names failing tests that
+``tests/tiers/imports.py`` does not reach from the file. The output of pytest is in ``build/faults``. Exit code 1: with
+one of the faults no test fails, or pytest did not come to a result.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TEARDOWN_SECONDS = 60.0  # for fixtures to end ranks and clusters after Ctrl-C
 # In pytest's summary. A parameter may have blanks in it.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\s\[]+(?:\[.*?\])?)?)(?: - .*)?$", re.M)
 _HEADER = ("fault", "file", "breaks", "fails in", "first failing test", "seconds")
-_WHOLE_HEADER = ("whole `make test` with", "failing tests", "of these out of reach by imports")
+_WHOLE_HEADER = ("whole `make test` with", "failing tests", "not reached through imports")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Ran:
 @dataclass(frozen=True)
 class Outcome:
     """``tier`` whose tests find the fault ("green": none does), the first ``test`` that fails, the seconds until then,
-    and tests passed over because they fail without the fault too."""
+    and failures ``passed_over`` because the fault is not their cause."""
 
     fault: Fault
     tier: str
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Whole:
-    """All tests of `make test` that a fault fails, and those of them that ``imports`` does not find."""
+    """All tests of `make test` that fail because of a fault, and those of them that imports do not reach."""
 
     fault: Fault
     failed: tuple[str, ...]
@@ -145,14 +145,11 @@ def examine(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: 
         for tier, marks in _TIERS:
             while files := [file for file in tests if file not in (_OWN_TEST, *passed_over)]:
                 others = [f"--deselect={test}" for test in passed_over]
-                try:
-                    ran = run_tests(place, ["-x", "-m", marks, *others, *files], log)
-                except RuntimeError as error:
-                    return Outcome(fault, _NO_RESULT, str(error), seconds, tuple(passed_over))
+                ran = run_tests(place, ["-x", "-m", marks, *others, *files], log)
                 seconds += ran.seconds
                 if not ran.failed:
                     break
-                if not run_tests(clean, [ran.failed[0]], log).failed:
+                if _caused(ran.failed[:1], place, clean, log):
                     return Outcome(fault, tier, ran.failed[0], seconds, tuple(passed_over))
                 passed_over.append(ran.failed[0])
     return Outcome(fault, _GREEN, "", seconds, tuple(passed_over))
@@ -163,9 +160,15 @@ def examine_whole(fault: Fault, tests: Collection[str], clean: Path, root: Path,
     with checkout(root) as place:
         plant(fault, place)
         failed = run_tests(place, ["-m", _TIERS[0][1], f"--ignore={_OWN_TEST}"], log).failed
-    without = run_tests(clean, failed, log).failed if failed else ()
-    found = tuple(test for test in failed if test not in without)
+        found = _caused(failed, place, clean, log)
     return Whole(fault, found, tuple(test for test in found if test.partition("::")[0] not in tests))
+
+
+def _caused(failed: tuple[str, ...], place: Path, clean: Path, log: Path) -> tuple[str, ...]:
+    """The tests that fail again with the fault and pass without it."""
+    again = run_tests(place, failed, log).failed if failed else ()
+    without = run_tests(clean, again, log).failed if again else ()
+    return tuple(test for test in again if test not in without)
 
 
 def table(outcomes: Sequence[Outcome], wholes: Sequence[Whole] = ()) -> str:
@@ -179,7 +182,7 @@ def table(outcomes: Sequence[Outcome], wholes: Sequence[Whole] = ()) -> str:
         found = [(w.fault.name, str(len(w.failed)), ", ".join(f"`{t}`" for t in w.unreached)) for w in wholes]
         parts.append(_markdown(_WHOLE_HEADER, found))
     if broken := sorted({test for outcome in outcomes for test in outcome.passed_over}):
-        parts.append("Passed over, because they fail without a fault too:\n\n" + "\n".join(f"- `{t}`" for t in broken))
+        parts.append("Failures not caused by a fault:\n\n" + "\n".join(f"- `{t}`" for t in broken))
     return "\n\n".join(parts) + "\n"
 
 
@@ -238,25 +241,31 @@ def main(arguments: Sequence[str]) -> int:
             signal.signal(signum, _interrupt)
     outcomes: list[Outcome] = []
     wholes: list[Whole] = []
-    try:
-        with checkout() as clean:
-            check_imports(clean)
-            _check_lines(chosen, clean)
-            graph = read_graph(clean)
-            for fault in chosen:
-                outcomes.append(examine(fault, graph.tests_reached_by([fault.file]), clean, ROOT, _new_log(fault.name)))
-                _write(options.out, outcomes, wholes)
-                print(f"{fault.name}: {outcomes[-1].tier} ({outcomes[-1].seconds:.0f} s)", file=sys.stderr, flush=True)
-            for fault in random.Random(options.seed).sample(chosen, min(options.whole, len(chosen))):
-                tests, log = graph.tests_reached_by([fault.file]), _new_log(f"{fault.name}-whole")
+    code = 130
+    with contextlib.suppress(KeyboardInterrupt), checkout() as clean:
+        check_imports(clean)
+        _check_lines(chosen, clean)
+        graph = read_graph(clean)
+        for fault in chosen:
+            tests, log = graph.tests_reached_by([fault.file]), _new_log(fault.name)
+            try:
+                outcomes.append(examine(fault, tests, clean, ROOT, log))
+            except RuntimeError as error:
+                outcomes.append(Outcome(fault, _NO_RESULT, str(error), 0.0))
+            _write(options.out, outcomes, wholes)
+            print(f"{fault.name}: {outcomes[-1].tier} ({outcomes[-1].seconds:.0f} s)", file=sys.stderr, flush=True)
+        failures = [outcome.fault for outcome in outcomes if outcome.tier in (_GREEN, _NO_RESULT)]
+        for fault in random.Random(options.seed).sample(chosen, min(options.whole, len(chosen))):
+            tests, log = graph.tests_reached_by([fault.file]), _new_log(f"{fault.name}-whole")
+            try:
                 wholes.append(examine_whole(fault, tests, clean, ROOT, log))
-                _write(options.out, outcomes, wholes)
-                print(f"{fault.name}: {len(wholes[-1].failed)} tests fail", file=sys.stderr, flush=True)
-    except KeyboardInterrupt:
-        print(table(outcomes, wholes), end="")
-        return 130
+            except RuntimeError as error:
+                print(f"{fault.name}: {error}", file=sys.stderr)
+                failures.append(fault)
+            _write(options.out, outcomes, wholes)
+        code = 1 if failures else 0
     print(table(outcomes, wholes), end="")
-    return int(any(outcome.tier in (_GREEN, _NO_RESULT) for outcome in outcomes))
+    return code
 
 
 def _check_lines(faults: Sequence[Fault], place: Path) -> None:

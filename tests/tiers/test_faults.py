@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers.faults import Outcome, Whole, checkout, examine, examine_whole, run_tests, table
+from tests.tiers.faults import Outcome, Whole, check_imports, checkout, examine, examine_whole, run_tests, table
 from tests.tiers.imports import ROOT, read_graph
 from tests.tiers.planted import FAULTS, Fault
 from tests.tiers.test_imports import commit, git
@@ -35,12 +35,16 @@ FILES = {
     "rlhpc/lonely.py": "ANSWER = 42\n",
     "tests/__init__.py": "",
     "tests/test_sums.py": (
-        "import subprocess, sys\nimport pytest\nfrom rlhpc import sums\n\n"
+        "import os, subprocess, sys\nimport pytest\nfrom rlhpc import sums\n\n"
         '@pytest.mark.parametrize("text", ["1 + 2 - 0"])\n'
         "def test_add(text):\n"
         '    code = "from rlhpc.sums import add; print(add(1, 2))"\n'
-        '    told = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True).stdout\n'
-        "    assert int(told) == eval(text)\n\n"
+        '    out = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True).stdout\n'
+        "    assert int(out) == eval(text)\n\n"
+        "def test_flaky():\n"
+        '    seen = open(os.environ["SEEN"], "a+")\n'
+        "    seen.seek(0)\n"
+        '    assert seen.read() or not seen.write("x")\n\n'
         "def test_broken(): assert sums is None\n\n"
         "@pytest.mark.long\ndef test_twice(): assert sums.twice(3) == 6\n"
     ),
@@ -50,12 +54,15 @@ ADD = Fault("add", "rlhpc/sums.py", "sums", "a + b", "a - b")
 TWICE = Fault("twice", "rlhpc/sums.py", "doubles", "2 * a", "3 * a")
 LONELY = Fault("lonely", "rlhpc/lonely.py", "the answer", "42", "43")
 ADD_TEST, OTHER_TEST = "tests/test_sums.py::test_add[1 + 2 - 0]", "tests/test_other.py::test_other"
+FLAKY_TEST, BROKEN_TEST = "tests/test_sums.py::test_flaky", "tests/test_sums.py::test_broken"
 
 
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with a test for each tier, one that always fails, and one that imports do not lead to."""
+    """A repository with a test for each tier, one that fails once, one that always fails, and one out of reach by
+    imports."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # plugins take longer than these tests
+    monkeypatch.setenv("SEEN", str(tmp_path / "seen"))
     for name, text in FILES.items():
         (tmp_path / "small" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "small" / name).write_text(text)
@@ -68,7 +75,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ("fault", "tier", "test", "passed_over"),
     [
         (ADD, "make test", ADD_TEST, ()),
-        (TWICE, "only make test-all", "tests/test_sums.py::test_twice", ("tests/test_sums.py::test_broken",)),
+        (TWICE, "only make test-all", "tests/test_sums.py::test_twice", (FLAKY_TEST, BROKEN_TEST)),
         (LONELY, "green", "", ()),
     ],
     ids=["test", "long", "green"],
@@ -78,6 +85,7 @@ def test_the_first_test_that_only_the_fault_fails_is_found(
 ) -> None:
     tests = read_graph(small).tests_reached_by([fault.file])
     with checkout(small) as clean:
+        check_imports(clean)
         found = examine(fault, tests, clean, small, small / "log")
     assert (found.tier, found.test, found.passed_over) == (tier, test, passed_over)
 
@@ -103,8 +111,8 @@ def test_an_interrupted_run_leaves_no_worktree(small: Path) -> None:
 
 
 def test_the_table_is_markdown() -> None:
-    found = Outcome(ADD, "make test", "tests/test_sums.py::test_add[a | b]", 3.4, ("tests/test_sums.py::test_broken",))
+    found = Outcome(ADD, "make test", "tests/test_sums.py::test_add[a | b]", 3.4, (BROKEN_TEST,))
     lines = table([found], [Whole(ADD, (ADD_TEST, OTHER_TEST), (OTHER_TEST,))]).splitlines()
     assert lines[2] == "| add | `rlhpc/sums.py` | sums | make test | `tests/test_sums.py::test_add[a \\| b]` | 3 |"
     assert lines[6] == f"| add | 2 | `{OTHER_TEST}` |"
-    assert lines[-1] == "- `tests/test_sums.py::test_broken`"
+    assert lines[-1] == f"- `{BROKEN_TEST}`"
