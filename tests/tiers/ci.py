@@ -49,8 +49,8 @@ def main() -> int:
         f"slice {chosen} of {count} of the long tests, {(time.time() - started) / 60:.0f} minutes after the start",
         flush=True,
     )
-    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "-m", "long", "--slice", f"{chosen}/{count}"]
-    command += ["--start-until", str(started + _START_UNTIL)]
+    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "-m", "long", f"--slice={chosen}/{count}"]
+    command.append(f"--start-until={started + _START_UNTIL}")
     try:
         code = subprocess.run(command, cwd=ROOT, check=False, timeout=max(1.0, started + _END - time.time())).returncode
     except subprocess.TimeoutExpired:

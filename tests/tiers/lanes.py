@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
 
 def _command(name: str, lane: str, selected: str, rest: list[str]) -> list[str]:
     durations = Path("build") / f"durations-{name}-{lane}.json"
-    return [sys.executable, "-m", "pytest", "-q", "-m", selected, "--write-durations", str(durations), *rest]
+    # With "=": before it has read conftest.py, pytest takes a word of its own for a file of tests.
+    return [sys.executable, "-m", "pytest", "-q", "-m", selected, f"--write-durations={durations}", *rest]
 
 
 if __name__ == "__main__":
