@@ -41,7 +41,7 @@ def main() -> None:
         print("  judged   ranks started again   next step done")
         for round_ in range(1, options.rounds + 1):
             _wait_for_steps(run, time.time())
-            wait(lambda: attempts.saved_step(run) > 0, 120, "a checkpoint")
+            wait(lambda: attempts.saved_step(run) > 0, "a checkpoint")
             killed = time.time()
             kill_rank(target)
             _wait_for_steps(run, killed)
@@ -63,7 +63,7 @@ def _wait_for_steps(run: RunFolder, since: float) -> None:
         found = records(run.path)
         return newest is not None and bool(found) and found[-1]["time"] > max(newest.started, since) + 2
 
-    wait(stepped, 300, "steps after a start")
+    wait(stepped, "steps after a start", timeout=900)
 
 
 if __name__ == "__main__":

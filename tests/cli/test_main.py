@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 def rlhpc(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
 def told(*arguments: str) -> str:

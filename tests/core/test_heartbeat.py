@@ -25,6 +25,7 @@ from rlhpc.core.heartbeat import (
     write_seconds,
 )
 from rlhpc.core.process import ProcessId
+from tests.helpers.waiting import until
 
 
 @pytest.fixture
@@ -35,13 +36,6 @@ def beat(tmp_path):
         started.stop()
 
 
-def until(condition, seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_the_first_record_is_there_at_once_and_tells_no_progress(beat, tmp_path):
     found = read_beat(tmp_path / "heartbeats", 3)
     assert (found.rank, found.process, found.touches, found.phase) == (3, ProcessId.own(), 0, "starting")
@@ -50,11 +44,12 @@ def test_the_first_record_is_there_at_once_and_tells_no_progress(beat, tmp_path)
 
 def test_progress_is_written_with_its_phase_and_age(beat, tmp_path):
     time.sleep(0.3)
+    before = time.monotonic()
     touch("rollout", 7)
     until(lambda: read_beat(tmp_path / "heartbeats", 3).touches == 1)
     found = read_beat(tmp_path / "heartbeats", 3)
     assert (found.phase, found.step) == ("rollout", 7)
-    assert found.idle < 1.5
+    assert found.idle < time.monotonic() - before + 0.001, "since the touch, not since the start"
 
 
 def test_without_progress_nothing_is_written(beat, tmp_path):
@@ -66,20 +61,26 @@ def test_without_progress_nothing_is_written(beat, tmp_path):
 
 
 def test_steady_progress_is_written_once_in_a_while(beat, tmp_path):
-    file, times = tmp_path / "heartbeats" / "rank-00003.json", set()
-    deadline = time.monotonic() + 3
-    while time.monotonic() < deadline:
+    file, files, writes = tmp_path / "heartbeats" / "rank-00003.json", set(), set()
+
+    def seen() -> int:
         touch("train")
-        times.add(file.stat().st_mtime_ns)
-        time.sleep(0.01)
-    assert 2 <= len(times) <= 5
+        files.add(file.stat().st_mtime_ns)
+        writes.add(beat._written)
+        return len(files)
+
+    until(lambda: seen() >= 3)
+    first, *others = sorted(writes)
+    for then in others:
+        assert then - first >= 1.0
+        first = then
 
 
 def test_a_touch_is_cheap(beat):
-    began = time.process_time()
+    began = time.thread_time()
     for step in range(100_000):
         touch("train", step)
-    assert time.process_time() - began < 0.3, "3 µs each"
+    assert time.thread_time() - began < 0.3, "3 µs each; a call that touches a file takes ten"
 
 
 def test_without_a_heartbeat_a_touch_does_nothing():
@@ -96,7 +97,7 @@ def test_a_request_is_answered_with_the_stacks_of_all_threads_and_the_collective
     folder, end = tmp_path / "heartbeats", threading.Event()
     known = GroupState("0", "default_pg", "gloo", (0, 1), (Collective(5, "all_reduce", ((3, 2),), False),))
     beat.watch_collectives(lambda: [known])
-    threading.Thread(target=lambda: end.wait(20), name="other").start()
+    threading.Thread(target=lambda: end.wait(600), name="other", daemon=True).start()
     touch("train", 2)
     dump_file(folder).write_text("first\n")
     until(lambda: read_beat(folder, 3).collectives == "first")
@@ -179,29 +180,29 @@ def test_a_record_that_is_half_written_is_none(tmp_path):
     assert read_beat(tmp_path, 1) is None
 
 
+# The interpreter's lock is not released from before "in" is written until a line is read.
 STUCK = """
 import ctypes, sys, time
 from pathlib import Path
 from rlhpc.core.heartbeat import Heartbeat, touch
 Heartbeat(Path(sys.argv[1]), 0).start()
 library = ctypes.PyDLL(None)
-mutex = ctypes.create_string_buffer(64)
-library.pthread_mutex_lock(mutex)
+buffer = ctypes.create_string_buffer(1)
 
 def in_native_code():
-    until = ctypes.create_string_buffer(int(time.time() + 3).to_bytes(8, "little"), 16)
-    library.pthread_mutex_timedlock(mutex, until)
+    library.write(1, b"in\\n", 3)
+    library.read(0, buffer, 1)
 
 touch("train")
-print("in", flush=True)
+sys.setswitchinterval(1000)
 in_native_code()
 print("out", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def test_while_native_code_holds_the_lock_the_signal_writes_the_stack(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", STUCK, str(tmp_path)], stdin=-1, stdout=-1, text=True)
     try:
         assert process.stdout.readline() == "in\n"
         dump_file(tmp_path).write_text("first")
@@ -209,6 +210,8 @@ def test_while_native_code_holds_the_lock_the_signal_writes_the_stack(tmp_path):
         assert read_beat(tmp_path, 0).stacks == ""
         process.send_signal(DUMP_SIGNAL)
         until(lambda: "in in_native_code" in stacks_file(tmp_path, 0).read_text())
+        process.stdin.write("\n")
+        process.stdin.flush()
         assert process.stdout.readline() == "out\n"
         until(lambda: read_beat(tmp_path, 0).collectives == "first")
         assert "in _all_stacks" in stacks_file(tmp_path, 0).read_text(), "replaced by the rank's own answer"
@@ -221,5 +224,5 @@ def test_the_signal_does_not_end_a_process_that_does_not_know_it():
     child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"], stdin=-1, stdout=-1, text=True)
     assert child.stdout.readline() == "up\n"
     child.send_signal(DUMP_SIGNAL)
-    child.communicate("\n", timeout=10)
+    child.communicate("\n", timeout=100)
     assert child.returncode == 0

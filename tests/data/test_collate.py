@@ -70,7 +70,7 @@ def test_thousands_of_sequences_pack_quickly():
     values = {"advantages": [np.ones(300, np.float32)] * 4000}
     began = time.process_time()
     pack_batch(sequences, sample_ids=range(4000), per_token=values)
-    assert time.process_time() - began < 1
+    assert time.process_time() - began < 2
 
 
 def test_routes_are_counted_from_one_and_left_open_where_none_is_known():

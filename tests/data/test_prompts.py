@@ -15,6 +15,7 @@ from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.prompts import Prompts, PromptSet, Readers
 from rlhpc.data.tokenizer import Tokenizer
+from tests.helpers.waiting import PATIENCE
 
 
 def row(text: str = "1+2=", **changes: Any) -> dict[str, Any]:
@@ -301,7 +302,7 @@ def test_ranks_that_tokenize_a_part_each_have_the_same_prompts(tokenizer: Tokeni
     def read(rank: int) -> PromptSet:
         def gather(part: Any) -> list[Any]:
             parts[rank] = part
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=PATIENCE)
             return parts
 
         return PromptSet.load(section.train, section, tokenizer, "data.train", readers=Readers(rank, count, gather))

@@ -14,6 +14,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.data.prompts import Readers
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
+from tests.helpers.waiting import PATIENCE
 
 CHAT = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
 
@@ -68,9 +69,9 @@ def test_ranks_that_tokenize_a_part_each_have_the_same_examples(tokenizer: Token
         def gather(part: Any) -> list[Any]:
             parts[rank] = part
             encoded.append(len(part[2]))
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=PATIENCE)
             found = list(parts)
-            barrier.wait(timeout=30)
+            barrier.wait(timeout=PATIENCE)
             return found
 
         return SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, readers=Readers(rank, count, gather))

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core import env
+from rlhpc.core.process import ProcessId
 from tests.helpers import session, warm
 
 
@@ -29,7 +30,7 @@ def run_ranks(
     world_size: int,
     *args: Any,
     join: bool = True,
-    timeout: float = 300,
+    timeout: float = 900,
     environ: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` new processes; return what each rank returned, by rank.
@@ -96,6 +97,7 @@ def _wait(processes: list[Any], folder: Path, timeout: float) -> None:
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
             time.sleep(0.5)  # the first to fail may drag others down: let them write their own tracebacks
+            _collect_dead(processes)
             break
         if time.monotonic() > deadline:
             late = [rank for rank, process in enumerate(processes) if process.poll() is None]
@@ -108,6 +110,12 @@ def _wait(processes: list[Any], folder: Path, timeout: float) -> None:
             f"rank {culprit} of {len(processes)} failed first, exit {processes[culprit].returncode}"
             f" (failed: {failed})\n{_log(folder, culprit)}"
         )
+
+
+def _collect_dead(processes: list[Any]) -> None:
+    """Wait for the exit codes of processes that have ended: their victims' may arrive first."""
+    while any(process.poll() is None and ProcessId.of(process.pid) is None for process in processes):
+        time.sleep(0.02)
 
 
 def _failed_at(folder: Path, rank: int) -> float:

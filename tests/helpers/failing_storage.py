@@ -17,7 +17,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -67,7 +66,7 @@ class FailingStorage:
 
     def __init__(self, folder: Path, sockets: Path) -> None:
         self._folder, self._address = str(folder), str(sockets / "seccomp")
-        self._number, self._until = 0, 0.0
+        self._number = 0  # the errno of calls; 0: they succeed
         self.failed: Counter[str] = Counter()
         self._calls = _table()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -88,13 +87,13 @@ class FailingStorage:
             finally:
                 process.kill()
 
-    def fail(self, number: int, seconds: float) -> None:
+    def fail(self, number: int) -> None:
         """Let calls fail with this errno from now on."""
-        self._number, self._until = number, time.monotonic() + seconds
+        self._number = number
 
-    def wait(self) -> None:
-        """Until calls succeed again."""
-        time.sleep(max(0.0, self._until - time.monotonic()))
+    def work(self) -> None:
+        """Let calls succeed again."""
+        self._number = 0
 
     def _serve(self, descriptor: int) -> None:
         poll = select.poll()
@@ -104,7 +103,7 @@ class FailingStorage:
             with contextlib.suppress(FileNotFoundError):  # the process is gone
                 fcntl.ioctl(descriptor, _RECEIVE, asked)
                 identity, pid, number, *arguments = struct.unpack("=QI4xi12x6Q", asked)
-                error = self._answer(pid, self._calls[number], arguments) if time.monotonic() < self._until else 0
+                error = self._answer(pid, self._calls[number], arguments) if self._number else 0
                 flags = 0 if error else _CONTINUE
                 fcntl.ioctl(descriptor, _SEND, struct.pack("QqiI", identity, 0, -error, flags))
         os.close(descriptor)
@@ -122,8 +121,9 @@ class FailingStorage:
             return 0
         if not f"{path}/".startswith(f"{self._folder}/"):
             return 0
-        self.failed[call.name] += 1
-        return self._number
+        number = self._number  # which another thread may set
+        self.failed[call.name] += bool(number)
+        return number
 
 
 def _text_at(pid: int, address: int) -> str:

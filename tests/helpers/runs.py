@@ -66,7 +66,7 @@ def start(config: Path, *options: str) -> subprocess.Popen[str]:
     )
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 400) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 900) -> tuple[int, str]:
     """Exit code and output."""
     try:
         output, _ = process.communicate(timeout=timeout)

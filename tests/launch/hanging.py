@@ -19,6 +19,8 @@ from rlhpc.core import env
 from rlhpc.core.heartbeat import Heartbeat, touch
 from rlhpc.core.rank import RankInfo
 
+RANKS, SILENCE = 4, 4.0
+
 
 def user_reward(seconds: float) -> float:
     """Somebody's reward function that asks a server which does not answer."""
@@ -86,6 +88,24 @@ def never_joining(rank: int) -> None:
         user_reward(600)
 
 
+class PollClock:
+    """The watch's time: it starts when every rank has entered the scenario, and passes only between polls.
+
+    A machine that stalls for seconds delays this clock as it delays the ranks' answers.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._now = folder, 0.0
+
+    def __call__(self) -> float:
+        return self._now
+
+    def pass_by(self, seconds: float = 0.2) -> None:
+        time.sleep(seconds)
+        if len(list(self._folder.glob("entered-*"))) == RANKS:
+            self._now += seconds
+
+
 def line_up(folder: Path, info: RankInfo) -> None:
     """Wait until all ranks have imported what they need: on a busy machine that takes some much longer than others."""
     (folder / f"ready-{info.rank}").touch()
@@ -95,7 +115,7 @@ def line_up(folder: Path, info: RankInfo) -> None:
 
 def main(folder: Path, scenario: str) -> None:
     info = RankInfo.from_environ()
-    beat = Heartbeat(folder, info.rank, world_size=info.world_size, silence_seconds=4.0).start()
+    beat = Heartbeat(folder, info.rank, world_size=info.world_size, silence_seconds=SILENCE).start()
     import torch
     import torch.distributed as dist
 
@@ -108,6 +128,7 @@ def main(folder: Path, scenario: str) -> None:
     line_up(folder, info)
     touch("join")
     if scenario == "never_joining":
+        (folder / f"entered-{info.rank}").touch()
         never_joining(info.rank)
     join(info)
     beat.watch_collectives(last_collectives)
@@ -118,10 +139,11 @@ def main(folder: Path, scenario: str) -> None:
         dist.all_reduce(torch.ones(3))
     if scenario == "healthy":
         for step in range(1 << 30):
-            time.sleep(1.0 if info.rank == 0 else 0)  # the others wait for a slow peer most of the time
+            time.sleep(0.25 if info.rank == 0 else 0)  # the others wait for a slow peer most of the time
             dist.all_reduce(torch.ones(3))
             if info.rank == 0:
                 touch("train", step)
+    (folder / f"entered-{info.rank}").touch()
     globals()[scenario](info.rank)
     dist.all_reduce(torch.ones(3))
     dist.barrier()
@@ -143,11 +165,12 @@ def watch(folder: Path, scenario: str) -> None:
         env.TORCHDYNAMO_DISABLE: "1",
     }
     signal_all = functools.partial(subprocess.run, ["scancel", "--signal=URG", job], check=True)
-    hangs = HangWatch(folder, 4, 4.0, 120.0, signal_all)
+    clock = PollClock(folder)
+    hangs = HangWatch(folder, RANKS, SILENCE, 120.0, signal_all, clock)
     command = ["srun", "--mpi=none", sys.executable, "-m", "tests.launch.hanging", str(folder), scenario]
     ranks = subprocess.Popen(command, env={**os.environ, **settings})
     while (hang := hangs.poll()) is None and ranks.poll() is None:
-        time.sleep(0.2)
+        clock.pass_by()
     (folder / "found.json").write_text(json.dumps([hang and hang.rank, hang and hang.node, hangs.silent_for]))
     ranks.terminate()
     ranks.wait()

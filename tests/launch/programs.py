@@ -15,7 +15,10 @@ from pathlib import Path
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NonFiniteError, UserError
+from rlhpc.core.exits import read_exits
 from rlhpc.core.files import LineFile
+
+HANG_SECONDS = 600.0  # of a rank that waits for others
 
 
 def rank() -> int:
@@ -53,7 +56,7 @@ def user_error_on_rank_one(context: RankContext) -> None:
     """The others hang, as in a collective."""
     if rank() == 1:
         raise UserError("8 is too many", where="rollout.tp", remedy="use 4")
-    time.sleep(600)
+    time.sleep(HANG_SECONDS)
 
 
 def not_finite(context: RankContext) -> None:
@@ -62,8 +65,12 @@ def not_finite(context: RankContext) -> None:
 
 def killed_rank_one(context: RankContext) -> None:
     """Rank 1 dies without a word; the others lose their connection to it."""
+    doomed = Path(context.run.path, "doomed")
     if rank() == 1:
+        doomed.touch()
         os.kill(os.getpid(), signal.SIGKILL)
+    while not doomed.exists():
+        time.sleep(0.01)
     time.sleep(0.2)
     raise RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:4242")
 
@@ -73,6 +80,8 @@ def error_then_lost_peers(context: RankContext) -> None:
     broken = Path(context.run.path, "broken")
     if rank() == 2:
         broken.touch()
+        while set(read_exits(context.attempt.exits)) != {0, 1}:
+            time.sleep(0.01)
         time.sleep(1.5)
         raise KeyError("the real cause")
     while not broken.exists():
@@ -84,9 +93,9 @@ def hang(context: RankContext) -> None:
     """Say who this is and which child it has, then ignore every polite signal."""
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, signal.SIG_IGN)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({HANG_SECONDS})"])
     Path(context.run.path, f"pids-{rank()}").write_text(f"{os.getpid()} {child.pid}")
-    time.sleep(600)
+    time.sleep(HANG_SECONDS)
 
 
 def stop_when_asked(context: RankContext) -> str:
@@ -101,8 +110,8 @@ def stop_when_asked(context: RankContext) -> str:
 class Slow:
     """Takes long to free, like the modules of a deep-learning framework."""
 
-    def __del__(self, sleep: Callable[[float], None] = time.sleep) -> None:
-        sleep(600)
+    def __del__(self, sleep: Callable[[float], None] = time.sleep, seconds: float = HANG_SECONDS) -> None:
+        sleep(seconds)
 
 
 KEPT: list[Slow] = []
@@ -131,7 +140,7 @@ def crash_on_rank_one(context: RankContext) -> None:
         import ctypes
 
         ctypes.string_at(0)
-    time.sleep(600)
+    time.sleep(HANG_SECONDS)
 
 
 def work_until_told(context: RankContext) -> None:

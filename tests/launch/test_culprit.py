@@ -229,12 +229,12 @@ def test_thousands_of_ranks_take_seconds_not_minutes():
     rest[77] = state(
         77, GroupState("0", "default_pg", "nccl", everyone, waiting(0).groups[0].recent[:-1]), frames=REWARD
     )
-    began = time.monotonic()
+    began = time.process_time()
     assert find_culprit(rest).rank == 77
     for rank in range(0, count, 2):  # half of all
         rest[rank] = replace(rest[77], rank=rank)
     assert find_culprit(rest).rank == 0
-    assert time.monotonic() - began < 6
+    assert time.process_time() - began < 6
 
 
 STACKS = """Timeout (0:00:02)!

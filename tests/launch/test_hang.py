@@ -8,7 +8,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,9 +19,10 @@ from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat, stacks_f
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.hang import Hang, HangWatch
 from rlhpc.launch.store import StoreServer
+from tests.helpers.waiting import PATIENCE
+from tests.launch.hanging import RANKS, SILENCE, PollClock
 
 ROOT = Path(__file__).parents[2]
-SILENCE = 4.0
 
 
 class Clock:
@@ -145,38 +148,43 @@ def test_a_job_that_was_suspended_has_not_hung(tmp_path):
     assert dump_file(tmp_path).read_text() == "request-1\n"
 
 
-def test_many_ranks_are_read_a_few_at_a_time(tmp_path):
-    count = 3000
-    watch = HangWatch(tmp_path, count, 100.0, 500.0)
+def test_many_ranks_are_read_a_few_at_a_time(tmp_path, monkeypatch):
+    """As if each record took a millisecond to read."""
+    count, read = 3000, []
+
+    def slowly(folder: Path, rank: int) -> Beat | None:
+        read.append(rank)
+        return read_beat(folder, rank)
+
+    monkeypatch.setattr("rlhpc.launch.hang.read_beat", slowly)
+    monkeypatch.setattr("rlhpc.launch.hang.time", SimpleNamespace(monotonic=lambda: len(read) / 1000))
+    watch = HangWatch(tmp_path, count, 100.0, 500.0, clock=Clock())
     for rank in range(count):
         write(tmp_path, rank, 1)
-    slowest, polls = 0.0, 0
+    polls = 0
     while len(watch._beats) < count:
-        began = time.monotonic()
+        before = len(read)
         assert watch.poll() is None
-        slowest = max(slowest, time.monotonic() - began)
+        assert len(read) - before <= 101, "a tenth of a second"
         polls += 1
-    assert slowest < 1
-    assert polls < 100
-    began = time.monotonic()
+    assert polls <= 31
     for _ in range(1000):
         watch.poll()
-    assert time.monotonic() - began < 3, "most of them only look at the clock"
+    assert read == list(range(count)), "until the next pass, polls only look at the clock"
 
 
 @pytest.fixture
 def ranks(tmp_path):
-    """start(scenario): four ranks of tests.launch.hanging and the watch over them."""
+    """start(scenario): four ranks of tests.launch.hanging."""
     server = StoreServer.open(host="127.0.0.1")
     started: list[subprocess.Popen] = []
 
-    def start(scenario: str) -> HangWatch:
-        watch = HangWatch(tmp_path, 4, SILENCE, 120.0)
-        for rank in range(4):
+    def start(scenario: str) -> None:
+        for rank in range(RANKS):
             settings = {
                 env.RANK: str(rank),
                 env.LOCAL_RANK: str(rank),
-                env.WORLD_SIZE: "4",
+                env.WORLD_SIZE: str(RANKS),
                 env.OMP_NUM_THREADS: "1",
                 env.TORCHDYNAMO_DISABLE: "1",
                 env.GLOO_SOCKET_IFNAME: "lo",
@@ -195,7 +203,6 @@ def ranks(tmp_path):
                         start_new_session=True,
                     )
                 )
-        return watch
 
     yield start
     for process in started:
@@ -205,15 +212,17 @@ def ranks(tmp_path):
     server.close()
 
 
-def wait_for_hang(watch: HangWatch) -> Hang:
+def wait_for_hang(start: Callable[[str], None], scenario: str, folder: Path) -> Hang:
     """The hang, which must come within the silence and ten seconds."""
-    deadline = time.monotonic() + 150
-    while (hang := watch.poll()) is None:
+    clock, deadline = PollClock(folder), time.monotonic() + PATIENCE
+    watch = HangWatch(folder, RANKS, SILENCE, 120.0, clock=clock)
+    start(scenario)
+    while (found := watch.poll()) is None:
         assert time.monotonic() < deadline
-        time.sleep(0.2)
+        clock.pass_by()
     assert watch.silent_for < SILENCE + 10
-    print(hang.report)
-    return hang
+    print(found.report)
+    return found
 
 
 DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group"
@@ -243,23 +252,29 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
     ],
 )
 def test_the_culprit_is_named(ranks, scenario, rank, message, tmp_path):
-    hang = wait_for_hang(ranks(scenario))
-    assert re.fullmatch(message, hang.message), hang.message
-    assert hang.rank == rank
-    assert hang.node
-    assert hang.report.startswith(hang.message)
-    assert all(re.search(rf"^{each} ", hang.report, re.M) for each in range(4)), "a row for each"
+    found = wait_for_hang(ranks, scenario, tmp_path)
+    assert re.fullmatch(message, found.message), found.message
+    assert found.rank == rank
+    assert found.node
+    assert found.report.startswith(found.message)
+    assert all(re.search(rf"^{each} ", found.report, re.M) for each in range(RANKS)), "a row for each"
     if scenario != "stopped":
-        assert "hread 0x" in hang.report or scenario == "ending"
+        assert "hread 0x" in found.report or scenario == "ending"
 
 
 @pytest.mark.ranks
 def test_ranks_that_wait_for_a_slow_peer_have_not_hung(ranks, tmp_path):
-    watch = ranks("healthy")
-    began = time.monotonic()
-    while (read_beat(tmp_path, 0) is None or read_beat(tmp_path, 0).touches < 15) and time.monotonic() - began < 100:
-        assert watch.poll() is None
+    """For the watch a step of the slow one lasts a second: by its time the others wait for twice the limit."""
+    limit, clock, deadline = 20.0, Clock(), time.monotonic() + PATIENCE
+    watch = HangWatch(tmp_path, RANKS, limit, 120.0, clock=clock)
+    ranks("healthy")
+    steps = 0
+    while steps < 2 * limit:
+        assert time.monotonic() < deadline
         time.sleep(0.2)
-    assert read_beat(tmp_path, 0).touches >= 15
-    assert read_beat(tmp_path, 1).idle < 1.5
+        beat = read_beat(tmp_path, 0)
+        clock.now += (beat.touches if beat else 0) - steps
+        steps = beat.touches if beat else 0
+        assert watch.poll() is None
+    assert read_beat(tmp_path, 1).touches <= 4, "it makes no progress of its own"
     assert dump_file(tmp_path).read_text() == ""

@@ -47,5 +47,5 @@ def test_a_run_on_this_machine_is_followed_until_its_launcher_is_gone(tmp_path: 
                     file.write(f"step {step}\n")
                 assert follower.stdout.readline() == f"step {step}\n"
             assert follower.poll() is None
-        assert follower.wait(30) == 0
+        assert follower.wait(100) == 0
     assert not is_locked(folder)

@@ -35,11 +35,20 @@ class Outcome:
 
 
 CODE = """
-import json, os, sys
+import json, os, subprocess, sys, threading, time
 from pathlib import Path
 from rlhpc.core.errors import NodeError
-from rlhpc.core.storage import BRIEF, NONE, use
+from rlhpc.core.storage import BRIEF, NONE, use, waits
 from rlhpc.launch.node_check import check_node, interface_address, network_interface
+
+def remount_when_waited_for(folder):
+    before = waits()
+    def act():
+        while waits() == before:
+            time.sleep(0.01)
+        subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+    threading.Thread(target=act).start()
+
 result, error = None, ""
 try:
     result = eval(sys.argv[1])
@@ -66,7 +75,7 @@ def on_node(setup: str, call: str, *, name: str = "localhost", **environ: str) -
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     return Outcome(*json.loads(done.stdout), done.stderr)
@@ -119,8 +128,9 @@ def test_a_run_folder_that_is_mounted_read_only(first):
 @needs_root
 @pytest.mark.parametrize("first", [True, False])
 def test_a_run_folder_that_is_read_only_for_a_moment_is_waited_for(first):
-    setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run; (sleep 1; mount -o remount,rw /tmp/run) &"
-    found = on_node(setup, f"use(BRIEF), check_node(Path('/tmp/run'), 'localhost', first_here={first})")
+    setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run"
+    check = f"check_node(Path('/tmp/run'), 'localhost', first_here={first})"
+    found = on_node(setup, f"use(BRIEF), remount_when_waited_for('/tmp/run'), {check}")
     assert found.error == ""
     assert "Read-only file system; waiting up to 10 s for the file system" in found.told
 

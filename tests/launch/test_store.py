@@ -6,6 +6,7 @@ import contextlib
 import os
 import random
 import resource
+import selectors
 import socket
 import subprocess
 import sys
@@ -37,6 +38,7 @@ from rlhpc.core.store_protocol import (
 )
 from rlhpc.launch import store
 from rlhpc.launch.store import PORTS, StoreServer, preferred_port
+from tests.helpers.waiting import PATIENCE, until
 
 
 @pytest.fixture
@@ -58,7 +60,7 @@ def member(server: StoreServer) -> Iterator[StoreConnection]:
 
 
 def stranger(server: StoreServer) -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
     assert len(receive(sock, GREETING_BYTES)) == GREETING_BYTES
     return sock
 
@@ -85,17 +87,19 @@ def test_a_member_sets_and_gets(server):
 
 def test_a_wrong_secret_is_told_on_both_sides(server, capfd):
     with pytest.raises(UserError, match=r"store at 127\.0\.0\.1:\d+: it refuses our secret; take RLHPC_STORE"):
-        reach(address(server, new_secret()), 5)
+        reach(address(server, new_secret()), PATIENCE)
     wait_for_text(capfd, "a connection from 127.0.0.1 was refused: it does not know the job's secret")
 
 
 def wait_for_text(capfd, text: str) -> str:
-    seen, deadline = "", time.monotonic() + 5
-    while text not in seen:
-        seen += capfd.readouterr().err
-        assert time.monotonic() < deadline, seen
-        time.sleep(0.01)
-    return seen
+    seen = [""]
+
+    def read() -> bool:
+        seen[0] += capfd.readouterr().err
+        return text in seen[0]
+
+    until(read, repr(text), lambda: seen[0])
+    return seen[0]
 
 
 def test_requests_without_a_proof_do_nothing(server):
@@ -114,7 +118,7 @@ def test_requests_behind_a_wrong_proof_do_nothing(server):
 
 
 def test_a_recorded_handshake_does_not_open_a_second_connection(server):
-    sock = socket.create_connection(("127.0.0.1", server.port), timeout=10)
+    sock = socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE)
     challenge = receive(sock, GREETING_BYTES).removeprefix(GREETING)
     ours = nonce()
     recorded = ours + proof(server.secret, b"client", challenge, ours)
@@ -145,8 +149,8 @@ def test_an_impostor_is_not_believed(answer):
         thread.start()
         expected = "another program answers" if answer == "another program" else "does not know the secret"
         with pytest.raises(UserError, match=expected):
-            reach(StoreAddress("127.0.0.1", impostor.getsockname()[1], secret), 5)
-        thread.join(5)
+            reach(StoreAddress("127.0.0.1", impostor.getsockname()[1], secret), PATIENCE)
+        thread.join()
 
 
 def test_noise_from_strangers_is_survived(server):
@@ -188,24 +192,37 @@ def test_a_second_request_during_a_wait_ends_the_connection(server):
 
 
 @pytest.mark.workers
-def test_the_slow_are_dropped_and_slow_nobody_down(server, capfd):
-    """Connections that say nothing, or a byte now and then."""
+def test_the_slow_slow_nobody_down(server, monkeypatch):
+    """Connections that say nothing, or a byte now and then; members are answered while these are still there."""
+    monkeypatch.setattr(store, "HANDSHAKE_SECONDS", 2 * PATIENCE)
     idle = [stranger(server) for _ in range(500)]
     dripping = stranger(server)
-    began, slowest = time.monotonic(), 0.0
     with member(server) as connection:
-        while time.monotonic() - began < store.HANDSHAKE_SECONDS - 1:
-            with contextlib.suppress(ConnectionError):
-                dripping.send(b"x")
-            at = time.monotonic()
-            connection.call(Op.SET, [b"key", b"value"])
-            slowest = max(slowest, time.monotonic() - at)
+        for _ in range(20):
+            dripping.send(b"x")
+            assert connection.call(Op.SET, [b"key", b"value"])[0] == Status.DONE
+    with selectors.DefaultSelector() as selector:
+        for sock in (*idle, dripping):
+            selector.register(sock, selectors.EVENT_READ)
+        assert selector.select(0) == [], "none was dropped"
+
+
+@pytest.mark.workers
+def test_the_slow_are_dropped(server, capfd, monkeypatch):
+    """Those that drip too: a byte gives them no more time."""
+    monkeypatch.setattr(store, "HANDSHAKE_SECONDS", 2.0)
+    began, sent = time.monotonic(), 0
+    idle = [stranger(server) for _ in range(20)]
+    dripping = stranger(server)
+    with contextlib.suppress(ConnectionError):
+        while sent < CLIENT_BYTES:
+            sent += dripping.send(b"x")
             time.sleep(0.1)
-    assert slowest < 1
-    for sock in (*idle, dripping):
+    assert sent < CLIENT_BYTES, "it was dropped, not refused"
+    assert time.monotonic() - began > 1.9
+    for sock in idle:
         assert receive(sock, 1) == b"", "it was dropped"
-    assert time.monotonic() - began < store.HANDSHAKE_SECONDS + 4
-    assert wait_for_text(capfd, "further ones are not told").count("did not prove itself within 5 s") == 5
+    assert wait_for_text(capfd, "further ones are not told").count("did not prove itself within 2 s") == 5
 
 
 def test_more_strangers_than_there_is_room_for_make_room(monkeypatch):
@@ -228,14 +245,14 @@ def test_another_unix_user_connects_and_reads_nothing(server):
         code = (
             "import os, socket, sys; assert os.geteuid() == 65534\n"
             f"from tests.launch.test_store import *\n"
-            f"sock = socket.create_connection(('127.0.0.1', {server.port}), timeout=10)\n"
+            f"sock = socket.create_connection(('127.0.0.1', {server.port}), timeout=100)\n"
             "sock.recv(100); sock.sendall(pack(Op.GET, [seconds(1), b'key']) * 3)\n"
             "print('raw:', receive(sock, 1000) in (REFUSED, b''))\n"
-            f"try: reach(StoreAddress('127.0.0.1', {server.port}, bytes(32)), 5)\n"
+            f"try: reach(StoreAddress('127.0.0.1', {server.port}, bytes(32)), 100)\n"
             "except UserError as error: print(error)\n"
         )
         command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", sys.executable, "-c", code]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
         assert done.returncode == 0, done.stderr
         raw, refused = done.stdout.splitlines()
         assert raw == "raw: True"
@@ -247,17 +264,16 @@ def test_another_unix_user_connects_and_reads_nothing(server):
 def test_a_thousand_waiting_members_cost_nothing_until_the_key_comes(server):
     connections = [StoreConnection(address(server)) for _ in range(1000)]
     for connection in connections:
-        connection._socket.sendall(pack(Op.GET, [seconds(60), b"key"]))
+        connection._socket.sendall(pack(Op.GET, [seconds(2 * PATIENCE), b"key"]))
+        connection._socket.settimeout(PATIENCE)
     with member(server) as setter:
         setter.call(Op.NUM_KEYS)  # all requests before it were read
         used = time.process_time()
         time.sleep(1)
         assert time.process_time() - used < 0.05
-        began = time.monotonic()
         setter.call(Op.SET, [b"key", b"value"])
         for connection in connections:
             assert receive(connection._socket, 4 + 1 + 4 + 5).endswith(b"value")
-        assert time.monotonic() - began < 5
     for connection in connections:
         connection.close()
 
@@ -276,8 +292,8 @@ def test_a_wait_that_expires_names_what_is_missing(server):
     with member(server) as connection:
         connection.call(Op.SET, [b"there", b"1"])
         began = time.monotonic()
-        assert connection.call(Op.WAIT, [seconds(0.2), b"there", b"not"], 0.2) == (Status.TIMEOUT, [b"not"])
-        assert 0.15 < time.monotonic() - began < 5
+        assert connection.call(Op.WAIT, [seconds(0.2), b"there", b"not"], PATIENCE) == (Status.TIMEOUT, [b"not"])
+        assert 0.15 < time.monotonic() - began < 15
         assert connection.call(Op.CHECK, [b"there"]) == (Status.DONE, [number(1)])
 
 
@@ -285,21 +301,17 @@ def test_who_waits_and_leaves_is_forgotten(server):
     connection = StoreConnection(address(server))
     connection._socket.sendall(pack(Op.GET, [seconds(60), b"never"]))
     with member(server) as other:
-        deadline = time.monotonic() + 5
-        while not server._values._waiting:
-            assert time.monotonic() < deadline
+        until(lambda: server._values._waiting, "the request")
         connection.close()
-        while server._values._waiting:
-            assert time.monotonic() < deadline
+        until(lambda: not server._values._waiting, "the server to forget it")
         assert other.call(Op.SET, [b"never", b"1"])[0] == Status.DONE
 
 
 def test_a_key_deleted_while_others_are_awaited_is_awaited_again(server):
     with member(server) as waiting, member(server) as other:
         other.call(Op.SET, [b"a", b"1"])
-        waiting._socket.sendall(pack(Op.GET, [seconds(10), b"a", b"b"]))
-        while not server._values._waiting:
-            time.sleep(0.01)
+        waiting._socket.sendall(pack(Op.GET, [seconds(PATIENCE), b"a", b"b"]))
+        until(lambda: server._values._waiting, "the request")
         for request in ((Op.DELETE, [b"a"]), (Op.SET, [b"b", b"2"]), (Op.SET, [b"a", b"3"])):
             other.call(*request)
         assert receive(waiting._socket, 4) == (1 + 2 * (4 + 1)).to_bytes(4, "big")
@@ -352,7 +364,7 @@ def test_a_closed_server_ends_connections_and_answers_nobody(server):
     began = time.monotonic()
     with pytest.raises(UserError, match=r"no connection within 0\.5 s \(Connection refused\); see whether"):
         reach(address(server), 0.5)
-    assert time.monotonic() - began < 3
+    assert time.monotonic() - began < 10
 
 
 def test_an_unknown_host_is_named():
@@ -364,8 +376,8 @@ def test_a_member_that_comes_before_the_server_waits_for_it():
     probe = StoreServer.open(host="127.0.0.1")
     probe.close()
     with ThreadPoolExecutor(1) as pool:
-        coming = pool.submit(reach, StoreAddress("127.0.0.1", probe.port, probe.secret), 10)
+        coming = pool.submit(reach, StoreAddress("127.0.0.1", probe.port, probe.secret), PATIENCE)
         time.sleep(0.5)
         server = StoreServer.open(probe.port, probe.secret, host="127.0.0.1")
-        assert coming.result(10).call(Op.NUM_KEYS) == (Status.DONE, [number(0)])
+        assert coming.result(PATIENCE).call(Op.NUM_KEYS) == (Status.DONE, [number(0)])
     server.close()

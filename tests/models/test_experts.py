@@ -121,4 +121,4 @@ def test_planning_the_largest_model_is_quick() -> None:
     shape = shape_of(DEEPSEEK_V3_BF16)
     start = time.process_time()
     assert len(model_tensors(shape)) == 45395
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 2

@@ -8,12 +8,15 @@ from typing import Any
 import pytest
 
 from rlhpc.config.reward import RewardSection
+from rlhpc.rewards import pool
 from rlhpc.rewards.judge import RewardJudge, load_judge
 from tests.rewards.judging import Texts
 
 
 @pytest.fixture
-def make() -> Iterator[Any]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Time limits of tests are short: moments in which the machine stalls do not count."""
+    monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
     judges = []
 
     def start(**section: Any) -> RewardJudge:

@@ -72,4 +72,4 @@ def test_maths_takes_no_longer_for_a_longer_response():
     for unit in ("1 ", r"\["):
         began = time.process_time()
         maths("", unit * (SIZE // len(unit)), "42", {})
-        assert time.process_time() - began < 5.0, unit
+        assert time.process_time() - began < 10.0, unit

@@ -199,13 +199,13 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
     calls = (
         call("subtract", a=1),
         call("reach", host="x"),
-        call("wait", seconds=60),
+        call("wait", seconds=1000),
         call("die"),
         call("add", a=1, b=2, places=5),
         call("add", a=1, b=2),
     )
     said = dict(zip(names, ask(*calls), strict=True))
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
     assert said["missing"] == "error: there is no tool 'subtract', only add, reach, wait, talk, die, count"
     assert said["reach"] == "error: raised ConnectionError: x is not there"
     assert said["wait"] == "error: took more than 1 s"
@@ -270,7 +270,7 @@ def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
     limits = {"max_turns": 10, "tool_processes": 1, "tool_time_limit_seconds": 1.0}
     tools = ToolUse(RolloutSection(tools=sections, **limits), tokenizer, leads=True)
     talk = Talk(tools, monkeypatch)
-    count, back, long = call("count"), call("leap", steps=-1), call("leap", steps=1, seconds=60)
+    count, back, long = call("count"), call("leap", steps=-1), call("leap", steps=1, seconds=1000)
 
     assert talk.ask((0, count), (1, count)) == ["1", "11"]
     assert talk.ask((1, count + call("leap", steps=5) + count)) == ["12\n17\n18"], "in their order, on one object"

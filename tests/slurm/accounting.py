@@ -62,13 +62,13 @@ def start(cluster: Cluster) -> None:
     with open(folder / "log" / "mariadbd.log", "wb") as log:
         # It ends with the login machine, as all else there.
         cluster.popen([*serve, *tune], cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    wait(socket.exists, 20, "mariadbd", cluster.log_tail)
+    wait(socket.exists, "mariadbd", cluster.log_tail)
     conf = folder / "slurm" / "slurmdbd.conf"
     conf.touch(mode=0o600)
     conf.write_text(slurmdbd_conf(folder, address(LOGIN)))
     # slurmdbd has no key for the socket's place; the database's client library reads this variable.
     cluster.run(["slurmdbd"], env={"MYSQL_UNIX_PORT": str(socket)}, cwd="/", check=True)
-    wait(lambda: cluster.run(["sacctmgr", "-n", "show", "cluster"]).returncode == 0, 20, "slurmdbd", cluster.log_tail)
+    wait(lambda: cluster.run(["sacctmgr", "-n", "show", "cluster"]).returncode == 0, "slurmdbd", cluster.log_tail)
     users = ["user", ",".join(["root", *USERS]), f"Account={ACCOUNT}"]
     for words in (["cluster", "test"], ["account", ACCOUNT, "Cluster=test"], users):
         cluster.run(["sacctmgr", "-i", "add", *words], check=True)

@@ -71,14 +71,14 @@ def submit(cluster: Cluster, file: Path) -> int:
     """`rlhpc submit`, as a user does; the job's id."""
     environ = {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(file.parent / "state")}
     command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file)]
-    cluster.run(command, env=environ, timeout=120, check=True)
+    cluster.run(command, env=environ, check=True)
     return int(json.loads((file.parent / "run" / "job.json").read_text())["job_id"])
 
 
 def undisturbed(cluster: Cluster, folder: Path, nodes: int) -> Path:
     """A run that nothing happens to; its run folder."""
     job_id = submit(cluster, config(folder, nodes))
-    cluster.wait_state(job_id, "COMPLETED", timeout=400)
+    cluster.wait_state(job_id, "COMPLETED", timeout=900)
     return folder / "run"
 
 
@@ -91,7 +91,7 @@ def disturbed(
     run = RunFolder(folder / "run")
     total = len(records(reference))
     count = chance.randrange(0, total - 2)
-    wait(lambda: len(records(run.path)) >= count and _ranks_started(run, nodes), 400, f"{count} records")
+    wait(lambda: len(records(run.path)) >= count and _ranks_started(run, nodes), f"{count} records", timeout=900)
     time.sleep(chance.uniform(0.0, 1.0) if count else chance.uniform(0.0, 10.0))
     saved = attempts.saved_step(run)
     where = FAULTS[fault](Target(cluster, job_id, run, chance))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers import session
+from tests.helpers.waiting import PATIENCE
 from tests.slurm import accounting
 from tests.slurm.machines import Machine, NodeProcess, cable, ip, make_bridge, port_of
 from tests.slurm.scontrol import FINISHED, parse_job, wait
@@ -105,7 +106,7 @@ class Cluster:
         user: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: Path | str | None = None,
-        timeout: float = 60,
+        timeout: float = PATIENCE,
         check: bool = False,
     ) -> subprocess.CompletedProcess[str]:
         """``popen`` and wait; stdout and stderr are text. If it is late, all that the command began is killed."""
@@ -162,7 +163,7 @@ class Cluster:
 
     def start_controller(self) -> None:
         self.run(["slurmctld"], cwd="/", check=True)
-        wait(lambda: self.run(["scontrol", "ping"]).returncode == 0, 20, "the controller")
+        wait(lambda: self.run(["scontrol", "ping"]).returncode == 0, "the controller")
 
     def stop_munge(self) -> None:
         self._stop("munged", "TERM")
@@ -186,10 +187,10 @@ class Cluster:
             self._renew(node)  # an orphan of an unplugged node goes with it
         self._hurt.clear()
         with contextlib.suppress(AssertionError):
-            wait(self._healed, 10, "jobs to end by themselves")
+            wait(self._healed, "jobs to end by themselves", timeout=10)
         for node in self._ill():
             self._renew(node)
-        wait(self._healed, 20, "idle nodes", lambda: f"{self.node_states()}\n{self.log_tail()}")
+        wait(self._healed, "idle nodes", lambda: f"{self.node_states()}\n{self.log_tail()}")
 
     # ---- what Slurm says
 
@@ -206,7 +207,7 @@ class Cluster:
         return parse_job(self.run(["scontrol", "show", "job", "-o", str(job_id)]).stdout)
 
     def wait_state(
-        self, job_id: int | str, states: str | Iterable[str], timeout: float = 60, restarts: int = 0
+        self, job_id: int | str, states: str | Iterable[str], timeout: float = PATIENCE, restarts: int = 0
     ) -> dict[str, str]:
         """Wait until the job is in one of ``states``, restarted that often or more; return what ``job`` says then.
 
@@ -222,7 +223,7 @@ class Cluster:
                 raise AssertionError(f"job {job_id} is {state}, expected {sorted(wanted)}\n{found}")
             return state in wanted and int(found["Restarts"]) >= restarts
 
-        wait(reached, timeout, f"job {job_id} to be {sorted(wanted)}", lambda: f"{found}\n{self.log_tail()}")
+        wait(reached, f"job {job_id} to be {sorted(wanted)}", lambda: f"{found}\n{self.log_tail()}", timeout)
         return found
 
     def node_states(self) -> dict[str, str]:
@@ -230,11 +231,10 @@ class Cluster:
         lines = self.run(["sinfo", "-h", "-N", "-p", "main", "-o", "%N %T"]).stdout.splitlines()
         return dict(line.split() for line in lines)
 
-    def wait_nodes(self, nodes: Iterable[str], state: str = "idle", timeout: float = 30) -> None:
+    def wait_nodes(self, nodes: Iterable[str], state: str = "idle") -> None:
         names = set(nodes)
         wait(
             lambda: {name for name, now in self.node_states().items() if now == state} >= names,
-            timeout,
             f"{sorted(names)} to be {state}",
             lambda: f"{self.node_states()}\n{self.log_tail()}",
         )
@@ -276,7 +276,7 @@ class Cluster:
     def _stop(self, daemon: str, signal: str) -> None:
         file = self.folder / "pids" / daemon
         pid = file.read_text().strip()
-        self.run(f"kill -{signal} {pid} && while kill -0 {pid}; do sleep 0.02; done 2>&-", timeout=20)
+        self.run(f"kill -{signal} {pid} && while kill -0 {pid}; do sleep 0.02; done 2>&-")
         file.unlink(missing_ok=True)
 
     def _runs(self, daemon: str) -> bool:

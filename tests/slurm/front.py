@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.plain_model import write_inputs
+from tests.helpers.waiting import PATIENCE
 from tests.slurm.cluster import Cluster
 
 ROOT = Path(__file__).parents[2]
@@ -20,14 +21,14 @@ class Front:
         self.cluster, self.folder = cluster, folder
         self.config = write_inputs(folder)
         self.run_dir = folder / "run"
-        self._environ = {"XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "200"}
+        self._environ = {"XDG_STATE_HOME": str(folder / "state"), "COLUMNS": "200", "TERM": "xterm"}
 
     def popen(self, *arguments: str, **popen: Any) -> subprocess.Popen:
         command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
         return self.cluster.popen(command, env=self._environ, cwd=ROOT, **popen)
 
     def run(
-        self, *arguments: str, env: dict[str, str] | None = None, timeout: float = 60
+        self, *arguments: str, env: dict[str, str] | None = None, timeout: float = PATIENCE
     ) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "rlhpc.cli.main", *arguments]
         return self.cluster.run(command, env={**self._environ, **(env or {})}, cwd=ROOT, timeout=timeout)

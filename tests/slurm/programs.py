@@ -16,8 +16,8 @@ class OutOfMemoryError(RuntimeError):
 
 
 def work(context: RankContext) -> str | None:
-    """Half a minute's work that can be asked to stop."""
-    for _ in range(300):
+    """Ten minutes' work that can be asked to stop."""
+    for _ in range(6000):
         if context.stop.reason != "none":
             return context.stop.reason
         context.heartbeat.touch("work")

@@ -35,10 +35,10 @@ def second_time(context: RankContext) -> None:
 def meet(context: RankContext) -> None:
     """Tell the others this rank's run in the job's store and read theirs, then stay until the file ``go`` is there."""
     address = StoreAddress.parse(os.environ[env.RLHPC_STORE], os.environ[env.RLHPC_STORE_SECRET])
-    store, info = reach(address, 20), context.info
+    store, info = reach(address, 300), context.info
     store.call(Op.SET, [b"rank%d" % info.rank, str(context.run.path).encode()])
     keys = [b"rank%d" % rank for rank in range(info.world_size)]
-    _, values = store.call(Op.GET, [seconds(60), *keys], 60)
+    _, values = store.call(Op.GET, [seconds(300), *keys], 300)
     assert {value.decode() for value in values} == {str(context.run.path)}, values
     note(context)
     while not (context.run.path / "go").exists():

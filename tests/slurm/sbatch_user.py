@@ -46,7 +46,7 @@ class SbatchUser:
     def ended(self, job: int | str, state: str = "COMPLETED") -> dict[str, str]:
         """Wait until the job has; what Slurm says of it then, and on a failure what it printed."""
         try:
-            return self.cluster.wait_state(job, state, timeout=150)
+            return self.cluster.wait_state(job, state, timeout=500)
         except AssertionError as error:
             error.add_note("\n".join(f"--- {file.name}\n{file.read_text()}" for file in self.folder.glob("*.log")))
             raise

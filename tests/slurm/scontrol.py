@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
+
+from tests.helpers.waiting import PATIENCE, until
 
 FINISHED = frozenset(
     {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT"}
@@ -20,11 +21,11 @@ def parse_job(line: str) -> dict[str, str]:
 
 
 def wait(
-    done: Callable[[], bool], timeout: float, what: str, detail: Callable[[], str] = str, interval: float = 0.05
+    done: Callable[[], object],
+    what: str,
+    detail: Callable[[], str] = str,
+    timeout: float = PATIENCE,
+    interval: float = 0.05,
 ) -> None:
-    """Poll until ``done()``; AssertionError naming ``what`` after ``timeout`` seconds."""
-    deadline = time.monotonic() + timeout
-    while not done():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"waited {timeout:.0f} s for {what}\n{detail()}")
-        time.sleep(interval)
+    """``until``, less often: most conditions run a command of Slurm."""
+    until(done, what, detail, seconds=timeout, interval=interval)

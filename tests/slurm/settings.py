@@ -80,9 +80,9 @@ def slurm_conf(settings: Settings, folder: Path) -> str:
         *(accounting.slurm_conf(folder, address(LOGIN)) if settings.accounting else []),
         f"NodeName={all_nodes} NodeAddr={NETWORK}.[1-{settings.nodes}] CPUs={settings.cpus}"
         f" RealMemory={settings.memory_mb}{gres}",
-        f"PartitionName=main Nodes={all_nodes} Default=YES MaxTime=1-0 DefaultTime=10 PriorityTier=1 State=UP"
+        f"PartitionName=main Nodes={all_nodes} Default=YES MaxTime=1-0 DefaultTime=55 PriorityTier=1 State=UP"
         f" GraceTime={settings.grace_time}",
-        f"PartitionName=urgent Nodes={all_nodes} MaxTime=1-0 DefaultTime=10 PriorityTier=10 PreemptMode=OFF State=UP",
+        f"PartitionName=urgent Nodes={all_nodes} MaxTime=1-0 DefaultTime=55 PriorityTier=10 PreemptMode=OFF State=UP",
         settings.extra_conf,
     ]
     return "\n".join(lines) + "\n"

@@ -8,7 +8,7 @@ import pytest
 
 from tests.slurm.chaos import disturbed, undisturbed
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(2400)]
 
 
 def test_disturbed_runs_end_with_the_weights_of_an_undisturbed_one(cluster, tmp_path):

@@ -6,18 +6,17 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.slurm.cluster import Cluster
-from tests.slurm.scontrol import wait
+from tests.slurm.scontrol import parse_job, wait
 from tests.slurm.settings import Settings
 
 pytestmark = pytest.mark.slurm
-STAY = "srun sleep 300"
+STAY = "srun sleep 3000"
 
 
 def test_every_node_is_a_machine_of_its_own(cluster: Cluster) -> None:
@@ -63,13 +62,13 @@ def test_a_node_that_dies_is_down_and_its_job_runs_again(hasty_cluster: Cluster)
     one = ["--requeue", "--nodes=1"]
     crashed, unplugged, silent = (cluster.submit(*one, f"--nodelist=node{n}", script=STAY) for n in (1, 2, 3))
     for node in ("node1", "node2", "node3"):
-        wait(lambda node=node: sleeps(cluster, node), 10, f"the step on {node}")
+        wait(lambda node=node: sleeps(cluster, node), f"the step on {node}")
     cluster.crash("node1")
     cluster.unplug("node2")
     cluster.kill_slurmd("node3")
     for job in (crashed, unplugged, silent):
         assert cluster.wait_state(job, "PENDING", restarts=1)["Restarts"] == "1"
-    assert set(cluster.node_states().values()) == {"down*", "idle"}
+    wait(lambda: [*cluster.node_states().values()] == ["down*"] * 3 + ["idle"], "three nodes to be down")
     assert sleeps(cluster, "node2"), "the orphan behind the pulled cable lives"
     assert sleeps(cluster, "node3"), "the orphan of the killed daemon lives"
     for job in (crashed, unplugged, silent):
@@ -86,30 +85,32 @@ def test_the_urgent_preempts_the_others(hasty_cluster: Cluster, tmp_path: Path) 
     """The step hears of it first, then the job is requeued, and runs again when the urgent one has ended."""
     cluster = hasty_cluster
     # The signal goes to all processes of the step: its sleeps end too.
-    script = f"srun bash -c 'trap \"echo told > {tmp_path}/told\" TERM; while :; do sleep 0.1; done'"
+    told = f"scontrol show job -o $SLURM_JOB_ID > {tmp_path}/job; mv {tmp_path}/job {tmp_path}/told"
+    script = f"srun bash -c 'trap \"{told}\" TERM; while :; do sleep 0.1; done'"
     job = cluster.submit("--nodes=4", script=script)
-    wait(lambda: sleeps(cluster, "node1"), 10, "the step")
+    wait(lambda: sleeps(cluster, "node1"), "the step")
     urgent = cluster.submit("--partition=urgent", "--nodes=4", "--exclusive", script="sleep 1")
-    wait((tmp_path / "told").exists, 10, "the step to be told")
-    assert cluster.job(job)["JobState"] == "RUNNING"
+    wait((tmp_path / "told").exists, "the step to be told")
+    assert parse_job((tmp_path / "told").read_text())["JobState"] == "RUNNING"
     cluster.wait_state(urgent, "COMPLETED")
     assert cluster.wait_state(job, "RUNNING", restarts=1)["NumNodes"] == "4"
 
 
 def test_a_requeued_job_runs_again(cluster: Cluster) -> None:
-    job = cluster.submit("--output=/dev/null", script='test "$SLURM_RESTART_COUNT" = 1 || srun sleep 300')
+    job = cluster.submit("--output=/dev/null", script='test "$SLURM_RESTART_COUNT" = 1 || srun sleep 3000')
     cluster.wait_state(job, "RUNNING")
     cluster.run(["scontrol", "requeue", str(job)], check=True)
     assert cluster.wait_state(job, "COMPLETED", restarts=1)["ExitCode"] == "0:0"
 
 
-def test_jobs_outlive_the_controller(cluster: Cluster) -> None:
+def test_jobs_outlive_the_controller(cluster: Cluster, tmp_path: Path) -> None:
     """It saves its state when it is asked to stop. Killed, it forgets the last seconds, and may start a job twice."""
-    job = cluster.submit(script="sleep 4; exit 3")
+    job = cluster.submit(script=f"until [ -e {tmp_path}/end ]; do sleep 0.1; done; exit 3")
     cluster.wait_state(job, "RUNNING")
     cluster.stop_controller()
     assert cluster.run(["scontrol", "ping"]).returncode == 1
     cluster.start_controller()
+    (tmp_path / "end").touch()
     assert cluster.wait_state(job, "FAILED")["ExitCode"] == "3:0"
 
 
@@ -139,10 +140,10 @@ def test_signals_and_exit_codes_pass_through(cluster: Cluster) -> None:
         assert process.stdout
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGINT)
-        assert process.wait(10) == 9
+        assert process.wait(100) == 9
     with pytest.raises(subprocess.TimeoutExpired):
-        cluster.run("sleep 300 & sleep 301", node="node1", timeout=0.5)
-    wait(lambda: not sleeps(cluster, "node1"), 5, "the late command to be gone")
+        cluster.run("sleep 3000 & sleep 3001", node="node1", timeout=0.5)
+    wait(lambda: not sleeps(cluster, "node1"), "the late command to be gone")
 
 
 def test_two_clusters_at_once_and_fake_gpus(slurm: None) -> None:
@@ -158,16 +159,16 @@ def test_two_clusters_at_once_and_fake_gpus(slurm: None) -> None:
 def test_nothing_survives_a_killed_test_process(slurm: None) -> None:
     program = (
         "from tests.slurm.cluster import Cluster; from tests.slurm.settings import Settings; import time\n"
-        "cluster = Cluster.up(Settings(nodes=2)); cluster.submit(script='sleep 300')\n"
-        "print(cluster.folder, cluster.login.pid, cluster.nodes['node2'].pid, flush=True); time.sleep(300)"
+        "cluster = Cluster.up(Settings(nodes=2)); cluster.submit(script='sleep 3000')\n"
+        "print(cluster.folder, cluster.login.pid, cluster.nodes['node2'].pid, flush=True); time.sleep(3000)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         folder, *pids = process.stdout.readline().split()
         space = os.readlink(f"/proc/{pids[1]}/ns/pid")
         process.kill()
-    wait(lambda: not Path(folder).exists(), 5, "the folder to be gone")
-    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 5, "the machines to be gone")
+    wait(lambda: not Path(folder).exists(), "the folder to be gone")
+    wait(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the machines to be gone")
     assert space not in namespaces()
 
 
@@ -185,7 +186,7 @@ def namespaces() -> set[str]:
 def test_the_accounting_database_answers(accounted_cluster: Cluster) -> None:
     job = accounted_cluster.submit("--account=project", script="exit 4", user="alice")
     ask = ["sacct", "-X", "-n", "-P", "-o", "State,User,Account,ExitCode", "-j", str(job)]
-    wait(lambda: accounted_cluster.run(ask).stdout == "FAILED|alice|project|4:0\n", 20, "sacct to know")
+    wait(lambda: accounted_cluster.run(ask).stdout == "FAILED|alice|project|4:0\n", "sacct to know")
     refused = accounted_cluster.run(["sbatch", "--account=other", "--wrap", "true"], user="alice")
     assert "Invalid account or account/partition combination" in refused.stderr
 
@@ -195,7 +196,7 @@ def test_without_an_accounting_database_sacct_fails(cluster: Cluster) -> None:
 
 
 def test_a_job_that_ends_otherwise_is_told_at_once(cluster: Cluster) -> None:
-    job, begun = cluster.submit(script="exit 5"), time.monotonic()
+    """Not when the wait's own time is over."""
+    job = cluster.submit(script="exit 5")
     with pytest.raises(AssertionError, match="is FAILED, expected"):
-        cluster.wait_state(job, "COMPLETED", timeout=30)
-    assert time.monotonic() - begun < 15
+        cluster.wait_state(job, "COMPLETED")

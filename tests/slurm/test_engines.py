@@ -12,7 +12,7 @@ from tests.slurm.chaos import config, difference, submit
 from tests.slurm.cluster import Cluster
 from tests.slurm.settings import Settings
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(3000)]
 
 SHORT = {"rollout__tp": 2, "sft__steps": 2, "train__steps": 2, "checkpoint__every": 2, "validation__every": 2}
 
@@ -31,7 +31,7 @@ def test_an_engine_over_two_nodes_makes_the_run_of_one_node(slurm, tmp_path):
             submit(cluster, config(two, 2, **SHORT)),
         ]
         for job in jobs:
-            cluster.wait_state(job, "COMPLETED", timeout=600)
+            cluster.wait_state(job, "COMPLETED", timeout=2500)
     assert len(samples(one)) > 0
     assert samples(two) == samples(one)
     assert difference(two / "run", one / "run") == ""

@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import runs
 
-pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slurm, pytest.mark.long]
 
 
 def test_an_evaluation_as_a_job_finds_what_one_here_finds(front):
@@ -29,7 +29,7 @@ def test_an_evaluation_as_a_job_finds_what_one_here_finds(front):
 
     def submitted(*options: str) -> subprocess.CompletedProcess[str]:
         command = [*words, "--submit", "--name", "there", *options]
-        return front.cluster.run(command, env=environ, cwd=folder, timeout=400)
+        return front.cluster.run(command, env=environ, cwd=folder, timeout=900)
 
     printed = submitted("--dry-run")
     assert printed.returncode == 0, printed.stderr

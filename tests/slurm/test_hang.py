@@ -26,7 +26,7 @@ def test_the_culprit_on_another_node_is_named(cluster: Cluster, tmp_path, scenar
     folder = tmp_path / "heartbeats"
     command = [sys.executable, "-W", "ignore", "-m", "tests.launch.hanging", str(folder), scenario, "watch"]
     job = cluster.submit("--nodes=2", "--ntasks-per-node=2", script=shlex.join(command), cwd=ROOT)
-    cluster.wait_state(job, {"COMPLETED", "FAILED"}, timeout=180)
+    cluster.wait_state(job, {"COMPLETED", "FAILED"}, timeout=600)
     output = (cluster.folder / "log" / f"job-{job}.out").read_text()
     assert (folder / "found.json").exists(), output
     found, node, silence = json.loads((folder / "found.json").read_text())

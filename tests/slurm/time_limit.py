@@ -36,7 +36,7 @@ def one(cluster: Cluster, folder: Path, index: int) -> str:
         seed=index,
     )
     job_id, run = submit(cluster, file), RunFolder(folder / "run")
-    wait(lambda: _verdict(run) is not None, 240, f"the first start of job {job_id} has ended")
+    wait(lambda: _verdict(run) is not None, f"the first start of job {job_id} has ended", timeout=900)
     steps, saved, verdict = _steps(run.path), attempts.saved_step(run), _verdict(run)
     cluster.run(["scancel", str(job_id)])
     assert verdict is not None

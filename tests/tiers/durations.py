@@ -73,13 +73,15 @@ def machine_factor(table: Iterable[Row], measured: Iterable[Row]) -> float:
     return max(1.0, statistics.median(ratios)) if ratios else 1.0
 
 
-def outgrown(measured: Iterable[Row], factor: float) -> list[str]:
-    """Functions that take more than their tier allows one, the machine's speed taken into account."""
+def outgrown(table: Iterable[Row], measured: Iterable[Row], factor: float) -> list[str]:
+    """Functions that take more than their tier allows one, the machine's speed taken into account, and more than ten
+    times what the table has for them: beside other processes some slow down more than the median does."""
+    recorded = {(row.tier, row.function): row.seconds for row in table}
     return [
         f"{row.function} took {row.seconds:.1f} s; a test of the tier {row.tier} may take"
         f" {BUDGETS[row.tier].function * factor:.0f} s here: make it cheaper, or mark what is repeated as long"
         for row in measured
-        if row.seconds > BUDGETS[row.tier].function * factor
+        if row.seconds > max(BUDGETS[row.tier].function * factor, 10 * recorded.get((row.tier, row.function), 0.0))
     ]
 
 

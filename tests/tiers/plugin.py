@@ -112,7 +112,8 @@ class Tiers:
             }
             Path(file).write_text(json.dumps(told), encoding="utf-8")
         if len(rows) >= _LEAST_ROWS and TABLE.exists():
-            self._outgrown = outgrown(rows, machine_factor(read_table(), rows))
+            table = read_table()
+            self._outgrown = outgrown(table, rows, machine_factor(table, rows))
             if self._outgrown and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

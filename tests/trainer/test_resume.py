@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.runs import finish, records, run, start, write_config
+from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
@@ -53,11 +54,8 @@ def _what_matters(record: dict[str, Any]) -> dict[str, Any]:
 
 def _kill_at(process: Any, run_dir: Path, count: int) -> None:
     """SIGKILL a rank a moment after metrics.jsonl has ``count`` lines."""
-    deadline = time.monotonic() + 300
-    while len(records(run_dir)) < count:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    until(lambda: len(records(run_dir)) >= count or process.poll() is not None, f"{count} records", seconds=900)
+    assert process.poll() is None, process.communicate()[0]
     time.sleep(0.05 * count)  # between steps, in the middle of a save, in the next step
     rank = json.loads((sorted((run_dir / "attempts").iterdir())[-1] / "exits" / "rank-00001.start.json").read_text())
     os.kill(rank["process"]["pid"], signal.SIGKILL)

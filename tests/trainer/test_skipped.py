@@ -111,7 +111,7 @@ def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: P
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Replay of sft-00000002-actor-001, without an update" in done.stdout
