@@ -15,7 +15,7 @@ from tests.rewards.judging import Texts
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Time limits of tests are short: moments in which the machine stalls do not count."""
+    """Start judges. Their short time limits exclude any time in which the machine stalls."""
     monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
     judges = []
 

@@ -14,6 +14,7 @@ from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.rewards import pool
 from rlhpc.rewards.calls import Entry, Failure
 from rlhpc.rollout.requests import Task, blank_draft, with_drawn, with_given
 from rlhpc.rollout.tool_calls import Answer, ToolCall, load_tool, parse_calls
@@ -29,6 +30,12 @@ SECTION = RolloutSection(
     tool_processes=2,
     max_tool_answer_tokens=20,
 )
+
+
+@pytest.fixture(autouse=True)
+def exclude_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exclude from the short time limits here any time in which the machine stalls."""
+    monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
 
 
 @pytest.fixture(scope="module")

@@ -40,7 +40,8 @@ def test_all_runs_are_listed_newest_first(front):
         config.write_text(config.read_text().replace("name: tiny", f"name: {name}"))
         jobs.append(front.submit(program, config=config))
     wait(lambda: (front.folder / "third" / "run" / "working").exists(), "the third works")
-    wait(lambda: state_of(front, "first") == "finished", "the first is through")
+    for name, state in (("first", "finished"), ("second", "failed")):
+        wait(lambda name=name, state=state: state_of(front, name) == state, f"the {name} run to end")
     lines = front.ok("status").splitlines()
     assert lines[0].split() == ["run", "job", "state", "step", "reward", "tokens/s", "left", "restarts", "note"]
     rows = {line.split()[0]: line.split() for line in lines[1:]}
