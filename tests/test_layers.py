@@ -19,6 +19,7 @@ LAYERS = (
     {"backends.megatron", "backends.fsdp2", "rollout", "reshard", "checkpoint"},
     {"trainer", "convert"},
     {"launch"},
+    {"acceptance"},
     {"cli"},
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
