@@ -52,6 +52,15 @@ def test_the_newest_comes_back_with_its_state_and_old_ones_go(tmp_path: Path) ->
     assert _names(tmp_path) == ["step-00000012", "step-00000013"]
 
 
+def test_only_the_newest_attempt_is_current(tmp_path: Path) -> None:
+    first = _begin(tmp_path)
+    first.check_current()
+    second = _begin(tmp_path)
+    assert (first.is_current(), second.is_current()) == (False, True)
+    with pytest.raises(Superseded, match="0001"):
+        first.check_current()
+
+
 def test_nothing_saved_is_none(tmp_path: Path) -> None:
     assert CheckpointStore(RunFolder(tmp_path / "absent").attempt(1), keep=1).latest() is None
 

@@ -72,3 +72,14 @@ def test_loss_and_gradient_norm_equal_one_rank(tmp_path: Path, own_tmp: Path) ->
         assert ours["reward/queues"] == queues == _queues(), name
     left = [path.name for path in own_tmp.iterdir() if not path.name.startswith("torchinductor_")]  # that is a cache
     assert left == []
+
+
+def test_the_reference_is_the_warmed_up_policy(tmp_path: Path) -> None:
+    """Before its first update the policy is the reference: their KL divergence is zero."""
+    config = write_config(
+        tmp_path, train__steps=1, algorithm__kl__coefficient=0.1, data__validation=[], train__prompts_per_step=4
+    )
+    code, output = run(config)
+    assert code == 0, output
+    assert [record["phase"] for record in records(tmp_path / "run")] == ["sft"] * 3 + ["rl"]
+    assert records(tmp_path / "run")[-1]["kl"] == pytest.approx(0.0, abs=1e-7)
