@@ -50,7 +50,7 @@ test-all: venv slurm
 test-slice: venv slurm
 	$(BIN)/python -m tests.tiers.ci --started $(STARTED)
 
-# Thirty faults planted in rlhpc, one at a time: which test fails? Takes hours. ARGS: --only NAME ..., --whole K --seed N.
+# Faults planted in rlhpc, one at a time: which test fails? Takes hours. ARGS: --only NAME ..., --whole K --seed N.
 faults: venv slurm
 	$(BIN)/python -m tests.tiers.faults --out build/faults/table.md $(ARGS)
 

@@ -98,7 +98,7 @@ def test_the_urgent_preempts_the_others(strict_cluster: Cluster, tmp_path: Path)
     wait(lambda: sleeps(cluster, "node1"), "the step")
     urgent = cluster.submit("--partition=urgent", "--nodes=4", "--exclusive", script="sleep 1")
     wait((tmp_path / "told").exists, "the step to be told")
-    assert parse_job((tmp_path / "told").read_text())["JobState"] == "RUNNING"
+    assert parse_job((tmp_path / "told").read_text())["JobState"] in ("RUNNING", "SIGNALING")
     cluster.wait_state(urgent, "COMPLETED")
     assert cluster.wait_state(job, "RUNNING", restarts=1)["NumNodes"] == "4"
 

@@ -1,4 +1,4 @@
-"""Thirty plausible faults in rlhpc, which ``tests.tiers.faults`` plants one at a time to see which test fails.
+"""Plausible faults in rlhpc, which ``tests.tiers.faults`` plants one at a time to see which test fails.
 
 At least one in each package, the others where a fault costs most: training mathematics, weight sync, checkpoints,
 recovery, rewards and their sandbox.

@@ -25,7 +25,7 @@ def test_a_fault_replaces_code_that_is_there_once_by_other_code_that_compiles(fa
 
 def test_every_package_has_a_fault_and_every_fault_a_name_of_its_own() -> None:
     assert {(ROOT / fault.file).parent for fault in FAULTS} == PACKAGES
-    assert len({fault.name for fault in FAULTS}) == len(FAULTS) == 30
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
 
 
 FILES = {

@@ -23,7 +23,6 @@ LIVE = frozenset(
         "COMPLETING",
         "SUSPENDED",
         "STOPPED",
-        "SIGNALING",
         "STAGE_OUT",
         "RESIZING",
         "REQUEUED",
@@ -198,9 +197,13 @@ def _from_sacct(ids: Sequence[str]) -> dict[str, JobStatus]:
 
 
 def _state(text: str) -> str:
-    """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED; of ``RUNNING,COMPLETING`` the last word counts."""
+    """``CANCELLED by 1000`` and ``CANCELLED+`` are CANCELLED; of ``RUNNING,COMPLETING`` the last word counts.
+
+    A job is SIGNALING for a moment while Slurm delivers a signal to its processes: it is RUNNING.
+    """
     words = re.findall(r"[A-Z_]+", text.upper().partition(" ")[0])
-    return words[-1] if words else "UNKNOWN"
+    state = words[-1] if words else "UNKNOWN"
+    return "RUNNING" if state == "SIGNALING" else state
 
 
 def _reason(text: str) -> str:
@@ -209,6 +212,6 @@ def _reason(text: str) -> str:
 
 def _left(fields: dict[str, str]) -> int | None:
     limit, used = seconds_of(fields.get("TimeLimit", "")), seconds_of(fields.get("RunTime", ""))
-    if fields["JobState"] != "RUNNING" or limit is None or used is None:
+    if _state(fields["JobState"]) != "RUNNING" or limit is None or used is None:
         return None
     return max(0, limit - used)

@@ -84,6 +84,13 @@ def test_scontrol_of_22_05():
     assert (job.nodes, job.exit_code, job.source) == ("node[1-2]", "0:0", "scontrol")
 
 
+def test_a_job_that_gets_a_signal_is_running():
+    (job,) = parse_scontrol(SCONTROL_22.replace("JobState=RUNNING", "JobState=SIGNALING")).values()
+    assert (job.state, job.time_left) == ("RUNNING", 330)
+    line = SQUEUE.splitlines()[2].replace("RUNNING", "SIGNALING")
+    assert parse_squeue(line)["2_10"].time_left == 86400
+
+
 def test_scontrol_of_20_11_with_an_array():
     (job,) = parse_scontrol(SCONTROL_20).values()
     assert (job.job_id, job.state, job.reason, job.nodes) == ("70_3", "PENDING", "QOSMaxJobsPerUserLimit", "")
