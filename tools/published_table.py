@@ -93,7 +93,7 @@ def ready_table() -> str:
     for file in sorted(READY.glob("*.yaml")):
         case = ready_case(file.stem)
         step = case.step()
-        memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib)
+        memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
         rows.append(
             f"| [`{file.stem}`](../configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} | {step.seconds:,.0f} s "
             f"| {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
@@ -110,7 +110,7 @@ def figures(row: Published) -> Iterator[tuple[str, float, float]]:
     if row.rollout is not None:
         yield "rollout and push, s", row.rollout, step.phase("rollout").seconds + step.phase("push").seconds
     yield "MFU of updates", row.mfu, step.mfu
-    memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib)
+    memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
     update = max((phase for phase in memory.phases if phase.name in _UPDATE), key=lambda phase: phase.total)
     allocated = sum(size for what, size in update.parts.items() if what not in _UNSEEN)
     yield "GPU memory of updates, GB", row.gpu_gb, allocated / _GB

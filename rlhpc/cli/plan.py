@@ -115,6 +115,7 @@ def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
     from rlhpc.plan.case import case_of
     from rlhpc.plan.check import check_layout, outline
     from rlhpc.plan.foresight import host_limit
+    from rlhpc.plan.hardware import Reserves
     from rlhpc.plan.memory import predict_memory
     from rlhpc.plan.memory_remedies import find_remedies
 
@@ -123,8 +124,9 @@ def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
     shape = case.shape if case else _read_shape(config)
     layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
     step = case.step() if case and rl else None
-    gib = case.gpu.memory_gib if case else None
-    memory, host = predict_memory(config, shape, layout, gib), host_limit(config, case.gpu if case else None)
+    gib, reserves = (case.gpu.memory_gib, case.gpu.reserves) if case else (None, Reserves())
+    memory = predict_memory(config, shape, layout, gib, reserves)
+    host = host_limit(config, case.gpu if case else None)
     if as_text:
         times = {"time": step_json(step), "run": run_json(case.run(step))} if case and step else {}
         return [json.dumps({**dict(rows), "memory": memory_json(memory, host), **times}, indent=2)]

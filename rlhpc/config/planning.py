@@ -100,6 +100,12 @@ class GpuEntry(Section):
     per_node: PositiveInt | None = None
     linked: PositiveInt | None = None
     host_gib: _Figure | None = None
+    context_gib: _Figure | None = None
+    """GiB of each GPU's memory that a rank's CUDA context, workspaces and communicators take."""
+    sleeping_engine_gib: _Figure | None = None
+    """GiB that an engine's CUDA graphs and communicators keep while it sleeps."""
+    driver: Annotated[str, Field(pattern=r"^\d+(\.\d+){0,2}$")] | None = None
+    """Version of the NVIDIA driver, in quotes: "570.86"."""
 
 
 class GpusFile(Section):

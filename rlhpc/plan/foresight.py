@@ -43,7 +43,7 @@ def foresee(config: RunConfig, shape: ModelShape, layout: ParallelLayout, prepar
     warnings += check_network(config, shape, gpu, site.efficiency)
     warnings += check_tensor_parallel(config, gpu)
     if gpu is not None and gib is not None and prepared:
-        plan = predict_memory(config, shape, layout, gib)
+        plan = predict_memory(config, shape, layout, gib, gpu.reserves)
         if (phase := plan.first_too_large) is not None:
             warnings.append(
                 f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank}, a GPU has "

@@ -17,6 +17,18 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 
 @dataclass(frozen=True)
+class Reserves:
+    """Bytes of device memory that do not follow from a model's sizes; ``rlhpc acceptance`` measures both.
+
+    ``context``: CUDA's context, cuBLAS's workspaces, NCCL's communicators, in every phase. ``sleeping_engine``: vLLM's
+    CUDA graphs and communicators, which its sleep does not give back.
+    """
+
+    context: int = 3 << 29
+    sleeping_engine: int = 1 << 30
+
+
+@dataclass(frozen=True)
 class Gpu:
     """One GPU and its share of the node. Bandwidths are in GB/s (10^9 bytes), one direction."""
 
@@ -32,10 +44,17 @@ class Gpu:
     linked: int = 8  # GPUs that reach each other without the network
     host_gib: float | None = None  # memory of the node's host, where it is known
     device: str = ""  # part of the name that the driver gives it
+    context_gib: float = 1.5  # device memory of a rank's CUDA context and libraries: an estimate
+    sleeping_engine_gib: float = 1.0  # that an engine keeps while it sleeps: an estimate
+    driver: str = ""  # version of the NVIDIA driver, where the site's file has it
 
     @property
     def memory_bytes(self) -> int:
         return int(self.memory_gib * 2**30)
+
+    @property
+    def reserves(self) -> Reserves:
+        return Reserves(int(self.context_gib * 2**30), int(self.sleeping_engine_gib * 2**30))
 
 
 # tflops, memory and links: the vendors' data sheets (NVIDIA A100, H100, H200, HGX B200, GB200 NVL72; AMD MI300X),
@@ -70,8 +89,8 @@ _ALSO = {"h100-sxm": "h100", "a100": "a100-80", "h100-80": "h100", "h100-sxm5": 
 
 def peak_tflops(device_name: str) -> float | None:
     """Dense bfloat16 TFLOP/s of a GPU by the driver's name for it, None when it is not known."""
-    found = [gpu for gpu in _TABLE if gpu.device in device_name]
-    return max(found, key=lambda gpu: len(gpu.device)).tflops if found else None
+    found = gpu_of_device(device_name)
+    return found.tflops if found is not None else None
 
 
 def linked_ranks(ranks_per_node: int, gpu: Gpu | None) -> int:
@@ -86,6 +105,10 @@ class Site:
     gpus: Mapping[str, Gpu]
     efficiency: EfficiencySection
     disk: DiskSection
+
+    def find(self, name: str) -> Gpu | None:
+        """The one of that name, None where it is not known."""
+        return self.gpus.get(_own_name(name))
 
     def gpu(self, name: str, where: str) -> Gpu:
         """The one of that name; raises UserError."""
@@ -113,7 +136,7 @@ def named_gpu(config: RunConfig, site: Site, name: str | None = None) -> Gpu | N
         return site.gpu(name, "--gpu")
     if config.planning.gpu is not None:
         return site.gpu(config.planning.gpu, "planning.gpu")
-    return site.gpus.get(_own_name(config.slurm.gpu_type or ""))
+    return site.find(config.slurm.gpu_type or "")
 
 
 def _own_name(name: str) -> str:
@@ -164,3 +187,25 @@ def _merged(entries: Mapping[str, GpuEntry], where: str) -> dict[str, Gpu]:
         else:
             gpus[key] = replace(base, name=key, **given)
     return gpus
+
+
+# Figures of an acceptance by the field of GpuEntry that they are.
+MEASURED = {"context GiB": "context_gib", "sleeping engine GiB": "sleeping_engine_gib"}
+
+
+def site_entry(gpu: str, figures: Mapping[str, float], driver: str | None = None) -> str:
+    """YAML lines for the site's file: what an acceptance has measured of a GPU, which is named as in the table.
+
+    ``figures`` by their names in the acceptance; those that ``MEASURED`` lacks are left out. Empty without any.
+    """
+    found = {MEASURED[name]: f"{value:.2f}" for name, value in figures.items() if name in MEASURED}
+    if driver is not None:
+        found["driver"] = f'"{driver}"'
+    lines = [f"    {field}: {value}" for field, value in found.items()]
+    return "\n".join(["gpus:", f"  {_own_name(gpu)}:", *lines, ""]) if lines else ""
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """The entry of the table for a GPU by the driver's name for it."""
+    found = [gpu for gpu in _TABLE if gpu.device in device_name]
+    return max(found, key=lambda gpu: len(gpu.device), default=None)

@@ -11,17 +11,16 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
 from rlhpc.plan.engine import EngineLayout, engine_vocab
+from rlhpc.plan.hardware import Reserves
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.memory_models import RankModel, rank_models
 from rlhpc.plan.optimizer_memory import ITEMSIZE, StateBytes
 
 GIB = 1 << 30
-# Not foretold from sizes: what drivers and libraries take. Estimates; none of them was measured for this table.
-LIBRARIES = 3 * GIB // 2  # CUDA context, cuBLAS's workspaces, NCCL's channels: in every phase
-ENGINE_ASLEEP = GIB  # vLLM's CUDA graphs, workspaces and channels of its own, which sleep does not give back
 ENGINE_TOKENS = 8192  # that vLLM takes through the model at once, at most (max_num_batched_tokens)
 HOST_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
 _ROUTE_COPIES = 3  # of what a rank trains on: as they came, by sample, and by micro batch
+_ESTIMATES = Reserves()  # of a machine on which nothing was measured
 
 Parts = dict[str, int]
 
@@ -62,6 +61,7 @@ class MemoryPlan:
     phases: tuple[PhaseMemory, ...]
     host: HostMemory
     gpu_bytes: int | None = None
+    reserves: Reserves = _ESTIMATES
 
     @property
     def peak(self) -> int:
@@ -76,20 +76,30 @@ class MemoryPlan:
 
 
 def predict_memory(
-    config: RunConfig, shape: ModelShape, layout: ParallelLayout, gpu_gib: float | None = None
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu_gib: float | None = None,
+    reserves: Reserves = _ESTIMATES,
 ) -> MemoryPlan:
     """The plan of the rank that needs most. Without ``gpu_gib`` the KV cache is as large as one full batch needs."""
     each = layout.world_size // layout.pp
     engine = _engine(config, shape, gpu_gib)
-    plans = [_plan(config, shape, layout, stage * each, gpu_gib, engine) for stage in _different(shape, layout)]
+    stages = _different(shape, layout)
+    plans = [_plan(config, shape, layout, stage * each, gpu_gib, engine, reserves) for stage in stages]
     return max(plans, key=lambda plan: plan.peak)
 
 
 def rank_memory(
-    config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int, gpu_gib: float | None = None
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    gpu_gib: float | None = None,
+    reserves: Reserves = _ESTIMATES,
 ) -> MemoryPlan:
     """The plan of one rank."""
-    return _plan(config, shape, layout, rank, gpu_gib, _engine(config, shape, gpu_gib))
+    return _plan(config, shape, layout, rank, gpu_gib, _engine(config, shape, gpu_gib), reserves)
 
 
 def _plan(
@@ -99,9 +109,10 @@ def _plan(
     rank: int,
     gpu_gib: float | None,
     engine: EngineMemory | None,
+    reserves: Reserves,
 ) -> MemoryPlan:
     models = rank_models(config, shape, layout, rank)
-    asleep = {"engine, asleep": ENGINE_ASLEEP} if engine is not None else {}
+    asleep = {"engine, asleep": reserves.sleeping_engine} if engine is not None else {}
     phases = [_load(models, engine)]
     if engine is not None:
         phases += [_push(config, models, engine), _rollout(models, engine)]
@@ -111,8 +122,9 @@ def _plan(
         phases += _update(model, models, asleep)
     if models[0].trained:
         phases.append(_save(models, asleep))
+    phases = [replace(phase, parts={**phase.parts, "libraries": reserves.context}) for phase in phases]
     host = _host(config, models, _routes(config, shape, layout))
-    return MemoryPlan(rank, tuple(phases), host, None if gpu_gib is None else int(gpu_gib * GIB))
+    return MemoryPlan(rank, tuple(phases), host, None if gpu_gib is None else int(gpu_gib * GIB), reserves)
 
 
 def _engine(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> EngineMemory | None:
@@ -228,7 +240,7 @@ def _state(models: Sequence[RankModel], states: Sequence[StateBytes]) -> Parts:
 
 
 def _phase(name: str, parts: Parts) -> PhaseMemory:
-    return PhaseMemory(name, {what: size for what, size in {**parts, "libraries": LIBRARIES}.items() if size})
+    return PhaseMemory(name, {what: size for what, size in parts.items() if size})
 
 
 def _largest(name: str, moments: Sequence[Parts]) -> PhaseMemory:

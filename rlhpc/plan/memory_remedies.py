@@ -14,6 +14,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.engine import fits_nodes
 from rlhpc.plan.fit import check_engine, misfits
+from rlhpc.plan.hardware import Reserves
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.memory import MemoryPlan, predict_memory, sequence_tokens
 
@@ -50,7 +51,7 @@ def find_remedies(
     """
     if plan.first_too_large is None or plan.gpu_bytes is None:
         return []
-    attempt = _Attempt(config, shape, plan.gpu_bytes / 2**30)
+    attempt = _Attempt(config, shape, plan.gpu_bytes / 2**30, plan.reserves)
     whole: list[Remedy] = []
     partly: list[Remedy] = []
     usable = []
@@ -121,6 +122,7 @@ class _Attempt:
     config: RunConfig
     shape: ModelShape
     gib: float
+    reserves: Reserves
 
     def __call__(self, changes: Sequence[Change]) -> Remedy | None:
         """None where the changed config cannot run."""
@@ -128,7 +130,7 @@ class _Attempt:
         layout = self._layout(config)
         if layout is not None:
             with suppress(UserError):  # of a critic's or reward model's own layout
-                return Remedy(tuple(changes), predict_memory(config, self.shape, layout, self.gib))
+                return Remedy(tuple(changes), predict_memory(config, self.shape, layout, self.gib, self.reserves))
         return None
 
     def _layout(self, config: RunConfig) -> ParallelLayout | None:

@@ -173,7 +173,7 @@ class _Search:
         groups = _groups(tried, self.shape, layout) if tried.memory.recompute == "full" else (None,)
         for size in groups:
             changed = tried if size is None else _grouped(tried, size)
-            memory = predict_memory(changed, self.shape, layout, self.gpu.memory_gib)
+            memory = predict_memory(changed, self.shape, layout, self.gpu.memory_gib, self.gpu.reserves)
             too_large = self._too_large(memory, starts)
             if not too_large:
                 return changed, memory

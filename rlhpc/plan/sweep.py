@@ -54,7 +54,8 @@ def sweep(
             layout = check_layout(config, ranks // config.resources.ranks_per_node, shape)
             if _feeds(config, layout):
                 step = predict_step(config, shape, layout, gpu, efficiency)
-                points.append(Point(ranks, layout, step, predict_memory(config, shape, layout, gpu.memory_gib)))
+                memory = predict_memory(config, shape, layout, gpu.memory_gib, gpu.reserves)
+                points.append(Point(ranks, layout, step, memory))
     if not points:
         raise UserError(
             f"no number of GPUs from {least} to {most} suits layout, engines and batches",

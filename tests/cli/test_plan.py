@@ -258,6 +258,14 @@ def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
     assert phases["push"]["seconds"] == pytest.approx(1, rel=0.02)
 
 
+def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -> None:
+    site = tmp_path / "site.yaml"
+    site.write_text("gpus: {h100: {context_gib: 3.5, sleeping_engine_gib: 2.5}}\n")
+    phases = json.loads(plan(READY, f"planning.gpus_file={site}", "--json"))["memory"]["phases"]
+    assert {parts["libraries"] for parts in phases.values()} == {int(3.5 * 2**30)}
+    assert phases["optimizer step"]["engine, asleep"] == int(2.5 * 2**30)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

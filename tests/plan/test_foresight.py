@@ -184,3 +184,13 @@ def test_a_run_is_warned_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     layout = make_layout(config.parallel, config.world_size)
     assert [line for line in foresight.foresee(config, shape, layout) if line.startswith("slurm.memory: ranks need")]
     assert not [line for line in foresight.foresee(config, shape, layout, prepared=False) if "ranks need" in line]
+
+
+def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
+    (tmp_path / "gpus.yaml").write_text("gpus: {a100-40: {context_gib: 30}}\n")
+    small = "qwen2.5-0.5b-1gpu.yaml"
+    config, shape = parts("planning.gpu=a100-40", name=small)
+    layout = make_layout(config.parallel, config.world_size)
+    assert not [line for line in foresee(config, shape, layout) if line.startswith("memory: ")]
+    config, shape = parts("planning.gpu=a100-40", f"planning.gpus_file={tmp_path}/gpus.yaml", name=small)
+    assert [line for line in foresee(config, shape, layout) if line.startswith("memory: ")]

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.plan.hardware import GPUS, named_gpu, peak_tflops, read_site
+from rlhpc.plan.hardware import GPUS, Reserves, named_gpu, peak_tflops, read_site, site_entry
 
 
 def config(**sections: Any) -> RunConfig:
@@ -78,6 +78,8 @@ efficiency: {compute: 0.4, memory: 0.5}
         ("gpus: {ours: {tflops: 3}}", "gpus.ours.memory_gib: is missing; add it, or like:"),
         ("gpus: {ours: {like: h10}}", "gpus.ours.like: no GPU 'h10'; did you mean 'h100'"),
         ("gpus: {h200: {tflops: -1}}", "gpus.h200.tflops: -1 is not allowed"),
+        ("gpus: {h200: {driver: 570.86}}", "gpus.h200.driver: 570.86 is not allowed (Input should be a valid string)"),
+        ('gpus: {h200: {driver: "R570"}}', "gpus.h200.driver: 'R570' is not allowed"),
         ("efficiency: {compute: 2}", "efficiency.compute: 2 is not allowed"),
         ("efficiency: {gemm: 1}", "efficiency.gemm: unknown key"),
         ("[1]", "is not allowed"),
@@ -101,3 +103,13 @@ def test_the_pages_example_of_a_sites_file_is_read(tmp_path: Path) -> None:
     (text,) = (block for block in page.split("```\n") if block.startswith("gpus:"))
     site = read_site(config(planning=site_file(tmp_path, text)))
     assert (site.gpus["h200"].network_gbps, site.gpus["ours"].per_node, site.efficiency.compute) == (6.25, 4, 0.48)
+
+
+def test_what_an_acceptance_has_measured_becomes_lines_of_the_file(tmp_path: Path) -> None:
+    text = site_entry("H100", {"context GiB": 2.314, "sleeping engine GiB": 1.62, "8b: seconds": 0.04}, "580.65.06")
+    assert text == ('gpus:\n  h100:\n    context_gib: 2.31\n    sleeping_engine_gib: 1.62\n    driver: "580.65.06"\n')
+    gpu = read_site(config(planning=site_file(tmp_path, text))).gpus["h100"]
+    assert (gpu.tflops, gpu.driver) == (GPUS["h100"].tflops, "580.65.06")
+    assert gpu.reserves == Reserves(int(2.31 * 2**30), int(1.62 * 2**30))
+    assert GPUS["h100"].reserves == Reserves()
+    assert site_entry("h100", {"8b: seconds": 0.04}) == ""

@@ -14,10 +14,10 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, read_model, shape_of
 from rlhpc.plan.activations import Setting, stage_kept
 from rlhpc.plan.engine import EngineLayout, engine_parameters
+from rlhpc.plan.hardware import Reserves
 from rlhpc.plan.layout import ParallelLayout, make_layout
 from rlhpc.plan.memory import (
     GIB,
-    LIBRARIES,
     MemoryPlan,
     engine_bytes,
     engine_memory,
@@ -149,7 +149,7 @@ def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
     config, shape, layout = parts(
         SMALL, share, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}"
     )
-    assert rank_memory(config, shape, layout, 0, 80.0).phases[0].total == int(0.95 * 80 * GIB) + LIBRARIES
+    assert rank_memory(config, shape, layout, 0, 80.0).phases[0].total == int(0.95 * 80 * GIB) + Reserves().context
     config, shape, layout = parts(SMALL, share, "memory.offload={gradients: true, optimizer: true}")
     (load, *_) = rank_memory(config, shape, layout, 0, 80.0).phases
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
@@ -348,3 +348,20 @@ def test_a_last_micro_batch_that_is_not_full_is_under_way_too() -> None:
     )
     (actor, *_) = rank_models(config, shape, make_layout(config.parallel, 8), 0)
     assert actor.tokens.microbatches == 2
+
+
+def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
+    config, shape, layout = parts(SMALL)
+    measured = Reserves(context=3 * GIB, sleeping_engine=2 * GIB)
+    estimated, plan = (predict_memory(config, shape, layout, 80.0, reserves) for reserves in (Reserves(), measured))
+    more = {after.name: after.total - before.total for before, after in zip(estimated.phases, plan.phases, strict=True)}
+    awake = {"load", "push", "rollout"}
+    assert {name: size / GIB for name, size in more.items()} == {name: 1.5 + (name not in awake) for name in more}
+    assert {phase.parts["libraries"] for phase in plan.phases} == {3 * GIB}
+    gib = plan.peak / GIB + 0.1
+    assert predict_memory(config, shape, layout, gib, Reserves()).first_too_large is None
+    large = predict_memory(config, shape, layout, gib, Reserves(context=8 * GIB))
+    remedies = find_remedies(config, shape, layout, large)
+    assert remedies
+    for remedy in remedies:
+        assert {phase.parts["libraries"] for phase in remedy.plan.phases} == {8 * GIB}
