@@ -19,7 +19,7 @@ _USAGE = """\
 """
 _SIZE: tuple[Option, ...] = (
     ("ntasks-per-node=8", "ranks on each node, one for each GPU"),
-    ("gpus-per-node=8", ""),
+    ("gpus-per-node=8", "not --gpus-per-task: every rank sees all of them"),
     ("cpus-per-task=12", "cores of each rank"),
 )
 _LIFE: tuple[Option, ...] = (
@@ -38,7 +38,7 @@ _SETUP = """\
 umask 077                                 # what the run writes is yours alone
 ulimit -l unlimited 2>/dev/null || true   # memory that InfiniBand pins
 # Python is that of the shell that submits, unless you load another one here:
-# module load cuda/12.8
+# module load cuda/13.0
 # source "$HOME/miniforge3/bin/activate" my-env
 """
 

@@ -27,6 +27,7 @@ from rlhpc.launch.prepare import run_prepare
 from rlhpc.launch.registry import enter, new_record, read_run
 from rlhpc.launch.shape import JobShape, overrides_from_job
 from rlhpc.launch.slurm.executor import check_folder_name
+from rlhpc.launch.slurm.gpu_binding import check_job_binding
 from rlhpc.launch.submit import check_free
 from rlhpc.plan.check import check_config
 
@@ -46,6 +47,7 @@ def prepare_folder(config_file: Path, overrides: Sequence[str]) -> RunFolder:
     if taken:
         show(f"rlhpc: as the job is: {' '.join(taken)}")
     config = absolute_paths(load_config(config_file, [*overrides, *taken]))
+    check_job_binding(config, os.environ)
     check_folder_name(run.path)
     resume = config_file.absolute() == run.config
     check_free(run, resume)

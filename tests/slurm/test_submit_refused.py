@@ -92,7 +92,11 @@ def test_gpus_are_asked_for_by_count_and_type(slurm, tmp_path):
         line = front.told(*words, "slurm.gpu_type=h200")
         assert line == "slurm.gpu_type: no 'h200' GPUs in the cluster; did you mean 'h100'?"
         assert front.told(*words, "slurm.gpus_per_node=3").startswith("slurm.gpus_per_node: 3 GPUs on each node, but")
-        line = front.told(*words, "slurm.sbatch_options.gpus-per-task=9")
+        line = front.told(*words, "slurm.sbatch_options.gpus-per-task=1")
+        assert line.startswith(
+            "slurm.sbatch_options.gpus-per-task: 1 binds each of the 2 ranks of a node to some of its"
+        )
+        line = front.told(*words, "slurm.sbatch_options={gpus-per-task: 9, gpu-bind: none}")
         assert line.startswith(
             "slurm: no node of the partition can give what is asked for; ask for less: its nodes have"
         )

@@ -79,6 +79,17 @@ def test_a_job_that_contradicts_the_configuration(user) -> None:
     assert not user.run.exists()
 
 
+def test_a_job_whose_ranks_would_see_one_gpu_each_is_refused_unless_nothing_binds_them(user) -> None:
+    job = user.sbatch("--gpus-per-task=1", "grpo.sbatch", NOTE, user.config)
+    user.ended(job, "FAILED")
+    told = "rlhpc: --gpus-per-task: 1 binds each of the 8 ranks of a node to some of its GPUs"
+    assert told in (user.folder / f"grpo-{job}.log").read_text()
+    job = user.sbatch("--gpus-per-task=1", "--gpu-bind=none", "grpo.sbatch", NOTE, user.config)
+    user.ended(job)
+    visible = {rank["environ"].get("CUDA_VISIBLE_DEVICES") for rank in user.ranks()}
+    assert visible <= {None, "0,1,2,3,4,5,6,7"}, "22.05 unsets it, by which all are seen"
+
+
 def test_two_jobs_do_not_share_a_run_folder(user) -> None:
     words = ("--ntasks-per-node=1", *CPUS, "grpo.sbatch", "--entry=tests.slurm.ranks:second_time", user.config)
     first = user.sbatch(*words)

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlhpc.config.jobs import SlurmSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.launch.slurm.gpu_binding import check_config_binding
 from rlhpc.launch.slurm.times import seconds_of
 
 Option = str | int | bool
@@ -81,6 +82,7 @@ def make_spec(config: RunConfig, workdir: Path, python: str, conda: str = "conda
         "kill-on-invalid-dep": "yes" if "dependency" in slurm.sbatch_options else None,
     }
     extra = _extra_options(slurm)
+    check_config_binding(config, extra)
     for name in extra:
         own.pop(_INSTEAD.get(name, name), None)
     if "gpu" in str(extra.get("gres", "")):
