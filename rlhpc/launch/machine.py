@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 
 from rlhpc.config.schema import ResourcesSection, RunConfig
@@ -19,11 +20,30 @@ from rlhpc.core.errors import UserError
 _PORTS = range(20000, 30000)
 
 
+_DEVICES = Path("/dev")
+
+
 def gpu_count() -> int:
     """NVIDIA GPUs that a process started here sees."""
-    visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
-    devices = [file for file in Path("/dev").glob("nvidia*") if file.name.removeprefix("nvidia").isdecimal()]
-    return len(devices) if visible is None else min(len(devices), len([v for v in visible.split(",") if v.strip()]))
+    devices, visible = gpu_devices(), visible_gpus(os.environ)
+    return devices if visible is None else min(devices, visible)
+
+
+def gpu_devices() -> int:
+    """NVIDIA GPUs of this machine."""
+    return sum(file.name.removeprefix("nvidia").isdecimal() for file in _DEVICES.glob("nvidia*"))
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int | None:
+    """How many CUDA_VISIBLE_DEVICES names; None where it is unset and hides none.
+
+    As CUDA reads it, up to the first name that is no device: -1, or Slurm's NoDevFiles of a job without GPUs.
+    """
+    visible = environ.get(env.CUDA_VISIBLE_DEVICES)
+    if visible is None:
+        return None
+    names = (name.strip() for name in visible.split(","))
+    return sum(1 for _ in takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names))
 
 
 def check_resources(config: RunConfig) -> None:

@@ -24,6 +24,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import NodeError
 from rlhpc.core.shown import show
 from rlhpc.core.storage import kind_of, patiently
+from rlhpc.launch.node_gpu import check_gpus
 
 # A unix socket's path has 107 characters at most, of which vLLM's own names take 37 and Python's pools 32.
 LONGEST_TMPDIR = 60
@@ -49,7 +50,8 @@ def check_node(
     first_here: bool = True,
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Raise NodeError for what cannot work on this node; what can be mended is, with a line on stderr.
+    """Raise NodeError for what cannot work on this node, and UserError for what would fail on every node alike; what
+    can be mended is, with a line on stderr.
 
     May change TMPDIR and the places of caches in ``environ``, and this process's memlock limit. ``ranks_here`` are on
     this node; ``first_here`` is true on one of them, which writes a file into ``run_dir`` to see whether that can be
@@ -61,6 +63,7 @@ def check_node(
     _check_locked_memory()
     if ranks_here > 1:
         _check_shared_memory(ranks_here)
+    check_gpus(ranks_here, environ)
     _settle_tmpdir(environ, tell=first_here)
     _settle_caches(environ, tell=first_here)
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from rlhpc.core import env
 from rlhpc.core.attempts import read_attempt
 from rlhpc.core.context import RankContext
-from rlhpc.core.errors import EXIT_USER_ERROR, NodeError, UserError
+from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.exits import EXIT_STORAGE, run_recorded, write_exit
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import Heartbeat
@@ -91,7 +91,7 @@ def _settle_on_node(attempt: AttemptFolder) -> None:
             # vLLM would take the way to the internet, and without one an address where no other node finds it. Never
             # the submitter's own: that is one for all nodes.
             os.environ[env.VLLM_HOST_IP] = address
-    except NodeError as error:
+    except UserError as error:
         with contextlib.suppress(OSError):
             write_exit(attempt.exits, info, error)
         raise

@@ -10,6 +10,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
 from rlhpc.launch.local import check_folder, run_local
 from rlhpc.launch.machine import check_packages, check_resources
+from rlhpc.launch.node_gpu import check_gpu_software
 from rlhpc.launch.prepare import run_prepare
 from rlhpc.launch.progress import duration
 from rlhpc.launch.rank import TRAINER
@@ -28,6 +29,7 @@ def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> i
     check_config(config, prepared=config.prepare is None)
     if entry == TRAINER:
         check_packages()
+        check_gpu_software()
     if config.prepare is not None:
         if not run_prepare(config.prepare):
             show(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)

@@ -19,6 +19,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
+from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.lock import locked
 from rlhpc.launch.machine import package_warnings
 from rlhpc.launch.own_code import check_own_code
@@ -71,8 +72,11 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
         warnings += check_own_code(config, workdir)
         check_folder_name(folder.path)
     _check_alike(configs, folders)
-    spec = make_spec(configs[0], workdir, sys.executable, os.environ.get(env.CONDA_EXE, "conda"))
+    conda = os.environ.get(env.CONDA_EXE, "conda")
+    spec, *_ = [make_spec(config, workdir, sys.executable, conda) for config in configs]
     warnings += package_warnings(configs[0])
+    for config in configs:
+        check_planned_driver(config)
     submission = folders[0].submission
     if len(configs) > 1:
         name = hashlib.sha256("\n".join(str(folder.path) for folder in folders).encode()).hexdigest()[:12]
