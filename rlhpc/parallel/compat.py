@@ -1,12 +1,13 @@
 """Everything that is patched, each with its reason and the upstream line (megatron-core 0.16.1).
 
-On a machine with a GPU only ``adopt_optimizer``, ``hold_what_is_sent`` and ``exchange_megatron_globals`` change
-anything. The rest makes Megatron's unconditional CUDA calls answer for the CPU, inside ``megatron_device()`` and
-nowhere else.
+On a machine with a GPU only ``hide_extensions``, ``adopt_optimizer``, ``hold_what_is_sent`` and
+``exchange_megatron_globals`` change anything. The rest makes Megatron's unconditional CUDA calls answer for the CPU,
+inside ``megatron_device()`` and nowhere else.
 """
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
 import os
@@ -31,6 +32,50 @@ _ONEDNN_PRODUCTS = 1 << 22  # multiplications below which MKL is as fast
 def device() -> torch.device:
     """Where tensors of this rank live. The rank has chosen its GPU before."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+
+
+# Optional packages that Megatron tries, by the names that it imports; NVIDIA's images have most of them.
+_EXTENSIONS = frozenset(
+    {
+        "amp_C",
+        "apex",
+        "deep_ep",
+        "emerging_optimizers",
+        "fast_hadamard_transform",
+        "flash_attn",
+        "flash_attn_3",
+        "flash_mla",
+        "flashattn_hopper",
+        "fused_weight_gradient_mlp_cuda",
+        "transformer_engine",
+        "transformer_engine_torch",
+    }
+)
+
+
+@functools.cache
+def hide_extensions() -> None:
+    """Let Megatron find none of its optional packages, in any image. Called before anything imports Megatron.
+
+    Each changes what runs: FusedAdam and the master weights' owner (optimizer/__init__.py:12, distrib_optimizer.py:20),
+    norm and clipping of gradients (clip_grads.py:10, optimizer.py:16), the router's product (moe_utils.py:1192), the
+    rng tracker (random.py:366/434), fp8 tensors in checkpoints (strategies/torch.py:66), weight gradients
+    (layers.py:45), attention (attention.py:60-115), norms (fused_layer_norm.py:15, transformer_block.py:37). We bring
+    modules of our own for these. Packages that do not suit the installed PyTorch also fail with other errors than
+    ImportError, which Megatron does not expect. flash-attn is used by rlhpc itself (backends/megatron/attention.py).
+    """
+    import_ = builtins.__import__
+
+    def find(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+        hidden = level == 0 and name.partition(".")[0] in _EXTENSIONS
+        if hidden and str((globals or {}).get("__name__", "")).startswith("megatron."):
+            raise ModuleNotFoundError(f"{name} is hidden from Megatron", name=name)
+        return import_(name, globals, locals, fromlist, level)
+
+    builtins.__import__ = find
+
+
+hide_extensions()
 
 
 @contextlib.contextmanager

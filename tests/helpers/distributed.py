@@ -32,12 +32,14 @@ def run_ranks(
     join: bool = True,
     timeout: float = 900,
     environ: Mapping[str, str] | None = None,
+    fresh: bool = False,
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` new processes; return what each rank returned, by rank.
 
     ``function`` must be importable (defined at a module's top level); arguments and results are pickled. With
     ``join`` the default process group is initialised (gloo) before the call and destroyed after it. Raises
-    RankFailed with the traceback of the rank that failed first, after ending the others.
+    RankFailed with the traceback of the rank that failed first, after ending the others. ``fresh`` ranks import
+    everything themselves.
     """
     session.need("ranks")
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -45,7 +47,7 @@ def run_ranks(
         call = pickle.dumps((function, args))
         (folder / "call.pickle").write_bytes(pickle.dumps((list(sys.path), join, timeout, call)))
         common = {**os.environ, **_rendezvous(world_size), **(environ or {})}
-        processes = [_start(folder, rank, common) for rank in range(world_size)]
+        processes = [_start(folder, rank, common, fresh) for rank in range(world_size)]
         try:
             _wait(processes, folder, timeout)
         finally:
@@ -74,16 +76,16 @@ def _rendezvous(world_size: int) -> dict[str, str]:
     return settings
 
 
-def _start(folder: Path, rank: int, common: Mapping[str, str]) -> subprocess.Popen | warm.Forked:
+def _start(folder: Path, rank: int, common: Mapping[str, str], fresh: bool) -> subprocess.Popen | warm.Forked:
     """The repository's root comes first on the path, so that the child finds this module and rlhpc."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, common.get("PYTHONPATH", "")]))
     own = {env.RANK: str(rank), env.LOCAL_RANK: str(rank), "PYTHONPATH": path}
     with open(folder / f"{rank}.log", "wb") as log:
-        if warm.usable(common):
+        if warm.usable(common) and not fresh:
             return warm.Forked("tests.helpers.distributed", [str(folder)], rank, {**common, **own}, log.fileno())
         return subprocess.Popen(
-            [sys.executable, "-m", "tests.helpers.distributed", str(folder)],
+            [warm.INTERPRETER if fresh else sys.executable, "-m", "tests.helpers.distributed", str(folder)],
             env={**common, **own},
             stdin=subprocess.DEVNULL,
             stdout=log,

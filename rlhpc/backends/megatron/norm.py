@@ -1,9 +1,7 @@
-"""The norm of every layer: apex's fused kernel where the site has built apex, PyTorch's elsewhere."""
+"""The norm of every layer: PyTorch's own, one fused kernel on a GPU, also in images that have apex."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,16 +23,4 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # read by finalize_model_grads
 
     def forward(self, x: Float[Tensor, "... hidden"]) -> Float[Tensor, "... hidden"]:
-        fused = _apex_rms_norm() if x.is_cuda else None
-        if fused is not None:
-            return fused(x, self.weight, self.weight.shape, self.eps)
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-
-
-@functools.cache
-def _apex_rms_norm() -> Callable[..., Tensor] | None:
-    try:
-        from apex.normalization.fused_layer_norm import fused_rms_norm_affine
-    except ImportError:
-        return None
-    return fused_rms_norm_affine
