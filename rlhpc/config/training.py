@@ -81,6 +81,9 @@ class ExpertsSection(Section):
     """Weight of the load-balancing loss (Fedus et al. 2022, section 2.2); 0: routers learn from the objective alone."""
     bias_update_rate: NonNegativeFloat = 0.0
     """By how much an update moves each expert's bias towards equal load, in models that have one; 0: it is frozen."""
+    router_dtype: Literal["engine", "float32"] = "engine"
+    """Precision of the routers' logits: that of vLLM's kernels for the model family, so that trainer and engine choose
+    the same experts, or float32."""
     replay_routes: bool = False
     """Send each token to the experts that it went to when it was generated (routing replay, arXiv 2510.11370)."""
 

@@ -34,6 +34,7 @@ class Experts:
     num_groups: int | None = None  # a token chooses groups_kept groups first, then experts among theirs
     groups_kept: int | None = None
     scale: float = 1.0  # factor on the weights
+    router_dtype: Literal["model", "float32"] = "model"  # of the router's logits in vLLM; model: that of the weights
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ class Setting:
     memory: MemorySection
     dtype: str
     kernels: Kernels = "fused"
+    float32_router: bool = False
 
     @property
     def itemsize(self) -> int:
@@ -234,13 +235,13 @@ def _experts(setting: Setting, tokens: int, recompute: bool) -> int:
             kept += layer_input
         else:
             kept += 5 * e * tokens * experts.shared_ffn_size // layout.tp + layer_input
-        if setting.dtype == "float32":
+        if _router_itemsize(setting) == e:
             kept -= layer_input  # the router's
     return kept
 
 
 def _router(setting: Setting, outside: int) -> int:
-    """Its float32 input, scores and choices; the map of who goes where, of all ranks where all get all tokens."""
+    """Its input, float32 scores and choices; the map of who goes where, of all ranks where all get all tokens."""
     experts, layout = setting.shape.experts, setting.layout
     assert experts is not None
     scores = _FLOAT32 * experts.num_experts * (1 if experts.score == "softmax" else 2)
@@ -248,4 +249,9 @@ def _router(setting: Setting, outside: int) -> int:
     grouped = (experts.num_experts + 16 * (experts.groups_kept or 0) * 2) if experts.num_groups else 0
     ranks = layout.ep * layout.etp if setting.parallel.expert_dispatch == "allgather" else layout.etp
     sent = ((1 + _FLOAT32) * experts.num_experts + _INT64 * experts.top_k) * ranks
-    return outside * (_FLOAT32 * setting.shape.hidden_size + scores + chosen + grouped + sent)
+    return outside * (_router_itemsize(setting) * setting.shape.hidden_size + scores + chosen + grouped + sent)
+
+
+def _router_itemsize(setting: Setting) -> int:
+    """Of the input that the router's product keeps: a float32 copy, or what the experts' norm gave."""
+    return _FLOAT32 if setting.float32_router else setting.itemsize

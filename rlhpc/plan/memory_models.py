@@ -19,6 +19,7 @@ from rlhpc.plan.optimizer_memory import (
     rank_parameters,
     state_bytes,
 )
+from rlhpc.plan.training import routes_in_float32
 
 _FLOAT32 = 4
 _STATISTICS = 3 * _FLOAT32 << 26  # float32 copies of a chunk of logits, and what is made of them (log_probs.py)
@@ -175,7 +176,8 @@ class _Maker:
             bucket=gpu_bucket(layout),
         )
         tokens = _tokens(config, layout, trained, passed)
-        setting = Setting(shape, layout, parallel, memory, config.model.dtype)
+        in_float32 = shape.experts is not None and routes_in_float32(shape.experts, config.train.experts)
+        setting = Setting(shape, layout, parallel, memory, config.model.dtype, float32_router=in_float32)
         return RankModel(name, setting, self.rank, state, tokens, optimizer is not None)
 
 

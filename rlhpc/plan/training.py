@@ -8,7 +8,7 @@ from math import gcd
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
+from rlhpc.models import Experts, ModelShape
 from rlhpc.plan.layout import ParallelLayout, divisors
 
 
@@ -43,6 +43,11 @@ def check_experts(section: ExpertsSection, shape: ModelShape) -> None:
         raise UserError(
             "the model has no experts", where="train.experts.replay_routes", remedy="set it to false, or leave it out"
         )
+
+
+def routes_in_float32(experts: Experts, section: ExpertsSection) -> bool:
+    """Whether routers compute their logits in float32 in a model of any dtype."""
+    return section.router_dtype == "float32" or experts.router_dtype == "float32"
 
 
 def check_sharing(config: RunConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -52,13 +53,87 @@ def test_a_bias_moves_by_its_rate_or_not_at_all(tmp_path: Path) -> None:
         assert (moved < 0).any()
 
 
-def _batch() -> Any:
+def test_routers_in_bfloat16_have_the_file_s_biases(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "dsv3")
+    ((found, expected),) = run_ranks(_router_biases, 1, folder)
+    assert np.abs(expected).max() > 0.01
+    np.testing.assert_array_equal(found, expected)
+
+
+def _router_biases(folder: Path) -> tuple[np.ndarray, np.ndarray]:
+    """Those that routers compute with, after a pass, and those of the file."""
+    from safetensors.torch import load_file
+
+    from rlhpc.backends.megatron.experts import biases_of, routers_of
+    from tests.helpers.training import make_actor
+
+    backend = make_actor(folder, optimizer_section(), dtype="bfloat16")
+    backend.log_probs([_batch()], 1.0)
+    tensors = load_file(folder / "model.safetensors")
+    expected = [tensors[name] for name in sorted(tensors) if name.endswith("e_score_correction_bias")]
+    return tuple(
+        np.concatenate([t.numpy() for t in some]) for some in (biases_of(routers_of(backend._models)), expected)
+    )
+
+
+def test_experts_without_tokens_have_no_gradients_whatever_the_kernel_leaves_there(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "qwen3moe", num_experts=16)
+    cases = [Case("qwen3moe", expert_dispatch=dispatch) for dispatch in ("alltoall", "allgather")]
+    (found,) = run_ranks(_with_garbage, 1, folder, cases)
+    for sound, spoilt, idle in found:
+        assert idle > 0.5
+        assert np.abs(sound).max() > 0
+        np.testing.assert_array_equal(spoilt, sound)
+
+
+def _with_garbage(folder: Path, cases: list[Case]) -> list[tuple[np.ndarray, np.ndarray, float]]:
+    """For each case the gradients of one update, by PyTorch's grouped product and by one that behaves as on Blackwell,
+    and the share of experts without tokens."""
+    import torch
+
+    results, products = [], (torch.nn.functional.grouped_mm, _blackwell_grouped_mm())
+    for case in cases:
+        backend, found = actor(folder, case, optimizer_section()), []
+        for grouped_mm in products:
+            with mock.patch("torch.nn.functional.grouped_mm", grouped_mm):
+                stats = backend.differentiate([_batch((3,))], negative_log_likelihood, 2.0, 1.0)
+            found.append(np.concatenate([g.flatten().numpy() for _, g in gradients(backend)]))
+        results.append((found[0], found[1], stats.gauges["experts/idle"]))
+    return results
+
+
+def _blackwell_grouped_mm() -> Any:
+    """A grouped product whose backward pass leaves NaN in the gradients of groups without rows."""
+    import torch
+
+    real = torch.nn.functional.grouped_mm
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, weight: Any, ends: Any) -> Any:
+            ctx.save_for_backward(x, weight, ends)
+            return real(x, weight, offs=ends)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> Any:
+            x, weight, ends = ctx.saved_tensors
+            with torch.enable_grad():
+                leaves = x.detach().requires_grad_(), weight.detach().requires_grad_()
+                of_x, of_weight = torch.autograd.grad(real(*leaves, offs=ends), leaves, gradient)
+            rows = ends.diff(prepend=ends.new_zeros(1))
+            of_weight[rows == 0] = float("nan")
+            return of_x, of_weight, None
+
+    return lambda x, weight, *, offs: Product.apply(x, weight, offs)
+
+
+def _batch(lengths: tuple[int, ...] = LENGTHS) -> Any:
     import torch
 
     from rlhpc.data.collate import pack_batch
 
     generator = torch.Generator().manual_seed(5)
-    tokens = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in LENGTHS]
+    tokens = [torch.randint(2, 64, (length,), generator=generator).numpy() for length in lengths]
     return pack_batch([(t, 1) for t in tokens], sample_ids=range(len(tokens)))
 
 

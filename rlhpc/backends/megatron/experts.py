@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from jaxtyping import Float, Int64
+from jaxtyping import Float, Float32, Int64
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -35,9 +35,24 @@ class Router(TopKRouter):
         self.entropy = torch.zeros((), device=device())  # sum over tokens
         self.tokens = torch.zeros((), device=device())
 
-    def gating(self, input: Float[Tensor, "T 1 hidden"]) -> Float[Tensor, "T 1 experts"]:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Casts parameters, and leaves the bias per expert and its counts float32 and where they are.
+
+        Float16Module would put bfloat16 copies in their place (module.py, ``convert_module``): weights are loaded into
+        the tensors that were there before, and counts above 256 would be rounded.
+        """
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, buffer in before.items():
+            if buffer is not None:
+                self._buffers[name] = buffer.to(self._buffers[name].device)
+        return self
+
+    def gating(self, input: Float[Tensor, "T 1 hidden"]) -> Float32[Tensor, "T 1 experts"]:
+        """Logits as vLLM computes them: a product rounded to the model's dtype, which its kernels for the choice of
+        experts take to float32. In bfloat16 that rounding decides between experts that are nearly equal."""
         dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
-        return F.linear(input.to(dtype), self.weight.to(dtype))
+        return F.linear(input.to(dtype), self.weight.to(dtype)).float()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         # By the name of padding_mask come the experts that are given to the tokens (ReplayLayer).
@@ -157,9 +172,10 @@ class GroupedExperts(MegatronModule):
             # brought them wait for every rank.
             return x + 0 * (self.w13.sum() + self.w2.sum() + probs.sum()), None
         ends = tokens_per_expert.to(x.device).cumsum(0).to(torch.int32)
-        gate, up = _grouped_product(x, self.w13, ends).chunk(2, dim=-1)
+        idle = _idle_experts(tokens_per_expert)
+        gate, up = _grouped_product(x, self.w13, ends, idle).chunk(2, dim=-1)
         activated = (F.silu(gate) * up * probs[:, None]).to(x.dtype)
-        return _grouped_product(activated, self.w2, ends), None
+        return _grouped_product(activated, self.w2, ends, idle), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
@@ -197,9 +213,39 @@ class GroupedExperts(MegatronModule):
         return {f"{prefix}w13": w13, f"{prefix}w2": w2}
 
 
-def _grouped_product(x: Tensor, weight: Float[Tensor, "G out in"], ends: Tensor) -> Tensor:
-    """x's rows up to ends[0] times weight[0] transposed, and so on. On a GPU PyTorch has this for bfloat16 only."""
+def _grouped_product(x: Tensor, weight: Float[Tensor, "G out in"], ends: Tensor, idle: Sequence[int]) -> Tensor:
+    """x's rows up to ends[0] times weight[0] transposed, and so on. On a GPU PyTorch has this for bfloat16 only.
+
+    ``idle`` are the experts without rows.
+    """
     if x.is_cuda and x.dtype is not torch.bfloat16:
         parts = x.tensor_split(ends[:-1].tolist())
         return torch.cat([F.linear(part, one) for part, one in zip(parts, weight, strict=True)])
+    if idle and weight.requires_grad:
+        weight = _ZeroGradients.apply(weight, idle)
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def _idle_experts(tokens_per_expert: Int64[Tensor, " local_experts"]) -> list[int]:
+    """Experts without tokens. Both dispatchers have moved the counts to the CPU (token_dispatcher.py:295, :876), so
+    that reading them does not wait for the GPU."""
+    return [expert for expert, count in enumerate(tokens_per_expert.tolist()) if not count]
+
+
+class _ZeroGradients(torch.autograd.Function):
+    """Passes the weights on, and sets the gradients of idle experts to zero.
+
+    On Blackwell the backward pass of ``grouped_mm`` leaves there what was in memory before (pytorch#172439). Touches
+    those experts' gradients alone.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, idle: Sequence[int]) -> Tensor:
+        ctx.idle = idle
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        # In place: the product has just made this tensor, and nothing else refers to it.
+        torch._foreach_zero_([gradient[expert] for expert in ctx.idle])
+        return gradient, None

@@ -17,6 +17,7 @@ from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, hold_what_is_sent
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.shards import padded_vocab
+from rlhpc.plan.training import routes_in_float32
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -123,7 +124,8 @@ def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any
         "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
         "moe_router_load_balancing_type": "aux_loss" if section.aux_loss else "none",
         "moe_aux_loss_coeff": section.aux_loss,
-        "moe_router_dtype": "fp32",
+        # None: Router computes logits in the model's dtype, and all that follows in float32.
+        "moe_router_dtype": "fp32" if routes_in_float32(experts, section) else None,
     }
 
 
