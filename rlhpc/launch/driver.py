@@ -24,8 +24,8 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 def needed_cuda() -> str | None:
     """The newest CUDA version that this Python's wheels were built for, such as 13.0; None if they need none.
 
-    From the local tag of a version (2.11.0+cu130), else from torch/version.py, else from NVIDIA's runtime wheel. Nothing
-    is imported.
+    From the local tag of a version (2.11.0+cu130), else from torch/version.py, else from NVIDIA's runtime wheel.
+    Nothing is imported.
     """
     found = [tagged for name in _PACKAGES if (tagged := _tagged_cuda(_version(name) or ""))]
     if not found and (noted := _noted_cuda()):
