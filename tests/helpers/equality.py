@@ -8,6 +8,7 @@ every axis and random combinations, and prints a table.
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import random
 import sys
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 FROM_OUTSIDE = {"mistral": "my_family:MISTRAL"}  # docs/examples/my_family.py
 STEPS = 3
 LAYERS = 4
+BUCKET = 20_000  # elements
 
 
 @dataclass(frozen=True)
@@ -121,11 +123,23 @@ def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distan
 
 
 def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None, memory: Any = None) -> Any:
-    """A back end with the weights of ``folder`` in the layout of ``case``; groups of a former layout are left."""
+    """A back end with the weights of ``folder`` in the layout of ``case``; groups of a former layout are left.
+
+    Gradients are reduced in several buckets during the backward pass, as those of a real model.
+    """
+    from rlhpc.backends.megatron import backend as module
+
     leave_former()
     sys.path.insert(0, str(ROOT / "docs" / "examples"))
     axes = {f.name: getattr(case, f.name) for f in fields(case) if f.name != "kind"}
-    backend = make_actor(folder, optimizer, memory, experts=experts, family=FROM_OUTSIDE.get(case.kind), **axes)
+    distribute = module.distribute
+    module.distribute = functools.partial(distribute, bucket=BUCKET)
+    try:
+        backend = make_actor(folder, optimizer, memory, experts=experts, family=FROM_OUTSIDE.get(case.kind), **axes)
+    finally:
+        module.distribute = distribute
+    if optimizer is not None:
+        assert all(chunk.ddp_config.overlap_grad_reduce for chunk in backend._chunks)
     _former.append(backend)
     return backend
 

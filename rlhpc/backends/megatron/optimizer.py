@@ -26,12 +26,16 @@ def wrap_chunks(config: TransformerConfig, chunks: list[GPTModel]) -> list[torch
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
 
 
-def distribute(config: TransformerConfig, chunks: list[torch.nn.Module]) -> list[DistributedDataParallel]:
-    """Gradient buffers and their float32 reduction over the data-parallel ranks."""
+def distribute(
+    config: TransformerConfig, chunks: list[torch.nn.Module], bucket: int | None = None
+) -> list[DistributedDataParallel]:
+    """Gradient buffers and their float32 reduction over the data-parallel ranks, bucket by bucket during the backward
+    pass. ``bucket``: elements that close one; None: Megatron's default, 40 million or more."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=torch.cuda.is_available(),
+        overlap_grad_reduce=True,
         use_distributed_optimizer=True,
+        bucket_size=bucket,
     )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
 
