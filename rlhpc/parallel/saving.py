@@ -10,6 +10,9 @@ from typing import Any
 import torch
 
 from rlhpc.core.storage import os_error_in, patiently
+from rlhpc.parallel import host_memory
+
+Buckets = list[tuple[Any, str, tuple[list[Any], list[Any]]]]  # file, its key, (bytes, tensors), each with its item
 
 
 def write_archive(file: Path, value: Any) -> None:
@@ -24,6 +27,19 @@ def write_archive(file: Path, value: Any) -> None:
         if found is None:
             raise
         raise found from None
+
+
+def private_buckets(buckets: Buckets) -> Buckets:
+    """What a forked process writes while training continues, in memory that training does not change.
+
+    Stands in for ``preload_tensors`` (filesystem_async.py:245), which leaves CPU tensors where they are, and copies
+    those of a device into pinned memory. A fork shares pinned memory, and the parent reuses it at once: it drops its
+    references when the process has started.
+    """
+    return [
+        (file, key, (data, [(item, host_memory.private(tensor)) for item, tensor in tensors]))
+        for file, key, (data, tensors) in buckets
+    ]
 
 
 def patient_writer(write: Callable[..., None]) -> Callable[..., None]:

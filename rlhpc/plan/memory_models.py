@@ -15,7 +15,7 @@ from rlhpc.plan.optimizer_memory import (
     Parameter,
     StateBytes,
     coordinates,
-    gpu_bucket,
+    default_bucket,
     rank_parameters,
     state_bytes,
 )
@@ -75,6 +75,7 @@ class RankModel:
             master,
             state.optimizer - gone["optimizer"] - master,
             state.host,
+            state.staging,
         )
 
     @property
@@ -173,7 +174,7 @@ class _Maker:
             config.model.dtype,
             trained=optimizer is not None,
             host_fraction=optimizer.host_fraction if optimizer else 0.0,
-            bucket=gpu_bucket(layout),
+            bucket=default_bucket(layout),
         )
         tokens = _tokens(config, layout, trained, passed)
         in_float32 = shape.experts is not None and routes_in_float32(shape.experts, config.train.experts)

@@ -20,6 +20,7 @@ _FLOAT32 = 4
 _PARAM_ALIGNMENT = 64  # elements (param_and_grad_buffer.py:665)
 _BUCKET_ALIGNMENT = 128  # elements (param_and_grad_buffer.py:654)
 _BUCKET = 40_000_000  # elements at least, and ...
+STAGED = 1 << 24  # elements of a piece of the CPU's optimizer; two are in flight between device and CPU
 _MODULES = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")  # of a layer, as it makes them
 _BUCKET_OF_RANK = 1_000_000  # ... so many for each data-parallel rank (distributed_data_parallel.py:67)
 
@@ -37,13 +38,15 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one model on one rank. ``host`` is what AdamW keeps in host memory (optimizer.host_fraction)."""
+    """Of one model on one rank. ``host`` is what AdamW keeps in host memory (optimizer.host_fraction), ``staging`` the
+    buffers there that its gradients and new weights pass through."""
 
     parameters: int
     gradients: int = 0
     master: int = 0  # float32 copies of half-precision weights, on the device
     moments: int = 0  # on the device
     host: int = 0
+    staging: int = 0
 
     @property
     def optimizer(self) -> int:
@@ -86,14 +89,13 @@ def state_bytes(
 ) -> StateBytes:
     """What one rank allocates for a model; without training only its weights.
 
-    ``bucket``: elements that close a bucket on the first stage (``gpu_bucket``); None: as on CPUs, where gradients
-    are not reduced in buckets.
+    ``bucket``: elements that close a bucket on the first stage (``default_bucket``); None: one bucket for all.
     """
     coord = coordinates(layout, rank)
     chunks = rank_parameters(shape, layout, coord["pp"])
     if not trained:
         return StateBytes(ITEMSIZE[dtype] * sum(parameter.numel for chunk in chunks for parameter in chunk))
-    numel, on_device, on_host = 0, 0, 0
+    numel, on_device, on_host, staged = 0, 0, 0, 0
     for expert, ranks, index in (
         (False, layout.dp * layout.cp, coord["dp"] * layout.cp + coord["cp"]),
         (True, layout.edp, coord["edp"]),
@@ -105,7 +107,8 @@ def state_bytes(
             numel += buffer.numel
             owned += buffer.owned(ranks, index)
         mine, away = _share(owned, host_fraction)
-        on_device, on_host = on_device + mine, on_host + away
+        on_device, on_host = on_device + sum(mine), on_host + sum(away)
+        staged += 2 * min(STAGED, max(away, default=0))
     master = 0 if dtype == "float32" else _FLOAT32
     return StateBytes(
         parameters=ITEMSIZE[dtype] * numel,
@@ -113,6 +116,7 @@ def state_bytes(
         master=master * on_device,
         moments=2 * _FLOAT32 * on_device,
         host=(master + 2 * _FLOAT32) * on_host,
+        staging=(_FLOAT32 + ITEMSIZE[dtype]) * staged,
     )
 
 
@@ -126,8 +130,8 @@ def coordinates(layout: ParallelLayout, rank: int) -> dict[str, int]:
     return coord
 
 
-def gpu_bucket(layout: ParallelLayout) -> int:
-    """Elements that close a bucket where ranks have GPUs (distributed_data_parallel.py:66)."""
+def default_bucket(layout: ParallelLayout) -> int:
+    """Elements that close a bucket (distributed_data_parallel.py:65)."""
     return max(_BUCKET, _BUCKET_OF_RANK * layout.dp)
 
 
@@ -185,16 +189,16 @@ def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = No
     return Buffer(tuple(reversed(parameters)), tuple(places), tuple(buckets))
 
 
-def _share(owned: Sequence[tuple[Parameter, int]], host_fraction: float) -> tuple[int, int]:
-    """(elements with state on the device, on the host): as ``leading_share`` of adamw.py, vectors last."""
+def _share(owned: Sequence[tuple[Parameter, int]], host_fraction: float) -> tuple[list[int], list[int]]:
+    """Sizes of the parameters with state on the device and on the host: as ``leading_share`` of adamw.py, vectors
+    last."""
     sizes = [size for parameter, size in owned if not parameter.vector]
     sizes += [size for parameter, size in owned if parameter.vector]
-    total, held = sum(sizes), 0
-    for size in sizes:
-        if held >= host_fraction * total:
-            break
-        held += size
-    return total - held, held
+    total, held, count = sum(sizes), 0, 0
+    while count < len(sizes) and held < host_fraction * total:
+        held += sizes[count]
+        count += 1
+    return sizes[count:], sizes[:count]
 
 
 def _up(number: int, divisor: int) -> int:

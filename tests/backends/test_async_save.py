@@ -40,6 +40,11 @@ def test_training_goes_on_and_none_of_it_gets_into_the_checkpoint(found: dict[st
     assert found["drawn again"] == found["drawn"]
 
 
+def test_state_that_the_cpu_updates_is_saved_as_it_was(found: dict[str, Any]) -> None:
+    """Master weights and moments in memory that the writer shares, updated while it is stopped."""
+    assert found["resumed from the CPU's state"] == found["straight from the CPU's state"]
+
+
 def test_the_name_comes_when_every_rank_has_written(found: dict[str, Any]) -> None:
     assert found["named while written"] == []
     assert found["named when settled"] == ["step-00000002"]
@@ -161,7 +166,16 @@ class _Run:
 
 def _look(model: Path, folder: Path) -> dict[str, Any]:
     run = _Run(model, folder)
-    looks = (_go_on_meanwhile, _save_twice, _fill_the_disk, _lose_a_writer, _fail_for_a_moment, _fail, _be_superseded)
+    looks = (
+        _go_on_meanwhile,
+        _update_on_the_cpu_meanwhile,
+        _save_twice,
+        _fill_the_disk,
+        _lose_a_writer,
+        _fail_for_a_moment,
+        _fail,
+        _be_superseded,
+    )
     return {name: value for look in looks for name, value in look(run).items()}
 
 
@@ -187,6 +201,30 @@ def _go_on_meanwhile(run: _Run) -> dict[str, Any]:
     found["drawn again"] = _draw()
     found["resumed"] = [*train(resumed, 2), digest(resumed)]
     return found
+
+
+def _update_on_the_cpu_meanwhile(run: _Run) -> dict[str, Any]:
+    import torch.distributed as dist
+
+    def make() -> Any:
+        return make_actor(run.model, optimizer_section(host_fraction=1.0), dtype="bfloat16")
+
+    actor, folder = make(), run.folder / "on the CPU"
+    train(actor, 1)
+    folder.mkdir(exist_ok=True)
+    dist.barrier()
+    share = actor.save(folder, asynchronous=True)
+    writer = share._caller.process.pid
+    os.kill(writer, signal.SIGSTOP)
+    straight = [*train(actor, 2), digest(actor)]
+    os.kill(writer, signal.SIGCONT)
+    share.finish()
+    resumed = make()
+    resumed.load(folder)
+    return {
+        "straight from the CPU's state": straight,
+        "resumed from the CPU's state": [*train(resumed, 2), digest(resumed)],
+    }
 
 
 def _save_twice(run: _Run) -> dict[str, Any]:

@@ -182,7 +182,7 @@ def _half(model: Path, folder: Path) -> dict[str, Any]:
     classic = {"function": "tests.backends.test_optimizer:make_with_megatron_s_masters"}
     theirs, ours = folder / "megatron's", folder / "ours"
     losses = {"megatron's": four_updates(make(**classic), theirs)}
-    adamw._STAGED = 128  # so that a parameter goes over in several pieces, the last one shorter
+    adamw.STAGED = 128  # so that a parameter goes over in several pieces, the last one shorter
     for share in (0.0, 0.4, 1.0):
         losses[f"host {share}"] = four_updates(make(host_fraction=share), ours.with_suffix(f".{share}"))
     losses["ours from megatron's"] = resumed(make(host_fraction=1.0), theirs)
@@ -226,7 +226,7 @@ def _inner(actor: Any) -> Any:
 def _share_on_host(actor: Any) -> float:
     inner = _inner(actor)
     params = [param for group in inner.param_groups for param in group["params"]]
-    return sum(param.numel() for param in inner._on_host) / sum(param.numel() for param in params)
+    return sum(param.numel() for param in inner.on_host) / sum(param.numel() for param in params)
 
 
 def _decay(actor: Any) -> dict[int, set[float]]:

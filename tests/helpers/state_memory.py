@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import random
 import sys
 import tempfile
@@ -23,7 +24,7 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 71, "hidden_size"
 
 @dataclass(frozen=True)
 class StateCase:
-    """A model on a layout; ``critic``: with a value head. ``bucket``: elements of a bucket, as ranks on GPUs have."""
+    """A model on a layout; ``critic``: with a value head. ``bucket``: elements of a bucket, few for small models."""
 
     kind: str
     axes: tuple[tuple[str, int], ...] = ()
@@ -67,7 +68,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     optimizer = optimizer_section(host_fraction=case.host_fraction) if case.trained else None
     distribute = backend.distribute
     if case.bucket is not None:
-        backend.distribute = lambda config, chunks: _in_buckets(config, chunks, case.bucket)
+        backend.distribute = functools.partial(distribute, bucket=case.bucket)
     try:
         model = MegatronBackend(shape, layout, info, case.dtype, section, optimizer)
         model.reset_optimizer()
@@ -87,26 +88,17 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     return measured, asdict(foretold)
 
 
-def _in_buckets(config: Any, chunks: Any, bucket: int | None) -> Any:
-    """As ``distribute`` does where there are GPUs, with small buckets."""
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=True, use_distributed_optimizer=True, bucket_size=bucket
-    )
-    return [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
-
-
 def measure(model: Any) -> dict[str, int]:
     """Bytes of the storages that the rank has, as ``StateBytes`` names them."""
     from rlhpc.backends.megatron.adamw import MASTER
     from rlhpc.backends.megatron.offload import device_tensors
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    masters, moments, host = [], [], []
+    masters, moments, host, staging = [], [], [], []
     for part in inner_optimizers(model._optimizer) if model._optimizer is not None else []:
+        staging += [buffer for slot in part._slots for buffer in (slot._gradient, slot._weight)]
         for param, state in part.state.items():
-            if param in part._on_host:
+            if param in part.on_host:
                 host += state.values()
             else:
                 masters += [value for name, value in state.items() if name == MASTER]
@@ -117,6 +109,7 @@ def measure(model: Any) -> dict[str, int]:
         "master": masters,
         "moments": moments,
         "host": host,
+        "staging": staging,
     }
     return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
 

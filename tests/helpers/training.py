@@ -90,5 +90,5 @@ def digest(backend: Any) -> str:
     found = hashlib.sha256()
     for name, tensor in backend.full_tensors():
         found.update(name.encode())
-        found.update(tensor.detach().float().clone().numpy().tobytes())  # numpy() would pin the storage
+        found.update(tensor.detach().float().cpu().clone().numpy().tobytes())  # numpy() would pin the storage
     return found.hexdigest()

@@ -29,7 +29,7 @@ from rlhpc.plan.memory import (
 )
 from rlhpc.plan.memory_models import rank_models
 from rlhpc.plan.memory_remedies import changed_config, find_remedies
-from rlhpc.plan.optimizer_memory import Parameter, gpu_bucket, lay_out, state_bytes
+from rlhpc.plan.optimizer_memory import Parameter, default_bucket, lay_out, state_bytes
 from rlhpc.plan.shards import model_tensors
 from tests.helpers.published import MIXTRAL_8X7B
 
@@ -139,7 +139,7 @@ def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
     """On 24 ranks buckets have ends that are multiples of 3 too: several take more than one for all."""
     config, shape, layout = parts(SMALL, "slurm.nodes=3")
     state = rank_models(config, shape, layout, 0)[0].state
-    assert state == state_bytes(shape, layout, 0, "bfloat16", bucket=gpu_bucket(layout))
+    assert state == state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
     assert state.parameters > state_bytes(shape, layout, 0, "bfloat16").parameters
 
 

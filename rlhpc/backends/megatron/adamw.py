@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-_HOST = torch.device("cpu")
-_STAGED = 1 << 24  # elements of a piece; two are on their way between device and host at once
+from rlhpc.parallel import host_memory
+from rlhpc.plan.optimizer_memory import STAGED
+
 MASTER = "master_param"  # Megatron's name (distrib_optimizer.py:904)
 
 
@@ -39,7 +40,8 @@ class AdamW(torch.optim.Optimizer):
         assert adam_w_mode, "only decoupled weight decay is built"
         assert bias_correction, "only bias correction is built"
         self.host_fraction = 0.0
-        self._on_host: set[Tensor] = set()
+        self.on_host: set[Tensor] = set()  # parameters whose state is in CPU memory
+        self._slots: list[_Slot] = []
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -50,7 +52,10 @@ class AdamW(torch.optim.Optimizer):
         writes into: without it Megatron would make all of it on the device.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        self._on_host = set(leading_share(params, self.host_fraction))
+        leading = leading_share(params, self.host_fraction)
+        self.on_host = set(leading)
+        longest = min(STAGED, max((param.numel() for param in leading), default=0))
+        self._slots = [_Slot(longest, leading[0]) for _ in range(2)] if leading else []
         for param in params:
             self.state[param] = {name: self._empty(param).zero_() for name in ("exp_avg", "exp_avg_sq")}
             if param.dtype != torch.float32:
@@ -62,13 +67,13 @@ class AdamW(torch.optim.Optimizer):
             # Counted in empty groups too: every rank must save the same common state.
             group["step"] = group.get("step", 0) + 1
             params = [param for param in group["params"] if _gradient(param) is not None]
-            device = [param for param in params if param not in self._on_host]
+            device = [param for param in params if param not in self.on_host]
             weights = [self.master(param) for param in device]
             self._update(group, weights, [_gradient(param) for param in device], [self.state[p] for p in device])
             for param, weight in zip(device, weights, strict=True):
                 if weight is not param:
                     param.copy_(weight)
-            self._update_on_host(group, [param for param in params if param in self._on_host])
+            self._update_on_host(group, [param for param in params if param in self.on_host])
 
     def master(self, param: Tensor) -> Tensor:
         """The float32 weights that are updated: the parameter itself where it is float32."""
@@ -93,15 +98,14 @@ class AdamW(torch.optim.Optimizer):
                     self.state[param] = state_dict["state"][index]
 
     def _empty(self, param: Tensor) -> Tensor:
-        if param in self._on_host:
-            return torch.empty_like(param, dtype=torch.float32, device=_HOST, pin_memory=param.is_cuda)
+        if param in self.on_host:
+            return host_memory.allocate(4 * param.numel(), param.device).view(torch.float32).view(param.shape)
         return torch.empty_like(param, dtype=torch.float32)
 
     def _update_on_host(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
         """Piece by piece; the next one's gradient comes over while the CPU works on one."""
-        pieces = [(p, slice(start, start + _STAGED)) for p in params for start in range(0, p.numel(), _STAGED)]
-        longest = min(_STAGED, max((param.numel() for param in params), default=0))
-        slots = [_Slot(longest, params[0]) for _ in pieces[:2]]
+        pieces = [(p, slice(start, start + STAGED)) for p in params for start in range(0, p.numel(), STAGED)]
+        slots = self._slots
         for number in range(len(pieces) + 1):
             if number < len(pieces):
                 slots[number % 2].fetch(*pieces[number], with_weight=MASTER not in self.state[pieces[number][0]])
@@ -153,8 +157,8 @@ class _Slot:
     """A gradient on its way to the host, and the new weight on its way back; in pinned memory where there is a GPU."""
 
     def __init__(self, numel: int, like: Tensor) -> None:
-        self._gradient = torch.empty(numel, dtype=torch.float32, pin_memory=like.is_cuda)
-        self._weight = torch.empty(numel, dtype=like.dtype, pin_memory=like.is_cuda)
+        self._gradient = host_memory.allocate(4 * numel, like.device).view(torch.float32)
+        self._weight = host_memory.allocate(like.itemsize * numel, like.device).view(like.dtype)
         self._event = torch.cuda.Event() if like.is_cuda else None
         self._length = 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -25,6 +26,7 @@ from torch.distributed.checkpoint import CheckpointException
 from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state, owned_state, state_shards
 from rlhpc.parallel.agreement import raise_together
 from rlhpc.parallel.compat import megatron_device, patient_saves
+from rlhpc.parallel.saving import private_buckets
 from rlhpc.plan.layout import ParallelLayout
 
 # The optimizer's state is by parameters, not by this layout's buffers.
@@ -124,11 +126,14 @@ class Content:
 
 
 class BackgroundWrite:
-    """Shards on their way to disk. A process forked from the rank writes them: it sees what was in memory then."""
+    """Shards on their way to disk. A process forked from the rank writes them from private copies of what is on a GPU,
+    pinned or shared; of all other memory it sees what was there at the fork."""
 
     def __init__(self, request: AsyncRequest, folder: Path) -> None:
         self._folder = folder
         self._caller, self._finalize = TemporalAsyncCaller(), request.finalize_fns
+        if request.preload_fn is not None:  # there is something to write
+            request = request._replace(preload_fn=functools.partial(private_buckets, request.async_fn_args[1]))
         self._caller.schedule_async_call(request._replace(finalize_fns=[]))
 
     def done(self) -> bool:

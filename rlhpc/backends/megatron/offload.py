@@ -14,8 +14,10 @@ import torch
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor, UntypedStorage
 
+from rlhpc.backends.megatron.adamw import AdamW
 from rlhpc.backends.megatron.optimizer import inner_optimizers
 from rlhpc.config.training import OffloadSection
+from rlhpc.parallel import host_memory
 
 Kind = Literal["gradients", "optimizer", "parameters"]
 KINDS: tuple[Kind, ...] = ("gradients", "optimizer", "parameters")
@@ -44,7 +46,7 @@ class Offload:
     def __init__(self, kinds: Sequence[Kind], fraction: float, find: Callable[[Kind], Iterable[Tensor]]) -> None:
         self._kinds, self._fraction, self._find = [kind for kind in KINDS if kind in kinds], fraction, find
         self._away: dict[int, _Part] = {}
-        self._spare: dict[int, list[Tensor]] = {}  # host memory, pinned and so dear to make, by size
+        self._spare: dict[int, list[Tensor]] = {}  # pinned memory, which takes long to allocate, by size
 
     @torch.no_grad()
     def release(self, *kinds: Kind) -> None:
@@ -116,7 +118,7 @@ class Offload:
         spare = self._spare.get(size)
         if spare:
             return spare.pop()
-        return torch.empty(size, dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+        return host_memory.allocate(size, storage.device)
 
 
 def configured_kinds(section: OffloadSection, trained: bool) -> list[Kind]:
@@ -135,8 +137,10 @@ def device_tensors(models: Sequence[torch.nn.Module], optimizer: MegatronOptimiz
         return [param.main_grad for param in params if hasattr(param, "main_grad")]
     found = []
     for inner in [] if optimizer is None else inner_optimizers(optimizer):
+        on_host = inner.on_host if isinstance(inner, AdamW) else set()
         for param in (param for group in inner.param_groups for param in group["params"]):
-            own = [param, *inner.state.get(param, {}).values()]
+            state = {} if param in on_host else inner.state.get(param, {})
+            own = [param, *state.values()]
             found += [value for value in own if torch.is_tensor(value) and value.device == param.device]
     return found
 

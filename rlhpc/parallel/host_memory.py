@@ -1,0 +1,74 @@
+"""CPU memory that a GPU copies to and from directly, in exactly the bytes asked for.
+
+PyTorch's own pinned memory is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h), almost twice
+what is needed in the worst case. Here each buffer is a mapping of its own, registered with CUDA and unregistered when
+the last tensor on it is gone. The mapping is shared with forked processes, which is what drivers make of pinned memory
+in any case: copy-on-write would move the pages of the parent away from those that the GPU knows. So a forked process
+sees later writes of its parent; ``private`` copies what it has to see unchanged.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import weakref
+
+import torch
+from torch import Tensor
+
+from rlhpc.core.errors import UserError
+
+_GIB = 1 << 30
+
+
+class _Mapping(mmap.mmap):
+    """Anonymous shared memory, and whether CUDA has it registered."""
+
+    address = 0
+    registered_by = 0  # process id; 0: not registered
+
+    def register(self) -> None:
+        result = torch.cuda.cudart().cudaHostRegister(self.address, len(self), 0)
+        if int(result) != 0:
+            raise UserError(
+                f"CUDA cannot pin {len(self) / _GIB:.2f} GiB of CPU memory (error {int(result)})",
+                where="memory.offload",
+                remedy="offload less (memory.offload, optimizer.host_fraction), or ask for more memory (slurm.memory)",
+            )
+        self.registered_by = os.getpid()
+
+    def __del__(self) -> None:
+        # A forked process has no CUDA context, and at its exit a process has none any more.
+        if self.registered_by == os.getpid() and not sys.is_finalizing():
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
+_mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
+
+
+def allocate(nbytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes, pinned if ``device`` is a GPU. They are returned to the system with the last tensor on them: only
+    drop it when no copy to or from ``device`` is in flight."""
+    if not nbytes:
+        return torch.empty(0, dtype=torch.uint8)
+    mapping = _Mapping(-1, nbytes)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    mapping.address = tensor.data_ptr()
+    if device.type == "cuda":
+        mapping.register()
+    _mappings.add(mapping)
+    return tensor
+
+
+def private(tensor: Tensor) -> Tensor:
+    """The tensor in CPU memory that a forked process sees as it is now: itself, or a copy of what is on a device,
+    pinned or shared."""
+    if tensor.device.type == "cpu" and not (tensor.is_pinned() or tensor.is_shared() or _is_mapped(tensor)):
+        return tensor
+    return torch.empty_like(tensor, device="cpu", pin_memory=False).copy_(tensor)
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    start = tensor.untyped_storage().data_ptr()
+    return any(mapping.address <= start < mapping.address + len(mapping) for mapping in _mappings)
