@@ -51,7 +51,8 @@ class RolloutSection(Section):
     kv_cache_gib: PositiveFloat | None = None
     """Size of each engine's KV cache on a rank; default on a GPU: what gpu_memory_fraction leaves, on a CPU: 1 GiB."""
     gpu_memory_fraction: Fraction = 0.6
-    """Share of the GPU's memory that engine weights and KV cache may take while generating."""
+    """Share of the GPU's memory that engine weights and KV cache may take while generating, and that must be free when
+    the engine starts. No effect with kv_cache_gib: the engine then claims what it needs."""
     prefix_caching: bool = True
     """vLLM keeps the cache of a prompt for all its responses."""
     chunked_prefill: bool = True

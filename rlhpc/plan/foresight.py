@@ -44,13 +44,35 @@ def foresee(config: RunConfig, shape: ModelShape, layout: ParallelLayout, prepar
     warnings += check_tensor_parallel(config, gpu)
     if gpu is not None and gib is not None and prepared:
         plan = predict_memory(config, shape, layout, gib, gpu.reserves)
-        if (phase := plan.first_too_large) is not None:
+        if plan.refused_engine is not None:
+            warnings.append(_refused_engine(config, shape, plan, *plan.refused_engine))
+        elif (phase := plan.first_too_large) is not None:
             warnings.append(
                 f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank}, a GPU has "
                 f"{gib:g}; `rlhpc plan` says what helps"
             )
         warnings += check_host(config, plan, gpu)
     return warnings
+
+
+def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, claimed: int, free: int) -> str:
+    """What the ranks would end with: vLLM finds less free memory than it claims."""
+    section, total = config.rollout, plan.gpu_bytes or 0
+    engine, sequence = engine_memory(config, shape, total), sequence_tokens(config)
+    if section.kv_cache_gib is not None:
+        key, fits = "kv_cache_gib", int(100 * (free - claimed + engine.cache) / GIB) / 100
+        what = f"with a KV cache of {section.kv_cache_gib:g} GiB an engine needs"
+        enough = fits * GIB >= sequence * engine.token
+    else:
+        key, fits = "gpu_memory_fraction", int(100 * free / total) / 100
+        what = f"vLLM starts only if {section.gpu_memory_fraction:g} of the GPU is free,"
+        enough = fits * total >= engine.weights + engine.working + sequence * engine.token
+    has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
+    lower = f"set it to {fits:g} or " if enough else ""
+    return (
+        f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {lower}offload more (memory.offload); "
+        "`rlhpc plan` shows what helps"
+    )
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:

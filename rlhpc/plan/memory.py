@@ -19,6 +19,7 @@ from rlhpc.plan.optimizer_memory import ITEMSIZE, StateBytes
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # that vLLM takes through the model at once, at most (max_num_batched_tokens)
 HOST_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
+_ENGINE = ("engine weights", "KV cache", "engine's passes", "claimed by the engine")  # parts when it is built
 _ROUTE_COPIES = 3  # of what a rank trains on: as they came, by sample, and by micro batch
 _ESTIMATES = Reserves()  # of a machine on which nothing was measured
 
@@ -73,6 +74,15 @@ class MemoryPlan:
         if self.gpu_bytes is None:
             return None
         return next((phase for phase in self.phases if phase.total > self.gpu_bytes), None)
+
+    @property
+    def refused_engine(self) -> tuple[int, int] | None:
+        """(bytes that the engine claims, bytes that are free) when it is built, if that is what does not fit first."""
+        phase = self.first_too_large
+        if phase is None or phase.name != "load" or self.gpu_bytes is None or _ENGINE[0] not in phase.parts:
+            return None
+        claimed = sum(phase.parts.get(part, 0) for part in _ENGINE)
+        return claimed, self.gpu_bytes - (phase.total - claimed)
 
 
 def predict_memory(
@@ -172,6 +182,7 @@ def engine_bytes(
     claimed = 0 if gpu_bytes is None else int(section.gpu_memory_fraction * gpu_bytes)
     if section.kv_cache_gib is not None:
         cache = int(section.kv_cache_gib * GIB)
+        claimed = weights + working + cache
     elif gpu_bytes is None:
         cache = token * tokens
     else:
@@ -259,10 +270,9 @@ def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemo
             moments.append({**before, **making, "module's own weights": own.parameters})
         moments.append({**before, **_state([model], [own])})
     if engine is not None:
-        needs = {"engine weights": engine.weights, "KV cache": max(0, engine.cache), "engine's passes": engine.working}
-        missing = engine.claimed - sum(needs.values())
-        if missing > 0:  # vLLM refuses to start unless its whole share is free (v1/worker/utils.py, request_memory)
-            needs["claimed by the engine"] = missing
+        sizes = (engine.weights, max(0, engine.cache), engine.working)
+        needs = dict(zip(_ENGINE, (*sizes, max(0, engine.claimed - sum(sizes))), strict=True))
+        # vLLM refuses to start unless its whole share is free (v1/worker/utils.py, request_memory).
         moments.append({**_state(models, resting), **needs})
     return _largest("load", moments)
 
@@ -336,7 +346,7 @@ def _host(config: RunConfig, models: Sequence[RankModel], routes: int) -> HostMe
     parts = {
         "processes": HOST_PROCESS,
         "offloaded": sum(away.values()),
-        "optimizer of the host": sum(model.state.host for model in models),
+        "optimizer of the host": sum(model.state.host + model.state.staging for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
         "routes": routes,
     }

@@ -27,6 +27,8 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.engine import EngineLayout, engine_shards
+from rlhpc.plan.memory import engine_bytes
+from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.vllm_arguments import engine_arguments, route_arguments
 from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
 
@@ -71,8 +73,7 @@ class VllmEngine:
         if section.tp > 1 and self._on_gpu and over_nodes(section.tp):
             # Its rendezvous shares GPU memory through unix sockets, and may wait for another node for ever.
             os.environ.setdefault(env.VLLM_ALLREDUCE_USE_SYMM_MEM, "0")
-        with _process_kept():
-            self._engine = _build(arguments)
+        self._engine = self._start(arguments, section, shape, dtype)
         # vLLM's own way out, taken at exit or when the engine is collected as garbage, destroys the default group.
         finalizer = getattr(self._engine.engine_core, "_finalizer", None)
         if finalizer is not None:
@@ -221,6 +222,18 @@ class VllmEngine:
         tokens = len(state.prompt_token_ids) + drawn - 1
         return self._engine.collective_rpc("routes_of", args=(state.external_req_id, tokens))[0]
 
+    def _start(self, arguments: dict[str, Any], section: RolloutSection, shape: ModelShape, dtype: str) -> Any:
+        """vLLM's engine. If it refuses the memory of one rank, all raise the same error."""
+        total = torch.cuda.mem_get_info()[1] if self._on_gpu else None
+        memory = engine_bytes(section, shape, dtype, total)
+        if total is not None:
+            arguments = {**arguments, "gpu_memory_utilization": vllm_memory.claimed_share(section, memory, total)}
+        with _process_kept():
+            try:
+                return _build(arguments)
+            except vllm_memory.EngineRefused as refused:
+                raise vllm_memory.explain(refused, section, memory, self._max_model_len) from refused
+
     def _find_weights(self, section: RolloutSection) -> Weights:
         def find(model: nn.Module) -> Weights:
             if not self._on_gpu:
@@ -327,13 +340,14 @@ def _queue() -> Any:
 def _process_kept() -> Iterator[None]:
     """Keep what vLLM's start changes for the whole process and the trainer relies on.
 
-    It reseeds every random generator, makes ``torch.set_num_threads`` a no-op (CPU) and overwrites LOCAL_WORLD_SIZE.
+    It reseeds every random generator, makes ``torch.set_num_threads`` a no-op (CPU), overwrites LOCAL_WORLD_SIZE, and
+    resets PyTorch's allocator options (0.25).
     """
     environ = dict(os.environ)
     python_state, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices), vllm_memory.allocator_settings_kept():
             yield
     finally:
         random.setstate(python_state)

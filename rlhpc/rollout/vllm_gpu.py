@@ -1,15 +1,29 @@
-"""vLLM's GPU worker with a seed for each token. Imported by vLLM only, by the name in ``vllm_arguments.GPU_WORKER``."""
+"""vLLM's GPU worker with a seed for each token and a start that all ranks agree on.
+
+Imported by vLLM only, by the name in ``vllm_arguments.GPU_WORKER``.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from vllm.v1.worker import gpu_worker
 
+from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.token_seeds import seed_tokens
 
 
 class Worker(gpu_worker.Worker):
+    def init_device(self) -> None:
+        """The last place where ranks can agree: those that vLLM accepts wait for all in its next collective."""
+        refused = None
+        try:
+            super().init_device()
+        except ValueError as error:
+            refused = error
+        vllm_memory.agree(refused, *torch.cuda.mem_get_info())
+
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)
         if not self.use_v2_model_runner:

@@ -13,6 +13,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.engine import EngineLayout, engine_parameters
 from rlhpc.plan.shards import Shard
+from rlhpc.rollout.vllm_memory import free_weights
 
 TESTED = "0.25 or 0.32"
 _DERIVED = ("W_UV", "W_UK_T")  # what vLLM's latent attention keeps of kv_b_proj, by head
@@ -46,12 +47,15 @@ class LiveWeights:
         derived = {id(own) for module in self._latent for own in module.parameters(recurse=False)}
         self._parameters = {name: own for name, own in model.named_parameters() if id(own) not in derived}
         self.shapes = {name: tuple(own.shape) for name, own in self._parameters.items()}
-        self._shared: set[str] = set()
+        self._replaced: dict[str, Tensor] = {}  # vLLM's own, by the names of parameters that are shared
+        self._to_free = False
 
     def open(self) -> dict[str, Tensor]:
+        self._free_replaced()
         return {name: parameter.data for name, parameter in self._parameters.items()}
 
     def close(self) -> None:
+        self._free_replaced()
         for module in self._latent:
             _renew_latent(module, self._dtype)
 
@@ -68,11 +72,15 @@ class LiveWeights:
     def share(self, name: str, tensor: Tensor) -> None:
         parameter = self._parameters[name]
         assert tensor.dtype == parameter.dtype, f"{name}: {tensor.dtype}, not {parameter.dtype}"
+        if name not in self._replaced:
+            self._replaced[name], self._to_free = parameter.data, True
         parameter.data = tensor
-        if name not in self._shared:
-            self._shared.add(name)
-            # To the device; while it slept, vLLM's allocator would unmap this memory a second time (cumem.py).
-            torch.cuda.empty_cache()
+
+    def _free_replaced(self) -> None:
+        if self._to_free:
+            used = [*self._model.parameters(), *self._model.buffers()]  # some may be views of what others have replaced
+            free_weights(list(self._replaced.values()), used)
+            self._to_free = False
 
 
 @torch.no_grad()

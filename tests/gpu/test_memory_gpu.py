@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,8 @@ import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import make_actor, optimizer_section, train
+from tests.helpers.training import digest, make_actor, optimizer_section, train
+from tests.rollout import engines
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,4 +69,110 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
     share.finish()
     actor.load(saved)
     found["resumed"] = train(actor, 2)
+    return found
+
+
+@pytest.mark.parametrize("host_fraction", [0.0, 1.0])
+def test_none_of_later_updates_is_in_a_checkpoint_written_meanwhile(tmp_path: Path, host_fraction: float) -> None:
+    """The writer is stopped while state in pinned memory changes and freed pinned memory is used again."""
+    model = make_model(tmp_path / "model", "qwen3", hidden_size=512, intermediate_size=2048)
+    (found,) = run_ranks(_save_meanwhile, 1, model, tmp_path / "saved", host_fraction, join=False)
+    assert found["resumed"] == found["straight"]
+
+
+def _save_meanwhile(model: Path, saved: Path, host_fraction: float) -> dict[str, Any]:
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel.groups import join
+
+    join(RankInfo.from_environ())
+    actor = make_actor(model, optimizer_section(host_fraction=host_fraction), dtype="bfloat16")
+    train(actor, 1)
+    sizes = [tensor.nbytes for _, tensor in actor.full_tensors()]
+    saved.mkdir()
+    share = actor.save(saved, asynchronous=True)
+    writer = share._caller.process.pid
+    os.kill(writer, signal.SIGSTOP)
+    straight = [*train(actor, 2), digest(actor)]
+    garbage = [
+        torch.full((factor * size,), 255, dtype=torch.uint8, pin_memory=True) for size in sizes for factor in (1, 2)
+    ]
+    os.kill(writer, signal.SIGCONT)
+    share.finish()
+    del garbage
+    actor = make_actor(model, optimizer_section(host_fraction=host_fraction), dtype="bfloat16")
+    actor.load(saved)
+    return {"straight": straight, "resumed": [*train(actor, 2), digest(actor)]}
+
+
+def test_pinned_memory_is_as_large_as_what_is_in_it(tmp_path: Path) -> None:
+    """Of a size just above a power of two, which PyTorch's own pinned memory would double."""
+    (found,) = run_ranks(_pin, 1, join=False)
+    assert found["pinned"]
+    assert found["equal"]
+    assert found["size"] <= found["taken"] < 1.01 * found["size"]
+    assert found["left"] < 0.01 * found["size"]
+
+
+def _pin() -> dict[str, Any]:
+    from rlhpc.parallel import host_memory
+
+    device, size = torch.device("cuda", 0), (1 << 30) + 12345
+    content = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    before = _shared_bytes()
+    tensor = host_memory.allocate(size, device)
+    found: dict[str, Any] = {"size": size, "taken": _shared_bytes() - before, "pinned": tensor.is_pinned()}
+    tensor.copy_(content, non_blocking=True)
+    torch.cuda.synchronize()
+    found["equal"] = bool((tensor.to(device) == content).all())
+    del tensor
+    gc.collect()
+    found["left"] = _shared_bytes() - before
+    return found
+
+
+def _shared_bytes() -> int:
+    """Resident memory of this process that forked processes share."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssShmem"))
+    return 1024 * int(line.split()[1])
+
+
+def test_shared_weights_take_their_memory_once(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 2048, "head_dim": 128, "intermediate_size": 8192, "vocab_size": 32768}
+    model = make_model(tmp_path / "model", "qwen2", **sizes)
+    (found,) = run_ranks(_share, 1, model, join=False)
+    assert found["freed"] > 0.9 * found["weights"], "biases and norms are in allocations with others"
+    assert found["mapped again"] < 0.1 * found["weights"]
+    assert found["same"]
+
+
+def _share(model: Path) -> dict[str, Any]:
+    from rlhpc.plan.engine import EngineLayout
+
+    def free() -> int:
+        torch.cuda.synchronize()
+        return torch.cuda.mem_get_info()[0]
+
+    engine = engines.build(model, cuda_graphs=False, kv_cache_gib=0.25)
+    engines.push(engine, model)
+    loaded = engines.greedy(engine)
+    engine.sleep()
+    engine.wake_weights()
+    trainer = {name: torch.zeros_like(own) for name, own in engine.open_weights().items()}
+    engines.fill(trainer, model, EngineLayout(1))
+    found: dict[str, Any] = {"weights": sum(tensor.nbytes for tensor in trainer.values())}
+    before = free()
+    for name, tensor in trainer.items():
+        engine.share(name, tensor)
+    engine.open_weights()
+    engine.close_weights()
+    found["freed"] = free() - before
+    for _ in range(2):
+        engine.sleep()
+        asleep = free()
+        engine.wake_weights()
+        found["mapped again"] = asleep - free()
+        engine.open_weights()
+        engine.close_weights()
+        engine.wake_cache()
+        found["same"] = engines.greedy(engine) == loaded
     return found

@@ -139,8 +139,35 @@ def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
     rows = check_config(load_config(tmp_path / "config.yaml", huge))
     told = [text for topic, text in rows if topic == "warning"]
     assert len(told) == 1
-    assert told[0].startswith("memory: load needs about")
+    assert told[0].startswith(
+        "rollout.gpu_memory_fraction: vLLM starts only if 1 of the GPU is free, 140.4 GiB, and rank 0"
+    )
     assert not [text for topic, text in check_config(load_config(tmp_path / "config.yaml")) if topic == "warning"]
+
+
+def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7.6B on 8 ranks of 80 GB, nothing offloaded, at dp 8 and at dp 4."""
+    monkeypatch.setattr(foresight.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
+    kept = "memory.offload={parameters: false, gradients: false, optimizer: false, reference: false}"
+    share, cache = "rollout.gpu_memory_fraction", "rollout.kv_cache_gib"
+
+    def reported(*changes: str) -> str:
+        config, shape = parts("planning.gpu=h100", kept, *changes)
+        warnings = foresee(config, shape, make_layout(config.parallel, config.world_size))
+        return next((line for line in warnings if "beside the trainer" in line), "")
+
+    line = reported("parallel.tp=1", f"{share}=0.6")
+    assert line == (
+        "rollout.gpu_memory_fraction: vLLM starts only if 0.6 of the GPU is free, 47.8 GiB, and rank 0 has about 10.7 "
+        "free beside the trainer; offload more (memory.offload); `rlhpc plan` shows what helps"
+    ), "the engine's weights alone take 14.2"
+    for key, value in ((share, 0.6), (cache, 40.0)):
+        line = reported(f"{key}={value}")
+        assert line.startswith(f"{key}: ")
+        fits = float(line.partition("set it to ")[2].partition(" ")[0])
+        assert 0.5 * value < fits < value
+        assert not reported(f"{key}={fits}")
+        assert reported(f"{key}={fits + 0.02}")
 
 
 def test_tensor_parallelism_over_nodes_is_told() -> None:

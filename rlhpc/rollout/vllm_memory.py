@@ -1,0 +1,167 @@
+"""GPU memory between vLLM and the trainer: what an engine claims, weights it no longer needs, allocator options."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhpc.config.schema import RolloutSection
+from rlhpc.core.errors import UserError, one_line
+from rlhpc.core.rank import RankInfo
+from rlhpc.plan.memory import EngineMemory
+
+_GIB = 1 << 30
+_OFFLOAD = "offload more of the trainer (memory.offload)"
+_unmapped: list[Tensor] = []  # weights of which only the addresses are left, until the process ends
+_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the keys of a snapshot, newest first
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What vLLM found on a rank that it refuses, in bytes of its GPU, and its own words."""
+
+    node: str
+    free: int
+    total: int
+    reason: str
+
+
+class EngineRefused(Exception):
+    """vLLM refuses these ranks. Raised on every rank of the job."""
+
+    def __init__(self, ranks: Mapping[int, Refusal]) -> None:
+        super().__init__(f"vLLM refuses ranks {sorted(ranks)}")
+        self.ranks = ranks
+
+
+def claimed_share(section: RolloutSection, memory: EngineMemory, total: int) -> float:
+    """Share of the GPU that vLLM requires to be free when it starts (v1/worker/utils.py, request_memory).
+
+    ``rollout.gpu_memory_fraction``, or with ``rollout.kv_cache_gib`` what the engine needs: vLLM does not size the
+    cache by the share then, and uses it in no other place.
+    """
+    return section.gpu_memory_fraction if section.kv_cache_gib is None else min(1.0, memory.claimed / total)
+
+
+def agree(error: ValueError | None, free: int, total: int) -> None:
+    """Raise EngineRefused on every rank if vLLM has refused one with ``error``. Collective over the job's ranks."""
+    mine = None if error is None else Refusal(RankInfo.from_environ().node, free, total, one_line(str(error)))
+    everyone = [mine]
+    if dist.is_initialized():
+        everyone = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+    if refused := {rank: found for rank, found in enumerate(everyone) if found is not None}:
+        raise EngineRefused(refused) from error
+
+
+def explain(refused: EngineRefused, section: RolloutSection, memory: EngineMemory, sequence: int) -> UserError:
+    """The error of the rank with the least memory and the value that would fit. ``sequence``: tokens of the longest
+    sequence, which the KV cache has to hold."""
+    rank, found = min(refused.ranks.items(), key=lambda item: item[1].free)
+    share = claimed_share(section, memory, found.total)
+    claim = math.ceil(share * found.total)
+    if found.free >= claim:
+        return UserError(f"vLLM refuses rank {rank} on {found.node}: {found.reason}", where="rollout")
+    least = memory.weights + memory.working + sequence * memory.token
+    has = f"rank {rank} on {found.node} has {_gib(found.free)} of {_gib(found.total)} GiB free"
+    if section.kv_cache_gib is None:
+        key, fits = "rollout.gpu_memory_fraction", math.floor(100 * found.free / found.total) / 100
+        message = f"vLLM starts only if {share:g} of the GPU is free ({_gib(claim)} GiB); {has}"
+        enough = fits * found.total >= least
+    else:
+        key, fits = "rollout.kv_cache_gib", math.floor(100 * (found.free - claim + memory.cache) / _GIB) / 100
+        parts = {"weights": memory.weights, "forward passes": memory.working, "KV cache": memory.cache}
+        what = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+        message = f"the engine needs {_gib(claim)} GiB ({what}); {has}"
+        enough = fits * _GIB >= sequence * memory.token
+    if enough:
+        return UserError(message, where=key, remedy=f"set it to {fits:g}, or {_OFFLOAD}")
+    needs = f"at least {_gib(least)} GiB with one sequence of full length"
+    return UserError(f"{message}, and the engine needs {needs}", where=key, remedy=f"{_OFFLOAD}, or raise rollout.tp")
+
+
+def free_weights(replaced: Sequence[Tensor], used: Sequence[Tensor]) -> None:
+    """Return the memory of vLLM's weights that others have replaced, but for what is ``used``. vLLM must be awake.
+
+    vLLM's pool keeps what PyTorch frees in it, and maps it again at every wake-up (device_allocator/cumem.py). So
+    memory is unmapped here, where nothing else shares an allocation with it. The tensors stay, for PyTorch to neither
+    reuse their addresses nor unmap them a second time: its statistics still count them, those of the GPU do not.
+    """
+    from vllm.device_allocator import cumem, get_mem_allocator_instance
+
+    allocator = get_mem_allocator_instance()
+    torch.cuda.synchronize()
+    addresses = {_address(tensor) for tensor in replaced} - {_address(tensor) for tensor in used}
+    for address, blocks in unused_segments(_segments(allocator), addresses).items():
+        data = allocator.pointer_to_data.get(address)
+        if data is not None:  # not unmapped before
+            assert not data.is_asleep, "memory freed while the engine sleeps"
+            _unmapped.extend(tensor for tensor in replaced if _address(tensor) in blocks)
+            del allocator.pointer_to_data[address]
+            cumem.unmap_and_release(data.handle)
+
+
+def unused_segments(segments: Iterable[Mapping[str, Any]], replaced: set[int]) -> dict[int, set[int]]:
+    """Of a memory snapshot's segments those in which blocks are used, and all of these are ``replaced``: the blocks'
+    addresses by that of the segment."""
+    found = {}
+    for segment in segments:
+        used = {block["address"] for block in segment["blocks"] if block["state"] != "inactive"}
+        if used and used <= replaced:
+            found[segment["address"]] = used
+    return found
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _segments(allocator: Any) -> Iterator[Mapping[str, Any]]:
+    pools = allocator.allocator_and_pools["weights"]
+    for pool, _ in pools if isinstance(pools, list) else [pools]:  # vLLM 0.25 has one pool for each tag
+        yield from pool.snapshot()
+
+
+@contextlib.contextmanager
+def allocator_settings_kept() -> Iterator[None]:
+    """For vLLM's start: PyTorch's allocator options (PYTORCH_ALLOC_CONF) without expandable segments; restored after.
+
+    vLLM's pools do not work with expandable segments (cumem.py:321). 0.25 turns them off itself only where
+    PYTORCH_CUDA_ALLOC_CONF asks for them, and sets max_split_size_mb (gpu_worker.py:255), both alone: with each PyTorch
+    resets garbage_collection_threshold and roundup_power2_divisions for the rest of the process.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = _allocator_settings()
+    _set_allocator_settings(re.sub(r"(expandable_segments\s*:\s*)True", r"\1False", before))
+    try:
+        yield
+    finally:
+        _set_allocator_settings(before)
+
+
+def _set_allocator_settings(settings: str) -> None:
+    if _allocator_settings() != settings:
+        torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _allocator_settings() -> str:
+    """The options in force, as they were set last."""
+    get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if get is not None:
+        return str(get())
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]  # before torch 2.13
+    return str(next(settings[name] for name in _SETTINGS if name in settings))
+
+
+def _gib(size: int) -> str:
+    return f"{size / _GIB:.1f}"
