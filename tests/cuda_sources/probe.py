@@ -1,0 +1,257 @@
+"""Collects facts about one vLLM release: ``python -m tests.cuda_sources.probe FOLDER OUT.json KIND …``.
+
+A process of its own for each release: none can import two. KIND are families of tests/helpers/tiny_models.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from tests.cuda_sources import fake_platform
+
+GIB = 1 << 30
+_LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+# vLLM's kernels have heads of 64 and more; latent attention the sizes of the published model.
+_CHANGES: dict[str, dict[str, Any]] = {"dsv3": _LATENT, "qwen3": {"head_dim": 64}, "qwen3moe": {"head_dim": 64}}
+_EXPERTS = ("mixtral", "qwen3moe", "dsv3")
+
+
+def main(folder: Path, out: Path, kinds: Sequence[str]) -> None:
+    fake_platform.install(folder)
+    from tests.cuda_sources import sleeping
+
+    facts: dict[str, Any] = {}
+    facts |= _names()
+    with tempfile.TemporaryDirectory() as name:
+        models = {kind: _model(Path(name, kind), kind) for kind in kinds}
+        _one_rank()
+        configs = {kind: _engine_config(path) for kind, path in models.items()}
+        facts["arguments"] = _unknown_arguments(models)
+        facts["families"] = {kind: _family(models[kind], configs[kind]) for kind in kinds}
+        facts["routes"] = {kind: _attempt(_routes_config, models[kind]) for kind in kinds if kind in _EXPERTS}
+        config = _engine_config(next(iter(models.values())))
+    facts["sampling"] = _attempt(_sampling_parameters)
+    facts["memory"] = _attempt(_memory_contract)
+    facts["sleep"] = _attempt(sleeping.worker_facts, folder, config)
+    facts["executor"] = _attempt(sleeping.executor_facts)
+    out.write_text(json.dumps(facts, indent=1, default=sorted), encoding="utf-8")
+
+
+def _attempt(act: Callable[..., Any], *args: Any) -> Any:
+    """What it returns, or {"error": …}."""
+    try:
+        return act(*args)
+    except Exception as error:
+        import traceback
+
+        return {"error": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def _names() -> dict[str, Any]:
+    from tests.cuda_sources import names
+
+    missing = []
+    for module, name in names.imports():
+        try:
+            names.resolve(f"{module}:{name}")
+        except (ImportError, AttributeError):
+            with contextlib.suppress(ImportError):
+                __import__(f"{module}.{name}")  # a submodule
+                continue
+            missing.append(f"{module}:{name}")
+    attributes = {}
+    for place, wanted in names.ATTRIBUTES.items():
+        found = _attempt(lambda place=place: names.members(names.resolve(place)))
+        lost = found["error"] if isinstance(found, dict) else sorted(set(wanted) - found)
+        if lost:
+            attributes[place] = lost
+    parameters = {}
+    for place, wanted in names.PARAMETERS.items():
+        found = _attempt(lambda place=place: set(inspect.signature(names.resolve(place)).parameters))
+        lost = found["error"] if isinstance(found, dict) else sorted(set(wanted) - found)
+        if lost:
+            parameters[place] = lost
+    return {"imports": missing, "attributes": attributes, "parameters": parameters}
+
+
+def _model(folder: Path, kind: str) -> Path:
+    from tests.helpers.tiny_models import make_model
+
+    return make_model(folder, kind, vocab_size=200, max_position_embeddings=512, **_CHANGES.get(kind, {}))
+
+
+def _arguments(path: Path, **section: Any) -> dict[str, Any]:
+    from rlhpc.config.schema import RolloutSection
+    from rlhpc.models import read_model
+    from rlhpc.rollout.vllm_arguments import engine_arguments
+
+    options = RolloutSection(**{"tp": 1, **section})
+    return engine_arguments(path, read_model(path), options, "bfloat16", 512, on_gpu=True, world_size=2)
+
+
+def _unknown_arguments(models: dict[str, Path]) -> list[str]:
+    """Of everything that any configuration passes what EngineArgs does not know."""
+    from vllm import EngineArgs
+
+    passed: set[str] = set()
+    for path in models.values():
+        for section in ({}, {"chunked_prefill": False, "kv_cache_gib": 1.0}, {"expert_parallel": True, "tp": 2}):
+            passed |= _arguments(path, **section).keys()
+    return sorted(passed - set(EngineArgs.__dataclass_fields__))
+
+
+def _one_rank() -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _engine_config(path: Path, **changes: Any) -> Any:
+    import vllm.model_executor.models.registry as registry
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    # In this process: vLLM would start another one to look at a model's class, without the stubs.
+    inspected = lambda architecture, model: registry._ModelInfo.from_model_cls(model.load_model_cls())  # noqa: E731
+    with mock.patch.object(registry, "_try_inspect_model_cls", inspected), _as_with_triton():
+        arguments = {**_arguments(path), **changes}
+        return EngineArgs(**arguments).create_engine_config(usage_context=UsageContext.LLM_CLASS)
+
+
+@contextlib.contextmanager
+def _as_with_triton() -> Iterator[None]:
+    """Every GPU machine has Triton, and the choice of the model runner asks for it."""
+    import vllm.config.vllm as module
+
+    if hasattr(module, "HAS_TRITON"):
+        with mock.patch.object(module, "HAS_TRITON", True):
+            yield
+    else:
+        yield
+
+
+def _family(path: Path, config: Any) -> dict[str, Any]:
+    with _as_with_triton():
+        facts: dict[str, Any] = {
+            "runner": "V2" if config.use_v2_model_runner else "V1",
+            "graphs": str(config.compilation_config.cudagraph_mode),
+            "sleep": bool(config.model_config.enable_sleep_mode),
+        }
+    built = _attempt(_built, path)
+    return facts | ({"model": built} if "error" in built else built)
+
+
+def _built(path: Path) -> dict[str, Any]:
+    """The model on the meta device: its parameters, and the tensors that are neither parameters nor buffers."""
+    import torch
+    from vllm.config import set_current_vllm_config
+
+    from rlhpc.core.errors import UserError
+    from rlhpc.models import read_model
+    from rlhpc.plan.engine import EngineLayout
+    from rlhpc.rollout.vllm_weights import LiveWeights, check_parameters
+
+    config = _engine_config(path, enforce_eager=True)
+    with set_current_vllm_config(config):
+        model = _on_meta(config)
+    weights = LiveWeights(model, torch.bfloat16, captured=False)
+    refused = ""
+    try:
+        check_parameters(weights.shapes, read_model(path), EngineLayout(1))
+    except UserError as error:
+        refused = str(error)
+    written = sorted(weights.shapes.keys() - weights.open().keys())
+    return {"refused": refused, "never written": written, "plain": sorted(plain_tensors(model))}
+
+
+def _on_meta(config: Any) -> Any:
+    import torch
+    from vllm.distributed import parallel_state
+    from vllm.model_executor.model_loader.utils import initialize_model
+    from vllm.utils.torch_utils import set_default_torch_dtype
+
+    if not parallel_state.model_parallel_is_initialized():
+        parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
+        parallel_state.ensure_model_parallel_initialized(1, 1, backend="gloo")
+    fake_platform.models_are_built = True
+    with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+        return initialize_model(vllm_config=config)
+
+
+def plain_tensors(model: Any) -> set[str]:
+    """Class and attribute of every tensor with memory of its own that a module, or an object of vLLM's that it has,
+    holds as a plain attribute: made with the weights, and neither parameter nor buffer."""
+    import torch
+
+    known = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    found: set[str] = set()
+    seen: set[int] = set()
+
+    def look(owner: Any, depth: int) -> None:
+        if id(owner) in seen:
+            return
+        seen.add(id(owner))
+        for name, value in vars(owner).items():
+            if isinstance(value, torch.Tensor):
+                if id(value) not in known and value.numel() and value.device.type == "meta":
+                    found.add(f"{type(owner).__name__}.{name}")
+            elif depth and type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
+                if "Config" not in type(value).__name__ and not isinstance(value, torch.nn.Module):
+                    look(value, depth - 1)
+
+    for module in model.modules():
+        look(module, 3)
+    return found
+
+
+def _routes_config(path: Path) -> dict[str, Any]:
+    """What vLLM makes of the arguments for routed experts."""
+    from rlhpc.config.schema import RolloutSection
+    from rlhpc.rollout.vllm_arguments import route_arguments
+
+    arguments = route_arguments(RolloutSection(tp=1))
+    config = _engine_config(path, **arguments)
+    with _as_with_triton():
+        runner = "V2" if config.use_v2_model_runner else "V1"
+    return {"arguments": arguments, "runner": runner, "async": bool(config.scheduler_config.async_scheduling)}
+
+
+def _sampling_parameters() -> dict[str, Any]:
+    """``VllmEngine`` makes them from a request."""
+    from rlhpc.api import Request
+    from rlhpc.rollout.vllm_engine import VllmEngine
+
+    engine = object.__new__(VllmEngine)
+    engine._end_tokens = [7]
+    made = engine._parameters(Request((1, 2), seed=2**40, max_tokens=3, temperature=0.5))
+    return {"seed": made.seed, "stop": list(made.stop_token_ids), "flat": bool(made.flat_logprobs)}
+
+
+def _memory_contract() -> dict[str, Any]:
+    """``request_memory`` of a device of 100 GiB at 0.9, by what is free and whether the cache's size is given."""
+    from vllm.v1.worker.utils import request_memory
+
+    answers = {}
+    for free in (89, 91):
+        for given in (None, 1 << 30):
+            snapshot = SimpleNamespace(total_memory=100 * GIB, free_memory=free * GIB, device_="cuda:0", device="cuda:0")
+            cache = SimpleNamespace(gpu_memory_utilization=0.9, kv_cache_memory_bytes=given)
+            try:
+                answer = "ok" if request_memory(snapshot, cache) == 90 * GIB else "another amount"
+            except Exception as error:
+                answer = type(error).__name__
+            answers[f"{free} GiB free, cache {'given' if given else 'not given'}"] = answer
+    return answers
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,212 @@
+"""Each allowed vLLM release has what rlhpc asks of it on a GPU: its CUDA wheel's own Python sources, run on a CPU.
+
+`make test-cuda-sources` runs all releases and families; `make test` one release, if its sources are in the cache.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from tests.cuda_sources import changed, names, releases
+from tests.tiers.imports import ROOT
+
+KINDS = ("llama", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3moe", "dsv3")
+# Tensors beside parameters and buffers that are made with the weights, and why a level-2 sleep may lose them.
+HARMLESS = {
+    "W_UV": "LiveWeights.close renews it",
+    "W_UK_T": "LiveWeights.close renews it",
+}
+
+
+@pytest.fixture(scope="session")
+def facts(release: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the probe found in a process of its own: of all families where releases were asked for, else of two."""
+    asked = request.config.getoption("--vllm-releases")
+    folder = releases.fetch(release)
+    out = tmp_path_factory.mktemp("facts") / f"{release}.json"
+    kinds = KINDS if asked else ("qwen3moe",)
+    command = [sys.executable, "-m", "tests.cuda_sources.probe", str(folder), str(out), *kinds]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"vLLM {release} cannot be imported\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+pytestmark = pytest.mark.heavy
+
+
+def test_every_argument_of_the_engine_exists(facts: dict[str, Any]) -> None:
+    assert facts["arguments"] == []
+
+
+def test_everything_imported_from_vllm_exists(facts: dict[str, Any]) -> None:
+    assert facts["imports"] == []
+
+
+def test_every_attribute_and_parameter_that_is_used_exists(facts: dict[str, Any]) -> None:
+    assert facts["attributes"] == {}
+    assert facts["parameters"] == {}
+
+
+def test_sampling_parameters_are_accepted(facts: dict[str, Any]) -> None:
+    assert facts["sampling"] == {"seed": 2**40, "stop": [7], "flat": True}
+
+
+def test_every_family_is_configured_to_sleep_with_graphs(facts: dict[str, Any]) -> None:
+    for kind, family in facts["families"].items():
+        assert family["sleep"], kind
+        assert "NONE" not in family["graphs"], kind
+
+
+def test_models_with_experts_or_without_have_a_runner_whose_seeds_are_ours(facts: dict[str, Any]) -> None:
+    """V1: rlhpc reseeds its generators. V2: it samples by seed and position (``names.PARAMETERS``)."""
+    assert {family["runner"] for family in facts["families"].values()} <= {"V1", "V2"}
+
+
+def test_parameters_are_those_that_a_weight_sync_writes(facts: dict[str, Any]) -> None:
+    for kind, family in facts["families"].items():
+        assert "model" not in family, family["model"]["traceback"]
+        assert family["refused"] == "", kind
+        assert family["never written"] == [], kind
+
+
+def test_no_tensor_is_lost_in_a_sleep_of_level_2(facts: dict[str, Any]) -> None:
+    """Parameters are written anew and buffers restored by vLLM; other tensors made with the weights would be lost."""
+    lost = {
+        f"{kind}: {name}"
+        for kind, family in facts["families"].items()
+        for name in family["plain"]
+        if name.rpartition(".")[2] not in HARMLESS
+    }
+    assert lost == set()
+
+
+def test_a_sleep_gives_back_weights_and_cache_and_waking_takes_them_in_two_steps(facts: dict[str, Any]) -> None:
+    sleep = facts["sleep"]
+    assert "error" not in sleep, sleep["traceback"]
+    assert {"weights", "kv_cache"} <= set(sleep["tags"])
+    assert {"weights", "kv_cache"} <= set(sleep["asleep"])
+    assert "weights" not in sleep["asleep with weights awake"]
+    assert "kv_cache" in sleep["asleep with weights awake"]
+    assert sleep["asleep when awake"] == []
+    assert sleep["asleep again"] == sleep["asleep"]
+    assert sleep["errors"] == []
+    assert sleep["buffers restored"]
+
+
+def test_a_sleep_keeps_all_other_contents(facts: dict[str, Any]) -> None:
+    """Weights are written anew, the cache starts empty, and a workspace holds nothing between two steps."""
+    sleep = facts["sleep"]
+    rewritten = {"weights", "kv_cache", "workspace"}
+    assert set(sleep["asleep"]) - rewritten <= set(sleep["contents kept"])
+
+
+def test_both_steps_of_waking_reach_the_workers(facts: dict[str, Any]) -> None:
+    executor = facts["executor"]
+    assert "error" not in executor, executor["traceback"]
+    assert executor["calls"] == [
+        ["sleep", {"level": 2}],
+        ["wake_up", {"tags": ["weights"]}],
+        ["wake_up", {"tags": ["kv_cache"]}],
+    ]
+    assert not executor["asleep"]
+
+
+def test_an_engine_wants_its_share_of_memory_free_even_if_the_cache_s_size_is_given(facts: dict[str, Any]) -> None:
+    """``rollout.gpu_memory_fraction`` of the device, or vLLM raises ValueError."""
+    for given in ("given", "not given"):
+        assert facts["memory"][f"89 GiB free, cache {given}"] == "ValueError"
+        assert facts["memory"][f"91 GiB free, cache {given}"] == "ok"
+
+
+def test_routed_experts_are_returned(facts: dict[str, Any]) -> None:
+    """With steps under way together only where vLLM keeps them apart."""
+    for kind, routes in facts["routes"].items():
+        assert "error" not in routes, (kind, routes["traceback"])
+        assert routes["arguments"]["enable_return_routed_experts"] is True
+        assert routes["async"] == ("async_scheduling" not in routes["arguments"]), kind
+
+
+def test_the_table_of_names_is_complete() -> None:
+    table = set(names.ATTRIBUTES["vllm.v1.engine.llm_engine:LLMEngine"])
+    assert names.engine_accesses() <= table
+    assert ("vllm", "LLMEngine") in names.imports()
+    assert ("vllm.v1.worker", "gpu_worker") in names.imports()
+
+
+def test_members_are_found_however_a_class_makes_them() -> None:
+    assert {"annotated", "assigned", "registered", "method"} <= names.members(_Example)
+    assert "read" not in names.members(_Example)
+
+
+class _Example:
+    annotated: int
+
+    def __init__(self) -> None:
+        self.assigned = self.read  # type: ignore[attr-defined]
+        self.method("registered")
+
+    def method(self, name: str) -> None: ...
+
+
+def test_the_releases_are_those_that_the_pins_allow() -> None:
+    published = ["0.33.0", "0.32.0", "0.9.2", "0.25.1", "0.25.0", "0.24.0", "0.32.0rc1"]
+    assert releases.allowed(published, SpecifierSet(">=0.25,<0.33")) == ["0.25.0", "0.25.1", "0.32.0"]
+    assert set(releases.CI_RELEASES) == set(releases.allowed(releases.CI_RELEASES, releases.pinned()))
+
+
+def test_of_a_wheel_only_python_is_kept(tmp_path: Path) -> None:
+    import zipfile
+
+    with zipfile.ZipFile(tmp_path / "vllm.whl", "w") as archive:
+        for name in ("vllm/__init__.py", "vllm/_C.abi3.so", "vllm/v1/core.py", "vllm/config.json"):
+            archive.writestr(name, "x = 1")
+    releases.keep_python(tmp_path / "vllm.whl", tmp_path / "out")
+    found = [str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*.*")]
+    assert sorted(found) == ["vllm/__init__.py", "vllm/v1/core.py"]
+
+
+@pytest.mark.parametrize(
+    ("files", "runs"),
+    [
+        (["README.md", "rlhpc/plan/engine.py"], True),
+        (["pyproject.toml"], True),
+        (["rlhpc/rollout/vllm_engine.py"], True),
+        (["rlhpc/trainer/step.py", "docs/memory.md"], False),
+    ],
+)
+def test_ci_checks_them_when_pins_or_rollout_changed(tmp_path: Path, files: list[str], runs: bool) -> None:
+    """In the commits of the day before the newest, of a full clone; always in a shallow one."""
+    repository = _repository(tmp_path / "full", files)
+    assert bool(changed.changed_files(repository)) == runs
+    shallow = tmp_path / "shallow"
+    _git(tmp_path, "clone", "--quiet", "--depth=1", f"file://{repository}", str(shallow))
+    assert changed.changed_files(shallow)
+
+
+def _repository(root: Path, files: list[str]) -> Path:
+    """A commit of long ago that changed everything, one that changed ``files``, and one that changed another."""
+    root.mkdir()
+    _git(root, "init", "--quiet")
+    steps = [("2026-01-01", [*changed.WATCHED, *files]), ("2026-03-01T10:00", files), ("2026-03-01T12:00", ["a.txt"])]
+    for date, changes in steps:
+        for name in changes:
+            path = root / name
+            path = path / "x.py" if name.endswith("/") else path
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(date)
+        _git(root, "add", ".")
+        _git(root, "commit", "--quiet", "-m", date, date=date)
+    return root
+
+
+def _git(root: Path, *arguments: str, date: str = "2026-03-01") -> None:
+    settings = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    environ = {"GIT_COMMITTER_DATE": f"{date} +0000", "GIT_AUTHOR_DATE": f"{date} +0000", "PATH": "/usr/bin:/bin"}
+    subprocess.run(["git", *settings, *arguments], cwd=root, check=True, env=environ, capture_output=True)

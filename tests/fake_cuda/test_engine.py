@@ -1,0 +1,277 @@
+"""The engine as on a GPU: vLLM's CPU build behind the code for GPUs, its weights used as they were loaded."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlhpc.config.schema import RolloutSection
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+from rlhpc.core.rank import RankInfo
+from rlhpc.models import read_model
+from rlhpc.rollout import vllm_arguments, vllm_engine
+from tests.helpers.distributed import run_ranks
+from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.tiny_models import make_model
+from tests.rollout import engines
+
+KINDS = ("qwen2", "dsv3")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models")
+    for kind in KINDS:
+        for seed, letter in enumerate("ab"):
+            changes = {"vocab_size": engines.VOCAB, **engines.CHANGES.get(kind, {})}
+            make_model(folder / kind / letter, kind, seed, max_position_embeddings=engines.CONTEXT, **changes)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def found(models: Path) -> dict[str, Any]:
+    return run_ranks(_look, 1, models, join=False)[0]
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+@pytest.mark.parametrize("kind", ["qwen2"])
+def test_weights_are_written_where_the_kernels_read_them(found: dict[str, Any], kind: str) -> None:
+    """Loaded, written in place, and again with others: the answers of the CPU's engine, at the same addresses."""
+    one = found[kind]
+    for how in ("loaded", "written"):
+        assert [tokens for tokens, _ in one[how]] == [tokens for tokens, _ in one["cpu"]], how
+        for (_, ours), (_, theirs) in zip(one[how], one["cpu"], strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+    assert one["other"] != one["written"]
+    assert one["same addresses"]
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_a_shared_parameter_is_the_trainer_s_and_its_own_memory_is_given_back(found: dict[str, Any]) -> None:
+    shared = found["shared"]
+    assert shared["with graphs"] == frozenset()
+    assert shared["all"]
+    assert shared["same answers"]
+    assert shared["live"]
+    assert shared["empty_cache"] >= 1
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_a_seed_of_each_token_reaches_the_v1_runner(found: dict[str, Any]) -> None:
+    """A sampled response resumed after an abort continues its random numbers."""
+    assert found["resumed"] == found["whole"]
+    assert found["routes of what is under way"] is None
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_the_engine_s_start_keeps_the_device_s_random_numbers(found: dict[str, Any]) -> None:
+    assert found["device rng"]
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_derived_weights_of_latent_attention_keep_their_addresses(found: dict[str, Any]) -> None:
+    latent = found["latent"]
+    assert latent["names"] == ["kv_b_proj.weight"]
+    assert latent["shareable"] == []
+    assert latent["as vLLM left them"]
+    assert latent["copies"]
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_routed_experts_are_those_of_the_layers_that_have_some(found: dict[str, Any]) -> None:
+    """vLLM counts all layers; uint8 stays what it is, wider types become int16."""
+    assert found["routes"] == {"uint8": ("uint8", [[[3, 4]], [[9, 10]]]), "int32": ("int16", [[[3, 4]], [[9, 10]]])}
+
+
+def _look(models: Path) -> dict[str, Any]:
+    path, other = models / "qwen2" / "a", models / "qwen2" / "b"
+    plain = engines.build(path)
+    engines.push(plain, path)
+    one: dict[str, Any] = {"cpu": engines.greedy(plain)}
+    plain.shutdown()
+    found: dict[str, Any] = {"qwen2": one, "shared": {}}
+    with FakeCuda() as cuda, _as_on_a_gpu():
+        state = torch.cuda.get_rng_state()
+        engine = engines.build(path, cuda_graphs=False)
+        found["device rng"] = bool(torch.equal(torch.cuda.get_rng_state(), state))
+        engines.push(engine, path)
+        one["loaded"] = engines.greedy(engine)
+        addresses = {name: tensor.data_ptr() for name, tensor in engine.open_weights().items()}
+        engine.close_weights()
+        engine.sleep()
+        engines.write(engine, other)
+        one["other"] = engines.greedy(engine)
+        engine.sleep()
+        engines.write(engine, path)
+        one["written"] = engines.greedy(engine)
+        one["same addresses"] = addresses == {n: t.data_ptr() for n, t in engine.open_weights().items()}
+        engine.close_weights()
+        found |= _resume(engine)
+        found["shared"] |= _share(engine, path, cuda)
+        found["routes"] = _routes()
+        engine.shutdown()
+    latent = engines.build(models / "dsv3" / "a")
+    engines.push(latent, models / "dsv3" / "a")
+    found["latent"] = _latent(latent)
+    return found
+
+
+def _as_on_a_gpu() -> Any:
+    """vLLM's CPU platform with a worker for GPUs, and a sleep that does nothing."""
+    from vllm.platforms import current_platform
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(mock.patch.object(vllm_arguments, "GPU_WORKER", "tests.fake_cuda.gpu_worker.Worker"))
+    stack.enter_context(mock.patch.object(type(current_platform), "is_sleep_mode_available", lambda self: True))
+    return stack
+
+
+def _resume(engine: Any) -> dict[str, Any]:
+    from rlhpc.api import Request
+
+    request = Request(engines.PROMPTS[0], seed=2**40 + 1, max_tokens=30, temperature=1.0)
+    (whole,) = engine.generate([request])
+    engine.submit(0, request)
+    for _ in range(10):
+        engine.step()
+    begun = engine.abort([0])[0]
+    tokens = begun.tokens.tolist()
+    rest = Request((*request.prompt, *tokens), seed=request.seed, max_tokens=30 - len(tokens), temperature=1.0)
+    (resumed,) = engine.generate([rest])
+    return {
+        "whole": whole.tokens.tolist(),
+        "resumed": tokens + resumed.tokens.tolist(),
+        "routes of what is under way": begun.routes,
+    }
+
+
+def _share(engine: Any, path: Path, cuda: FakeCuda) -> dict[str, Any]:
+    from rlhpc.plan.engine import EngineLayout
+    from rlhpc.rollout.vllm_weights import LiveWeights
+
+    before = engines.greedy(engine)
+    engine.sleep()
+    engine.wake_weights()
+    trainer = {name: torch.zeros_like(own) for name, own in engine.open_weights().items()}
+    found: dict[str, Any] = {"all": engine.shareable() == trainer.keys()}
+    engines.fill(trainer, path, EngineLayout(1))
+    emptied = cuda.count("empty_cache")
+    for name, tensor in trainer.items():
+        engine.share(name, tensor)
+    found["empty_cache"] = cuda.count("empty_cache") - emptied
+    engine.open_weights()
+    engine.close_weights()
+    engine.wake_cache()
+    found["same answers"] = engines.greedy(engine) == before
+    trainer["model.norm.weight"].mul_(2)
+    found["live"] = engines.greedy(engine) != before
+    (captured,) = engine._engine.apply_model(lambda model: LiveWeights(model, torch.float32, captured=True).shareable())
+    return found | {"with graphs": captured}
+
+
+def _routes() -> dict[str, Any]:
+    """Of a request of two tokens in a model of three layers, the second with experts."""
+    from vllm.outputs import CompletionOutput
+
+    engine = object.__new__(vllm_engine.VllmEngine)
+    engine._expert_layers, engine._on_gpu = [1], True
+    found = {}
+    for dtype in (np.uint8, np.int32):
+        routed = np.arange(1, 13, dtype=dtype).reshape(2, 3, 2)
+        output = CompletionOutput(0, "", [5], None, None, routed_experts=routed)
+        routes = engine._routes(SimpleNamespace(outputs=[output]))
+        found[np.dtype(dtype).name] = (routes.dtype.name, routes.tolist())
+    return found
+
+
+def _latent(engine: Any) -> dict[str, Any]:
+    """LiveWeights over one of vLLM's own latent attention layers."""
+
+    def look(model: torch.nn.Module) -> dict[str, Any]:
+        from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+        from rlhpc.rollout.vllm_weights import _DERIVED, LiveWeights
+
+        layer = next(module for module in model.modules() if isinstance(module, MLAAttention))
+        weights = LiveWeights(layer, torch.float32, captured=False)
+        found: dict[str, Any] = {"names": sorted(weights.shapes), "shareable": sorted(weights.shareable())}
+        for name in ("as vLLM left them", "copies"):
+            if name == "copies":
+                for derived in _DERIVED:
+                    copy = getattr(layer, derived).detach().clone()
+                    layer._parameters.pop(derived, None)
+                    setattr(layer, derived, copy)
+            addresses = [getattr(layer, derived).data_ptr() for derived in _DERIVED]
+            weights.open()["kv_b_proj.weight"].normal_()
+            weights.close()
+            now = [getattr(layer, derived) for derived in _DERIVED]
+            found[name] = [tensor.data_ptr() for tensor in now] == addresses and all(
+                torch.equal(tensor, wanted) for tensor, wanted in zip(now, _derived(layer), strict=True)
+            )
+        return found
+
+    return engine._engine.apply_model(look)[0]
+
+
+def _derived(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """What latent attention multiplies by: the values' half of kv_b_proj, and the keys' half turned."""
+    heads = layer.kv_b_proj.weight.view(layer.num_heads, -1, layer.kv_lora_rank)
+    keys, values = heads.split([layer.qk_nope_head_dim, layer.v_head_dim], dim=1)
+    return values.transpose(1, 2), keys
+
+
+def test_what_is_asked_of_vllm_for_routes_follows_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that mixes up steps under way gets them one at a time; one without routes is refused, and so is tp 2."""
+    both = {"enable_return_routed_experts": None, "aux_output_config": None}
+    for known, expected in (
+        (both, {"enable_return_routed_experts": True}),
+        (dict(list(both.items())[:1]), {"enable_return_routed_experts": True, "async_scheduling": False}),
+    ):
+        with _vllm_with(known):
+            assert vllm_arguments.route_arguments(RolloutSection(tp=1)) == expected
+            with pytest.raises(UserError, match="first rank"):
+                vllm_arguments.route_arguments(RolloutSection(tp=2))
+    with _vllm_with({}), pytest.raises(UserError, match="does not return routes"):
+        vllm_arguments.route_arguments(RolloutSection(tp=1))
+
+
+def _vllm_with(fields: dict[str, Any]) -> Any:
+    return mock.patch.dict("sys.modules", vllm=SimpleNamespace(EngineArgs=SimpleNamespace(__dataclass_fields__=fields)))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_an_engine_over_nodes_shares_no_gpu_memory_through_sockets(tmp_path: Path, nodes: int) -> None:
+    make_model(tmp_path / "model", "qwen2")
+    expected = {1: None, 2: "0"}[nodes]
+    assert run_ranks(_start, 2, tmp_path / "model", nodes) == [expected] * 2
+
+
+def _start(path: Path, nodes: int) -> str | None:
+    """The variable as it is when vLLM would start."""
+
+    class Started(Exception):
+        pass
+
+    os.environ.pop(env.VLLM_ALLREDUCE_USE_SYMM_MEM, None)
+    place = property(lambda self: f"node {dist.get_rank() % nodes}")
+    with FakeCuda(), mock.patch.object(RankInfo, "place", place):
+        with mock.patch.object(vllm_engine, "_build", side_effect=Started), pytest.raises(Started):
+            engines.build(path, tp=2, shape=read_model(path))
+        return os.environ.get(env.VLLM_ALLREDUCE_USE_SYMM_MEM)
