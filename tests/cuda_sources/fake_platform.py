@@ -38,14 +38,26 @@ def install(folder: Path) -> None:
     _answer_for_operators()
     _pretend_cuda()
     import vllm
+    import vllm.distributed.device_communicators.cuda_wrapper as cuda_wrapper
+    from vllm.triton_utils import triton
 
     assert Path(vllm.__file__).is_relative_to(folder), vllm.__file__
+    cuda_wrapper.CudaRTLibrary = _Nothing  # type: ignore[misc,assignment]
+    triton.Config = _Config
 
 
 class _Nothing:
     """Base class or instance of what needs a device."""
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
+
+
+class _Config:
+    """What Triton chooses among for a kernel; vLLM's own stand-in for a missing Triton has no fields."""
+
+    def __init__(self, kwargs: dict[str, Any], **options: Any) -> None:
+        self.kwargs = kwargs
+        self.num_stages, self.num_warps = options.get("num_stages", 2), options.get("num_warps", 4)
 
 
 class _Stub(types.ModuleType):

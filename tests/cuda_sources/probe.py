@@ -38,7 +38,7 @@ def main(folder: Path, out: Path, kinds: Sequence[str]) -> None:
         facts["arguments"] = _unknown_arguments(models)
         facts["families"] = {kind: _family(models[kind], configs[kind]) for kind in kinds}
         facts["routes"] = {kind: _attempt(_routes_config, models[kind]) for kind in kinds if kind in _EXPERTS}
-        config = _engine_config(next(iter(models.values())))
+        config = configs[kinds[0]]
     facts["sampling"] = _attempt(_sampling_parameters)
     facts["memory"] = _attempt(_memory_contract)
     facts["sleep"] = _attempt(sleeping.worker_facts, folder, config)
@@ -175,16 +175,19 @@ def _built(path: Path) -> dict[str, Any]:
 
 def _on_meta(config: Any) -> Any:
     import torch
-    from vllm.distributed import parallel_state
+    from vllm.distributed import destroy_model_parallel, parallel_state
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype
 
-    if not parallel_state.model_parallel_is_initialized():
-        parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
-        parallel_state.ensure_model_parallel_initialized(1, 1, backend="gloo")
+    parallel_state.init_distributed_environment(1, 0, "env://", 0, "gloo")
+    parallel_state.ensure_model_parallel_initialized(1, 1, backend="gloo")
     fake_platform.models_are_built = True
-    with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
-        return initialize_model(vllm_config=config)
+    try:
+        with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
+            return initialize_model(vllm_config=config)
+    finally:
+        fake_platform.models_are_built = False
+        destroy_model_parallel()  # those of a model with experts have more groups
 
 
 def plain_tensors(model: Any) -> set[str]:

@@ -32,19 +32,22 @@ _MIX = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_
 class Stream:
     """Runs everything in order, at once."""
 
-    def __init__(self, calls: list[tuple[Any, ...]] | None = None, **_: Any) -> None:
-        self._calls = calls if calls is not None else []
-        self.device = torch.device("cuda", 0)
+    calls: list[tuple[Any, ...]]
+    device = torch.device("cuda", 0)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def synchronize(self) -> None:
-        self._calls.append(("stream.synchronize",))
+        self.calls.append(("stream.synchronize",))
 
     def wait_stream(self, stream: Any) -> None: ...
 
     def wait_event(self, event: Any) -> None: ...
 
     def record_event(self, event: Any = None) -> Any:
-        return event or Event(self._calls)
+        event = event or torch.cuda.Event()
+        event.record(self)
+        return event
 
     def query(self) -> bool:
         return True
@@ -58,14 +61,15 @@ class Stream:
 class Event:
     """Has always happened."""
 
-    def __init__(self, calls: list[tuple[Any, ...]] | None = None, **_: Any) -> None:
-        self._calls = calls if calls is not None else []
+    calls: list[tuple[Any, ...]]
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
     def record(self, stream: Any = None) -> None:
-        self._calls.append(("event.record",))
+        self.calls.append(("event.record",))
 
     def synchronize(self) -> None:
-        self._calls.append(("event.synchronize",))
+        self.calls.append(("event.synchronize",))
 
     def wait(self, stream: Any = None) -> None: ...
 
@@ -184,6 +188,8 @@ class FakeCuda:
             cudaHostUnregister=self._recorded("cudaHostUnregister", self._unregister),
             cudaError=SimpleNamespace(success=0),
         )
+        # Classes: annotations of other packages name them.
+        stream, event = (type(cls.__name__, (cls,), {"calls": self.calls}) for cls in (Stream, Event))
         return {
             "is_available": lambda: True,
             "is_initialized": lambda: True,
@@ -204,10 +210,12 @@ class FakeCuda:
             "get_device_properties": lambda *_: properties,
             "get_device_name": lambda *_: properties.name,
             "get_device_capability": lambda *_: self._capability,
-            "current_stream": lambda *_: Stream(self.calls),
+            "current_stream": lambda *_: stream(),
+            "default_stream": lambda *_: stream(),
             "stream": contextlib.nullcontext,
-            "Stream": lambda *_, **__: Stream(self.calls),
-            "Event": lambda *_, **__: Event(self.calls),
+            "Stream": stream,
+            "Event": event,
+            "default_generators": (self._rng,) * self._devices,
             "manual_seed": self._rng.manual_seed,
             "manual_seed_all": self._rng.manual_seed,
             "get_rng_state": lambda *_, **__: self._rng.get_state(),
@@ -287,9 +295,11 @@ class _Functions(TorchFunctionMode):
             return self._methods[func](*args, **kwargs)
         pinned = bool(kwargs.pop("pin_memory", False))
         args, kwargs, target = self._with_cpu(func, args, kwargs)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
         result = func(*args, **kwargs)
+        if target is None and not given:
+            target = False
         if target is not None:
-            given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
             result = tree_map_only(torch.Tensor, lambda tensor: self._placed(tensor, target, given), result)
         if pinned:
             self._cuda.mark_pinned(result)
@@ -357,11 +367,13 @@ class _Dispatch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        held = [tensor for tensor in tensors if self._cuda.holds(tensor)]
+        held = any(map(self._cuda.holds, tensors))
         if held:
             self._refuse_mixture(func, tensors)
         result = func(*args, **kwargs)
-        if held and not (_name(func) in _MIX and not self._cuda.holds(tensors[0])):
+        # Zeros for gradients that are missing: autograd makes them where it takes the tensors to be.
+        held = held or (not tensors and torch._C._current_graph_task_id() != -1)
+        if held and not (tensors and _name(func) in _MIX and not self._cuda.holds(tensors[0])):
             for leaf in tree_leaves(result):
                 if isinstance(leaf, torch.Tensor):
                     self._cuda.mark(leaf, True)
