@@ -31,6 +31,7 @@ def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
     group.addoption("--write-durations", metavar="FILE", help="write what each test took, for tests.tiers.durations")
     group.addoption("--slice", metavar="I/N", help="run slice I (from 1) of N parts of equal duration")
+    group.addoption("--vllm-releases", metavar="V,…", help="releases that tests/cuda_sources checks, with all families")
     group.addoption("--start-until", type=float, metavar="TIME", help="start no test after this time (since 1970)")
 
 
