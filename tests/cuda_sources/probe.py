@@ -37,7 +37,7 @@ def main(folder: Path, out: Path, kinds: Sequence[str]) -> None:
         configs = {kind: _engine_config(path) for kind, path in models.items()}
         facts["arguments"] = _unknown_arguments(models)
         facts["families"] = {kind: _family(models[kind], configs[kind]) for kind in kinds}
-        facts["routes"] = {kind: _attempt(_routes_config, models[kind]) for kind in kinds if kind in _EXPERTS}
+        facts["routes"] = {kind: _attempt(_routes_config, models[kind], folder) for kind in kinds if kind in _EXPERTS}
         config = configs[kinds[0]]
     facts["sampling"] = _attempt(_sampling_parameters)
     facts["memory"] = _attempt(_memory_contract)
@@ -216,8 +216,8 @@ def plain_tensors(model: Any) -> set[str]:
     return found
 
 
-def _routes_config(path: Path) -> dict[str, Any]:
-    """What vLLM makes of the arguments for routed experts."""
+def _routes_config(path: Path, folder: Path) -> dict[str, Any]:
+    """What vLLM makes of the arguments for routed experts, and whether the runner that it takes captures them."""
     from rlhpc.config.schema import RolloutSection
     from rlhpc.rollout.vllm_arguments import route_arguments
 
@@ -225,7 +225,13 @@ def _routes_config(path: Path) -> dict[str, Any]:
     config = _engine_config(path, **arguments)
     with _as_with_triton():
         runner = "V2" if config.use_v2_model_runner else "V1"
-    return {"arguments": arguments, "runner": runner, "async": bool(config.scheduler_config.async_scheduling)}
+    source = folder / "vllm" / "v1" / "worker" / {"V1": "gpu_model_runner.py", "V2": "gpu/model_runner.py"}[runner]
+    text = source.read_text(encoding="utf-8")
+    return {
+        "arguments": arguments,
+        "async": bool(config.scheduler_config.async_scheduling),
+        "captured": "routed_experts_capturer" in text or "aux_output_connector" in text,
+    }
 
 
 def _sampling_parameters() -> dict[str, Any]:

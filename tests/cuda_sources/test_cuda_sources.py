@@ -131,6 +131,7 @@ def test_routed_experts_are_returned(facts: dict[str, Any]) -> None:
     for kind, routes in facts["routes"].items():
         assert "error" not in routes, (kind, routes["traceback"])
         assert routes["arguments"]["enable_return_routed_experts"] is True
+        assert routes["captured"], kind
         assert routes["async"] == ("async_scheduling" not in routes["arguments"]), kind
 
 

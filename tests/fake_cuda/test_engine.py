@@ -25,7 +25,7 @@ from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 
-KINDS = ("qwen2", "dsv3")
+KINDS = ("qwen2", "qwen3moe", "dsv3")
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +45,9 @@ def found(models: Path) -> dict[str, Any]:
 
 @pytest.mark.ranks
 @pytest.mark.vllm
-@pytest.mark.parametrize("kind", ["qwen2"])
-def test_weights_are_written_where_the_kernels_read_them(found: dict[str, Any], kind: str) -> None:
+def test_weights_are_written_where_the_kernels_read_them(found: dict[str, Any]) -> None:
     """Loaded, written in place, and again with others: the answers of the CPU's engine, at the same addresses."""
-    one = found[kind]
+    one = found["written"]
     for how in ("loaded", "written"):
         assert [tokens for tokens, _ in one[how]] == [tokens for tokens, _ in one["cpu"]], how
         for (_, ours), (_, theirs) in zip(one[how], one["cpu"], strict=True):
@@ -90,6 +89,7 @@ def test_derived_weights_of_latent_attention_keep_their_addresses(found: dict[st
     assert latent["shareable"] == []
     assert latent["as vLLM left them"]
     assert latent["copies"]
+    assert latent["copies that vLLM replaces"]
 
 
 @pytest.mark.ranks
@@ -99,13 +99,30 @@ def test_routed_experts_are_those_of_the_layers_that_have_some(found: dict[str, 
     assert found["routes"] == {"uint8": ("uint8", [[[3, 4]], [[9, 10]]]), "int32": ("int16", [[[3, 4]], [[9, 10]]])}
 
 
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_vllm_is_asked_for_what_a_gpu_needs(found: dict[str, Any]) -> None:
+    """Memory that sleeps, the GPU worker, graphs, weights that stay as they are loaded, and routed experts."""
+    expected = {
+        "enable_sleep_mode": True,
+        "worker_cls": vllm_arguments.GPU_WORKER,
+        "enforce_eager": False,
+        "gpu_memory_utilization": 0.4,
+        "moe_backend": "triton",
+        "enable_return_routed_experts": True,
+    }
+    asked = found["asked of vLLM"]
+    assert {name: asked.get(name) for name in expected} == expected
+    assert "kv_cache_memory_bytes" not in asked
+
+
 def _look(models: Path) -> dict[str, Any]:
     path, other = models / "qwen2" / "a", models / "qwen2" / "b"
     plain = engines.build(path)
     engines.push(plain, path)
     one: dict[str, Any] = {"cpu": engines.greedy(plain)}
     plain.shutdown()
-    found: dict[str, Any] = {"qwen2": one, "shared": {}}
+    found: dict[str, Any] = {"written": one, "shared": {}, "asked of vLLM": _asked(models / "qwen3moe" / "a")}
     with FakeCuda() as cuda, _as_on_a_gpu():
         state = torch.cuda.get_rng_state()
         engine = engines.build(path, cuda_graphs=False)
@@ -140,6 +157,19 @@ def _as_on_a_gpu() -> Any:
     stack.enter_context(mock.patch.object(vllm_arguments, "GPU_WORKER", "tests.fake_cuda.gpu_worker.Worker"))
     stack.enter_context(mock.patch.object(type(current_platform), "is_sleep_mode_available", lambda self: True))
     return stack
+
+
+class _Started(Exception):
+    """vLLM would start now."""
+
+
+def _asked(path: Path) -> dict[str, Any]:
+    """The arguments that vLLM would get for a model with experts."""
+    section = {"routes": True, "kv_cache_gib": None, "gpu_memory_fraction": 0.4}
+    with FakeCuda(), mock.patch.object(vllm_engine, "_build", side_effect=_Started) as build:
+        with pytest.raises(_Started):
+            engines.build(path, **section)
+        return build.call_args.args[0]
 
 
 def _resume(engine: Any) -> dict[str, Any]:
@@ -211,12 +241,23 @@ def _latent(engine: Any) -> dict[str, Any]:
         layer = next(module for module in model.modules() if isinstance(module, MLAAttention))
         weights = LiveWeights(layer, torch.float32, captured=False)
         found: dict[str, Any] = {"names": sorted(weights.shapes), "shareable": sorted(weights.shareable())}
-        for name in ("as vLLM left them", "copies"):
-            if name == "copies":
+        derive = layer.process_weights_after_loading
+
+        def derive_anew(dtype: torch.dtype) -> None:
+            """As vLLM 0.25, which assigns new tensors and does not write into those there are."""
+            for derived in _DERIVED:
+                layer._parameters.pop(derived, None)
+                vars(layer).pop(derived, None)
+            derive(dtype)
+
+        for name in ("as vLLM left them", "copies", "copies that vLLM replaces"):
+            if name.startswith("copies"):
                 for derived in _DERIVED:
                     copy = getattr(layer, derived).detach().clone()
                     layer._parameters.pop(derived, None)
                     setattr(layer, derived, copy)
+            if name.endswith("replaces"):
+                layer.process_weights_after_loading = derive_anew
             addresses = [getattr(layer, derived).data_ptr() for derived in _DERIVED]
             weights.open()["kv_b_proj.weight"].normal_()
             weights.close()
@@ -265,13 +306,9 @@ def test_an_engine_over_nodes_shares_no_gpu_memory_through_sockets(tmp_path: Pat
 
 def _start(path: Path, nodes: int) -> str | None:
     """The variable as it is when vLLM would start."""
-
-    class Started(Exception):
-        pass
-
     os.environ.pop(env.VLLM_ALLREDUCE_USE_SYMM_MEM, None)
     place = property(lambda self: f"node {dist.get_rank() % nodes}")
     with FakeCuda(), mock.patch.object(RankInfo, "place", place):
-        with mock.patch.object(vllm_engine, "_build", side_effect=Started), pytest.raises(Started):
+        with mock.patch.object(vllm_engine, "_build", side_effect=_Started), pytest.raises(_Started):
             engines.build(path, tp=2, shape=read_model(path))
         return os.environ.get(env.VLLM_ALLREDUCE_USE_SYMM_MEM)

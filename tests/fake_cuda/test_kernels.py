@@ -20,6 +20,8 @@ from rlhpc.backends.megatron.segments import Segments
 from tests.helpers.attention_cases import CASES, Case, inputs
 from tests.helpers.fake_cuda import FakeCuda
 
+pytestmark = pytest.mark.heavy
+
 META = torch.device("meta")
 
 

@@ -28,6 +28,8 @@ from rlhpc.reshard.executor import Mover
 from tests.helpers.blocks import Parameters, shape_of_kind
 from tests.helpers.fake_cuda import FakeCuda
 
+pytestmark = pytest.mark.heavy
+
 
 @pytest.fixture
 def joined(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:

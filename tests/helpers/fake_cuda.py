@@ -22,6 +22,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from tests.tiers.gpu_branches import CONTEXT
+
 GIB = 1 << 30
 _CPU = torch.device("cpu")
 _STORAGE_DEVICE = torch._C.StorageBase.device
@@ -415,6 +417,3 @@ def _coverage_context() -> Iterator[None]:
         yield
     finally:
         current.switch_context("")
-
-
-CONTEXT = "with a stand-in for CUDA"

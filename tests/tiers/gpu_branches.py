@@ -20,10 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.fake_cuda import CONTEXT
 from tests.tiers.imports import ROOT
 
 PACKAGE = "rlhpc"
+CONTEXT = "with a stand-in for CUDA"  # of coverage.py, while one is active
 # Imported on GPUs alone, by vLLM, which is given the name.
 GPU_MODULES = ("rlhpc/rollout/vllm_gpu.py",)
 # Lines that no test on a CPU can execute, by file and a part of the line, each with its reason.
@@ -315,15 +315,17 @@ def run_tests(files: Sequence[str]) -> tuple[dict[str, set[int]], dict[str, set[
     """Executed lines by file, of any test and of those with a stand-in. Raises CalledProcessError if a test fails."""
     from coverage import Coverage
 
-    with tempfile.TemporaryDirectory() as name:
+    # Processes from which ranks were forked end after pytest, and write then.
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         settings = folder / "coveragerc"
         settings.write_text(
             f"[run]\nsource = {ROOT / PACKAGE}\ndata_file = {folder / 'data'}\nparallel = true\n"
             "patch = subprocess, _exit\n"
         )
-        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q", *files]
-        subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "COVERAGE_CORE": "ctrace"})
+        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest", "-q"]
+        environ = {**os.environ, "COVERAGE_CORE": "ctrace"}
+        subprocess.run([*command, "--without-budgets", *files], cwd=ROOT, check=True, env=environ)
         coverage = Coverage(config_file=str(settings))
         coverage.combine([str(folder)])
         data = coverage.get_data()
