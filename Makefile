@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv slurm demo demo-table check test test-changed test-all test-slice faults durations chaos bench clean
+.PHONY: venv slurm demo demo-table check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench clean
 
 venv: $(INSTALLED)
 
@@ -51,6 +51,18 @@ test-slice: venv slurm
 	$(BIN)/python -m tests.tiers.ci --started $(STARTED)
 
 # Faults planted in rlhpc, one at a time: which test fails? Takes hours. ARGS: --only NAME ..., --whole K --seed N.
+# Python sources of the CUDA wheels of every vLLM release that pyproject.toml allows, run on a CPU. ARGS: releases.
+test-cuda-sources: venv
+	$(BIN)/python -m tests.cuda_sources $(ARGS)
+
+# In CI: two of these releases, if the pins or the rollout code changed.
+test-cuda-sources-changed: venv
+	$(BIN)/python -m tests.cuda_sources.changed
+
+# Lines that only a GPU reaches and that no test executes with the stand-in for CUDA.
+gpu-branches: venv
+	$(BIN)/python -m tests.tiers.gpu_branches --table docs/measurements/2026-11-gpu-branches.md
+
 faults: venv slurm
 	$(BIN)/python -m tests.tiers.faults --out build/faults/table.md $(ARGS)
 

@@ -121,7 +121,11 @@ def members(cls: type) -> set[str]:
         except (OSError, TypeError):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.ctx, ast.Store)
+                and ast.unparse(node.value) == "self"
+            ):
                 found.add(node.attr)
             elif isinstance(node, ast.Call):  # replace_parameter(self, "W_UV", …)
                 found |= {a.value for a in node.args if isinstance(a, ast.Constant) and isinstance(a.value, str)}

@@ -120,10 +120,13 @@ def _engine_config(path: Path, **changes: Any) -> Any:
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
 
-    # In this process: vLLM would start another one to look at a model's class, without the stubs.
-    inspected = lambda architecture, model: registry._ModelInfo.from_model_cls(model.load_model_cls())  # noqa: E731
+    # vLLM would look at a model's class in a process of its own, which lacks the stubs.
+    def inspected(architecture: str, model: Any) -> Any:
+        return registry._ModelInfo.from_model_cls(model.load_model_cls())
+
     with mock.patch.object(registry, "_try_inspect_model_cls", inspected), _as_with_triton():
-        arguments = {**_arguments(path), **changes}
+        known = EngineArgs.__dataclass_fields__  # what is not known is a fact of its own
+        arguments = {name: value for name, value in {**_arguments(path), **changes}.items() if name in known}
         return EngineArgs(**arguments).create_engine_config(usage_context=UsageContext.LLM_CLASS)
 
 
@@ -207,13 +210,21 @@ def plain_tensors(model: Any) -> set[str]:
             if isinstance(value, torch.Tensor):
                 if id(value) not in known and value.numel() and value.device.type == "meta":
                     found.add(f"{type(owner).__name__}.{name}")
-            elif depth and type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__"):
-                if "Config" not in type(value).__name__ and not isinstance(value, torch.nn.Module):
-                    look(value, depth - 1)
+            elif depth and _holds_tensors(value):
+                look(value, depth - 1)
 
     for module in model.modules():
         look(module, 3)
     return found
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether it is an object of vLLM's that may have tensors: an attention back end, say, or a kernel."""
+    import torch
+
+    is_module = isinstance(value, torch.nn.Module)  # looked at anyway
+    own = type(value).__module__.startswith("vllm.") and hasattr(value, "__dict__")
+    return own and not is_module and "Config" not in type(value).__name__
 
 
 def _routes_config(path: Path, folder: Path) -> dict[str, Any]:
@@ -230,6 +241,7 @@ def _routes_config(path: Path, folder: Path) -> dict[str, Any]:
     return {
         "arguments": arguments,
         "async": bool(config.scheduler_config.async_scheduling),
+        "steps kept apart": "aux_output_config" in type(config).__dataclass_fields__,
         "captured": "routed_experts_capturer" in text or "aux_output_connector" in text,
     }
 
@@ -252,7 +264,9 @@ def _memory_contract() -> dict[str, Any]:
     answers = {}
     for free in (89, 91):
         for given in (None, 1 << 30):
-            snapshot = SimpleNamespace(total_memory=100 * GIB, free_memory=free * GIB, device_="cuda:0", device="cuda:0")
+            snapshot = SimpleNamespace(
+                total_memory=100 * GIB, free_memory=free * GIB, device_="cuda:0", device="cuda:0"
+            )
             cache = SimpleNamespace(gpu_memory_utilization=0.9, kv_cache_memory_bytes=given)
             try:
                 answer = "ok" if request_memory(snapshot, cache) == 90 * GIB else "another amount"

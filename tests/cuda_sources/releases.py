@@ -63,7 +63,7 @@ def cached(pins: SpecifierSet | None = None) -> list[str]:
     return allowed(list(folders), pins or pinned())
 
 
-def fetch(release: str) -> Path:
+def fetch(release: str, seconds: float = 900) -> Path:
     """Folder with the sources of a release, downloaded unless the cache has them. Raises Unreachable."""
     folder = cache() / release
     if (folder / "vllm" / "__init__.py").exists():
@@ -74,7 +74,7 @@ def fetch(release: str) -> Path:
         done = _pip(
             *("download", "--no-deps", "--no-cache-dir", "--only-binary=:all:", "--progress-bar=off"),
             *(f"--dest={wheels}", f"vllm=={release}"),
-            seconds=900,
+            seconds=seconds,
         )
         found = list(wheels.glob("vllm-*.whl"))
         if done.returncode or not found:
@@ -92,7 +92,8 @@ def keep_python(wheel: Path, folder: Path) -> None:
 
 
 def _pip(*arguments: str, seconds: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    options = ("--disable-pip-version-check", "--retries=1", "--timeout=20")
+    command = [sys.executable, "-m", "pip", *arguments, *options]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
     except subprocess.TimeoutExpired:

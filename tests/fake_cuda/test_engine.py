@@ -155,7 +155,7 @@ def _as_on_a_gpu() -> Any:
 
     stack = contextlib.ExitStack()
     stack.enter_context(mock.patch.object(vllm_arguments, "GPU_WORKER", "tests.fake_cuda.gpu_worker.Worker"))
-    stack.enter_context(mock.patch.object(type(current_platform), "is_sleep_mode_available", lambda self: True))
+    stack.enter_context(mock.patch.object(type(current_platform), "is_sleep_mode_available", return_value=True))
     return stack
 
 
@@ -246,15 +246,13 @@ def _latent(engine: Any) -> dict[str, Any]:
         def derive_anew(dtype: torch.dtype) -> None:
             """As vLLM 0.25, which assigns new tensors and does not write into those there are."""
             for derived in _DERIVED:
-                layer._parameters.pop(derived, None)
-                vars(layer).pop(derived, None)
+                delattr(layer, derived)
             derive(dtype)
 
         for name in ("as vLLM left them", "copies", "copies that vLLM replaces"):
             if name.startswith("copies"):
                 for derived in _DERIVED:
-                    copy = getattr(layer, derived).detach().clone()
-                    layer._parameters.pop(derived, None)
+                    copy = torch.nn.Parameter(getattr(layer, derived).detach().clone(), requires_grad=False)
                     setattr(layer, derived, copy)
             if name.endswith("replaces"):
                 layer.process_weights_after_loading = derive_anew

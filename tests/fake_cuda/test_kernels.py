@@ -5,10 +5,12 @@ Shapes, strides and types are checked on the meta device and with stand-ins that
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -233,8 +235,6 @@ def test_grouped_products_in_float32_are_one_product_for_each_expert() -> None:
 
 
 def _without_grouped_mm() -> Any:
-    from unittest import mock
-
     return mock.patch("torch.nn.functional.grouped_mm", side_effect=AssertionError("not for float32"))
 
 
@@ -276,6 +276,6 @@ def test_log_probs_take_larger_pieces_on_a_gpu() -> None:
     assert len(on_gpu) < len(on_cpu)
     for pieces, elements in ((on_cpu, log_probs._CHUNK_ELEMENTS), (on_gpu, log_probs._CHUNK_ELEMENTS_GPU)):
         assert pieces[0].start == 0
-        assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+        assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
         assert pieces[-1].stop >= len(rows)
         assert (pieces[0].stop - pieces[0].start) * logits.size(-1) <= elements

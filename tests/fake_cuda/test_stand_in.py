@@ -81,13 +81,19 @@ def test_pinned_memory_is_the_host_s() -> None:
 def test_nothing_is_left_of_it() -> None:
     names = ("is_available", "current_device", "synchronize", "Stream", "get_rng_state")
     before = [getattr(torch.cuda, name) for name in names]
-    with pytest.raises(KeyError), FakeCuda():
-        kept = torch.ones(2, device="cuda")
-        raise KeyError
+    kept: list[torch.Tensor] = []
+    with pytest.raises(KeyError):
+        _fail_within(kept)
     assert [getattr(torch.cuda, name) for name in names] == before
     assert "device" not in vars(torch.UntypedStorage)
-    assert not kept.is_cuda
-    assert (kept + torch.ones(2)).tolist() == [2.0, 2.0]
+    assert not kept[0].is_cuda
+    assert (kept[0] + torch.ones(2)).tolist() == [2.0, 2.0]
+
+
+def _fail_within(made: list[torch.Tensor]) -> None:
+    with FakeCuda():
+        made.append(torch.ones(2, device="cuda"))
+        raise KeyError
 
 
 def test_a_device_that_does_not_exist_is_refused() -> None:

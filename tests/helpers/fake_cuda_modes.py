@@ -1,0 +1,191 @@
+"""Where tensors are: what the stand-in for CUDA (``tests/helpers/fake_cuda.py``) changes in PyTorch's functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_CPU = torch.device("cpu")
+# Take tensors of both devices on a real GPU too.
+_MIX = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_", "set_"}
+
+
+class Device(Protocol):
+    """The tensors on the device, and those in pinned memory."""
+
+    def holds(self, tensor: torch.Tensor) -> bool: ...
+
+    def pinned(self, tensor: torch.Tensor) -> bool: ...
+
+    def mark(self, tensor: torch.Tensor, on_device: bool) -> None: ...
+
+    def mark_pinned(self, tensor: torch.Tensor) -> None: ...
+
+    def device_of(self, storage: Any) -> torch.device: ...
+
+
+class Registry:
+    """Storages with a property that CPU storages lack. A freed storage's address is not reused while it is listed."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, StorageWeakRef] = {}
+
+    def add(self, storage: Any) -> None:
+        if storage._cdata not in self._held:
+            self._held[storage._cdata] = StorageWeakRef(storage)
+
+    def discard(self, storage: Any) -> None:
+        self._held.pop(storage._cdata, None)
+
+    def __contains__(self, storage: Any) -> bool:
+        return storage._cdata in self._held
+
+    def alive(self) -> Iterator[Any]:
+        for key, reference in list(self._held.items()):
+            if reference.expired():
+                del self._held[key]
+            else:
+                yield torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(storage.nbytes() for storage in self.alive())
+
+
+class Functions(TorchFunctionMode):
+    """The Python interface: requests for the device become requests for the CPU, whose answer is registered."""
+
+    def __init__(self, cuda: Device) -> None:
+        super().__init__()
+        self._cuda = cuda
+        self._getters: dict[Any, Callable[[torch.Tensor], Any]] = {
+            torch.Tensor.device: lambda tensor: cuda.device_of(tensor.untyped_storage()),
+            torch.Tensor.is_cuda: cuda.holds,
+            torch.Tensor.is_cpu: lambda tensor: not cuda.holds(tensor),
+        }
+        self._methods: dict[Any, Callable[..., Any]] = {
+            torch.Tensor.cuda: lambda tensor, *_, **__: self._moved(tensor, True),
+            torch.Tensor.cpu: lambda tensor, *_, **__: self._moved(tensor, False),
+            torch.Tensor.get_device: lambda tensor: 0 if cuda.holds(tensor) else -1,
+            torch.Tensor.is_pinned: lambda tensor, *_: cuda.pinned(tensor),
+            torch.Tensor.pin_memory: self._pin,
+            torch.Tensor.record_stream: lambda *_: None,
+            torch.Tensor.numpy: self._numpy,
+            torch.Tensor.type: self._type,
+        }
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if getattr(func, "__name__", "") == "__get__" and func.__self__ in self._getters:
+            return self._getters[func.__self__](args[0])
+        if func in self._methods:
+            return self._methods[func](*args, **kwargs)
+        pinned = bool(kwargs.pop("pin_memory", False))
+        args, kwargs, target = self._with_cpu(func, args, kwargs)
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = func(*args, **kwargs)
+        if target is None and not given:
+            target = False
+        if target is not None:
+            result = tree_map_only(torch.Tensor, lambda tensor: self._placed(tensor, target, given), result)
+        if pinned:
+            self._cuda.mark_pinned(result)
+        return result
+
+    def _with_cpu(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], bool | None]:
+        """The call with the CPU for the device, and whether the answer is to be on the device; None: not said."""
+        target: bool | None = None
+        device = kwargs.get("device")
+        if isinstance(device, torch.device | str | int):
+            target = _names_cuda(device)
+            if target:
+                kwargs["device"] = _CPU
+        if func is torch.Tensor.to and len(args) > 1:
+            second = args[1]
+            if isinstance(second, torch.Tensor):
+                target = self._cuda.holds(second)
+            elif isinstance(second, str | torch.device) or (isinstance(second, int) and not isinstance(second, bool)):
+                target = _names_cuda(second)
+                args = (args[0], _CPU, *args[2:]) if target else args
+        return args, kwargs, target
+
+    def _placed(self, tensor: torch.Tensor, on_device: bool, given: set[int]) -> torch.Tensor:
+        """``tensor`` on the side that was asked for; a copy where it shares memory with an argument."""
+        if self._cuda.holds(tensor) == on_device or tensor.device.type == "meta":
+            return tensor
+        if tensor.untyped_storage()._cdata in given:
+            return self._moved(tensor, on_device)
+        self._cuda.mark(tensor, on_device)
+        return tensor
+
+    def _moved(self, tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
+        if self._cuda.holds(tensor) == on_device:
+            return tensor
+        copy = tensor.clone()
+        self._cuda.mark(copy, on_device)
+        return copy
+
+    def _pin(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
+        if self._cuda.holds(tensor):
+            raise RuntimeError("cannot pin 'torch.cuda.FloatTensor' only dense CPU tensors can be pinned")
+        copy = tensor.clone()
+        self._cuda.mark_pinned(copy)
+        return copy
+
+    def _numpy(self, tensor: torch.Tensor, **options: Any) -> Any:
+        if self._cuda.holds(tensor):
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
+        return torch.Tensor.numpy(tensor, **options)
+
+    def _type(self, tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        found = torch.Tensor.type(tensor, *args, **options)
+        if isinstance(found, str) and self._cuda.holds(tensor):
+            return found.replace("torch.", "torch.cuda.", 1)
+        return found
+
+
+class Dispatch(TorchDispatchMode):
+    """Operators, in backward passes too: what is computed from the device's tensors is on the device."""
+
+    def __init__(self, cuda: Device) -> None:
+        super().__init__()
+        self._cuda = cuda
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        held = any(map(self._cuda.holds, tensors))
+        if held:
+            self._refuse_mixture(func, tensors)
+        result = func(*args, **kwargs)
+        # Zeros for gradients that are missing: autograd makes them where it takes the tensors to be.
+        held = held or (not tensors and torch._C._current_graph_task_id() != -1)
+        if held and not (tensors and _name(func) in _MIX and not self._cuda.holds(tensors[0])):
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, torch.Tensor):
+                    self._cuda.mark(leaf, True)
+        return result
+
+    def _refuse_mixture(self, func: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if _name(func) in _MIX or func.namespace == "c10d":
+            return
+        others = [tensor for tensor in tensors if tensor.dim() and not self._cuda.holds(tensor)]
+        if others:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {func} got tensors on cuda:0 and on the CPU, of"
+                f" shapes {[tuple(tensor.shape) for tensor in others]}"
+            )
+
+
+def _name(func: Any) -> str:
+    return str(func._schema.name).partition("::")[2]
+
+
+def _names_cuda(device: Any) -> bool:
+    return isinstance(device, int) or torch.device(device).type == "cuda"
