@@ -193,6 +193,23 @@ def test_ci_checks_them_when_pins_or_rollout_changed(tmp_path: Path, files: list
     assert changed.changed_files(shallow)
 
 
+def test_ci_passes_and_reports_it_where_the_index_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(changed, "changed_files", lambda: ["pyproject.toml"])
+    for name, value in {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+        "PIP_CONFIG_FILE": "/dev/null",
+        "PIP_FIND_LINKS": "",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert changed.main() == 0
+    assert capsys.readouterr().out.startswith("CUDA sources: not checked, pip cannot download vllm 0.25.0: ")
+    with pytest.raises(releases.Unreachable, match="cannot list"):
+        releases.published()
+
+
 def _repository(root: Path, files: list[str]) -> Path:
     """A commit of long ago that changed everything, one that changed ``files``, and one that changed another."""
     root.mkdir()

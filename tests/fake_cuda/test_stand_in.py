@@ -57,6 +57,18 @@ def test_copies_between_devices_share_no_memory() -> None:
         assert not torch.empty_like(device, device=torch.device("cpu")).is_cuda
 
 
+def test_gradients_go_back_to_where_the_tensor_came_from() -> None:
+    with FakeCuda():
+        host = torch.ones(3, requires_grad=True)
+        weight = torch.full((3,), 2.0, device="cuda", requires_grad=True)
+        (host.cuda() * weight).cpu().mul(torch.ones(3)).sum().backward()
+        assert host.grad is not None
+        assert weight.grad is not None
+        assert not host.grad.is_cuda
+        assert weight.grad.is_cuda
+        assert host.grad.tolist() == [2.0] * 3
+
+
 def test_memory_is_held_until_it_is_freed() -> None:
     with FakeCuda(total_gib=1.0) as cuda:
         first, second = torch.empty(1 << 20, device="cuda"), torch.empty(1 << 18, device="cuda")

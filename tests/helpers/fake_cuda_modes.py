@@ -58,6 +58,23 @@ class Registry:
         return sum(storage.nbytes() for storage in self.alive())
 
 
+class _Moved(torch.autograd.Function):
+    """A copy on the other side; its gradient goes back to this one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, on_device: bool, cuda: Device) -> torch.Tensor:
+        ctx.on_device, ctx.cuda = on_device, cuda
+        copy = tensor.clone()
+        cuda.mark(copy, on_device)
+        return copy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        copy = gradient.clone()
+        ctx.cuda.mark(copy, not ctx.on_device)
+        return copy, None, None
+
+
 class Functions(TorchFunctionMode):
     """The Python interface: requests for the device become requests for the CPU, whose answer is registered."""
 
@@ -127,9 +144,7 @@ class Functions(TorchFunctionMode):
     def _moved(self, tensor: torch.Tensor, on_device: bool) -> torch.Tensor:
         if self._cuda.holds(tensor) == on_device:
             return tensor
-        copy = tensor.clone()
-        self._cuda.mark(copy, on_device)
-        return copy
+        return _Moved.apply(tensor, on_device, self._cuda)
 
     def _pin(self, tensor: torch.Tensor, *_: Any) -> torch.Tensor:
         if self._cuda.holds(tensor):

@@ -1,9 +1,9 @@
 """Lists the lines of GPU-only branches that no test executes: ``python -m tests.tiers.gpu_branches [FILE …]``.
 
-The lines come from the sources (``tests/tiers/gpu_lines.py``). The tests that use the stand-in for CUDA
-(``tests/helpers/fake_cuda.py``), or the test files given, then run under coverage.py. Half of a conditional expression
-shares its line with the other half; it counts as executed when its line ran while a stand-in was active. ``--table
-FILE`` writes the result as a page. The exit code is 1 if a line is left without a reason.
+The lines come from the sources (``tests/tiers/gpu_lines.py``). The tests that run code as on a GPU, with the stand-in
+of ``tests/helpers/fake_cuda.py`` above all, or the test files given, then run under coverage.py. Half of a conditional
+expression shares its line with the other half; it counts as executed when its line ran while a stand-in was active.
+``--table FILE`` writes the result as a page. The exit code is 1 if a line is left without a reason.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def package_sources(root: Path = ROOT) -> dict[str, str]:
 
 def stand_in_tests(root: Path = ROOT) -> list[str]:
     """Test files that run code as on a GPU."""
-    wanted = re.compile(r"fake_cuda|on_gpu\s*=\s*True")
-    files = sorted((root / "tests").rglob("test_*.py"))
-    return [str(f.relative_to(root)) for f in files if wanted.search(f.read_text(encoding="utf-8"))]
+    wanted = re.compile(r"fake_cuda|on_gpu|torch\.cuda")
+    files = (file for file in sorted((root / "tests").rglob("test_*.py")) if file.parent.name != "gpu")
+    return [str(file.relative_to(root)) for file in files if wanted.search(file.read_text(encoding="utf-8"))]
 
 
 def run_tests(files: Sequence[str]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
@@ -119,9 +119,7 @@ def main() -> int:
     for line in left:
         print(f"{line}  ({reason(line) or 'no test executes it'})")
     unnamed = [line for line in left if not reason(line)]
-    print(
-        f"{len(lines)} lines of GPU-only branches, {len(left)} never executed, {len(unnamed)} of them without a reason"
-    )
+    print(f"{len(lines)} lines of GPU-only branches: {len(left)} never executed, {len(unnamed)} without a reason")
     return bool(unnamed)
 
 
