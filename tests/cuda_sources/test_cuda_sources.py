@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -232,5 +233,7 @@ def _repository(root: Path, files: list[str]) -> Path:
 
 def _git(root: Path, *arguments: str, date: str = "2026-03-01T00:00") -> None:
     settings = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    environ = {"GIT_COMMITTER_DATE": f"{date} +0000", "GIT_AUTHOR_DATE": f"{date} +0000", "PATH": "/usr/bin:/bin"}
-    subprocess.run(["git", *settings, *arguments], cwd=root, check=True, env=environ, capture_output=True)
+    dates = {"GIT_COMMITTER_DATE": f"{date} +0000", "GIT_AUTHOR_DATE": f"{date} +0000"}
+    subprocess.run(
+        ["git", *settings, *arguments], cwd=root, check=True, env={**os.environ, **dates}, capture_output=True
+    )
