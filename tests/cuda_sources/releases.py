@@ -59,8 +59,7 @@ def cache() -> Path:
 
 def cached(pins: SpecifierSet | None = None) -> list[str]:
     """Releases whose sources are in the cache, oldest first."""
-    folders = (folder.name for folder in cache().glob("*/vllm/__init__.py") for folder in [folder.parents[1]])
-    return allowed(list(folders), pins or pinned())
+    return allowed([file.parents[1].name for file in cache().glob("[0-9]*/vllm/__init__.py")], pins or pinned())
 
 
 def fetch(release: str, seconds: float = 900) -> Path:
