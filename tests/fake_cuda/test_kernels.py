@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlhpc.backends.megatron import attention, experts, log_probs, norm
+from rlhpc.backends.megatron import attention, experts, log_probs
 from rlhpc.backends.megatron.segments import Segments
 from tests.helpers.attention_cases import CASES, Case, inputs
 from tests.helpers.fake_cuda import FakeCuda
@@ -30,7 +30,7 @@ META = torch.device("meta")
 @pytest.fixture(autouse=True)
 def _nothing_cached() -> Iterator[None]:
     """What is found installed is remembered for a process."""
-    caches = (attention._flash_attention, attention._parameters, norm._apex_rms_norm)
+    caches = (attention._flash_attention, attention._parameters)
     for cache in caches:
         cache.cache_clear()
     yield
@@ -242,30 +242,6 @@ def _config() -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     return TransformerConfig(num_layers=1, hidden_size=8, num_attention_heads=1)
-
-
-@pytest.mark.parametrize("installed", [True, False])
-def test_the_norm_is_apex_s_where_there_is_one(monkeypatch: pytest.MonkeyPatch, installed: bool) -> None:
-    called: list[tuple[Any, ...]] = []
-
-    def fused_rms_norm_affine(
-        input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False
-    ) -> Tensor:
-        called.append((tuple(normalized_shape), eps))
-        return torch.nn.functional.rms_norm(input, tuple(normalized_shape), weight, eps)
-
-    module = ModuleType("apex.normalization.fused_layer_norm")
-    module.fused_rms_norm_affine = fused_rms_norm_affine  # type: ignore[attr-defined]
-    for name in ("apex", "apex.normalization", module.__name__):
-        monkeypatch.setitem(sys.modules, name, module if installed else None)
-    x = torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
-    expected = norm.RMSNorm(_config(), 8, eps=1e-4)(x)
-    assert not called
-    with FakeCuda():
-        found = norm.RMSNorm(_config(), 8, eps=1e-4)(x.cuda())
-        assert found.is_cuda
-        torch.testing.assert_close(found.detach().cpu(), expected.detach())
-    assert called == ([((8,), 1e-4)] if installed else [])
 
 
 def test_log_probs_take_larger_pieces_on_a_gpu() -> None:
