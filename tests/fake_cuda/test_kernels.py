@@ -213,8 +213,8 @@ def test_grouped_products_have_strides_that_cuda_takes(tokens: int) -> None:
     w13 = torch.empty(4, 2 * 48, 64, dtype=torch.bfloat16, device=META, requires_grad=True)
     w2 = torch.empty(4, 64, 48, dtype=torch.bfloat16, device=META, requires_grad=True)
     ends = torch.empty(4, dtype=torch.int32, device=META)
-    gate, up = experts._grouped_product(x, w13, ends).chunk(2, dim=-1)
-    output = experts._grouped_product(torch.nn.functional.silu(gate) * up, w2, ends)
+    gate, up = experts._grouped_product(x, w13, ends, [2]).chunk(2, dim=-1)
+    output = experts._grouped_product(torch.nn.functional.silu(gate) * up, w2, ends, [2])
     assert output.shape == x.shape
     output.backward(torch.empty_like(output))
     for leaf in (x, w13, w2):
@@ -229,7 +229,7 @@ def test_grouped_products_in_float32_are_one_product_for_each_expert() -> None:
     ends = torch.tensor([4, 4, 10], dtype=torch.int32)
     expected = torch.cat([x[:4] @ weight[0].T, x[4:] @ weight[2].T])
     with FakeCuda(), _without_grouped_mm():
-        found = experts._grouped_product(x.cuda(), weight.cuda(), ends.cuda())
+        found = experts._grouped_product(x.cuda(), weight.cuda(), ends.cuda(), [1])
         assert found.is_cuda
         torch.testing.assert_close(found.cpu(), expected)
 
