@@ -73,8 +73,9 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.0,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
+        "kv_lora_rank": 512,  # vLLM's CPU build has the published model's sizes only
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,  # of the rotary embedding, as transformers reads it
         "qk_nope_head_dim": 32,
         "v_head_dim": 32,
         "rope_theta": 10000.0,
