@@ -7,6 +7,7 @@ import sys
 import click
 
 from rlhpc import __version__
+from rlhpc.cli.acceptance import acceptance
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.plan import plan
@@ -64,7 +65,7 @@ def schema() -> None:
     click.echo(json_schema(), nl=False)
 
 
-for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, convert):
+for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, convert, acceptance):
     cli.add_command(command)
 
 

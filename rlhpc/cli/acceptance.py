@@ -1,0 +1,59 @@
+"""``rlhpc acceptance``. Little is imported before it runs."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from rlhpc.core.errors import UserError
+
+
+@click.command()
+@click.argument("folder", required=False)
+@click.option("--part", "names", multiple=True, metavar="NAME", help="Only this part, again if it has run; repeatable.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="M",
+    help="Time for this start: a part starts only if its limit still fits.",
+)
+@click.option(
+    "--size", type=click.Choice(["full", "tiny"]), help="Size of the cases; default: full with a GPU, tiny without."
+)
+@click.option("--retry", is_flag=True, help="Run failed parts again.")
+@click.option("--strict", is_flag=True, help="Exit with 1 for a missed goal too.")
+@click.option("--list", "lists", is_flag=True, help="List the parts with their limits, and run nothing.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of the results, and run nothing.")
+def acceptance(
+    folder: str | None,
+    names: tuple[str, ...],
+    minutes: float | None,
+    size: str | None,
+    retry: bool,
+    strict: bool,
+    lists: bool,
+    schema: bool,
+) -> None:
+    """Measure what works on this machine and how fast, with results in FOLDER.
+
+    FOLDER gets a page, the results as JSON and a log. A later start with the same FOLDER, on another machine too,
+    continues with the parts that are not done. See docs/acceptance.md.
+    """
+    from rlhpc.acceptance.driver import Options, accept, select
+    from rlhpc.acceptance.results import json_schema
+    from rlhpc.acceptance.table import PARTS
+
+    if schema:
+        click.echo(json_schema(), nl=False)
+        return
+    if lists:
+        for part in select(PARTS, names):
+            gpu = "GPU only" if part.needs_gpu else ""
+            click.echo(f"{part.name:<15}{part.tier:<7}{part.minutes:>4g} min  {gpu:<10}{part.title}")
+        return
+    if folder is None:
+        raise UserError("no folder is given", where="rlhpc acceptance", remedy="name one for the results")
+    chosen = "tiny" if size == "tiny" else "full" if size == "full" else None
+    sys.exit(accept(Path(folder), PARTS, Options(names, minutes, chosen, retry, strict)))
