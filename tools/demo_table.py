@@ -13,12 +13,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from rlhpc.config.load import load_config
+from rlhpc.acceptance import demo
+from rlhpc.acceptance.demo import ACCURACY, LEAST_AFTER_GRPO, MOST_AFTER_WARM_UP
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record
 from rlhpc.observe.metrics import read_records
@@ -29,9 +29,6 @@ CONFIG = ROOT / "configs" / "demo.yaml"
 PICTURE = ROOT / "docs" / "images" / "demo-reward.png"
 MARKER = "demo-table"
 SEEDS = (0, 1, 2)
-ACCURACY = "validation/accuracy"
-# What the demo is to show: a weak start and a strong end.
-MOST_AFTER_WARM_UP, LEAST_AFTER_GRPO = 0.5, 0.9
 
 
 @dataclass(frozen=True)
@@ -49,23 +46,7 @@ class Result:
 
 def overrides(seed: int, inputs: Path, file: Path = CONFIG) -> list[str]:
     """The demo, or another config of its task, with this seed and its inputs in ``inputs``."""
-    config = load_config(file).model_dump(mode="json")
-    before = config["prepare"]["arguments"]["folder"]
-    moved = [
-        f"{key}={inputs / Path(value).relative_to(before)}"
-        for key, value in _texts(config, "")
-        if value.startswith(f"{before}/")
-    ]
-    return [f"seed={seed}", f"prepare.arguments.seed={seed}", f"prepare.arguments.folder={inputs}", *moved]
-
-
-def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of every text in the configuration."""
-    if isinstance(value, str):
-        yield key, value
-    elif isinstance(value, dict | list):
-        for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _texts(item, f"{key}.{name}" if key else str(name))
+    return demo.overrides(seed, inputs, file)
 
 
 def result_of(seed: int, records: Sequence[Record], seconds: float) -> Result:

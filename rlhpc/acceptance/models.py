@@ -64,7 +64,14 @@ _TINY_EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_siz
 # Fields of config.json. The tiny shapes have the structure of the large ones and run in seconds on a CPU.
 SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {**_QWEN2, **_TINY},
-    "tiny-moe": {**_QWEN3_MOE, **_TINY, **_TINY_EXPERTS, "head_dim": 32, "num_experts": 4},
+    "tiny-moe": {
+        **_QWEN3_MOE,
+        **_TINY,
+        **_TINY_EXPERTS,
+        "head_dim": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 4,  # more than two: their outputs add up differently in another order
+    },
     "tiny-mla": {
         **_DEEPSEEK_V3,
         **_TINY,
@@ -186,6 +193,8 @@ def _write_weights(folder: Path, tensors: list[TensorSpec], dtype: str, std: flo
     random = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed)
     for file in files:
         _write_file(folder, file, std, random)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # for the processes that load the model
     if len(files) > 1:
         (folder / INDEX).write_text(index_text(files), encoding="utf-8")
 

@@ -23,10 +23,10 @@ from rlhpc.trainer.stop import Stopper
 
 
 class Loop:
-    """Carries a run forward from a state."""
+    """Carries a run forward from a state. ``saves_end``: it writes a checkpoint after the last step."""
 
-    def __init__(self, run: Run) -> None:
-        self._run, self._config = run, run.config
+    def __init__(self, run: Run, saves_end: bool = True) -> None:
+        self._run, self._config, self._saves_end = run, run.config, saves_end
         self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
         self._stopper = Stopper(run.context)
         self._saved = -1
@@ -41,7 +41,7 @@ class Loop:
         """All steps that are left, or until the ranks agree to stop; the answer is why they did. Saved at the end."""
         try:
             reason = self._run_phases()
-            if self._saved != self.state.total_steps:
+            if self._saved != self.state.total_steps and (self._saves_end or reason is not None):
                 self._save()
             self._settle(wait=True)
             return reason

@@ -13,10 +13,11 @@ from rlhpc.core.context import RankContext
 from rlhpc.core.shown import ShownOnly
 
 
-def run_rank(context: RankContext) -> str | None:
+def run_rank(context: RankContext, saves_end: bool = True) -> str | None:
     """Run this rank with the resolved config of its attempt, from the newest checkpoint or, without one, the start.
 
-    A run without steps is an evaluation.
+    A run without steps is an evaluation. ``saves_end`` false leaves out the checkpoint after the last step, for runs
+    that only measure.
 
     Returns why the ranks agreed to stop before the last step, None if they did not.
     """
@@ -33,7 +34,7 @@ def run_rank(context: RankContext) -> str | None:
     if config.evaluates_only:
         evaluate(run)
     else:
-        stopped = Loop(run).run()
+        stopped = Loop(run, saves_end).run()
         if context.info.rank == 0 and stopped is None:
             context.attempt.check_current()
             with ShownOnly("the report"):
