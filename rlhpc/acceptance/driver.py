@@ -13,7 +13,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal
 
-from rlhpc.acceptance.fingerprint import Fingerprint, read_fingerprint, used_gpu_memory
+from rlhpc.acceptance.device import used_memory
+from rlhpc.acceptance.fingerprint import Fingerprint, read_fingerprint
 from rlhpc.acceptance.logs import LOG, append_log, last_lines
 from rlhpc.acceptance.page import page_name, render_page
 from rlhpc.acceptance.part import Figure, Part, Size, Skipped
@@ -163,7 +164,7 @@ class Acceptance:
             record.seconds = round(time.monotonic() - began, 1)
             self._save()
 
-        memory = used_gpu_memory() if self._on_gpu else None
+        memory = used_memory() if self._on_gpu else None
         with tempfile.TemporaryDirectory(prefix="rlhpc-acceptance-", ignore_cleanup_errors=True) as scratch:
             output = Path(scratch, "output.log")
             output.touch()
@@ -228,7 +229,7 @@ def _line(figure: FigureRecord) -> str:
 def _wait_for_memory(before: int) -> None:
     """Until the next part finds the GPU as the last one did."""
     until = time.monotonic() + _RELEASE_SECONDS
-    while (used_gpu_memory() or 0) > before + _LEFT_BYTES and time.monotonic() < until:
+    while (used_memory() or 0) > before + _LEFT_BYTES and time.monotonic() < until:
         time.sleep(0.5)
 
 

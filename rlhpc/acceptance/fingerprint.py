@@ -7,13 +7,13 @@ import hashlib
 import os
 import platform
 import re
-import subprocess
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
+
+from rlhpc.acceptance.device import read_gpu
 
 _GIB = 1 << 30
 # Distributions whose versions decide what runs, and how fast.
@@ -35,9 +35,6 @@ _PACKAGES = (
     "nvidia-cudnn-cu12",
     "nvidia-cudnn-cu13",
 )
-# Of nvidia-smi, in the order of the fields of _Gpus.
-_QUERY = "name,memory.total,driver_version,clocks.max.sm,clocks.max.memory,power.limit"
-_QUERY_SECONDS = 30.0
 
 
 class Fingerprint(BaseModel):
@@ -90,7 +87,7 @@ class Fingerprint(BaseModel):
 def read_fingerprint(gpu_count: int) -> Fingerprint:
     """This machine's; ``gpu_count`` as seen by its processes."""
     return Fingerprint(
-        **(_gpus() if gpu_count else {}),
+        **(read_gpu() if gpu_count else {}),
         gpu_count=gpu_count,
         cpu=_cpu_name(),
         cpu_cores=len(os.sched_getaffinity(0)),
@@ -99,98 +96,6 @@ def read_fingerprint(gpu_count: int) -> Fingerprint:
         python=platform.python_version(),
         packages=dict(_versions()),
     )
-
-
-def used_gpu_memory() -> int | None:
-    """Bytes in use on all GPUs together; None where the driver cannot be asked."""
-    with _nvml() as nvml:
-        if nvml is not None:
-            handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-            return sum(int(nvml.nvmlDeviceGetMemoryInfo(handle).used) for handle in handles)
-    rows = _smi("memory.used")
-    return sum(int(float(row[0])) << 20 for row in rows) if rows else None
-
-
-def _gpus() -> dict[str, Any]:
-    """From the driver's library, else from nvidia-smi; what neither reports is left out."""
-    with _nvml() as nvml:
-        if nvml is not None:
-            return _from_nvml(nvml)
-    rows = _smi(_QUERY)
-    if not rows:
-        return {"gpu": "unknown GPU"}
-    name, memory, driver, sm_clock, memory_clock, power = rows[0]
-    found = {
-        "gpu": name,
-        "gpu_memory_gib": _number(memory, 1 / 1024),
-        "driver": driver,
-        "sm_clock_mhz": _number(sm_clock),
-        "memory_clock_mhz": _number(memory_clock),
-        "power_limit_watts": _number(power),
-    }
-    return {key: value for key, value in found.items() if value is not None}
-
-
-@contextlib.contextmanager
-def _nvml() -> Iterator[Any]:
-    """The module pynvml, initialised; None where it, the library or the driver is missing."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-    except Exception:  # NVMLError is not importable without pynvml, and ctypes raises OSError
-        yield None
-        return
-    try:
-        yield pynvml
-    finally:
-        pynvml.nvmlShutdown()
-
-
-def _from_nvml(nvml: Any) -> dict[str, Any]:
-    handle = nvml.nvmlDeviceGetHandleByIndex(0)
-    readers = {
-        "gpu": lambda: _text(nvml.nvmlDeviceGetName(handle)),
-        "gpu_memory_gib": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).total / _GIB, 1),
-        "driver": lambda: _text(nvml.nvmlSystemGetDriverVersion()),
-        "driver_cuda": lambda: _cuda_release(nvml.nvmlSystemGetCudaDriverVersion()),
-        "sm_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM),
-        "memory_clock_mhz": lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_MEM),
-        "power_limit_watts": lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle) / 1000,
-    }
-    found: dict[str, Any] = {"gpu": "unknown GPU"}
-    for key, read in readers.items():
-        with contextlib.suppress(nvml.NVMLError):  # some boards and virtual GPUs do not report all of it
-            found[key] = read()
-    return found
-
-
-def _text(value: str | bytes) -> str:
-    """Older releases of pynvml return bytes."""
-    return value.decode() if isinstance(value, bytes) else value
-
-
-def _cuda_release(number: int) -> str:
-    """13000 is 13.0."""
-    return f"{number // 1000}.{number % 1000 // 10}"
-
-
-def _smi(fields: str) -> list[list[str]]:
-    """A row of values for each GPU; none where nvidia-smi is missing or fails."""
-    command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_QUERY_SECONDS)
-    except (OSError, subprocess.SubprocessError):
-        return []
-    return [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
-
-
-def _number(text: str, factor: float = 1.0) -> float | None:
-    """None for what nvidia-smi writes where it has no number, such as [N/A]."""
-    try:
-        return round(float(text) * factor, 1)
-    except ValueError:
-        return None
 
 
 def _cpu_name() -> str:

@@ -19,7 +19,8 @@ from statistics import median
 from typing import Any
 
 from rlhpc.acceptance import runs
-from rlhpc.acceptance.fingerprint import read_fingerprint, used_gpu_memory
+from rlhpc.acceptance.device import used_memory
+from rlhpc.acceptance.fingerprint import read_fingerprint
 from rlhpc.acceptance.models import model_shape
 from rlhpc.acceptance.part import Context, Figure, Goal, Skipped
 from rlhpc.acceptance.probe import read_peaks
@@ -87,7 +88,7 @@ def _measure(context: Context, work: Work) -> None:
     context.report(Figure("layers", float(layers), note=f"{parameters / 1e9:.2f} billion parameters"))
     _write_model(context.folder, work.shape, layers, config.model.dtype)
     _write_prompts(Path(config.data.train[0].path), work)
-    before = used_gpu_memory() if context.on_gpu else None
+    before = used_memory() if context.on_gpu else None
     records = runs.run(config, entry=_ENTRY)
     for figure in _step_figures(config, shape, gpu, records, known):
         context.report(figure)

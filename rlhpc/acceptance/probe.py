@@ -65,11 +65,12 @@ class _Sampler(threading.Thread):
     def run(self) -> None:
         import torch
 
-        device = self._context.info.local_rank
-        while not self._over.wait(_PERIOD_SECONDS):
-            if torch.cuda.is_initialized():  # by the rank itself, on the device that it has chosen
-                free, total = torch.cuda.mem_get_info(device)
-                self._note(total - free, torch.cuda.memory_allocated(device))
+        from rlhpc.acceptance.device import opened, used_by
+
+        with opened() as nvml:
+            while nvml is not None and not self._over.wait(_PERIOD_SECONDS):
+                if torch.cuda.is_initialized():  # by the rank itself, on the device that it has chosen
+                    self._note(used_by(nvml), torch.cuda.memory_allocated(self._context.info.local_rank))
 
     def end(self, file: Path) -> None:
         self._over.set()

@@ -138,6 +138,11 @@ class VllmEngine:
         """Requests under way, beneath which no weight may change."""
         return int(self._engine.get_num_unfinished_requests())
 
+    def choices(self) -> dict[str, str]:
+        """What vLLM chose on this machine: its model runner, and the kernels of its attention layers."""
+        found: dict[str, str] = self._engine.collective_rpc(_choices)[0]
+        return found
+
     def wake_weights(self) -> None:
         """Take back the weights' memory, on a CPU when they are opened; nothing when they are awake."""
         self._refuse_under_way()
@@ -280,6 +285,13 @@ class VllmEngine:
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,  # nobody else holds this object
         )
+
+
+def _choices(worker: Any) -> dict[str, str]:
+    """Called in vLLM's worker."""
+    kernels = {type(module.impl).__name__ for module in worker.get_model().modules() if hasattr(module, "impl")}
+    runner = "V2" if getattr(worker, "use_v2_model_runner", False) else "V1"
+    return {"model runner": runner, "attention": ", ".join(sorted(kernels))}
 
 
 def over_nodes(tp: int) -> bool:

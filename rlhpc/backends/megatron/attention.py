@@ -135,6 +135,13 @@ def _attend_fused(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
     return varlen_attn(query, key, value, *bounds, **options)
 
 
+def kernel_name(on_gpu: bool) -> str:
+    """Which kernels attend in half precision on a GPU, and in any precision on a CPU."""
+    if not on_gpu:
+        return "torch scaled_dot_product_attention"
+    return "flash-attn" if _flash_attention() is not None else "torch varlen_attn"
+
+
 def _one_for_each_query(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values repeated to as many heads as queries have."""
     groups = query.size(1) // key.size(1)
