@@ -61,7 +61,7 @@ class Work:
 
 
 LARGE = {
-    "1.5b": Work("1.5b", 32, 8, 256, 768, 16384, 0.35),
+    "1.5b": Work("1.5b", 32, 8, 256, 768, 8192, 0.35),
     "8b": Work("8b", 16, 8, 256, 512, 8192, 0.3),
 }
 TINY = Work("tiny", 4, 4, 32, 16, 512, 0.3, steps=4)
@@ -79,22 +79,22 @@ def run_8b(context: Context) -> None:
 
 def _measure(context: Context, work: Work) -> None:
     gpu, known = _gpu(context)
-    layers = _fitting_layers(context.folder, work, gpu)
+    layers = fitting_layers(context.folder, work, gpu)
     if layers is None:
         context.report(Skipped(work.shape, f"not one layer fits into {gpu.memory_gib:g} GiB by the plan"))
         return
-    shape, config = model_shape(work.shape, layers), _config(context.folder, work, context.on_gpu)
+    shape, config = model_shape(work.shape, layers), run_config(context.folder, work, context.on_gpu)
     parameters = num_parameters(shape)
     context.report(Figure("layers", float(layers), note=f"{parameters / 1e9:.2f} billion parameters"))
     _write_model(context.folder, work.shape, layers, config.model.dtype)
     _write_prompts(Path(config.data.train[0].path), work)
     before = used_memory() if context.on_gpu else None
     records = runs.run(config, entry=_ENTRY)
-    for figure in _step_figures(config, shape, gpu, records, known):
+    for figure in step_figures(config, shape, gpu, records, known):
         context.report(figure)
-    for result in _memory_figures(config, shape, gpu, before, known):
+    for result in memory_figures(config, shape, gpu, before, known):
         context.report(result)
-    for figure in _time_figures(config, shape, gpu, records, known):
+    for figure in time_figures(config, shape, gpu, records, known):
         context.report(figure)
 
 
@@ -110,9 +110,9 @@ def _gpu(context: Context) -> tuple[Gpu, bool]:
     return replace(gpu or _UNKNOWN, memory_gib=found.gpu_memory_gib or _UNKNOWN.memory_gib), known
 
 
-def _fitting_layers(folder: Path, work: Work, gpu: Gpu) -> int | None:
+def fitting_layers(folder: Path, work: Work, gpu: Gpu) -> int | None:
     """As many layers as fit by the plan, into the device and, as files, on the disk."""
-    config, disk = _config(folder, work, on_gpu=True), shutil.disk_usage(folder).free
+    config, disk = run_config(folder, work, on_gpu=True), shutil.disk_usage(folder).free
     for layers in range(model_shape(work.shape).num_layers, 0, -1):
         shape = model_shape(work.shape, layers)
         peak = predict_memory(config, shape, ParallelLayout(1), gpu.memory_gib).peak
@@ -121,7 +121,7 @@ def _fitting_layers(folder: Path, work: Work, gpu: Gpu) -> int | None:
     return None
 
 
-def _config(folder: Path, work: Work, on_gpu: bool) -> RunConfig:
+def run_config(folder: Path, work: Work, on_gpu: bool) -> RunConfig:
     """One rank. Two updates a step, so that there is a log-prob pass; no reference model, which would take the room of
     layers."""
     mean_prompt = round(0.625 * work.prompt_tokens)
@@ -184,7 +184,7 @@ def _write_prompts(file: Path, work: Work) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _step_figures(
+def step_figures(
     config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], known: bool
 ) -> Iterator[Figure]:
     """Medians over the steps but the first: its kernels are compiled and its weights verified."""
@@ -209,7 +209,7 @@ def _decoded(steps: list[Record]) -> float:
     return median(record["rollout/completion_tokens"] / record["perf/rollout_seconds"] for record in steps)
 
 
-def _memory_figures(
+def memory_figures(
     config: RunConfig, shape: ModelShape, gpu: Gpu, before: int | None, known: bool
 ) -> Iterator[Figure | Skipped]:
     """Of the device, other processes' use subtracted, beside the plan."""
@@ -238,7 +238,7 @@ def _peak_note(plan: MemoryPlan, peak: int) -> str:
     return f"{plan.peak / GIB:.1f} GiB predicted ({fullest}), {peak / GIB:.1f} GiB measured"
 
 
-def _time_figures(
+def time_figures(
     config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], known: bool
 ) -> Iterator[Figure]:
     """The last step against its prediction, with the planner's defaults and fitted to the steps before it."""

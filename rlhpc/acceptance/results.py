@@ -48,8 +48,8 @@ class FigureRecord(_Record):
     @classmethod
     def of(cls, figure: Figure) -> FigureRecord:
         value = figure.value
-        if isinstance(value, float) and not math.isfinite(value):
-            value = str(value)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            value = float(value) if math.isfinite(value) else str(value)
         goal = GoalRecord(op=figure.goal.op, limit=figure.goal.limit) if figure.goal else None
         return cls(name=figure.name, value=value, unit=figure.unit, goal=goal, met=figure.met, note=figure.note)
 

@@ -38,6 +38,7 @@ ROOT = Path(__file__).parents[2]
 INTERPRETER = sys.executable
 # Which kind of process runs a module. Ranks of several kinds alternate between two processes.
 _KINDS = {
+    "rlhpc.acceptance.child": ("heavy-0", "heavy-1"),
     "rlhpc.cli.main": ("light",),
     "submitit.core._submit": ("heavy-0", "heavy-1"),
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
