@@ -1,11 +1,12 @@
-"""What the driver reports of GPUs: through NVML, else through nvidia-smi. Imports no torch, and makes no CUDA context."""
+"""What the driver reports of GPUs: through NVML, else through nvidia-smi. No torch, and no CUDA context."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rlhpc.core import env
@@ -55,8 +56,7 @@ def used_by(nvml: Any) -> int:
 def opened() -> Iterator[Any]:
     """The module pynvml, initialised; None where it, the library or the driver is missing."""
     try:
-        import pynvml
-
+        pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
     except Exception:  # NVMLError is pynvml's own, and ctypes raises OSError
         yield None
@@ -80,7 +80,7 @@ def _first(nvml: Any) -> Any:
 
 def _from_nvml(nvml: Any) -> dict[str, Any]:
     handle = _first(nvml)
-    readers = {
+    readers: dict[str, Callable[[], Any]] = {
         "gpu": lambda: _text(nvml.nvmlDeviceGetName(handle)),
         "gpu_memory_gib": lambda: round(nvml.nvmlDeviceGetMemoryInfo(handle).total / _GIB, 1),
         "driver": lambda: _text(nvml.nvmlSystemGetDriverVersion()),

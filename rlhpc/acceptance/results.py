@@ -14,7 +14,7 @@ from rlhpc.acceptance.part import Figure, Part, Size, Skipped, Tier
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_text, write_atomic
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION: Literal[1] = 1
 STATE = "acceptance.json"  # in the folder of results
 Status = Literal["running", "passed", "failed", "timeout", "interrupted", "skipped"]
 FAILED: tuple[Status, ...] = ("failed", "timeout")

@@ -1,4 +1,4 @@
-"""Whole runs inside a part, started as ``rlhpc run`` starts them. Imports no torch: ranks are processes of their own."""
+"""Whole runs inside a part, started as ``rlhpc run`` starts them. No torch here: ranks are processes of their own."""
 
 from __future__ import annotations
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 import click
 
 from rlhpc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhpc.acceptance.part import Size
 
 
 @click.command()
@@ -55,5 +59,5 @@ def acceptance(
         return
     if folder is None:
         raise UserError("no folder is given", where="rlhpc acceptance", remedy="name one for the results")
-    chosen = "tiny" if size == "tiny" else "full" if size == "full" else None
-    sys.exit(accept(Path(folder), PARTS, Options(names, minutes, chosen, retry, strict)))
+    options = Options(names, minutes, cast("Size | None", size), retry, strict)
+    sys.exit(accept(Path(folder), PARTS, options))
