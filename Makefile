@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv slurm demo demo-table check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench clean
+.PHONY: venv slurm demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench clean
 
 venv: $(INSTALLED)
 
@@ -28,6 +28,12 @@ demo: venv
 # README's table and picture, from three runs of the demo.
 demo-table: venv
 	$(BIN)/python -m tools.demo_table
+
+# What works on this machine and how fast, on a page of FOLDER; RLHPC: the command of an environment with GPU packages.
+FOLDER ?= docs/measurements
+RLHPC ?= rlhpc
+gpu-acceptance:
+	$(RLHPC) acceptance $(FOLDER) $(ARGS)
 
 # What the tests on a real Slurm need. Where it cannot be installed they skip, and the end of the run says so.
 slurm:

@@ -31,9 +31,9 @@ from rlhpc.core.records import Record
 from rlhpc.launch.machine import gpu_count
 from rlhpc.models import ModelShape
 from rlhpc.plan.calibrate import Calibration, Measured, calibrate, read_run
-from rlhpc.plan.hardware import Gpu, gpu_of_device
+from rlhpc.plan.hardware import GPUS, Gpu
 from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.memory import ENGINE_ASLEEP, GIB, LIBRARIES, MemoryPlan, predict_memory
+from rlhpc.plan.memory import GIB, MemoryPlan, predict_memory
 from rlhpc.plan.shards import num_parameters
 from rlhpc.plan.step_time import predict_step
 
@@ -103,7 +103,8 @@ def _gpu(context: Context) -> tuple[Gpu, bool]:
     if not context.on_gpu:
         return _UNKNOWN, False
     found = read_fingerprint(gpu_count())
-    gpu = gpu_of_device(found.gpu or "")
+    named = [gpu for gpu in GPUS.values() if gpu.device in (found.gpu or "")]
+    gpu = max(named, key=lambda gpu: len(gpu.device), default=None)  # GB200 before B200
     if gpu is None:
         context.report(Skipped("goals of the plan", f"{found.gpu} is not in the planner's table (planning.gpus_file)"))
     known = gpu is not None and not context.tiny
@@ -227,9 +228,10 @@ def memory_figures(
     goal = Goal("<=", MEMORY_ERROR) if known else None
     yield Figure("memory: error of the plan's peak", abs(plan.peak / peak - 1), "", goal, _peak_note(plan, peak))
     if "update" in peaks.used:
-        tensors = max(phase.total for phase in plan.phases if phase.name.startswith("forward and backward"))
-        more = peaks.used["update"] - before - (tensors - LIBRARIES - ENGINE_ASLEEP)
-        note = f"in updates; the plan allows {(LIBRARIES + ENGINE_ASLEEP) / GIB:.1f}"
+        parts = next(phase.parts for phase in plan.phases if phase.name == "forward and backward")
+        reserved = parts["libraries"] + parts["engine, asleep"]
+        more = peaks.used["update"] - before - (sum(parts.values()) - reserved)
+        note = f"in updates; the plan allows {reserved / GIB:.1f}"
         yield Figure("memory: libraries and sleeping engine", more / GIB, "GiB", note=note)
 
 
