@@ -31,7 +31,7 @@ from rlhpc.core.records import Record
 from rlhpc.launch.machine import gpu_count
 from rlhpc.models import ModelShape
 from rlhpc.plan.calibrate import Calibration, Measured, calibrate, read_run
-from rlhpc.plan.hardware import GPUS, Gpu
+from rlhpc.plan.hardware import Gpu, gpu_of_device
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.memory import GIB, MemoryPlan, predict_memory
 from rlhpc.plan.shards import num_parameters
@@ -103,8 +103,7 @@ def _gpu(context: Context) -> tuple[Gpu, bool]:
     if not context.on_gpu:
         return _UNKNOWN, False
     found = read_fingerprint(gpu_count())
-    named = [gpu for gpu in GPUS.values() if gpu.device in (found.gpu or "")]
-    gpu = max(named, key=lambda gpu: len(gpu.device), default=None)  # GB200 before B200
+    gpu = gpu_of_device(found.gpu or "")
     if gpu is None:
         context.report(Skipped("goals of the plan", f"{found.gpu} is not in the planner's table (planning.gpus_file)"))
     known = gpu is not None and not context.tiny
