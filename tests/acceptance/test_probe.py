@@ -9,8 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from rlhpc.acceptance.probe import OTHER, Peaks, _Sampler, read_peaks
+from rlhpc.config.load import load_config
 from rlhpc.core.folder import RunFolder
+from rlhpc.launch.run import run_here
 from tests.acceptance.test_device import nvml
+from tests.helpers.runs import records, write_config
 from tests.helpers.waiting import until
 
 pytestmark = pytest.mark.heavy
@@ -50,3 +53,13 @@ def test_a_cpu_leaves_no_peaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     sampler.start()
     sampler.end(tmp_path / "peaks.json")
     assert read_peaks(RunFolder(tmp_path)) is None
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_a_run_that_only_measures_saves_nothing_at_its_end(tmp_path: Path) -> None:
+    file = write_config(tmp_path, train__steps=0, sft__steps=2, data__validation=[])
+    config = load_config(file)
+    assert run_here(config, entry="rlhpc.acceptance.probe:run_rank") == 0
+    assert [record["step"] for record in records(tmp_path / "run")] == [1, 2]
+    assert not list(RunFolder(config.folder).checkpoints.glob("step-*"))
