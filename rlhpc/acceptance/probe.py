@@ -10,7 +10,7 @@ from rlhpc.core.context import RankContext
 from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import RunFolder
 
-_PERIOD_SECONDS = 0.02
+_PERIOD_SECONDS = 0.05  # a look takes half a millisecond
 # Phases of a step by those that a rank's heartbeat names.
 _PHASES = {
     "push": "push",

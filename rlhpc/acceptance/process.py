@@ -20,6 +20,7 @@ from rlhpc.core import env
 from rlhpc.core.process import ProcessId, oom_kills
 
 _POLL_SECONDS = 0.1
+_OF_LAUNCHERS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.SLURM_PROCID}  # which say that a process is a rank
 _LOOK_SECONDS = 1.0  # between two looks at which processes a part has started
 _END_SECONDS = 10.0  # for killed processes to be gone
 
@@ -63,7 +64,7 @@ def run_part(
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env={**os.environ, **_environment(on_gpu)},
+            env=_environment(on_gpu),
         )
     lines, error = _Lines(channel), ""
 
@@ -133,8 +134,11 @@ def _result(line: dict[str, Any]) -> Figure | Skipped:
 
 
 def _environment(on_gpu: bool) -> dict[str, str]:
-    """What ranks of a run get, for parts that train or generate in their own process."""
+    """As ranks of a run have it, for parts that train or generate in their own process. The job or launcher that
+    started this command has not started them."""
+    own = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     return {
+        **own,
         env.HF_HUB_OFFLINE: "1",
         env.TOKENIZERS_PARALLELISM: "false",
         env.CUDA_DEVICE_MAX_CONNECTIONS if on_gpu else env.TORCHDYNAMO_DISABLE: "1",

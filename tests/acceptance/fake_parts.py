@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhpc.acceptance.part import Context, Figure, Goal, Part, Skipped
 from rlhpc.core.errors import UserError
+from rlhpc.core.rank import RankInfo
 
 LIMIT = 2.0  # minutes, far more than any of these takes
 _FOREVER = 3600.0
@@ -82,6 +83,12 @@ def until_released(context: Context) -> None:
     while not Path("released").exists():
         time.sleep(0.05)
     context.report(Figure("released", True))
+
+
+def rank(context: Context) -> None:
+    """Who this process believes to be."""
+    info = RankInfo.from_environ()
+    context.report(Figure("rank", f"{info.rank} of {info.world_size}"))
 
 
 def loud(context: Context) -> None:

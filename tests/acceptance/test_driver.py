@@ -17,6 +17,7 @@ from rlhpc.acceptance.driver import INTERRUPTED, Options, accept
 from rlhpc.acceptance.logs import LOG
 from rlhpc.acceptance.part import Part
 from rlhpc.acceptance.results import STATE, Results, read_results
+from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
 from tests.acceptance.fake_parts import part
@@ -214,6 +215,13 @@ def test_much_output_is_bounded() -> None:
     assert "RuntimeError: enough" in log
     assert "bytes left out" in log
     assert 10 < len(results.parts["loud"].tail) <= 40
+
+
+def test_a_part_is_no_rank_of_the_job_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {env.SLURM_PROCID: "3", env.SLURM_NTASKS: "8", env.SLURM_LOCALID: "3"}.items():
+        monkeypatch.setenv(name, value)
+    _, results = start([part("rank")])
+    assert results.parts["rank"].figures[0].value == "0 of 1"
 
 
 def test_a_machine_is_recorded_once() -> None:

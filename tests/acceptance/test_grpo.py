@@ -98,7 +98,7 @@ def test_a_slow_machine_misses_before_its_calibration(case: tuple[RunConfig, Mod
 
 def test_the_calibration_has_not_seen_the_step_that_it_is_judged_by(case: tuple[RunConfig, ModelShape]) -> None:
     config, shape = case
-    found = named(list(time_figures(config, shape, H100, steps(config, shape, [1.0, 1.0, 1.0, 1.0, 2.0]), True)))
+    found = named(list(time_figures(config, shape, H100, steps(config, shape, [1.0, 1.0, 2.0]), True)))
     assert found["time: error after calibration"].value == pytest.approx(0.5, abs=0.01)
     assert found["time: error after calibration"].met is False
 

@@ -48,12 +48,13 @@ def test_transformers_reads_the_weights(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.heavy
-def test_a_run_accepts_the_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-mla", "8b"])
+def test_a_run_reads_the_tokenizer(name: str, tmp_path: Path) -> None:
+    """transformers chooses its class by family too."""
     from rlhpc.data.tokenizer import Tokenizer
 
-    folder = write_model(tmp_path, "tiny")
+    folder = write_model(tmp_path, name, weights=False)
     shape, section = read_model(folder), DataSection()
-    check_weights(folder, shape)
     check_tokenizer(folder, shape.vocab_size, chat_template=True)
     tokenizer = Tokenizer.load(folder, shape.vocab_size, section)
     assert tokenizer.end_tokens == (END_TOKEN,)
@@ -66,5 +67,6 @@ def test_a_run_accepts_the_folder(tmp_path: Path) -> None:
 def test_large_models_are_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rlhpc.acceptance.models._MOST_BYTES", 300_000)
     folder = write_model(tmp_path, "tiny")
+    assert (folder / "model.safetensors.index.json").is_file()
     assert len(list(folder.glob("model-*.safetensors"))) > 1
     check_weights(folder, read_model(folder))

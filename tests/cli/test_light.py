@@ -33,7 +33,15 @@ def modules_after(*arguments: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["run", "--help"], ["submit", "--help"], ["status", "--help"], ["plan", "--help"]],
+    [
+        ["--help"],
+        ["--version"],
+        ["run", "--help"],
+        ["submit", "--help"],
+        ["status", "--help"],
+        ["plan", "--help"],
+        ["acceptance", "--help"],
+    ],
 )
 def test_help_imports_only_click(arguments):
     assert not modules_after(*arguments) & {*HEAVY, "numpy", "pydantic", "yaml", "rich", "submitit"}
@@ -80,6 +88,11 @@ def test_a_dry_run_answers_at_once(tmp_path):
 
 def test_the_schema_imports_nothing_heavy():
     assert not modules_after("schema") & {*HEAVY, "submitit", "rich"}
+
+
+def test_the_driver_of_acceptance_imports_nothing_heavy(tmp_path):
+    """With time for no part."""
+    assert not modules_after("acceptance", str(tmp_path / "out"), "--minutes", "0.1") & {*HEAVY, "numpy", "rich"}
 
 
 def test_the_launcher_itself_imports_no_torch():
