@@ -189,7 +189,7 @@ class Acceptance:
         """State first, then the page made of it. A page under an earlier name is removed."""
         if not self._results.parts:
             return
-        before, self._results.page = self._results.page, page_name(self._results, self._machine)
+        before, self._results.page = self._results.page, page_name(self._results)
         write_results(self._folder / STATE, self._results)
         write_atomic(self._folder / self._results.page, render_page(self._results, self._parts))
         if before and before != self._results.page:

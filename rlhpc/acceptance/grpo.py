@@ -191,7 +191,7 @@ def step_figures(
     steps = [record for record in records if record["phase"] == "rl" and record["step"] > 1]
 
     def middle(key: str) -> float:
-        return median(record[key] for record in steps)
+        return float(median(record[key] for record in steps))
 
     yield Figure("step", middle("perf/step_seconds"), "s", note=f"median of {len(steps)} steps")
     for phase in _PHASES:
@@ -206,7 +206,7 @@ def step_figures(
 
 
 def _decoded(steps: list[Record]) -> float:
-    return median(record["rollout/completion_tokens"] / record["perf/rollout_seconds"] for record in steps)
+    return float(median(record["rollout/completion_tokens"] / record["perf/rollout_seconds"] for record in steps))
 
 
 def memory_figures(

@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from rlhpc.acceptance.fingerprint import Fingerprint
 from rlhpc.acceptance.logs import LOG
 from rlhpc.acceptance.part import Part
 from rlhpc.acceptance.results import STATE, FigureRecord, PartRecord, Results
 from rlhpc.core.text import printable
 
 
-def page_name(results: Results, machine: Fingerprint) -> str:
-    """``gpu-<machine>-<date>.md``, by the machine in use and the day of the newest part."""
-    return f"gpu-{machine.slug}-{_day(results)}.md"
+def page_name(results: Results) -> str:
+    """``gpu-<machine>-<date>.md``, by machine and day of the newest part."""
+    newest = max(results.parts.values(), key=lambda record: record.started)
+    return f"gpu-{results.machines[newest.machine].slug}-{_day(results)}.md"
 
 
 def render_page(results: Results, parts: Sequence[Part]) -> str:
@@ -34,7 +34,7 @@ def render_page(results: Results, parts: Sequence[Part]) -> str:
 
 
 def _day(results: Results) -> str:
-    newest = max((record.started for record in results.parts.values()), default=0.0)
+    newest = max(record.started for record in results.parts.values())
     return time.strftime("%Y-%m-%d", time.gmtime(newest))
 
 

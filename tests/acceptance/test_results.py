@@ -121,11 +121,11 @@ def test_an_unknown_part_is_refused_with_its_nearest() -> None:
         select(PARTS, ["weigth_sync"])
 
 
-def test_a_page_is_named_by_machine_and_day() -> None:
-    found = results(decode=record())
-    assert page_name(found, H100) == "gpu-nvidia-h100-80gb-hbm3-2025-11-22.md"
-    assert page_name(found, H100.model_copy(update={"gpu_count": 8})).startswith("gpu-8-x-nvidia-h100-80gb-hbm3-")
-    assert page_name(found, CPU) == "gpu-cpu-2025-11-22.md"
+def test_a_page_is_named_by_machine_and_day_of_the_newest_part() -> None:
+    assert page_name(results(decode=record())) == "gpu-nvidia-h100-80gb-hbm3-2025-11-22.md"
+    later = record(machine=CPU.key, started=1_763_900_000.0)
+    assert page_name(results(demo=later, decode=record())) == "gpu-cpu-2025-11-23.md"
+    assert H100.model_copy(update={"gpu_count": 8}).slug == "8-x-nvidia-h100-80gb-hbm3"
 
 
 def test_parts_of_two_machines_keep_their_own() -> None:
