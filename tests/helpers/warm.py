@@ -40,6 +40,7 @@ INTERPRETER = sys.executable
 _KINDS = {
     "rlhpc.acceptance.child": ("heavy-0", "heavy-1"),
     "rlhpc.cli.main": ("light",),
+    "rlhpc.acceptance.worker": ("heavy-0", "heavy-1"),
     "submitit.core._submit": ("heavy-0", "heavy-1"),
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
     "tests.launch.hanging": ("heavy-0", "heavy-1"),

@@ -241,4 +241,11 @@ FAULTS = (
         "sys.exit(run_here(loaded, resume))",
         "run_here(loaded, resume)",
     ),
+    Fault(
+        "part-process-death-unseen",
+        "rlhpc/acceptance/workers.py",
+        "an acceptance takes a case whose process has crashed for a finished one",
+        """self._messages.put((rank, "died", f"signal {-code}" if code < 0 else f"exit code {code}"))""",
+        """self._messages.put((rank, "done", None))""",
+    ),
 )
