@@ -52,6 +52,7 @@ class ReshardManager:
         self.weights_version = 0
         self._actor, self._engine, self._section, self._job = actor, engine, section, job
         self.sides, self._pushes = sides, 0
+        self._shared: dict[str, Shard] = {}
         if section.method == "gather":
             assert actor is not None, "whole tensors are gathered where both sides are on the same ranks"
             return
@@ -67,7 +68,8 @@ class ReshardManager:
         self._mover = Mover(self.plan, job.dtype, job.device, job.group)
         self._checksums: ChecksumPlan | None = None
         self._parameters: Mapping[str, Tensor] = {}
-        self._shared = self._find_shared(rank) if section.share_weights and engine is not None else {}
+        if section.share_weights and engine is not None:
+            self._shared = self._find_shared(rank)
         if self._shared:
             self._mover = self._mover.without(frozenset(self._shared))
 
@@ -131,6 +133,11 @@ class ReshardManager:
             self._checksums, self._read, self._written, self._mover.wire_dtype, self._job.device, self._job.group
         )
         self._raise_together("weights differ after a push", wrong)
+
+    @property
+    def shared_parameters(self) -> frozenset[str]:
+        """The engine's parameters on this rank that lie in the trainer's memory."""
+        return frozenset(self._shared)
 
     @property
     def _verifies(self) -> bool:
