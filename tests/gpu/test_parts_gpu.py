@@ -1,0 +1,55 @@
+"""The measuring parts of acceptance on one GPU, at tiny sizes: goals on correctness and memory are reached."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlhpc.acceptance import correctness
+from rlhpc.acceptance.part import Size
+from rlhpc.core import env
+from tests.acceptance.part_runs import Results, collect, figures, missed, with_goal
+from tests.helpers.distributed import run_ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.ranks,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+
+COMPILED = {env.TORCHDYNAMO_DISABLE: "0"}
+
+
+def on_gpu(folder: Path, function: str, size: Size = "tiny", **arguments: object) -> Results:
+    call = (folder, f"rlhpc.acceptance.{function}", arguments, True, size)
+    return run_ranks(collect, 1, *call, join=False, environ=COMPILED)[0]
+
+
+@pytest.mark.parametrize("case", [case.name for case in correctness.CASES])
+def test_engine_and_trainer_agree_after_each_sync(tmp_path: Path, case: str) -> None:
+    results = on_gpu(tmp_path, "correctness:check", name=case)
+    assert not missed(results)
+    assert sum(name.endswith("logprob_diff_mean") for name in with_goal(results)) >= 2
+
+
+def test_shared_weights_free_the_engine_s_own(tmp_path: Path) -> None:
+    """At full width, 10 GB: tiny weights are less than a page of the driver."""
+    results = on_gpu(tmp_path, "correctness:check", "full", name="shared weights")
+    assert not missed(results)
+    assert "shared weights: memory freed of what is in common" in with_goal(results)
+
+
+def test_sleep_gives_memory_back(tmp_path: Path) -> None:
+    results = on_gpu(tmp_path, "weight_sync:measure", name="tiny")
+    assert not missed(results)
+    assert "tiny: given back by sleep" in with_goal(results)
+
+
+@pytest.mark.parametrize("model", ["1.5b", "moe"])
+def test_kernels_of_an_update_are_named(tmp_path: Path, model: str) -> None:
+    found = figures(on_gpu(tmp_path, "mfu:measure", model=model))
+    assert found["128: share of matrix products"].value > 0
+    assert found["128: peak memory"].value > 0
+    assert found["128: kernel 01"].value > 0
