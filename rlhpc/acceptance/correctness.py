@@ -24,7 +24,8 @@ _FREED = 0.9  # share of the bytes in common that must come free
 class Case:
     """A model and the variants of training and weight sync that it goes through.
 
-    ``layers`` None: the whole model. ``tolerance``: mean difference of log-probs in bfloat16.
+    ``layers`` None: the whole model. ``tolerance``: mean difference of log-probs in bfloat16, about twice what rounding
+    makes of as many layers on a CPU; a zeroed projection in one layer makes 0.1.
     """
 
     name: str
@@ -40,7 +41,7 @@ class Case:
 # models choose between near-equal experts, so rounding makes trainer and engine choose differently. Models other than
 # the dense one have a small vocabulary, since two cases use the GPU at a time.
 CASES = (
-    Case("dense", "1.5b", None, "tiny", ("resident", "offload"), 0.02, graphs=True),
+    Case("dense", "1.5b", None, "tiny", ("resident", "offload"), 0.03, graphs=True),
     Case("moe", "30b-a3b", 2, "tiny-moe", ("resident",), 0.05),
     Case("mla", "16b-a3b-mla", 2, "tiny-mla", ("resident",), 0.05),
     Case("routed experts", "30b-a3b", 2, "tiny-moe", ("replay",), 0.03),
