@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -72,6 +72,8 @@ def run(context: Context) -> None:
         ready = [(comparison, pair) for comparison, pair in pairs if _ready(context, comparison, pair)]
         for comparison, pair in ready:  # no engine compiles any more
             _compare(context, comparison, pair)
+        for one in workers:
+            one.close()  # and the next group's engines find the memory free
 
 
 def comparisons(context: Context) -> list[list[Comparison]]:
@@ -121,18 +123,23 @@ def _report(context: Context, mode: str, workload: Workload, rates: Sequence[Seq
     context.report(Figure(f"{mode}: rlhpc by vLLM with seeds", ours / seeded))
 
 
-def serve(context: Context, system: str, workload: dict[str, Any], graphs: bool) -> Iterator[dict[str, float]]:
+def serve(
+    context: Context, system: str, workload: dict[str, Any], graphs: bool
+) -> Generator[dict[str, float], None, None]:
     """Start an engine in this process; then the seconds of a batch for each item taken."""
     began = time.perf_counter()
     work, dtype = Workload(**workload), rig.dtype_of(context.on_gpu)
     folder, shape = rig.model_folder(context.folder / "models" / f"{work.shape}-{system}", work.shape, None, dtype)
     start = _start_ours if system == "rlhpc" else _start_stock
-    ways = start(folder, shape, work, dtype, graphs)
-    for generate in ways.values():
-        _generated(generate, work)
-    yield {"start": time.perf_counter() - began}
-    while True:
-        yield {name: _generated(generate, work) for name, generate in ways.items()}
+    ways, stop = start(folder, shape, work, dtype, graphs)
+    try:
+        for generate in ways.values():
+            _generated(generate, work)
+        yield {"start": time.perf_counter() - began}
+        while True:
+            yield {name: _generated(generate, work) for name, generate in ways.items()}
+    finally:
+        stop()
 
 
 def _generated(generate: Callable[[], int], work: Workload) -> float:
@@ -148,10 +155,10 @@ def _generated(generate: Callable[[], int], work: Workload) -> float:
     return taken
 
 
-Ways = dict[str, Callable[[], int]]
+Started = tuple[dict[str, Callable[[], int]], Callable[[], Any]]  # ways to generate a batch, and the engine's end
 
 
-def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Ways:
+def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
     engine = rig.make_engine(
         folder,
         shape,
@@ -167,10 +174,10 @@ def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bo
     engine.close_weights()
     engine.wake_cache()
     asked = rig.requests(shape, work.count, work.prompt, work.response)
-    return {"seconds": lambda: sum(len(completion.tokens) for completion in engine.generate(asked))}
+    return {"seconds": lambda: sum(len(completion.tokens) for completion in engine.generate(asked))}, engine.shutdown
 
 
-def _start_stock(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Ways:
+def _start_stock(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
     """As a user starts it, but for sizes that both systems share, and for what would be read from disk."""
     from vllm import LLM, SamplingParams
 
@@ -196,7 +203,8 @@ def _start_stock(folder: Path, shape: Any, work: Workload, dtype: str, graphs: b
 
         return generate
 
-    return {
+    ways = {
         "seconds": with_([SamplingParams(temperature=1.0, **same) for _ in asked]),
         "seeded": with_([SamplingParams(temperature=1.0, seed=request.seed, **same) for request in asked]),
     }
+    return ways, llm.llm_engine.engine_core.shutdown  # its core is a process of its own

@@ -1,7 +1,7 @@
 """The program of a part's processes: ``python -m rlhpc.acceptance.worker CALL``, where CALL is a JSON file.
 
-Calls one function with a context and its arguments. Of a function that returns an iterator, the first item is sent at
-once and each further one when a line arrives on standard input.
+Calls one function with a context and its arguments. Of a generator function, the first item is sent at once and each
+further one when a line arrives on standard input, at whose end the generator is closed.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,9 @@ def main() -> None:
         sys.stdin.readline()
         context = Context(Path(call["folder"]), call["size"], call["on_gpu"], channel.report, channel.log)
         result = import_attribute(call["function"], "acceptance")(context, **call["arguments"])
-        if isinstance(result, Iterator):
+        if isinstance(result, Generator):
             _serve(channel, result)
-        channel.send("done", None if isinstance(result, Iterator) else result)
+        channel.send("done", None if isinstance(result, Generator) else result)
     except BaseException as error:
         traceback.print_exc()
         _send_failure(channel, error)
@@ -46,10 +46,11 @@ def main() -> None:
     _end(0)
 
 
-def _serve(channel: Channel, items: Iterator[Any]) -> None:
-    channel.send("answer", next(items))
-    for _ in sys.stdin:
+def _serve(channel: Channel, items: Generator[Any, None, None]) -> None:
+    with contextlib.closing(items):
         channel.send("answer", next(items))
+        for _ in sys.stdin:
+            channel.send("answer", next(items))
 
 
 def _send_failure(channel: Channel, error: BaseException) -> None:

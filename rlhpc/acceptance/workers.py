@@ -28,6 +28,7 @@ ENGINE = ("rlhpc.rollout.vllm_engine", "vllm.v1.engine.llm_engine")
 BOTH = (*TRAINER, *ENGINE)
 _LOG_LINES = 15
 _DRAIN_SECONDS = 2.0  # to read the last messages of a process that has ended
+_CLOSING_SECONDS = 30.0  # for a serving process to end with its engine
 
 
 class WorkerFailed(Exception):
@@ -56,6 +57,7 @@ class Workers:
     def __init__(self, context: Context, call: Call) -> None:
         self._context, self._call = context, call
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
+        self._closed = False
         self._folder = context.folder / "calls"
         self._folder.mkdir(parents=True, exist_ok=True)
         self.log = context.folder / f"{call.name.replace(' ', '-').replace(',', '')}.log"
@@ -75,11 +77,20 @@ class Workers:
         self.kill()
 
     def kill(self) -> None:
-        """End the processes and all that they have started."""
+        """End the processes and all that they have started; closed ones have time to do so themselves."""
         for process, leader in zip(self._processes, self._leaders, strict=True):
+            if self._closed:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_CLOSING_SECONDS)
             if leader is not None:
                 leader.kill_group()
             process.wait()
+        self.close()
+
+    def close(self) -> None:
+        """Let serving processes end."""
+        self._closed = True
+        for process in self._processes:
             assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()

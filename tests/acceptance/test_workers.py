@@ -73,6 +73,8 @@ def test_a_serving_process_makes_an_item_when_asked(context: Context) -> None:
     with Workers(context, Call("server", f"{FUNCTIONS}count")) as server:
         server.go()
         assert [server.answer(), server.ask(), server.ask()] == [0, 1, 2]
+        server.close()
+    assert server.log.read_text().endswith("closed\n")
 
 
 def test_lanes_run_beside_each_other(context: Context) -> None:

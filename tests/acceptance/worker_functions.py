@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 from rlhpc.acceptance.part import Context, Figure, Goal, Skipped
@@ -35,8 +35,11 @@ def fail_on_rank_1(context: Context) -> None:
     time.sleep(3600)
 
 
-def count(context: Context) -> Iterator[int]:
-    yield from range(10)
+def count(context: Context) -> Generator[int, None, None]:
+    try:
+        yield from range(10)
+    finally:
+        print("closed", flush=True)
 
 
 def die_with_a_fork(context: Context) -> None:
