@@ -9,6 +9,7 @@ from rlhpc.acceptance.logs import LOG
 from rlhpc.acceptance.part import Part
 from rlhpc.acceptance.results import STATE, FigureRecord, PartRecord, Results
 from rlhpc.core.text import printable
+from rlhpc.plan.hardware import gpu_of_device, site_entry
 
 
 def page_name(results: Results) -> str:
@@ -27,6 +28,7 @@ def render_page(results: Results, parts: Sequence[Part]) -> str:
         ["## Failures and missed goals", *_problems(named)],
         ["## Not run", *_not_run(named, parts, results)],
         ["## Machine", *_machines(results)],
+        *([["## For the planner", *lines]] if (lines := _planner(results)) else []),
         *([f"## {name}: {record.title}", *_part(record)] for name, record in named),
         ["## Repeat", *_repeat(named)],
     ]
@@ -84,6 +86,18 @@ def _machines(results: Results) -> Iterator[str]:
         rows += [[name, version] for name, version in packages.items()]
         yield f"`{key}`"
         yield _table(["what", "value"], rows)
+
+
+def _planner(results: Results) -> list[str]:
+    """Lines for the file of ``planning.gpus_file``; none without figures of a GPU."""
+    record = results.parts.get("weight_sync")
+    machine = results.machines[record.machine] if record else None
+    gpu = gpu_of_device(machine.gpu) if machine and machine.gpu else None
+    if record is None or machine is None or gpu is None or record.size != "full":
+        return []
+    figures = {figure.name: figure.value for figure in record.figures if isinstance(figure.value, float)}
+    text = site_entry(gpu.name, figures, machine.driver)
+    return [f"Lines for the file of `planning.gpus_file`, measured here:\n\n```yaml\n{text}```"] if text else []
 
 
 def _part(record: PartRecord) -> Iterator[str]:

@@ -190,16 +190,22 @@ def _merged(entries: Mapping[str, GpuEntry], where: str) -> dict[str, Gpu]:
 
 
 # Figures of an acceptance by the field of GpuEntry that they are.
-MEASURED = {"context GiB": "context_gib", "sleeping engine GiB": "sleeping_engine_gib"}
+MEASURED = {"libraries": "context_gib", "engine asleep": "sleeping_engine_gib"}
 
 
 def site_entry(gpu: str, figures: Mapping[str, float], driver: str | None = None) -> str:
     """YAML lines for the site's file: what an acceptance has measured of a GPU, which is named as in the table.
 
-    ``figures`` by their names in the acceptance; those that ``MEASURED`` lacks are left out. Empty without any.
+    ``figures`` in GiB by their names in the acceptance ("8b: engine asleep"): the largest of each kind counts, those
+    that ``MEASURED`` lacks are left out. Empty without any.
     """
-    found = {MEASURED[name]: f"{value:.2f}" for name, value in figures.items() if name in MEASURED}
-    if driver is not None:
+    largest: dict[str, float] = {}
+    for name, value in figures.items():
+        field = MEASURED.get(name.rpartition(": ")[2])
+        if field is not None:
+            largest[field] = max(value, largest.get(field, 0.0))
+    found = {field: f"{value:.2f}" for field, value in largest.items()}
+    if found and driver is not None:
         found["driver"] = f'"{driver}"'
     lines = [f"    {field}: {value}" for field, value in found.items()]
     return "\n".join(["gpus:", f"  {_own_name(gpu)}:", *lines, ""]) if lines else ""

@@ -137,6 +137,14 @@ def test_parts_of_two_machines_keep_their_own() -> None:
     assert "| torch | 2.11.0+cu130 |" in text
 
 
+def test_the_page_has_the_planner_s_lines_of_a_gpu() -> None:
+    found = record()
+    found.add(FigureRecord.of(Figure("8b: engine asleep", 1.25, "GiB")))
+    assert "    sleeping_engine_gib: 1.25\n" in render_page(results(weight_sync=found), [PART])
+    tiny = found.model_copy(update={"size": "tiny"})
+    assert "sleeping_engine_gib" not in render_page(results(weight_sync=tiny), [PART])
+
+
 def test_output_of_a_part_cannot_break_the_page() -> None:
     failed = record("failed", message="bad | news", tail=["```", "| a |\x1b[31m", "# not a heading"])
     text = render_page(results(decode=failed), [PART])

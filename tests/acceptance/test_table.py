@@ -11,12 +11,6 @@ from rlhpc.acceptance.part import Part
 from rlhpc.acceptance.table import LONGEST_MINUTES, PARTS, PIECES_MINUTES, TIER_MINUTES
 
 ROOT = Path(__file__).parents[2]
-# Their modules come with a later change, which empties this: a test that passes unexpectedly fails.
-AWAITED = {"correctness", "weight_sync", "mfu_1_5b", "mfu_8b", "mfu_moe", "mfu_peer", "decode", "several_ranks"}
-TABLE = [
-    pytest.param(part, id=part.name, marks=[pytest.mark.xfail(strict=True)] if part.name in AWAITED else [])
-    for part in PARTS
-]
 
 
 def function_arguments(part: Part) -> list[str]:
@@ -27,7 +21,7 @@ def function_arguments(part: Part) -> list[str]:
     return [argument.arg for node in functions if node.name == name for argument in node.args.args]
 
 
-@pytest.mark.parametrize("part", TABLE)
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
 def test_a_part_s_function_takes_a_context(part: Part) -> None:
     assert function_arguments(part) == ["context"]
 

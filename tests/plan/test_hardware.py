@@ -106,10 +106,11 @@ def test_the_pages_example_of_a_sites_file_is_read(tmp_path: Path) -> None:
 
 
 def test_what_an_acceptance_has_measured_becomes_lines_of_the_file(tmp_path: Path) -> None:
-    text = site_entry("H100", {"context GiB": 2.314, "sleeping engine GiB": 1.62, "8b: seconds": 0.04}, "580.65.06")
+    figures = {"8b: libraries": 2.314, "8b: engine asleep": 0.9, "1.5b: engine asleep": 1.62, "8b: seconds": 0.04}
+    text = site_entry("H100", figures, "580.65.06")
     assert text == ('gpus:\n  h100:\n    context_gib: 2.31\n    sleeping_engine_gib: 1.62\n    driver: "580.65.06"\n')
     gpu = read_site(config(planning=site_file(tmp_path, text))).gpus["h100"]
     assert (gpu.tflops, gpu.driver) == (GPUS["h100"].tflops, "580.65.06")
     assert gpu.reserves == Reserves(int(2.31 * 2**30), int(1.62 * 2**30))
     assert GPUS["h100"].reserves == Reserves()
-    assert site_entry("h100", {"8b: seconds": 0.04}) == ""
+    assert site_entry("h100", {"8b: seconds": 0.04}, "580") == ""
