@@ -17,6 +17,7 @@ from rlhpc.plan.engine import engine_vocab
 from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
 
 _AXES = ("tp", "pp", "cp", "ep", "etp")
+_GROUPED_ROW = 8  # bfloat16 elements in 16 bytes: strides that torch.nn.functional.grouped_mm takes on CUDA
 _PER_AXIS = 5  # sizes of one axis that a search looks at
 
 
@@ -149,6 +150,13 @@ def _expert_misfits(shape: ModelShape, layout: ParallelLayout) -> Iterator[Misfi
     yield from _does_not_divide(layout.ep, shape.experts.num_experts, "experts", "parallel.ep")
     ffn_size = shape.experts.ffn_size
     yield from _does_not_divide(layout.etp, ffn_size, "feed-forward size of an expert", "parallel.etp")
+    each, left = divmod(ffn_size, layout.etp)
+    if layout.etp > 1 and not left and each % _GROUPED_ROW:
+        message = (
+            f"{layout.etp} leaves a rank {each} of the model's {ffn_size} feed-forward size of an expert, and grouped "
+            f"products take multiples of {_GROUPED_ROW}"
+        )
+        yield Misfit("parallel.etp", message)
 
 
 def _stage_misfits(num_layers: int, layout: ParallelLayout) -> Iterator[Misfit]:

@@ -158,6 +158,13 @@ def test_what_fits_is_the_layout_asked_for() -> None:
     assert layout == ParallelLayout(2048, tp=8, pp=16, ep=64, last_stage_layers=1)
 
 
+def test_an_expert_s_part_on_a_rank_suits_grouped_products() -> None:
+    """768 rows on 64 ranks are 12 each, whose 24 bytes are not a multiple of 16."""
+    text = refused(shape("qwen3_moe"), 64, etp=64)
+    assert text.startswith("parallel.etp: 64 leaves a rank 12 of the model's 768 feed-forward size of an expert")
+    assert fitting_layout(ParallelSection(etp=32), 32, shape("qwen3_moe")).etp == 32
+
+
 def test_key_value_heads_of_latent_attention_do_not_matter() -> None:
     fitting_layout(ParallelSection(tp=128), 128, shape("deepseek", num_key_value_heads=3))
 
