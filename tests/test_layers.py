@@ -19,11 +19,11 @@ LAYERS = (
     {"backends.megatron", "backends.fsdp2", "rollout", "reshard", "checkpoint"},
     {"trainer", "convert"},
     {"launch"},
-    {"acceptance"},
+    {"acceptance", "pieces"},
     {"cli"},
 )
 LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
-TORCH_FREE = {"core", "config", "models", "plan", "launch", "cli"}
+TORCH_FREE = {"core", "config", "models", "plan", "launch", "pieces", "cli"}
 HEAVY = {"torch", "vllm", "transformers", "megatron"}
 FILES = sorted((ROOT / "rlhpc").rglob("*.py"))
 

@@ -10,6 +10,7 @@ from rlhpc import __version__
 from rlhpc.cli.acceptance import acceptance
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
+from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
 from rlhpc.cli.replay import replay
 from rlhpc.cli.samples import samples
@@ -65,7 +66,7 @@ def schema() -> None:
     click.echo(json_schema(), nl=False)
 
 
-for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, convert, acceptance):
+for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, convert, acceptance, pieces):
     cli.add_command(command)
 
 

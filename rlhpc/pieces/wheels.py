@@ -1,0 +1,176 @@
+"""Wheels as files: reads their metadata, packs the running rlhpc as one, leaves files out of one."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import fnmatch
+import hashlib
+import io
+import tomllib
+import zipfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from email.parser import HeaderParser
+from importlib.metadata import distribution
+from pathlib import Path
+
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.tags import Tag
+from packaging.utils import InvalidWheelFilename, parse_wheel_filename
+
+import rlhpc
+from rlhpc.core.errors import UserError
+
+_WHEEL = "Wheel-Version: 1.0\nGenerator: rlhpc\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+
+
+@dataclass(frozen=True)
+class Wheel:
+    """What a wheel's name and metadata contain."""
+
+    path: Path
+    name: str  # canonical
+    version: str
+    requires: tuple[str, ...]
+    tags: frozenset[Tag]
+
+    @property
+    def bytes(self) -> int:
+        return self.path.stat().st_size
+
+
+def read_wheel(path: Path) -> Wheel:
+    """The wheel's name, version, requirements and tags."""
+    try:
+        name, version, _, tags = parse_wheel_filename(path.name)
+        with zipfile.ZipFile(path) as archive:
+            (file,) = (entry for entry in archive.namelist() if _is_metadata(entry))
+            headers = HeaderParser().parsestr(archive.read(file).decode("utf-8"))
+    except (InvalidWheelFilename, zipfile.BadZipFile, ValueError) as error:
+        raise UserError(f"invalid wheel: {error}", where=str(path)) from error
+    return Wheel(path, name, str(version), tuple(headers.get_all("Requires-Dist") or ()), tags)
+
+
+def _is_metadata(entry: str) -> bool:
+    folder, _, file = entry.partition("/")
+    return folder.endswith(".dist-info") and file == "METADATA"
+
+
+def path_files(path: Path) -> list[str]:
+    """Names of the wheel's ``.pth`` files, which Python reads in ``site-packages`` only."""
+    with zipfile.ZipFile(path) as archive:
+        names = archive.namelist()
+    return [name for name in names if name.endswith(".pth") and (name.count("/") == 0 or ".data/" in name)]
+
+
+def write_wheel(folder: Path, stem: str, files: Iterable[tuple[str, bytes]]) -> Path:
+    """Write ``<folder>/<stem>.whl`` from (name in the wheel, content); RECORD is made here."""
+    path = folder / f"{stem}.whl"
+    info = "{}-{}.dist-info".format(*stem.split("-")[:2])
+    rows = []
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in files:
+            archive.writestr(zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0)), content, zipfile.ZIP_DEFLATED)
+            rows.append([name, f"sha256={_record_hash(content)}", str(len(content))])
+        archive.writestr(f"{info}/RECORD", _record([*rows, [f"{info}/RECORD", "", ""]]))
+    return path
+
+
+def _record_hash(content: bytes) -> str:
+    return base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+
+
+def _record(rows: Iterable[Sequence[str]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    return text.getvalue()
+
+
+def pack_rlhpc(folder: Path) -> Wheel:
+    """The running rlhpc as a wheel: all files of the package, requirements of its checkout or installation."""
+    package = Path(rlhpc.__file__).parent
+    project = package.parent / "pyproject.toml"
+    metadata, entry_points = _declared(project) if project.is_file() else _installed()
+    stem, info = f"rlhpc-{rlhpc.__version__}-py3-none-any", f"rlhpc-{rlhpc.__version__}.dist-info"
+    files = [
+        (f"{info}/METADATA", metadata.encode()),
+        (f"{info}/WHEEL", _WHEEL.encode()),
+        (f"{info}/entry_points.txt", entry_points.encode()),
+    ]
+    for file in sorted(package.rglob("*")):
+        if file.is_file() and "__pycache__" not in file.parts:
+            files.append((f"rlhpc/{file.relative_to(package).as_posix()}", file.read_bytes()))
+    return read_wheel(write_wheel(folder, stem, files))
+
+
+def _declared(file: Path) -> tuple[str, str]:
+    """METADATA and entry points of a checkout, whose installed metadata may be older than its pyproject.toml."""
+    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+    lines = [f"Metadata-Version: 2.1\nName: rlhpc\nVersion: {rlhpc.__version__}"]
+    lines.append(f"Requires-Python: {project['requires-python']}")
+    lines += [f"Requires-Dist: {text}" for text in project["dependencies"]]
+    for extra, requirements in project["optional-dependencies"].items():
+        lines.append(f"Provides-Extra: {extra}")
+        for requirement in map(Requirement, requirements):
+            old = f"({requirement.marker}) and " if requirement.marker else ""
+            requirement.marker = Marker(f'{old}extra == "{extra}"')
+            lines.append(f"Requires-Dist: {requirement}")
+    scripts = [f"{name} = {function}" for name, function in project["scripts"].items()]
+    return "\n".join([*lines, ""]), "\n".join(["[console_scripts]", *scripts, ""])
+
+
+def _installed() -> tuple[str, str]:
+    installed = distribution("rlhpc")
+    return installed.read_text("METADATA") or "", installed.read_text("entry_points.txt") or ""
+
+
+@dataclass(frozen=True)
+class Trimmed:
+    """Files left out of a wheel: their number, and the bytes by which packed and unpacked size shrink."""
+
+    name: str
+    globs: tuple[str, ...]
+    files: int
+    packed_bytes: int
+    unpacked_bytes: int
+
+
+def trim(path: Path, globs: Sequence[str], folder: Path, where: str = "--trim") -> Trimmed:
+    """Write the wheel to ``folder`` without the files that match one of ``globs``, and with a RECORD that fits."""
+    wheel = read_wheel(path)
+    with zipfile.ZipFile(path) as source:
+        out = [entry for entry in source.infolist() if _matches(entry.filename, globs)]
+        unmatched = [glob for glob in globs if not any(fnmatch.fnmatchcase(entry.filename, glob) for entry in out)]
+        if unmatched:
+            raise UserError(f"no file of {path.name} matches {unmatched[0]!r}", where=where, remedy="correct the glob")
+        if any(_essential(entry.filename) for entry in out):
+            raise UserError("matches the wheel's own metadata", where=where, remedy="use a narrower glob")
+        left_out = {entry.filename for entry in out}
+        with zipfile.ZipFile(folder / path.name, "w", zipfile.ZIP_DEFLATED) as trimmed:
+            _copy(source, trimmed, left_out)
+    sizes = sum(entry.compress_size for entry in out), sum(entry.file_size for entry in out)
+    return Trimmed(wheel.name, tuple(globs), len(out), *sizes)
+
+
+def _matches(name: str, globs: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
+
+def _essential(name: str) -> bool:
+    return name.split("/")[0].endswith(".dist-info") and name.rsplit("/")[-1] in ("METADATA", "WHEEL", "RECORD")
+
+
+def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str]) -> None:
+    """Copy all entries but ``left_out``; rows of RECORD are dropped alike. Modes of files stay, for programs."""
+    for entry in source.infolist():
+        if entry.filename in left_out:
+            continue
+        content = source.read(entry)
+        if entry.filename.endswith(".dist-info/RECORD"):
+            rows = csv.reader(io.StringIO(content.decode("utf-8")))
+            content = _record(row for row in rows if row and row[0] not in left_out).encode()
+        copied = zipfile.ZipInfo(entry.filename, entry.date_time)
+        copied.external_attr = entry.external_attr
+        trimmed.writestr(copied, content, zipfile.ZIP_DEFLATED)
