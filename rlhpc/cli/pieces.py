@@ -20,7 +20,9 @@ def pieces() -> None:
     "--packages", type=_FILE, required=True, metavar="FILE", help="From the target: pip inspect, list or freeze."
 )
 @click.option("--python", metavar="3.N", help="Python on the target; default: that of pip inspect, or 3.12.")
-@click.option("--platform", metavar="TAG", default="manylinux_2_39_x86_64", help="With its glibc; default: 2.39, x86_64.")
+@click.option(
+    "--platform", metavar="TAG", default="manylinux_2_39_x86_64", help="With its glibc; default: 2.39, x86_64."
+)
 @click.option("--extras", metavar="NAMES", default="gpu", help="Extras of rlhpc to bring; default: gpu.")
 @click.option("--bring", multiple=True, metavar="REQUIREMENT", help="Bring this too, or this version of it.")
 @click.option("--replace", multiple=True, metavar="NAME", help="Allow another version than the target's.")

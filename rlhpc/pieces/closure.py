@@ -37,18 +37,17 @@ class Unmet:
 
 @dataclass
 class Closure:
-    """Result of a walk. ``relied_on``: packages of the target, with their versions, that the set requires."""
+    """Result of a walk, by canonical names."""
 
-    needed: list[str] = field(default_factory=list)
-    relied_on: dict[str, str] = field(default_factory=dict)
+    needed: list[str] = field(default_factory=list)  # offers in use
+    relied_on: dict[str, str] = field(default_factory=dict)  # packages of the target that are required, with versions
+    required: dict[str, list[tuple[Requirement, str]]] = field(default_factory=dict)  # not on the target: what, by whom
     left_out: list[str] = field(default_factory=list)
     unmet: list[Unmet] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # extras of packages whose requirements are unknown
 
 
-def walk(
-    roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left_out: Collection[str] = ()
-) -> Closure:
+def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left_out: Collection[str] = ()) -> Closure:
     """Everything that ``roots`` need on the target. An offer takes precedence over what the target has. Requirements
     of packages on the target are taken as satisfied, except those of an extra that the set asks for."""
     closure, seen = Closure(), set()
@@ -61,7 +60,10 @@ def walk(
         seen.add((name, str(requirement), by))
         if name in left_out:
             _append(closure.left_out, name)
-        elif name in offers:
+            continue
+        if name in offers or name not in target.packages:
+            closure.required.setdefault(name, []).append((requirement, by))
+        if name in offers:
             offer = offers[name]
             _append(closure.needed, name)
             _compare(closure, requirement, by, offer.name, offer.version)

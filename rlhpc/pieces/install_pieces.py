@@ -3,7 +3,7 @@
     python3 install_pieces.py --target DIR     # or without --target: into the environment of this python3
 
 Needs this Python's standard library and pip. The pieces may arrive a few at a time, each time with this file and
-manifest.json: what has arrived is verified and kept in the store, and the call ends with exit code 3 until all are there.
+manifest.json: what has arrived is verified and kept, and the call ends with exit code 3 until all are there.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def read_manifest(source: Path) -> Any:
     except (OSError, ValueError) as error:
         raise Stop(EXIT_REFUSED, f"{file}: no manifest: {error}; copy it beside this script") from error
     if manifest.get("format") != 1:
-        raise Stop(EXIT_REFUSED, f"{file}: format {manifest.get('format')!r}; use the install_pieces.py prepared with it")
+        raise Stop(
+            EXIT_REFUSED, f"{file}: format {manifest.get('format')!r}; use the install_pieces.py prepared with it"
+        )
     return manifest, hashlib.sha256(text).hexdigest()
 
 
@@ -163,7 +165,7 @@ def collect(manifest: Any, source: Path, folder: Path) -> list[Path]:
             if place.stat().st_size == piece["bytes"] and sha256_of(place) == piece["sha256"]:
                 found = place
                 break
-            say(f"install_pieces: {place} is damaged: {place.stat().st_size} of {piece['bytes']} bytes, or other content")
+            say(f"install_pieces: {place} is damaged, {place.stat().st_size} of {piece['bytes']} bytes")
         if found is None:
             missing.append(piece["file"])
             continue

@@ -163,7 +163,9 @@ def _trim(wanted: Trim, wheels: Path, folder: Path) -> Trimmed:
 
 def _notes(closure: Closure, wheels: Sequence[Wheel], target: Target) -> list[str]:
     notes = [f"{name} on the target: version not understood, treated as absent" for name in target.unusable]
-    notes += [f"{extra} not checked: pass the output of `pip inspect` to have it checked" for extra in closure.unchecked]
+    notes += [
+        f"{extra} not checked: pass the output of `pip inspect` to have it checked" for extra in closure.unchecked
+    ]
     for wheel in wheels:
         for file in path_files(wheel.path):
             notes.append(f"{wheel.path.name} has {file}, which Python ignores after --target")

@@ -1,30 +1,32 @@
-"""Finds the wheels that a target lacks, by pip's own resolver.
+"""Finds the wheels that a target lacks.
 
-pip can resolve for another Python and platform, but not against another machine's packages, so each of these becomes an
-empty wheel of the same version, preferred to any on the index. pip also evaluates environment markers for the machine
-that it runs on. The walk in ``closure.py`` evaluates them for the target; what it misses is added, and pip runs again.
+pip finds the newest wheel for one requirement, the target's Python and its platform. What such a wheel requires in turn
+is walked here: pip cannot resolve against another machine's packages, and evaluates markers for the machine it runs on.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from rlhpc.core.errors import UserError
-from rlhpc.core.shown import show
-from rlhpc.pieces.closure import Closure, Offer, walk
+from rlhpc.pieces.closure import Closure, Offer, Unmet, walk
 from rlhpc.pieces.target import Target
-from rlhpc.pieces.wheels import Wheel, write_wheel
+from rlhpc.pieces.wheels import Wheel
 
-_ROUNDS = 8  # of pip; each adds what only the target's markers ask for
-_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input")
+_ROUNDS = 100  # runs of pip: one for each level of requirements, and one for each version that does not suit the target
+_PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
+_VERSIONS = re.compile(r" \(from versions: [^)]*\)")  # up to hundreds
 
 
 @dataclass(frozen=True)
@@ -33,48 +35,90 @@ class Resolution:
 
     offers: dict[str, Offer]  # those to bring alone
     closure: Closure
-    sha256: dict[str, str] = field(default_factory=dict)  # of the file that pip chose, where its index names it
+    sha256: dict[str, str]  # of the file that pip chose, where its index names it
+
+
+@dataclass
+class _Search:
+    """State of a resolution: what was asked for, what was found, and what does not suit the target."""
+
+    offers: dict[str, Offer]
+    sha256: dict[str, str] = field(default_factory=dict)
+    asked: dict[str, str] = field(default_factory=dict)
+    excluded: dict[str, Unmet] = field(default_factory=dict)  # canonical name: why an older version is looked for
+
+    def exclude(self, closure: Closure, target: Target, own: str) -> None:
+        """Look for an older version of what requires another version of one of the target's packages.
+
+        One package at a time, the nearest to the roots: what only the version now excluded requires is no matter.
+        """
+        for unmet in closure.unmet:
+            name, _, version = unmet.by.partition(" ")
+            required = canonicalize_name(Requirement(unmet.requirement).name)
+            chosen = self.offers.get(name)
+            if required in target.packages and name != own and chosen is not None and chosen.version == version:
+                self.excluded[name] = unmet
+                return
+
+    def wanted(self, closure: Closure, own: str) -> dict[str, str]:
+        """One requirement for each package that is not on the target, of all that is required of it."""
+        wanted = {}
+        for name, required in closure.required.items():
+            urls = [str(requirement.url) for requirement, _ in required if requirement.url]
+            specifiers = [str(requirement.specifier) for requirement, _ in required]
+            if name in self.excluded:
+                specifiers.append(f"<{self.excluded[name].by.partition(' ')[2]}")
+            merged = SpecifierSet(",".join(filter(None, specifiers)))
+            if name != own:
+                wanted[name] = f"{name} @ {urls[0]}" if urls else f"{name}{merged}"
+        return wanted
 
 
 def resolve(
     own: Wheel, extras: str, bring: Sequence[str], target: Target, left_out: Collection[str], folder: Path
 ) -> Resolution:
     """Packages that ``own[extras]`` and ``bring`` need on the target and that it lacks. ``folder`` is for scratch."""
-    stubs = folder / "stubs"
-    stubs.mkdir()
-    constraints = _write_stubs(stubs, target, left_out)
     roots = [f"{own.name}[{extras}]" if extras else own.name, *bring]
-    asked = [f"{own.path}[{extras}]" if extras else str(own.path), *bring]
+    search = _Search({own.name: Offer(own.name, own.version, own.requires)})
     for _ in range(_ROUNDS):
-        report = _report(asked, target, stubs, constraints, folder / "report.json")
-        resolution = _read_report(report, roots, target, left_out, stubs)
-        missing = [unmet.requirement for unmet in resolution.closure.unmet if unmet.found is None]
-        if not missing:
-            return resolution
-        asked = [*asked, *missing]
-    raise UserError(f"no complete set after {_ROUNDS} runs of pip: {'; '.join(map(str, resolution.closure.unmet))}")
+        closure = walk(roots, search.offers, target, left_out)
+        search.exclude(closure, target, own.name)
+        wanted = search.wanted(closure, own.name)
+        changed = {name: text for name, text in wanted.items() if search.asked.get(name) != text}
+        if not changed:
+            return Resolution({name: search.offers[name] for name in closure.needed}, closure, search.sha256)
+        _find(search, changed, closure, target, folder)
+        search.asked.update(changed)
+    raise UserError(f"no complete set after {_ROUNDS} runs of pip", remedy="name versions with --bring NAME==VERSION")
 
 
-def _write_stubs(folder: Path, target: Target, left_out: Collection[str]) -> Path:
-    """An empty wheel for each package of the target, and the constraint that no other version is taken."""
-    tag = target.tags()[0]
-    pins = []
-    for name, version in target.packages.items():
-        if name in left_out:
-            continue
-        stem = f"{name.replace('-', '_')}-{version}"
-        # An extra's requirements are known from `pip inspect` alone; plain ones are satisfied on the target.
-        lines = [line for line in target.requires.get(name, ()) if "extra" in line.partition(";")[2]]
-        metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        metadata += "".join(f"Requires-Dist: {line}\n" for line in lines)
-        wheel = f"Wheel-Version: 1.0\nGenerator: rlhpc\nRoot-Is-Purelib: false\nTag: {tag}\n"
-        files = [(f"{stem}.dist-info/METADATA", metadata.encode()), (f"{stem}.dist-info/WHEEL", wheel.encode())]
-        # The best tag and a high build number win over a wheel of the same version on the index.
-        write_wheel(folder, f"{stem}-999999-{tag}", files)
-        pins.append(f"{name}=={version}\n")
-    constraints = folder / "constraints.txt"
-    constraints.write_text("".join(pins), encoding="utf-8")
-    return constraints
+def _find(search: _Search, wanted: Mapping[str, str], closure: Closure, target: Target, folder: Path) -> None:
+    """Have pip choose a wheel for each requirement."""
+    report = folder / "report.json"
+    command = [*_PIP, "install", "--dry-run", "--ignore-installed", "--no-deps", f"--target={folder / 'nowhere'}"]
+    errors = _pip([*command, *_platform_options(target), f"--report={report}", *wanted.values()])
+    if errors:
+        failed = [name for name, text in wanted.items() if text in errors]
+        causes = [f"{by} requires {line}" for name in failed for line, by in closure.required[name]]
+        causes += [str(search.excluded[name]) for name in failed if name in search.excluded]
+        _refuse(errors, causes, target)
+    for item in json.loads(report.read_text(encoding="utf-8"))["install"]:
+        metadata: Any = item["metadata"]
+        name = canonicalize_name(metadata["name"])
+        search.offers[name] = Offer(name, metadata["version"], tuple(metadata.get("requires_dist") or ()))
+        digest = (item["download_info"].get("archive_info") or {}).get("hashes", {}).get("sha256")
+        search.sha256.pop(name, None)
+        if digest:
+            search.sha256[name] = digest
+
+
+def download(resolution: Resolution, target: Target, folder: Path, but: str) -> None:
+    """Download the wheels of the resolution, all but the one of package ``but``, into ``folder``."""
+    pins = [f"{offer.name}=={offer.version}" for offer in resolution.offers.values() if offer.name != but]
+    if pins:
+        errors = _pip([*_PIP, "download", "--no-deps", f"--dest={folder}", *_platform_options(target), *pins])
+        if errors:
+            _refuse(errors, [], target)
 
 
 def _platform_options(target: Target) -> list[str]:
@@ -82,47 +126,20 @@ def _platform_options(target: Target) -> list[str]:
     return [*options, *(f"--platform={platform}" for platform in target.platforms())]
 
 
-def _report(asked: Sequence[str], target: Target, stubs: Path, constraints: Path, report: Path) -> Any:
-    command = [*_PIP, "install", "--quiet", "--dry-run", "--ignore-installed", f"--target={stubs / 'nowhere'}"]
-    command += [*_platform_options(target), f"--find-links={stubs}", f"--constraint={constraints}"]
-    _pip([*command, f"--report={report}", *asked], "found no set of wheels", target)
-    return json.loads(report.read_text(encoding="utf-8"))
-
-
-def _pip(command: Sequence[str], failure: str, target: Target) -> None:
+def _pip(command: Sequence[str]) -> str:
+    """Run pip; its errors in one line, empty if there are none."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
-        return
+        return ""
     if "No module named pip" in done.stderr:
         raise UserError("has no pip", where=sys.executable, remedy="install it: python -m ensurepip")
-    show(done.stdout + done.stderr, file=sys.stderr)
-    errors = [line.removeprefix("ERROR:") for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+    lines = [line.removeprefix("ERROR:").strip() for line in done.stderr.splitlines() if line.startswith("ERROR:")]
+    lines = [_VERSIONS.sub("", line) for line in lines if not line.startswith("No matching distribution")]
+    return "; ".join(lines) or done.stderr[-500:] or f"exit code {done.returncode}"
+
+
+def _refuse(errors: str, causes: Sequence[str], target: Target) -> None:
     raise UserError(
-        f"pip {failure} for Python {target.python} on {target.platform}: {' '.join(errors[-2:])}",
-        remedy="if the target's version of a package is in the way, name it in --replace or --leave-out",
+        "; ".join([f"pip finds no wheel for Python {target.python} on {target.platform}: {errors}", *causes]),
+        remedy="name another version with --bring, or the package in --replace or --leave-out",
     )
-
-
-def _read_report(
-    report: Any, roots: Sequence[str], target: Target, left_out: Collection[str], stubs: Path
-) -> Resolution:
-    offers, sha256 = {}, {}
-    for item in report["install"]:
-        metadata, source = item["metadata"], item["download_info"]
-        if source["url"].startswith(stubs.resolve().as_uri()):
-            continue
-        name = canonicalize_name(metadata["name"])
-        offers[name] = Offer(name, metadata["version"], tuple(metadata.get("requires_dist") or ()))
-        digest = (source.get("archive_info") or {}).get("hashes", {}).get("sha256")
-        if digest:
-            sha256[name] = digest
-    closure = walk(roots, offers, target, left_out)
-    return Resolution({name: offers[name] for name in closure.needed}, closure, sha256)
-
-
-def download(resolution: Resolution, target: Target, folder: Path, but: str) -> None:
-    """Download the wheels of the resolution, all but the one of package ``but``, into ``folder``."""
-    pins = [f"{offer.name}=={offer.version}" for offer in resolution.offers.values() if offer.name != but]
-    if pins:
-        command = [*_PIP, "download", "--quiet", "--no-deps", f"--dest={folder}", *_platform_options(target)]
-        _pip([*command, *pins], "could not download the wheels", target)

@@ -54,7 +54,9 @@ def index_for_rlhpc(folder: Path) -> None:
         requirement = Requirement(line)
         name = canonicalize_name(requirement.name)
         extra = str(requirement.marker or "")
-        if name not in ("rlhpc", "click", "vllm", "megatron-core") and ("train" in extra or "gpu" in extra or not extra):
+        if name not in ("rlhpc", "click", "vllm", "megatron-core") and (
+            "train" in extra or "gpu" in extra or not extra
+        ):
             wheel(folder, name, _lowest(requirement))
     installed_wheel(folder, "click")
     wheel(folder, "torch", "2.11.0")

@@ -88,5 +88,5 @@ def test_uses_and_globs_of_one_wheel_add_up() -> None:
     (one,) = parse_trims(["vllm:hopper,offline", "vLLM:vllm/benchmarks/*"])
     assert one.name == "vllm"
     assert {"vllm/vllm_flash_attn/_vllm_fa2_C*.so", "vllm/vllm-rs", "vllm/benchmarks/*"} <= set(one.globs)
-    with pytest.raises(UserError, match="unknown use of vllm: 'hoper'; did you mean 'hopper'?"):
+    with pytest.raises(UserError, match=r"unknown use of vllm: 'hoper'; did you mean 'hopper'\?"):
         parse_trims(["vllm:hoper"])
