@@ -28,6 +28,7 @@ def pieces() -> None:
 @click.option("--replace", multiple=True, metavar="NAME", help="Allow another version than the target's.")
 @click.option("--leave-out", multiple=True, metavar="NAME", help="Neither bring this package nor check it.")
 @click.option("--trim", multiple=True, metavar="NAME:USES", help="vllm:hopper,offline,bf16,dense, or globs of files.")
+@click.option("--lzma", is_flag=True, help="Compress large files again: takes minutes, saves up to half.")
 @click.option("--piece-mb", type=float, default=60.0, metavar="MB", help="Largest piece, in 10^6 bytes; default: 60.")
 @click.option("--no-import-check", is_flag=True, help="Do not import from the wheels on this machine.")
 def prepare(
@@ -40,6 +41,7 @@ def prepare(
     replace: tuple[str, ...],
     leave_out: tuple[str, ...],
     trim: tuple[str, ...],
+    lzma: bool,
     piece_mb: float,
     no_import_check: bool,
 ) -> None:
@@ -50,6 +52,6 @@ def prepare(
     from rlhpc.pieces.target import read_target
 
     target = read_target(packages, python, platform)
-    request = Request(target, extras, bring, leave_out, replace, trim, piece_mb, not no_import_check)
+    request = Request(target, extras, bring, leave_out, replace, trim, lzma, piece_mb, not no_import_check)
     for line in summary(prepare_pieces(request, out), out):
         click.echo(line)

@@ -16,7 +16,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.pieces.target import Target
 from rlhpc.pieces.wheels import Wheel
 
-MODULES = {"rlhpc": ("rlhpc.cli.main", "rlhpc.trainer.main"), "megatron-core": ("megatron.core",)}
+MODULES = {"rlhpc": ("rlhpc.cli.main", "rlhpc.trainer.build"), "megatron-core": ("megatron.core",)}
 
 # Ends with one line of JSON: which import failed, and which module was not found.
 _CODE = """

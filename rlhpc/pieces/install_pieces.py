@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -84,7 +85,7 @@ def install(options: argparse.Namespace) -> None:
     target = options.target.absolute() if options.target else None
     store = (options.store or (Path(f"{target}.pieces") if target else Path(sys.prefix) / "rlhpc-pieces")).absolute()
     manifest, digest = read_manifest(source)
-    check_machine(manifest["target"])
+    check_machine(manifest)
     record = {"manifest": digest, "target": str(target) if target else sys.prefix}
     folder = store / digest[:16]  # another set of pieces has a folder of its own
     done = folder / "installed.json"
@@ -125,12 +126,15 @@ def read_manifest(source: Path) -> Any:
     return manifest, hashlib.sha256(text).hexdigest()
 
 
-def check_machine(target: dict[str, str]) -> None:
-    """Refuse another Python or processor than the wheels are for."""
+def check_machine(manifest: Any) -> None:
+    """Refuse another Python or processor than the wheels are for, and a Python that cannot decompress them."""
+    target = manifest["target"]
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if (here, platform.machine()) != (target["python"], target["machine"]):
         mine, theirs = f"{here} on {platform.machine()}", f"{target['python']} on {target['machine']}"
         raise Stop(EXIT_REFUSED, f"the pieces are for Python {theirs}, and {sys.executable} is Python {mine}")
+    if manifest["lzma"] and importlib.util.find_spec("_lzma") is None:
+        raise Stop(EXIT_REFUSED, f"{sys.executable} was built without lzma; prepare the pieces without --lzma")
 
 
 def is_done(done: Path, record: dict[str, Any], wheels: list[Any], target: Path | None) -> bool:

@@ -22,7 +22,7 @@ from rlhpc.pieces.manifest import MANIFEST, sha256_of, write_manifest, write_pie
 from rlhpc.pieces.resolve import Resolution, download, resolve
 from rlhpc.pieces.target import Target
 from rlhpc.pieces.trims import Trim, parse_trims
-from rlhpc.pieces.wheels import Trimmed, Wheel, pack_rlhpc, path_files, read_wheel, trim
+from rlhpc.pieces.wheels import Trimmed, Wheel, has_large_files, pack_rlhpc, path_files, read_wheel, trim
 
 # Imported on the target after the installation. The module of vLLM is the one that an engine in the process uses.
 _IMPORTS = {"rlhpc": "rlhpc.cli.main", "megatron-core": "megatron.core", "vllm": "vllm.entrypoints.llm"}
@@ -39,6 +39,7 @@ class Request:
     left_out: tuple[str, ...] = ()
     replace: tuple[str, ...] = ()
     trims: tuple[str, ...] = ()
+    lzma: bool = False
     piece_mb: float = 60.0
     import_check: bool = True
 
@@ -56,12 +57,12 @@ def prepare(request: Request, out: Path) -> Prepared:
     trims = parse_trims(request.trims)
     _check_request(request)
     _check_destination(out)
-    left_out = {canonicalize_name(name) for name in request.left_out}
+    left_out: set[str] = {canonicalize_name(name) for name in request.left_out}
     target = request.target.without({canonicalize_name(name) for name in (*request.replace, "rlhpc")})
     with _scratch(out) as folder:
         (wheels := folder / "wheels").mkdir()
         _fetch(request, target, left_out, trims, folder)
-        trimmed = [_trim(one, wheels, folder) for one in trims]
+        trimmed = _repack(trims, request.lzma, wheels, folder)
         brought = [read_wheel(path) for path in sorted(wheels.glob("*.whl"))]
         closure = check_set(brought, _roots(request), target, left_out)
         offers = [Offer(wheel.name, wheel.version) for wheel in brought]
@@ -153,12 +154,17 @@ def _check_downloaded(resolution: Resolution, folder: Path) -> None:
             raise UserError("is not the file that was resolved", where=found.path.name, remedy="prepare again")
 
 
-def _trim(wanted: Trim, wheels: Path, folder: Path) -> Trimmed:
-    (trimmed := folder / "trimmed").mkdir(exist_ok=True)
-    (path,) = (wheel.path for wheel in map(read_wheel, wheels.glob("*.whl")) if wheel.name == wanted.name)
-    result = trim(path, wanted.globs, trimmed)
-    (trimmed / path.name).replace(path)
-    return result
+def _repack(trims: Sequence[Trim], lzma: bool, wheels: Path, folder: Path) -> list[Trimmed]:
+    """Trim wheels in place, and compress their large files again if asked."""
+    (repacked := folder / "repacked").mkdir()
+    globs = {one.name: one.globs for one in trims}
+    results = []
+    for wheel in map(read_wheel, sorted(wheels.glob("*.whl"))):
+        if wheel.name in globs or (lzma and has_large_files(wheel.path)):
+            _say(f"packing {wheel.name} again")
+            results.append(trim(wheel.path, globs.get(wheel.name, ()), repacked, lzma))
+            (repacked / wheel.path.name).replace(wheel.path)
+    return [result for result in results if result.files]
 
 
 def _notes(closure: Closure, wheels: Sequence[Wheel], target: Target) -> list[str]:
@@ -180,6 +186,7 @@ def _fields(request: Request, closure: Closure, trimmed: Sequence[Trimmed]) -> d
         "roots": _roots(request),
         "expected": dict(sorted(closure.relied_on.items())),
         "left_out": sorted(closure.left_out),
+        "lzma": request.lzma,
         "trimmed": [asdict(one) for one in trimmed],
         "imports": [module for name, module in _IMPORTS.items() if name in present],
     }

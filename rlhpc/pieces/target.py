@@ -106,7 +106,8 @@ def read_target(file: Path, python: str | None = None, platform: str = Target.pl
     python = python or Target.python
     if not re.fullmatch(r"3\.\d+", python):
         raise UserError(f"invalid version of Python: {python!r}", where="--python", remedy="write 3.12, for example")
-    packages, unusable = {}, []
+    packages: dict[str, str] = {}
+    unusable = []
     for name, version in found:
         try:
             packages[canonicalize_name(name)] = str(Version(version))

@@ -24,6 +24,7 @@ import rlhpc
 from rlhpc.core.errors import UserError
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: rlhpc\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+LARGE = 1 << 20  # bytes of a file that LZMA is worth its time for
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,10 @@ class Trimmed:
     unpacked_bytes: int
 
 
-def trim(path: Path, globs: Sequence[str], folder: Path, where: str = "--trim") -> Trimmed:
-    """Write the wheel to ``folder`` without the files that match one of ``globs``, and with a RECORD that fits."""
+def trim(path: Path, globs: Sequence[str], folder: Path, lzma: bool = False) -> Trimmed:
+    """Write the wheel to ``folder`` without the files that match one of ``globs``, and with a RECORD that fits.
+    ``lzma`` compresses large files better than wheels usually are."""
+    where = "--trim"
     wheel = read_wheel(path)
     with zipfile.ZipFile(path) as source:
         out = [entry for entry in source.infolist() if _matches(entry.filename, globs)]
@@ -149,9 +152,15 @@ def trim(path: Path, globs: Sequence[str], folder: Path, where: str = "--trim") 
             raise UserError("matches the wheel's own metadata", where=where, remedy="use a narrower glob")
         left_out = {entry.filename for entry in out}
         with zipfile.ZipFile(folder / path.name, "w", zipfile.ZIP_DEFLATED) as trimmed:
-            _copy(source, trimmed, left_out)
+            _copy(source, trimmed, left_out, lzma)
     sizes = sum(entry.compress_size for entry in out), sum(entry.file_size for entry in out)
     return Trimmed(wheel.name, tuple(globs), len(out), *sizes)
+
+
+def has_large_files(path: Path) -> bool:
+    """Whether LZMA is worth its time."""
+    with zipfile.ZipFile(path) as archive:
+        return any(entry.file_size >= LARGE for entry in archive.infolist())
 
 
 def _matches(name: str, globs: Sequence[str]) -> bool:
@@ -162,7 +171,7 @@ def _essential(name: str) -> bool:
     return name.split("/")[0].endswith(".dist-info") and name.rsplit("/")[-1] in ("METADATA", "WHEEL", "RECORD")
 
 
-def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str]) -> None:
+def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str], lzma: bool) -> None:
     """Copy all entries but ``left_out``; rows of RECORD are dropped alike. Modes of files stay, for programs."""
     for entry in source.infolist():
         if entry.filename in left_out:
@@ -173,4 +182,5 @@ def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str])
             content = _record(row for row in rows if row and row[0] not in left_out).encode()
         copied = zipfile.ZipInfo(entry.filename, entry.date_time)
         copied.external_attr = entry.external_attr
-        trimmed.writestr(copied, content, zipfile.ZIP_DEFLATED)
+        method = zipfile.ZIP_LZMA if lzma and len(content) >= LARGE else zipfile.ZIP_DEFLATED
+        trimmed.writestr(copied, content, method)

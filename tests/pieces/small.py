@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from rlhpc.pieces.target import Target
-from rlhpc.pieces.wheels import pack_rlhpc, write_wheel
+from rlhpc.pieces.wheels import LARGE, pack_rlhpc, write_wheel
 
 HERE = f"{sys.version_info[0]}.{sys.version_info[1]}"
 THIS_MACHINE = f"manylinux_2_39_{platform.machine()}"
@@ -63,7 +63,11 @@ def index_for_rlhpc(folder: Path) -> None:
     wheel(folder, "torch", "2.13.0")
     wheel(folder, "later", "1.0")
     wheel(folder, "megatron-core", "0.16.1", ["torch>=2.6"], {"megatron/core/__init__.py": ""})
-    llm = {"vllm/__init__.py": "", "vllm/entrypoints/__init__.py": "", "vllm/entrypoints/llm.py": "import torch\n"}
+    llm = {
+        "vllm/__init__.py": "",
+        "vllm/entrypoints/__init__.py": "",
+        "vllm/entrypoints/llm.py": "import torch\n" + "#" * LARGE,
+    }
     kernels = {"vllm/vllm_flash_attn/_vllm_fa2_C.abi3.so": "a" * 100, "vllm/vllm-rs": "b" * 50}
     kernels |= {"vllm/_qutlass_C.abi3.so": "c", "vllm/third_party/fmha_sm100/x.py": "d"}
     needs = ['later; python_version > "3.11"', "bulky-kernels==1.0"]

@@ -40,7 +40,7 @@ def pieces(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("PIP_FIND_LINKS", str(folder / "index"))
         patch.setenv("PIP_CONFIG_FILE", "/dev/null")
         target = read_target(folder / "target.json", HERE, THIS_MACHINE)
-        prepare(Request(target, piece_mb=0.25, import_check=False), folder / "out")
+        prepare(Request(target, lzma=True, piece_mb=0.25, import_check=False), folder / "out")
     return folder / "out"
 
 

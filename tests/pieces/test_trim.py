@@ -13,7 +13,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.pieces.trims import parse_trims
-from rlhpc.pieces.wheels import read_wheel, trim, write_wheel
+from rlhpc.pieces.wheels import has_large_files, read_wheel, trim, write_wheel
 from tests.pieces.small import wheel
 
 FILES = {"a/__init__.py": "x = 1\n", "a/fat,one.so": "s" * 5000, "a/include/b.h": "h" * 300, "a/rest.py": ""}
@@ -55,6 +55,19 @@ def test_the_check_of_records_sees_a_file_without_a_row(tmp_path: Path) -> None:
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("a/added.py", "")
     assert record_faults(path) == ["a/added.py has no row"]
+
+
+def test_large_files_shrink_with_lzma_and_stay_the_same(tmp_path: Path) -> None:
+    noise = "".join(hashlib.sha256(bytes([i])).hexdigest() for i in range(256))  # repeats beyond what deflate can see
+    path = wheel(tmp_path, "a", "1.0", (), {"a/kernels.so": noise * 64 * 3})
+    assert has_large_files(path)
+    (out := tmp_path / "out").mkdir()
+    assert trim(path, (), out, lzma=True).files == 0
+    assert record_faults(out / path.name) == []
+    assert (out / path.name).stat().st_size < path.stat().st_size / 2
+    with zipfile.ZipFile(out / path.name) as archive:
+        assert archive.getinfo("a/kernels.so").compress_type == zipfile.ZIP_LZMA
+        assert archive.read("a/kernels.so").decode() == noise * 64 * 3
 
 
 def test_programs_stay_executable(tmp_path: Path) -> None:
