@@ -31,7 +31,7 @@ _MB = 1_000_000
 
 @dataclass(frozen=True)
 class Request:
-    """What to prepare. Names of packages in any spelling; ``trims`` as on the command line."""
+    """What to prepare, as on the command line. Names of packages in any spelling, several with commas between them."""
 
     target: Target
     extras: str = "gpu"
@@ -57,8 +57,8 @@ def prepare(request: Request, out: Path) -> Prepared:
     trims = parse_trims(request.trims)
     _check_request(request)
     _check_destination(out)
-    left_out: set[str] = {canonicalize_name(name) for name in request.left_out}
-    target = request.target.without({canonicalize_name(name) for name in (*request.replace, "rlhpc")})
+    left_out = _names(request.left_out)
+    target = request.target.without(_names((*request.replace, "rlhpc")))
     with _scratch(out) as folder:
         (wheels := folder / "wheels").mkdir()
         _fetch(request, target, left_out, trims, folder)
@@ -107,6 +107,11 @@ def check_set(wheels: Sequence[Wheel], roots: Sequence[str], target: Target, lef
 
 def _roots(request: Request) -> list[str]:
     return [f"rlhpc[{request.extras}]" if request.extras else "rlhpc", *request.bring]
+
+
+def _names(texts: Sequence[str]) -> set[str]:
+    """Canonical names out of options, each of which may list several."""
+    return {canonicalize_name(name.strip()) for text in texts for name in text.split(",")}
 
 
 def _check_request(request: Request) -> None:

@@ -39,7 +39,9 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def prepared(index: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
     """(folder, its manifest, lines of the checks) for a machine that has torch, with vLLM trimmed."""
     out = tmp_path_factory.mktemp("prepared") / "out"
-    request = Request(target(THERE, FOREIGN), left_out=("Bulky_Kernels",), trims=("vllm:hopper,offline",), piece_mb=0.1)
+    request = Request(
+        target(THERE, FOREIGN), left_out=("unused, Bulky_Kernels",), trims=("vllm:hopper,offline",), piece_mb=0.1
+    )
     checks = prepare(request, out).checks
     return out, json.loads((out / "manifest.json").read_text()), checks
 
