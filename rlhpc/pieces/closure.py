@@ -11,6 +11,8 @@ from packaging.utils import canonicalize_name
 
 from rlhpc.pieces.target import Target
 
+THIS_COMMAND = "this command"  # requires the roots
+
 
 @dataclass(frozen=True)
 class Offer:
@@ -51,7 +53,7 @@ def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left
     """Everything that ``roots`` need on the target. An offer takes precedence over what the target has. Requirements
     of packages on the target are taken as satisfied, except those of an extra that the set asks for."""
     closure, seen = Closure(), set()
-    queue = deque((Requirement(root), "this command") for root in roots)
+    queue = deque((Requirement(root), THIS_COMMAND) for root in roots)
     while queue:
         requirement, by = queue.popleft()
         name = canonicalize_name(requirement.name)

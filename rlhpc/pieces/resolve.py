@@ -20,7 +20,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from rlhpc.core.errors import UserError
-from rlhpc.pieces.closure import Closure, Offer, Unmet, walk
+from rlhpc.pieces.closure import THIS_COMMAND, Closure, Offer, Unmet, walk
 from rlhpc.pieces.target import Target
 from rlhpc.pieces.wheels import Wheel
 
@@ -60,6 +60,21 @@ class _Search:
                 self.excluded[name] = unmet
                 return
 
+    def relax(self, name: str, closure: Closure, own: str) -> bool:
+        """Whether requirements of a package that no version meets together can be relaxed: of those that require it,
+        the one farthest from the roots is looked for in an older version."""
+        constraints = [(line, by) for line, by in closure.required[name] if line.specifier]
+        if len({str(line.specifier) for line, _ in constraints}) < 2:
+            return False
+        for line, by in reversed(constraints):
+            requirer = by.partition(" ")[0]
+            if requirer != own and requirer in self.offers and by != THIS_COMMAND:
+                others = " and ".join(sorted({f"{other} by {whose}" for other, whose in constraints if whose != by}))
+                self.excluded[requirer] = Unmet(by, str(line), f"required {others}")
+                del self.offers[requirer]  # and with it what that version requires
+                return True
+        return False
+
     def wanted(self, closure: Closure, own: str) -> dict[str, str]:
         """One requirement for each package that is not on the target, of all that is required of it."""
         wanted = {}
@@ -87,18 +102,20 @@ def resolve(
         changed = {name: text for name, text in wanted.items() if search.asked.get(name) != text}
         if not changed:
             return Resolution({name: search.offers[name] for name in closure.needed}, closure, search.sha256)
-        _find(search, changed, closure, target, folder)
-        search.asked.update(changed)
+        if _find(search, changed, closure, target, folder):
+            search.asked.update(changed)
     raise UserError(f"no complete set after {_ROUNDS} runs of pip", remedy="name versions with --bring NAME==VERSION")
 
 
-def _find(search: _Search, wanted: Mapping[str, str], closure: Closure, target: Target, folder: Path) -> None:
-    """Have pip choose a wheel for each requirement."""
+def _find(search: _Search, wanted: Mapping[str, str], closure: Closure, target: Target, folder: Path) -> bool:
+    """Have pip choose a wheel for each requirement. False if another version of a requirer is wanted first."""
     report = folder / "report.json"
     command = [*_PIP, "install", "--dry-run", "--ignore-installed", "--no-deps", f"--target={folder / 'nowhere'}"]
     errors = _pip([*command, *_platform_options(target), f"--report={report}", *wanted.values()])
     if errors:
         failed = [name for name, text in wanted.items() if text in errors]
+        if failed and search.relax(failed[0], closure, canonicalize_name("rlhpc")):
+            return False
         causes = [f"{by} requires {line}" for name in failed for line, by in closure.required[name]]
         causes += [str(search.excluded[name]) for name in failed if name in search.excluded]
         _refuse(errors, causes, target)
@@ -110,6 +127,7 @@ def _find(search: _Search, wanted: Mapping[str, str], closure: Closure, target: 
         search.sha256.pop(name, None)
         if digest:
             search.sha256[name] = digest
+    return True
 
 
 def download(resolution: Resolution, target: Target, folder: Path, but: str) -> None:

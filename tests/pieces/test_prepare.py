@@ -120,6 +120,17 @@ def test_a_version_of_the_target_in_the_way_is_refused_and_replaced_if_asked(ind
     assert {row["name"]: row["version"] for row in manifest["wheels"]}["submitit"] == "1.5.4"
 
 
+@pytest.mark.heavy
+def test_an_older_version_is_brought_where_the_newest_ones_conflict(index: Path, tmp_path: Path) -> None:
+    for version in ("1.0", "2.0"):
+        wheel(index, "base", version)
+        wheel(index, "loose", version, [f"base>={version}"])
+    wheel(index, "picky", "1.0", ["base==1.0"])
+    manifest = prepare(Request(target(THERE, FOREIGN), extras="", bring=("picky", "loose")), tmp_path / "out").manifest
+    brought = {row["name"]: row["version"] for row in manifest["wheels"]}
+    assert (brought["loose"], brought["base"]) == ("1.0", "1.0")
+
+
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
