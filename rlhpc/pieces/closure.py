@@ -50,8 +50,11 @@ class Closure:
 
 
 def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left_out: Collection[str] = ()) -> Closure:
-    """Everything that ``roots`` need on the target. An offer takes precedence over what the target has. Requirements
-    of packages on the target are taken as satisfied, except those of an extra that the set asks for."""
+    """Everything that ``roots`` need on the target. An offer takes precedence over what the target has.
+
+    Requirements of packages on the target are taken as satisfied, except those of an extra that the set asks for. A root
+    that is also left out is brought, and what others require of it is not compared.
+    """
     closure, seen = Closure(), set()
     queue = deque((Requirement(root), THIS_COMMAND) for root in roots)
     while queue:
@@ -60,7 +63,7 @@ def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left
         if (name, str(requirement), by) in seen:
             continue
         seen.add((name, str(requirement), by))
-        if name in left_out:
+        if name in left_out and by != THIS_COMMAND:
             _append(closure.left_out, name)
             continue
         if name in offers or name not in target.packages:

@@ -190,7 +190,7 @@ def _fields(request: Request, closure: Closure, trimmed: Sequence[Trimmed]) -> d
         "target": {"python": target.python, "platform": target.platform, "machine": target.machine},
         "roots": _roots(request),
         "expected": dict(sorted(closure.relied_on.items())),
-        "left_out": sorted(closure.left_out),
+        "left_out": sorted({*closure.left_out} - {*closure.needed}),
         "lzma": request.lzma,
         "trimmed": [asdict(one) for one in trimmed],
         "imports": [module for name, module in _IMPORTS.items() if name in present],

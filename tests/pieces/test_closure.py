@@ -42,6 +42,13 @@ def test_what_is_left_out_is_neither_needed_nor_followed() -> None:
     assert (closure.needed, closure.left_out, closure.unmet) == (["a"], ["big"], [])
 
 
+def test_a_root_that_is_left_out_is_brought_whatever_others_require_of_it() -> None:
+    there = offers(a=["pinned==0.1.9"]) | {"pinned": Offer("pinned", "0.2.0")}
+    closure = walk(["a", "pinned>=0.2"], there, target({}), {"pinned"})
+    assert (closure.needed, closure.unmet) == (["a", "pinned"], [])
+    assert [str(line) for line, _ in closure.required["pinned"]] == ["pinned>=0.2"]
+
+
 def test_requirements_of_an_extra_of_a_package_on_the_target_are_followed_where_they_are_known() -> None:
     there = {"web": "1.0", "base": "1.0"}
     known = Target(packages=there, requires={"web": ("base>=9", 'fast; extra == "standard"')})
