@@ -52,7 +52,7 @@ class Closure:
 def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left_out: Collection[str] = ()) -> Closure:
     """Everything that ``roots`` need on the target. An offer takes precedence over what the target has.
 
-    Requirements of packages on the target are taken as satisfied, except those of an extra that the set asks for. A root
+    Requirements of packages on the target are taken as satisfied, except those of extras that the set asks for. A root
     that is also left out is brought, and what others require of it is not compared.
     """
     closure, seen = Closure(), set()
