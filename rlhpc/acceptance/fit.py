@@ -9,7 +9,7 @@ from rlhpc.models import ModelShape
 from rlhpc.plan.activations import Setting
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.memory_models import RankModel, Tokens
-from rlhpc.plan.optimizer_memory import gpu_bucket, state_bytes
+from rlhpc.plan.optimizer_memory import default_bucket, state_bytes
 
 # Feed-forward activations are most of a layer's and cheap to compute again.
 RECOMPUTE: tuple[MemorySection, ...] = (
@@ -22,7 +22,7 @@ RECOMPUTE: tuple[MemorySection, ...] = (
 def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
     """Peak of an update in bfloat16 on one rank, microbatch after microbatch of ``tokens``."""
     layout = ParallelLayout(1)
-    state = state_bytes(shape, layout, 0, "bfloat16", bucket=gpu_bucket(layout))
+    state = state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
     setting = Setting(shape, layout, ParallelSection(), memory, "bfloat16")
     model = RankModel("actor", setting, 0, state, Tokens(tokens, tokens, 2), trained=True)
     return state.parameters + state.gradients + state.optimizer + model.kept + model.workspace

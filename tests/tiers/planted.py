@@ -248,4 +248,11 @@ FAULTS = (
         """self._messages.put((rank, "died", f"signal {-code}" if code < 0 else f"exit code {code}"))""",
         """self._messages.put((rank, "done", None))""",
     ),
+    Fault(
+        "damaged-piece-installed",
+        "rlhpc/pieces/install_pieces.py",
+        "a piece that was damaged on its way is joined and installed",
+        'place.stat().st_size == piece["bytes"] and sha256_of(place) == piece["sha256"]:',
+        'place.stat().st_size == piece["bytes"]:',
+    ),
 )
