@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[2]
 FROM_OUTSIDE = {"mistral": "my_family:MISTRAL"}  # docs/examples/my_family.py
 STEPS = 3
 LAYERS = 4
-BUCKET = 20_000  # elements
+BUCKET = 100_000  # elements
 
 
 @dataclass(frozen=True)
