@@ -37,7 +37,10 @@ class Kernel:
 
 
 def kernels(action: Callable[[], Any], on_gpu: bool) -> list[Kernel]:
-    """The kernels that one call of ``action`` runs, by falling time. Empty where the profiler sees none."""
+    """The kernels that one call of ``action`` runs, by falling time. Empty where the profiler sees none.
+
+    Annotated ranges, such as those of torch.compile, are left out: the profiler lists them beside the kernels in them.
+    """
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -50,7 +53,7 @@ def kernels(action: Callable[[], Any], on_gpu: bool) -> list[Kernel]:
     found = [
         Kernel(event.key, _microseconds(event, on_gpu) / 1e6, event.count)
         for event in measured.key_averages()
-        if event.device_type.name == wanted and not event.key.startswith("ProfilerStep")
+        if event.device_type.name == wanted and not event.is_user_annotation
     ]
     return sorted((kernel for kernel in found if kernel.seconds > 0), key=lambda kernel: -kernel.seconds)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,13 +117,15 @@ def test_vllm_is_asked_for_what_a_gpu_needs(found: dict[str, Any]) -> None:
 
 
 def _look(models: Path) -> dict[str, Any]:
+    from tests.fake_cuda.gpu_worker import as_on_a_gpu
+
     path, other = models / "qwen2" / "a", models / "qwen2" / "b"
     plain = engines.build(path)
     engines.push(plain, path)
     one: dict[str, Any] = {"cpu": engines.greedy(plain)}
     plain.shutdown()
     found: dict[str, Any] = {"written": one, "shared": {}, "asked of vLLM": _asked(models / "qwen3moe" / "a")}
-    with FakeCuda(), _as_on_a_gpu():
+    with FakeCuda(), as_on_a_gpu():
         state = torch.cuda.get_rng_state()
         engine = engines.build(path, cuda_graphs=False)
         found["device rng"] = bool(torch.equal(torch.cuda.get_rng_state(), state))
@@ -148,16 +149,6 @@ def _look(models: Path) -> dict[str, Any]:
     engines.push(latent, models / "dsv3" / "a")
     found["latent"] = _latent(latent)
     return found
-
-
-def _as_on_a_gpu() -> Any:
-    """vLLM's CPU platform with a worker for GPUs, and a sleep that does nothing."""
-    from vllm.platforms import current_platform
-
-    stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(vllm_arguments, "GPU_WORKER", "tests.fake_cuda.gpu_worker.Worker"))
-    stack.enter_context(mock.patch.object(type(current_platform), "is_sleep_mode_available", return_value=True))
-    return stack
 
 
 class _Started(Exception):

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rlhpc.acceptance.breakdown import kernels
 from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_cuda_profiler import RANGE
 
 CUDA = torch.device("cuda", 0)
 
@@ -78,6 +80,46 @@ def test_memory_is_held_until_it_is_freed() -> None:
         assert cuda.bytes_held == 4 << 20
         first.untyped_storage().resize_(0)
         assert cuda.bytes_held == 0
+
+
+def test_memory_s_peak_is_kept_until_it_is_reset() -> None:
+    with FakeCuda(total_gib=1.0, context_gib=0.25) as cuda:
+        kept = torch.empty(1 << 18, device="cuda")
+        torch.empty(1 << 20, device="cuda")
+        assert torch.cuda.memory_allocated() == 1 << 20
+        assert torch.cuda.max_memory_allocated() == 5 << 20
+        torch.cuda.reset_peak_memory_stats()
+        assert torch.cuda.max_memory_allocated() == kept.nbytes
+        cuda.mapped["engine"] = 1 << 20
+        assert torch.cuda.mem_get_info()[0] == (768 << 20) - kept.nbytes - (1 << 20)
+
+
+def test_a_generator_is_of_one_device() -> None:
+    with FakeCuda():
+        host, device = torch.Generator(), torch.Generator("cuda").manual_seed(3)
+        assert device.device == CUDA
+        drawn = torch.empty(4, device="cuda").normal_(generator=device)
+        assert drawn.tolist() == torch.empty(4).normal_(generator=host.manual_seed(3)).tolist()
+        for tensor, generator in ((drawn, host), (torch.empty(4), device)):
+            with pytest.raises(RuntimeError, match="device type for generator"):
+                tensor.normal_(generator=generator)
+
+
+def test_a_device_in_force_is_that_of_new_tensors() -> None:
+    with FakeCuda():
+        with torch.device("cuda"):
+            assert torch.nn.Linear(2, 2).weight.is_cuda
+            assert torch.randint(0, 9, (2,)).is_cuda
+        assert not torch.ones(2).is_cuda
+
+
+def test_kernels_are_profiled_without_the_ranges_around_them() -> None:
+    """As on a GPU a range's time is that of the kernels in it, and is not counted again."""
+    with FakeCuda():
+        x = torch.randn(64, 64, device="cuda")
+        names = {kernel.name for kernel in kernels(lambda: x @ x, on_gpu=True)}
+    assert "aten::mm" in names
+    assert RANGE not in names
 
 
 def test_pinned_memory_is_the_host_s() -> None:

@@ -3,8 +3,9 @@
 ``with FakeCuda() as cuda:`` makes ``torch.cuda`` report a device. A tensor created on it, moved to it or computed from
 its tensors is a CPU tensor whose storage is registered: ``device`` and ``is_cuda`` answer for the GPU. An operation on
 tensors of both devices raises RuntimeError, as CUDA does, so that a missing ``device=`` is found. Streams and events
-have nothing to wait for; ``calls`` lists what was asked of the device. NCCL groups become gloo groups. What it cannot
-show is anything about kernels: their numbers are the CPU's.
+have nothing to wait for; ``calls`` lists what was asked of the device. NCCL groups become gloo groups. The profiler
+reports each operator of the CPU as one kernel. What it cannot show is anything about kernels: their numbers and times
+are the CPU's.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from tests.helpers.fake_cuda_modes import Dispatch, Functions, Registry
+from tests.helpers.fake_cuda_modes import Dispatch, Functions, Generator, Registry
+from tests.helpers.fake_cuda_profiler import Profile
 from tests.tiers.gpu_branches import CONTEXT
 
 GIB = 1 << 30
@@ -77,11 +79,23 @@ class Event:
 
 
 class FakeCuda:
-    """The context; see the module. ``total_gib`` is the memory of each of ``devices``."""
+    """The context; see the module. ``total_gib`` is the memory of each of ``devices``, of which the CUDA context and
+    libraries take ``context_gib``."""
 
-    def __init__(self, devices: int = 1, total_gib: float = 80.0, capability: tuple[int, int] = (9, 0)) -> None:
+    active: FakeCuda
+
+    def __init__(
+        self,
+        devices: int = 1,
+        total_gib: float = 80.0,
+        capability: tuple[int, int] = (9, 0),
+        *,
+        context_gib: float = 0.0,
+    ) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.backends: list[Any] = []  # that process groups were asked for
+        self.mapped: dict[str, int] = {}  # bytes that others than PyTorch hold, by any names
+        self._context_bytes = int(context_gib * GIB)
         self._devices, self._total, self._capability = devices, int(total_gib * GIB), capability
         self._current = 0
         self._stored, self._pinned = Registry(), Registry()
@@ -112,6 +126,7 @@ class FakeCuda:
         return registered or tensor.untyped_storage() in self._pinned
 
     def __enter__(self) -> FakeCuda:
+        self._stack.enter_context(mock.patch.object(FakeCuda, "active", self, create=True))
         for owner, name, value in self._patches():
             self._stack.enter_context(mock.patch.object(owner, name, value, create=True))
         self._stack.enter_context(_coverage_context())
@@ -141,6 +156,9 @@ class FakeCuda:
         yield torch.UntypedStorage, "device", property(self.device_of)
         yield dist, "init_process_group", self._without_nccl(dist.init_process_group)
         yield dist, "new_group", self._without_nccl(dist.new_group)
+        yield torch, "Generator", Generator
+        yield torch.profiler, "profile", Profile
+        yield torch.cuda.nccl, "version", lambda: (2, 27, 5)
 
     def _functions(self) -> dict[str, Any]:
         properties = SimpleNamespace(
@@ -169,12 +187,12 @@ class FakeCuda:
             "set_device": self._recorded("set_device", self._set_device),
             "synchronize": self._recorded("synchronize", lambda *_: None),
             "empty_cache": self._recorded("empty_cache", lambda: None),
-            "mem_get_info": lambda *_: (self._total - self.bytes_held, self._total),
+            "mem_get_info": lambda *_: (self._free(), self._total),
             "memory_allocated": lambda *_: self.bytes_held,
-            "max_memory_allocated": lambda *_: self.bytes_held,
+            "max_memory_allocated": lambda *_: self._stored.peak,
             "memory_reserved": lambda *_: self.bytes_held,
             "memory_stats": lambda *_: {"allocated_bytes.all.current": self.bytes_held},
-            "reset_peak_memory_stats": self._recorded("reset_peak_memory_stats", lambda *_: None),
+            "reset_peak_memory_stats": self._recorded("reset_peak_memory_stats", lambda *_: self._stored.forget_peak()),
             "get_device_properties": lambda *_: properties,
             "get_device_name": lambda *_: properties.name,
             "get_device_capability": lambda *_: self._capability,
@@ -191,6 +209,9 @@ class FakeCuda:
             "cudart": lambda: cudart,
             "check_error": self._check_error,
         }
+
+    def _free(self) -> int:
+        return self._total - self._context_bytes - sum(self.mapped.values()) - self.bytes_held
 
     def _register(self, address: int, size: int, flags: int = 0) -> int:
         taken = any(start < address + size and address < start + length for start, length in self._registered.items())

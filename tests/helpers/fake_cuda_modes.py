@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -35,10 +36,15 @@ class Registry:
 
     def __init__(self) -> None:
         self._held: dict[int, StorageWeakRef] = {}
+        self._most = self._peak = 0  # bytes that may be alive; most that ever were when a storage was added
 
     def add(self, storage: Any) -> None:
-        if storage._cdata not in self._held:
-            self._held[storage._cdata] = StorageWeakRef(storage)
+        if storage._cdata in self._held:
+            return
+        self._held[storage._cdata] = StorageWeakRef(storage)
+        self._most += storage.nbytes()
+        if self._most > self._peak:
+            self._peak = max(self._peak, self.nbytes)
 
     def discard(self, storage: Any) -> None:
         self._held.pop(storage._cdata, None)
@@ -55,7 +61,31 @@ class Registry:
 
     @property
     def nbytes(self) -> int:
-        return sum(storage.nbytes() for storage in self.alive())
+        self._most = sum(storage.nbytes() for storage in self.alive())
+        return self._most
+
+    @property
+    def peak(self) -> int:
+        """Most bytes since ``forget_peak``."""
+        self._peak = max(self._peak, self.nbytes)
+        return self._peak
+
+    def forget_peak(self) -> None:
+        self._peak = 0
+
+
+class Generator(torch.Generator):
+    """Random numbers of the CPU. One that was made for the device names it."""
+
+    def __init__(self, device: Any = "cpu") -> None:
+        self._on_device = _names_cuda(device)
+
+    def __new__(cls, device: Any = "cpu") -> Generator:
+        return super().__new__(cls)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0) if self._on_device else _CPU
 
 
 class _Moved(torch.autograd.Function):
@@ -105,7 +135,9 @@ class Functions(TorchFunctionMode):
             return self._methods[func](*args, **kwargs)
         pinned = bool(kwargs.pop("pin_memory", False))
         args, kwargs, target = self._with_cpu(func, args, kwargs)
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        self._refuse_other_generator(kwargs.get("generator"), tensors, target)
+        given = {tensor.untyped_storage()._cdata for tensor in tensors}
         result = func(*args, **kwargs)
         if target is None and not given:
             target = False
@@ -119,6 +151,8 @@ class Functions(TorchFunctionMode):
         """The call with the CPU for the device, and whether the answer is to be on the device; None: not said."""
         target: bool | None = None
         device = kwargs.get("device")
+        if device is None and func in _device_constructors():
+            device = torch.utils._device.CURRENT_DEVICE  # of ``with torch.device(...)``
         if isinstance(device, torch.device | str | int):
             target = _names_cuda(device)
             if target:
@@ -131,6 +165,14 @@ class Functions(TorchFunctionMode):
                 target = _names_cuda(second)
                 args = (args[0], _CPU, *args[2:]) if target else args
         return args, kwargs, target
+
+    def _refuse_other_generator(
+        self, generator: Generator | None, tensors: Sequence[torch.Tensor], target: bool | None
+    ) -> None:
+        on_device = target if target is not None else any(map(self._cuda.holds, tensors))
+        if isinstance(generator, torch.Generator) and _names_cuda(generator.device) != on_device:
+            wanted, found = ("cuda", "cpu") if on_device else ("cpu", "cuda")
+            raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
 
     def _placed(self, tensor: torch.Tensor, on_device: bool, given: set[int]) -> torch.Tensor:
         """``tensor`` on the side that was asked for; a copy where it shares memory with an argument."""

@@ -1,0 +1,49 @@
+"""PyTorch's profiler as on a GPU: what an operator computes on the CPU is reported as one kernel of the operator's name.
+
+As on a GPU, the time of kernels appears three times: on the operators that start them, on the kernels themselves, and
+on the ranges that annotate them, such as those of torch.compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import EventList, FunctionEventAvg
+from torch.profiler import ProfilerActivity, profile
+
+RANGE = "Torch-Compiled Region: 0/0"
+
+
+class Profile:
+    """``torch.profiler.profile``."""
+
+    def __init__(self, *, activities: Iterable[ProfilerActivity], **options: Any) -> None:
+        self._sees_kernels = ProfilerActivity.CUDA in set(activities)
+        self._profile = profile(activities=[ProfilerActivity.CPU], **options)
+
+    def __enter__(self) -> Profile:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+
+    def key_averages(self) -> EventList:
+        operators = self._profile.key_averages()
+        return EventList([*operators, *_on_device(operators)]) if self._sees_kernels else operators
+
+
+def _on_device(operators: EventList) -> Iterator[FunctionEventAvg]:
+    for operator in operators:
+        operator.self_device_time_total = operator.self_cpu_time_total
+        yield _event(operator.key, operator.self_cpu_time_total, operator.count, False)
+    yield _event(RANGE, sum(operator.self_cpu_time_total for operator in operators), 1, True)
+
+
+def _event(name: str, microseconds: float, count: int, is_range: bool) -> FunctionEventAvg:
+    event = FunctionEventAvg()
+    event.key, event.count, event.device_type, event.is_user_annotation = name, count, DeviceType.CUDA, is_range
+    event.device_time_total = event.self_device_time_total = microseconds
+    return event
