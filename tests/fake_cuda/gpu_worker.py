@@ -47,6 +47,8 @@ class Worker(vllm_gpu.Worker, CPUWorker):
 
     def sleep(self, level: int = 1) -> None:
         super().sleep(level)
+        for parameter in self.get_model().parameters():  # the CPU's kernels have run through the engine's start
+            FakeCuda.active.adopt(parameter)
         FakeCuda.active.mapped.clear()
 
     def wake_up(self, tags: list[str] | None = None) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
-from tests.fake_cuda.test_kernels import Kernel
+from tests.fake_cuda.part_runs import install_flash_attention
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.tiny_models import make_model
@@ -63,7 +61,7 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
     found: dict[str, Any] = {"cpu": train(make_actor(model, optimizer_section(), dtype="bfloat16"), 4)}
     _forget_groups()
     groups.leave()
-    kernel = _install_flash_attention()
+    kernel = install_flash_attention()
     with FakeCuda() as cuda:
         groups.join(RankInfo.from_environ())
         found |= _train(cuda, model, saved)
@@ -104,13 +102,3 @@ def _forget_groups() -> None:
     from megatron.core import parallel_state
 
     parallel_state.destroy_model_parallel()
-
-
-def _install_flash_attention() -> Kernel:
-    from rlhpc.backends.megatron import attention
-
-    kernel, module = Kernel(), ModuleType("flash_attn")
-    module.flash_attn_varlen_func = kernel.flash_attn_varlen_func  # type: ignore[attr-defined]
-    sys.modules["flash_attn"] = module
-    attention._flash_attention.cache_clear()
-    return kernel

@@ -98,7 +98,7 @@ class FakeCuda:
         self._context_bytes = int(context_gib * GIB)
         self._devices, self._total, self._capability = devices, int(total_gib * GIB), capability
         self._current = 0
-        self._stored, self._pinned = Registry(), Registry()
+        self._stored, self._pinned, self._adopted = Registry(), Registry(), Registry()
         self._registered: dict[int, int] = {}  # sizes by address
         self._rng = torch.Generator()
         self._stack = contextlib.ExitStack()
@@ -118,7 +118,14 @@ class FakeCuda:
         return self._pinned.nbytes + sum(self._registered.values())
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage() in self._stored
+        return self._holds(tensor.untyped_storage())
+
+    def _holds(self, storage: Any) -> bool:
+        return storage in self._stored or storage in self._adopted
+
+    def adopt(self, tensor: torch.Tensor) -> None:
+        """Take a CPU tensor to be on the device from now on, in memory that ``mapped`` counts."""
+        self._adopted.add(tensor.untyped_storage())
 
     def pinned(self, tensor: torch.Tensor) -> bool:
         address = tensor.untyped_storage().data_ptr()
@@ -145,7 +152,7 @@ class FakeCuda:
         self._pinned.add(tensor.untyped_storage())
 
     def device_of(self, storage: Any) -> torch.device:
-        return torch.device("cuda", self._current) if storage in self._stored else _STORAGE_DEVICE.__get__(storage)
+        return torch.device("cuda", self._current) if self._holds(storage) else _STORAGE_DEVICE.__get__(storage)
 
     def _patches(self) -> Iterator[tuple[Any, str, Any]]:
         cuda, stands = torch.cuda, self._functions()

@@ -1,4 +1,4 @@
-"""PyTorch's profiler as on a GPU: what an operator computes on the CPU is reported as one kernel of the operator's name.
+"""PyTorch's profiler as on a GPU: what an operator computes on the CPU is reported as a kernel of the operator's name.
 
 As on a GPU, the time of kernels appears three times: on the operators that start them, on the kernels themselves, and
 on the ranges that annotate them, such as those of torch.compile.
@@ -36,10 +36,11 @@ class Profile:
 
 
 def _on_device(operators: EventList) -> Iterator[FunctionEventAvg]:
-    for operator in operators:
+    kernels = [operator for operator in operators if operator.key.startswith("aten::")]
+    for operator in kernels:
         operator.self_device_time_total = operator.self_cpu_time_total
         yield _event(operator.key, operator.self_cpu_time_total, operator.count, False)
-    yield _event(RANGE, sum(operator.self_cpu_time_total for operator in operators), 1, True)
+    yield _event(RANGE, sum(operator.self_cpu_time_total for operator in kernels), 1, True)
 
 
 def _event(name: str, microseconds: float, count: int, is_range: bool) -> FunctionEventAvg:
