@@ -10,10 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhpc.acceptance import decode, demo, grpo, process, recovery, runs
+from rlhpc.acceptance import decode, demo, grpo, models, process, recovery, runs
 from rlhpc.acceptance.driver import Options, accept
 from rlhpc.acceptance.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
-from rlhpc.acceptance.models import model_shape, write_model
+from rlhpc.acceptance.models import model_shape
 from rlhpc.acceptance.part import Context, Goal
 from rlhpc.acceptance.probe import peaks_file
 from rlhpc.acceptance.results import STATE, read_results
@@ -27,6 +27,7 @@ from rlhpc.launch import machine
 from rlhpc.plan.hardware import GPUS
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.memory import GIB, predict_memory
+from rlhpc.plan.shards import model_tensors
 from tests.acceptance.fake_parts import part
 from tests.acceptance.part_runs import Results, figures, missed, skipped
 from tests.acceptance.test_device import nvml
@@ -128,15 +129,18 @@ def test_the_demo_trains_in_half_precision_on_at_most_two_gpus(tmp_path: Path, m
 
 
 @pytest.mark.heavy
-def test_weights_drawn_on_the_gpu_are_the_seed_s(tmp_path: Path, cuda: FakeCuda) -> None:
-    """And leave nothing in PyTorch's cache for the processes that follow."""
-    for name in ("one", "same"):
-        write_model(tmp_path / name, "tiny", seed=3)
-        torch.manual_seed(5)
-    one, same = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("one", "same"))
-    assert one == same
-    assert cuda.count("empty_cache") == 2
+def test_weights_are_drawn_on_the_gpu_by_their_seed(tmp_path: Path, cuda: FakeCuda) -> None:
+    """And nothing is left in PyTorch's cache for the processes that load the model."""
+    tensors, files = model_tensors(model_shape("tiny")), []
+    for number, seed in enumerate((3, 3, 4)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        models._write_weights(folder, tensors, "bfloat16", 0.02, seed)
+        files.append((folder / "model.safetensors").read_bytes())
+    assert files[0] == files[1] != files[2]
+    assert torch.cuda.max_memory_allocated() > 0
     assert cuda.bytes_held == 0
+    assert cuda.count("empty_cache") == 3
 
 
 def test_the_least_recomputation_that_fits_is_tried_first() -> None:
@@ -190,15 +194,15 @@ def test_steps_of_a_known_gpu_are_held_to_the_plan(
     assert found["MFU of updates"].note == f"of {GPUS['h100'].tflops:g} TFLOP/s"
 
 
-def test_steps_of_an_unknown_gpu_have_no_goals(
-    tmp_path: Path, used: list[int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("name", "size"), [("NVIDIA X1", "full"), ("NVIDIA H100 80GB HBM3", "tiny")])
+def test_steps_of_an_unknown_gpu_and_tiny_ones_have_no_goals(
+    name: str, size: str, tmp_path: Path, used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sys.modules["pynvml"].nvmlDeviceGetName = lambda handle: "NVIDIA X1"  # type: ignore[attr-defined]
-    results, _ = _grpo(tmp_path / "unknown", monkeypatch, "tiny", others=GIB)
-    found = figures(results)
-    assert skipped(results) == {
-        "goals of the plan": "NVIDIA X1 is not in the planner's table (planning.gpus_file)",
-    }
+    sys.modules["pynvml"].nvmlDeviceGetName = lambda handle: name  # type: ignore[attr-defined]
+    results, _ = _grpo(tmp_path / "unknown", monkeypatch, size, others=GIB)
+    found, unknown = figures(results), size == "full"
+    reason = f"{name} is not in the planner's table (planning.gpus_file)"
+    assert skipped(results) == ({"goals of the plan": reason} if unknown else {})
     assert all(figure.goal is None for figure in found.values())
     assert found["memory: error of the plan's peak"].value == pytest.approx(0.0, abs=1e-6), "of the memory it has"
 
