@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhpc.acceptance import decode, demo, grpo, models, process, recovery, runs
+from rlhpc.acceptance import decode, demo, driver, grpo, models, process, recovery, runs
 from rlhpc.acceptance.driver import Options, accept
 from rlhpc.acceptance.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
 from rlhpc.acceptance.models import model_shape
@@ -30,7 +30,7 @@ from rlhpc.plan.memory import GIB, predict_memory
 from rlhpc.plan.shards import model_tensors
 from tests.acceptance.fake_parts import part
 from tests.acceptance.part_runs import Results, figures, missed, skipped
-from tests.acceptance.test_device import nvml
+from tests.acceptance.test_device import SMI, nvml
 from tests.acceptance.test_grpo import steps
 from tests.acceptance.test_recovery import records
 from tests.helpers.fake_cuda import FakeCuda
@@ -82,6 +82,24 @@ def test_the_next_part_waits_for_the_memory_of_the_last(
     assert used == [7 * GIB]
     record = read_results(Path("out", STATE)).parts["good"]
     assert (record.status, record.size) == ("passed", "full")
+
+
+def test_memory_is_waited_for_by_nvidia_smi_where_nvml_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a part that began with the 1 GiB that it reports, nothing is waited for."""
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    waited: list[float] = []
+    monkeypatch.setattr(driver.time, "sleep", waited.append)
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert driver.used_memory() is None
+    program = tmp_path / "nvidia-smi"
+    program.write_text(SMI)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    assert driver.used_memory() == GIB
+    driver._wait_for_memory(GIB)
+    assert not waited
 
 
 def test_processes_of_a_gpu_compile_and_keep_the_order_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
