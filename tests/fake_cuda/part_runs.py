@@ -8,11 +8,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from tests.acceptance.part_runs import Results, collect
 from tests.fake_cuda.test_kernels import Kernel
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_cuda import GIB, FakeCuda
 
 CONTEXT_GIB = 0.5  # of the CUDA context, as the stand-in counts
+EARLIER_GIB = 0.25  # of PyTorch's peak before the first part
 
 
 def collect_on_gpu(
@@ -30,6 +33,7 @@ def collect_on_gpu(
             from tests.fake_cuda.gpu_worker import as_on_a_gpu
 
             stack.enter_context(as_on_a_gpu())
+        torch.empty(int(EARLIER_GIB * GIB), dtype=torch.uint8, device="cuda")
         for function, arguments in calls:
             found.append(collect(folder, f"rlhpc.acceptance.{function}", arguments, on_gpu=True))
             _leave()

@@ -15,7 +15,7 @@ from rlhpc.plan.flops import training_flops
 from rlhpc.plan.hardware import GPUS
 from rlhpc.plan.shards import num_parameters
 from tests.acceptance.part_runs import Results, figures, missed, skipped
-from tests.fake_cuda.part_runs import CONTEXT_GIB, collect_on_gpu
+from tests.fake_cuda.part_runs import CONTEXT_GIB, EARLIER_GIB, collect_on_gpu
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
 from tests.rollout.engines import cpu_only
@@ -101,13 +101,13 @@ def test_mfu_reports_memory_kernels_and_the_data_sheet_s_peak(tmp_path: Path) ->
         measured, planned = (found[f"{label}: {name} memory"] for name in ("peak", "planned"))
         assert (measured.unit, planned.unit) == ("GiB", "GiB")
         state = 9 * WEIGHTS / GIB  # weights, and in float32 gradients, master weights and two moments
-        assert measured.value > state
+        assert state < measured.value < EARLIER_GIB, "of the update alone"
         assert planned.value > state
         shares = [figure.value for name, figure in found.items() if name.startswith(f"{label}: share of")]
         assert sum(shares) == pytest.approx(1)
         kernels = [figure.note for name, figure in found.items() if name.startswith(f"{label}: kernel")]
         assert kernels
-        assert all(" calls of aten::" in note for note in kernels)
+        assert all(note.endswith("_kernel") for note in kernels), "neither operators nor ranges"
 
 
 def test_plain_transformers_train_on_the_gpu(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_plain_transformers_train_on_the_gpu(tmp_path: Path) -> None:
     state = 4 * WEIGHTS / GIB  # weights, gradients and two moments
     assert peaks[0] > state
     assert peaks[1] > 2 * state
-    assert peaks[1] > peaks[0], "each peak is its own"
+    assert peaks[0] < peaks[1] < EARLIER_GIB, "each peak is its own"
 
 
 def test_ranks_that_share_a_gpu_communicate_through_gloo(tmp_path: Path) -> None:

@@ -87,10 +87,10 @@ def test_the_next_part_waits_for_the_memory_of_the_last(
 def test_memory_is_waited_for_by_nvidia_smi_where_nvml_is_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a part that began with the 1 GiB that it reports, nothing is waited for."""
+    """Nothing is waited for after a part that began with the 1 GiB that it reports; for 4 GiB it is, with an end."""
     monkeypatch.setitem(sys.modules, "pynvml", None)
     waited: list[float] = []
-    monkeypatch.setattr(driver.time, "sleep", waited.append)
+    monkeypatch.setattr(driver, "time", SimpleNamespace(monotonic=lambda: len(waited), sleep=waited.append))
     monkeypatch.setenv("PATH", "/nowhere")
     assert driver.used_memory() is None
     program = tmp_path / "nvidia-smi"
@@ -100,6 +100,9 @@ def test_memory_is_waited_for_by_nvidia_smi_where_nvml_is_missing(
     assert driver.used_memory() == GIB
     driver._wait_for_memory(GIB)
     assert not waited
+    program.write_text(SMI.replace('"1024"', '"4096"'))
+    driver._wait_for_memory(GIB)
+    assert len(waited) == driver._RELEASE_SECONDS, "no longer than that, one look a second here"
 
 
 def test_processes_of_a_gpu_compile_and_keep_the_order_of_collectives(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's profiler as on a GPU: what an operator computes on the CPU is reported as a kernel of the operator's name.
+"""PyTorch's profiler as on a GPU: what an operator computes on the CPU is reported as a kernel named after it.
 
 As on a GPU, the time of kernels appears three times: on the operators that start them, on the kernels themselves, and
 on the ranges that annotate them, such as those of torch.compile.
@@ -39,7 +39,7 @@ def _on_device(operators: EventList) -> Iterator[FunctionEventAvg]:
     kernels = [operator for operator in operators if operator.key.startswith("aten::")]
     for operator in kernels:
         operator.self_device_time_total = operator.self_cpu_time_total
-        yield _event(operator.key, operator.self_cpu_time_total, operator.count, False)
+        yield _event(f"{operator.key}_kernel", operator.self_cpu_time_total, operator.count, False)
     yield _event(RANGE, sum(operator.self_cpu_time_total for operator in kernels), 1, True)
 
 
