@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlhpc.config.training import MemorySection, ParallelSection
+from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.plan.activations import Setting
 from rlhpc.plan.layout import ParallelLayout
 from rlhpc.plan.memory_models import RankModel, Tokens
 from rlhpc.plan.optimizer_memory import default_bucket, state_bytes
+from rlhpc.plan.training import routes_in_float32
 
 # Feed-forward activations are most of a layer's and cheap to compute again.
 RECOMPUTE: tuple[MemorySection, ...] = (
@@ -23,7 +24,8 @@ def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
     """Peak of an update in bfloat16 on one rank, microbatch after microbatch of ``tokens``."""
     layout = ParallelLayout(1)
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
-    setting = Setting(shape, layout, ParallelSection(), memory, "bfloat16")
+    in_float32 = shape.experts is not None and routes_in_float32(shape.experts, ExpertsSection())
+    setting = Setting(shape, layout, ParallelSection(), memory, "bfloat16", float32_router=in_float32)
     model = RankModel("actor", setting, 0, state, Tokens(tokens, tokens, 2), trained=True)
     return state.parameters + state.gradients + state.optimizer + model.kept + model.workspace
 
