@@ -17,9 +17,9 @@ from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
-# Kill when this many records are there: at the change of phases, and in RL (with moments, reference and several
-# minibatches).
-KILLS = (3, 5)
+# Kill when this many records are there: at the change of phases, and in RL, once a whole checkpoint holds what a
+# step has left to the next ones.
+KILLS = (3, 7)
 EVERY_LEVER = {
     "checkpoint__asynchronous": True,
     "memory": {
