@@ -214,21 +214,9 @@ def _write_file(folder: Path, file: NewFile, std: float, random: Any) -> None:
 
 def _make_tokenizer(vocab_size: int, max_length: int) -> Any:
     """One token for each printable character; names for all further ids, so that any response can be decoded."""
-    from transformers import Qwen2Tokenizer
-
-    from rlhpc.data.arithmetic import ASSISTANT, CHAT_TEMPLATE, END, NONE, USER
+    from rlhpc.data.arithmetic import ASSISTANT, END, NONE, USER, make_tokenizer
 
     # "Ġ" is the blank in byte-level vocabularies. transformers gives qwen2 models such a tokenizer in any case.
     characters = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1))]
     tokens = [NONE, USER, ASSISTANT, END, *characters]
-    tokens += [f"<{i}>" for i in range(len(tokens), vocab_size)]
-    return Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(tokens)},
-        merges=[],
-        unk_token=NONE,
-        pad_token=NONE,
-        eos_token=END,
-        extra_special_tokens=[USER, ASSISTANT],
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=max_length,
-    )
+    return make_tokenizer([*tokens, *(f"<{i}>" for i in range(len(tokens), vocab_size))], max_length)

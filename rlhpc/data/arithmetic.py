@@ -162,20 +162,20 @@ def _save_model(folder: Path, seed: int, layers: int, hidden: int, heads: int, k
         model = Qwen2ForCausalLM(config).float()
     model.generation_config = GenerationConfig(eos_token_id=end, pad_token_id=none)
     model.save_pretrained(folder)
-    _make_tokenizer().save_pretrained(folder)
+    make_tokenizer(VOCABULARY, _MAX_POSITIONS).save_pretrained(folder)
 
 
-def _make_tokenizer() -> Any:
-    """One token for each character."""
+def make_tokenizer(tokens: Sequence[str], max_length: int) -> Any:
+    """Tokenizer without merges: one token for each character, and NONE, USER, ASSISTANT and END among ``tokens``."""
     from transformers import Qwen2Tokenizer
 
     return Qwen2Tokenizer(
-        vocab={token: i for i, token in enumerate(VOCABULARY)},
+        vocab={token: i for i, token in enumerate(tokens)},
         merges=[],
         unk_token=NONE,
         pad_token=NONE,
         eos_token=END,
         extra_special_tokens=[USER, ASSISTANT],
         chat_template=CHAT_TEMPLATE,
-        model_max_length=_MAX_POSITIONS,
+        model_max_length=max_length,
     )

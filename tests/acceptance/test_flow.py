@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,11 +15,8 @@ from tests.rollout.engines import cpu_only
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
 
-THERE = [part for part in PARTS if find_spec(part.function.partition(":")[0]) is not None]
-measuring = pytest.mark.skipif(find_spec("rlhpc.acceptance.correctness") is None, reason="comes with a later change")
 
-
-def start(folder: Path, parts: list[Part], **options: object) -> tuple[int, Results, str]:
+def start(folder: Path, parts: Sequence[Part], **options: object) -> tuple[int, Results, str]:
     """One start; its exit code, the state and the page it left."""
     code = accept(folder, parts, Options(size="tiny", **options))  # type: ignore[arg-type]
     results = read_results(folder / STATE)
@@ -35,7 +32,7 @@ def problems(page: str) -> str:
 
 
 def test_the_installation_is_reported(tmp_path: Path) -> None:
-    code, results, page = start(tmp_path, THERE, names=("install",))
+    code, results, page = start(tmp_path, PARTS, names=("install",))
     assert code == 0
     figures = {figure.name: figure for figure in results.parts["install"].figures}
     assert figures["vLLM's model runner"].value in ("V1", "V2")
@@ -48,17 +45,17 @@ def test_the_installation_is_reported(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_everything_passes_in_two_starts(tmp_path: Path) -> None:
     """The first start has no time for the last parts; the second continues with them, and a third runs nothing."""
-    first = THERE[: len(THERE) // 2]
+    first = PARTS[: len(PARTS) // 2]
     code, results, _ = start(tmp_path, first)
     assert code == 0
     begun = {name: record.started for name, record in results.parts.items()}
-    code, results, page = start(tmp_path, THERE)
+    code, results, page = start(tmp_path, PARTS)
     assert code == 0, page
     assert {name: record.status for name, record in results.parts.items()} == {
-        part.name: "skipped" if part.needs_gpu else "passed" for part in THERE
+        part.name: "skipped" if part.needs_gpu else "passed" for part in PARTS
     }
     assert problems(page).endswith("## Failures and missed goals\n\nNone.\n\n")
-    for part in THERE:
+    for part in PARTS:
         assert f"## {part.name}: {part.title}" in page
         if part.needs_gpu:
             assert f"| {part.name} | all | needs a GPU |" in page
@@ -67,11 +64,10 @@ def test_everything_passes_in_two_starts(tmp_path: Path) -> None:
     files = list(tmp_path.iterdir())
     assert len(files) <= 8
     assert all(file.is_file() and file.stat().st_size < 16 << 20 for file in files)
-    assert start(tmp_path, THERE)[1].parts == results.parts
+    assert start(tmp_path, PARTS)[1].parts == results.parts
 
 
 @pytest.mark.long
-@measuring
 def test_planted_faults_show_on_the_page(tmp_path: Path) -> None:
     """A wrong weight in the engine and a slow weight sync miss goals, a crash fails its part."""
     code, results, page = start(tmp_path, [planted("wrong_weight"), planted("slow_sync"), planted("crash")])

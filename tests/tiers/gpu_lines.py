@@ -14,7 +14,7 @@ from dataclasses import dataclass
 GPU_MODULES = ("rlhpc/rollout/vllm_gpu.py",)
 _TRUE_NAMES = {"on_gpu", "_on_gpu", "is_cuda"}
 _TRUE_CALLS = {"torch.cuda.is_available", "torch.cuda.is_initialized"}
-# Answer without a device, or are patched while a CPU stands in for one.
+# Answer without a device, or are patched on a CPU in place of one.
 _HARMLESS = {*_TRUE_CALLS, "torch.cuda.device_count"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
