@@ -59,14 +59,11 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
     """What the ranks would end with: vLLM finds less free memory than it claims."""
     section, total = config.rollout, plan.gpu_bytes or 0
     engine, sequence = engine_memory(config, shape, total), sequence_tokens(config)
+    key, fits, enough = engine.fitting_setting(section, claimed, free, total, sequence)
     if section.kv_cache_gib is not None:
-        key, fits = "kv_cache_gib", int(100 * (free - claimed + engine.cache) / GIB) / 100
         what = f"with a KV cache of {section.kv_cache_gib:g} GiB an engine needs"
-        enough = fits * GIB >= sequence * engine.token
     else:
-        key, fits = "gpu_memory_fraction", int(100 * free / total) / 100
         what = f"vLLM starts only if {section.gpu_memory_fraction:g} of the GPU is free,"
-        enough = fits * total >= engine.weights + engine.working + sequence * engine.token
     has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
     lower = f"set it to {fits:g} or " if enough else ""
     return (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import floor, prod
 
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.schema import RunConfig
@@ -158,6 +158,21 @@ class EngineMemory:
     def tokens(self) -> int:
         """That the cache holds."""
         return self.cache // self.token
+
+    def smallest(self, sequence: int) -> int:
+        """Bytes of an engine whose cache holds one sequence of so many tokens."""
+        return self.weights + self.working + sequence * self.token
+
+    def fitting_setting(
+        self, section: RolloutSection, claimed: int, free: int, total: int, sequence: int
+    ) -> tuple[str, float, bool]:
+        """Key in ``rollout`` that decides what the engine claims, its largest value for ``free`` bytes, and whether the
+        cache then holds a sequence. The GPU has ``total`` bytes, of which ``claimed`` are asked for at present."""
+        if section.kv_cache_gib is None:
+            share = floor(100 * free / total) / 100
+            return "gpu_memory_fraction", share, share * total >= self.smallest(sequence)
+        cache = floor(100 * (free - claimed + self.cache) / GIB) / 100
+        return "kv_cache_gib", cache, cache * GIB >= sequence * self.token
 
 
 def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:

@@ -70,21 +70,17 @@ def explain(refused: EngineRefused, section: RolloutSection, memory: EngineMemor
     claim = math.ceil(share * found.total)
     if found.free >= claim:
         return UserError(f"vLLM refuses rank {rank} on {found.node}: {found.reason}", where="rollout")
-    least = memory.weights + memory.working + sequence * memory.token
-    has = f"rank {rank} on {found.node} has {_gib(found.free)} of {_gib(found.total)} GiB free"
+    name, fits, enough = memory.fitting_setting(section, claim, found.free, found.total, sequence)
+    key, has = f"rollout.{name}", f"rank {rank} on {found.node} has {_gib(found.free)} of {_gib(found.total)} GiB free"
     if section.kv_cache_gib is None:
-        key, fits = "rollout.gpu_memory_fraction", math.floor(100 * found.free / found.total) / 100
         message = f"vLLM starts only if {share:g} of the GPU is free ({_gib(claim)} GiB); {has}"
-        enough = fits * found.total >= least
     else:
-        key, fits = "rollout.kv_cache_gib", math.floor(100 * (found.free - claim + memory.cache) / _GIB) / 100
         parts = {"weights": memory.weights, "forward passes": memory.working, "KV cache": memory.cache}
-        what = ", ".join(f"{name} {_gib(size)}" for name, size in parts.items())
+        what = ", ".join(f"{part} {_gib(size)}" for part, size in parts.items())
         message = f"the engine needs {_gib(claim)} GiB ({what}); {has}"
-        enough = fits * _GIB >= sequence * memory.token
     if enough:
         return UserError(message, where=key, remedy=f"set it to {fits:g}, or {_OFFLOAD}")
-    needs = f"at least {_gib(least)} GiB with one sequence of full length"
+    needs = f"at least {_gib(memory.smallest(sequence))} GiB with one sequence of full length"
     return UserError(f"{message}, and the engine needs {needs}", where=key, remedy=f"{_OFFLOAD}, or raise rollout.tp")
 
 
