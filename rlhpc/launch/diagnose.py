@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhpc.core.attempts import Cause
-from rlhpc.core.exits import EXIT_DISK_FULL, EXIT_STORAGE, ExitRecord, culprit
+from rlhpc.core.exits import EXIT_DISK_FULL, EXIT_STORAGE, ExitRecord, Kind, culprit
 from rlhpc.core.stop import Reason
 from rlhpc.launch.hang import Hang
 
@@ -113,18 +113,23 @@ def diagnose(evidence: Evidence) -> Diagnosis:
 
 
 _NEVER_SEEN = "ended without a word"
+_ENDED_BY_SRUN = ("Terminated", "Killed")  # as it says it of the signals it sends
 
 
 def _silent(evidence: Evidence) -> list[ExitRecord]:
-    """Records for ranks that left none, in the order in which srun spoke of them: its first line is the first death."""
-    told: dict[int, tuple[str, str, float]] = {}
+    """Records for ranks that left none, in the order in which srun spoke of them: its first line is the first death.
+    After the end of a rank that has told of a failure, it is srun that ends the others."""
+    told: dict[int, tuple[str, str, int]] = {}
     for order, match in enumerate(_TASKS.finditer(evidence.output)):
         for rank in _numbers(match[2]):
-            told.setdefault(rank, (match[1], match[3], order * 1e-3))
+            told.setdefault(rank, (match[1], match[3], order))
+    failed = [rank for rank, end in evidence.ends.items() if end.kind in ("user", "error", "peer")]
+    first_failed = min((told[rank][2] for rank in failed if rank in told), default=len(told))
     found = []
     for rank in set(range(evidence.world_size)) - set(evidence.ends):
-        node, message, later = told.get(rank, (_node_of(rank, evidence), _NEVER_SEEN, 1.0))
-        found.append(ExitRecord(rank, node, 0, evidence.seen + later, "signal", message=message))
+        node, message, order = told.get(rank, (_node_of(rank, evidence), _NEVER_SEEN, 1000))
+        kind: Kind = "peer" if message in _ENDED_BY_SRUN and order > first_failed else "signal"
+        found.append(ExitRecord(rank, node, 0, evidence.seen + order * 1e-3, kind, message=message))
     return found
 
 

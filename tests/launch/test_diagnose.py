@@ -88,6 +88,21 @@ def test_srun_names_the_rank_that_was_killed_first():
     assert (found.cause, found.rank, found.node, found.message) == ("crash", 3, "node2", "Killed")
 
 
+@pytest.mark.parametrize("ended", ["Terminated", "Killed"])
+def test_ranks_that_srun_ended_after_another_s_failure_are_not_to_blame(ended):
+    """They were still starting, or deep in C, and left no record."""
+    output = f"srun: error: node1: task 1: Exited with exit code 1\nsrun: error: node2: tasks 2-3: {ended}\n"
+    lost = end(1, "peer", "RuntimeError", "Connection closed by peer")
+    found = diagnose(evidence(lost, end(0, "done"), output=output))
+    assert (found.cause, found.rank, found.node) == ("network", 1, "node1")
+
+
+def test_a_rank_that_crashed_is_to_blame_also_where_srun_spoke_of_a_victim_first():
+    output = "srun: error: node1: task 1: Exited with exit code 1\nsrun: error: node2: task 2: Segmentation fault\n"
+    found = diagnose(evidence(end(1, "peer", "RuntimeError", "Connection closed by peer"), output=output))
+    assert (found.cause, found.rank, found.message) == ("crash", 2, "Segmentation fault")
+
+
 @pytest.mark.parametrize(
     ("output", "told"),
     [
