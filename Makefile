@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv slurm demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench clean
+.PHONY: venv layers slurm demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench clean
 
 venv: $(INSTALLED)
 
@@ -38,6 +38,10 @@ gpu-acceptance:
 # What the tests on a real Slurm need. Where it cannot be installed they skip, and the end of the run says so.
 slurm:
 	@tests/slurm/install.sh || echo "make: the tests on a real Slurm will be skipped" >&2
+
+# The rooms of the package by layer, with their lines and what each uses.
+layers: venv
+	$(BIN)/python -m tests.test_layers
 
 # Every capability once, on the real Megatron-core, vLLM and Slurm: docs/capabilities.md says which test proves what.
 test: venv slurm

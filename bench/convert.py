@@ -43,9 +43,9 @@ def make_model(folder: Path, gigabytes: float) -> int:
     """A Qwen2 model in bfloat16 with random bits that are numbers; its bytes."""
     import numpy as np
 
+    from rlhpc.checkpoint.formats.safetensors_headers import plan_files
     from rlhpc.models import shape_of
-    from rlhpc.plan.safetensors import plan_files
-    from rlhpc.plan.shards import model_tensors
+    from rlhpc.sharding.shards import model_tensors
 
     fields: dict[str, Any] = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -83,7 +83,7 @@ def make_model(folder: Path, gigabytes: float) -> int:
 
 def _bytes(fields: dict[str, Any]) -> int:
     from rlhpc.models import shape_of
-    from rlhpc.plan.shards import model_tensors
+    from rlhpc.sharding.shards import model_tensors
 
     return 2 * sum(prod(tensor.shape) for tensor in model_tensors(shape_of(fields)))
 
@@ -97,9 +97,9 @@ def peer_main(source: Path, target: Path) -> None:
     from megatron.core.dist_checkpointing.mapping import ShardedTensor
     from transformers import AutoModelForCausalLM
 
+    from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters
     from rlhpc.models import read_model
     from rlhpc.parallel.compat import megatron_device
-    from rlhpc.plan.torch_dist import checkpoint_parameters
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     weights = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).state_dict()

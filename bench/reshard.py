@@ -97,11 +97,11 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
-    from rlhpc.plan.engine import EngineLayout
-    from rlhpc.plan.layout import make_layout
-    from rlhpc.plan.push import push_sides
-    from rlhpc.reshard import Job, ReshardManager
+    from rlhpc.reshard.manager import Job, ReshardManager
+    from rlhpc.reshard.sides import push_sides
     from rlhpc.rollout.vllm_engine import VllmEngine
+    from rlhpc.sharding.engine_shards import EngineLayout
+    from rlhpc.sharding.layout import make_layout
 
     info, shape, parallel = RankInfo.from_environ(), read_model(model), ParallelSection(**axes)
     layout = make_layout(parallel, info.world_size)

@@ -6,10 +6,10 @@ import resource
 import time
 
 from rlhpc.models import ModelShape, shape_of
-from rlhpc.plan.engine import EngineLayout
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.push import plan_push, push_sides
-from rlhpc.plan.reshard import lower_bound
+from rlhpc.reshard.plan import lower_bound
+from rlhpc.reshard.sides import plan_push, push_sides
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.published import DEEPSEEK_V3_BF16, QWEN3_235B_A22B, QWEN25_72B
 
 BUCKET = 256 << 20

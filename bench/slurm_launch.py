@@ -53,7 +53,7 @@ def first_collective(context: RankContext) -> None:
 
 def batch_step(run_dir: str) -> int:
     """The batch step, with the program above on every rank."""
-    from rlhpc.launch.job import run_job
+    from rlhpc.launch.supervise.supervisor import run_job
 
     return run_job(run_dir, "bench.slurm_launch:first_collective")
 

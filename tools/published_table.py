@@ -16,8 +16,8 @@ from pathlib import Path
 
 from rlhpc.config.load import load_config
 from rlhpc.config.planning import EfficiencySection
-from rlhpc.plan.case import Case, case_of
-from rlhpc.plan.memory import predict_memory
+from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.plan.scenario import Case, case_of
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]

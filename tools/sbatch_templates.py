@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "sbatch"
-PROGRAM = "exec python -u -m rlhpc.launch.direct"
+PROGRAM = "exec python -u -m rlhpc.launch.runs.direct"
 
 Option = tuple[str, str]  # of sbatch, and what it means here
 

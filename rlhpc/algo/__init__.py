@@ -1,4 +1,4 @@
-"""Layer 2: the mathematics of RL on plain tensors. No collective, no model, no state.
+"""The mathematics of RL on plain tensors. No collective, no model, no state.
 
 An algorithm is a file here, a line in ``ALGORITHMS`` and one in ``rlhpc.config.algorithm.DEFAULTS``.
 """

@@ -1,4 +1,4 @@
-"""Layer 3: the values that cross packages and the protocols of the executors."""
+"""The values that cross packages and the protocols of the executors."""
 
 from rlhpc.api.protocols import BackgroundWrite, Judge, LossFunction, RolloutEngine, TrainBackend
 from rlhpc.api.types import (

@@ -20,7 +20,7 @@ from rlhpc.api.types import (
     TrainStats,
     Verdict,
 )
-from rlhpc.plan.shards import Shard
+from rlhpc.sharding.shards import Shard
 
 # Of what the model's head says of each token, and the batch.
 LossFunction = Callable[[TokenStats, PackedBatch], LossSums] | Callable[[TokenValues, PackedBatch], LossSums]

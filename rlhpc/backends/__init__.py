@@ -1,1 +1,1 @@
-"""Layer 5: the training back ends."""
+"""The training back ends."""

@@ -11,7 +11,7 @@ import click
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhpc.acceptance.part import Size
+    from rlhpc.site.acceptance.part import Size
 
 
 @click.command()
@@ -45,9 +45,9 @@ def acceptance(
     FOLDER gets a page, the results as JSON and a log. A later start with the same FOLDER, on another machine too,
     continues with the parts that are not done. See docs/acceptance.md.
     """
-    from rlhpc.acceptance.driver import Options, accept, select
-    from rlhpc.acceptance.results import json_schema
-    from rlhpc.acceptance.table import PARTS
+    from rlhpc.site.acceptance.driver import Options, accept, select
+    from rlhpc.site.acceptance.results import json_schema
+    from rlhpc.site.acceptance.table import PARTS
 
     if schema:
         click.echo(json_schema(), nl=False)

@@ -12,8 +12,8 @@ import click
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhpc.plan.conversion_sides import Side
-    from rlhpc.plan.convert import ConversionPlan
+    from rlhpc.convert.plan import ConversionPlan
+    from rlhpc.convert.sides import Side
 
 _AXES = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 _FOLDER = click.Path(path_type=Path)
@@ -68,7 +68,7 @@ _FROM_RUN = _options(
 @_WORK
 def hf_to_megatron(src: Path, dst: Path, **options: Any) -> None:
     """Write SRC, a HuggingFace folder with safetensors, as a torch_dist checkpoint DST."""
-    from rlhpc.plan.conversion_sides import read_side
+    from rlhpc.convert.sides import read_side
 
     _run(_of_kind(read_side(src, family=options["family"]), "hf"), "megatron", dst, options)
 
@@ -80,7 +80,7 @@ def hf_to_megatron(src: Path, dst: Path, **options: Any) -> None:
 @_WORK
 def megatron_to_hf(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
     """Write SRC, a torch_dist checkpoint or a run's folder, as a HuggingFace folder DST."""
-    from rlhpc.plan.conversion_sides import read_side
+    from rlhpc.convert.sides import read_side
 
     _run(_of_kind(read_side(src, step, model, options["family"]), "megatron"), "hf", dst, options)
 
@@ -93,7 +93,7 @@ def megatron_to_hf(src: Path, dst: Path, step: int | None, model: Path | None, *
 @_WORK
 def reshard(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
     """Write SRC, a torch_dist checkpoint, anew as DST in chunks for another layout, optimizer included."""
-    from rlhpc.plan.conversion_sides import read_side
+    from rlhpc.convert.sides import read_side
 
     _run(_of_kind(read_side(src, step, model, options["family"]), "megatron"), "megatron", dst, options)
 
@@ -144,8 +144,8 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     import shutil
 
     from rlhpc.convert.destination import check_overlap
+    from rlhpc.convert.plan import DTYPES, describe, plan_conversion, plan_layout
     from rlhpc.core.overlap import resolved
-    from rlhpc.plan.convert import DTYPES, describe, plan_conversion, plan_layout
 
     layout = plan_layout(source, {axis: options.get(axis) for axis in _AXES})
     dtype = DTYPES[options["dtype"]] if options["dtype"] else None

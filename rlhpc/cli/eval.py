@@ -39,22 +39,22 @@ def evaluate(
     """
     from rlhpc.config.load import load_config
     from rlhpc.core.errors import UserError
-    from rlhpc.launch.evaluate import evaluation_of
+    from rlhpc.launch.runs.evaluate import evaluation_of
 
     if (dry_run or follow) and not submits:
         raise UserError("is for a batch job", where="--dry-run" if dry_run else "--follow", remedy="add --submit")
     loaded = evaluation_of(load_config(Path(config), overrides), model, run, step, name)
     if check:
-        from rlhpc.plan.check import check_config
+        from rlhpc.plan.checks.run import check_config
 
         for topic, text in check_config(loaded, prepared=loaded.prepare is None):
             click.echo(f"{topic:<8}{text}")
     elif submits:
         from rlhpc.cli.submit import hand_over
-        from rlhpc.launch.submit import make_plan
+        from rlhpc.launch.runs.submit import make_plan
 
         hand_over(make_plan([loaded], Path.cwd()), dry_run, follow, {})
     else:
-        from rlhpc.launch.run import run_here
+        from rlhpc.launch.runs.run import run_here
 
         sys.exit(run_here(loaded))

@@ -46,14 +46,14 @@ def run(config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_
     if run_dir is not None:
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
-        from rlhpc.launch.own_code import check_own_code
-        from rlhpc.plan.check import check_config
+        from rlhpc.plan.checks.run import check_config
+        from rlhpc.plan.checks.user_code import check_own_code
 
         lines = check_config(loaded, prepared=loaded.prepare is None)
         for topic, text in [*lines, *(("warning", told) for told in check_own_code(loaded, Path.cwd()))]:
             click.echo(f"{topic:<8}{text}")
         return
-    from rlhpc.launch.run import run_here
+    from rlhpc.launch.runs.run import run_here
 
     sys.exit(run_here(loaded, resume))
 

@@ -46,10 +46,10 @@ def prepare(
     no_import_check: bool,
 ) -> None:
     """Write to the folder OUT what the target lacks: wheels in pieces, a manifest and an installer."""
-    from rlhpc.pieces.prepare import Request
-    from rlhpc.pieces.prepare import prepare as prepare_pieces
-    from rlhpc.pieces.summary import summary
-    from rlhpc.pieces.target import read_target
+    from rlhpc.site.pieces.prepare import Request
+    from rlhpc.site.pieces.prepare import prepare as prepare_pieces
+    from rlhpc.site.pieces.summary import summary
+    from rlhpc.site.pieces.target import read_target
 
     target = read_target(packages, python, platform)
     request = Request(target, extras, bring, leave_out, replace, trim, lzma, piece_mb, not no_import_check)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rlhpc.config.schema import RunConfig
     from rlhpc.models import ModelShape
-    from rlhpc.plan.push_report import Bandwidths, CopyGroup, PushReport
+    from rlhpc.plan.weight_sync_report import Bandwidths, CopyGroup, PushReport
 
 _GB = 10**9
 _SPEEDS = (50.0, 450.0, 4000.0)  # GB/s of network, node and memory where no GPU is named
@@ -95,8 +95,8 @@ def _moved(
     config: RunConfig, gpu: str | None, rank: int | None, speeds: Sequence[float | None], as_text: bool
 ) -> list[str]:
     """``speeds`` in GB/s, of network, node and memory; None: the GPU's."""
-    from rlhpc.plan.hardware import named_gpu, read_site
-    from rlhpc.plan.push_report import Bandwidths, as_json, report_push
+    from rlhpc.plan.estimates.hardware import named_gpu, read_site
+    from rlhpc.plan.weight_sync_report import Bandwidths, as_json, report_push
 
     found = named_gpu(config, read_site(config), gpu)
     known = (found.network_gbps, found.node_gbps, found.memory_gbps) if found else _SPEEDS
@@ -112,12 +112,11 @@ def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
     """Layout, batches and model; the memory of each phase; the time of a step where a GPU is named."""
     from rlhpc.cli.plan_memory import memory_json, render_memory
     from rlhpc.cli.plan_time import run_json, step_json, step_lines
-    from rlhpc.plan.case import case_of
-    from rlhpc.plan.check import check_layout, outline
-    from rlhpc.plan.foresight import host_limit
-    from rlhpc.plan.hardware import Reserves
-    from rlhpc.plan.memory import predict_memory
-    from rlhpc.plan.memory_remedies import find_remedies
+    from rlhpc.plan.checks.run import check_layout, outline
+    from rlhpc.plan.estimates.hardware import Reserves, host_limit
+    from rlhpc.plan.estimates.memory import predict_memory
+    from rlhpc.plan.remedies import find_remedies
+    from rlhpc.plan.scenario import case_of
 
     rows, case = outline(config), case_of(config, gpu)
     rl = config.train.steps > 0
@@ -195,7 +194,7 @@ def _calibrate(config: RunConfig, gpu: str | None, run: str, as_text: bool) -> l
 
 def _report(report: PushReport, bandwidths: Bandwidths) -> list[str]:
     """The whole job's movement, some twenty lines."""
-    from rlhpc.plan.push_report import BYTES
+    from rlhpc.plan.weight_sync_report import BYTES
 
     plan, longest = report.plan, report.slowest(bandwidths)
     least = sum(report.least.values())

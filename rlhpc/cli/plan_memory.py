@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from rlhpc.plan.memory import MemoryPlan, PhaseMemory
-    from rlhpc.plan.memory_remedies import Remedy
+    from rlhpc.plan.estimates.memory import MemoryPlan, PhaseMemory
+    from rlhpc.plan.remedies import Remedy
 
 _GIB = 1 << 30
 _BAR = 40  # characters

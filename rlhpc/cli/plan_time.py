@@ -14,14 +14,13 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
-from rlhpc.plan.case import Case
-from rlhpc.plan.check import check_node_range, check_plannable, check_planned_lengths, check_shape_files
-from rlhpc.plan.foresight import host_limit
-from rlhpc.plan.hardware import Gpu, Site, named_gpu, read_site
-from rlhpc.plan.machine import LIMITS
-from rlhpc.plan.run_time import RunTime
+from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
+from rlhpc.plan.estimates.hardware import Gpu, Site, host_limit, named_gpu, read_site
+from rlhpc.plan.estimates.roofline import LIMITS
+from rlhpc.plan.estimates.run_time import RunTime
+from rlhpc.plan.estimates.step_time import StepTime
+from rlhpc.plan.scenario import Case
 from rlhpc.plan.search import Found, search
-from rlhpc.plan.step_time import StepTime
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
 
 

@@ -18,6 +18,6 @@ def replay(run: str, update: str | None, step: int | None) -> None:
     UPDATE is a folder in RUN/skipped_updates; default: the newest. Ranks start on this machine, as many as made the
     update.
     """
-    from rlhpc.launch.replay import replay_here
+    from rlhpc.launch.runs.replay import replay_here
 
     sys.exit(replay_here(run, update, step))

@@ -44,7 +44,7 @@ def samples(run_or_file: str, step: int | None, wrong: bool, source: str | None,
 def _file_of(text: str) -> Path:
     """The samples of a run, or the file itself."""
     from rlhpc.core.errors import UserError
-    from rlhpc.launch.registry import find_run
+    from rlhpc.launch.runs.run_registry import find_run
 
     if Path(text).is_file():
         return Path(text)

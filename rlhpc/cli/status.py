@@ -10,8 +10,8 @@ import click
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhpc.launch.registry import Run
-    from rlhpc.launch.status import RunStatus
+    from rlhpc.launch.runs.run_registry import Run
+    from rlhpc.launch.runs.status import RunStatus
 
 _WATCH_SECONDS = 2.0
 
@@ -24,7 +24,7 @@ def status(runs: tuple[str, ...], as_text: bool, watch: bool) -> None:
     """How runs stand; without RUN all of yours. RUN is a run's folder, its name or its job's id."""
     import json
 
-    from rlhpc.launch.status import as_json
+    from rlhpc.launch.runs.status import as_json
 
     if watch:
         _watch(runs)
@@ -33,7 +33,7 @@ def status(runs: tuple[str, ...], as_text: bool, watch: bool) -> None:
     if as_text:
         click.echo(json.dumps([as_json(one) for one in found], indent=2))
         return
-    from rlhpc.launch.status_view import details, overview, show
+    from rlhpc.launch.runs.status_view import details, overview, show
 
     show(details(found[0]) if len(runs) == 1 and len(found) == 1 else overview(found))
 
@@ -48,8 +48,8 @@ def status(runs: tuple[str, ...], as_text: bool, watch: bool) -> None:
 @click.option("--follow", is_flag=True, help="Go on with what is printed from now on, until the run is over.")
 def logs(run: str, rank: int | None, attempt: int | None, all_ranks: bool, job: bool, lines: int, follow: bool) -> None:
     """What the ranks of RUN printed, first the one that is to blame for its end."""
-    from rlhpc.launch.logs import batch_log, follow_log, log_files, tail
-    from rlhpc.launch.registry import find_run
+    from rlhpc.launch.runs.logs import batch_log, follow_log, log_files, tail
+    from rlhpc.launch.runs.run_registry import find_run
 
     known = find_run(run)
     files = [batch_log(known)] if job else log_files(known, attempt, rank, all_ranks)
@@ -72,8 +72,8 @@ def logs(run: str, rank: int | None, attempt: int | None, all_ranks: bool, job: 
 @click.option("--save", is_flag=True, help="Let the ranks finish their step, save and end; `rlhpc resume` goes on.")
 def cancel(runs: tuple[str, ...], save: bool) -> None:
     """Take the jobs of runs out of Slurm. RUN is a run's folder, its name or its job's id."""
-    from rlhpc.launch.cancel import cancel as cancel_job
-    from rlhpc.launch.registry import find_runs
+    from rlhpc.launch.runs.cancel import cancel as cancel_job
+    from rlhpc.launch.runs.run_registry import find_runs
     from rlhpc.launch.slurm.commands import require_controller
 
     found = [run for text in runs for run in find_runs(text)]
@@ -89,10 +89,10 @@ def cancel(runs: tuple[str, ...], save: bool) -> None:
 
 
 def _read(names: tuple[str, ...]) -> list[RunStatus]:
-    from rlhpc.launch.registry import all_runs, find_runs
+    from rlhpc.launch.runs.run_registry import all_runs, find_runs
+    from rlhpc.launch.runs.status import run_status, statuses
     from rlhpc.launch.slurm.commands import require_controller
     from rlhpc.launch.slurm.queue import read_job
-    from rlhpc.launch.status import run_status, statuses
 
     found = [run for text in names for run in find_runs(text)] if names else all_runs()
     try:
@@ -113,7 +113,7 @@ def _watch(names: tuple[str, ...]) -> None:
 
     from rich.live import Live
 
-    from rlhpc.launch.status_view import overview
+    from rlhpc.launch.runs.status_view import overview
 
     with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False, screen=False) as live:
         while True:
@@ -125,7 +125,7 @@ def _over(run: Run) -> Callable[[], bool]:
     """Says whether nothing of the run goes on, asking Slurm every few seconds only."""
     import time
 
-    from rlhpc.launch.lock import is_locked
+    from rlhpc.launch.run_lock import is_locked
     from rlhpc.launch.slurm.queue import read_job
 
     asked, over = float("-inf"), False

@@ -11,8 +11,8 @@ import click
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhpc.launch.registry import Run
-    from rlhpc.launch.submit import Plan
+    from rlhpc.launch.runs.run_registry import Run
+    from rlhpc.launch.runs.submit import Plan
 
 _DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the job script and command, and submit nothing.")
 _FOLLOW = click.option("--follow", is_flag=True, help="Show the run live until its end; Ctrl-C leaves it running.")
@@ -45,7 +45,7 @@ def submit(
     from pathlib import Path
 
     from rlhpc.config.load import load_config
-    from rlhpc.launch.submit import make_plan
+    from rlhpc.launch.runs.submit import make_plan
 
     files = [config, *(word for word in overrides if array and "=" not in word)]
     changes = [word for word in overrides if not array or "=" in word]
@@ -69,8 +69,8 @@ def resume(run: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, ke
     """Submit RUN again, to go on from its newest checkpoint. RUN is its folder, its name or its job's id."""
     import os
 
-    from rlhpc.launch.registry import find_run
-    from rlhpc.launch.resume import plan_again, workdir_of
+    from rlhpc.launch.runs.resume import plan_again, workdir_of
+    from rlhpc.launch.runs.run_registry import find_run
 
     known = find_run(run)
     workdir = workdir_of(known)
@@ -79,27 +79,27 @@ def resume(run: str, overrides: tuple[str, ...], dry_run: bool, follow: bool, ke
 
 
 def hand_over(plan: Plan, dry_run: bool, follow: bool, options: dict[str, Any]) -> None:
-    """Submit the plan with ``options`` of rlhpc.launch.submit.submit, and say what became of it."""
+    """Submit the plan with ``options`` of rlhpc.launch.runs.submit.submit, and say what became of it."""
     for warning in plan.warnings:
         click.echo(f"rlhpc: warning: {warning}", err=True)
     if dry_run:
         click.echo(plan.script, nl=False)
         click.echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")
         return
-    from rlhpc.launch.submit import submit as give
+    from rlhpc.launch.runs.submit import submit as give
 
     runs = give(plan, **options)
     _tell(runs)
     if follow:
-        from rlhpc.launch.follow import follow as watch
+        from rlhpc.launch.runs.follow import follow as watch
 
         sys.exit(watch(runs[0]))
 
 
 def _tell(runs: Sequence[Run]) -> None:
     """Job, folder, when it is expected to start, and what to type next."""
+    from rlhpc.launch.runs.status import queue_words
     from rlhpc.launch.slurm.queue import read_jobs
-    from rlhpc.launch.status import queue_words
 
     ids = [run.job.job_id for run in runs if run.job]
     try:

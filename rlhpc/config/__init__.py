@@ -1,1 +1,1 @@
-"""Layer 1: the YAML's schema and how it is loaded. Torch-free."""
+"""The YAML's schema and how it is loaded. Torch-free."""

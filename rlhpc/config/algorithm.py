@@ -30,6 +30,9 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+WITH_CRITIC = ("ppo",)  # of these
+
+
 class KLSection(Section):
     coefficient: NonNegativeFloat = 0.001
     """Weight of the KL term; 0: no reference model is built. dr_grpo, dapo, gspo, cispo: 0."""

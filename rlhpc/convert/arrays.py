@@ -16,9 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.core.errors import UserError
-from rlhpc.plan.shards import Box
-from rlhpc.plan.torch_dist import cut_box
+from rlhpc.sharding.shards import Box
 
 Array = np.ndarray
 

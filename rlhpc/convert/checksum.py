@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 
 from rlhpc.convert.arrays import Array
-from rlhpc.plan.shards import Box
+from rlhpc.sharding.shards import Box
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32}
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rlhpc.convert.workshop import Workshop
+from rlhpc.convert.sides import RECORD, Side
+from rlhpc.convert.staging import Workshop
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.overlap import contains, is_same, resolved
-from rlhpc.plan.conversion_sides import RECORD, Side
 
 
 def check_overlap(source: Side, target: Path) -> None:

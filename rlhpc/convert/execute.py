@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
+from rlhpc.checkpoint.formats.torch_dist import cut_box
 from rlhpc.convert.arrays import NUMPY, Array, reuse_memory
 from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
-from rlhpc.convert.finish import write_rest
+from rlhpc.convert.metadata import write_rest
+from rlhpc.convert.plan import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
 from rlhpc.convert.readers import Reader, check_tied, reader_of
+from rlhpc.convert.staging import Items, Workshop
 from rlhpc.convert.stream import Stream
 from rlhpc.convert.torch_files import wrap
-from rlhpc.convert.workshop import Items, Workshop
 from rlhpc.core.errors import UserError
 from rlhpc.core.overlap import resolved
 from rlhpc.core.process import ProcessId, die_with
-from rlhpc.plan.convert import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
-from rlhpc.plan.safetensors import ITEM_BYTES
-from rlhpc.plan.shards import Box
-from rlhpc.plan.torch_dist import cut_box
+from rlhpc.sharding.shards import Box
 
 Progress = Callable[[int, int], None]  # bytes written in this run, and of all that it has to write
 _AGAIN = "run the same command again: what is finished is kept"

@@ -9,11 +9,11 @@ import os
 import socket
 from pathlib import Path
 
+from rlhpc.convert.sides import HuggingFaceSide, Side
 from rlhpc.convert.verify import Report
 from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
-from rlhpc.plan.conversion_sides import HuggingFaceSide, Side
 
 _SEQUENCES, _LENGTH = 2, 64
 _MOST = 1e-3  # nats; rounding of float32 in another order makes a hundredth of it
@@ -66,7 +66,7 @@ def _by_megatron(folder: Path, shape: ModelShape, sequences: list[list[int]]) ->
     from rlhpc.config.training import ParallelSection
     from rlhpc.data.collate import pack_batch
     from rlhpc.parallel.groups import build_groups, join, leave
-    from rlhpc.plan.layout import ParallelLayout
+    from rlhpc.sharding.layout import ParallelLayout
 
     info, layout = RankInfo(0, 1, 0, socket.gethostname(), "127.0.0.1", 0), ParallelLayout(1)
     joined = not dist.is_initialized()

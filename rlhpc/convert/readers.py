@@ -6,15 +6,15 @@ from functools import lru_cache
 
 import numpy as np
 
+from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor
+from rlhpc.checkpoint.formats.torch_dist import cut_box
+from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk
 from rlhpc.convert.arrays import CAST_ELEMENTS, NUMPY, Array, FileArray, cast, close_files, to_float32
+from rlhpc.convert.plan import NewChunk
+from rlhpc.convert.sides import FP8_BLOCK, SCALE, HuggingFaceSide, MegatronSide, Side
 from rlhpc.convert.torch_files import open_chunk
 from rlhpc.core.errors import UserError
-from rlhpc.plan.conversion_sides import FP8_BLOCK, SCALE, HuggingFaceSide, MegatronSide, Side
-from rlhpc.plan.convert import NewChunk
-from rlhpc.plan.safetensors import StoredTensor
-from rlhpc.plan.shards import Box
-from rlhpc.plan.torch_dist import cut_box
-from rlhpc.plan.torch_dist_index import Chunk
+from rlhpc.sharding.shards import Box
 
 
 class HuggingFaceReader:

@@ -18,9 +18,9 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rlhpc.checkpoint.formats.torch_dist_metadata import TORCH_DTYPES, Chunk
 from rlhpc.convert.arrays import NUMPY, FileArray
 from rlhpc.core.errors import UserError
-from rlhpc.plan.torch_dist_index import TORCH_DTYPES, Chunk
 
 _STORAGES = {"F32": "FloatStorage", "BF16": "BFloat16Storage", "F16": "HalfStorage"}
 _DTYPE_OF = {storage: dtype for dtype, storage in _STORAGES.items()}

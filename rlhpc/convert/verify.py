@@ -15,14 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
+from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
 from rlhpc.convert.arrays import CAST_ELEMENTS, reuse_memory
 from rlhpc.convert.checksum import add, checksum
-from rlhpc.convert.finish import crc_of, header_digest, model_files
+from rlhpc.convert.metadata import crc_of, header_digest, model_files
 from rlhpc.convert.readers import Reader, reader_of
-from rlhpc.convert.torch_files import wrap
-from rlhpc.core.errors import UserError
-from rlhpc.core.process import ProcessId, die_with
-from rlhpc.plan.conversion_sides import (
+from rlhpc.convert.sides import (
     RECORD,
     HuggingFaceSide,
     MegatronSide,
@@ -32,9 +31,10 @@ from rlhpc.plan.conversion_sides import (
     read_side,
     unquantised,
 )
-from rlhpc.plan.safetensors import ITEM_BYTES
-from rlhpc.plan.shards import Box
-from rlhpc.plan.torch_dist import cut_box, tiles
+from rlhpc.convert.torch_files import wrap
+from rlhpc.core.errors import UserError
+from rlhpc.core.process import ProcessId, die_with
+from rlhpc.sharding.shards import Box
 
 _MAY_DIFFER = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
 _TASK_BYTES = 256 << 20

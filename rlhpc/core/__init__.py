@@ -1,1 +1,1 @@
-"""Layer 0: errors, environment variables, serialisation. Imports nothing of rlhpc."""
+"""Errors, environment variables, serialisation. Imports nothing of rlhpc."""

@@ -110,7 +110,7 @@ class RunFolder:
 
     @property
     def lock(self) -> Path:
-        """Held by the one launcher that is at work in the folder (rlhpc.launch.lock)."""
+        """Held by the one launcher that is at work in the folder (rlhpc.launch.run_lock)."""
         return self.path / ".lock"
 
     @property
@@ -124,7 +124,7 @@ class RunFolder:
 
     @property
     def job(self) -> Path:
-        """Which Slurm job the run was last submitted as (rlhpc.launch.submit)."""
+        """Which Slurm job the run was last submitted as (rlhpc.launch.runs.submit)."""
         return self.path / "job.json"
 
     @property

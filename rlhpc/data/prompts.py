@@ -25,8 +25,8 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
 from rlhpc.data.files import Order, Row, check_asks, check_messages, need, read_rows
+from rlhpc.data.mixing import Mixture
 from rlhpc.data.tokenizer import Chat, Text, Tokenizer, Tools, with_tools
-from rlhpc.plan.mixing import Mixture
 
 _log = logging.getLogger(__name__)
 _CHUNK = 4096  # texts tokenized at a time

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.plan.hardware import read_site
+from rlhpc.plan.estimates.hardware import read_site
 
 # Least driver for any minor version of a CUDA major version: table 1 of
 # docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html.

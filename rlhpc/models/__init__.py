@@ -1,4 +1,4 @@
-"""Layer 1: what is known of each model family, from ``config.json`` alone. Torch-free.
+"""What is known of each model family, from ``config.json`` alone. Torch-free.
 
 A family is a file here and a line in ``FAMILIES``, or a value of one's own that the configuration names.
 """
@@ -6,7 +6,7 @@ A family is a file here and a line in ``FAMILIES``, or a value of one's own that
 from rlhpc.models.dense import attention_rows, dense_table, frame_table, mlp_rows
 from rlhpc.models.experts import expert_rows
 from rlhpc.models.latent import latent_rows
-from rlhpc.models.registry import FAMILIES, find_family, read_model, shape_of
+from rlhpc.models.registry import FAMILIES, find_family, read_model, shape_of, value_shape
 from rlhpc.models.shape import ConfigReader, Experts, LatentAttention, ModelShape, Rope, read_dense
 from rlhpc.models.tables import Cut, Family, Row, Where
 
@@ -31,4 +31,5 @@ __all__ = [
     "read_dense",
     "read_model",
     "shape_of",
+    "value_shape",
 ]

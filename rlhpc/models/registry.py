@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,12 @@ def read_model(folder: Path, family: str | None = None, classifier: bool = False
         named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in fields.get("architectures") or []]
         fields = {**fields, "architectures": named}
     return shape_of(fields, str(file), family)
+
+
+@lru_cache(maxsize=8)
+def value_shape(folder: Path) -> ModelShape:
+    """Shape of the model in ``folder`` with a value head. Read once: a search asks for it with every layout."""
+    return read_model(folder, classifier=True).with_value_head
 
 
 def shape_of(fields: Mapping[str, Any], where: str = "config.json", family: str | None = None) -> ModelShape:

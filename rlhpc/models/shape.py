@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from rlhpc.core.errors import UserError, did_you_mean
 
+_STRETCHED = ("yarn", "linear")  # scalings that vLLM takes a model's positions times the factor for
+
 
 @dataclass(frozen=True)
 class Rope:
@@ -35,6 +37,10 @@ class Experts:
     groups_kept: int | None = None
     scale: float = 1.0  # factor on the weights
     router_dtype: Literal["model", "float32"] = "model"  # of the router's logits in vLLM; model: that of the weights
+
+    def float32_router(self, router_dtype: str) -> bool:
+        """Whether routers compute their logits in float32 in a model of any dtype; ``train.experts.router_dtype``."""
+        return router_dtype == "float32" or self.router_dtype == "float32"
 
 
 @dataclass(frozen=True)
@@ -76,6 +82,14 @@ class ModelShape:
     def with_value_head(self) -> ModelShape:
         """The same transformer with a value head in place of its own."""
         return replace(self, head="value", tied_embeddings=False)
+
+    @property
+    def usable_positions(self) -> int:
+        """Positions that the engine takes: under some scalings, those of the original length times the factor."""
+        if self.rope.kind not in _STRETCHED:
+            return self.max_positions
+        original = int(self.rope.parameters.get("original_max_position_embeddings") or self.max_positions)
+        return max(self.max_positions, int(original * float(self.rope.parameters["factor"])))
 
     @property
     def rope_dim(self) -> int:

@@ -1,1 +1,1 @@
-"""Layer 4: joining the ranks, and what stands between Megatron and the machine."""
+"""Joining the ranks, and what stands between Megatron and the machine."""

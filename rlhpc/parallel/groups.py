@@ -12,7 +12,7 @@ from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.compat import MegatronGlobals, exchange_megatron_globals, megatron_device
 from rlhpc.parallel.store import open_store
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.sharding.layout import ParallelLayout
 
 
 def join(info: RankInfo, timeout_minutes: float = 30) -> None:

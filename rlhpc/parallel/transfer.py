@@ -1,4 +1,4 @@
-"""The transfers of ``rlhpc.plan.transfer`` between real ranks. All calls are collective over the whole job."""
+"""The transfers of ``rlhpc.sharding.dispatch`` between real ranks. All calls are collective over the whole job."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.transfer import Transfer
+from rlhpc.sharding.dispatch import Transfer
+from rlhpc.sharding.layout import ParallelLayout
 
 T = TypeVar("T")
 _MESSAGE = 1 << 28  # bytes of a broadcast: gloo counts in int, and a heartbeat is not kept waiting

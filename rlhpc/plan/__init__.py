@@ -1,1 +1,4 @@
-"""Layer 2: decisions as values. Torch-free: a login node plans for ten thousand ranks."""
+"""Answers of `rlhpc plan`: scenarios, search over layouts, calibration, remedies. Torch-free.
+
+`checks` refuses what cannot work, `estimates` predicts memory and time; both serve every command.
+"""

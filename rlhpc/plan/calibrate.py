@@ -16,9 +16,9 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.models import ModelShape
-from rlhpc.plan.hardware import Gpu
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.step_time import StepTime, predict_step
+from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.sharding.layout import ParallelLayout
 
 # Of metrics.jsonl, the phases whose seconds each of them has.
 PHASES: Mapping[str, tuple[str, ...]] = {

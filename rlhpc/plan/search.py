@@ -10,21 +10,20 @@ from itertools import product
 from math import gcd
 from typing import Any
 
+from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import OffloadSection, ParallelSection
 from rlhpc.core.errors import UserError
-from rlhpc.models import ModelShape
-from rlhpc.plan.critic import WITH_CRITIC, value_shape
-from rlhpc.plan.engine import fits_nodes
-from rlhpc.plan.fit import check_engine, misfits
-from rlhpc.plan.foresight import host_limit
-from rlhpc.plan.hardware import Gpu, linked_ranks
-from rlhpc.plan.layout import ParallelLayout, divisors, make_layout
-from rlhpc.plan.machine import PhaseTime
-from rlhpc.plan.memory import MemoryPlan, predict_memory
-from rlhpc.plan.step_time import StepTime, predict_rollout, predict_step
-from rlhpc.plan.train_time import held
+from rlhpc.models import ModelShape, value_shape
+from rlhpc.plan.checks.parallelism import check_engine, misfits
+from rlhpc.plan.estimates.hardware import Gpu, host_limit, linked_ranks
+from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
+from rlhpc.plan.estimates.roofline import PhaseTime
+from rlhpc.plan.estimates.step_time import StepTime, predict_rollout, predict_step
+from rlhpc.plan.estimates.train_time import held
+from rlhpc.sharding.engine_shards import fits_nodes
+from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 
 _LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 _MICRO_BATCHES = (1, 2, 4)  # of the longest sequence

@@ -14,11 +14,11 @@ from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
-from rlhpc.plan.check import check_layout
-from rlhpc.plan.hardware import Gpu
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.memory import MemoryPlan, predict_memory
-from rlhpc.plan.step_time import StepTime, predict_step
+from rlhpc.plan.checks.run import check_layout
+from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
+from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.sharding.layout import ParallelLayout
 
 _POINTS = 8
 _WHERE = "--sweep"

@@ -10,8 +10,8 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from rlhpc.plan.checksums import is_stack
-from rlhpc.plan.shards import Shard
+from rlhpc.reshard.checksum_plan import is_stack
+from rlhpc.sharding.shards import Shard
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 20  # elements that are widened to 64 bits at once

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.core.heartbeat import touch
-from rlhpc.plan.reshard import Copy, ReshardPlan
-from rlhpc.plan.shards import Shard, TensorSpec
+from rlhpc.reshard.plan import Copy, ReshardPlan
+from rlhpc.sharding.shards import Shard, TensorSpec
 
 View = Callable[[Shard], Tensor]  # the live memory of a shard on this rank
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from rlhpc.api import RolloutEngine, TrainBackend
 from rlhpc.config.schema import ReshardSection
 from rlhpc.core.errors import ReshardError
-from rlhpc.plan.checksums import ChecksumPlan, plan_checksums
-from rlhpc.plan.push import PushSides, aliases, plan_push
-from rlhpc.plan.shards import Shard
 from rlhpc.reshard import gather
+from rlhpc.reshard.checksum_plan import ChecksumPlan, plan_checksums
 from rlhpc.reshard.executor import Mover
+from rlhpc.reshard.sides import PushSides, aliases, plan_push
 from rlhpc.reshard.verify import differing
+from rlhpc.sharding.shards import Shard
 
 MIB = 1 << 20
 _NAMED = 4  # weights that an error names on each rank

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from rlhpc.plan.checksums import ChecksumPlan, is_stack
-from rlhpc.plan.shards import Shard
 from rlhpc.reshard.checksum import checksum
+from rlhpc.reshard.checksum_plan import ChecksumPlan, is_stack
 from rlhpc.reshard.executor import View
+from rlhpc.sharding.shards import Shard
 
 
 def differing(

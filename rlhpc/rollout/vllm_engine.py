@@ -26,11 +26,11 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.device_memory import release_cached
-from rlhpc.plan.engine import EngineLayout, engine_shards
-from rlhpc.plan.memory import engine_bytes
+from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.vllm_arguments import engine_arguments, route_arguments
 from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
+from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
 
 _WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for what can sleep
 _LAUNCHER_VARIABLES = (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.rank import RankInfo
-from rlhpc.plan.memory import EngineMemory
+from rlhpc.plan.estimates.memory import EngineMemory
 
 _GIB = 1 << 30
 _OFFLOAD = "offload more of the trainer (memory.offload)"

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
-from rlhpc.plan.engine import EngineLayout, engine_parameters
-from rlhpc.plan.shards import Shard
 from rlhpc.rollout.vllm_memory import free_weights
+from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
+from rlhpc.sharding.shards import Shard
 
 TESTED = "0.25 or 0.32"
 _DERIVED = ("W_UV", "W_UK_T")  # what vLLM's latent attention keeps of kv_b_proj, by head

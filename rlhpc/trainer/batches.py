@@ -11,8 +11,8 @@ import numpy as np
 from rlhpc.algo.aggregation import shares
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.data.collate import pack_batch
+from rlhpc.data.packing import PackPlan
 from rlhpc.parallel.transfer import gather_objects
-from rlhpc.plan.packing import PackPlan
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.roles import PerSample, Role
 

@@ -22,16 +22,15 @@ from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import engine_group
-from rlhpc.plan.engine import EngineLayout
-from rlhpc.plan.foresight import usable_positions
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.push import push_sides
-from rlhpc.reshard import Job, ReshardManager
+from rlhpc.reshard.manager import Job, ReshardManager
+from rlhpc.reshard.sides import push_sides
 from rlhpc.rewards.judge import load_judge
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
 from rlhpc.rollout.vllm_engine import VllmEngine
-from rlhpc.trainer.kept import Kept
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.trainer.carryover import Kept
 from rlhpc.trainer.models import Models, make_models
 from rlhpc.trainer.reward_reader import RewardReader
 
@@ -120,7 +119,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     )
     prompts = load(config.data.train, where="data.train", filtered=True) if rl else None
     validation = load(config.data.validation, where="data.validation") if config.data.validation else None
-    longest = usable_positions(shape)
+    longest = shape.usable_positions
     sft = SFTSet.load(config.sft.data, tokenizer, longest, readers=readers) if config.sft else None
     models = make_models(config, info, shape, algorithm if rl else None)
     engine = _engine(config, shape, tokenizer) if generates else None

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from rlhpc.api import BackgroundWrite, RunState, TrainBackend
-from rlhpc.checkpoint import CheckpointStore
+from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.core.errors import NonFiniteError, UserError
 from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import touch

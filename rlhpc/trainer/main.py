@@ -51,7 +51,7 @@ def run_rank(context: RankContext, saves_end: bool = True) -> str | None:
 
 
 def replay_rank(context: RankContext) -> None:
-    """Replay a skipped update on this rank (rlhpc.launch.replay)."""
+    """Replay a skipped update on this rank (rlhpc.launch.runs.replay)."""
     from rlhpc.parallel.groups import leave
     from rlhpc.trainer.replay import replay
 

@@ -11,7 +11,7 @@ from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSecti
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.groups import Groups, build_groups
-from rlhpc.plan.layout import ParallelLayout, make_layout
+from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.trainer.roles import Role
 
 

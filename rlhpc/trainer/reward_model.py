@@ -10,9 +10,9 @@ from rlhpc.api import Sample
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.transfer import gather_parts
-from rlhpc.plan.rewards import MODEL_PART
-from rlhpc.plan.transfer import SPLIT_BY_DATA
+from rlhpc.plan.checks.rewards import MODEL_PART
 from rlhpc.rewards.calls import Failure
+from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.trainer.batches import filled
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.roles import Role

@@ -20,7 +20,7 @@ from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
 from rlhpc.parallel.transfer import gather_objects
-from rlhpc.plan.rewards import most_tokens, reads_own_words
+from rlhpc.plan.checks.rewards import most_tokens, reads_own_words
 from rlhpc.rewards.failures import Failures
 
 _REMEDY = "look at the model and its weights, or set reward.on_failure"

@@ -11,11 +11,11 @@ from torch import Tensor
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.backends.megatron import MegatronBackend
 from rlhpc.data.collate import unpack
+from rlhpc.data.packing import PackPlan, pack, sample_costs
+from rlhpc.models.flops import forward_terms
 from rlhpc.parallel.transfer import gather_parts
-from rlhpc.plan.flops import forward_terms
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.packing import PackPlan, pack, sample_costs
-from rlhpc.plan.transfer import SPLIT_BY_DATA
+from rlhpc.sharding.dispatch import SPLIT_BY_DATA
+from rlhpc.sharding.layout import ParallelLayout
 
 PerSample = list[np.ndarray]  # for each sample of the step an array [response]; equal on every rank
 

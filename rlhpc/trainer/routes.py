@@ -11,9 +11,9 @@ import numpy as np
 from rlhpc.api import Sample
 from rlhpc.data.groups import Group
 from rlhpc.parallel.transfer import give_objects, give_parts
-from rlhpc.plan.transfer import PIPELINE_AS_DATA
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import share_of
+from rlhpc.sharding.dispatch import PIPELINE_AS_DATA
 from rlhpc.trainer.advantages import needs_old_log_probs
 from rlhpc.trainer.batches import passing_plans, update_plans
 from rlhpc.trainer.build import Run

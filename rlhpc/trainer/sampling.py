@@ -1,5 +1,5 @@
 """The samples of one step: prompts are asked for until its batch is full of groups that teach something, what is left
-over is kept for the next one. Every rank comes to the same decisions (``rlhpc.plan.sampling``)."""
+over is kept for the next one. Every rank comes to the same decisions (``rlhpc.trainer.sampling_plan``)."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
 from rlhpc.parallel.transfer import gather_objects, one_to_all
-from rlhpc.plan.sampling import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, share_of, turns
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.reward_model import score_by_model
 from rlhpc.trainer.rollout import generate_samples, make_collector
 from rlhpc.trainer.routes import moved_routes, without_routes
+from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
 
 Metrics = dict[str, float]
 

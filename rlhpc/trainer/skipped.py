@@ -26,8 +26,8 @@ from rlhpc.core.folder import SkippedUpdate
 from rlhpc.parallel.agreement import facts_of
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.transfer import gather_objects
-from rlhpc.plan.shards import megatron_shards
 from rlhpc.reshard.checksum import checksum
+from rlhpc.sharding.shards import megatron_shards
 from rlhpc.trainer.batches import Minibatch
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.roles import Role

@@ -20,7 +20,7 @@ from rlhpc.algo.losses import (
 )
 from rlhpc.config.algorithm import AlgorithmSection, CorrectionSection
 from rlhpc.data.collate import pack_batch
-from rlhpc.plan.packing import pack
+from rlhpc.data.packing import pack
 
 # What is differentiated as if it were constant: the ratio that weighs CISPO's log-likelihood, GSPO's in part.
 _TRUE_GRADIENTS = [name for name in ALGORITHMS if name not in ("cispo", "gspo")]

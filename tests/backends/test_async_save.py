@@ -115,7 +115,7 @@ class _Run:
     """One rank's side of a run whose checkpoints are written in the background by writers that are held up."""
 
     def __init__(self, model: Path, run: Path) -> None:
-        from rlhpc.checkpoint import CheckpointStore
+        from rlhpc.checkpoint.store import CheckpointStore
 
         self.model, self.folder = model, run
         self.store = CheckpointStore(RunFolder(run).attempt(1), keep=2)

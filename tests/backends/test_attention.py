@@ -21,7 +21,7 @@ from tests.helpers.attention_cases import (
 
 def run(case: Case, align: int = 1, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
     from rlhpc.backends.megatron.context import local_batch
-    from rlhpc.plan.context import split_context
+    from rlhpc.sharding.context_split import split_context
 
     local = local_batch(batch(case), split_context(case.lengths, cp=1, align=align), 0, rotary_table(case))
     *leaves, gradient = inputs(case, dtype)
@@ -67,7 +67,7 @@ def test_segments_see_the_keys_that_end_with_them() -> None:
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_without_a_fused_kernel_few_calls_and_little_padding(cp: int) -> None:
     from rlhpc.backends.megatron.packed import ContextIndex
-    from rlhpc.plan.context import split_context
+    from rlhpc.sharding.context_split import split_context
 
     lengths = np.random.default_rng(0).lognormal(5, 1, 200).astype(int) + 1
     index = ContextIndex(split_context(lengths.tolist(), cp), 0, torch.device("cpu"))

@@ -66,7 +66,7 @@ def _measure() -> dict[str, Any]:
 
 def _local(case: Case, align: int = 3) -> Any:
     from rlhpc.backends.megatron.context import local_batch
-    from rlhpc.plan.context import split_context
+    from rlhpc.sharding.context_split import split_context
 
     split = split_context(case.lengths, dist.get_world_size(), align)
     return local_batch(batch(case), split, dist.get_rank(), rotary_table(case))

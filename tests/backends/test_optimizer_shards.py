@@ -146,7 +146,7 @@ def _sizes(actor: Any, folder: Path) -> dict[str, int]:
     import torch.distributed as dist
 
     from rlhpc.backends.megatron.optimizer_shards import owned_state
-    from rlhpc.plan.torch_dist_index import read_index
+    from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 
     mine = f"__{dist.get_rank()}_"
     owned = sum(tensor.nbytes for part in owned_state(actor._optimizer) for tensor in part.tensors.values())

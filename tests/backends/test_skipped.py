@@ -77,7 +77,7 @@ def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import Groups
-    from rlhpc.plan.layout import make_layout
+    from rlhpc.sharding.layout import make_layout
 
     folder = folder / ("qwen3" if kind == "critic" else kind)
     shape, section, info = read_model(folder), ParallelSection(**axes), RankInfo.from_environ()

@@ -88,7 +88,7 @@ def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) 
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import Groups
-    from rlhpc.plan.layout import make_layout
+    from rlhpc.sharding.layout import make_layout
     from tests.helpers.training import optimizer_section
 
     info, section = RankInfo.from_environ(), ParallelSection(**parallel)

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from rlhpc.api import RunState
-from rlhpc.checkpoint import CheckpointStore
+from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.core.attempts import begin
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder, RunFolder, Superseded
@@ -86,7 +86,7 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_former_one(tmp_path: Path) ->
         import os, signal, torch.distributed as dist
         from pathlib import Path
         from rlhpc.api import RunState
-        from rlhpc.checkpoint import CheckpointStore
+        from rlhpc.checkpoint.store import CheckpointStore
         from rlhpc.core.folder import RunFolder
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         def write(folder):

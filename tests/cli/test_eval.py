@@ -8,8 +8,8 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
-from rlhpc.launch.evaluate import evaluation_of
-from rlhpc.plan.check import largest_usable
+from rlhpc.launch.runs.evaluate import evaluation_of
+from rlhpc.plan.checks.run import largest_usable
 from tests.cli.test_light import HEAVY, modules_after
 from tests.cli.test_main import rlhpc, told
 from tests.helpers.plain_model import write_inputs, write_model

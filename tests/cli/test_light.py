@@ -96,6 +96,6 @@ def test_the_driver_of_acceptance_imports_nothing_heavy(tmp_path):
 
 
 def test_the_launcher_itself_imports_no_torch():
-    code = "import sys, rlhpc.launch.run; print('loaded:', *{name.split('.')[0] for name in sys.modules})"
+    code = "import sys, rlhpc.launch.runs.run; print('loaded:', *{name.split('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert not set(done.stdout.split()) & set(HEAVY)

@@ -12,7 +12,7 @@ import pytest
 from rlhpc.config.algorithm import DEFAULTS
 from rlhpc.config.load import dump_config, json_schema, load_config
 from rlhpc.core.errors import UserError
-from rlhpc.plan.check import check_config
+from rlhpc.plan.checks.run import check_config
 
 ROOT = Path(__file__).parents[2]
 LEAST = "name: tiny\nmodel:\n  path: a/model\ntrain:\n  steps: 3\n"
@@ -163,5 +163,5 @@ def test_every_algorithm_has_a_configuration():
 
 
 def test_loading_imports_no_torch():
-    code = "import sys, rlhpc.config.load, rlhpc.plan.check; sys.exit('torch' in sys.modules)"
+    code = "import sys, rlhpc.config.load, rlhpc.plan.checks.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

@@ -6,9 +6,9 @@ import json
 from math import prod
 from pathlib import Path
 
+from rlhpc.checkpoint.formats.safetensors_headers import plan_files
 from rlhpc.models import shape_of
-from rlhpc.plan.safetensors import plan_files
-from rlhpc.plan.shards import model_tensors
+from rlhpc.sharding.shards import model_tensors
 from tests.helpers.published import DEEPSEEK_V3, DEEPSEEK_V3_BF16
 
 # Those of its repository that are kept in bfloat16; the rest of the matrices are fp8.

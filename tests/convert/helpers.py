@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.convert.execute import convert
-from rlhpc.plan.conversion_sides import read_side
-from rlhpc.plan.convert import DTYPES, ConversionPlan, plan_conversion, plan_layout
+from rlhpc.convert.plan import DTYPES, ConversionPlan, plan_conversion, plan_layout
+from rlhpc.convert.sides import read_side
 
 PIECE_BYTES = 200_000  # several pieces of a tiny model
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.convert.execute import Share, convert
-from rlhpc.convert.workshop import Workshop
+from rlhpc.convert.staging import Workshop
 from rlhpc.core.errors import UserError
 from tests.convert.helpers import plan
 from tests.helpers.plain_model import write_model

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from rlhpc.convert.execute import Share, convert
+from rlhpc.convert.staging import Workshop
 from rlhpc.convert.verify import verify
-from rlhpc.convert.workshop import Workshop
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
 from tests.convert.helpers import differing, plan, to_huggingface, to_megatron
@@ -187,9 +187,9 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path) -> None:
 
 def make_sparse(folder: Path, layers: int, width: int = 1) -> Path:
     """A Llama in bfloat16 whose file is all zeros, and takes no room."""
+    from rlhpc.checkpoint.formats.safetensors_headers import plan_files
     from rlhpc.models import shape_of
-    from rlhpc.plan.safetensors import plan_files
-    from rlhpc.plan.shards import model_tensors
+    from rlhpc.sharding.shards import model_tensors
 
     fields = {
         "architectures": ["LlamaForCausalLM"],

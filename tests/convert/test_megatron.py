@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.plan.torch_dist_index import read_index
+from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
 from tests.convert.helpers import differing, to_huggingface, to_megatron
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case, actor

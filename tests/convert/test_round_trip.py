@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
+from rlhpc.convert.plan import plan_layout
+from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
-from rlhpc.plan.conversion_sides import read_side
-from rlhpc.plan.convert import plan_layout
-from rlhpc.plan.torch_dist_index import read_index
 from tests.convert.helpers import differing, tensors_of, to_huggingface, to_megatron
 from tests.helpers.cases import long_but
 from tests.helpers.tiny_models import KINDS, make_model

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config.load import load_config
+from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
-from rlhpc.plan.check import check_config
-from rlhpc.plan.conversion_sides import read_side
+from rlhpc.plan.checks.run import check_config
 from tests.convert.helpers import differing, to_huggingface, to_megatron
 from tests.helpers.plain_model import write_inputs
 from tests.helpers.tiny_models import make_model

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from rlhpc.convert.checksum import add, checksum
+from rlhpc.convert.sides import RECORD
 from rlhpc.convert.verify import verify
-from rlhpc.plan.conversion_sides import RECORD
-from rlhpc.plan.shards import Box
+from rlhpc.sharding.shards import Box
 from tests.convert.helpers import tensors_of, to_huggingface, to_megatron
 from tests.helpers.tiny_models import make_model
 
@@ -176,8 +176,8 @@ def test_a_field_that_changes_the_function_alone_is_named(
 def test_checksums_add_up_and_are_those_of_the_push() -> None:
     import torch
 
-    from rlhpc.plan.shards import Shard, TensorSpec
     from rlhpc.reshard.checksum import checksum as of_torch
+    from rlhpc.sharding.shards import Shard, TensorSpec
 
     values = np.random.default_rng(0).standard_normal((37, 53)).astype(np.float32)
     whole = Box((0, 0), values.shape)

@@ -15,7 +15,13 @@ from tests.cuda_sources.releases import CI_RELEASES, Unreachable, fetch
 from tests.tiers.imports import ROOT
 
 # Files, and folders with a slash at their end.
-WATCHED = ("pyproject.toml", "rlhpc/rollout/", "rlhpc/plan/engine.py", "rlhpc/models/", "tests/cuda_sources/")
+WATCHED = (
+    "pyproject.toml",
+    "rlhpc/rollout/",
+    "rlhpc/sharding/engine_shards.py",
+    "rlhpc/models/",
+    "tests/cuda_sources/",
+)
 _DAY = 86_400
 _FETCH_SECONDS = 100.0  # for a release; a CI run has two minutes for all of it
 

@@ -160,8 +160,8 @@ def _built(path: Path) -> dict[str, Any]:
 
     from rlhpc.core.errors import UserError
     from rlhpc.models import read_model
-    from rlhpc.plan.engine import EngineLayout
     from rlhpc.rollout.vllm_weights import LiveWeights, check_parameters
+    from rlhpc.sharding.engine_shards import EngineLayout
 
     config = _engine_config(path, enforce_eager=True)
     with set_current_vllm_config(config):

@@ -181,7 +181,7 @@ def test_of_a_wheel_only_python_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "runs"),
     [
-        (["README.md", "rlhpc/plan/engine.py"], True),
+        (["README.md", "rlhpc/sharding/engine_shards.py"], True),
         (["pyproject.toml"], True),
         (["rlhpc/rollout/vllm_engine.py"], True),
         (["rlhpc/trainer/step.py", "docs/memory.md"], False),

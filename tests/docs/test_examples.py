@@ -12,7 +12,7 @@ from rlhpc.algo import Responses, find_algorithm
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.load import load_config
 from rlhpc.config.rollout import ToolSection
-from rlhpc.launch.submit import make_plan
+from rlhpc.launch.runs.submit import make_plan
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
 from rlhpc.rollout.tool_calls import Answer, Failure, MethodCall, ToolCall, load_class, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import find_tools, tool_schemas

@@ -7,8 +7,8 @@ import re
 from rlhpc.config import yaml12
 from rlhpc.config.schema import MemorySection, ParallelSection
 from rlhpc.models import read_model
-from rlhpc.plan.activations import Kernels, Setting, layer_kept
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.plan.estimates.activations import Kernels, Setting, layer_kept
+from rlhpc.sharding.layout import ParallelLayout
 from tests.docs.pages import DOCS, ROOT
 
 TOKENS = 2048

@@ -13,14 +13,14 @@ from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.load import load_config
 from rlhpc.core.attempts import Action, Attempt, Cause
 from rlhpc.core.folder import RunFolder
-from rlhpc.launch.diagnose import Diagnosis
-from rlhpc.launch.recovery import Situation, decide
-from rlhpc.launch.status import _CAUSES
+from rlhpc.launch.runs.status import _CAUSES
+from rlhpc.launch.supervise.diagnosis import Diagnosis
+from rlhpc.launch.supervise.policy import Situation, decide
 from tests.docs.pages import DOCS, ROOT, blocks, prose, table_names
 
 PAGE = DOCS / "recovery.md"
 CAUSES, ACTIONS = get_args(Cause), get_args(Action)
-# What the launcher makes of it when it knows who asked, or that Slurm ends the job (rlhpc.launch.job).
+# What the launcher makes of it when it knows who asked, or that Slurm ends the job (rlhpc.launch.supervise.supervisor).
 BY_THE_LAUNCHER = {"stopped": {"requeue"}, "requeued": {"none"}}
 
 

@@ -10,30 +10,31 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from rlhpc.acceptance import decode, demo, driver, grpo, models, process, recovery, runs
-from rlhpc.acceptance.driver import Options, accept
-from rlhpc.acceptance.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
-from rlhpc.acceptance.models import model_shape
-from rlhpc.acceptance.part import Context, Goal
-from rlhpc.acceptance.probe import peaks_file
-from rlhpc.acceptance.results import STATE, read_results
-from rlhpc.acceptance.several_ranks import AXES, Machine
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record
 from rlhpc.launch import machine
-from rlhpc.plan.hardware import GPUS
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.memory import GIB, predict_memory
-from rlhpc.plan.shards import model_tensors
-from tests.acceptance.fake_parts import part
-from tests.acceptance.part_runs import Results, figures, missed, skipped
-from tests.acceptance.test_device import SMI, nvml
-from tests.acceptance.test_grpo import steps
-from tests.acceptance.test_recovery import records
+from rlhpc.plan.estimates.hardware import GPUS
+from rlhpc.plan.estimates.memory import GIB, predict_memory
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import model_tensors
+from rlhpc.site.acceptance import driver, process
+from rlhpc.site.acceptance.driver import Options, accept
+from rlhpc.site.acceptance.part import Context, Goal
+from rlhpc.site.acceptance.parts import decode, demo, grpo, models, recovery, runs
+from rlhpc.site.acceptance.parts.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
+from rlhpc.site.acceptance.parts.models import model_shape
+from rlhpc.site.acceptance.parts.probe import peaks_file
+from rlhpc.site.acceptance.parts.several_ranks import AXES, Machine
+from rlhpc.site.acceptance.results import STATE, read_results
 from tests.helpers.fake_cuda import FakeCuda
+from tests.site.acceptance.fake_parts import part
+from tests.site.acceptance.part_runs import Results, figures, missed, skipped
+from tests.site.acceptance.test_device import SMI, nvml
+from tests.site.acceptance.test_grpo import steps
+from tests.site.acceptance.test_recovery import records
 
 ROOT = Path(__file__).parents[2]
 
@@ -182,7 +183,7 @@ def _grpo(folder: Path, monkeypatch: pytest.MonkeyPatch, size: str, others: int)
     results, configs = Results(), []
 
     def run(config: RunConfig, entry: str) -> list[Record]:
-        assert entry == "rlhpc.acceptance.probe:run_rank"
+        assert entry == "rlhpc.site.acceptance.parts.probe:run_rank"
         configs.append(config)
         config.folder.mkdir()
         shape = model_shape("tiny" if size == "tiny" else "1.5b")

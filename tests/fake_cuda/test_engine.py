@@ -184,8 +184,8 @@ def _resume(engine: Any) -> dict[str, Any]:
 
 
 def _share(engine: Any, path: Path) -> dict[str, Any]:
-    from rlhpc.plan.engine import EngineLayout
     from rlhpc.rollout.vllm_weights import LiveWeights
+    from rlhpc.sharding.engine_shards import EngineLayout
 
     before = engines.greedy(engine)
     engine.sleep()

@@ -20,11 +20,11 @@ from rlhpc.observe.metrics import _now
 from rlhpc.parallel.compat import device, megatron_device
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.parallel.groups import join, leave
-from rlhpc.plan.engine import EngineLayout
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.push import plan_push, push_sides
-from rlhpc.plan.shards import Shard
 from rlhpc.reshard.executor import Mover
+from rlhpc.reshard.sides import plan_push, push_sides
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Shard
 from tests.helpers.blocks import Parameters, shape_of_kind
 from tests.helpers.fake_cuda import FakeCuda
 

@@ -49,7 +49,7 @@ def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> N
     """The queries of each rank in turn, to all keys: outputs, and gradients summed over the ranks."""
     from rlhpc.backends.megatron.attention import attend
     from rlhpc.backends.megatron.packed import ContextIndex
-    from rlhpc.plan.context import split_context
+    from rlhpc.sharding.context_split import split_context
 
     case = ALL[name]
     query, key, value, gradient = inputs(case, torch.bfloat16, "cuda")
@@ -68,7 +68,7 @@ def test_half_precision_is_near_to_float64(kernel: str, name: str, cp: int) -> N
 @pytest.mark.parametrize("name", CASES)
 def test_float32_is_as_exact_as_on_a_cpu(name: str) -> None:
     from rlhpc.backends.megatron.context import local_batch
-    from rlhpc.plan.context import split_context
+    from rlhpc.sharding.context_split import split_context
 
     case = CASES[name]
     local = local_batch(batch(case, "cuda"), split_context(case.lengths, 1), 0, rotary_table(case, "cuda"))
@@ -89,7 +89,7 @@ def _over_nccl(method: str) -> dict[str, float]:
     from rlhpc.backends.megatron.context import local_batch
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import join
-    from rlhpc.plan.context import split_context
+    from rlhpc.sharding.context_split import split_context
 
     join(RankInfo.from_environ())
     group, found = dist.group.WORLD, {}

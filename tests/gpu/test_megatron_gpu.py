@@ -50,7 +50,7 @@ def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups, join
-    from rlhpc.plan.layout import ParallelLayout
+    from rlhpc.sharding.layout import ParallelLayout
 
     info, layout = RankInfo.from_environ(), ParallelLayout(1)
     join(info)

@@ -146,7 +146,7 @@ def test_shared_weights_take_their_memory_once(tmp_path: Path) -> None:
 
 
 def _share(model: Path) -> dict[str, Any]:
-    from rlhpc.plan.engine import EngineLayout
+    from rlhpc.sharding.engine_shards import EngineLayout
 
     def free() -> int:
         torch.cuda.synchronize()

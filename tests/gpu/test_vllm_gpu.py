@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rlhpc.api import Request
-from rlhpc.plan.engine import EngineLayout
+from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines

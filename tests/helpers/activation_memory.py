@@ -47,7 +47,7 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     from rlhpc.config.training import MemorySection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.data.collate import pack_batch
-    from rlhpc.plan.activations import Setting, stage_kept, under_way
+    from rlhpc.plan.estimates.activations import Setting, stage_kept, under_way
     from tests.helpers import equality
     from tests.helpers.training import make_actor, optimizer_section
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlhpc.plan.shards import Shard, TensorSpec
+from rlhpc.sharding.shards import Shard, TensorSpec
 
 
 def whole(tensor: TensorSpec, dtype: torch.dtype = torch.float32) -> Tensor:

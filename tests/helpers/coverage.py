@@ -9,8 +9,8 @@ import numpy as np
 
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.shards import Box, megatron_shards, model_tensors
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Box, megatron_shards, model_tensors
 
 _STAGES: list[dict[str, int]] = [
     {},

@@ -10,9 +10,9 @@ from random import Random
 import numpy as np
 
 from rlhpc.models import ModelShape, shape_of
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.reshard import Copy, ReshardPlan, Side
-from rlhpc.plan.shards import Box, Shard, TensorSpec
+from rlhpc.reshard.plan import Copy, ReshardPlan, Side
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
 _BASE = {
     "architectures": ["Qwen2ForCausalLM"],

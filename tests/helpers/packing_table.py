@@ -6,7 +6,7 @@ import random
 import time
 from math import ceil
 
-from rlhpc.plan.packing import pack
+from rlhpc.data.packing import pack
 
 BUDGETS = (16_640, 20_000, 24_576, 32_768, 49_152)
 RANKS = (1, 2, 4, 8, 16, 32, 64)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.models import shape_of
-from rlhpc.plan.shards import model_tensors
+from rlhpc.sharding.shards import model_tensors
 
 FIELDS: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"],

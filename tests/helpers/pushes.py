@@ -109,9 +109,9 @@ def make_manager(actor: Any, engine: Any, pair: Pair, *, ranks_per_node: int = 2
     """A manager for the pair's layouts on all ranks, by small buckets, checking itself at every push."""
     from rlhpc.config.schema import ReshardSection
     from rlhpc.parallel.compat import device
-    from rlhpc.plan.engine import EngineLayout
-    from rlhpc.plan.push import push_sides
-    from rlhpc.reshard import Job, ReshardManager
+    from rlhpc.reshard.manager import Job, ReshardManager
+    from rlhpc.reshard.sides import push_sides
+    from rlhpc.sharding.engine_shards import EngineLayout
 
     cut = EngineLayout(pair.rollout_tp, pair.expert_parallel)
     options = ReshardSection(**{"bucket_mib": 1, "verify": "always", **section})
@@ -122,7 +122,7 @@ def make_manager(actor: Any, engine: Any, pair: Pair, *, ranks_per_node: int = 2
 def _push(folder: Path, pair: Pair, engine: Any, stock: Any) -> Outcome:
     import torch.distributed as dist
 
-    from rlhpc.plan.reshard import lower_bound
+    from rlhpc.reshard.plan import lower_bound
     from tests.helpers import equality
     from tests.rollout import engines
 

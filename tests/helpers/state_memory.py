@@ -54,8 +54,8 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
-    from rlhpc.plan.layout import make_layout
-    from rlhpc.plan.optimizer_memory import state_bytes
+    from rlhpc.plan.estimates.optimizer_memory import state_bytes
+    from rlhpc.sharding.layout import make_layout
     from tests.helpers.equality import leave_former
     from tests.helpers.training import optimizer_section
 
@@ -130,8 +130,8 @@ def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = 
     from rlhpc.config.schema import ParallelSection
     from rlhpc.core.errors import UserError
     from rlhpc.models import read_model
-    from rlhpc.plan.fit import misfits
-    from rlhpc.plan.layout import make_layout
+    from rlhpc.plan.checks.parallelism import misfits
+    from rlhpc.sharding.layout import make_layout
 
     draw = random.Random(seed)
     cases: list[StateCase] = []

@@ -26,7 +26,7 @@ def make_actor(
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
-    from rlhpc.plan.layout import make_layout
+    from rlhpc.sharding.layout import make_layout
 
     section, info = ParallelSection(**parallel), RankInfo.from_environ()
     layout = make_layout(section, info.world_size)

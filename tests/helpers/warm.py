@@ -38,9 +38,9 @@ ROOT = Path(__file__).parents[2]
 INTERPRETER = sys.executable
 # Which kind of process runs a module. Ranks of several kinds alternate between two processes.
 _KINDS = {
-    "rlhpc.acceptance.child": ("heavy-0", "heavy-1"),
+    "rlhpc.site.acceptance.child": ("heavy-0", "heavy-1"),
     "rlhpc.cli.main": ("light",),
-    "rlhpc.acceptance.worker": ("heavy-0", "heavy-1"),
+    "rlhpc.site.acceptance.worker": ("heavy-0", "heavy-1"),
     "submitit.core._submit": ("heavy-0", "heavy-1"),
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
     "tests.launch.hanging": ("heavy-0", "heavy-1"),
@@ -49,7 +49,7 @@ _KINDS = {
 _FIXED = {env.TORCHDYNAMO_DISABLE: "1"}
 _HEAVY = "heavy"
 _MODULES = {
-    "light": ("rlhpc.launch.evaluate", "rlhpc.launch.run", "submitit.core._submit"),
+    "light": ("rlhpc.launch.runs.evaluate", "rlhpc.launch.runs.run", "submitit.core._submit"),
     _HEAVY: (
         "rlhpc.trainer.build",
         "rlhpc.trainer.loop",

@@ -121,7 +121,7 @@ def main(folder: Path, scenario: str) -> None:
 
     from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import build_groups, join
-    from rlhpc.plan.layout import ParallelLayout
+    from rlhpc.sharding.layout import ParallelLayout
 
     if scenario == "skipping":
         import megatron.core.parallel_state  # noqa: F401  (takes seconds)
@@ -152,9 +152,9 @@ def main(folder: Path, scenario: str) -> None:
 
 def watch(folder: Path, scenario: str) -> None:
     """Write hang.txt and when the silence began; end the ranks."""
-    from rlhpc.launch.batch import host
-    from rlhpc.launch.hang import HangWatch
-    from rlhpc.launch.store import StoreServer
+    from rlhpc.launch.supervise.batch_job import host
+    from rlhpc.launch.supervise.hang_watch import HangWatch
+    from rlhpc.launch.supervise.rendezvous_server import StoreServer
 
     job = os.environ[env.SLURM_JOB_ID]
     server = StoreServer.open()

@@ -12,7 +12,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.launch import driver
-from rlhpc.launch.submit import make_plan
+from rlhpc.launch.runs.submit import make_plan
 from tests.helpers.plain_model import write_inputs
 
 OPEN = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (dvs@host)  Sun Jul 27\n"

@@ -10,7 +10,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.models import LatentAttention, ModelShape, shape_of
-from rlhpc.plan.shards import model_tensors
+from rlhpc.sharding.shards import model_tensors
 from tests.helpers.published import DEEPSEEK_V3, DEEPSEEK_V3_BF16, MIXTRAL_8X7B, QWEN3_30B_A3B, QWEN3_235B_A22B
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.checkpoint.formats.model_folder import check_weights
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.models import FAMILIES, read_model
-from rlhpc.plan.check import check_config
-from rlhpc.plan.files import check_weights
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.shards import megatron_shards, model_tensors
+from rlhpc.plan.checks.run import check_config
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import megatron_shards, model_tensors
 from tests.docs.pages import DOCS, ROOT
 from tests.helpers.coverage import assert_filled_once, assert_held_once, small_layouts
 from tests.helpers.plain_model import write_inputs
@@ -101,8 +101,8 @@ def test_its_shape_means_the_same_in_another_process(run: Path, tmp_path: Path) 
     file = tmp_path / "shape"
     file.write_bytes(pickle.dumps(shape))
     program = (
-        "import pathlib, pickle, sys; from rlhpc.plan.layout import ParallelLayout;"
-        "from rlhpc.plan.shards import megatron_shards;"
+        "import pathlib, pickle, sys; from rlhpc.sharding.layout import ParallelLayout;"
+        "from rlhpc.sharding.shards import megatron_shards;"
         "shape = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes());"
         "sys.stdout.buffer.write(pickle.dumps(megatron_shards(shape, ParallelLayout(2, tp=2), 1)))"
     )

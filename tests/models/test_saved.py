@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.checkpoint.formats.model_folder import check_weights
 from rlhpc.models import read_model
-from rlhpc.plan.files import check_weights
-from rlhpc.plan.shards import model_tensors
+from rlhpc.sharding.shards import model_tensors
 from tests.helpers.tiny_models import KINDS, make_model
 
 MIXED = [  # layers with and without experts

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.store_client import StoreAddress
-from rlhpc.launch.store import StoreServer
+from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.parallel.store import JobStore, open_store
 from tests.helpers.distributed import RankFailed, run_ranks
 from tests.helpers.waiting import PATIENCE
@@ -178,7 +178,7 @@ def meet() -> dict:
 
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import build_groups, join, leave
-    from rlhpc.plan.layout import ParallelLayout
+    from rlhpc.sharding.layout import ParallelLayout
 
     for name in (env.MASTER_ADDR, env.MASTER_PORT):
         del os.environ[name]  # the helper's own rendezvous

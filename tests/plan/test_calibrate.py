@@ -13,9 +13,9 @@ from rlhpc.config.planning import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.calibrate import PHASES, calibrate, phase_seconds, read_run
-from rlhpc.plan.check import check_layout
-from rlhpc.plan.hardware import GPUS
-from rlhpc.plan.step_time import StepTime, predict_step
+from rlhpc.plan.checks.run import check_layout
+from rlhpc.plan.estimates.hardware import GPUS
+from rlhpc.plan.estimates.step_time import StepTime, predict_step
 
 ROOT = Path(__file__).parents[2]
 TRAINING = {"compute": 0.42, "launch_us": 32 / 3, "pass_compute": 0.28, "pass_launch_us": 16}

@@ -9,12 +9,12 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.models import read_model
-from rlhpc.plan.check import check_config, check_nodes, outline
-from rlhpc.plan.hardware import named_gpu, read_site
-from rlhpc.plan.memory import predict_memory
-from rlhpc.plan.shards import model_tensors, num_parameters
-from rlhpc.plan.step_time import predict_step
-from rlhpc.plan.training import check_memory
+from rlhpc.plan.checks.run import check_config, check_nodes, outline
+from rlhpc.plan.checks.training import check_memory
+from rlhpc.plan.estimates.hardware import named_gpu, read_site
+from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.plan.estimates.step_time import predict_step
+from rlhpc.sharding.shards import model_tensors, num_parameters
 from tests.helpers import published
 from tools import published_table
 from tools.markers import between

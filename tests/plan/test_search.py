@@ -13,14 +13,14 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.check import check_layout, check_nodes
-from rlhpc.plan.hardware import GPUS
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.memory import predict_memory
+from rlhpc.plan.checks.run import check_layout, check_nodes
+from rlhpc.plan.checks.training import check_memory
+from rlhpc.plan.estimates.hardware import GPUS
+from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.plan.search import Candidate, Found, _groups, search
-from rlhpc.plan.step_time import predict_step
 from rlhpc.plan.sweep import parse_range, plot, sweep
-from rlhpc.plan.training import check_memory
+from rlhpc.sharding.layout import ParallelLayout
 
 ROOT = Path(__file__).parents[2]
 MIXED, NODE = "deepseek-v3-671b-96gpus", "qwen2-7b-8gpus"

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from rlhpc.plan.checksums import plan_checksums
-from rlhpc.plan.engine import EngineLayout
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.push import PushSides, plan_push, push_sides
-from rlhpc.plan.shards import Shard
+from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.executor import Mover
+from rlhpc.reshard.sides import PushSides, plan_push, push_sides
 from rlhpc.reshard.verify import differing
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Shard
 from tests.helpers.blocks import Parameters, shape_of_kind
 from tests.helpers.distributed import run_ranks
 

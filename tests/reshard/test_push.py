@@ -202,9 +202,9 @@ def apart(models: Path) -> list[bool]:
     import torch.distributed as dist
 
     from rlhpc.config.schema import ReshardSection
-    from rlhpc.plan.engine import EngineLayout
-    from rlhpc.plan.push import push_sides
-    from rlhpc.reshard import Job, ReshardManager
+    from rlhpc.reshard.manager import Job, ReshardManager
+    from rlhpc.reshard.sides import push_sides
+    from rlhpc.sharding.engine_shards import EngineLayout
     from tests.helpers import equality
     from tests.rollout import engines
 

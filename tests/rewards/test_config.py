@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
-from rlhpc.plan.rewards import check_reward
+from rlhpc.plan.checks.rewards import check_reward
 
 
 def functions(*names: str, **more: Any) -> RewardSection:

@@ -16,8 +16,8 @@ from torch import Tensor
 from rlhpc.api import Completion, Request
 from rlhpc.config.schema import RolloutSection
 from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.engine import EngineLayout, engine_shards
 from rlhpc.rollout.vllm_engine import VllmEngine
+from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
 
 FAMILIES = ("llama", "qwen2", "qwen2_tied", "qwen3", "mixtral", "qwen3moe", "dsv3")
 # vLLM's CPU build knows the sizes of the published model alone.

@@ -11,8 +11,8 @@ import pytest
 
 from rlhpc.api import Request
 from rlhpc.core import env
-from rlhpc.plan.engine import EngineLayout
 from rlhpc.rollout.vllm_engine import over_nodes
+from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import PROMPTS, Result

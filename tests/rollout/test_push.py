@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlhpc.plan.engine import EngineLayout
+from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
 from tests.rollout.engines import FAMILIES

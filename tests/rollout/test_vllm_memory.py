@@ -17,7 +17,7 @@ import torch
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
-from rlhpc.plan.memory import EngineMemory, engine_bytes
+from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
 from rlhpc.rollout import vllm_memory
 from tests.helpers.distributed import run_ranks
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from rlhpc.api import Request
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
-from rlhpc.plan.engine import EngineLayout, engine_parameters
 from rlhpc.rollout.vllm_weights import check_parameters
+from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import KINDS, make_model
 from tests.rollout import engines

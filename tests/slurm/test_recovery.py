@@ -42,7 +42,7 @@ def submit(
     run = RunFolder(folder / "run")
     run.create()
     run.config.write_text(file.read_text())
-    script = f"exec {sys.executable} -u -m rlhpc.launch.job {run.path} tests.slurm.programs:{program}"
+    script = f"exec {sys.executable} -u -m rlhpc.launch.supervise.supervisor {run.path} tests.slurm.programs:{program}"
     known = [f"--nodes={count}", "--ntasks-per-node=1", "--requeue", "--open-mode=append", f"--output={folder}/log"]
     return cluster.submit(*known, *options, script=script, cwd=ROOT)
 
@@ -157,7 +157,7 @@ def test_a_full_disk_is_waited_for(cluster, tmp_path):
     assert told(tmp_path) == [("disk_full", "retry"), ("finished", "none")]
 
 
-@pytest.mark.long  # the bound itself: tests/launch/test_recovery.py
+@pytest.mark.long  # the bound itself: tests/launch/supervise/test_policy.py
 def test_failures_in_a_row_are_bounded(cluster, tmp_path):
     job = submit(cluster, tmp_path, "dies", retries=2, bad_node="retry")
     cluster.wait_state(job, "FAILED")

@@ -189,7 +189,8 @@ def test_each_element_is_a_run_of_its_own(user) -> None:
 @pytest.mark.long
 def test_an_element_goes_back_into_the_queue_alone(user) -> None:
     """The last element has the array's own number, and Slurm takes it for the whole array."""
-    code = "from rlhpc.launch.batch import BatchJob as B; import os; print(B.from_environ().requeue(()), flush=True)"
+    imported = "from rlhpc.launch.supervise.batch_job import BatchJob as B"
+    code = f"{imported}; import os; print(B.from_environ().requeue(()), flush=True)"
     last = '[ "$SLURM_ARRAY_JOB_ID" = "$SLURM_JOB_ID" ] && [ -z "$SLURM_RESTART_COUNT" ]'
     script = f"touch begun-$SLURM_ARRAY_TASK_ID; if {last}; then sleep 1; python -c '{code}'; sleep 60; fi; sleep 12"
     words = ("--array=1-3", "--requeue", f"--wrap={script}")
@@ -224,7 +225,7 @@ def test_the_ranks_run_in_the_container(user) -> None:
     mounts = [user.run, user.folder / "model", user.folder, "/scratch"]
     binds = [word for mount in mounts for word in ("--bind", str(mount))]
     attempt = user.run / "attempts" / "0001"
-    program = [sys.executable, "-u", "-m", "rlhpc.launch.rank", str(attempt), "tests.slurm.ranks:note"]
+    program = [sys.executable, "-u", "-m", "rlhpc.launch.worker.main", str(attempt), "tests.slurm.ranks:note"]
     expected = ["exec", "--nv", *binds, "--pwd", str(user.folder), "/images/mine.sif", *program]
     for rank in (0, 1):
         assert (user.folder / f"apptainer-{rank}").read_text().splitlines() == expected

@@ -91,10 +91,10 @@ def test_the_change_is_what_differs_from_the_common_ancestor(small: Path) -> Non
 def test_in_this_repository_tests_beside_a_module_are_near_and_some_are_out_of_reach() -> None:
     graph = read_graph(ROOT)
     for changed, near, far in (
-        ("rlhpc/plan/layout.py", "tests/plan/test_layout.py", "tests/core/test_exits.py"),
+        ("rlhpc/sharding/layout.py", "tests/sharding/test_layout.py", "tests/core/test_exits.py"),
         ("rlhpc/observe/report.py", "tests/observe/test_report.py", "tests/algo/test_losses.py"),
         ("rlhpc/backends/megatron/adamw.py", "tests/backends/test_optimizer.py", "tests/core/test_heartbeat.py"),
-        ("rlhpc/rewards/sandbox.py", "tests/rewards/test_sandbox.py", "tests/plan/test_layout.py"),
+        ("rlhpc/rewards/sandbox.py", "tests/rewards/test_sandbox.py", "tests/sharding/test_layout.py"),
     ):
         found = graph.tests_reached_by([changed])
         assert near in found, changed

@@ -15,7 +15,7 @@ import pytest
 from rlhpc.core.attempts import folders, read_verdict
 from rlhpc.core.folder import RunFolder
 from rlhpc.data import arithmetic
-from rlhpc.launch.logs import rank_logs
+from rlhpc.launch.runs.logs import rank_logs
 from rlhpc.observe.evaluation import majority, pass_at
 from tests.helpers.runs import ROOT, records, run, write_config
 

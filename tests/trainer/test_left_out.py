@@ -27,7 +27,7 @@ def chosen_of(
     of former steps, and the groups left to the next step and in the buffer. ``lost`` are samples that a reward model
     did not score, ``greedy`` says which prompts have a baseline."""
     from rlhpc.data.replay import ReplayBuffer
-    from rlhpc.trainer.kept import Kept
+    from rlhpc.trainer.carryover import Kept
     from rlhpc.trainer.sampling import Drawn, step_samples
 
     groups = [finished(number) for number in range(3)]

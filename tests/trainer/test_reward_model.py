@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from rlhpc.core.errors import UserError
-from rlhpc.plan.rewards import check_reward_model
+from rlhpc.plan.checks.rewards import check_reward_model
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import make_config, make_run, make_samples
 from tests.rollout.tool_task import make_tokenizer

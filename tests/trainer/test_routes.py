@@ -36,7 +36,7 @@ def make_run(model: Path) -> Any:
     import torch.distributed as dist
 
     from rlhpc.models import read_model
-    from rlhpc.plan.layout import ParallelLayout
+    from rlhpc.sharding.layout import ParallelLayout
     from rlhpc.trainer.roles import Role
     from tests.helpers.learning import make_config
 
@@ -52,7 +52,7 @@ def make_run(model: Path) -> Any:
 def moves(model: Path, folder: Path) -> tuple[list[bool], list[Any], list[Any]]:
     """Of each sample of a step whether this rank is to have its routes; what it has; and of groups put under way."""
     from rlhpc.trainer.batches import passing_plans, update_plans
-    from rlhpc.trainer.kept import Kept
+    from rlhpc.trainer.carryover import Kept
     from rlhpc.trainer.routes import moved_routes, trained_routes
 
     some = make_run(model)
@@ -108,7 +108,7 @@ def test_a_response_that_is_gone_on_with_has_its_routes_there(found: tuple[Path,
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
 def test_a_checkpoint_has_all_routes_and_gives_each_to_one_rank(found: tuple[Path, list[Any]], ranks: int) -> None:
-    from rlhpc.trainer.kept import Kept
+    from rlhpc.trainer.carryover import Kept
 
     parts = []
     for rank in range(ranks):

@@ -13,7 +13,7 @@ from rlhpc.api import Sample
 from rlhpc.config.rollout import DynamicSamplingSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.group_filter import make_filter
-from rlhpc.plan.sampling import Outcome, check_shortage
+from rlhpc.trainer.sampling_plan import Outcome, check_shortage
 from tests.docs.pages import DOCS, table_names
 from tests.helpers.runs import records, run, write_config
 from tests.rollout.tool_task import make_task, tool_sections

@@ -26,8 +26,8 @@ from rlhpc.core.files import read_json, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder, SkippedUpdate
 from rlhpc.data import arithmetic
 from rlhpc.data.files import Order
-from rlhpc.launch.diagnose import diagnose_error
-from rlhpc.launch.replay import replay_of
+from rlhpc.launch.runs.replay import replay_of
+from rlhpc.launch.supervise.diagnosis import diagnose_error
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import make_config, make_run, make_samples
 from tests.helpers.runs import ROOT, records, write_config

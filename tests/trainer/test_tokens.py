@@ -14,7 +14,7 @@ import torch
 from rlhpc.algo import find_algorithm
 from rlhpc.api import RunState, Sample, TokenStats, TrainStats
 from rlhpc.config.schema import RunConfig
-from rlhpc.plan.packing import PackPlan, pack
+from rlhpc.data.packing import PackPlan, pack
 
 pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be imported
 

@@ -35,16 +35,16 @@ from rlhpc.backends.megatron.optimizer import (
 )
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
+from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
 from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device
 from rlhpc.parallel.groups import Groups
-from rlhpc.plan.context import ContextSplit, split_context
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.shards import Shard
-from rlhpc.plan.torch_dist_index import is_torch_dist
+from rlhpc.sharding.context_split import ContextSplit, split_context
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Shard
 
 _MAX = "max/"  # metrics of this prefix are combined by maximum, all others by sum
 

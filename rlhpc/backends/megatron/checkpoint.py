@@ -27,7 +27,7 @@ from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state
 from rlhpc.parallel.agreement import raise_together
 from rlhpc.parallel.compat import megatron_device, patient_saves
 from rlhpc.parallel.saving import private_buckets
-from rlhpc.plan.layout import ParallelLayout
+from rlhpc.sharding.layout import ParallelLayout
 
 # The optimizer's state is by parameters, not by this layout's buffers.
 _LAID_OUT = {

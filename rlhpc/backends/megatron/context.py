@@ -1,6 +1,6 @@
 """Context parallelism: a rank's part of a packed batch, and the exchanges between the ranks that share its sequences.
 
-Sizes and orders of tokens as in ``rlhpc.plan.context``: T of the batch, L of this rank, P of all ranks' together.
+Sizes and orders of tokens as in ``sharding/context_split.py``: T of the batch, L of this rank, P of all ranks together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlhpc.api import PackedBatch
 from rlhpc.backends.megatron.packed import ContextIndex, PackedParams, RotaryTable, packed_params
-from rlhpc.plan.context import ContextSplit
+from rlhpc.sharding.context_split import ContextSplit
 
 
 @dataclass(frozen=True)

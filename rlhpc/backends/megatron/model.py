@@ -15,9 +15,8 @@ from rlhpc.backends.megatron.value_head import give_value_head
 from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, hold_what_is_sent
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.shards import padded_vocab
-from rlhpc.plan.training import routes_in_float32
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import padded_vocab
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -125,7 +124,7 @@ def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any
         "moe_router_load_balancing_type": "aux_loss" if section.aux_loss else "none",
         "moe_aux_loss_coeff": section.aux_loss,
         # None: Router computes logits in the model's dtype, and all that follows in float32.
-        "moe_router_dtype": "fp32" if routes_in_float32(experts, section) else None,
+        "moe_router_dtype": "fp32" if experts.float32_router(section.router_dtype) else None,
     }
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.backends.megatron.segments import Segments
 from rlhpc.models import ModelShape, Rope
-from rlhpc.plan.context import ContextSplit
+from rlhpc.sharding.context_split import ContextSplit
 
 
 @dataclass
@@ -30,7 +30,7 @@ class PackedParams(PackedSeqParams):
 class ContextIndex:
     """A split's indices on this rank's device; each is made when first asked for, and serves all layers.
 
-    Sizes and orders of tokens as in ``rlhpc.plan.context``.
+    Sizes and orders of tokens as in ``rlhpc.sharding.context_split``.
     """
 
     def __init__(self, split: ContextSplit, rank: int, device: torch.device) -> None:

@@ -12,12 +12,12 @@ from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from torch import Tensor
 
+from rlhpc.checkpoint.formats.safetensors_reader import SafetensorsFolder
 from rlhpc.core.rank import RankInfo
-from rlhpc.data.safetensors_files import SafetensorsFolder
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device
-from rlhpc.plan.layout import ParallelLayout
-from rlhpc.plan.shards import Shard, TensorSpec, megatron_shards, model_tensors
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Shard, TensorSpec, megatron_shards, model_tensors
 
 _OUTPUT = "output_layer.weight"
 _PADDED = {"embedding.word_embeddings.weight", _OUTPUT}

@@ -17,7 +17,7 @@ from rlhpc.launch.slurm.commands import clean_submission
 from rlhpc.launch.slurm.errors import submission_error
 from rlhpc.launch.slurm.job_spec import JobSpec
 
-JOB = "rlhpc.launch.job:run_job"
+JOB = "rlhpc.launch.supervise.supervisor:run_job"
 # How submitit spells these among its own parameters; the others go in as they are.
 _SUBMITIT_NAMES = {"job-name": "job_name"}
 

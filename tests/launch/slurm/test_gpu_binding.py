@@ -9,7 +9,7 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.launch.direct import prepare_folder
+from rlhpc.launch.runs.direct import prepare_folder
 from rlhpc.launch.slurm.gpu_binding import binding_option, check_job_binding, parse
 from rlhpc.launch.slurm.job_spec import make_spec
 from tests.helpers.plain_model import write_inputs

@@ -1,0 +1,116 @@
+"""What lies where in the safetensors files of a HuggingFace folder, from their headers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.formats.model_folder import read_header, weight_files
+from rlhpc.core.errors import UserError
+
+# Bytes of an element of the types that can be read.
+ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
+INDEX = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor's bytes are those of ``file`` from ``start`` on, row after row."""
+
+    name: str
+    dtype: str  # as safetensors names it
+    shape: tuple[int, ...]
+    file: Path
+    start: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def read_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of the folder; each file must be whole, and hold each tensor once."""
+    found: dict[str, StoredTensor] = {}
+    for path in weight_files(folder):
+        begin, header = read_header(path)
+        for name, entry in header.items():
+            if name in found:
+                raise UserError(f"has {name!r}, which {found[name].file.name} has too", where=str(path))
+            found[name] = _stored(name, entry, path, begin)
+    return found
+
+
+def _stored(name: str, entry: Mapping[str, Any], path: Path, begin: int) -> StoredTensor:
+    dtype, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
+    if dtype not in ITEM_BYTES:
+        raise UserError(
+            f"{name!r} is {dtype}", where=str(path), remedy=f"convert it to one of {', '.join(ITEM_BYTES)} first"
+        )
+    tensor = StoredTensor(name, dtype, shape, path, begin + first)
+    if last - first != tensor.size:
+        raise UserError(
+            f"{name!r} has {last - first} bytes for shape {list(shape)} of {dtype}",
+            where=str(path),
+            remedy="copy or download the file again",
+        )
+    return tensor
+
+
+@dataclass(frozen=True)
+class NewFile:
+    """A safetensors file to be written: its header, and the tensors behind it."""
+
+    name: str
+    header: bytes
+    tensors: tuple[tuple[str, str, tuple[int, ...], int], ...]  # name, dtype, shape, start in the file
+    size: int
+
+
+def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], most_bytes: int) -> list[NewFile]:
+    """Files for (name, dtype, shape) in their order, as HuggingFace names them: none above ``most_bytes`` unless it is
+    a single tensor."""
+    groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
+    used = 0
+    for name, dtype, shape in tensors:
+        size = prod(shape) * ITEM_BYTES[dtype]
+        if groups[-1] and used + size > most_bytes:
+            groups.append([])
+            used = 0
+        groups[-1].append((name, dtype, shape))
+        used += size
+    count = len(groups)
+    return [
+        _new_file("model.safetensors" if count == 1 else f"model-{i:05d}-of-{count:05d}.safetensors", group)
+        for i, group in enumerate(groups, 1)
+    ]
+
+
+def _new_file(name: str, tensors: list[tuple[str, str, tuple[int, ...]]]) -> NewFile:
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    at, starts = 0, []
+    # The format's own writer sorts by size of element, so that each tensor lies at a multiple of it.
+    ordered = sorted(tensors, key=lambda entry: -ITEM_BYTES[entry[1]])
+    for tensor, dtype, shape in ordered:
+        size = prod(shape) * ITEM_BYTES[dtype]
+        header[tensor] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + size]}
+        starts.append(at)
+        at += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    placed = tuple((t, d, s, begin + start) for (t, d, s), start in zip(ordered, starts, strict=True))
+    return NewFile(name, len(text).to_bytes(8, "little") + text, placed, begin + at)
+
+
+def index_text(files: Iterable[NewFile]) -> str:
+    """The index of sharded files, as HuggingFace writes it."""
+    files = list(files)
+    total = sum(file.size - len(file.header) for file in files)
+    parameters = sum(prod(shape) for file in files for _, _, shape, _ in file.tensors)
+    where = {name: file.name for file in files for name, _, _, _ in file.tensors}
+    metadata = {"total_parameters": parameters, "total_size": total}
+    return json.dumps({"metadata": metadata, "weight_map": dict(sorted(where.items()))}, indent=2) + "\n"

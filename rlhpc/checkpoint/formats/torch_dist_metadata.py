@@ -1,0 +1,198 @@
+"""The index (.metadata) of a torch_dist checkpoint, read without torch and without running what is in it.
+
+It is a pickle of torch.distributed.checkpoint.metadata.Metadata: only the classes of that format are known here, as
+plain records, and any other name in the file is refused.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, tiles
+from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.models import ModelShape
+from rlhpc.sharding.shards import Box
+
+# torch's types of elements by the names that safetensors gives them.
+TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
+_DTYPES = {torch: name for name, torch in TORCH_DTYPES.items()}
+_TYPES = {*_DTYPES, "float64", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool"}
+_COPY_AGAIN = "copy or save the checkpoint again"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """``box`` of a tensor, saved by torch.save in bytes ``start`` to ``start + length`` of ``file``."""
+
+    box: Box
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    key: str
+    dtype: str  # as safetensors names it, or torch's name for one that is no weight's
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class Index:
+    """``objects``: where each value that is no tensor lies (file, start, length)."""
+
+    tensors: dict[str, SavedTensor]
+    objects: dict[str, tuple[str, int, int]]
+
+
+def read_index(folder: Path) -> Index:
+    """What a checkpoint holds, by key; every file that tensors lie in is as long as the index asks for.
+
+    Raises UserError.
+    """
+    path = folder / ".metadata"
+    if not path.is_file():
+        raise UserError("no .metadata: not a torch_dist checkpoint", where=str(folder))
+    try:
+        with open(path, "rb") as file:
+            document = _Reader(file).load()
+        places = {
+            (index.fqn, tuple(index.offset)): info for index, info in document.storage_data.items() if index.offset
+        }
+        scalars = {index.fqn: info for index, info in document.storage_data.items() if not index.offset}
+        tensors = {
+            key: _tensor(key, entry, places, scalars)
+            for key, entry in document.state_dict_metadata.items()
+            if isinstance(entry, _Tensor)
+        }
+        objects = {
+            key: (_inside(key, info), int(info.offset), int(info.length))
+            for key, info in scalars.items()
+            if key not in tensors
+        }
+    except UserError as error:
+        raise UserError(error.message, where=str(path), remedy=_COPY_AGAIN) from None
+    except Exception as error:  # a damaged pickle fails in any way
+        raise UserError(f"is damaged ({type(error).__name__})", where=str(path), remedy=_COPY_AGAIN) from None
+    _check(folder, tensors)
+    return Index(tensors, objects)
+
+
+def is_torch_dist(folder: Path) -> bool:
+    """The folder is a checkpoint in Megatron's torch_dist format."""
+    return (folder / ".metadata").is_file() or (folder / "metadata.json").is_file()
+
+
+def check_tensors(tensors: Mapping[str, SavedTensor], shape: ModelShape, folder: Path, model: Path) -> None:
+    """The checkpoint in ``folder`` holds the model that the config in ``model`` describes. Raises UserError."""
+    config = model / "config.json"
+    for parameter in checkpoint_parameters(shape):
+        saved = tensors.get(parameter.key)
+        if saved is None:
+            weights = [key for key in tensors if not key.startswith("optimizer.")]
+            raise UserError(
+                f"the checkpoint has no {parameter.key!r}, which {config} asks for",
+                where=str(folder),
+                remedy=did_you_mean(parameter.key, weights),
+            )
+        found, wanted = saved.shape, parameter.global_shape
+        if found != wanted and not (parameter.pads and found[1:] == wanted[1:] and found[0] > wanted[0]):
+            raise UserError(
+                f"{parameter.key!r} has shape {list(found)}, config.json asks for {list(wanted)}",
+                where=str(folder / ".metadata"),
+                remedy=f"use the config.json that belongs to these weights, not {config}",
+            )
+
+
+def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[str, Any]) -> SavedTensor:
+    chunks = []
+    for chunk in entry.chunks:
+        start, size = tuple(chunk.offsets), tuple(chunk.sizes)
+        info = places[key, start] if start else scalars[key]
+        if getattr(info, "transform_descriptors", None):
+            raise UserError(f"{key!r} is packed with {info.transform_descriptors}, which is not read here")
+        stop = tuple(a + n for a, n in zip(start, size, strict=True))
+        chunks.append(Chunk(Box(start, stop), _inside(key, info), int(info.offset), int(info.length)))
+    return SavedTensor(key, entry.properties.dtype, tuple(entry.size), tuple(chunks))
+
+
+def _inside(key: str, info: Any) -> str:
+    """The file's name, which must be one of the checkpoint's own."""
+    name = Path(info.relative_path)
+    if name.is_absolute() or ".." in name.parts:
+        raise UserError(f"{key!r} lies outside the checkpoint, in {str(name)!r}")
+    return str(name)
+
+
+def _check(folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
+    ends: dict[str, int] = {}
+    for tensor in tensors.values():
+        if tensor.shape and not tiles(tensor.shape, [chunk.box for chunk in tensor.chunks]):
+            raise UserError(
+                f"the chunks of {tensor.key!r} do not hold each element once",
+                where=str(folder / ".metadata"),
+                remedy=_COPY_AGAIN,
+            )
+        for chunk in tensor.chunks:
+            ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
+    for name, end in sorted(ends.items()):
+        if not (folder / name).is_file():
+            raise UserError("is missing", where=str(folder / name), remedy=_COPY_AGAIN)
+        size = (folder / name).stat().st_size
+        if size < end:
+            raise UserError(
+                f"is cut short, {end - size} bytes are missing ({size} of {end} bytes)",
+                where=str(folder / name),
+                remedy=_COPY_AGAIN,
+            )
+
+
+class _Record:
+    """An instance of a class of the format: its fields, as positional arguments or as a state."""
+
+    names: tuple[str, ...] = ()
+
+    def __init__(self, *values: Any, **fields: Any) -> None:
+        self.__dict__.update(zip(self.names, values, strict=False), **fields)
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__.update(state if isinstance(state, dict) else zip(self.names, state, strict=False))
+
+
+def _record(*names: str) -> type[_Record]:
+    return type("_Fields", (_Record,), {"names": names})
+
+
+_Tensor = _record("properties", "size", "chunks")
+_ANY = type("_Any", (_Record,), {})
+_METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
+_KNOWN: dict[tuple[str, str], Any] = {
+    (_METADATA, "Metadata"): _record("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
+    (_METADATA, "TensorStorageMetadata"): _Tensor,
+    (_METADATA, "TensorProperties"): _record("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
+    (_METADATA, "ChunkStorageMetadata"): _record("offsets", "sizes"),
+    (_METADATA, "BytesStorageMetadata"): _ANY,
+    (_METADATA, "MetadataIndex"): type("_Index", (_Record,), {"names": ("fqn", "offset", "index"), "offset": None}),
+    (_METADATA, "StorageMeta"): _ANY,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): _ANY,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("relative_path", "offset", "length"),
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _ANY,
+    ("torch", "Size"): lambda sizes=(): tuple(sizes),
+    ("torch.serialization", "_get_layout"): lambda name: name,
+    ("collections", "OrderedDict"): dict,
+    **{(_PLANNER, name): _ANY for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _KNOWN:
+            return _KNOWN[module, name]
+        if module == "torch" and name in _TYPES:
+            return _DTYPES.get(name, name)
+        raise UserError(f"names {module}.{name}, which is no part of the format: it is not opened")

@@ -1,0 +1,283 @@
+"""What a conversion writes where, from headers alone: files, and the pieces that workers take one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import lcm, prod
+from pathlib import Path
+
+from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES, NewFile, plan_files
+from rlhpc.checkpoint.formats.torch_dist import Parameter, checkpoint_parameters, chunk_boxes, extra_states
+from rlhpc.config.training import ParallelSection
+from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side
+from rlhpc.core.errors import UserError
+from rlhpc.plan.checks.parallelism import fitting_layout
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Box, TensorSpec, padded_vocab
+
+FORMAT = 1
+DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+CHUNK_BYTES = 32 << 20  # what a worker holds of the target at once
+FILE_BYTES = 5 * 10**9  # of one safetensors file, as HuggingFace cuts them
+PIECE_BYTES, _MOST_PIECES = 256 << 20, 1024
+_WRITE_RATE = 1e9  # bytes a second that a dry run reckons with
+
+
+@dataclass(frozen=True)
+class NewChunk:
+    """``box`` of a parameter, or of the optimizer's state ``prefix`` of it, to be saved as one chunk."""
+
+    parameter: Parameter
+    prefix: str
+    box: Box
+    dtype: str
+
+    @property
+    def key(self) -> str:
+        return self.prefix + self.parameter.key
+
+    @property
+    def size(self) -> int:
+        return self.box.volume * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    """A tensor whose bytes are to be written into a safetensors file from ``start`` on."""
+
+    spec: TensorSpec
+    dtype: str
+    start: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.spec.shape) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a worker does at once, and what is not done again after a kill. All of it goes into one file."""
+
+    number: int
+    file: str
+    items: tuple[NewChunk, ...] | tuple[NewTensor, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(item.size for item in self.items)
+
+
+@dataclass(frozen=True)
+class ConversionPlan:
+    """``target`` is megatron or hf. ``dtypes``: tensors that had another type before, to which they go back."""
+
+    source: Side
+    target: str
+    layout: ParallelLayout
+    pieces: tuple[Piece, ...]
+    files: tuple[NewFile, ...]
+    dtypes: Mapping[str, str]
+    dtype: str | None
+    digest: str
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the model, tied ones once."""
+        return sum(prod(spec.shape) for spec in self.source.specs.values())
+
+    @property
+    def write_bytes(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of the source's files, what the model takes."""
+        if isinstance(self.source, HuggingFaceSide):
+            return sum(tensor.size for tensor in (*self.source.tensors.values(), *self.source.scales.values()))
+        keys = {item.key for piece in self.pieces for item in piece.items if isinstance(item, NewChunk)}
+        keys = keys or {parameter.key for parameter in self.source.parameters}
+        saved = [self.source.tensors[key] for key in keys]
+        return sum(prod(tensor.shape) * ITEM_BYTES[tensor.dtype] for tensor in saved)
+
+
+def plan_layout(source: Side, axes: Mapping[str, int | None]) -> ParallelLayout:
+    """The layout of the options ``--tp`` and so on; a UserError when it does not suit the model."""
+    section = ParallelSection(**{axis: size for axis, size in axes.items() if size is not None})
+    world = section.pp * lcm(section.tp, section.etp * section.ep)
+    try:
+        return fitting_layout(section, world, source.shape)
+    except UserError as error:
+        where = error.where.replace("parallel.", "--").replace("_", "-")
+        raise UserError(error.message, where=where, remedy=error.remedy) from None
+
+
+def plan_conversion(
+    source: Side,
+    target: str,
+    layout: ParallelLayout,
+    dtype: str | None = None,
+    piece_bytes: int = PIECE_BYTES,
+    file_bytes: int = FILE_BYTES,
+) -> ConversionPlan:
+    """``target``: megatron or hf; ``dtype``: as safetensors names it, by default what each tensor has.
+
+    ``piece_bytes``: the least that a worker takes at once; ``file_bytes``: the most in one safetensors file.
+    """
+    digest = _digest(source, target, layout, dtype, piece_bytes, file_bytes)
+    if target == "megatron":
+        chunks, dtypes = _new_chunks(source, layout, dtype)
+        pieces = tuple(_pieces_of_chunks(chunks, piece_bytes))
+        return ConversionPlan(source, target, layout, pieces, (), dtypes, dtype, digest)
+    specs = source.specs
+    files = plan_files(
+        [(name, _tensor_dtype(source, spec, dtype), spec.shape) for name, spec in specs.items()], file_bytes
+    )
+    return ConversionPlan(
+        source, target, layout, tuple(_pieces_of_files(files, specs, piece_bytes)), tuple(files), {}, dtype, digest
+    )
+
+
+def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
+    """What a dry run prints."""
+    source, write = plan.source, plan.write_bytes
+    into = f"torch_dist in chunks of {plan.layout.text}" if plan.target == "megatron" else "safetensors"
+    dtypes = sorted({item.dtype for piece in plan.pieces for item in piece.items})
+    lines = [
+        f"model     {source.shape.architecture}, {source.shape.num_layers} layers, {plan.parameters:,} parameters",
+        f"read      {_size(plan.read_bytes)} in {len(source.files)} file(s) of {source.folder}",
+        f"write     {_size(write)} of {', '.join(dtypes)}: {into}, "
+        f"{len({piece.file for piece in plan.pieces})} file(s)",
+        f"disk      {_size(free_bytes)} free, {_size(write)} needed",
+        f"work      {len(plan.pieces)} piece(s) for {workers} worker(s), about "
+        f"{_time(max(write, plan.read_bytes) / _WRITE_RATE)} on a disk that does 1 GB/s",
+    ]
+    lines += [f"changed   {text}" for text in _changes(plan)]
+    return lines
+
+
+def check_disk(folder: Path, needed: int, free: int) -> None:
+    """Refuse to begin what cannot be ended."""
+    if needed > free:
+        raise UserError(
+            f"{_size(needed)} are needed, {_size(free)} are free",
+            where=str(folder),
+            remedy="free disk space, or choose another disk",
+        )
+
+
+def _changes(plan: ConversionPlan) -> Iterator[str]:
+    source = plan.source
+    if isinstance(source, HuggingFaceSide):
+        if source.scales:
+            yield f"{len(source.scales)} tensors of fp8 are dequantised with their scales"
+        if source.left_out:
+            yield f"{len(source.left_out)} tensors are left out, such as {next(iter(source.left_out))}"
+        rounded = plan.dtype and [n for n, t in source.tensors.items() if t.dtype == "F32" and plan.dtype != "F32"]
+        if rounded:
+            yield f"{len(rounded)} tensors of float32 are rounded to {plan.dtype}"
+    elif plan.target == "hf" and len(source.prefixes) > 1:
+        yield "the optimizer's states are left out: HuggingFace's files have no place for them"
+
+
+def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tuple[list[NewChunk], dict[str, str]]:
+    parameters = checkpoint_parameters(source.shape, layout.tp)
+    if isinstance(source, MegatronSide):  # no row of a checkpoint is lost, though it may be padding
+        saved_rows = {p.key: padded_vocab(p.shape[0], layout.tp) for p in source.parameters if p.pads}
+        parameters = [p.with_rows(saved_rows[p.key]) if p.pads else p for p in parameters]
+    prefixes = source.prefixes if isinstance(source, MegatronSide) else [""]
+    types = _key_dtypes(source, parameters, dtype)
+    chunks = []
+    for prefix in prefixes:
+        for parameter in parameters:
+            key_type = types[parameter.key]
+            if prefix:
+                assert isinstance(source, MegatronSide)
+                saved = source.tensors.get(prefix + parameter.key)
+                if saved is None:  # a bias of routers has no optimizer
+                    continue
+                key_type = saved.dtype
+            most = CHUNK_BYTES // ITEM_BYTES[key_type]
+            chunks += [NewChunk(parameter, prefix, box, key_type) for box in chunk_boxes(parameter, layout, most)]
+    had = dict(source.record.get("dtypes", {})) if isinstance(source, MegatronSide) else {}
+    if dtype is None and isinstance(source, HuggingFaceSide):
+        names = ((shard.tensor.name, types[p.key]) for p in parameters for shard in p.shards)
+        had = {name: source.dtype_of(name) for name, new in names if source.dtype_of(name) != new}
+    return chunks, had if dtype is None else {}
+
+
+def _key_dtypes(source: Side, parameters: list[Parameter], dtype: str | None) -> dict[str, str]:
+    """One type for each key: what was asked for, or one that has every number of all its parts."""
+    found: dict[str, set[str]] = {}
+    for parameter in parameters:
+        if parameter.float32:
+            types = {"F32"}
+        elif dtype is not None:
+            types = {dtype}
+        elif isinstance(source, MegatronSide):
+            types = {source.tensors[parameter.key].dtype}
+        else:
+            types = {source.dtype_of(shard.tensor.name) for shard in parameter.shards}
+        found.setdefault(parameter.key, set()).update(types)
+    return {key: next(iter(types)) if len(types) == 1 else "F32" for key, types in found.items()}
+
+
+def _tensor_dtype(source: Side, spec: TensorSpec, dtype: str | None) -> str:
+    return source.dtype_of(spec.name) if dtype is None or spec.float32 else dtype
+
+
+def _pieces_of_chunks(chunks: list[NewChunk], least: int) -> Iterator[Piece]:
+    least = max(least, sum(chunk.size for chunk in chunks) // _MOST_PIECES)
+    held: list[NewChunk] = []
+    number = size = 0
+    for chunk in chunks:
+        held.append(chunk)
+        size += chunk.size
+        if size >= least:
+            yield Piece(number, f"__{number}_0.distcp", tuple(held))
+            held, size, number = [], 0, number + 1
+    if held:
+        yield Piece(number, f"__{number}_0.distcp", tuple(held))
+
+
+def _pieces_of_files(files: list[NewFile], specs: Mapping[str, TensorSpec], least: int) -> Iterator[Piece]:
+    least = max(least, sum(file.size for file in files) // _MOST_PIECES)
+    number = 0
+    for file in files:
+        held: list[NewTensor] = []
+        for index, (name, dtype, _, start) in enumerate(file.tensors):
+            held.append(NewTensor(specs[name], dtype, start))
+            if sum(item.size for item in held) >= least or index == len(file.tensors) - 1:
+                yield Piece(number, file.name, tuple(held))
+                held, number = [], number + 1
+
+
+def objects_of(plan: ConversionPlan) -> list[str]:
+    """Keys of what is saved beside tensors: Megatron's empty states, and what a training checkpoint has besides."""
+    if isinstance(plan.source, MegatronSide):
+        return list(plan.source.objects)
+    return extra_states(checkpoint_parameters(plan.source.shape))
+
+
+def _digest(source: Side, *options: object) -> str:
+    """Of everything that the result depends on; files by size and time of change."""
+    stats = [(str(file), file.stat()) for file in source.files]
+    files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+    value = [FORMAT, [repr(option) for option in options], files, dict(source.fields), CHUNK_BYTES]
+    return hashlib.sha256(json.dumps(value, default=str).encode()).hexdigest()
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.4g} {unit}"
+        count /= 1000
+    return f"{count:,.4g} TB"
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{max(1, round(seconds))} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

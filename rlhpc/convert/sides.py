@@ -1,0 +1,292 @@
+"""The two kinds of folders that hold a model's weights, as their headers and indexes describe them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor, read_folder
+from rlhpc.checkpoint.formats.torch_dist import Parameter, checkpoint_parameters
+from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, check_tensors, is_torch_dist, read_index
+from rlhpc.config import yaml12
+from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.folder import RunFolder
+from rlhpc.models import ModelShape, shape_of
+from rlhpc.sharding.shards import Shard, TensorSpec, model_tensors
+
+RECORD = "conversion.json"
+SCALE = "_scale_inv"
+FP8_BLOCK = 128
+_STEP = re.compile(r"step-(\d+)")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Not weights of the model: tables that old versions saved, and the layers of DeepSeek-V3 that predict further tokens.
+_LEFT_OUT = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
+
+
+@dataclass(frozen=True)
+class HuggingFaceSide:
+    """Safetensors of a model. ``left_out``: tensors in the files that belong to no part of it that is built here."""
+
+    folder: Path
+    shape: ModelShape
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    scales: Mapping[str, StoredTensor]
+    left_out: Mapping[str, StoredTensor]
+    kind = "hf"
+
+    @property
+    def model_folder(self) -> Path:
+        """Where its config and tokenizer are."""
+        return self.folder
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in model_tensors(self.shape)}
+
+    def dtype_of(self, name: str) -> str:
+        """What the tensor's numbers are; those of fp8 with scales are given out as bfloat16 unless told otherwise."""
+        dtype = self.tensors[name].dtype
+        return "BF16" if dtype == "F8_E4M3" else dtype
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({tensor.file for tensor in self.tensors.values()})
+
+
+@dataclass(frozen=True)
+class MegatronSide:
+    """A torch_dist checkpoint. ``record`` is what the conversion that made it has left, empty for one of training."""
+
+    folder: Path
+    shape: ModelShape
+    fields: Mapping[str, Any]
+    model_folder: Path
+    tensors: Mapping[str, SavedTensor]
+    objects: Mapping[str, tuple[str, int, int]]
+    record: Mapping[str, Any]
+    kind = "megatron"
+
+    @cached_property
+    def specs(self) -> dict[str, TensorSpec]:
+        return {tensor.name: tensor for tensor in model_tensors(self.shape)}
+
+    @cached_property
+    def parameters(self) -> list[Parameter]:
+        """Of the model, with the rows of the vocabulary that the checkpoint has."""
+        found = []
+        for parameter in checkpoint_parameters(self.shape):
+            saved = self.tensors[parameter.key]
+            rows = saved.shape[0] if parameter.pads else None
+            found.append(parameter.with_rows(rows) if rows is not None else parameter)
+        return found
+
+    @cached_property
+    def places(self) -> dict[str, list[tuple[Parameter, Shard]]]:
+        """Of each HuggingFace tensor, the parameters that hold it."""
+        found: dict[str, list[tuple[Parameter, Shard]]] = {}
+        for parameter in self.parameters:
+            for shard in parameter.shards:
+                found.setdefault(shard.tensor.name, []).append((parameter, shard))
+        return found
+
+    @property
+    def prefixes(self) -> list[str]:
+        """'' for the weights, and those of the optimizer's states of them, such as 'optimizer.state.exp_avg.'"""
+        first = self.parameters[0].key
+        return [key.removesuffix(first) for key in self.tensors if key == first or key.endswith("." + first)]
+
+    def dtype_of(self, name: str) -> str:
+        dtypes: Mapping[str, str] = self.record.get("dtypes", {})
+        return dtypes.get(name) or self.tensors[self.places[name][0][0].key].dtype
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted({self.folder / chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
+
+
+Side = HuggingFaceSide | MegatronSide
+
+
+def read_side(path: Path, step: int | None = None, model: Path | None = None, family: str | None = None) -> Side:
+    """What is in a HuggingFace folder, a converted one, a checkpoint of a run, or the run's folder.
+
+    ``step``: which checkpoint of a run, by default the newest; ``model``: where config and tokenizer are, if not where
+    they are looked for. Raises UserError.
+    """
+    if not path.is_dir():
+        raise UserError("no such folder", where=str(path), remedy="give a model's folder")
+    checkpoint = _checkpoint_of(path, step)
+    if checkpoint is None:
+        return _read_huggingface(path, family)
+    index = read_index(checkpoint)
+    home = model or _model_folder(checkpoint)
+    fields = read_fields(home)
+    shape = shape_of(unquantised(fields, home), str(home / "config.json"), family)
+    check_tensors(index.tensors, shape, checkpoint, home)
+    return MegatronSide(checkpoint, shape, fields, home, index.tensors, index.objects, read_record(checkpoint))
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """What the conversion that made a folder has left in it; nothing in another folder."""
+    return _read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
+
+
+def read_fields(folder: Path) -> dict[str, Any]:
+    """Of a model's config.json."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError("no config.json", where=str(folder), remedy="give a folder as HuggingFace saves it")
+    return _read_json(file)
+
+
+def unquantised(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The fields of the model once its weights are dequantised; refuses what cannot be."""
+    found = dict(fields)
+    told = found.pop("quantization_config", None)
+    if not told:
+        return found
+    method, fmt, block = (told.get(name) for name in ("quant_method", "fmt", "weight_block_size"))
+    if method != "fp8" or fmt not in (None, "e4m3") or list(block or []) != [FP8_BLOCK, FP8_BLOCK]:
+        raise UserError(
+            f"weights quantised by {method!r} (fmt {fmt!r}, blocks {block}) are not read",
+            where=str(folder / "config.json"),
+            remedy="dequantise them first; supported: fp8 e4m3 in blocks of 128 x 128",
+        )
+    return found
+
+
+def _read_huggingface(folder: Path, family: str | None) -> HuggingFaceSide:
+    safe = any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file()
+    pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
+    if pickles and not safe:
+        raise UserError(
+            f"holds {pickles[0]}, a pickle, which may run any program when it is read: it is not opened",
+            where=str(folder),
+            remedy="download the model's safetensors; or, on a machine where nothing can be harmed, load it with "
+            "AutoModelForCausalLM.from_pretrained and save it with save_pretrained",
+        )
+    fields = read_fields(folder)
+    shape = shape_of(unquantised(fields, folder), str(folder / "config.json"), family)
+    stored = read_folder(folder)
+    specs = {tensor.name: tensor for tensor in model_tensors(shape)}
+    scales = {name: t for name, t in stored.items() if name.endswith(SCALE) and name.removesuffix(SCALE) in specs}
+    tensors = {name: stored[name] for name in specs if name in stored}
+    others = {name: t for name, t in stored.items() if name not in specs and name not in scales}
+    side = HuggingFaceSide(folder, shape, fields, tensors, scales, others)
+    _check_huggingface(side)
+    return side
+
+
+def _check_huggingface(side: HuggingFaceSide) -> None:
+    missing = [name for name in side.specs if name not in side.tensors]
+    if missing:
+        raise UserError(
+            f"the weights have no tensor {missing[0]!r}" + (f", nor {len(missing) - 1} others" if missing[1:] else ""),
+            where=str(side.folder),
+            remedy="use the weights that belong to its config.json",
+        )
+    for name, spec in side.specs.items():
+        stored = side.tensors[name]
+        if stored.shape != spec.shape:
+            raise UserError(
+                f"{name!r} has shape {list(stored.shape)}, config.json asks for {list(spec.shape)}",
+                where=str(stored.file),
+                remedy="use the config.json that belongs to these weights",
+            )
+        if stored.dtype == "F8_E4M3":
+            _check_scale(side, stored)
+    for name in side.left_out:
+        if not _may_be_left_out(side.shape, name):
+            raise UserError(
+                f"the weights have {name!r}, which the model of config.json has not",
+                where=str(side.folder),
+                remedy=did_you_mean(name, side.specs) + " (config.json and weights must belong together)",
+            )
+
+
+def _check_scale(side: HuggingFaceSide, stored: StoredTensor) -> None:
+    scale = side.scales.get(stored.name + SCALE)
+    wanted = tuple(-(-n // FP8_BLOCK) for n in stored.shape)
+    if scale is None or scale.shape != wanted or scale.dtype != "F32":
+        found = "is missing" if scale is None else f"is {scale.dtype} {list(scale.shape)}, not F32 {list(wanted)}"
+        raise UserError(
+            f"the scale {stored.name + SCALE!r} {found}",
+            where=str(stored.file),
+            remedy="download the model's files again",
+        )
+
+
+def _may_be_left_out(shape: ModelShape, name: str) -> bool:
+    if _LEFT_OUT.search(name) or (shape.tied_embeddings and name == "lm_head.weight"):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    return shape.latent is not None and layer is not None and int(layer[1]) >= shape.num_layers
+
+
+def _checkpoint_of(path: Path, step: int | None) -> Path | None:
+    """The folder of the torch_dist files; None for a HuggingFace folder."""
+    checkpoints = RunFolder(path).checkpoints
+    if checkpoints.is_dir():
+        return _step_folder(checkpoints, step) / "actor"
+    if step is not None:
+        raise UserError(
+            f"{str(path)!r} is no run folder", where="--step", remedy="give the run's folder, or leave out --step"
+        )
+    for folder in (path, path / "actor"):
+        if is_torch_dist(folder):
+            return folder
+    return None
+
+
+def _step_folder(checkpoints: Path, step: int | None) -> Path:
+    there = {int(found[1]): folder for folder in checkpoints.iterdir() if (found := _STEP.fullmatch(folder.name))}
+    if not there:
+        raise UserError("holds no checkpoint", where=str(checkpoints))
+    if step is None:
+        return there[max(there)]
+    if step not in there:
+        raise UserError(
+            f"no checkpoint of step {step}",
+            where=str(checkpoints),
+            remedy="there are " + ", ".join(map(str, sorted(there))),
+        )
+    return there[step]
+
+
+def _model_folder(checkpoint: Path) -> Path:
+    """Where the config of a checkpoint's model is: beside it, or where its run's configuration says."""
+    if (checkpoint / "config.json").is_file():
+        return checkpoint
+    run = next((folder for folder in checkpoint.absolute().parents if (folder / "config.yaml").is_file()), None)
+    if run is None:
+        raise UserError(
+            "no config.json, and no config.yaml of a run above it",
+            where=str(checkpoint),
+            remedy="name the HuggingFace folder that training started from with --model",
+        )
+    config = yaml12.parse((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
+    told = Path(str(config["model"]["path"]))
+    for base in (Path.cwd(), *run.parents):
+        if (base / told / "config.json").is_file():
+            return base / told
+    raise UserError(
+        f"the model {str(told)!r} that the run started from is not there",
+        where=str(run / "config.yaml"),
+        remedy="name its folder with --model",
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"is not a JSON document ({error})", where=str(path), remedy="restore the file") from None
+    if not isinstance(value, dict):
+        raise UserError("is not a JSON object", where=str(path), remedy="restore the file")
+    return value

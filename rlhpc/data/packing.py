@@ -1,0 +1,148 @@
+"""Which samples go to which data-parallel rank and micro batch. Every rank makes the same plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhpc.core.errors import UserError
+from rlhpc.data.balance import balance
+
+Bin = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackPlan:
+    """One minibatch: ``bins[dp_rank][microbatch]`` holds sample ids, ``cost[dp_rank]`` is the rank's work: its tokens,
+    or the sum of the costs that were given.
+
+    Every rank has the same number of micro batches; the last ones are empty where samples are too few for that. A micro
+    batch has at most ``capacity`` tokens, unless it is a single longer sample.
+    """
+
+    capacity: int
+    bins: tuple[tuple[Bin, ...], ...]
+    cost: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Work of the rank with most over the mean of all ranks; 1 is perfect."""
+        return max(self.cost) * len(self.cost) / sum(self.cost)
+
+
+def pack(
+    lengths: Sequence[int], dp: int, capacity: int, minibatches: int = 1, costs: Sequence[int] | None = None
+) -> tuple[PackPlan, ...]:
+    """Pack samples of ``lengths`` tokens; one plan for each minibatch, sample ids being indices into ``lengths``.
+
+    Work is balanced by ``costs`` (see ``sample_costs``), by default the lengths, over ranks and their micro batches.
+    Minibatches are contiguous and as equal in samples as can be, so that the samples of one prompt stay together when
+    their number divides a minibatch's. Raises UserError when a minibatch cannot feed all ranks.
+    """
+    assert min(lengths, default=1) > 0, "a sample without tokens"
+    ends = [len(lengths) * (index + 1) // minibatches for index in range(minibatches)]
+    return tuple(
+        _pack_minibatch(lengths, lengths if costs is None else costs, range(start, end), dp, capacity)
+        for start, end in zip([0, *ends[:-1]], ends, strict=True)
+    )
+
+
+def sample_costs(lengths: Sequence[int], linear: float, quadratic: float) -> list[int]:
+    """Of sequences: so much for each token, and for each pair of a token and one that it attends to."""
+    return [round(linear * length + quadratic * (length * (length + 1) // 2)) for length in lengths]
+
+
+def _pack_minibatch(
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], dp: int, capacity: int
+) -> PackPlan:
+    if len(ids) < dp:
+        raise UserError(
+            f"{len(ids)} samples in a minibatch cannot feed {dp} data-parallel ranks",
+            where="train.minibatches",
+            remedy="use fewer minibatches or more samples a step",
+        )
+    shares = balance(costs, ids, dp)
+    ranks = _divide_alike(lengths, costs, shares, capacity) or _pack_globally(lengths, costs, ids, dp, capacity)
+    bins = tuple(tuple(tuple(sorted(members)) for members in rank) for rank in ranks)
+    return PackPlan(capacity, bins, tuple(sum(costs[i] for members in rank for i in members) for rank in bins))
+
+
+def _divide_alike(
+    lengths: Sequence[int], costs: Sequence[int], shares: Sequence[list[int]], capacity: int
+) -> list[list[list[int]]] | None:
+    """Each share in the same number of bins, the fewest that is found; None where a share has too few samples."""
+    firsts = [_first_fit(lengths, share, capacity) for share in shares]
+    most = max(map(len, firsts))
+    least = max(_fewest(lengths, share, capacity) for share in shares)
+    for count in range(least, most + 1):
+        if min(map(len, shares)) < count:
+            return None
+        divided = [
+            _divide(lengths, costs, share, first, count, capacity) for share, first in zip(shares, firsts, strict=True)
+        ]
+        if all(bins is not None for bins in divided):
+            return [bins for bins in divided if bins is not None]
+    raise AssertionError("first fit needs no more than so many")
+
+
+def _fewest(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> int:
+    """No division has fewer bins: those of samples beyond capacity, and what the tokens of the others fill."""
+    beyond = sum(lengths[i] > capacity for i in ids)
+    return max(1, beyond - (-sum(lengths[i] for i in ids if lengths[i] <= capacity) // capacity))
+
+
+def _divide(
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], first: list[list[int]], count: int, capacity: int
+) -> list[list[int]] | None:
+    """Exactly ``count`` bins, balanced by costs if capacity allows, else by tokens, else as first fit has it; None if
+    none of these is within capacity."""
+    for weights in (costs, lengths):
+        bins = balance(weights, ids, count)
+        if all(bins) and all(len(members) == 1 or sum(lengths[i] for i in members) <= capacity for members in bins):
+            return bins
+    return _split(lengths, first, count) if len(first) <= count else None
+
+
+def _first_fit(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> list[list[int]]:
+    """Few bins of at most ``capacity``: longest first, each into the first bin with room, or a new one."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for i in sorted(ids, key=lambda i: (-lengths[i], i)):
+        place = next((place for place, free in enumerate(room) if free >= lengths[i]), None)
+        if place is None:
+            place = len(bins)
+            bins.append([])
+            room.append(capacity)
+        bins[place].append(i)
+        room[place] -= lengths[i]
+    return bins
+
+
+def _split(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[list[int]]:
+    """Halve the fullest bin of several samples until there are ``count`` bins."""
+    bins = list(bins)
+    while len(bins) < count:
+        fullest = max((b for b in bins if len(b) > 1), key=lambda members: sum(lengths[i] for i in members))
+        bins.remove(fullest)
+        bins += balance(lengths, fullest, 2)
+    return bins
+
+
+def _pack_globally(
+    lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], dp: int, capacity: int
+) -> list[list[list[int]]]:
+    """For samples so long that a rank's fair share has fewer samples than another rank needs micro batches.
+
+    Micro batches are made first, over all ranks, then dealt out, as many to each; ranks are less well balanced.
+    """
+    bins = _first_fit(lengths, ids, capacity)
+    count = -(-len(bins) // dp)
+    bins = _split(lengths, bins, min(count * dp, len(ids)))
+    sums = [sum(costs[i] for i in members) for members in bins]
+    ranks: list[list[list[int]]] = [[] for _ in range(dp)]
+    totals = [0] * dp
+    for place in sorted(range(len(bins)), key=lambda place: (-sums[place], place)):
+        rank = min((r for r in range(dp) if len(ranks[r]) < count), key=lambda r: (totals[r], r))
+        ranks[rank].append(bins[place])
+        totals[rank] += sums[place]
+    return [rank + [[]] * (count - len(rank)) for rank in ranks]

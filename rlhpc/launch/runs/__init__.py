@@ -1,0 +1,1 @@
+"""Commands on a run: start, submit, resume, follow, report, cancel."""

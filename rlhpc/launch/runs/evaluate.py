@@ -1,0 +1,55 @@
+"""``rlhpc eval``: a run without steps, of a model's weights wherever they are."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.convert.sides import read_side
+from rlhpc.core.errors import UserError
+from rlhpc.launch.runs.run_registry import find_run
+
+FOLDER = "eval"
+
+
+def evaluation_of(
+    config: RunConfig,
+    model: Path | None = None,
+    run: str | None = None,
+    step: int | None = None,
+    name: str | None = None,
+) -> RunConfig:
+    """``config`` as a run that answers its held-out prompts once, by weights of ``model`` (a HuggingFace folder or a
+    torch_dist checkpoint), or of the newest checkpoint or that of ``step`` of ``run``, or its own.
+
+    It writes into eval/NAME of the run's folder, or of this one.
+    """
+    if model is not None and run is not None:
+        raise UserError("is the model of another run", where="--model", remedy="leave out --model or --run")
+    if step is not None and run is None:
+        raise UserError("is for the checkpoints of a run", where="--step", remedy="add --run")
+    if not config.data.validation:
+        raise UserError("no held-out prompts", where="data.validation", remedy="name at least one file")
+    base, source = Path(), model
+    if run is not None:
+        base = source = find_run(run).folder.path
+    section, title = config.model, config.name
+    if source is not None:
+        side = read_side(source, step, family=section.family)
+        weights = side.folder if side.folder != side.model_folder else None
+        section = section.model_copy(update={"path": side.model_folder, "weights": weights})
+        title = side.folder.parent.name if run is not None else source.name
+    elif section.weights is not None:
+        title = section.weights.parent.name
+    title = re.sub(r"[^\w.-]", "_", name or title)
+    return config.model_copy(
+        update={
+            "name": f"eval-{title}",
+            "run_dir": base / FOLDER / title,
+            "model": section,
+            "sft": None,
+            "data": config.data.model_copy(update={"train": []}),
+            "train": config.train.model_copy(update={"steps": 0}),
+        }
+    )

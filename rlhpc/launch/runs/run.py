@@ -1,0 +1,41 @@
+"""``rlhpc run``: check, prepare, check what was prepared, start."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import show
+from rlhpc.launch.machine import check_packages, check_resources
+from rlhpc.launch.runs.prepare import run_prepare
+from rlhpc.launch.supervise.local import check_folder, run_local
+from rlhpc.launch.worker.main import TRAINER
+from rlhpc.launch.worker.node_gpu import check_gpu_software
+from rlhpc.observe.progress import duration
+from rlhpc.plan.checks.run import check_config
+
+
+def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> int:
+    """Run ``config`` on this machine, ``entry`` on every rank; return the exit code.
+
+    Raises UserError for all that the user can mend.
+    """
+    started = time.monotonic()
+    folder = RunFolder(config.folder)
+    check_resources(config)
+    check_folder(folder, resume)
+    check_config(config, prepared=config.prepare is None)
+    if entry == TRAINER:
+        check_packages()
+        check_gpu_software()
+    if config.prepare is not None:
+        if not run_prepare(config.prepare):
+            show(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
+            return 1
+        check_config(config)
+    code = run_local(config, folder, resume, entry)
+    if not code:
+        show(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
+    return code

@@ -1,0 +1,122 @@
+"""The tables of ``rlhpc status``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from rlhpc.launch.runs.status import RunStatus, Start, queue_words, verdict_words
+from rlhpc.launch.slurm.times import clock
+from rlhpc.observe.progress import duration
+
+_PLAIN_COLUMNS = 200
+_COLOURS = {
+    "running": "green",
+    "finished": "green",
+    "queued": "yellow",
+    "retrying": "yellow",
+    "failed": "red",
+    "cancelled": "red",
+    "gone": "red",
+}
+
+
+def overview(statuses: Sequence[RunStatus]) -> RenderableType:
+    """All runs, one line each; under it, what is to be said of those that wait or had trouble."""
+    if not statuses:
+        return Text("no runs; start one with `rlhpc submit`")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("run", "job", "state"):
+        table.add_column(name, overflow="fold")
+    for name in ("step", "reward", "tokens/s", "left", "restarts"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("note", overflow="fold")
+    for status in statuses:
+        table.add_row(
+            status.run.name,
+            status.run.job.job_id if status.run.job else "",
+            Text(status.state, style=_COLOURS.get(status.state, "")),
+            _steps(status),
+            _number(status.reward, ".3f"),
+            _number(status.tokens_per_second, ",.0f"),
+            _left(status),
+            str(status.restarts or ""),
+            _note(status),
+        )
+    return table
+
+
+def details(status: RunStatus) -> RenderableType:
+    """Everything about one run: the job, how far it is, each start with its verdict and what recovery changed."""
+    lines = Table.grid(padding=(0, 2))
+    lines.add_row("run", f"{status.run.name}: {status.state}")
+    lines.add_row("folder", str(status.run.folder.path))
+    if status.run.job:
+        known = queue_words(status.job) if status.job else "Slurm no longer knows it"
+        lines.add_row("job", f"{status.run.job.job_id}: {known}")
+    if status.job and status.job.restarts:
+        times = {1: "once", 2: "twice"}.get(status.job.restarts, f"{status.job.restarts} times")
+        lines.add_row("requeued", times)
+    if status.step is not None:
+        parts = [f"{status.phase} step {_steps(status)}"]
+        if status.reward is not None:
+            parts.append(f"reward {status.reward:.3f}")
+        if status.tokens_per_second is not None:
+            parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
+        lines.add_row("progress", " | ".join(parts))
+    last = status.starts[-1] if status.starts else None
+    for name, values in (("changed", last.attempt.overrides), ("excluded", last.attempt.excluded)) if last else ():
+        if values:
+            lines.add_row(name, ", ".join(values))
+    if status.unreadable:
+        lines.add_row("note", status.unreadable)
+    for start in status.starts:
+        lines.add_row(f"start {start.attempt.number}", _start_words(start))
+    return lines
+
+
+def show(view: RenderableType) -> None:
+    """Print it; without a terminal no line is cut at 80 columns, and none ends in blanks."""
+    console = Console()
+    if console.is_terminal:
+        console.print(view, highlight=False)
+        return
+    console = Console(width=_PLAIN_COLUMNS)
+    with console.capture() as captured:
+        console.print(view, highlight=False)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _start_words(start: Start) -> str:
+    """When and where, and in a second line how it ended."""
+    attempt, verdict, now = start.attempt, start.verdict, time.time()
+    origin = "the beginning" if attempt.saved_step < 0 else f"step {attempt.saved_step}"
+    text = f"{clock(attempt.started, now)} {attempt.world_size} rank(s) on {', '.join(attempt.nodes)}, from {origin}"
+    return f"{text}\n{clock(verdict.time, now)} {verdict_words(verdict)}" if verdict else text
+
+
+def _steps(status: RunStatus) -> str:
+    return "" if status.step is None else f"{status.step}/{status.total}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def _left(status: RunStatus) -> str:
+    seconds = status.job.time_left if status.job else None
+    return "" if seconds is None else duration(seconds)
+
+
+def _note(status: RunStatus) -> str:
+    """Why it waits, or else how its last start ended."""
+    if status.job is not None and status.job.queued:
+        return queue_words(status.job)
+    if status.unreadable:
+        return status.unreadable
+    verdict = status.verdict
+    return "" if verdict is None or verdict.cause == "finished" else verdict_words(verdict)

@@ -1,0 +1,26 @@
+"""The steps that a run is foretold to take, against the time limit of its job."""
+
+from __future__ import annotations
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.launch.slurm.times import seconds_of
+from rlhpc.models import read_model
+from rlhpc.plan.checks.run import check_nodes
+from rlhpc.plan.estimates.hardware import named_gpu, read_site
+from rlhpc.plan.estimates.run_time import check_walltime, predict_run
+from rlhpc.plan.estimates.step_time import predict_step
+
+
+def walltime_warnings(config: RunConfig) -> list[str]:
+    """Nothing where no GPU is named, the job has no limit or the model is still to be made. Raises UserError."""
+    site = read_site(config)
+    gpu = named_gpu(config, site)
+    if gpu is None or config.slurm.time is None or not config.train.steps or not config.model.path.exists():
+        return []
+    shape = read_model(config.model.path, config.model.family)
+    layout = check_nodes(config, config.slurm.least_nodes, shape)
+    nodes = config.slurm.model_copy(update={"nodes": config.slurm.least_nodes})
+    least = config.model_copy(update={"slurm": nodes})
+    step = predict_step(least, shape, layout, gpu, site.efficiency)
+    run = predict_run(least, shape, layout, gpu, site.efficiency, site.disk, step)
+    return list(check_walltime(run, seconds_of(config.slurm.time)))

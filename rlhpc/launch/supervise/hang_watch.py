@@ -1,0 +1,270 @@
+"""Watching for hangs: when no rank moves any more, who is at fault, and where.
+
+A rank that waits for a slow peer has not hung, so the newest progress of all ranks counts. Ages are taken on this
+machine's clock from the moment at which a change is seen: the clocks of nodes differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlhpc.core import storage
+from rlhpc.core.collectives import GroupState
+from rlhpc.core.files import write_atomic
+from rlhpc.core.heartbeat import (
+    DUMP_SIGNAL,
+    Beat,
+    collectives_file,
+    dump_file,
+    look_seconds,
+    read_beat,
+    stacks_file,
+)
+from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, find_culprit, parse_stacks
+
+_SIGNAL_SECONDS = 2.0  # after the last rank has looked for the request
+_ANSWER_SECONDS = 3.0  # after the signal
+_WRITING_SECONDS = 6.0  # after the signal, for stacks that still grow: each piece of them goes to the disk by itself
+_READING_SECONDS = 0.1  # of one poll: the launcher has other things to watch
+_PASS_SECONDS = 1.0
+_PAUSE_SECONDS = 20.0  # between two polls; more is a pause of the whole process
+
+
+@dataclass(frozen=True)
+class Hang:
+    """``rank`` -1: none stands out. ``message`` is one line, ``report`` the text of hang.txt."""
+
+    rank: int
+    node: str
+    message: str
+    report: str
+
+
+class HangWatch:
+    """``poll`` it every half second or so; it returns the hang once there is one.
+
+    ``silence_seconds`` without progress of any rank are a hang; before the first progress it is ``start_seconds``,
+    counted from construction. Time in which records cannot be read does not count, up to ``storage_seconds``. Ranks of
+    this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called to send it to the ranks of all nodes.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        world_size: int,
+        silence_seconds: float,
+        start_seconds: float | None = None,
+        signal_all: Callable[[], object] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        storage_seconds: float = 300.0,
+    ) -> None:
+        self._folder, self._world_size, self._clock = folder, world_size, clock
+        self._silence, self._start = silence_seconds, start_seconds or silence_seconds
+        self._signal_all = signal_all
+        self._signalled_at: float | None = None
+        self._written: dict[int, int] = {}  # characters of the stacks of ranks that were sent the signal
+        self._look = look_seconds(world_size)
+        self._beats: dict[int, Beat] = {}
+        self._storage, self._blind = storage_seconds, 0.0  # seconds for which some record could not be read
+        self._unreadable: set[int] = set()  # ranks whose record could not be read when it was last tried
+        self._next, self._next_pass = 0, clock()  # the rank whose record is read next; when to begin with the first
+        self._progress_at, self._began = clock(), False
+        self._asked_at: float | None = None
+        self._refused_at: float | None = None  # when a request could first not be written
+        self._polled_at = clock()
+        self._request, self._requests = "", 0
+        self._before: dict[int, int] = {}  # each rank's touches when it was asked
+        storage.patiently(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
+        # Ranks see a file that changes sooner than a new one (core/heartbeat.py).
+        storage.patiently(lambda: dump_file(folder).write_text(""), folder)
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since the newest progress that is known."""
+        return self._clock() - self._progress_at
+
+    def poll(self) -> Hang | None:
+        """Look at some of the ranks; None while there is no hang, or its report is not complete."""
+        self._allow_for_pauses()
+        if self._asked_at is not None:
+            return self._gather(self._asked_at)
+        self._read_some()
+        if self.silent_for > (self._silence if self._began else self._start) and not self._is_blind:
+            self._ask()
+        return None
+
+    @property
+    def _is_blind(self) -> bool:
+        """Whether some record cannot be read, and this has not lasted too long."""
+        return bool(self._unreadable) and self._blind < self._storage
+
+    def _ask(self) -> None:
+        """Write the request into the file that all ranks read."""
+        self._requests, self._signalled_at = self._requests + 1, None
+        self._request = f"request-{self._requests}"
+        self._before = {rank: beat.touches for rank, beat in self._beats.items()}
+        try:
+            dump_file(self._folder).write_text(self._request + "\n")
+        except OSError:
+            self._refused_at = self._clock() if self._refused_at is None else self._refused_at
+            if self._clock() - self._refused_at < self._storage:
+                return  # the next poll tries again; in the end there is the signal
+        self._refused_at, self._asked_at = None, self._clock()
+
+    def _allow_for_pauses(self) -> None:
+        """Exclude time in which this process did not run, suspended with its job perhaps, or could not read."""
+        now, before = self._clock(), self._polled_at
+        self._polled_at = now
+        if self._is_blind or now - before > _PAUSE_SECONDS:
+            self._progress_at += now - before
+        self._blind = self._blind + now - before if self._unreadable else 0.0
+
+    def _read_some(self) -> None:
+        """Go on reading the records, all of them once a second unless there are too many for that."""
+        if self._next == 0:
+            if self._clock() < self._next_pass:
+                return
+            self._next_pass = self._clock() + _PASS_SECONDS
+        until = time.monotonic() + _READING_SECONDS
+        while time.monotonic() < until:
+            self._look_at(self._next)
+            self._next = (self._next + 1) % self._world_size
+            if self._next == 0:
+                return
+
+    def _look_at(self, rank: int) -> None:
+        beat, before = self._read(rank), self._beats.get(rank)
+        if beat is None:
+            return
+        self._beats[rank] = beat
+        if beat.touches > (before.touches if before else 0):
+            self._began = True
+            self._progress_at = max(self._progress_at, self._clock() - beat.idle)
+
+    def _read(self, rank: int) -> Beat | None:
+        """The rank's record, None also where it cannot be read."""
+        try:
+            beat = read_beat(self._folder, rank)
+        except OSError:
+            self._unreadable.add(rank)
+            return None
+        self._unreadable.discard(rank)
+        return beat
+
+    def _gather(self, asked_at: float) -> Hang | None:
+        waiting = [rank for rank in range(self._world_size) if not self._has_answered(rank)]
+        if self._is_blind:
+            self._asked_at = None  # the answers cannot be read: ask again when they can
+            return None
+        if any(beat.touches > self._before.get(rank, 0) for rank, beat in self._beats.items()):
+            self._began, self._progress_at, self._asked_at = True, self._clock(), None  # slow, and moving again
+            return None
+        if waiting and self._clock() - asked_at <= self._look + _SIGNAL_SECONDS:
+            return None
+        if waiting and self._signalled_at is None:
+            self._signalled_at = self._clock()  # not the request's: this process may have been kept from polling
+            self._send_signal(waiting)
+        if waiting and self._may_answer(waiting):
+            return None
+        states = [self._state(rank) for rank in range(self._world_size)]
+        finding = find_culprit(states)
+        silence = self._silence if self._began else self._start
+        report = report_text(finding, states, silence, self._stacks(finding.rank), self._folder)
+        with contextlib.suppress(OSError):  # the finding counts more than the file
+            write_atomic(self._folder / "hang.txt", report, storage.NONE)
+        return Hang(finding.rank, finding.node, finding.message, report)
+
+    def _send_signal(self, ranks: Sequence[int]) -> None:
+        """They may hold the interpreter's lock in native code."""
+        beats = [self._beats[rank] for rank in ranks if rank in self._beats]
+        for beat in beats:
+            if beat.node == socket.gethostname() and beat.process.is_alive():
+                with contextlib.suppress(OSError):
+                    os.kill(beat.process.pid, DUMP_SIGNAL)
+        if self._signal_all is not None and any(beat.node != socket.gethostname() for beat in beats):
+            self._signal_all()
+
+    def _may_answer(self, ranks: Sequence[int]) -> bool:
+        """Whether the signal was sent a moment ago, or faulthandler is still writing."""
+        assert self._signalled_at is not None
+        written = {rank: len(self._stacks(rank)) for rank in ranks}
+        growing, self._written = written != self._written, written
+        limit = _WRITING_SECONDS if growing else _ANSWER_SECONDS
+        return self._clock() - self._signalled_at < limit
+
+    def _has_answered(self, rank: int) -> bool:
+        beat = self._beats.get(rank)
+        if beat is None or beat.collectives != self._request:
+            beat = self._read(rank) or beat
+            if beat is not None:
+                self._beats[rank] = beat
+        return beat is not None and (beat.ended or beat.collectives == self._request)
+
+    def _state(self, rank: int) -> RankState:
+        beat = self._beats.get(rank)
+        if beat is None:
+            return RankState(rank, condition="absent")
+        frames = parse_stacks(self._stacks(rank), beat.main_thread)
+        condition: Condition = "silent"
+        if beat.ended:
+            condition = "ended"
+        elif beat.stacks == self._request:
+            condition = "answered"
+        elif frames:
+            condition = "stuck"
+        idle = beat.idle if condition == "answered" else None
+        groups = self._groups(rank) if beat.collectives == self._request else ()
+        return RankState(rank, beat.node, condition, beat.phase, beat.step, idle, frames, groups)
+
+    def _stacks(self, rank: int) -> str:
+        try:
+            return stacks_file(self._folder, rank).read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            return ""
+
+    def _groups(self, rank: int) -> tuple[GroupState, ...]:
+        try:
+            text = collectives_file(self._folder, rank).read_text(encoding="utf-8")
+            return tuple(GroupState.from_json(value) for value in json.loads(text))
+        except (OSError, ValueError, KeyError):
+            return ()
+
+
+def report_text(finding: Finding, states: Sequence[RankState], silence: float, stacks: str, folder: Path) -> str:
+    """The finding, a row for every rank, and all Python stacks of the rank at fault."""
+    header = ("rank", "node", "", "phase", "step", "idle", "last collective", "innermost own frame")
+    rows = [header, *(_row(state) for state in states)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = [finding.message, "", f"No rank made progress for {silence:g} s.", "", *table, ""]
+    threads = [thread for thread in stacks.split("\n\n") if thread.strip() and "/core/heartbeat.py" not in thread]
+    if threads:
+        lines += [f"Python stacks of rank {finding.rank}, innermost call first:", "", "\n\n".join(threads).rstrip(), ""]
+    lines += [f"Those of every rank: {stacks_file(folder, 0).with_name('rank-*.stacks.txt')}"]
+    return "\n".join(lines) + "\n"
+
+
+def _row(state: RankState) -> tuple[str, ...]:
+    calls = [(group, group.pending or group.last) for group in state.groups]
+    calls.sort(key=lambda pair: pair[1].finished)
+    last = ""
+    for group, call in calls[:1]:
+        waiting = "" if call.finished else ", waiting"
+        last = f"{call.operation} #{call.sequence} of {group.description or group.group}{waiting}"
+    return (
+        str(state.rank),
+        state.node or "?",
+        "" if state.condition == "answered" else state.condition,
+        state.phase,
+        "" if state.step is None else str(state.step),
+        "" if state.idle is None else f"{state.idle:.0f} s",
+        last,
+        str(state.own_frame or ""),
+    )

@@ -1,0 +1,189 @@
+"""A run on this machine: one process per rank, started through submitit, watched until the last has ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from submitit import LocalExecutor
+
+from rlhpc.config.load import dump_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import attempts, env, exits
+from rlhpc.core.attempts import Verdict, saved_step
+from rlhpc.core.errors import UserError, one_line
+from rlhpc.core.exits import ExitRecord
+from rlhpc.core.files import write_atomic
+from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.core.shown import read_report, show
+from rlhpc.core.storage import Patience, exists, use
+from rlhpc.launch.machine import check_resources, environment, rank_environment
+from rlhpc.launch.run_lock import locked
+from rlhpc.launch.supervise.diagnosis import diagnose_error
+from rlhpc.launch.supervise.hang_watch import HangWatch
+from rlhpc.launch.supervise.process_watch import Ranks
+from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.worker.main import TRAINER, run_local_rank
+from rlhpc.observe.progress import Display, MetricsFollower
+
+INTERRUPTED = 130
+_POLL_SECONDS = 0.1
+# After the first failure: for records of the same cause; while only losses of a peer are known, for the cause itself.
+_GRACE_SECONDS, _CAUSE_SECONDS = 1.0, 5.0
+_FINISH_SECONDS = 5.0  # for ranks that are done to tear down engines and process groups
+_FOR_EVER_MINUTES = 60 * 24 * 365
+
+
+def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry: str = TRAINER) -> int:
+    """Call ``entry`` (package.module:function) on every rank (rlhpc.core.context); return the exit code.
+
+    It continues from the newest checkpoint in ``folder`` if there is one, which only ``resume`` allows. A UserError of
+    a rank is raised here; any other failure is told on stderr and gives 1. The other ranks are ended within about two
+    seconds of the first failure. Ctrl-C lets the ranks finish their step and save, a second one ends them at once; both
+    give 130.
+    """
+    wait = config.recovery.storage_wait_seconds
+    use(Patience(wait, full_seconds=wait))
+    check_resources(config)
+    check_folder(folder, resume)
+    folder.create()
+    with locked(folder):
+        attempt = _begin(config, folder)
+        oom_before = oom_kills()
+        store = StoreServer.open(host="127.0.0.1")
+        ranks = _start(config, attempt, entry, store)
+        try:
+            ended = _watch_or_stop(ranks, config, attempt)
+            failed = exits.culprit(ended.values())
+            if failed is None:
+                ranks.finish(_FINISH_SECONDS)
+        except KeyboardInterrupt:
+            attempts.end(attempt, Verdict(time.time(), "stopped", "ended by Ctrl-C before the ranks had saved", "stop"))
+            show(f"rlhpc: ended; continue with --resume: {folder.path}", file=sys.stderr)
+            return INTERRUPTED
+        finally:
+            ranks.end()
+            store.close()
+        if failed is not None:
+            cause = diagnose_error(failed).cause
+            attempts.end(attempt, Verdict(time.time(), cause, failed.message, "stop", failed.rank, failed.node))
+            if cause == "non_finite":
+                show(f"rlhpc: {failed.message}", file=sys.stderr)
+            else:
+                _tell(failed, ranks, oom_kills() > oom_before)
+            return 1
+        if any(record.kind == "stopped" for record in ended.values()):
+            attempts.end(attempt, Verdict(time.time(), "stopped", "saved and ended on request", "stop"))
+            show(f"rlhpc: saved and ended; continue with --resume: {folder.path}", file=sys.stderr)
+            return INTERRUPTED
+        attempts.end(attempt, Verdict(time.time(), "finished", "", "none"))
+    if report := read_report(folder):
+        show(report)
+    return 0
+
+
+def check_folder(folder: RunFolder, resume: bool) -> None:
+    """A fresh run wants a folder without a run; ``resume`` wants one with."""
+    if folder.holds_run() and not resume:
+        raise UserError(
+            f"{str(folder.path)!r} already holds a run",
+            where="run_dir",
+            remedy="continue it with --resume, or choose another folder with --run-dir",
+        )
+    folder.check_own()
+    if resume and not exists(folder.config):
+        raise UserError(f"{str(folder.path)!r} holds no run", where="run_dir", remedy="start it without --resume")
+
+
+def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
+    nodes = (socket.gethostname(),)
+    attempt = attempts.begin(
+        folder,
+        job_id="",
+        restart_count=0,
+        nodes=nodes,
+        world_size=config.world_size,
+        saved_step=saved_step(folder),
+        silence_seconds=config.recovery.silence_seconds,
+        storage_wait_seconds=config.recovery.storage_wait_seconds,
+    )
+    write_atomic(folder.config, dump_config(config))
+    write_atomic(attempt.config, dump_config(config))
+    return attempt
+
+
+def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreServer) -> Ranks:
+    executor = LocalExecutor(folder=attempt.logs)
+    executor.update_parameters(
+        tasks_per_node=config.resources.ranks_per_node,
+        gpus_per_node=config.resources.ranks_per_node,
+        timeout_min=_FOR_EVER_MINUTES,
+        stderr_to_stdout=True,
+    )
+    visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
+    arguments: tuple[Any, ...] = (entry, str(attempt.path), ProcessId.own(), visible)
+    # A terminal's Ctrl-C is the launcher's to handle: processes inherit that they ignore it.
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with environment({**rank_environment(config.resources), **store.environment("127.0.0.1")}):
+            job = executor.submit(run_local_rank, *arguments)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    return Ranks(job, attempt.exits, config.world_size, socket.gethostname())
+
+
+def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> dict[int, ExitRecord]:
+    """Watch; the first Ctrl-C asks the ranks to save and end, and the watch goes on."""
+    policy, world_size = config.recovery, config.world_size
+    hangs = HangWatch(
+        attempt.heartbeats,
+        world_size,
+        policy.silence_seconds,
+        policy.start_seconds,
+        storage_seconds=policy.storage_wait_seconds,
+    )
+    try:
+        return _watch(ranks, world_size, attempt.run, hangs)
+    except KeyboardInterrupt:
+        show("rlhpc: finishing the step and saving; Ctrl-C again ends at once", file=sys.stderr)
+        ranks.ask_to_stop()
+        return _watch(ranks, world_size, attempt.run, hangs)
+
+
+def _watch(ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch) -> dict[int, ExitRecord]:
+    """Wait until every rank is done, or one has failed and its peers had time to say so; how each ended."""
+    follower = MetricsFollower(folder.metrics)
+    failed_at = None
+    with Display() as display:
+        while True:
+            ended = ranks.poll()
+            display.update(follower.read_new())
+            if len(ended) == world_size:
+                return ended
+            hang = hangs.poll()
+            if hang is not None:
+                rank = max(hang.rank, 0)
+                return {rank: ExitRecord(rank, hang.node, 0, time.time(), "error", "Hang", hang.message)}
+            kinds = {record.kind for record in ended.values()} - {"done", "stopped"}
+            if kinds:
+                failed_at = failed_at or time.monotonic()
+                if time.monotonic() - failed_at > (_CAUSE_SECONDS if kinds == {"peer"} else _GRACE_SECONDS):
+                    return ended
+            time.sleep(_POLL_SECONDS)
+
+
+def _tell(failed: ExitRecord, ranks: Ranks, oom: bool) -> None:
+    """Raise the rank's UserError, or tell its error and where to read more."""
+    if failed.kind == "user":
+        raise UserError(failed.message)
+    if failed.kind == "signal":
+        cause = "; the kernel ended a process for want of memory meanwhile" if oom else ""
+        text = f"rank {failed.rank} on {failed.node} {failed.message}{cause}"
+    else:
+        text = f"rank {failed.rank} on {failed.node} failed: {failed.type}: {one_line(failed.message)[:500]}"
+    show(f"rlhpc: {text}\nrlhpc: its output and traceback: {ranks.log(failed.rank)}", file=sys.stderr)

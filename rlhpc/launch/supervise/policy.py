@@ -1,0 +1,137 @@
+"""What a job does about an end of its ranks, by the config's policy. Pure: a verdict is a value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhpc.config.jobs import RecoverySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.attempts import Action, Attempt, Cause, Verdict
+from rlhpc.launch.supervise.diagnosis import Diagnosis
+
+# Ends that are no failures: the run goes on when Slurm gives it time again.
+_PAUSES: tuple[Cause, ...] = ("time_limit", "preempted", "requeued")
+_FACTOR = 2.0
+_BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
+_HOPELESS: tuple[Cause, ...] = ("user", "data")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What else counts: the start that ended, the verdict on the one before, the newest checkpoint's step now, whether
+    the job is left enough time for a retry, how many nodes it could use without the one at fault, and all nodes of its
+    partition, none when they are not known."""
+
+    attempt: Attempt
+    before: Verdict | None
+    saved_step: int
+    now: float
+    seconds_left: float
+    usable_without: int = 0
+    partition: tuple[str, ...] = ()
+
+
+def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Verdict:
+    """The verdict: cause, action, what is changed for the next start."""
+    attempt, policy = situation.attempt, config.recovery
+    diagnosis = _suspect_node(diagnosis, situation)
+    cause = diagnosis.cause
+
+    def verdict(action: Action, message: str = "", **changes: object) -> Verdict:
+        known = {"overrides": attempt.overrides, "excluded": attempt.excluded, "failures": failures, **changes}
+        return Verdict(
+            situation.now,
+            cause,
+            message or diagnosis.message,
+            action,
+            diagnosis.rank,
+            diagnosis.node,
+            diagnosis.detail,
+            **known,  # type: ignore[arg-type]
+        )
+
+    former = situation.before.failures if situation.before is not None else 0
+    progressed = situation.saved_step > attempt.saved_step
+    failures = 0 if progressed else former
+    if cause in ("finished", "stopped"):
+        return verdict("none")
+    failures += 0 if cause in _PAUSES and progressed else 1
+    if cause in _HOPELESS:
+        return verdict("stop")
+    if failures > policy.retries:
+        return verdict("stop", f"{diagnosis.message} ({failures} starts in a row without a newer checkpoint)")
+    if cause in _PAUSES:
+        return verdict("requeue")
+    wanted = _policy_of(cause, config)
+    if wanted == "stop":
+        return verdict("stop")
+    wait = policy.wait_seconds * (_FACTOR ** (failures - 1) if cause in _BACK_OFF else 1.0)
+    action: Action = "retry" if situation.seconds_left > wait else "requeue"
+    if wanted == "shrink":
+        smaller = shrink(config, diagnosis)
+        if smaller is None:
+            return verdict("stop", f"{diagnosis.message} (nothing left to halve)")
+        return verdict(action, overrides=_merged(attempt.overrides, smaller), wait_seconds=wait)
+    if wanted == "exclude" and diagnosis.node:
+        excluded = tuple(sorted({*attempt.excluded, diagnosis.node}))
+        if situation.partition and len({*situation.partition} - {*excluded}) < config.slurm.least_nodes:
+            return verdict("requeue", f"{diagnosis.message} (but there is no other node to take its place)")
+        if diagnosis.node == attempt.nodes[0] or not situation.usable_without:
+            action = "requeue"  # the launcher itself is on the first node
+        return verdict(action, excluded=excluded, wait_seconds=wait)
+    return verdict(action, wait_seconds=wait)
+
+
+def storage_patience(policy: RecoverySection) -> float:
+    """How long a launcher waits for the file system. Without it no verdict can be read or written, so this takes the
+    place of retries: it lasts as long as all their pauses."""
+    if policy.storage == "stop":
+        return policy.storage_wait_seconds
+    return policy.storage_wait_seconds + policy.wait_seconds * (_FACTOR**policy.retries - 1) / (_FACTOR - 1)
+
+
+def shrink(config: RunConfig, diagnosis: Diagnosis) -> str | None:
+    """The override (KEY=VALUE) that halves what took the memory; None when it cannot be halved any more."""
+    in_engine = "vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory"
+    if in_engine:
+        running = config.rollout.max_running // 2
+        return f"rollout.max_running={running}" if running else None
+    tokens = config.train.tokens_per_microbatch
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return f"train.tokens_per_microbatch={max(tokens // 2, longest)}" if tokens > longest else None
+
+
+def _policy_of(cause: Cause, config: RunConfig) -> str:
+    policy = config.recovery
+    return {
+        "gpu_memory": policy.out_of_memory,
+        "host_memory": policy.out_of_memory,
+        "network": policy.network,
+        "non_finite": policy.non_finite,
+        "bad_node": policy.bad_node,
+        "hang": policy.hang,
+        "disk_full": policy.disk_full,
+        "storage": policy.storage,
+    }.get(cause, policy.crash)
+
+
+def _suspect_node(diagnosis: Diagnosis, situation: Situation) -> Diagnosis:
+    """A node on which ranks die twice in a row is at fault itself."""
+    before = situation.before
+    again = (
+        before is not None
+        and diagnosis.cause in ("crash", "hang")
+        and before.cause in ("crash", "hang")
+        and diagnosis.node
+        and before.node == diagnosis.node
+    )
+    if not again or len(situation.attempt.nodes) == 1:
+        return diagnosis
+    return Diagnosis(
+        "bad_node", f"{diagnosis.message} (again on {diagnosis.node})", diagnosis.rank, diagnosis.node, diagnosis.detail
+    )
+
+
+def _merged(overrides: tuple[str, ...], new: str) -> tuple[str, ...]:
+    key = new.partition("=")[0]
+    return (*(old for old in overrides if old.partition("=")[0] != key), new)

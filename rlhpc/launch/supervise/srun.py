@@ -1,0 +1,152 @@
+"""The srun command that starts a run's ranks, and the environment they get. Pure; any Slurm from 22.05 on."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlhpc.config.jobs import ContainerSection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import env
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.launch.machine import common_environment
+
+RANK_MODULE = "rlhpc.launch.worker.main"
+
+
+def srun_command(
+    config: RunConfig,
+    nodes: Sequence[str],
+    attempt: AttemptFolder,
+    entry: str = "",
+    groups: Sequence[Sequence[str]] = (),
+) -> list[str]:
+    """One task for each rank on ``nodes``, block by block, each with a log of its own.
+
+    ``groups`` are those of a heterogeneous job, each with its nodes, used or not: all ranks are one world, numbered
+    through the groups in their order.
+    """
+    program = _program(config, attempt, entry)
+    if len(groups) < 2:
+        log = f"--output={attempt.logs}/rank-%5t.log"
+        return ["srun", *_options(config, nodes, attempt), log, *_container_options(config, attempt), *program]
+    command = []
+    for number, group in enumerate(groups):
+        part = [node for node in group if node in nodes]
+        if part:
+            options = [*_options(config, part, attempt), *_container_options(config, attempt)]
+            # In 22.05 the %t of later groups is not the rank's number.
+            command += [":", f"--het-group={number}", *options, *_into_log(attempt), *program]
+    return ["srun", *command[1:]]
+
+
+def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) -> list[str]:
+    """``--kill-on-bad-exit``: the first rank that fails ends the others in a third of a second. ``--overlap``: a step
+    that Slurm is still clearing away does not hold up the next one."""
+    slurm, ranks = config.slurm, config.resources.ranks_per_node
+    options = [
+        f"--nodes={len(nodes)}",
+        f"--nodelist={','.join(nodes)}",
+        f"--ntasks={len(nodes) * ranks}",
+        f"--ntasks-per-node={ranks}",
+        "--distribution=block",
+        "--kill-on-bad-exit=1",
+        "--mpi=none",
+        "--overlap",
+        "--unbuffered",
+        "--open-mode=append",
+        "--input=none",
+    ]
+    if slurm.cpus_per_rank is not None:
+        options.append(f"--cpus-per-task={slurm.cpus_per_rank}")  # 22.05 to 23.02 do not inherit it
+    if slurm.cpu_bind is not None:
+        options.append(f"--cpu-bind={slurm.cpu_bind}")
+    return options
+
+
+def _container_options(config: RunConfig, attempt: AttemptFolder) -> list[str]:
+    """srun's options that come last, the user's own among them."""
+    container = config.slurm.container
+    pyxis = container is not None and container.runtime == "pyxis"
+    return [*(_pyxis(container, config, attempt) if container and pyxis else []), *config.slurm.srun_options]
+
+
+def _program(config: RunConfig, attempt: AttemptFolder, entry: str) -> list[str]:
+    """A rank's own command."""
+    container = config.slurm.container
+    python = sys.executable if container is None else container.python
+    apptainer = container is not None and container.runtime == "apptainer"
+    return [
+        *(_apptainer(container, config, attempt) if container and apptainer else []),
+        *(python, "-u", "-m", RANK_MODULE, str(attempt.path)),
+        *([entry] if entry else []),
+    ]
+
+
+def _into_log(attempt: AttemptFolder) -> list[str]:
+    """What comes after it writes into the rank's log."""
+    return ["bash", "-c", 'exec "$@" >>"$0/rank-$(printf %05d "$SLURM_PROCID").log" 2>&1', str(attempt.logs)]
+
+
+def rank_log(attempt: AttemptFolder, rank: int) -> Path:
+    """Where srun writes what the rank prints."""
+    return attempt.logs / f"rank-{rank:05d}.log"
+
+
+def srun_environment(
+    config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int
+) -> dict[str, str]:
+    """The job's environment with what every rank needs. ``store`` is port and secret of the job's key-value store on
+    ``master``; ``port`` is a free one there, for libraries that make a store of their own."""
+    resources, slurm = config.resources, config.slurm
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
+    threads = resources.threads_per_rank or slurm.cpus_per_rank or _cores_per_rank(resources.ranks_per_node)
+    settings = {
+        **common_environment(master, port, threads, gpus=slurm.gpus_per_node != 0),
+        env.RLHPC_WORLD_SIZE: str(world_size),
+        env.RLHPC_STORE: f"{master}:{store[0]}",
+        env.RLHPC_STORE_SECRET: store[1].hex(),
+    }
+    if slurm.cpus_per_rank is not None:
+        settings[env.SRUN_CPUS_PER_TASK] = str(slurm.cpus_per_rank)
+    if slurm.interface is not None:
+        settings |= {env.GLOO_SOCKET_IFNAME: slurm.interface, env.NCCL_SOCKET_IFNAME: slurm.interface}
+    return {**inherited, **settings}
+
+
+# Another launcher's word about ranks would be believed before Slurm's.
+_NOT_OURS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE}
+
+
+def _cores_per_rank(ranks: int) -> int:
+    return max(1, int(os.environ.get(env.SLURM_CPUS_ON_NODE, "1")) // ranks)
+
+
+def _mounts(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
+    """Folders of the host that ranks read and write: the run's own, the model's, the data's, and the config's."""
+    files = [file.path for file in (*config.data.train, *config.data.validation)]
+    files += config.sft.data if config.sft else []
+    files += [config.data.chat_template] if isinstance(config.data.chat_template, Path) else []
+    models = [path.absolute() for path in (config.model.path, config.model.weights) if path is not None]
+    needed = [attempt.run.path, *models, *(file.absolute().parent for file in files)]
+    own = dict.fromkeys(str(path) for path in needed)
+    return [*(path for path in own if not any(m.split(":")[0] == path for m in container.mounts)), *container.mounts]
+
+
+def _pyxis(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
+    mounts = [m if ":" in m else f"{m}:{m}" for m in _mounts(container, config, attempt)]
+    return [
+        f"--container-image={container.image}",
+        f"--container-mounts={','.join(mounts)}",
+        f"--container-workdir={Path.cwd()}",
+        "--no-container-mount-home",
+        *container.options,
+    ]
+
+
+def _apptainer(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
+    binds = [part for mount in _mounts(container, config, attempt) for part in ("--bind", mount)]
+    gpu = [] if config.slurm.gpus_per_node == 0 else ["--nv"]
+    return ["apptainer", "exec", *gpu, *binds, "--pwd", str(Path.cwd()), *container.options, container.image]

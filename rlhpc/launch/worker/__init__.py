@@ -1,0 +1,1 @@
+"""A rank's process around the trainer, and the check of its node."""

@@ -1,0 +1,147 @@
+"""What runs in a rank's own process, around the trainer.
+
+``python -m rlhpc.launch.worker.main ATTEMPT_FOLDER [ENTRY]`` is the program that srun starts on every rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import multiprocessing
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+from rlhpc.core import env
+from rlhpc.core.attempts import read_attempt
+from rlhpc.core.context import RankContext
+from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.exits import EXIT_STORAGE, run_recorded, write_exit
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.core.heartbeat import Heartbeat
+from rlhpc.core.imports import import_attribute
+from rlhpc.core.process import ProcessId, die_with
+from rlhpc.core.rank import RankInfo
+from rlhpc.core.shown import show
+from rlhpc.core.stop import StopRequest
+from rlhpc.core.storage import NONE, Patience, StorageError, say, use
+from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
+
+TRAINER = "rlhpc.trainer.main:run_rank"
+_FENCE_SECONDS = 5.0
+
+
+def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_devices: str | None) -> None:
+    """A rank of `rlhpc run`, started by submitit.
+
+    The process leads a session of its own, so that a terminal's Ctrl-C reaches only the launcher and so that its
+    children can be ended with it; it does not outlive the launcher. ``visible_devices`` is CUDA_VISIBLE_DEVICES as
+    the launcher found it, None if unset: every rank sees every GPU and takes the one of its local rank.
+    """
+    stop = StopRequest()
+    stop.listen()
+    os.setsid()
+    die_with(launcher)
+    os.environ.pop(env.CUDA_VISIBLE_DEVICES, None)
+    if visible_devices is not None:
+        os.environ[env.CUDA_VISIBLE_DEVICES] = visible_devices
+    _run(entry, AttemptFolder(Path(attempt)), stop)
+
+
+def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
+    """Call ``entry`` (package.module:function) with this rank's context, leaving records of start and end."""
+    faulthandler.enable()
+    info = RankInfo.from_environ()
+    os.environ[env.RANK] = str(info.rank)
+    os.environ[env.WORLD_SIZE] = str(info.world_size)
+    os.environ[env.LOCAL_RANK] = str(info.local_rank)
+    _end_when_superseded(attempt)
+    record = read_attempt(attempt)
+    assert record is not None, f"{attempt.record} is written before ranks start"
+    use(Patience(record.storage_wait_seconds))
+    heartbeat = Heartbeat(
+        attempt.heartbeats, info.rank, world_size=info.world_size, silence_seconds=record.silence_seconds
+    ).start()
+    done = threading.Event()
+    atexit.register(_end_now, done)  # the first to be registered is the last to be called
+    context = RankContext(attempt, info, stop, heartbeat)
+    try:
+        run_recorded(attempt.exits, info, lambda: import_attribute(entry, "trainer")(context))
+    finally:
+        heartbeat.stop()
+    done.set()
+
+
+def _settle_on_node(attempt: AttemptFolder) -> None:
+    """Refuse a node that cannot work, and find its way to the others, before anything heavy is imported."""
+    info = RankInfo.from_environ()
+    ranks_here = int(os.environ.get(env.SLURM_NTASKS_PER_NODE, "1"))
+    try:
+        check_node(attempt.run.path, info.master_addr, ranks_here=ranks_here, first_here=info.local_rank == 0)
+        if env.GLOO_SOCKET_IFNAME not in os.environ:
+            alone = info.world_size <= ranks_here
+            os.environ[env.GLOO_SOCKET_IFNAME] = network_interface(info.master_addr, single_node=alone)
+            os.environ.setdefault(env.NCCL_SOCKET_IFNAME, os.environ[env.GLOO_SOCKET_IFNAME])
+        address = interface_address(os.environ[env.GLOO_SOCKET_IFNAME].partition(",")[0])
+        if address is not None:
+            # vLLM would take the way to the internet, and without one an address where no other node finds it. Never
+            # the submitter's own: that is one for all nodes.
+            os.environ[env.VLLM_HOST_IP] = address
+    except UserError as error:
+        with contextlib.suppress(OSError):
+            write_exit(attempt.exits, info, error)
+        raise
+
+
+def _end_when_superseded(attempt: AttemptFolder) -> None:
+    """Kill this process soon after a later start of the run exists: nobody else may be able to reach it."""
+    own = ProcessId.own()
+
+    def is_current() -> bool:
+        try:
+            return attempt.is_current(NONE)
+        except OSError:
+            return True  # not known; nothing can be written now, and the next look is soon
+
+    def watch() -> None:
+        while is_current():
+            time.sleep(_FENCE_SECONDS)
+        show(f"a later start than {attempt.path.name} exists: this rank ends", file=sys.stderr)
+        own.kill_group()
+
+    threading.Thread(target=watch, name="fence", daemon=True).start()
+
+
+def _end_now(done: threading.Event) -> None:
+    """End a rank without freeing all that torch and vLLM hold: that takes Python many seconds, and NCCL's threads may
+    call into the interpreter while it goes."""
+    for child in multiprocessing.active_children():  # Megatron's saves leave one, and it does not end by itself
+        child.kill()
+    logging.shutdown()
+    with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(0 if done.is_set() else 1)
+
+
+def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
+    """A rank under srun: a user's error is one line, also when it has no place in the run folder."""
+    stop = StopRequest()
+    stop.listen()
+    try:
+        _settle_on_node(attempt)
+        _run(entry, attempt, stop)
+    except UserError as error:
+        show(f"rlhpc: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
+    except StorageError as error:
+        say(str(error))
+        sys.exit(EXIT_STORAGE)
+
+
+if __name__ == "__main__":
+    main(AttemptFolder(Path(sys.argv[1])), *sys.argv[2:])

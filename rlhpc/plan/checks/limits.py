@@ -1,0 +1,208 @@
+"""Where a run would stop after hours: lengths, the KV cache, checkpoints' disk, memory. Refused, or told as a warning.
+
+Warnings are lines that name key, value and remedy.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from itertools import product
+from math import ceil
+from pathlib import Path
+
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.plan.checks.parallelism import check_engine
+from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
+from rlhpc.plan.estimates.hardware import Gpu, host_limit, linked_ranks, named_gpu, read_site
+from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
+from rlhpc.plan.estimates.step_time import predict_rollout
+from rlhpc.sharding.layout import ParallelLayout, divisors
+
+_INSIDE = ("tp", "etp")  # axes whose ranks exchange something in every layer
+
+
+def foresee(config: RunConfig, shape: ModelShape, layout: ParallelLayout, prepared: bool = True) -> list[str]:
+    """Warnings of everything below; raises UserError for what cannot work.
+
+    ``prepared`` false: models that judge beside the actor may still be absent.
+    """
+    site = read_site(config)
+    gpu = named_gpu(config, site)
+    gib = gpu.memory_gib if gpu else None
+    warnings = [*check_lengths(config, shape), *check_cache(config, shape, gib), *check_disk(config, shape)]
+    warnings += check_network(config, shape, gpu, site.efficiency)
+    warnings += check_tensor_parallel(config, gpu)
+    if gpu is not None and gib is not None and prepared:
+        plan = predict_memory(config, shape, layout, gib, gpu.reserves)
+        if plan.refused_engine is not None:
+            warnings.append(_refused_engine(config, shape, plan, *plan.refused_engine))
+        elif (phase := plan.first_too_large) is not None:
+            warnings.append(
+                f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank}, a GPU has "
+                f"{gib:g}; `rlhpc plan` says what helps"
+            )
+        warnings += check_host(config, plan, gpu)
+    return warnings
+
+
+def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, claimed: int, free: int) -> str:
+    """What the ranks would end with: vLLM finds less free memory than it claims."""
+    section, total = config.rollout, plan.gpu_bytes or 0
+    engine, sequence = engine_memory(config, shape, total), sequence_tokens(config)
+    key, fits, enough = engine.fitting_setting(section, claimed, free, total, sequence)
+    if section.kv_cache_gib is not None:
+        what = f"with a KV cache of {section.kv_cache_gib:g} GiB an engine needs"
+    else:
+        what = f"vLLM starts only if {section.gpu_memory_fraction:g} of the GPU is free,"
+    has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
+    lower = f"set it to {fits:g} or " if enough else ""
+    return (
+        f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {lower}offload more (memory.offload); "
+        "`rlhpc plan` shows what helps"
+    )
+
+
+def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Prompts with their responses are no longer than positions and rotary scaling allow."""
+    if not config.train.steps and not config.data.validation:
+        return
+    prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
+    limit = shape.usable_positions
+    if prompt + response > limit:
+        scaled = f", {limit} with its rope scaling" if limit > shape.max_positions else ""
+        raise UserError(
+            f"{response} response tokens after data.max_prompt_tokens {prompt} exceed the model's "
+            f"{shape.max_positions} positions (max_position_embeddings{scaled})",
+            where="rollout.max_response_tokens",
+            remedy=f"lower them to {limit} together",
+        )
+    if prompt + response > shape.max_positions:
+        yield (
+            f"rollout.max_response_tokens: {response} after prompts of {prompt} are more than the model's "
+            f"{shape.max_positions} positions, which only its rope scaling ({shape.rope.kind}) reaches; lower them if "
+            "it was never trained so"
+        )
+
+
+def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> Iterator[str]:
+    """The KV cache holds one whole sequence, or nothing can be generated; a warning where not all that run at once."""
+    section = config.rollout
+    if not config.train.steps and not config.data.validation:
+        return
+    if section.kv_cache_gib is None and gpu_gib is None:
+        return
+    engine = engine_memory(config, shape, None if gpu_gib is None else int(gpu_gib * GIB))
+    own = section.kv_cache_gib is not None
+    key, value = ("kv_cache_gib", section.kv_cache_gib) if own else ("gpu_memory_fraction", section.gpu_memory_fraction)
+    length = sequence_tokens(config)
+    if engine.tokens < length:
+        short = length * engine.token - max(0, engine.cache)
+        more = _rounded_up(short / GIB if own else short / GIB / (gpu_gib or 1))
+        raise UserError(
+            f"{value} leaves a KV cache of {max(0, engine.tokens):,} tokens, a prompt with its response has {length:,}",
+            where=f"rollout.{key}",
+            remedy=f"raise it by {more}, raise rollout.tp or lower rollout.max_response_tokens",
+        )
+    engines = max(1, config.world_size // section.tp)
+    samples = -(-config.train.prompts_per_step * section.samples_per_prompt // engines)
+    running = min(section.max_running, samples) if config.train.steps else section.max_running
+    if engine.tokens < running * length:
+        yield (
+            f"rollout.{key}: {value} leaves a KV cache for {engine.tokens // length} of {running} sequences of full "
+            f"length; if responses grow that long, others wait. Raise it or rollout.tp, or lower rollout.max_running"
+        )
+
+
+def check_network(
+    config: RunConfig, shape: ModelShape, gpu: Gpu | None, efficiency: EfficiencySection
+) -> Iterator[str]:
+    """A warning where engines exchange every token's activations over the network, with what that costs on a GPU."""
+    tp, ranks = config.rollout.tp, config.resources.ranks_per_node
+    if tp <= ranks or (gpu is not None and tp <= linked_ranks(ranks, gpu)):
+        return
+    what = f"rollout.tp: engines of {tp} ranks are on {tp // ranks} nodes each, and every token crosses the network"
+    if gpu is None or not config.train.steps:
+        yield f"{what}; set it to {ranks} at most if the model fits there"
+        return
+    foretold: dict[int, float] = {}
+    for size in (tp, *divisors(ranks)):
+        tried = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": size})})
+        with suppress(UserError):
+            check_engine(shape, tried.rollout)
+            phase = predict_rollout(tried, shape, config.world_size, gpu, efficiency)
+            if phase is not None:
+                foretold[size] = phase.seconds
+    here, best = foretold.pop(tp, None), min(foretold, key=foretold.__getitem__, default=None)
+    if best is None:
+        yield f"{what}; no engine on one node of {gpu.name} holds the model: take nodes with the fastest network"
+    elif here is None or foretold[best] < here:
+        instead = "" if here is None else f" instead of {here:,.0f} s"
+        yield f"{what}; set it to {best}, with which a rollout is foretold to take {foretold[best]:,.0f} s{instead}"
+
+
+def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
+    """A warning where ranks that exchange activations in every layer are on several nodes."""
+    ranks = config.resources.ranks_per_node
+    sections = {"parallel": config.parallel, "critic.parallel": config.critic.parallel}
+    if config.reward.model is not None:
+        sections["reward.model.parallel"] = config.reward.model.parallel
+    linked = linked_ranks(ranks, gpu)
+    given = {key: section for key, section in sections.items() if section is not None}
+    for key, axis in product(given, _INSIDE):
+        size = getattr(given[key], axis)
+        beside = ranks % size == 0 or size <= linked > ranks
+        if config.world_size > ranks and not beside:
+            yield (
+                f"{key}.{axis}: activations of every layer cross the network between {size} ranks on nodes of {ranks}; "
+                f"use one of {divisors(ranks)}, and pp for the rest"
+            )
+
+
+def check_host(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> Iterator[str]:
+    """A warning where a node's ranks need more of its host than the job or the node has."""
+    limit = host_limit(config, gpu)
+    if limit is not None and plan.host.node > limit[1]:
+        yield (
+            f"{limit[0]}: ranks need about {plan.host.node / GIB:,.0f} GiB of a node's memory, which has "
+            f"{limit[1] / GIB:,.0f}; raise it, take more nodes or offload less (memory.offload, "
+            "train.optimizer.host_fraction)"
+        )
+
+
+def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:
+    """Room for one checkpoint, and a warning where not for all that are kept beside the one being written."""
+    if config.evaluates_only:
+        return
+    folder = next(path for path in (config.folder.absolute(), *config.folder.absolute().parents) if path.exists())
+    one, free = checkpoint_bytes(config, shape), shutil.disk_usage(folder).free
+    if free < one:
+        raise UserError(
+            f"a checkpoint takes {_size(one)}, the disk of {str(folder)!r} has {_size(free)} free",
+            where="run_dir",
+            remedy="choose a folder on another disk, or make room",
+        )
+    wanted = config.checkpoint.keep + 1
+    if free < wanted * one and not _has_checkpoints(config.folder):
+        yield (
+            f"checkpoint.keep: {config.checkpoint.keep} checkpoints and the one being written take "
+            f"{_size(wanted * one)}, the disk of {str(folder)!r} has {_size(free)} free; lower it or make room"
+        )
+
+
+def _has_checkpoints(folder: Path) -> bool:
+    """Of an earlier start, which take part of the room already."""
+    return (folder / "checkpoints").is_dir()
+
+
+def _rounded_up(amount: float) -> str:
+    """With two decimals, never less."""
+    return f"{ceil(amount * 100) / 100:.2f}"
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:,.1f} GiB"

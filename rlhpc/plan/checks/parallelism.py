@@ -1,0 +1,223 @@
+"""Does a layout fit a model? What does not divide what is named, and the nearest layouts that do fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from math import log2
+
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.training import ParallelSection
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.sharding.engine_shards import engine_vocab
+from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
+
+_AXES = ("tp", "pp", "cp", "ep", "etp")
+_GROUPED_ROW = 8  # bfloat16 elements in 16 bytes: strides that torch.nn.functional.grouped_mm takes on CUDA
+_PER_AXIS = 5  # sizes of one axis that a search looks at
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """One reason why a layout does not suit a model; ``where`` is the config key."""
+
+    where: str
+    message: str
+    remedy: str = ""  # where another layout is not what helps
+
+
+def fitting_layout(parallel: ParallelSection, world_size: int, shape: ModelShape | None) -> ParallelLayout:
+    """The layout asked for; a UserError with the nearest that fit when it suits ranks or model badly.
+
+    Without a shape, which may have to be prepared first, only the ranks are looked at.
+    """
+    try:
+        layout = make_layout(parallel, world_size)
+    except UserError as error:
+        misfit = Misfit(error.where, error.message)
+    else:
+        found = next(misfits(shape, layout, parallel), None) if shape else None
+        if found is None:
+            return layout
+        misfit = found
+    nearest = " | ".join(layout.text for layout in nearest_layouts(shape, parallel, world_size))
+    remedy = misfit.remedy or f"nearest that fit: {nearest}"
+    raise UserError(misfit.message, where=misfit.where, remedy=remedy)
+
+
+def check_engine(shape: ModelShape, rollout: RolloutSection) -> None:
+    """Refuse a tensor-parallel size that the engine cannot cut this model by."""
+    where = "rollout.tp"
+
+    def wrong(size: int) -> Iterator[Misfit]:
+        yield from _tensor_misfits(shape, size, where)
+        yield from _does_not_divide(size, engine_vocab(shape.vocab_size), "rows of the vocabulary, padded", where)
+        if shape.experts and rollout.expert_parallel:
+            yield from _does_not_divide(size, shape.experts.num_experts, "experts", where)
+        elif shape.experts:
+            yield from _does_not_divide(size, shape.experts.ffn_size, "feed-forward size of an expert", where)
+
+    misfit = next(wrong(rollout.tp), None)
+    if misfit is not None:
+        valid = [size for size in divisors(shape.num_heads) if not any(wrong(size))]
+        raise UserError(misfit.message, where=misfit.where, remedy=f"use one of {valid}")
+
+
+def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection) -> Iterator[Misfit]:
+    """Everything in which the layout does not suit the model."""
+    yield from _tensor_misfits(shape, layout.tp, "parallel.tp")
+    yield from _sequence_misfits(shape, layout, parallel)
+    yield from _expert_misfits(shape, layout)
+    yield from _stage_misfits(shape.num_layers, layout)
+
+
+def nearest_layouts(
+    shape: ModelShape | None, parallel: ParallelSection, world_size: int, count: int = 3
+) -> list[ParallelLayout]:
+    """The layouts most like the one asked for that suit ranks and model, nearest first.
+
+    There is always one, if only data parallelism alone. Looks at a few sizes of each axis; a size twice or half as
+    large is one step away. A layout that changes more keys than another, among them the same, is left out.
+    """
+    stages: Callable[[int], list[ParallelLayout]] = cache(lambda pp: _stage_variants(shape, parallel, pp))
+
+    def suits(axis: str, size: int) -> bool:
+        """On its own, the size of this axis suits the model."""
+        if axis == "pp":
+            return bool(stages(size))
+        if shape is None or axis == "cp":
+            return True
+        if axis == "tp":
+            return not any(_tensor_misfits(shape, size, ""))
+        return not any(_expert_misfits(shape, replace(ParallelLayout(size), **{axis: size})))
+
+    sizes = []
+    for axis in _AXES:
+        asked = getattr(parallel, axis)
+        valid = sorted((abs(log2(size / asked)), size) for size in divisors(world_size) if suits(axis, size))
+        sizes.append({size for _, size in valid[:_PER_AXIS]} | {1})
+    found: dict[ParallelLayout, tuple[float, float]] = {}
+    for tp, pp, cp, ep, etp in product(*sizes):
+        if world_size % (tp * pp * cp) or world_size % (ep * etp * pp):
+            continue
+        for stage in stages(pp):
+            layout = replace(stage, world_size=world_size, tp=tp, cp=cp, ep=ep, etp=etp)
+            if shape is None or not any(misfits(shape, layout, parallel)):
+                found[layout] = _distance(shape, layout, parallel)
+    changed = {layout: _changed(layout, parallel) for layout in found}
+    sets = set(changed.values())
+    needless = {layout for layout in found if any(less < changed[layout] for less in sets)}
+    return sorted(found.keys() - needless, key=lambda layout: (found[layout], layout.text))[:count]
+
+
+def _tensor_misfits(shape: ModelShape, tp: int, where: str) -> Iterator[Misfit]:
+    yield from _does_not_divide(tp, shape.num_heads, "attention heads", where)
+    has_dense_layers = shape.experts is None or len(shape.experts.layers) < shape.num_layers
+    if has_dense_layers:
+        yield from _does_not_divide(tp, shape.ffn_size, "feed-forward size", where)
+    if shape.experts and shape.experts.shared_ffn_size:
+        yield from _does_not_divide(tp, shape.experts.shared_ffn_size, "feed-forward size of shared experts", where)
+    if max(tp, shape.num_kv_heads) % min(tp, shape.num_kv_heads):
+        message = f"{tp} and the model's {shape.num_kv_heads} key-value heads do not divide one another"
+        yield Misfit(where, message)
+
+
+def _sequence_misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection) -> Iterator[Misfit]:
+    heads = shape.num_heads // layout.tp
+    if parallel.cp_method == "ulysses" and heads % layout.cp:
+        message = f"{layout.cp} does not divide the {heads} attention heads of a rank, as cp_method ulysses needs"
+        yield Misfit("parallel.cp", message)
+    if layout.tp > 1 and (shape.experts or shape.latent) and not parallel.sequence_parallel:
+        part = "experts" if shape.experts else "latent attention"
+        yield Misfit(
+            "parallel.sequence_parallel",
+            f"a model with {part} needs it at tp {layout.tp}",
+            "set it to true, or tp to 1",
+        )
+
+
+def _expert_misfits(shape: ModelShape, layout: ParallelLayout) -> Iterator[Misfit]:
+    if shape.experts is None:
+        for axis in ("ep", "etp"):
+            if layout.size(axis) > 1:
+                message = f"{layout.size(axis)} ranks are to share experts, which the model does not have"
+                yield Misfit(f"parallel.{axis}", message)
+        return
+    yield from _does_not_divide(layout.ep, shape.experts.num_experts, "experts", "parallel.ep")
+    ffn_size = shape.experts.ffn_size
+    yield from _does_not_divide(layout.etp, ffn_size, "feed-forward size of an expert", "parallel.etp")
+    each, left = divmod(ffn_size, layout.etp)
+    if layout.etp > 1 and not left and each % _GROUPED_ROW:
+        message = (
+            f"{layout.etp} leaves a rank {each} of the model's {ffn_size} feed-forward size of an expert, and grouped "
+            f"products take multiples of {_GROUPED_ROW}"
+        )
+        yield Misfit("parallel.etp", message)
+
+
+def _stage_misfits(num_layers: int, layout: ParallelLayout) -> Iterator[Misfit]:
+    for key in ("vpp", "first_stage_layers", "last_stage_layers"):
+        value = getattr(layout, key)
+        if value is not None and layout.pp == 1:
+            yield Misfit(f"parallel.{key}", f"{value} has a meaning only with several pipeline stages (pp > 1)")
+    try:
+        layout.stage_layers(num_layers)
+    except UserError as error:
+        yield Misfit(error.where, error.message)
+
+
+def _does_not_divide(size: int, number: int, label: str, where: str) -> Iterator[Misfit]:
+    if number % size:
+        yield Misfit(where, f"{size} does not divide the model's {number} {label}")
+
+
+def _stage_variants(shape: ModelShape | None, parallel: ParallelSection, pp: int) -> list[ParallelLayout]:
+    """Layouts of ``pp`` stages whose layers come out even: as asked for, even, or with another number on the last."""
+    if pp == 1:
+        return [ParallelLayout(1)]
+    first, last = parallel.first_stage_layers, parallel.last_stage_layers
+    variants = []
+    for vpp in dict.fromkeys([None if parallel.vpp == 1 else parallel.vpp, None, 2, 3, 4]):
+        ends = [(first, last), (first, None), (None, last), (None, None)]
+        if shape:
+            unit = vpp or 1
+            for each in (-(-shape.num_layers // (pp * unit)) * unit, shape.num_layers // (pp * unit) * unit):
+                ends.append((None, shape.num_layers - each * (pp - 1)))
+        for begin, end in dict.fromkeys(ends):
+            layout = ParallelLayout(pp, pp=pp, vpp=vpp, first_stage_layers=begin, last_stage_layers=end)
+            if shape is None or _is_sound(layout, shape.num_layers):
+                variants.append(layout)
+    return variants
+
+
+def _is_sound(layout: ParallelLayout, num_layers: int) -> bool:
+    """Layers come out even, and no stage has so many that the others mostly wait."""
+    with suppress(UserError):
+        return max(layout.stage_layers(num_layers)) * layout.pp <= 2 * num_layers
+    return False
+
+
+def _changed(layout: ParallelLayout, parallel: ParallelSection) -> frozenset[str]:
+    """The axes in which the layout differs from what was asked for; how stages are divided goes with their number."""
+    axes = {axis for axis in _AXES if layout.size(axis) != getattr(parallel, axis)}
+    asked = (parallel.vpp or 1, parallel.first_stage_layers, parallel.last_stage_layers)
+    if (layout.vpp or 1, layout.first_stage_layers, layout.last_stage_layers) != asked and "pp" not in axes:
+        axes.add("stages")
+    return frozenset(axes)
+
+
+def _distance(shape: ModelShape | None, layout: ParallelLayout, parallel: ParallelSection) -> tuple[float, float]:
+    """Steps away from what was asked for; between equals, how much more or less a rank would hold."""
+    steps = [log2(layout.size(axis) / getattr(parallel, axis)) for axis in _AXES]
+    chunks = abs(log2((layout.vpp or 1) / (parallel.vpp or 1)))
+    moved = 0.0
+    ends = (layout.first_stage_layers, layout.last_stage_layers)
+    if shape and ends != (parallel.first_stage_layers, parallel.last_stage_layers):
+        # Ranks wait for the fullest stage.
+        counts = layout.stage_layers(shape.num_layers)
+        moved = 0.25 + max(counts) * layout.pp / shape.num_layers - 1
+    return sum(map(abs, steps)) + chunks + moved, abs(sum(steps))

@@ -1,0 +1,56 @@
+"""What a step learns from and whom the policy may call, as far as the config alone can tell what is wrong with that."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.plan.checks.rewards import MODEL_PART
+
+
+def check_rollout(config: RunConfig) -> None:
+    """Refuse tools without a template, and dynamic sampling that could keep no group."""
+    _check_tools(config)
+    dynamic = config.train.dynamic_sampling
+    if dynamic is None:
+        return
+    if dynamic.arguments and dynamic.filter is None:
+        raise UserError(
+            "there is no filter that takes them",
+            where="train.dynamic_sampling.arguments",
+            remedy="name one in train.dynamic_sampling.filter",
+        )
+    if dynamic.filter is not None:
+        return
+    if dynamic.metric == MODEL_PART and config.reward.model is not None:
+        raise UserError(
+            "groups are chosen before the reward model has scored them",
+            where="train.dynamic_sampling.metric",
+            remedy="use reward, which is what the functions give then, or the name of one of them",
+        )
+    if config.rollout.samples_per_prompt == 1:
+        raise UserError(
+            "a single sample has no other to differ from, so that every group would be dropped",
+            where="rollout.samples_per_prompt",
+            remedy="set it to 2 or more, or name a filter in train.dynamic_sampling.filter",
+        )
+    if not config.reward.entries:
+        raise UserError(
+            "groups are chosen before the reward model has scored them, and there is no other reward",
+            where="train.dynamic_sampling",
+            remedy="add a function to reward.functions, or remove the section",
+        )
+
+
+def _check_tools(config: RunConfig) -> None:
+    tools = config.rollout.tools
+    if tools and not config.data.chat_template:
+        raise UserError(
+            "tools are shown to the policy by a chat template",
+            where="data.chat_template",
+            remedy="set it to true, or to a Jinja file",
+        )
+    twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
+    if twice:
+        raise UserError(f"{twice[0]!r} is the name of two", where="rollout.tools", remedy="name each differently")

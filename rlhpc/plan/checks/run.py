@@ -1,0 +1,285 @@
+"""Can this run work? Answered before anything is started, from the config and the headers of its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+
+from rlhpc.checkpoint.formats.model_folder import check_data_file, check_tokenizer, check_weights
+from rlhpc.config.algorithm import WITH_CRITIC
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.overlap import contains
+from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.checks.algorithm import check_algorithm
+from rlhpc.plan.checks.critic import check_critic
+from rlhpc.plan.checks.data import check_data
+from rlhpc.plan.checks.limits import check_lengths, foresee
+from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
+from rlhpc.plan.checks.rewards import check_reward, check_reward_model
+from rlhpc.plan.checks.rollout import check_rollout
+from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
+from rlhpc.sharding.engine_shards import fits_nodes
+from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
+from rlhpc.sharding.shards import num_parameters
+
+Summary = list[tuple[str, str]]
+
+
+def check_config(config: RunConfig, prepared: bool = True) -> Summary:
+    """Refuse what cannot work, with one UserError; return (topic, text) rows that say what was found.
+
+    ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
+    """
+    check_node_range(config)
+    check_own_checkpoints(config)
+    shape = read_model(config.model.path, config.model.family) if config.model.path.exists() else None
+    check_nodes(config, config.slurm.least_nodes, shape)
+    layout = check_nodes(config, config.slurm.most_nodes, shape)
+    check_algorithm(config)
+    check_reward(config.reward)
+    check_rollout(config)
+    check_data(config)
+    check_optimizers(config)
+    check_sharing(config)
+    check_critic(config, layout.world_size, shape)
+    if prepared:
+        check_reward_model(config, layout.world_size)
+    if shape is not None:
+        check_memory(config.memory, shape, layout)
+        check_experts(config.train.experts, shape)
+    warnings = foresee(config, shape, layout, prepared) if shape is not None else []
+    summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
+    if shape is None and not prepared:
+        summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
+    else:
+        summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
+    summary += [("data", text) for text in _check_data(config, prepared)]
+    return summary + [("warning", text) for text in warnings]
+
+
+def outline(config: RunConfig) -> Summary:
+    """(topic, text) rows of layout, batches and model, from the config and the model's config.json alone.
+
+    Raises UserError for what nothing can be foretold of; whether there are weights and prompts is not looked at.
+    """
+    check_node_range(config)
+    shape = read_model(config.model.path, config.model.family)
+    layout = check_plannable(config, shape)
+    batch = [("batch", text)] if (text := _batch_text(config)) else []
+    return [("layout", _layout_text(config, layout)), *batch, ("model", f"{config.model.path}: {_model_text(shape)}")]
+
+
+def check_node_range(config: RunConfig) -> None:
+    """The least number of nodes is not above the most."""
+    if config.slurm.least_nodes > config.slurm.most_nodes:
+        raise UserError(f"{config.slurm.nodes} is no range", where="slurm.nodes", remedy="write [least, most]")
+
+
+def check_own_checkpoints(config: RunConfig) -> None:
+    """No model is read from the run's own checkpoints, of which the run removes all but the newest."""
+    if config.evaluates_only:
+        return
+    reward = config.reward.model
+    models = {
+        "model.path": config.model.path,
+        "model.weights": config.model.weights,
+        "critic.model": config.critic.model,
+        "reward.model.path": reward.path if reward is not None else None,
+    }
+    checkpoints = RunFolder(config.folder).checkpoints
+    for key, path in models.items():
+        if path is not None and contains(checkpoints, path):
+            raise UserError(
+                f"{str(path)!r} is among this run's checkpoints; only the newest {config.checkpoint.keep} are kept",
+                where=key,
+                remedy="copy it to a folder outside, or give the run another run_dir",
+            )
+
+
+def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
+    """The layout on the most nodes; a UserError where it, batches, lengths, recomputation or models beside the actor do
+    not suit."""
+    layout = check_layout(config, config.slurm.most_nodes, shape)
+    check_critic(config, layout.world_size, shape)
+    check_shape_files(config)
+    check_memory(config.memory, shape, layout)
+    if config.train.steps:
+        _check_samples(config, layout)
+    for _warning in check_lengths(config, shape):
+        pass
+    check_planned_lengths(config)
+    return layout
+
+
+def check_shape_files(config: RunConfig) -> None:
+    """Models beside the actor have the config.json that their shape is read from."""
+    folders = {"reward.model.path": config.reward.model.path if config.reward.model else None}
+    if config.algorithm.name in WITH_CRITIC:
+        folders["critic.model"] = config.critic.model
+    for key, folder in folders.items():
+        if folder is not None and not (folder / "config.json").is_file():
+            raise UserError(f"no config.json in {str(folder)!r}", where=key, remedy="correct the path")
+
+
+def check_planned_lengths(config: RunConfig) -> None:
+    """Mean lengths are within the bounds on them."""
+    planned = config.planning
+    bounds = (
+        ("prompt_tokens", planned.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens),
+        ("response_tokens", planned.response_tokens, "rollout.max_response_tokens", config.rollout.max_response_tokens),
+    )
+    for name, mean, key, most in bounds:
+        if mean is not None and mean > most:
+            raise UserError(
+                f"a mean of {mean} is above {key} {most}", where=f"planning.{name}", remedy=f"lower it, or raise {key}"
+            )
+
+
+def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) -> ParallelLayout:
+    """The layout on so many nodes; a UserError when layout, model (if known) or batches do not fit them."""
+    try:
+        layout = check_layout(config, nodes, shape)
+        _check_batches(config, layout)
+    except UserError as error:
+        if config.slurm.least_nodes == config.slurm.most_nodes:
+            raise
+        raise UserError(f"on {nodes} nodes: {error.message}", where=error.where, remedy=error.remedy) from None
+    return layout
+
+
+def largest_usable(config: RunConfig, nodes: int) -> int:
+    """The most of ``nodes`` that slurm.nodes, layout and batches can use; 0 when they are too few."""
+    for count in range(min(nodes, config.slurm.most_nodes), config.slurm.least_nodes - 1, -1):
+        with suppress(UserError):
+            check_nodes(config, count)
+            return count
+    return 0
+
+
+def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
+    """The layout on so many nodes; a UserError when it or the engines do not suit ranks or model (if known)."""
+    world_size = nodes * config.resources.ranks_per_node
+    layout = fitting_layout(config.parallel, world_size, shape)
+    if world_size % config.rollout.tp:
+        raise UserError(
+            f"engines of {config.rollout.tp} ranks do not divide the {world_size} ranks of the job",
+            where="rollout.tp",
+            remedy=f"use one of {divisors(world_size)}",
+        )
+    _check_engines_on_nodes(config.rollout.tp, world_size, config.resources.ranks_per_node)
+    if shape:
+        check_engine(shape, config.rollout)
+    return layout
+
+
+def _check_engines_on_nodes(tp: int, world_size: int, ranks_per_node: int) -> None:
+    if not fits_nodes(tp, ranks_per_node):
+        valid = [size for size in divisors(world_size) if fits_nodes(size, ranks_per_node)]
+        raise UserError(
+            f"engines of {tp} ranks neither divide a node of {ranks_per_node} nor take whole nodes",
+            where="rollout.tp",
+            remedy=f"use one of {valid}",
+        )
+
+
+def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
+    train, sft = config.train, config.sft
+    if config.evaluates_only and not config.data.validation:
+        raise UserError("0 steps and no sft section: nothing to do", where="train.steps", remedy="set it to 1 or more")
+    if sft is not None and sft.sequences_per_step < layout.dp:
+        raise UserError(
+            f"{sft.sequences_per_step} sequences cannot feed {layout.dp} data-parallel ranks",
+            where="sft.sequences_per_step",
+            remedy=f"use at least {layout.dp}",
+        )
+    if not train.steps:
+        return
+    if not config.data.train:
+        raise UserError("no prompt files", where="data.train", remedy="name at least one .parquet or .jsonl file")
+    _check_samples(config, layout)
+
+
+def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
+    train = config.train
+    samples = train.prompts_per_step * config.rollout.samples_per_prompt
+    valid = [count for count in divisors(samples) if samples // count >= layout.dp]
+    if not valid:
+        raise UserError(
+            f"{samples} samples a step (train.prompts_per_step x rollout.samples_per_prompt) cannot feed "
+            f"{layout.dp} data-parallel ranks",
+            where="train.prompts_per_step",
+            remedy=f"use at least {-(-layout.dp // config.rollout.samples_per_prompt)}",
+        )
+    if train.minibatches not in valid:
+        wrong = (
+            f"{samples} samples a step do not divide into {train.minibatches} minibatches"
+            if samples % train.minibatches
+            else f"minibatches of {samples // train.minibatches} samples cannot feed {layout.dp} data-parallel ranks"
+        )
+        raise UserError(wrong, where="train.minibatches", remedy=f"use {_nearest(train.minibatches, valid)}")
+
+
+def _check_model(config: RunConfig, shape: ModelShape) -> str:
+    """The model's files are whole and belong together."""
+    folder = config.model.path
+    weights = check_weights(config.model.weights or folder, shape)
+    tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
+    return (
+        f"{folder}: {_model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
+        f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"
+    )
+
+
+def _model_text(shape: ModelShape) -> str:
+    return (
+        f"{shape.architecture}, {shape.num_layers} layers, hidden {shape.hidden_size}, "
+        f"{num_parameters(shape) / 1e6:,.1f} M parameters"
+    )
+
+
+def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
+    groups = {
+        "data.train": [file.path for file in config.data.train],
+        "data.validation": [file.path for file in config.data.validation],
+        "sft.data": config.sft.data if config.sft is not None else [],
+    }
+    for key, paths in groups.items():
+        absent = [path for path in paths if not path.exists()]
+        for index, path in enumerate(paths):
+            if prepared or path.exists():
+                check_data_file(path, f"{key}.{index}")
+        if paths:
+            yield f"{key}: {', '.join(map(str, paths))}" + (" (not there yet, prepare makes it)" if absent else "")
+
+
+def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
+    engines = layout.world_size // config.rollout.tp
+    texts = [f"training {layout.text}"]
+    if config.critic.parallel is not None:
+        texts.append(f"critic {make_layout(config.critic.parallel, layout.world_size).text}")
+    texts.append(f"rollout {engines} engine(s) of tp {config.rollout.tp}")
+    return f"{layout.world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
+
+
+def _batch_text(config: RunConfig) -> str:
+    train, rollout = config.train, config.rollout
+    texts = []
+    if config.sft is not None:
+        texts.append(f"sft {config.sft.steps} steps of {config.sft.sequences_per_step} sequences")
+    if train.steps:
+        texts.append(
+            f"rl {train.steps} steps of {train.prompts_per_step} prompts x {rollout.samples_per_prompt} samples in "
+            f"{train.minibatches} minibatch(es)"
+        )
+    if config.evaluates_only:
+        texts.append(f"{config.validation.samples_per_prompt} response(s) to each held-out prompt")
+    return "; ".join(texts)
+
+
+def _nearest(number: int, valid: list[int]) -> str:
+    """The valid numbers next to ``number``, below and above."""
+    below = [v for v in valid if v < number][-1:]
+    above = [v for v in valid if v > number][:1]
+    return " or ".join(str(v) for v in below + above)

@@ -1,0 +1,89 @@
+"""Keys of optimizers and memory that contradict each other or the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import gcd
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.sharding.layout import ParallelLayout, divisors
+
+
+def check_optimizers(config: RunConfig) -> None:
+    """Of both phases."""
+    sections = {"train.optimizer": config.train.optimizer}
+    if config.sft is not None:
+        sections["sft.optimizer"] = config.sft.optimizer
+    for key, section in sections.items():
+        check_optimizer(key, section)
+
+
+def check_optimizer(key: str, section: OptimizerSection) -> None:
+    """Of one section."""
+    if section.function is None and section.arguments:
+        raise UserError(
+            f"{', '.join(section.arguments)} without a function to take them",
+            where=f"{key}.arguments",
+            remedy=f"set {key}.function, or leave them out",
+        )
+    if section.function is not None and section.host_fraction:
+        raise UserError(
+            f"{section.host_fraction} of the parameters of {section.function}: only AdamW can be shared with the host",
+            where=f"{key}.host_fraction",
+            remedy=f"set it to 0, or leave {key}.function out",
+        )
+
+
+def check_experts(section: ExpertsSection, shape: ModelShape) -> None:
+    """What is asked of experts is there."""
+    if section.replay_routes and shape.experts is None:
+        raise UserError(
+            "the model has no experts", where="train.experts.replay_routes", remedy="set it to false, or leave it out"
+        )
+
+
+def check_sharing(config: RunConfig) -> None:
+    """Memory that engines use stays where it is."""
+    if config.reshard.share_weights and config.memory.offload.parameters:
+        raise UserError(
+            "engines cannot use the memory of weights that are moved to the host (memory.offload.parameters)",
+            where="reshard.share_weights",
+            remedy="set one of the two to false",
+        )
+    if config.reshard.share_weights and config.reshard.method == "gather":
+        raise UserError(
+            "nothing is shared where whole tensors are gathered",
+            where="reshard.share_weights",
+            remedy="set it to false, or reshard.method to direct",
+        )
+
+
+def check_memory(memory: MemorySection, shape: ModelShape, layout: ParallelLayout) -> None:
+    """What is to be recomputed is there, and divides evenly."""
+    if memory.recompute == "selective":
+        _check_modules(memory.recompute_modules, shape)
+    elif memory.recompute == "full":
+        _check_groups(memory.recompute_layers, shape, layout)
+
+
+def _check_modules(modules: Sequence[str], shape: ModelShape) -> None:
+    if not shape.experts and not {"core_attn", "mlp"} & set(modules):
+        raise UserError(
+            f"the model has none of {list(modules)}" if modules else "no modules to recompute",
+            where="memory.recompute_modules",
+            remedy="use core_attn, mlp or both, or set memory.recompute to none",
+        )
+
+
+def _check_groups(size: int, shape: ModelShape, layout: ParallelLayout) -> None:
+    """Megatron takes groups of equal size on every stage (transformer_block.py:535)."""
+    lengths = sorted({layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)})
+    if any(length % size for length in lengths):
+        raise UserError(
+            f"groups of {size} layers do not divide stages of {' and '.join(map(str, lengths))} layers",
+            where="memory.recompute_layers",
+            remedy=f"use one of {divisors(gcd(*lengths))}",
+        )

@@ -1,0 +1,388 @@
+"""What a run needs of each GPU, phase by phase, and of each node's memory: foretold from config and model shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import floor, prod
+
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelShape, find_family
+from rlhpc.models.tables import Cut, Row, Where
+from rlhpc.plan.estimates.hardware import Reserves
+from rlhpc.plan.estimates.model_memory import RankModel, rank_models
+from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE, StateBytes
+from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
+from rlhpc.sharding.layout import ParallelLayout
+
+GIB = 1 << 30
+ENGINE_TOKENS = 8192  # that vLLM takes through the model at once, at most (max_num_batched_tokens)
+HOST_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
+_ENGINE = ("engine weights", "KV cache", "engine's passes", "claimed by the engine")  # parts when it is built
+_ROUTE_COPIES = 3  # of what a rank trains on: as they came, by sample, and by micro batch
+_ESTIMATES = Reserves()  # of a machine on which nothing was measured
+
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """Bytes on the GPU at the fullest moment of a phase, by what they are for."""
+
+    name: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """Bytes in host memory of one rank, by what they are for, and of the ranks of its node together."""
+
+    parts: dict[str, int]
+    ranks_per_node: int
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def node(self) -> int:
+        return self.total * self.ranks_per_node
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Of one rank. ``gpu_bytes``: what a GPU has, None where it is not known."""
+
+    rank: int
+    phases: tuple[PhaseMemory, ...]
+    host: HostMemory
+    gpu_bytes: int | None = None
+    reserves: Reserves = _ESTIMATES
+
+    @property
+    def peak(self) -> int:
+        return max(phase.total for phase in self.phases)
+
+    @property
+    def first_too_large(self) -> PhaseMemory | None:
+        """The first phase that does not fit into the GPU."""
+        if self.gpu_bytes is None:
+            return None
+        return next((phase for phase in self.phases if phase.total > self.gpu_bytes), None)
+
+    @property
+    def refused_engine(self) -> tuple[int, int] | None:
+        """(bytes that the engine claims, bytes that are free) when it is built, if that is what does not fit first."""
+        phase = self.first_too_large
+        if phase is None or phase.name != "load" or self.gpu_bytes is None or _ENGINE[0] not in phase.parts:
+            return None
+        claimed = sum(phase.parts.get(part, 0) for part in _ENGINE)
+        return claimed, self.gpu_bytes - (phase.total - claimed)
+
+
+def predict_memory(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu_gib: float | None = None,
+    reserves: Reserves = _ESTIMATES,
+) -> MemoryPlan:
+    """The plan of the rank that needs most. Without ``gpu_gib`` the KV cache is as large as one full batch needs."""
+    each = layout.world_size // layout.pp
+    engine = _engine(config, shape, gpu_gib)
+    stages = _different(shape, layout)
+    plans = [_plan(config, shape, layout, stage * each, gpu_gib, engine, reserves) for stage in stages]
+    return max(plans, key=lambda plan: plan.peak)
+
+
+def rank_memory(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    gpu_gib: float | None = None,
+    reserves: Reserves = _ESTIMATES,
+) -> MemoryPlan:
+    """The plan of one rank."""
+    return _plan(config, shape, layout, rank, gpu_gib, _engine(config, shape, gpu_gib), reserves)
+
+
+def _plan(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    gpu_gib: float | None,
+    engine: EngineMemory | None,
+    reserves: Reserves,
+) -> MemoryPlan:
+    models = rank_models(config, shape, layout, rank)
+    asleep = {"engine, asleep": reserves.sleeping_engine} if engine is not None else {}
+    phases = [_load(models, engine)]
+    if engine is not None:
+        phases += [_push(config, models, engine), _rollout(models, engine)]
+    if config.train.steps > 0:
+        phases += _passes(models, asleep)
+    for model in reversed([model for model in models if model.trained]):
+        phases += _update(model, models, asleep)
+    if models[0].trained:
+        phases.append(_save(models, asleep))
+    phases = [replace(phase, parts={**phase.parts, "libraries": reserves.context}) for phase in phases]
+    host = _host(config, models, _routes(config, shape, layout))
+    return MemoryPlan(rank, tuple(phases), host, None if gpu_gib is None else int(gpu_gib * GIB), reserves)
+
+
+def _engine(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> EngineMemory | None:
+    """None where nothing is generated."""
+    if not config.train.steps and not config.data.validation:
+        return None
+    return engine_memory(config, shape, None if gpu_gib is None else int(gpu_gib * GIB))
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """Of one rank of an engine, in bytes. ``token``: of the KV cache for one token."""
+
+    weights: int
+    working: int  # of a forward pass
+    cache: int
+    token: int
+    claimed: int  # of the GPU that must be free when the engine is built
+
+    @property
+    def tokens(self) -> int:
+        """That the cache holds."""
+        return self.cache // self.token
+
+    def smallest(self, sequence: int) -> int:
+        """Bytes of an engine whose cache holds one sequence of so many tokens."""
+        return self.weights + self.working + sequence * self.token
+
+    def fitting_setting(
+        self, section: RolloutSection, claimed: int, free: int, total: int, sequence: int
+    ) -> tuple[str, float, bool]:
+        """Key in ``rollout`` that decides what the engine claims, its largest value for ``free`` bytes, and whether the
+        cache then holds a sequence. The GPU has ``total`` bytes, of which ``claimed`` are asked for at present."""
+        if section.kv_cache_gib is None:
+            share = floor(100 * free / total) / 100
+            return "gpu_memory_fraction", share, share * total >= self.smallest(sequence)
+        cache = floor(100 * (free - claimed + self.cache) / GIB) / 100
+        return "kv_cache_gib", cache, cache * GIB >= sequence * self.token
+
+
+def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:
+    """Of the configuration's engines; with a cache for one full batch where the GPU is not known."""
+    full = config.rollout.max_running * sequence_tokens(config)
+    return engine_bytes(config.rollout, shape, config.model.dtype, gpu_bytes, full)
+
+
+def engine_bytes(
+    section: RolloutSection, shape: ModelShape, dtype: str, gpu_bytes: int | None, tokens: int = 0
+) -> EngineMemory:
+    """``rollout.kv_cache_gib``, or what ``gpu_memory_fraction`` leaves of the GPU; for so many ``tokens`` where the GPU
+    is not known. A cache below 0 is one that there is no room for."""
+    e = ITEMSIZE[dtype]
+    layout = EngineLayout(section.tp, section.expert_parallel)
+    weights = e * engine_numel(shape, layout)
+    token = kv_bytes_per_token(shape, section.tp, dtype)
+    ffn = shape.ffn_size // section.tp
+    if shape.experts:
+        ffn = max(ffn, shape.experts.top_k * shape.experts.ffn_size // layout.etp // layout.ep)
+    working = e * ENGINE_TOKENS * (4 * shape.hidden_size + 3 * ffn) + 8 * section.max_running * shape.vocab_size
+    claimed = 0 if gpu_bytes is None else int(section.gpu_memory_fraction * gpu_bytes)
+    if section.kv_cache_gib is not None:
+        cache = int(section.kv_cache_gib * GIB)
+        claimed = weights + working + cache
+    elif gpu_bytes is None:
+        cache = token * tokens
+    else:
+        cache = claimed - weights - working
+    return EngineMemory(weights, working, cache, token, claimed)
+
+
+def engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
+    """Elements of one rank's parameters, those of ``engine_parameters``."""
+    expert_layers = len(shape.experts.layers) if shape.experts else 0
+    layers = {
+        Where.LAYER: shape.num_layers,
+        Where.DENSE_LAYER: shape.num_layers - expert_layers,
+        Where.EXPERT_LAYER: expert_layers,
+    }
+    return sum(
+        layers.get(row.where, 1) * _engine_row(shape, layout, row) for row in find_family(shape.family).table(shape)
+    )
+
+
+def _engine_row(shape: ModelShape, layout: EngineLayout, row: Row) -> int:
+    numel = prod(row.shape)
+    if row.of_each_expert:
+        assert shape.experts is not None, "a row for each expert of a model that has none"
+        return shape.experts.num_experts // layout.ep * numel // layout.etp
+    if row.cut is Cut.WHOLE:
+        return numel
+    if row.cut is Cut.VOCAB:
+        return engine_vocab(row.shape[0]) // layout.tp * prod(row.shape[1:])
+    if row.cut is Cut.QKV and row.part > 0:  # ranks that are more than the heads keep copies
+        return numel // shape.num_kv_heads * max(1, shape.num_kv_heads // layout.tp)
+    return numel // layout.tp
+
+
+def kv_bytes_per_token(shape: ModelShape, tp: int, dtype: str) -> int:
+    """On one rank of an engine. Latent attention keeps one vector for all heads, on every rank."""
+    latent = shape.latent
+    if latent is not None:
+        return ITEMSIZE[dtype] * shape.num_layers * (latent.kv_rank + latent.rope_dim)
+    return ITEMSIZE[dtype] * shape.num_layers * 2 * max(1, shape.num_kv_heads // tp) * shape.head_dim
+
+
+def sequence_tokens(config: RunConfig) -> int:
+    """Of the longest prompt with the longest response."""
+    return config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+
+def _different(shape: ModelShape, layout: ParallelLayout) -> list[int]:
+    """Pipeline stages of which one needs most: of those with like layers the first has most micro batches under way."""
+    experts = set(shape.experts.layers) if shape.experts else set()
+    counts = [[0, 0] for _ in range(layout.pp)]
+    for layer, (stage, _, _) in enumerate(layout.layer_places(shape.num_layers)):
+        counts[stage][layer in experts] += 1
+    first = {tuple(count): stage for stage, count in reversed(list(enumerate(counts)))}
+    return sorted({0, layout.pp - 1, min(1, layout.pp - 1), *first.values()})
+
+
+def _state(models: Sequence[RankModel], states: Sequence[StateBytes]) -> Parts:
+    """Of several models by kind; those that are not the actor's by their own names."""
+    parts: Parts = {}
+    for model, state in zip(models, states, strict=True):
+        sizes = {"weights": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
+        for kind, size in sizes.items():
+            parts[kind if model.name == "actor" else f"{model.name}: {kind}"] = size
+    return parts
+
+
+def _phase(name: str, parts: Parts) -> PhaseMemory:
+    return PhaseMemory(name, {what: size for what, size in parts.items() if size})
+
+
+def _largest(name: str, moments: Sequence[Parts]) -> PhaseMemory:
+    return max((_phase(name, moment) for moment in moments), key=lambda phase: phase.total)
+
+
+def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemory:
+    """Models one after the other, each whole at first and offloaded before the next; and then the engine."""
+    moments = []
+    resting = [model.resting for model in models]
+    for number, model in enumerate(models):
+        before, own = _state(models[:number], resting[:number]), model.state
+        if model.trained:
+            # Modules are made first, and then the buffers that their weights move into.
+            making = _state([model], [replace(own, master=0, moments=0)])
+            moments.append({**before, **making, "module's own weights": own.parameters})
+        moments.append({**before, **_state([model], [own])})
+    if engine is not None:
+        sizes = (engine.weights, max(0, engine.cache), engine.working)
+        needs = dict(zip(_ENGINE, (*sizes, max(0, engine.claimed - sum(sizes))), strict=True))
+        # vLLM refuses to start unless its whole share is free (v1/worker/utils.py, request_memory).
+        moments.append({**_state(models, resting), **needs})
+    return _largest("load", moments)
+
+
+def _push(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
+    """Weights of both sides, and two buckets to send and two to receive."""
+    states = [models[0].left(keep_weights=True), *(model.resting for model in models[1:])]
+    buckets = {"buckets": 4 * (config.reshard.bucket_mib << 20)} if config.reshard.method == "direct" else {}
+    return _phase("push", {**_state(models, states), "engine weights": engine.weights, **buckets})
+
+
+def _rollout(models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
+    own = {"engine weights": engine.weights, "KV cache": max(0, engine.cache), "engine's passes": engine.working}
+    return _phase("rollout", {**_state(models, [model.resting for model in models]), **own})
+
+
+def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
+    """Log-probs and values, one model after the other; the actor's weights come back first and stay."""
+    found = []
+    actor, others = models[0], models[1:]
+    moments = []
+    for model in models:
+        states = [actor.resting if model.name == "reward model" else actor.left(keep_weights=True)]
+        for other in others:
+            states.append(other.left(keep_weights=True) if other is model else other.resting)
+        moment = {**_state(models, states), "activations": model.passing, **asleep}
+        if model.name == "reward model":
+            found.append(_phase("reward model", moment))
+        else:
+            moments.append(moment)
+    return [*found, _largest("log-probs", moments)]
+
+
+def _update(model: RankModel, models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
+    """The critic learns first: the actor's weights are on the device then, the rest of it as it was."""
+    states = []
+    for other in models:
+        if other is model:
+            states.append(other.state)
+        else:
+            states.append(other.left(keep_weights=True) if other.name == "actor" else other.resting)
+    parts = {**_state(models, states), **asleep}
+    prefix = "" if model.name == "actor" else f"{model.name} "
+    passes = {**parts, "activations": model.kept, "workspace": model.workspace}
+    return [_phase(f"{prefix}forward and backward", passes), _phase(f"{prefix}optimizer step", parts)]
+
+
+def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
+    """The actor is whole after its update; a critic comes back for it, without gradients that were let go."""
+    moments = []
+    for model in models:
+        if not model.trained:
+            continue
+        states = []
+        for other in models:
+            if other.name == "actor":
+                states.append(other.state)
+            elif other is model:
+                states.append(replace(other.state, gradients=other.resting.gradients))
+            else:
+                states.append(other.resting)
+        moments.append({**_state(models, states), **asleep})
+    return _largest("save", moments)
+
+
+def _host(config: RunConfig, models: Sequence[RankModel], routes: int) -> HostMemory:
+    """What has left the GPU once keeps its pinned memory. A save in the background holds its copies until it is done,
+    one at once those of one model at a time. A reference after a warm-up is saved too."""
+    away = {model.name: _away(model) for model in models}
+    saved = [model.saved_on_host for model in models if model.trained or (model.name == "reference" and config.sft)]
+    parts = {
+        "processes": HOST_PROCESS,
+        "offloaded": sum(away.values()),
+        "optimizer of the host": sum(model.state.host + model.state.staging for model in models),
+        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
+        "routes": routes,
+    }
+    return HostMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
+
+
+def _routes(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
+    """Experts of a step's tokens, all responses of full length: what engines drew is with the first rank of each, and
+    ranks have what they train on beside it, of their stage's layers. A mean over the ranks of the fullest node."""
+    if not config.train.experts.replay_routes or shape.experts is None or not config.train.steps:
+        return 0
+    itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM gives them out
+    step = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
+    step *= len(shape.experts.layers) * shape.experts.top_k * itemsize
+    engines = layout.world_size // config.rollout.tp
+    per_node = config.resources.ranks_per_node
+    drawn = step // engines * max(1, per_node // config.rollout.tp) // per_node
+    return drawn + _ROUTE_COPIES * step // (layout.dp * layout.pp)
+
+
+def _away(model: RankModel) -> int:
+    """Gradients are not kept."""
+    state, left = model.state, model.resting
+    return state.parameters + state.optimizer - left.parameters - left.optimizer

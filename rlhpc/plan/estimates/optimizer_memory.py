@@ -1,0 +1,242 @@
+"""Bytes of weights, gradients and optimizer state on a rank: what Megatron's buffers hold, padding included.
+
+As ``_ParamAndGradBuffer`` (megatron/core/distributed/param_and_grad_buffer.py:586, 0.16.1) lays them out and
+``DistributedOptimizer`` (optimizer/distrib_optimizer.py:207) cuts them over the data-parallel ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import lcm, prod
+
+from rlhpc.models import ModelShape, find_family
+from rlhpc.models.tables import Cut, Row, Where
+from rlhpc.sharding.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout
+from rlhpc.sharding.shards import padded_vocab
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+_FLOAT32 = 4
+_PARAM_ALIGNMENT = 64  # elements (param_and_grad_buffer.py:665)
+_BUCKET_ALIGNMENT = 128  # elements (param_and_grad_buffer.py:654)
+_BUCKET = 40_000_000  # elements at least, and ...
+STAGED = 1 << 24  # elements of a piece of the CPU's optimizer; two are in flight between device and CPU
+_MODULES = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")  # of a layer, as it makes them
+_BUCKET_OF_RANK = 1_000_000  # ... so many for each data-parallel rank (distributed_data_parallel.py:67)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a rank's module; ``shared`` is a tied embedding of several stages, in a bucket of its own."""
+
+    name: str
+    numel: int
+    vector: bool = False  # no weight decay, and so in the optimizer's second group
+    expert: bool = False
+    shared: bool = False
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Of one model on one rank. ``host`` is what AdamW keeps in host memory (optimizer.host_fraction), ``staging`` the
+    buffers there that its gradients and new weights pass through."""
+
+    parameters: int
+    gradients: int = 0
+    master: int = 0  # float32 copies of half-precision weights, on the device
+    moments: int = 0  # on the device
+    host: int = 0
+    staging: int = 0
+
+    @property
+    def optimizer(self) -> int:
+        """Master weights and moments on the device."""
+        return self.master + self.moments
+
+
+def rank_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[list[Parameter]]:
+    """Parameters of a rank of a pipeline stage, chunk after chunk, in the order of ``named_parameters``.
+
+    Ranks that differ along other axes have as many.
+    """
+    chunks: list[list[Parameter]] = [[] for _ in range(layout.vpp or 1)]
+    rows = find_family(shape.family).table(shape)
+    expert_layers = set(shape.experts.layers) if shape.experts else set()
+    kinds = {kind: _layer(shape, layout, rows, kind) for kind in (Where.DENSE_LAYER, Where.EXPERT_LAYER)}
+    tied = shape.tied_embeddings and layout.pp > 1
+    if stage == 0:
+        chunks[0] += _held(shape, layout, rows, Where.FIRST, shared=tied)
+    for layer, (owner, chunk, _) in enumerate(layout.layer_places(shape.num_layers)):
+        if owner == stage:
+            chunks[chunk] += kinds[Where.EXPERT_LAYER if layer in expert_layers else Where.DENSE_LAYER]
+    if stage == layout.pp - 1:
+        chunks[-1] += _held(shape, layout, rows, Where.LAST)
+        if tied:
+            (embedding,) = _held(shape, layout, rows, Where.FIRST, shared=True)
+            chunks[-1].append(replace(embedding, name="output_layer.weight"))
+    return chunks
+
+
+def state_bytes(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    rank: int,
+    dtype: str,
+    *,
+    trained: bool = True,
+    host_fraction: float = 0.0,
+    bucket: int | None = None,
+) -> StateBytes:
+    """What one rank allocates for a model; without training only its weights.
+
+    ``bucket``: elements that close a bucket on the first stage (``default_bucket``); None: one bucket for all.
+    """
+    coord = coordinates(layout, rank)
+    chunks = rank_parameters(shape, layout, coord["pp"])
+    if not trained:
+        return StateBytes(ITEMSIZE[dtype] * sum(parameter.numel for chunk in chunks for parameter in chunk))
+    numel, on_device, on_host, staged = 0, 0, 0, 0
+    for expert, ranks, index in (
+        (False, layout.dp * layout.cp, coord["dp"] * layout.cp + coord["cp"]),
+        (True, layout.edp, coord["edp"]),
+    ):
+        owned: list[tuple[Parameter, int]] = []
+        for number, chunk in enumerate(chunks):
+            closes = bucket if number == coord["pp"] == 0 else None
+            buffer = lay_out([p for p in chunk if p.expert == expert], ranks, closes)
+            numel += buffer.numel
+            owned += buffer.owned(ranks, index)
+        mine, away = _share(owned, host_fraction)
+        on_device, on_host = on_device + sum(mine), on_host + sum(away)
+        staged += 2 * min(STAGED, max(away, default=0))
+    master = 0 if dtype == "float32" else _FLOAT32
+    return StateBytes(
+        parameters=ITEMSIZE[dtype] * numel,
+        gradients=_FLOAT32 * numel,
+        master=master * on_device,
+        moments=2 * _FLOAT32 * on_device,
+        host=(master + 2 * _FLOAT32) * on_host,
+        staging=(_FLOAT32 + ITEMSIZE[dtype]) * staged,
+    )
+
+
+def coordinates(layout: ParallelLayout, rank: int) -> dict[str, int]:
+    """As ``layout.coord``, which first makes those of all ranks: a search looks at thousands of layouts."""
+    coord = {}
+    for order in (DENSE_AXES, EXPERT_AXES):
+        rest = rank
+        for axis in order:
+            rest, coord[axis] = divmod(rest, layout.size(axis))
+    return coord
+
+
+def default_bucket(layout: ParallelLayout) -> int:
+    """Elements that close a bucket (distributed_data_parallel.py:65)."""
+    return max(_BUCKET, _BUCKET_OF_RANK * layout.dp)
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """Places (start, stop) of parameters in a contiguous buffer, and of its buckets."""
+
+    parameters: tuple[Parameter, ...]
+    places: tuple[tuple[int, int], ...]
+    buckets: tuple[tuple[int, int], ...]
+
+    @property
+    def numel(self) -> int:
+        return self.buckets[-1][1] if self.buckets else 0
+
+    @property
+    def largest_bucket(self) -> int:
+        return max((stop - start for start, stop in self.buckets), default=0)
+
+    def owned(self, ranks: int, index: int) -> list[tuple[Parameter, int]]:
+        """Parameters, and how many of their elements are in the rank's part of their bucket, where there are any."""
+        found, at = [], 0
+        for start, stop in self.buckets:
+            part = (stop - start) // ranks
+            begin, end = start + index * part, start + (index + 1) * part
+            while at < len(self.places) and self.places[at][1] <= stop:
+                first, last = self.places[at]
+                size = min(last, end) - max(first, begin)
+                if size > 0:
+                    found.append((self.parameters[at], size))
+                at += 1
+        return found
+
+
+def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = None) -> Buffer:
+    """The buffer of a chunk's parameters, last first; ``bucket`` elements close a bucket, None: one for all."""
+    divisor = lcm(ranks, _BUCKET_ALIGNMENT)
+    places: list[tuple[int, int]] = []
+    buckets: list[tuple[int, int]] = []
+    at = begin = 0
+    open_ = False
+    for parameter in reversed(parameters):
+        at = _up(at, _PARAM_ALIGNMENT)
+        if parameter.shared and open_:
+            buckets.append((begin, _up(at, divisor)))
+            at = begin = buckets[-1][1]
+        places.append((at, at + parameter.numel))
+        at, open_ = at + parameter.numel, True
+        if parameter.shared or (bucket is not None and at - begin >= bucket):
+            buckets.append((begin, _up(at, divisor)))
+            at = begin = buckets[-1][1]
+            open_ = False
+    if open_:
+        buckets.append((begin, _up(at, divisor)))
+    return Buffer(tuple(reversed(parameters)), tuple(places), tuple(buckets))
+
+
+def _share(owned: Sequence[tuple[Parameter, int]], host_fraction: float) -> tuple[list[int], list[int]]:
+    """Sizes of the parameters with state on the device and on the host: as ``leading_share`` of adamw.py, vectors
+    last."""
+    sizes = [size for parameter, size in owned if not parameter.vector]
+    sizes += [size for parameter, size in owned if parameter.vector]
+    total, held, count = sum(sizes), 0, 0
+    while count < len(sizes) and held < host_fraction * total:
+        held += sizes[count]
+        count += 1
+    return sizes[count:], sizes[:count]
+
+
+def _up(number: int, divisor: int) -> int:
+    return -(-number // divisor) * divisor
+
+
+def _layer(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], kind: Where) -> list[Parameter]:
+    """Of a layer with or without experts, in the order of its modules."""
+    found = _held(shape, layout, rows, Where.LAYER, kind)
+    return sorted(found, key=lambda parameter: _place_in_layer(shape, parameter.name))
+
+
+def _place_in_layer(shape: ModelShape, name: str) -> tuple[int, int]:
+    """Attention.__init__ makes linear_proj before SelfAttention makes the others (transformer/attention.py:349)."""
+    module, _, rest = name.removeprefix("decoder.layers.{layer}.").partition(".")
+    first = rest.startswith("linear_proj.") and shape.latent is None
+    return _MODULES.index(module), 0 if first else 1
+
+
+def _held(
+    shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], *where: Where, shared: bool = False
+) -> list[Parameter]:
+    """What a rank has of the parameters of these places, in the table's order."""
+    found: dict[str, Parameter] = {}
+    for row in rows:
+        if row.where in where and not row.float32:  # those are buffers
+            before = found[row.local_name].numel if row.local_name in found else 0
+            numel = before + _numel(shape, layout, row)
+            found[row.local_name] = Parameter(row.local_name, numel, len(row.shape) == 1, row.of_each_expert, shared)
+    return list(found.values())
+
+
+def _numel(shape: ModelShape, layout: ParallelLayout, row: Row) -> int:
+    if row.cut is Cut.WHOLE:
+        return prod(row.shape)
+    if row.cut is Cut.VOCAB:
+        return padded_vocab(row.shape[0], layout.tp) // layout.tp * prod(row.shape[1:])
+    if row.of_each_expert:
+        assert shape.experts is not None, "a row for each expert of a model that has none"
+        return shape.experts.num_experts // layout.ep * prod(row.shape) // layout.etp
+    return prod(row.shape) // layout.tp

@@ -1,0 +1,221 @@
+"""Seconds of generating a step's responses, and of giving the engines new weights.
+
+A decoding step reads the weights that its tokens meet and their keys and values; the sequences that are decoded at once
+are as many as the cache holds. Time is followed from one finished sequence to the next, so that the tail, in which few
+long responses keep the engine, counts as what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from heapq import heappop, heappush
+from math import ceil
+
+from rlhpc.config.rollout import RolloutSection
+from rlhpc.models import ModelShape
+from rlhpc.models.flops import forward_terms
+from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
+from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.roofline import Machine, PhaseTime, times, total
+from rlhpc.plan.estimates.train_time import held
+from rlhpc.plan.estimates.workload import Workload, response_lengths
+from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
+from rlhpc.sharding.layout import ParallelLayout
+
+# Kernels that decoding starts in a layer, counted in vLLM's model files: a dense one, and what latent attention,
+# experts, a choice among groups of experts and shared experts have more.
+_KERNELS = {"dense": 12, "latent": 14, "experts": 8, "groups": 12, "shared": 4}
+_MOST_FOLLOWED = 32768  # responses of an engine; more take as much longer
+_SPREAD_ORDER = 0.618  # the golden section deals lengths evenly over time
+
+
+@dataclass(frozen=True)
+class Engines:
+    """Engines of ``tp`` ranks each on all ``ranks``."""
+
+    shape: ModelShape
+    section: RolloutSection
+    machine: Machine
+    ranks: int
+    dtype: str = "bfloat16"
+
+    @property
+    def count(self) -> int:
+        return max(1, self.ranks // self.section.tp)
+
+    @property
+    def layout(self) -> EngineLayout:
+        return EngineLayout(self.section.tp, self.section.expert_parallel and self.shape.experts is not None)
+
+    @cached_property
+    def memory(self) -> EngineMemory:
+        """Of each rank."""
+        return engine_bytes(self.section, self.shape, self.dtype, self.machine.gpu.memory_bytes)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+    @cached_property
+    def dense(self) -> float:
+        """Parameters of a rank outside of experts."""
+        shape = self.shape
+        ends = 1 if shape.tied_embeddings else 2
+        layers = held(shape, ParallelLayout(1))[0].dense - ends * shape.vocab_size * shape.hidden_size
+        return (layers + ends * engine_vocab(shape.vocab_size) * shape.hidden_size) / self.section.tp
+
+    @cached_property
+    def experts(self) -> float:
+        """Parameters of a rank in experts."""
+        return held(self.shape, ParallelLayout(1))[0].experts / self.section.tp
+
+    @cached_property
+    def terms(self) -> tuple[float, float]:
+        """Operations of a token and of a pair of tokens."""
+        return forward_terms(self.shape)
+
+
+def cache_tokens(engines: Engines) -> int:
+    """Tokens that an engine's cache holds; 0 when its weights leave no room."""
+    return max(0, engines.memory.tokens)
+
+
+def rollout_time(engines: Engines, work: Workload) -> PhaseTime | None:
+    """Of the engine that finishes last; None when not even one response fits into its cache."""
+    shape, room = engines.shape, cache_tokens(engines)
+    if room < work.prompt + work.longest:
+        return None
+    responses = ceil(work.generated / engines.count)
+    followed = min(responses, _MOST_FOLLOWED)
+    runs = _runs(engines, followed, room, work)
+    parts: dict[str, float] = {}
+    for steps, running, context in runs:
+        parts = total(parts, times(_decode(engines, running, context), steps * responses / followed))
+    whole = work.generated * (1 / work.group if engines.section.prefix_caching else 1.0)  # prompts that are computed
+    prompts = ceil(whole / engines.count) * work.prompt
+    parts = total(parts, _prefill(engines, prompts))
+    of_token, of_pair = engines.terms
+    flops = work.generated * work.length * (of_token + of_pair * work.pairs)
+    token_steps = sum(steps for steps, _, _ in runs) * responses / followed
+    tokens = responses * work.response + prompts
+    sent = 4 * tokens * shape.num_layers * shape.hidden_size * engines.itemsize * (1 - 1 / engines.section.tp)
+    most = max(running for _, running, _ in runs)
+    return PhaseTime("rollout", parts, flops, sent, {"token steps": token_steps, "at once": most})
+
+
+def push_time(engines: Engines, training: ParallelLayout, method: str = "direct") -> PhaseTime:
+    """Each rank receives what its engine needs and it has not, of which what its node has comes from there; with
+    ``gather`` the whole model.
+
+    Shares are those of ranks that are cut independently, exact up to how the two cuts happen to lie.
+    """
+    machine, size = engines.machine, engines.itemsize
+    tp = engines.section.tp
+    received = {"node": 0.0, "network": 0.0}
+    for wanted, cut in ((engines.dense * size, training.tp), (engines.experts * size, training.etp * training.ep)):
+        own, nearby = _shares(training, cut, tp, machine.linked)
+        if method == "gather":
+            wanted, own = wanted * tp, 1 / (cut * training.pp)
+        received["node"] += wanted * (nearby - own)
+        received["network"] += wanted * (1 - nearby)
+    moved = 2 * (engines.dense + engines.experts) * size  # every byte is read and written, on both ways of a copy
+    parts = total(
+        machine.exchange(received["node"], min(machine.linked, training.world_size)),
+        machine.exchange(received["network"], 2, machine.linked) if received["network"] else {},
+        {"memory": 2 * machine.memory(moved)},
+    )
+    parts = times(parts, 1 / machine.efficiency.push)
+    return PhaseTime("push", parts, 0.0, sum(received.values()))
+
+
+def _shares(training: ParallelLayout, cut: int, tp: int, node: int) -> tuple[float, float]:
+    """Of what an engine of ``tp`` ranks wants of weights that training cuts ``cut`` times: the shares that a rank has
+    itself, and that its node has."""
+    # Both sides cut by neighbouring ranks: where one cut refines the other, every rank has its part.
+    nested = tp % cut == 0 or cut % tp == 0
+    own = (min(1.0, tp / cut) if nested else 1 / cut) / training.pp
+    if training.pp > 1 and tp > cut:
+        own = 1 / (cut * training.pp)
+    stages = max(1, node // max(1, training.world_size // training.pp))  # that lie on a node
+    return own, max(own, min(1.0, node / cut) * min(1.0, stages / training.pp))
+
+
+def _decode(engines: Engines, running: float, context: float) -> dict[str, float]:
+    """Seconds of one token for each of ``running`` sequences of ``context`` tokens."""
+    shape, section, machine = engines.shape, engines.section, engines.machine
+    of_token, of_pair = engines.terms
+    met = 1.0
+    if shape.experts:
+        met -= (1 - shape.experts.top_k / shape.experts.num_experts) ** running
+    embedding = 0 if shape.tied_embeddings else shape.vocab_size * shape.hidden_size / section.tp
+    weights = (engines.dense - embedding + met * engines.experts) * engines.itemsize
+    moved = machine.decode(weights + running * context * engines.memory.token)
+    flops = running * (of_token + of_pair * context) / section.tp
+    computing = machine.compute(flops)
+    parts = {"memory": moved} if moved >= computing else {"compute": computing}
+    size = 2 * (section.tp - 1) / section.tp * running * shape.hidden_size * engines.itemsize * 2 * shape.num_layers
+    parts = total(parts, machine.ring(size, section.tp, 1, messages=2 * shape.num_layers))
+    efficiency = machine.efficiency
+    kernel = efficiency.graph_us if section.cuda_graphs else efficiency.kernel_us
+    return total(parts, {"kernels": 1e-6 * kernel * _kernels(shape)})
+
+
+def _kernels(shape: ModelShape) -> int:
+    count, experts = shape.num_layers * _KERNELS["dense"], shape.experts
+    if shape.latent:
+        count += shape.num_layers * _KERNELS["latent"]
+    if experts:
+        more = {"experts": True, "groups": bool(experts.num_groups), "shared": bool(experts.shared_ffn_size)}
+        count += len(experts.layers) * sum(_KERNELS[name] for name, there in more.items() if there)
+    return count
+
+
+def _prefill(engines: Engines, tokens: float) -> dict[str, float]:
+    shape, section, machine = engines.shape, engines.section, engines.machine
+    size = 4 * tokens * shape.num_layers * shape.hidden_size * engines.itemsize * (1 - 1 / section.tp)
+    computing = {"compute": machine.compute(2 * _active(shape) * tokens / section.tp)}
+    return total(computing, machine.ring(size, section.tp, 1, messages=2 * shape.num_layers))
+
+
+def _active(shape: ModelShape) -> float:
+    return forward_terms(shape)[0] / 2 - shape.vocab_size * shape.hidden_size
+
+
+def _runs(engines: Engines, responses: int, room: float, work: Workload) -> list[tuple[int, int, float]]:
+    """(token steps, sequences at once, their mean context) between one end of a sequence and the next."""
+    lengths = list(response_lengths(responses, work.response, work.longest, work.spread))
+    # The longest of all engines is on the one that finishes last.
+    among = min(max(work.generated, responses), _MOST_FOLLOWED)
+    lengths[-1] = response_lengths(among, work.response, work.longest, work.spread)[-1]
+    # The prompt of a group is in the cache once.
+    shared = work.prompt / (work.group if engines.section.prefix_caching else 1)
+    waiting = _mixed(lengths)
+    running: list[int] = []  # token steps at which each one ends
+    began: dict[int, list[int]] = {}
+    now, starts, runs = 0, 0, []
+    most = min(engines.section.max_running, responses)
+    mean = shared + work.response * 0.75  # of a sequence that runs: it is cut, not begun, when the cache is full
+    most = max(1, min(most, int(room / mean)))
+    pending = next(waiting, None)
+    while running or pending is not None:
+        while pending is not None and len(running) < most:
+            heappush(running, now + pending)
+            began.setdefault(now + pending, []).append(now)
+            starts += now
+            pending = next(waiting, None)
+        end = heappop(running)
+        middle = (now + end) / 2
+        count = len(running) + 1
+        if end > now:
+            runs.append((end - now, count, work.prompt + max(0.0, middle - starts / count)))
+        starts -= began[end].pop()
+        now = end
+    return runs
+
+
+def _mixed(lengths: list[int]) -> Iterator[int]:
+    """Every length once, long and short ones in turn."""
+    for i in sorted(range(len(lengths)), key=lambda i: (i * _SPREAD_ORDER) % 1.0):
+        yield lengths[i]

@@ -1,0 +1,180 @@
+"""Seconds of a whole run: starts, steps, validations and checkpoints; against the time limit of its jobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlhpc.checkpoint.formats.model_folder import count_rows
+from rlhpc.config.algorithm import WITH_CRITIC
+from rlhpc.config.planning import DiskSection, EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape, value_shape
+from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
+from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.roofline import Machine
+from rlhpc.plan.estimates.step_time import StepTime, predict_validation
+from rlhpc.plan.estimates.train_time import held
+from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.shards import num_parameters
+
+# A run ends in time when another step and a save may take so many times what they took.
+_STEP_RESERVE, _SAVE_RESERVE = 1.5, 2.0
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Of each the seconds of one, and how many there are. Warm-up steps are not in it."""
+
+    steps: int
+    step: float
+    start: float  # of a job, to its first step
+    resume: float  # more in later jobs: the checkpoint is read
+    validations: int
+    validation: float | None  # None: not known how many prompts
+    saves: int
+    save: float  # that training waits for one
+    writes: int  # saves that nothing is left of to the background: the last one, and one that shows how long it takes
+    write: float
+    read_bytes: float  # at the start
+    saved_bytes: float  # of one checkpoint
+
+    @property
+    def seconds(self) -> float:
+        """In one job."""
+        return (
+            self.start + self.steps * self.step + self._validating + self.saves * self.save + self.writes * self.write
+        )
+
+    @property
+    def _validating(self) -> float:
+        return self.validations * (self.validation or 0.0)
+
+    @property
+    def first(self) -> float:
+        """Until the first step is saved."""
+        return self.start + (self.validation or 0.0) + self.step + self.write
+
+    def jobs(self, limit: float) -> int:
+        """Jobs of so many seconds that it takes, each of which makes a step at least."""
+        if self.seconds <= limit:
+            return 1
+        each = self.step + (self._validating + self.saves * self.save) / self.steps
+        reserve = _STEP_RESERVE * self.step + _SAVE_RESERVE * self.write
+        done = jobs = 0
+        for begin in (self.start + (self.validation or 0.0), self.start + self.resume):
+            mine = 1 + max(0, int((limit - begin - self.write - reserve) // each))
+            count = 1 if not jobs else -(-max(0, self.steps - done) // mine)
+            done, jobs = done + count * mine, jobs + count
+        return max(2, jobs)
+
+
+def predict_run(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    disk: DiskSection,
+    step: StepTime,
+) -> RunTime:
+    """All RL steps of ``config``, each as ``step`` was foretold."""
+    nodes = max(1, layout.world_size // config.resources.ranks_per_node)
+    reading = min(nodes * disk.node_read_gbps, disk.read_gbps) * 1e9
+    writing = min(nodes * disk.node_write_gbps, disk.write_gbps) * 1e9
+    own, beside = _read_bytes(config, shape, layout, nodes), _read_beside(config, layout, nodes)
+    saved = checkpoint_bytes(config, shape)
+    copying = Machine(gpu, efficiency, config.resources.ranks_per_node).to_host(saved / layout.world_size)
+    whole = _weights(config, shape)
+    steps, every = config.train.steps, config.checkpoint.every
+    write = copying + saved / writing
+    save = copying + max(0.0, saved / writing - every * step.seconds) if config.checkpoint.asynchronous else write
+    total = steps + (config.sft.steps if config.sft is not None else 0)
+    ends_saved = bool(every) and total % every == 0
+    prompts = validation_prompts(config)
+    round_of = predict_validation(config, shape, layout, gpu, efficiency, prompts) if prompts else []
+    return RunTime(
+        steps=steps,
+        step=step.seconds,
+        start=config.planning.start_seconds + (own + beside) / reading,
+        resume=(saved + own - whole) / reading,
+        validations=1 + -(-steps // config.validation.every) if config.data.validation else 0,
+        validation=None if prompts is None else sum(phase.seconds for phase in round_of),
+        saves=(total // every if every else 0) - ends_saved,
+        save=save,
+        writes=1 + (config.slurm.time is not None and every != 1),
+        write=write,
+        read_bytes=own + beside,
+        saved_bytes=saved,
+    )
+
+
+def validation_prompts(config: RunConfig) -> int | None:
+    """Held-out prompts of one round, by named sets; None where a file is not there to be counted."""
+    sets: dict[str, int] = {}
+    most = config.validation.max_prompts
+    for file in config.data.validation:
+        rows = count_rows(file.path)
+        if rows is None and most is None:
+            return None
+        name = file.name or ""
+        sets[name] = sets.get(name, 0) + (rows if rows is not None else most or 0)
+    return sum(rows if most is None else min(rows, most) for rows in sets.values())
+
+
+def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
+    """What the run is foretold to take, against its jobs' time limit. Raises UserError where no step fits in."""
+    if limit_seconds is None or not run.steps:
+        return
+    if run.step > limit_seconds:
+        raise UserError(
+            f"a step is foretold to take {run.step:,.0f} s, the job has {limit_seconds:,} s",
+            where="slurm.time",
+            remedy="raise it, take more nodes or lower train.prompts_per_step",
+        )
+    if run.first > limit_seconds:
+        yield (
+            f"slurm.time: the first step is foretold to be saved after {run.first:,.0f} s (start {run.start:,.0f} s, "
+            f"step {run.step:,.0f} s, checkpoint {run.write:,.0f} s), the job has {limit_seconds:,} s: a run that ends "
+            "before comes no further; raise it, take more nodes or correct planning.disk and planning.start_seconds"
+        )
+    elif run.seconds > limit_seconds:
+        parts = [f"{run.steps} steps of {run.step:,.0f} s", f"a start of {run.start:,.0f} s"]
+        parts += [
+            f"{count} {what}(s) of {seconds:,.0f} s"
+            for what, count, seconds in (
+                ("validation", run.validations if run.validation else 0, run.validation),
+                ("checkpoint", run.saves, run.save),
+            )
+            if count
+        ]
+        jobs, hours = run.jobs(limit_seconds), run.seconds / 3600
+        yield (
+            f"slurm.time: {', '.join(parts[:-1])} and {parts[-1]} are foretold to take {hours:,.1f} hours, {jobs} jobs "
+            "of the limit: the run saves in time and is requeued"
+        )
+
+
+def _weights(config: RunConfig, shape: ModelShape) -> float:
+    return ITEMSIZE[config.model.dtype] * num_parameters(shape)
+
+
+def _read_bytes(config: RunConfig, shape: ModelShape, layout: ParallelLayout, nodes: int) -> float:
+    """Of a model, by all nodes: each reads once what its ranks hold. A reference is read where the actor was."""
+    ranks = config.resources.ranks_per_node * max(part.count for part in held(shape, layout))
+    return nodes * min(_weights(config, shape), ITEMSIZE[config.model.dtype] * ranks)
+
+
+def _read_beside(config: RunConfig, layout: ParallelLayout, nodes: int) -> float:
+    """Of a critic's own model and of a reward model."""
+    models = []
+    if config.algorithm.name in WITH_CRITIC and config.critic.model is not None:
+        models.append((config.critic.model, config.critic.parallel))
+    if config.reward.model is not None:
+        models.append((config.reward.model.path, config.reward.model.parallel))
+    return sum(
+        _read_bytes(config, value_shape(path), make_layout(parallel or config.parallel, layout.world_size), nodes)
+        for path, parallel in models
+    )

@@ -1,0 +1,182 @@
+"""Seconds of one RL step on a named GPU, foretold from config, model shape and mean lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
+from rlhpc.models import ModelShape, value_shape
+from rlhpc.models.flops import forward_terms
+from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
+from rlhpc.plan.estimates.rollout_time import Engines, push_time, rollout_time
+from rlhpc.plan.estimates.roofline import Machine, PhaseTime, total
+from rlhpc.plan.estimates.train_time import Held, Training, held, pass_time, update_time
+from rlhpc.plan.estimates.workload import Workload, workload_of
+from rlhpc.sharding.layout import ParallelLayout, make_layout
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """A step by its phases, in their order. ``engine_fits``: the cache holds at least one response."""
+
+    phases: tuple[PhaseTime, ...]
+    work: Workload
+    ranks: int
+    peak: float  # operations a second of one GPU
+    training_flops: float
+    engine_fits: bool = True
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.work.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        """Of the actor's updates alone, as it is usually told: the model's arithmetic over what the GPUs could do."""
+        return self.training_flops / (self.phase("update").seconds * self.ranks * self.peak)
+
+    @property
+    def limit(self) -> str:
+        """What most of the step is spent on."""
+        parts = total(*(phase.parts for phase in self.phases))
+        return max(parts, key=lambda part: parts[part])
+
+    def phase(self, name: str) -> PhaseTime:
+        """The phase of that name; empty when the step has none."""
+        return next((phase for phase in self.phases if phase.name == name), PhaseTime(name, {}))
+
+    def share(self, name: str) -> float:
+        """Of the step's time."""
+        return self.phase(name).seconds / self.seconds
+
+
+def predict_step(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    generating: PhaseTime | None = None,
+) -> StepTime:
+    """The step of ``config``, which has RL steps, under ``layout``. What reward functions take, and what waits for
+    tools, is not in it.
+
+    ``generating``: what predict_rollout said of the same engines before.
+    """
+    work, itemsize = workload_of(config), ITEMSIZE[config.model.dtype]
+    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    training = Training(shape, layout, config.parallel, machine, itemsize)
+    generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
+    engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
+    phases = [push_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
+    phases += _training_phases(config, training, work)
+    of_token, of_pair = forward_terms(shape)
+    flops = 3 * work.tokens * work.epochs * (of_token + of_pair * work.pairs)
+    return StepTime(tuple(phases), work, layout.world_size, machine.peak, flops, generating is not None)
+
+
+def predict_rollout(
+    config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
+) -> PhaseTime | None:
+    """Generating a step's responses on so many ranks; None when the engines' cache holds not one."""
+    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    return rollout_time(engines, workload_of(config))
+
+
+def predict_validation(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout,
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    prompts: int,
+) -> list[PhaseTime]:
+    """One round of answers to so many held-out prompts; what reward functions take is not in it."""
+    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
+    each = config.validation.samples_per_prompt
+    work = replace(workload_of(config), samples=prompts * each, generated=prompts * each, group=each)
+    generating = rollout_time(engines, work)
+    phases = [push_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
+    judge = _judge(config, Training(shape, layout, config.parallel, machine, ITEMSIZE[config.model.dtype]))
+    if config.reward.model is not None and judge is not None:
+        tokens = config.reward.model.tokens_per_microbatch or config.train.tokens_per_microbatch
+        phases.append(pass_time(judge, work, tokens, "reward model"))
+    return phases
+
+
+def _training_phases(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
+    train = config.train
+    passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
+    judge, critic = _judge(config, training), _critic(config, training) if work.critic else None
+    moving = _offload(config, training, judge, critic)
+    if moving is not None:
+        yield moving
+    if config.reward.model is not None and judge is not None:
+        yield pass_time(judge, work, config.reward.model.tokens_per_microbatch or passing, "reward model")
+    if work.policy_pass:
+        yield pass_time(training, work, passing, "log-probs")
+    if work.reference_pass:
+        yield pass_time(training, work, passing, "reference")
+    if critic is not None:
+        section = config.critic
+        tokens = section.tokens_per_microbatch or train.tokens_per_microbatch
+        memory = section.memory or config.memory
+        yield pass_time(critic, work, tokens, "values")
+        yield update_time(critic, work, tokens, section.optimizer, memory, "critic update")
+    yield update_time(training, work, train.tokens_per_microbatch, train.optimizer, config.memory, "update")
+
+
+def _judge(config: RunConfig, training: Training) -> Training | None:
+    """The reward model, where there is one."""
+    section = config.reward.model
+    return None if section is None else _beside(training, section.path, section.parallel or config.parallel)
+
+
+def _critic(config: RunConfig, training: Training) -> Training:
+    section = config.critic
+    return _beside(training, section.model, section.parallel or config.parallel)
+
+
+def _beside(training: Training, model: Path | None, parallel: ParallelSection) -> Training:
+    """A model with a value head on the same ranks: the one of that folder, else the actor's own."""
+    shape = training.shape.with_value_head if model is None else value_shape(model)
+    layout = make_layout(parallel, training.layout.world_size)
+    return replace(training, shape=shape, layout=layout, parallel=parallel)
+
+
+def _offload(
+    config: RunConfig, training: Training, judge: Training | None, critic: Training | None
+) -> PhaseTime | None:
+    """Weights and optimizer go to the host while the engine generates and come back; models that only judge come."""
+    size = offloaded_bytes(training, config.memory, config.train.optimizer)
+    if critic is not None:
+        size += offloaded_bytes(critic, config.critic.memory or config.memory, config.critic.optimizer)
+    if config.memory.offload.reference:
+        judges = [judge] if judge is not None else []
+        judges += [training] if config.algorithm.kl.coefficient > 0 else []
+        size += sum(_most_held(each).count * each.itemsize for each in judges)
+    return PhaseTime("offload", {"host": training.machine.to_host(size)}) if size else None
+
+
+def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection) -> float:
+    """Bytes of a rank that cross to the host and back in a step; gradients are freed, not copied."""
+    offload, layout, mine = memory.offload, training.layout, _most_held(training)
+    weights = mine.count * training.itemsize
+    state = 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp) * (1 - optimizer.host_fraction)
+    return 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
+
+
+def _most_held(training: Training) -> Held:
+    """Of the stage that holds most."""
+    return max(held(training.shape, training.layout), key=lambda part: part.count)

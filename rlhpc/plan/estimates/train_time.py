@@ -1,0 +1,321 @@
+"""Seconds of passes and updates under a training layout.
+
+A stage's time is that of its layers, one after the other: products at their rate, elementwise work at the memory's,
+collectives in between. The slowest stage sets the pace (Narayanan et al. 2021, section 2.2), the others' work is what
+filling and emptying the pipeline takes, divided by the virtual stages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from math import ceil
+
+from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
+from rlhpc.models import ModelShape
+from rlhpc.models.flops import attention_weights, feed_forward_weights, forward_terms, head_rows
+from rlhpc.plan.estimates.roofline import Machine, Parts, PhaseTime, times, total
+from rlhpc.plan.estimates.workload import Workload
+from rlhpc.sharding.layout import ParallelLayout
+
+# Times that elementwise work of a layer (norms, residuals, activation, rotation, routing) passes the hidden state, the
+# feed-forward state and a token's copies for its experts through memory, forward; counted on the layers of
+# rlhpc/backends/megatron. Backward takes twice as much.
+_HIDDEN_PASSES, _FEED_FORWARD_PASSES, _EXPERT_PASSES = 16, 4, 6
+_LOGIT_BYTES = 14  # of a logit, forward: written in 16 bits, read into float32 for maximum, sum and the chosen one
+_KERNELS = {"dense": 30, "latent": 14, "experts": 30}  # started in a layer's forward pass
+_UPDATE_BYTES = 30  # of a parameter: gradient, master and both moments read; master, moments and weight written
+_HOST_COPY_BYTES = 6  # of a parameter updated on the host: gradient there, weight back
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained: a model under a layout on machines."""
+
+    shape: ModelShape
+    layout: ParallelLayout
+    parallel: ParallelSection
+    machine: Machine
+    itemsize: int = 2
+
+    @cached_property
+    def terms(self) -> tuple[float, float]:
+        """Operations of a token and of a pair of tokens, forward."""
+        return forward_terms(self.shape)
+
+    @property
+    def stages(self) -> tuple[tuple[int, int], ...]:
+        """(layers without experts, layers with experts) of every stage."""
+        experts = self.shape.experts.layers if self.shape.experts else ()
+        return _stage_kinds(self.layout, self.shape.num_layers, experts)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Parameters that a rank of a stage holds outside of experts and in them."""
+
+    dense: float
+    experts: float
+
+    @property
+    def count(self) -> float:
+        return self.dense + self.experts
+
+
+def update_time(
+    training: Training, work: Workload, tokens: int, optimizer: OptimizerSection, memory: MemorySection, name: str
+) -> PhaseTime:
+    """All of a step's updates, with ``tokens`` of a micro batch on each rank at most."""
+    layout = training.layout
+    tokens_each = work.tokens * work.epochs / work.updates
+    count, size = _micro_batches(layout, tokens_each, work.length, tokens)
+    forward = _stages(training, size, work.pairs)
+    again = _stages(training, size, work.pairs, recompute=memory)
+    backward = [_backward(stage) for stage in forward]
+    stages = [total(*three) for three in zip(forward, backward, again, strict=True)]
+    one = total(_pipeline(stages, count, layout), _optimizer(training, optimizer, backward))
+    parts, flops = times(one, work.updates), 3 * _forward_flops(training, work) * work.epochs
+    return PhaseTime(name, parts, flops, work.updates * _sent(training, count * size * 3), {"micro batches": count})
+
+
+def pass_time(training: Training, work: Workload, tokens: int, name: str) -> PhaseTime:
+    """One pass without gradient over a step's samples."""
+    training = replace(training, machine=training.machine.without_gradient)
+    count, size = _micro_batches(training.layout, work.tokens, work.length, tokens)
+    parts = _pipeline(_stages(training, size, work.pairs), count, training.layout)
+    flops = _forward_flops(training, work)
+    return PhaseTime(name, parts, flops, _sent(training, count * size), {"micro batches": count})
+
+
+def held(shape: ModelShape, layout: ParallelLayout) -> tuple[Held, ...]:
+    """What a rank of each pipeline stage holds; norms and biases are left out."""
+    embedding, found = shape.vocab_size * shape.hidden_size / layout.tp, []
+    of_experts = shape.experts.layers if shape.experts else ()
+    plain, sparse = _dense_layer(shape), of_experts[0] if of_experts else 0
+    for stage, (dense, experts) in enumerate(_stage_kinds(layout, shape.num_layers, of_experts)):
+        has_head = shape.head != "value" and (layout.pp > 1 or not shape.tied_embeddings)
+        ends = (stage == 0) + (stage == layout.pp - 1 and has_head)
+        cut = dense * _dense_weights(shape, plain) + (experts and experts * _dense_weights(shape, sparse))
+        whole = (dense + experts) * _latent_weights(shape) + experts * _router_weights(shape)
+        inside = experts and experts * _expert_weights(shape, sparse) / (layout.etp * layout.ep)
+        found.append(Held((cut - whole) / layout.tp + whole + ends * embedding, float(inside)))
+    return tuple(found)
+
+
+def _latent_weights(shape: ModelShape) -> int:
+    """Of the ways down to latent vectors, which are whole on every tensor-parallel rank."""
+    latent = shape.latent
+    return shape.hidden_size * (latent.kv_rank + latent.rope_dim + (latent.query_rank or 0)) if latent else 0
+
+
+def _router_weights(shape: ModelShape) -> int:
+    return shape.hidden_size * shape.experts.num_experts if shape.experts else 0
+
+
+def _dense_weights(shape: ModelShape, layer: int) -> float:
+    experts, weights = shape.experts, float(attention_weights(shape))
+    if experts is None or layer not in experts.layers:
+        return weights + 3 * shape.hidden_size * shape.ffn_size
+    return weights + shape.hidden_size * (3 * experts.shared_ffn_size + experts.num_experts)
+
+
+def _expert_weights(shape: ModelShape, layer: int) -> float:
+    experts = shape.experts
+    if experts is None or layer not in experts.layers:
+        return 0.0
+    return 3.0 * shape.hidden_size * experts.ffn_size * experts.num_experts
+
+
+@lru_cache(maxsize=8192)
+def _stage_kinds(layout: ParallelLayout, num_layers: int, experts: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    counts, sparse = [[0, 0] for _ in range(layout.pp)], set(experts)
+    for layer, (stage, _, _) in enumerate(layout.layer_places(num_layers)):
+        counts[stage][layer in sparse] += 1
+    return tuple((dense, found) for dense, found in counts)
+
+
+def _micro_batches(layout: ParallelLayout, tokens: float, length: float, most: int) -> tuple[int, float]:
+    """How many a data-parallel rank takes of so many tokens in all, and the tokens of each; whole samples."""
+    mine = tokens / layout.dp
+    fit = max(1, int(most * layout.cp // length))  # samples of mean length
+    count = max(1, ceil(mine / length / fit))
+    return count, mine / count
+
+
+def _stages(
+    training: Training, tokens: float, pairs: float, recompute: MemorySection | None = None
+) -> list[dict[str, float]]:
+    """Forward seconds of a micro batch on every stage; with ``recompute``: of what is computed once more."""
+    if recompute is not None and recompute.recompute == "none":
+        return [{}] * training.layout.pp
+    kinds = [_layer(training, tokens, pairs, kind, recompute) for kind in (False, True)]
+    found = []
+    for stage, (dense, experts) in enumerate(training.stages):
+        parts = total(times(kinds[0], dense), times(kinds[1], experts))
+        if recompute is None:
+            if stage == training.layout.pp - 1:
+                parts = total(parts, _head(training, tokens))
+            parts = total(parts, _message(training, tokens))
+        found.append(parts)
+    return found
+
+
+def _layer(
+    training: Training, tokens: float, pairs: float, experts: bool, recompute: MemorySection | None
+) -> dict[str, float]:
+    """Forward seconds of a layer with or without experts."""
+    shape, layout = training.shape, training.layout
+    if experts and shape.experts is None:
+        return {}
+    attention, products, feed_forward = 1.0, 1.0, 1.0
+    if recompute is not None:
+        modules = recompute.recompute_modules if recompute.recompute == "selective" else []
+        whole = float(recompute.recompute == "full")
+        attention, products = whole, max(whole, float("core_attn" in modules))
+        feed_forward = max(whole, float(("moe" if experts else "mlp") in modules))
+    local = tokens / (layout.tp * layout.cp)
+    number = shape.experts.layers[0] if experts and shape.experts else _dense_layer(shape)
+    core = training.terms[1] / shape.num_layers * pairs
+    ffn = feed_forward_weights(shape, number)
+    flops = 2 * attention_weights(shape) * attention + core * products + 2 * ffn * feed_forward
+    hidden, width = shape.hidden_size, ffn / (3 * shape.hidden_size)
+    passes = _HIDDEN_PASSES * hidden * (attention + feed_forward) / 2 + _FEED_FORWARD_PASSES * width * feed_forward
+    weights = attention * attention_weights(shape) / layout.tp
+    if shape.experts and experts:
+        passes += _EXPERT_PASSES * shape.experts.top_k * hidden * feed_forward
+        weights += feed_forward * _expert_weights(shape, number) / (layout.etp * layout.ep)
+    else:
+        weights += feed_forward * 3 * hidden * shape.ffn_size / layout.tp
+    machine, size = training.machine, training.itemsize
+    parts = total(
+        {"compute": machine.compute(local * flops), "memory": machine.memory(size * (local * passes + weights))},
+        times(_attention_messages(training, tokens), attention),
+        times(_feed_forward_messages(training, tokens, experts), feed_forward),
+    )
+    kernels = _KERNELS["dense"] + (_KERNELS["latent"] if shape.latent else 0) + (_KERNELS["experts"] if experts else 0)
+    starting = 1e-6 * machine.efficiency.launch_us * kernels * (attention + feed_forward) / 2
+    busy = parts["compute"] + parts["memory"]  # the device computes while the next kernels are started
+    return total(parts, {"kernels": max(0.0, starting - busy)})
+
+
+def _dense_layer(shape: ModelShape) -> int:
+    experts = shape.experts.layers if shape.experts else ()
+    return next((layer for layer in range(shape.num_layers) if layer not in experts), 0)
+
+
+def _attention_messages(training: Training, tokens: float) -> dict[str, float]:
+    """Sequence parts are gathered before the products and scattered after them; keys and values under cp."""
+    shape, layout, machine = training.shape, training.layout, training.machine
+    parts = _tensor_messages(training, tokens)
+    if layout.cp > 1:
+        share = (layout.cp - 1) / layout.cp
+        if training.parallel.cp_method == "ulysses":
+            size = 4 * share * tokens / layout.cp * shape.num_heads * shape.head_dim / layout.tp * training.itemsize
+            return total(parts, machine.exchange(size, layout.cp, layout.tp, messages=4))
+        heads = max(1.0, (shape.num_heads if shape.latent else shape.num_kv_heads) / layout.tp)
+        size = 2 * share * tokens * heads * shape.head_dim * training.itemsize
+        return total(parts, machine.ring(size, layout.cp, layout.tp))
+    return parts
+
+
+def _feed_forward_messages(training: Training, tokens: float, experts: bool) -> dict[str, float]:
+    shape, layout, machine = training.shape, training.layout, training.machine
+    if not experts or shape.experts is None:
+        return _tensor_messages(training, tokens)
+    local = tokens / (layout.tp * layout.cp) * shape.hidden_size * training.itemsize
+    copies = shape.experts.top_k if training.parallel.expert_dispatch == "alltoall" else layout.ep
+    share = (layout.ep - 1) / layout.ep
+    parts = machine.exchange(2 * local * copies * share, layout.ep, layout.etp, messages=2)
+    if layout.etp > 1:
+        gathered = 2 * local * copies * (layout.etp - 1)
+        parts = total(parts, machine.ring(gathered, layout.etp, 1, messages=2))
+    if shape.experts.shared_ffn_size:  # cut like a dense layer
+        parts = total(parts, _tensor_messages(training, tokens))
+    return parts
+
+
+def _tensor_messages(training: Training, tokens: float) -> dict[str, float]:
+    """One gathering and one scattering of the sequence, or an all-reduce, which is the same bytes."""
+    layout = training.layout
+    size = 2 * (layout.tp - 1) / layout.tp * tokens / layout.cp * training.shape.hidden_size * training.itemsize
+    return training.machine.ring(size, layout.tp, 1, messages=2)
+
+
+def _head(training: Training, tokens: float) -> dict[str, float]:
+    """Logits and the log-probs of tokens, on the last stage."""
+    shape, layout, machine = training.shape, training.layout, training.machine
+    cut = 1 if shape.head == "value" else layout.tp
+    logits = tokens / layout.cp * head_rows(shape) / cut
+    return {
+        "compute": machine.compute(2 * logits * shape.hidden_size),
+        "memory": machine.memory(_LOGIT_BYTES * logits),
+    }
+
+
+def _message(training: Training, tokens: float) -> dict[str, float]:
+    """A stage's output to the next one; beside the computing with virtual stages, between it without."""
+    layout = training.layout
+    size = tokens / (layout.tp * layout.cp) * training.shape.hidden_size * training.itemsize
+    parts = training.machine.exchange(size, min(layout.pp, 2), layout.world_size // layout.pp)
+    return {} if layout.vpp else parts
+
+
+def _backward(forward: Parts) -> dict[str, float]:
+    """Two products for each; collectives take the mirrored way, and one gathering of the sequence more."""
+    more = {"compute": 2.0, "memory": 2.0, "node": 1.5, "kernels": 1.0}
+    return {name: seconds * more.get(name, 1.0) for name, seconds in forward.items()}
+
+
+def _pipeline(stages: Sequence[Parts], count: int, layout: ParallelLayout) -> dict[str, float]:
+    seconds = [sum(stage.values()) for stage in stages]
+    slowest = max(range(len(stages)), key=seconds.__getitem__)
+    waiting = (sum(seconds) - seconds[slowest]) / (layout.vpp or 1)
+    return total(times(stages[slowest], count), {"pipeline": waiting} if layout.pp > 1 else {})
+
+
+def _optimizer(training: Training, section: OptimizerSection, backward: Sequence[Parts]) -> dict[str, float]:
+    """Gradients summed as far as the last backward pass does not hide it, AdamW, and the new weights gathered."""
+    layout, machine = training.layout, training.machine
+    mine = max(held(training.shape, layout), key=lambda part: part.count)
+    groups = (
+        (mine.dense, layout.dp * layout.cp, layout.tp),
+        (mine.experts, layout.edp, layout.etp * layout.ep),
+    )
+    summing: dict[str, float] = {}
+    gathering: dict[str, float] = {}
+    owned = 0.0
+    for count, ranks, stride in groups:
+        share = (ranks - 1) / ranks
+        summing = total(summing, machine.ring(4 * count * share, ranks, stride))
+        gathering = total(gathering, machine.ring(training.itemsize * count * share, ranks, stride))
+        owned += count / ranks
+    hidden = min(1.0, max(sum(part.values()) for part in backward) / max(1e-12, sum(summing.values())))
+    on_host = section.host_fraction * owned
+    parts = total(
+        times(summing, 1 - hidden),
+        gathering,
+        {"memory": machine.memory(_UPDATE_BYTES * (owned - on_host) + 4 * mine.count)},
+    )
+    if on_host:
+        copies = machine.to_host(_HOST_COPY_BYTES * on_host)
+        parts = total(parts, {"host": copies + machine.host_memory(_UPDATE_BYTES * on_host)})
+    return parts
+
+
+def _sent(training: Training, tokens: float) -> float:
+    """Bytes that a rank sends for so many tokens through its layers, forward."""
+    shape, layout, size = training.shape, training.layout, training.itemsize
+    layers = ceil(shape.num_layers / layout.pp)
+    of_experts = len(shape.experts.layers) / shape.num_layers if shape.experts else 0.0
+    shares_experts = bool(shape.experts and shape.experts.shared_ffn_size)
+    pairs = 2 if shares_experts else 1 + (1 - of_experts)  # of gathering and scattering the sequence
+    tensor = 2 * pairs * (layout.tp - 1) / layout.tp * tokens / layout.cp
+    experts = 2 * (shape.experts.top_k if shape.experts else 0) * of_experts
+    dispatch = experts * (layout.ep - 1) / layout.ep * tokens / (layout.tp * layout.cp)
+    return layers * shape.hidden_size * size * (tensor + dispatch)
+
+
+def _forward_flops(training: Training, work: Workload) -> float:
+    of_token, of_pair = training.terms
+    return work.tokens * (of_token + of_pair * work.pairs)

@@ -1,0 +1,89 @@
+"""How much a step has to generate and to learn from, as far as a configuration and mean lengths tell it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import exp, log
+from statistics import NormalDist
+
+from rlhpc.config.algorithm import WITH_CRITIC
+from rlhpc.config.schema import RunConfig
+
+_BISECTIONS = 60
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Of one step, over all ranks. Lengths are means; ``spread`` is that of the logarithm of responses' lengths."""
+
+    samples: int  # that are learnt from
+    generated: int  # that are asked for; more with dynamic sampling
+    group: int  # of one prompt
+    prompt: float
+    response: float
+    longest: int  # bound on responses
+    spread: float
+    updates: int  # of the optimizer
+    epochs: int
+    policy_pass: bool  # log-probs of the policy before the first update
+    reference_pass: bool
+    critic: bool
+
+    @property
+    def length(self) -> float:
+        return self.prompt + self.response
+
+    @property
+    def tokens(self) -> float:
+        """Prompts and responses that are learnt from."""
+        return self.samples * self.length
+
+    @cached_property
+    def pairs(self) -> float:
+        """Mean number of tokens that a token attends to."""
+        lengths = response_lengths(256, self.response, self.longest, self.spread)
+        whole = [self.prompt + length for length in lengths]
+        return sum(length * (length + 1) / 2 for length in whole) / sum(whole)
+
+
+def workload_of(config: RunConfig) -> Workload:
+    """What the configuration asks of a step; lengths are those of its ``plan`` section, or half of the bounds."""
+    train, rollout, section = config.train, config.rollout, config.planning
+    samples = train.prompts_per_step * rollout.samples_per_prompt
+    batches = section.sampling_batches if train.dynamic_sampling else 1.0
+    updates = train.minibatches * train.epochs
+    longest, kl = rollout.max_response_tokens, config.algorithm.kl
+    return Workload(
+        samples=samples,
+        generated=round(samples * batches),
+        group=rollout.samples_per_prompt,
+        prompt=min(section.prompt_tokens or config.data.max_prompt_tokens / 2, config.data.max_prompt_tokens),
+        response=min(section.response_tokens or longest / 2, longest),
+        longest=longest,
+        spread=section.response_spread,
+        updates=updates,
+        epochs=train.epochs,
+        policy_pass=updates > 1 or (kl.placement == "reward" and kl.coefficient > 0),
+        reference_pass=kl.coefficient > 0,
+        critic=config.algorithm.name in WITH_CRITIC,
+    )
+
+
+@lru_cache(maxsize=256)
+def response_lengths(count: int, mean: float, longest: int, spread: float) -> tuple[int, ...]:
+    """``count`` evenly spaced quantiles of lengths whose logarithm is normal, cut off at ``longest``, with that mean.
+
+    Shortest first.
+    """
+    normal = NormalDist()
+    scores = [normal.inv_cdf((i + 0.5) / count) for i in range(count)]
+
+    def lengths(middle: float) -> list[float]:
+        return [min(longest, exp(middle + spread * score)) for score in scores]
+
+    low, high = log(mean) - spread**2 - 1, log(longest) + 4 * spread + 1
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if sum(lengths(middle)) < mean * count else (low, middle)
+    return tuple(max(1, round(length)) for length in lengths(high))

@@ -1,0 +1,194 @@
+"""What makes a run fit that does not: changes of its keys, the cheapest first, each tried on the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.plan.checks.parallelism import check_engine, misfits
+from rlhpc.plan.estimates.hardware import Reserves
+from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tokens
+from rlhpc.sharding.engine_shards import fits_nodes
+from rlhpc.sharding.layout import ParallelLayout, make_layout
+
+Change = tuple[str, Any]  # a key and its value
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Keys to change, and the plan with them."""
+
+    changes: tuple[Change, ...]
+    plan: MemoryPlan
+
+    @property
+    def fits(self) -> bool:
+        """All phases do with it."""
+        return self.plan.first_too_large is None
+
+    @property
+    def text(self) -> str:
+        """As ``rlhpc`` takes overrides on its command line."""
+        return " ".join(
+            f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.changes
+        )
+
+
+def find_remedies(
+    config: RunConfig, shape: ModelShape, layout: ParallelLayout, plan: MemoryPlan, count: int = 3
+) -> list[Remedy]:
+    """At most ``count``, the cheapest in time first: changes that make all phases fit, alone or several together, and
+    where there are fewer those that make at least the first phase fit that does not.
+
+    Nothing for a plan that fits, or without a GPU to fit into.
+    """
+    if plan.first_too_large is None or plan.gpu_bytes is None:
+        return []
+    attempt = _Attempt(config, shape, plan.gpu_bytes / 2**30, plan.reserves)
+    whole: list[Remedy] = []
+    partly: list[Remedy] = []
+    usable = []
+    for change in _ladder(config, layout):
+        alone = attempt([change])
+        if alone is None:
+            continue
+        usable.append(change)
+        known = {remedy.changes[0][0] for remedy in (*whole, *partly)}
+        if change[0] not in known and _helps(alone.plan, plan):
+            (whole if alone.fits else partly).append(alone)
+        if len(whole) == count:
+            return whole
+    together = [change for change in usable if change[0] not in {remedy.changes[0][0] for remedy in whole}]
+    while len(whole) < count and (several := _several(attempt, together)) is not None:
+        whole.append(several)
+        dearest = several.changes[-1][0]
+        together = [change for change in together if change[0] != dearest]
+    return [*whole, *partly][:count]
+
+
+def _several(attempt: _Attempt, ladder: Sequence[Change]) -> Remedy | None:
+    """Changes that make all phases fit together, of which none could be left out; the beginning of the ladder first."""
+    ladder = attempt.compatible(ladder)
+    low, high = 1, len(ladder)
+    if not attempt.enough(ladder):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if attempt.enough(ladder[:middle]) else (middle + 1, high)
+    needed = dict(ladder[:high])  # of each key its last value
+    for key in reversed(list(needed)):
+        less = {name: value for name, value in needed.items() if name != key}
+        if attempt.enough(list(less.items())):
+            needed = less
+    smallest: dict[str, Any] = {}
+    for key, value in ladder[:high]:
+        if key in needed and key not in smallest and attempt.enough(list({**needed, **smallest, key: value}.items())):
+            smallest[key] = value
+    needed |= smallest
+    return attempt(list(needed.items()))
+
+
+def _helps(tried: MemoryPlan, plan: MemoryPlan) -> bool:
+    """What did not fit does, and nothing before it has come to be too large."""
+    order = [phase.name for phase in plan.phases]
+    first, before = tried.first_too_large, plan.first_too_large
+    return before is not None and (first is None or order.index(first.name) > order.index(before.name))
+
+
+def changed_config(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """The config with other values of some keys."""
+    for key, value in changes.items():
+        config = _changed(config, key.split("."), value)
+    return config
+
+
+def _changed(section: Any, names: list[str], value: Any) -> Any:
+    assert isinstance(section, BaseModel)
+    own = value if len(names) == 1 else _changed(getattr(section, names[0]), names[1:], value)
+    return section.model_copy(update={names[0]: own})
+
+
+@dataclass(frozen=True)
+class _Attempt:
+    """Changes of a configuration, tried on a GPU of so many GiB."""
+
+    config: RunConfig
+    shape: ModelShape
+    gib: float
+    reserves: Reserves
+
+    def __call__(self, changes: Sequence[Change]) -> Remedy | None:
+        """None where the changed config cannot run."""
+        config = changed_config(self.config, dict(changes))
+        layout = self._layout(config)
+        if layout is not None:
+            with suppress(UserError):  # of a critic's or reward model's own layout
+                return Remedy(tuple(changes), predict_memory(config, self.shape, layout, self.gib, self.reserves))
+        return None
+
+    def _layout(self, config: RunConfig) -> ParallelLayout | None:
+        """None where it suits model, ranks, nodes or batches badly."""
+        with suppress(UserError, ValidationError):
+            layout = make_layout(config.parallel, config.world_size)
+            if any(misfits(self.shape, layout, config.parallel)) or config.world_size % config.rollout.tp:
+                return None
+            if not fits_nodes(config.rollout.tp, config.resources.ranks_per_node):
+                return None
+            samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
+            if config.train.steps and samples // config.train.minibatches < layout.dp:
+                return None
+            check_engine(self.shape, config.rollout)
+            return layout
+        return None
+
+    def compatible(self, changes: Sequence[Change]) -> list[Change]:
+        """One after the other, without those that cannot run with the ones before them."""
+        kept: list[Change] = []
+        for change in changes:
+            if self._layout(changed_config(self.config, dict([*kept, change]))) is not None:
+                kept.append(change)
+        return kept
+
+    def enough(self, changes: Sequence[Change]) -> bool:
+        """They make all phases fit."""
+        remedy = self(list(dict(changes).items()))
+        return remedy is not None and remedy.fits
+
+
+def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
+    """From what costs nothing to what costs most: copies, smaller steps, recomputation, the host, cuts, nodes."""
+    offload, memory, train, rollout = config.memory.offload, config.memory, config.train, config.rollout
+    for kind in ("gradients", "optimizer", "parameters", "reference"):
+        if not getattr(offload, kind):
+            yield f"memory.offload.{kind}", True
+    if rollout.kv_cache_gib is None:
+        for fraction in (0.5, 0.4, 0.3):
+            if fraction < rollout.gpu_memory_fraction:
+                yield "rollout.gpu_memory_fraction", fraction
+    least = -(-sequence_tokens(config) // layout.cp)
+    tokens = train.tokens_per_microbatch
+    while tokens > least:
+        tokens = max(tokens // 2, least)
+        yield "train.tokens_per_microbatch", tokens
+    if memory.recompute == "none":
+        yield "memory.recompute", "selective"
+    if memory.recompute != "full":
+        yield "memory.recompute", "full"
+    for share in (0.5, 1.0):
+        if train.optimizer.function is None and share > train.optimizer.host_fraction:
+            yield "train.optimizer.host_fraction", share
+    for key in ("rollout.tp", "parallel.tp", "parallel.ep", "parallel.pp", "parallel.cp"):
+        section, name = key.split(".")
+        size = getattr(getattr(config, section), name)
+        for factor in (2, 4):
+            yield key, size * factor
+    if isinstance(config.slurm.nodes, int):
+        for factor in (2, 4):
+            yield "slurm.nodes", config.slurm.nodes * factor

@@ -1,0 +1,44 @@
+"""A configuration with all that its time and memory are foretold from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlhpc.config.planning import DiskSection, EfficiencySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.checks.run import check_plannable
+from rlhpc.plan.estimates.hardware import Gpu, named_gpu, read_site
+from rlhpc.plan.estimates.run_time import RunTime, predict_run
+from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.sharding.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class Case:
+    """On the most nodes that the configuration allows."""
+
+    config: RunConfig
+    shape: ModelShape
+    layout: ParallelLayout
+    gpu: Gpu
+    efficiency: EfficiencySection
+    disk: DiskSection
+
+    def step(self) -> StepTime:
+        return predict_step(self.config, self.shape, self.layout, self.gpu, self.efficiency)
+
+    def run(self, step: StepTime) -> RunTime:
+        """All of its steps, each as ``step`` was foretold."""
+        return predict_run(self.config, self.shape, self.layout, self.gpu, self.efficiency, self.disk, step)
+
+
+def case_of(config: RunConfig, gpu: str | None = None) -> Case | None:
+    """On the GPU of that name, else on the one that the configuration names; None where neither does."""
+    site = read_site(config)
+    found = named_gpu(config, site, gpu)
+    if found is None:
+        return None
+    shape = read_model(config.model.path, config.model.family)
+    layout = check_plannable(config, shape)
+    return Case(config, shape, layout, found, site.efficiency, site.disk)

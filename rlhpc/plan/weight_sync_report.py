@@ -1,0 +1,209 @@
+"""What a push of weights moves, foretold from the config and the model's config.json alone."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import read_model
+from rlhpc.plan.checks.run import check_layout
+from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
+from rlhpc.reshard.sides import plan_push, push_sides
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.layout import ParallelLayout
+
+ITEMSIZE = {"float32": 4, "bfloat16": 2}
+# Kinds of bytes: fields of Traffic.
+BYTES = ("received", "received_across", "received_within", "sent", "sent_across", "sent_within", "local")
+_LAYER = re.compile(r"\.layers\.\d+\.")
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Of one rank, in bytes a second and one direction; of memory bytes read and written together."""
+
+    network: float
+    node: float
+    memory: float
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Bytes over ranks, and the rank that has most."""
+
+    total: int
+    least: int
+    mean: float
+    most: int
+    busiest: int
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds that a rank needs for its bytes across nodes, inside the node and in memory, one after the other."""
+
+    rank: int
+    network: float
+    node: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        return self.network + self.node + self.memory
+
+
+@dataclass(frozen=True)
+class CopyGroup:
+    """Copies of one rank that differ in layer, place and partner alone. ``layers`` is empty outside of layers."""
+
+    direction: str  # local, sends or receives
+    tensor: str
+    block: tuple[int, ...]
+    layers: tuple[int, ...]
+    partners: tuple[int, ...]
+    copies: int
+    size: int  # bytes
+
+
+@dataclass(frozen=True)
+class PushReport:
+    """A plan with what a person wants to know of it."""
+
+    training: ParallelLayout
+    engine: EngineLayout
+    ranks_per_node: int
+    itemsize: int
+    plan: ReshardPlan
+    least: Mapping[int, int]  # bytes that each rank must receive at the least
+    seconds: float  # that planning took
+
+    @property
+    def engines(self) -> int:
+        return self.training.world_size // self.engine.tp
+
+    @property
+    def engine_nodes(self) -> int:
+        """Over which each engine lies."""
+        return max(1, self.engine.tp // self.ranks_per_node)
+
+    @property
+    def reaches_least(self) -> bool:
+        """No rank receives a byte more than it must."""
+        return all(traffic.received == self.least.get(rank, 0) for rank, traffic in self.plan.traffic.items())
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What the busiest rank takes besides the weights: two buffers to send from and two to receive into."""
+        return 4 * self.plan.largest_bucket
+
+    def spread(self, kind: str) -> Spread:
+        """How bytes of the kind, one of BYTES, are spread over the ranks."""
+        sizes = {rank: int(getattr(traffic, kind)) for rank, traffic in self.plan.traffic.items()}
+        busiest = max(sizes, key=lambda rank: (sizes[rank], -rank))
+        total = sum(sizes.values())
+        return Spread(total, min(sizes.values()), total / len(sizes), sizes[busiest], busiest)
+
+    def slowest(self, bandwidths: Bandwidths) -> Duration:
+        """Of the rank that takes longest, when no rank waits for another."""
+        return max(
+            (_duration(rank, traffic, bandwidths) for rank, traffic in self.plan.traffic.items()),
+            key=lambda duration: (duration.total, -duration.rank),
+        )
+
+    def copies_of(self, rank: int) -> list[CopyGroup]:
+        """The rank's copies, like ones together, most bytes first; the plan must have kept them."""
+        return _groups(self.plan.copies, rank, self.itemsize)
+
+
+def report_push(config: RunConfig, rank: int | None = None) -> PushReport:
+    """Plan the push of the most nodes that the config allows; ``rank``: keep its copies."""
+    shape, ranks_per_node = read_model(config.model.path, config.model.family), config.resources.ranks_per_node
+    training = check_layout(config, config.slurm.most_nodes, shape)
+    if rank is not None and not 0 <= rank < training.world_size:
+        raise UserError(f"no rank {rank}", where="--rank", remedy=f"use 0 to {training.world_size - 1}")
+    itemsize, started = ITEMSIZE[config.model.dtype], time.perf_counter()
+    engine = EngineLayout(config.rollout.tp, config.rollout.expert_parallel and shape.experts is not None)
+    sides = push_sides(shape, training, engine)
+    plan = plan_push(
+        sides,
+        ranks_per_node=ranks_per_node,
+        bucket_bytes=config.reshard.bucket_mib << 20,
+        itemsize=itemsize,
+        rank=-1 if rank is None else rank,  # no rank's
+    )
+    seconds = time.perf_counter() - started
+    least = lower_bound(sides.source, sides.target, itemsize)
+    return PushReport(training, engine, ranks_per_node, itemsize, plan, least, seconds)
+
+
+def as_json(report: PushReport, bandwidths: Bandwidths, rank: int | None = None) -> dict[str, Any]:
+    """The report for programs, bytes and seconds; of ``rank`` every copy."""
+    plan, slowest = report.plan, report.slowest(bandwidths)
+    document: dict[str, Any] = {
+        "ranks": report.training.world_size,
+        "ranks_per_node": report.ranks_per_node,
+        "training": report.training.text,
+        "engines": report.engines,
+        "engine": asdict(report.engine),
+        "bytes": {kind: asdict(report.spread(kind)) for kind in BYTES},
+        "least_received": sum(report.least.values()),
+        "reaches_least": report.reaches_least,
+        "copies": plan.num_copies,
+        "buckets": plan.num_buckets,
+        "bucket_bytes": plan.bucket_bytes,
+        "largest_bucket": plan.largest_bucket,
+        "buffer_bytes": report.buffer_bytes,
+        "slowest": {**asdict(slowest), "total": slowest.total},
+        "planning_seconds": round(report.seconds, 3),
+        "digest": plan.digest,
+    }
+    if rank is not None:
+        document["rank"] = {"rank": rank, "copies": [_copy_json(copy) for copy in plan.copies]}
+    return document
+
+
+def _copy_json(copy: Copy) -> dict[str, Any]:
+    return {
+        "bucket": copy.bucket if copy.bucket >= 0 else None,
+        "source_rank": copy.source_rank,
+        "target_rank": copy.target_rank,
+        "tensor": copy.tensor.name,
+        "start": copy.box.start,
+        "stop": copy.box.stop,
+        "source": {"chunk": copy.source.chunk, "name": copy.source.local_name, "start": copy.source.local_start},
+        "target": {"name": copy.target.local_name, "start": copy.target.local_start},
+    }
+
+
+def _duration(rank: int, traffic: Traffic, bandwidths: Bandwidths) -> Duration:
+    moved = traffic.local + traffic.sent + traffic.received  # each byte is read once and written once
+    return Duration(
+        rank,
+        max(traffic.sent_across, traffic.received_across) / bandwidths.network,
+        max(traffic.sent_within, traffic.received_within) / bandwidths.node,
+        2 * moved / bandwidths.memory,
+    )
+
+
+def _groups(copies: Iterable[Copy], rank: int, itemsize: int) -> list[CopyGroup]:
+    def kind(copy: Copy) -> tuple[str, str, tuple[int, ...]]:
+        name = _LAYER.sub(".layers.{layer}.", copy.tensor.name)
+        direction = "local" if copy.bucket < 0 else "sends" if copy.source_rank == rank else "receives"
+        return direction, name, copy.box.shape
+
+    groups = []
+    for (direction, name, block), found in groupby(sorted(copies, key=kind), key=kind):
+        alike = list(found)
+        partners = {copy.target_rank if direction == "sends" else copy.source_rank for copy in alike}
+        layers = {copy.tensor.layer for copy in alike if copy.tensor.layer is not None}
+        size = sum(copy.box.volume * (4 if copy.tensor.float32 else itemsize) for copy in alike)
+        groups.append(
+            CopyGroup(direction, name, block, tuple(sorted(layers)), tuple(sorted(partners)), len(alike), size)
+        )
+    return sorted(groups, key=lambda group: (group.direction, -group.size, group.tensor))

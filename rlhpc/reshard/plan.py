@@ -1,0 +1,312 @@
+"""Who sends which block to whom, so that weights get from one layout of shards into another.
+
+Knows boxes and ranks, neither models nor torch. Every block that a rank needs is copied from the nearest rank that has
+it: itself, one of its node, else the one that has sent the least. What must cross ranks is dealt into buckets, in each
+of which no rank sends or receives more than a given number of bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from array import array
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhpc.reshard.block_index import Block, Found, Held, Holders, cells_of, joined, joined_shards, size_of
+from rlhpc.sharding.shards import Box, Shard, TensorSpec
+
+Side = Mapping[int, Sequence[Shard]]  # what each rank keeps
+
+_FULL = 0.8  # of a bucket: when another piece like the last does not fit either, it is left as it is
+
+
+@dataclass(frozen=True)
+class Copy:
+    """``source`` and ``target`` are the same box of a tensor, where the two ranks keep it.
+
+    ``bucket`` counts the exchanges from 0; -1 for a copy inside one rank.
+    """
+
+    source_rank: int
+    target_rank: int
+    source: Shard
+    target: Shard
+    bucket: int = -1
+
+    @property
+    def tensor(self) -> TensorSpec:
+        return self.target.tensor
+
+    @property
+    def box(self) -> Box:
+        return self.target.box
+
+
+@dataclass
+class Traffic:
+    """Bytes of one rank."""
+
+    local: int = 0
+    sent_within: int = 0
+    sent_across: int = 0
+    received_within: int = 0
+    received_across: int = 0
+
+    @property
+    def sent(self) -> int:
+        return self.sent_within + self.sent_across
+
+    @property
+    def received(self) -> int:
+        return self.received_within + self.received_across
+
+
+@dataclass(frozen=True)
+class ReshardPlan:
+    """``copies`` of the ranks that were asked for, in the order in which both sides pack and unpack a bucket."""
+
+    copies: tuple[Copy, ...]
+    traffic: Mapping[int, Traffic]  # of every rank of either side
+    num_copies: int  # of all ranks
+    num_buckets: int
+    bucket_bytes: int
+    largest_bucket: int  # most bytes that a rank sends or receives in one
+    digest: str  # of both sides and of all ranks' copies
+
+    def local(self, rank: int) -> list[Copy]:
+        """Copies that never leave the rank."""
+        return [copy for copy in self.copies if copy.bucket < 0 and copy.target_rank == rank]
+
+    def sends(self, rank: int) -> list[list[Copy]]:
+        """For each bucket what the rank sends, by receiver."""
+        mine = [copy for copy in self.copies if copy.bucket >= 0 and copy.source_rank == rank]
+        return self._by_bucket(sorted(mine, key=lambda copy: copy.target_rank))
+
+    def receives(self, rank: int) -> list[list[Copy]]:
+        """For each bucket what the rank receives, by sender."""
+        mine = [copy for copy in self.copies if copy.bucket >= 0 and copy.target_rank == rank]
+        return self._by_bucket(sorted(mine, key=lambda copy: copy.source_rank))
+
+    def _by_bucket(self, copies: Iterable[Copy]) -> list[list[Copy]]:
+        buckets: list[list[Copy]] = [[] for _ in range(self.num_buckets)]
+        for copy in copies:
+            buckets[copy.bucket].append(copy)
+        return buckets
+
+
+def plan_reshard(
+    source: Side,
+    target: Side,
+    *,
+    ranks_per_node: int,
+    bucket_bytes: int,
+    itemsize: int,
+    keep: Iterable[int] | None = None,
+) -> ReshardPlan:
+    """Copies that write every element of ``target`` once. ``keep``: whose copies the plan shall hold; default all.
+
+    ``itemsize`` is of the model's dtype. A rank without shards on one side takes part on the other only. The plan is
+    the same on every rank, whatever ``keep`` is: its digest says so. Ranks that share one list of shards cost less.
+    """
+    ranks = sorted({*source, *target})
+    source, target = _joined_side(source), _joined_side(target)
+    digest = _digest_of(source, target, (ranks_per_node, bucket_bytes, itemsize))
+    holders = Holders(source, ranks_per_node, bucket_bytes, itemsize)
+    chooser, buckets = _Chooser(ranks_per_node), _Buckets(bucket_bytes, ranks)
+    kept, count = None if keep is None else frozenset(keep), 0
+    copies: list[Copy] = []
+    for rank, wanted in _in_turn(target):
+        found = holders.of(wanted)
+        senders = chooser.choose(rank, found)
+        if found.cut and len(senders) > 1:
+            found, senders = _rejoined(holders, wanted.tensor, found, senders)
+        numbers = buckets.place(rank, found.blocks, senders)
+        digest.update(array("q", senders + numbers))
+        count += len(numbers)
+        if kept is None or rank in kept or not kept.isdisjoint(senders):
+            copies += _copies(rank, wanted, found, senders, numbers, kept)
+    return ReshardPlan(
+        copies=tuple(copies),
+        traffic={rank: chooser.traffic(rank) for rank in ranks},
+        num_copies=count,
+        num_buckets=buckets.count,
+        bucket_bytes=bucket_bytes,
+        largest_bucket=buckets.largest,
+        digest=digest.hexdigest(),
+    )
+
+
+def lower_bound(source: Side, target: Side, itemsize: int) -> dict[int, int]:
+    """The least bytes that each rank can receive: what it needs and does not hold."""
+    least = {}
+    for rank, wanted in target.items():
+        held: dict[TensorSpec, set[Box]] = defaultdict(set)
+        for shard in source.get(rank, ()):
+            held[shard.tensor].add(shard.box)
+        least[rank] = sum(_lacking(shard, held[shard.tensor]) * size_of(shard.tensor, itemsize) for shard in wanted)
+    return least
+
+
+def _lacking(wanted: Shard, held: set[Box]) -> int:
+    """Elements of the wanted box that are in none of the boxes held."""
+    if not held:
+        return wanted.box.volume
+    common = {box for box in (box.meet(wanted.box) for box in held) if box is not None}
+    cells = cells_of(sorted(common, key=lambda box: box.start)) if common else ()
+    return wanted.box.volume - sum(cell.volume for cell, _ in cells)
+
+
+def _joined_side(side: Side) -> Side:
+    """Neighbouring shards made one; ranks that share a list go on sharing one."""
+    lists = {id(shards): joined_shards(shards) for shards in side.values()}
+    return {rank: lists[id(shards)] for rank, shards in side.items() if shards}
+
+
+def _in_turn(target: Side) -> Iterator[tuple[int, Shard]]:
+    """A shard of each rank in turn, every rank beginning elsewhere in the model: no sender is asked by all at once."""
+    ranks = sorted(target)
+    for step in range(max((len(target[rank]) for rank in ranks), default=0)):
+        for place, rank in enumerate(ranks):
+            shards = target[rank]
+            if step < len(shards):
+                yield rank, shards[(step + len(shards) * place // len(ranks)) % len(shards)]
+
+
+class _Chooser:
+    """Picks the sender of each block, and keeps the count of bytes that the choice is made by."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self._ranks_per_node = ranks_per_node
+        self._local: dict[int, int] = defaultdict(int)
+        self._sent: dict[int, int] = defaultdict(int)
+        self._sent_within: dict[int, int] = defaultdict(int)
+        self._received: dict[int, int] = defaultdict(int)
+        self._received_within: dict[int, int] = defaultdict(int)
+
+    def choose(self, rank: int, found: Found) -> list[int]:
+        """The sender of each block: the rank itself, the least loaded of its node, or the least loaded of all."""
+        node, sent, senders = rank // self._ranks_per_node, self._sent, []
+        received = within = 0
+        for block, held in zip(found.blocks, found.held, strict=True):
+            size = block.size
+            if rank in held.shards:
+                senders.append(rank)
+                self._local[rank] += size
+                continue
+            near = held.near.get(node)
+            ranks = near or held.ranks
+            sender = ranks[0] if len(ranks) == 1 else min(ranks, key=sent.__getitem__)
+            senders.append(sender)
+            sent[sender] += size
+            received += size
+            if near:
+                self._sent_within[sender] += size
+                within += size
+        self._received[rank] += received
+        self._received_within[rank] += within
+        return senders
+
+    def traffic(self, rank: int) -> Traffic:
+        within, received_within = self._sent_within[rank], self._received_within[rank]
+        across, received_across = self._sent[rank] - within, self._received[rank] - received_within
+        return Traffic(self._local[rank], within, across, received_within, received_across)
+
+
+class _Buckets:
+    """Each copy goes into the first bucket in which both its ranks have room."""
+
+    def __init__(self, bucket_bytes: int, ranks: Collection[int]) -> None:
+        self._bytes = bucket_bytes
+        # What each rank sends and receives in each bucket, with an empty one after the last.
+        self._sent = {rank: [0] for rank in ranks}
+        self._received = {rank: [0] for rank in ranks}
+        # The first bucket of each rank that is not as good as full.
+        self._first_sent, self._first_received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
+        self.count = 0
+
+    def place(self, rank: int, blocks: Sequence[Block], senders: Sequence[int]) -> list[int]:
+        """The bucket of each piece of the blocks that the rank gets; -1 for a block of its own."""
+        numbers = []
+        received, limit, enough = self._received[rank], self._bytes, int(_FULL * self._bytes)
+        for block, sender in zip(blocks, senders, strict=True):
+            if sender == rank:
+                numbers.append(-1)
+                continue
+            sent = self._sent[sender]
+            for _, size in block.pieces:
+                bucket, room = max(self._first_sent[sender], self._first_received[rank]), limit - size
+                while sent[bucket] > room or received[bucket] > room:
+                    bucket += 1
+                numbers.append(bucket)
+                sent[bucket] += size
+                received[bucket] += size
+                if bucket == self.count:
+                    self._add()
+                full = max(room, enough)
+                while sent[self._first_sent[sender]] > full:
+                    self._first_sent[sender] += 1
+                while received[self._first_received[rank]] > full:
+                    self._first_received[rank] += 1
+        return numbers
+
+    @property
+    def largest(self) -> int:
+        """The most bytes that a rank sends or receives in one."""
+        return max((max(filled) for side in (self._sent, self._received) for filled in side.values()), default=0)
+
+    def _add(self) -> None:
+        self.count += 1
+        for rank, sent in self._sent.items():
+            sent.append(0)
+            self._received[rank].append(0)
+
+
+def _rejoined(holders: Holders, tensor: TensorSpec, found: Found, senders: list[int]) -> tuple[Found, list[int]]:
+    """Neighbouring blocks that come out of one shard of one sender made one."""
+    blocks: list[tuple[Block, Held, int]] = []
+    for block, held, sender in zip(found.blocks, found.held, senders, strict=True):
+        while blocks and blocks[-1][2] == sender and blocks[-1][1].shards[sender] is held.shards[sender]:
+            whole = joined(blocks[-1][0].box, block.box)
+            if whole is None:
+                break
+            blocks.pop()
+            block = holders.block(whole, tensor)
+        blocks.append((block, held, sender))
+    return Found(tuple(b for b, _, _ in blocks), tuple(h for _, h, _ in blocks), True), [s for _, _, s in blocks]
+
+
+def _copies(
+    rank: int, wanted: Shard, found: Found, senders: list[int], numbers: list[int], kept: frozenset[int] | None
+) -> Iterator[Copy]:
+    """The copies of a rank's wanted shard that are kept."""
+    buckets = iter(numbers)
+    for block, held, sender in zip(found.blocks, found.held, senders, strict=True):
+        pieces = [block.box] if sender == rank else [box for box, _ in block.pieces]
+        for box in pieces:
+            bucket = next(buckets)
+            if kept is None or rank in kept or sender in kept:
+                yield Copy(sender, rank, held.shards[sender].part(box), wanted.part(box), bucket)
+
+
+def _digest_of(source: Side, target: Side, numbers: tuple[int, ...]) -> hashlib.blake2b:
+    """Of what the plan is made from, which its senders and buckets are added to."""
+    digest = hashlib.blake2b(struct.pack("<3q", *numbers), digest_size=16)
+    for side in (source, target):
+        lists = {id(shards): _encoded(shards) for shards in side.values()}
+        for rank in sorted(side):
+            digest.update(struct.pack("<q", rank) + lists[id(side[rank])])
+        digest.update(b"\0")
+    return digest
+
+
+def _encoded(shards: Sequence[Shard]) -> bytes:
+    """What stands for a rank's shards in the digest."""
+    digest = hashlib.blake2b(digest_size=16)
+    for shard in shards:
+        tensor, box = shard.tensor, shard.box
+        numbers = (tensor.float32, shard.chunk, *tensor.shape, *box.start, *box.stop, *shard.local_start)
+        digest.update(f"{tensor.name}\0{shard.local_name}\0{len(numbers)}\0".encode())
+        digest.update(array("q", numbers))
+    return digest.digest()

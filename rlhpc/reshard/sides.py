@@ -1,0 +1,94 @@
+"""The two sides of a push: the training layout's shards and the engines', by the job's ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from rlhpc.models import ModelShape
+from rlhpc.reshard.plan import Copy, ReshardPlan, Side, plan_reshard
+from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Box, Shard, megatron_shards
+
+
+@dataclass(frozen=True)
+class PushSides:
+    """Which of the job's ranks keeps what. Where training and rollout share ranks, a rank is on both sides."""
+
+    source: Side
+    target: Side
+
+    @property
+    def ranks(self) -> list[int]:
+        return sorted({*self.source, *self.target})
+
+
+def push_sides(
+    shape: ModelShape,
+    training: ParallelLayout,
+    engine: EngineLayout,
+    training_ranks: Sequence[int] | None = None,
+    rollout_ranks: Sequence[int] | None = None,
+) -> PushSides:
+    """Training on the given ranks (those of ``training`` by default) and engines on blocks of the given ranks.
+
+    Without ``rollout_ranks`` the engines are on the ranks of the training side. Ranks of a side that are fewer than
+    its layout's are its first ones, and must hold the whole model between them.
+    """
+    trainers = range(training.world_size) if training_ranks is None else training_ranks
+    rollouts = range(training.world_size) if rollout_ranks is None else rollout_ranks
+    cuts = [engine_shards(shape, engine, tp_rank) for tp_rank in range(engine.tp)]
+    return PushSides(
+        {rank: megatron_shards(shape, training, place, stacked=True) for place, rank in enumerate(trainers)},
+        {rank: cuts[place % engine.tp] for place, rank in enumerate(rollouts)},
+    )
+
+
+def plan_push(
+    sides: PushSides, *, ranks_per_node: int, bucket_bytes: int, itemsize: int, rank: int | None = None
+) -> ReshardPlan:
+    """What moves; ``rank``: keep its copies alone. ``bucket_bytes`` bounds what a rank takes for buffers on each side.
+
+    The executor fills one buffer while the other is under way: a bucket of the plan is half of it.
+    """
+    return plan_reshard(
+        sides.source,
+        sides.target,
+        ranks_per_node=ranks_per_node,
+        bucket_bytes=bucket_bytes // 2,
+        itemsize=itemsize,
+        keep=None if rank is None else [rank],
+    )
+
+
+@dataclass(frozen=True)
+class Alias:
+    """The engine's parameter ``name`` is, element for element, ``source``: a block of one of the trainer's."""
+
+    name: str
+    source: Shard
+
+
+def aliases(copies: Sequence[Copy], parameters: Mapping[str, tuple[int, ...]]) -> list[Alias]:
+    """Parameters of the engine that copies inside one rank fill whole from one place; ``parameters``: their shapes."""
+    by_name: dict[str, list[Copy]] = {}
+    for copy in copies:
+        by_name.setdefault(copy.target.local_name, []).append(copy)
+    found = []
+    for name, filling in by_name.items():
+        shape, places = parameters[name], {_distance(copy) for copy in filling}
+        if len(places) == 1 and sum(copy.box.volume for copy in filling) == prod(shape):
+            chunk, local_name, distance = places.pop()
+            if len(distance) == len(shape):
+                box = Box((0,) * len(shape), shape)
+                found.append(Alias(name, Shard(filling[0].tensor, box, local_name, distance, chunk)))
+    return found
+
+
+def _distance(copy: Copy) -> tuple[int, str, tuple[int, ...]]:
+    """From where and how far in each dimension the copy moves; no distance if the numbers of dimensions differ."""
+    source, target = copy.source.local_start, copy.target.local_start
+    far = tuple(a - b for a, b in zip(source, target, strict=True)) if len(source) == len(target) else ()
+    return copy.source.chunk, copy.source.local_name, far

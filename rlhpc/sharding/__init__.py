@@ -1,0 +1,1 @@
+"""Which rank holds which part of which tensor, in training and in the engine. Torch-free."""

@@ -1,0 +1,247 @@
+"""Where a model's weights are: tensors in HuggingFace's names and shapes, boxes of them, and who keeps which box.
+
+These coordinates are common to every side (Megatron, a HuggingFace file, an engine): loading, saving and moving
+weights are all one operation, the intersection of two lists of shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import groupby
+from math import prod
+
+from rlhpc.models import ModelShape, find_family
+from rlhpc.models.tables import Cut, Row, Where
+from rlhpc.sharding.layout import ParallelLayout
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One weight of the model as HuggingFace names and shapes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    layer: int | None = None
+    expert: int | None = None
+    float32: bool = False  # whatever the model's dtype
+
+
+@dataclass(frozen=True)
+class Box:
+    """A half-open block of a tensor's coordinates."""
+
+    start: tuple[int, ...]
+    stop: tuple[int, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(b - a for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        return tuple(slice(a, b) for a, b in zip(self.start, self.stop, strict=True))
+
+    @property
+    def volume(self) -> int:
+        return prod(self.shape)
+
+    def meet(self, other: Box) -> Box | None:
+        """What both have in common; None if that is nothing."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rank keeps ``box`` of ``tensor`` in its parameter ``local_name`` at ``local_start``.
+
+    ``chunk`` is the virtual pipeline stage whose module holds the parameter. A parameter that stacks experts has one
+    leading dimension more than the tensor of one expert.
+    """
+
+    tensor: TensorSpec
+    box: Box
+    local_name: str
+    local_start: tuple[int, ...]
+    chunk: int = 0
+
+    @property
+    def local_box(self) -> Box:
+        shape = (1,) * (len(self.local_start) - len(self.box.start)) + self.box.shape
+        return Box(self.local_start, tuple(a + n for a, n in zip(self.local_start, shape, strict=True)))
+
+    def part(self, box: Box) -> Shard:
+        """The shard of a box inside this one's."""
+        lead = len(self.local_start) - len(box.start)
+        moved = (at + b - a for at, a, b in zip(self.local_start[lead:], self.box.start, box.start, strict=True))
+        return Shard(self.tensor, box, self.local_name, (*self.local_start[:lead], *moved), self.chunk)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A tensor, the row of its table, and the parameter that holds it: on which stage, in which chunk.
+
+    ``experts`` are those that the rank holds of a stack, or the one whose tensor it is.
+    """
+
+    tensor: TensorSpec
+    row: Row
+    local_name: str
+    stage: int = 0
+    chunk: int = 0
+    experts: range = range(0)
+    local_expert: int = 0
+
+
+def model_tensors(shape: ModelShape) -> list[TensorSpec]:
+    """Every tensor of the model, in the order of its layers."""
+    return [place.tensor for place in tensor_places(shape)]
+
+
+def num_parameters(shape: ModelShape) -> int:
+    """Elements of all of them. A layer's experts are counted at once: it is asked often, and they are many."""
+    return sum(prod(place.tensor.shape) for place in tensor_places(shape, stacked=True))
+
+
+def padded_vocab(vocab_size: int, tp: int) -> int:
+    """Rows of embedding and head in Megatron: the vocabulary, up to a multiple of tp."""
+    return -(-vocab_size // tp) * tp
+
+
+def megatron_shards(shape: ModelShape, layout: ParallelLayout, rank: int, stacked: bool = False) -> list[Shard]:
+    """What one rank of the training side keeps, in the order of the model's tensors; ``stacked`` as in places."""
+    coord = layout.coord(rank)
+    shards: list[Shard] = []
+    for place in tensor_places(shape, layout, coord, stacked):
+        shards += _tensor_shards(shape, place, layout, coord)
+    if shape.tied_embeddings and layout.pp > 1 and coord["pp"] == layout.pp - 1:
+        # Megatron keeps a second copy of tied embeddings on the last stage.
+        first = next(tensor_places(shape, layout))
+        copy = replace(first, local_name="output_layer.weight", chunk=(layout.vpp or 1) - 1)
+        shards += _tensor_shards(shape, copy, layout, coord)
+    return shards
+
+
+def tensor_places(
+    shape: ModelShape,
+    layout: ParallelLayout | None = None,
+    coord: Mapping[str, int] | None = None,
+    stacked: bool = False,
+) -> Iterator[Place]:
+    """Every tensor of the model, or of the rank at ``coord``: of its stage, and of each layer's experts its own.
+
+    ``stacked``: the experts of a layer are one tensor with a leading dimension, named with ``*`` for their number.
+    """
+    layout = layout or ParallelLayout(1)
+    rows = find_family(shape.family).table(shape)
+    last_stage, last_chunk = layout.pp - 1, (layout.vpp or 1) - 1
+    if coord is None or coord["pp"] == 0:
+        for row in rows:
+            if row.where is Where.FIRST:
+                yield Place(TensorSpec(row.hf_name, row.shape), row, row.local_name)
+    expert_layers = set(shape.experts.layers) if shape.experts else set()
+    for layer, (stage, chunk, local) in enumerate(layout.layer_places(shape.num_layers)):
+        if coord is None or coord["pp"] == stage:
+            kind = Where.EXPERT_LAYER if layer in expert_layers else Where.DENSE_LAYER
+            held = [row for row in rows if row.where in (Where.LAYER, kind)]
+            for tensor, row, experts in _layer_tensors(shape, layout, coord, held, layer, stacked):
+                first = experts.start % (shape.experts.num_experts // layout.ep) if shape.experts else 0
+                local_name = row.local_name.format(layer=local)
+                yield Place(tensor, row, local_name, stage, chunk, experts, first)
+    if coord is None or coord["pp"] == last_stage:
+        for row in rows:
+            if row.where is Where.LAST:
+                yield Place(TensorSpec(row.hf_name, row.shape), row, row.local_name, last_stage, last_chunk)
+
+
+def _layer_tensors(
+    shape: ModelShape,
+    layout: ParallelLayout,
+    coord: Mapping[str, int] | None,
+    rows: list[Row],
+    layer: int,
+    stacked: bool,
+) -> Iterator[tuple[TensorSpec, Row, range]]:
+    """(tensor, row, experts) of one layer; the rows of experts stacked, or for one expert after another."""
+    for of_each_expert, group in groupby(rows, key=lambda row: row.of_each_expert):
+        if not of_each_expert:
+            for row in group:
+                name = row.hf_name.format(layer=layer)
+                yield TensorSpec(name, row.shape, layer, float32=row.float32), row, range(0)
+            continue
+        assert shape.experts is not None, "a row for each expert of a model that has none"
+        each, expert_rows = shape.experts.num_experts // layout.ep, list(group)
+        held = (
+            range(shape.experts.num_experts) if coord is None else range(each * coord["ep"], each * (coord["ep"] + 1))
+        )
+        for experts in [held] if stacked else [range(expert, expert + 1) for expert in held]:
+            for row in expert_rows:
+                name = row.hf_name.format(layer=layer, expert="*" if stacked else experts.start)
+                size = (shape.experts.num_experts, *row.shape) if stacked else row.shape
+                yield TensorSpec(name, size, layer, None if stacked else experts.start), row, experts
+
+
+def _tensor_shards(shape: ModelShape, place: Place, layout: ParallelLayout, coord: Mapping[str, int]) -> list[Shard]:
+    row = place.row
+    tp, tp_rank = (layout.etp, coord["etp"]) if row.of_each_expert else (layout.tp, coord["tp"])
+
+    def shard(dim: int, start: int, stop: int, local: int) -> Shard:
+        return place_shard(place, dim, start, stop, local)
+
+    size = row.shape[0]
+    match row.cut:
+        case Cut.WHOLE:
+            return [shard(0, 0, size, 0)]
+        case Cut.COLUMNS | Cut.EXPERT_DOWN:
+            part = row.shape[1] // tp
+            return [shard(1, tp_rank * part, (tp_rank + 1) * part, 0)]
+        case Cut.ROWS:
+            part = size // tp
+            return [shard(0, tp_rank * part, (tp_rank + 1) * part, 0)]
+        case Cut.VOCAB:
+            part = padded_vocab(size, tp) // tp
+            start, stop = tp_rank * part, min((tp_rank + 1) * part, size)
+            return [shard(0, start, stop, 0)] if start < stop else []
+        case Cut.GATE_UP | Cut.EXPERT_GATE_UP:
+            part = size // tp
+            return [shard(0, tp_rank * part, (tp_rank + 1) * part, row.part * part)]
+        case Cut.QKV:
+            return _qkv_shards(shape, row.part, tp, tp_rank, shard)
+
+
+def place_shard(place: Place, dim: int, start: int, stop: int, local: int) -> Shard:
+    """Rows (``dim`` 0) or columns from ``start`` to ``stop`` of the place's tensor, or of each expert in its stack."""
+    size, at = place.row.shape, [0] * len(place.row.shape)
+    begin, end = [0] * len(size), list(size)
+    begin[dim], end[dim], at[dim] = start, stop, local
+    if place.row.of_each_expert:
+        at.insert(0, place.local_expert)
+        if place.tensor.expert is None:  # a stack
+            begin.insert(0, place.experts.start)
+            end.insert(0, place.experts.stop)
+    return Shard(place.tensor, Box(tuple(begin), tuple(end)), place.local_name, tuple(at), place.chunk)
+
+
+def _qkv_shards(
+    shape: ModelShape, part: int, tp: int, tp_rank: int, shard: Callable[[int, int, int, int], Shard]
+) -> list[Shard]:
+    """The rank's slice of Megatron's fused rows, cut by query group, back in the coordinates of q, k or v.
+
+    With more ranks than key-value heads a rank's slice begins or ends inside a group, so segments are intersected.
+    """
+    queries = shape.num_heads // shape.num_kv_heads
+    group_rows = (queries + 2) * shape.head_dim
+    offset = (0, queries * shape.head_dim, (queries + 1) * shape.head_dim)[part]
+    length = (queries if part == 0 else 1) * shape.head_dim
+    local_rows = shape.num_kv_heads * group_rows // tp
+    begin, end = tp_rank * local_rows, (tp_rank + 1) * local_rows
+    shards = []
+    for group in range(shape.num_kv_heads):
+        fused = group * group_rows + offset
+        start, stop = max(begin, fused), min(end, fused + length)
+        if start < stop:
+            source = group * length + start - fused
+            shards.append(shard(0, source, source + stop - start, start - begin))
+    return shards

@@ -1,0 +1,1 @@
+"""The parts of acceptance, each run in a process of its own."""

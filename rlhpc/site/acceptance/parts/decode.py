@@ -1,0 +1,210 @@
+"""Decoding: tokens per second of rlhpc's engine and of vLLM's own ``LLM.generate``, with and without CUDA graphs.
+
+Both have the same shape, dummy weights, prompts, response lengths and sampling, each in its own process. They take
+turns, and the median round counts.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.parts import rig, timing
+from rlhpc.site.acceptance.workers import BOTH, Call, WorkerFailed, Workers, report_failure, started_ahead
+
+SYSTEMS = ("rlhpc", "vllm")
+_GOAL = Goal(">=", 0.95)
+_DUMMY = 1e-3  # vLLM's dummy weights are uniform between plus and minus this
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A shape and one batch of requests of equal lengths."""
+
+    shape: str
+    count: int
+    prompt: int
+    response: int
+    cache_gib: float
+    rounds: int = 3
+
+
+_FULL = (Workload("1.5b", 64, 128, 128, 0.75), Workload("8b", 64, 128, 128, 2.5))
+_TINY = (Workload("tiny", 4, 12, 12, 0.0625, rounds=2),)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Both systems with one workload in one mode."""
+
+    workload: Workload
+    graphs: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.workload.shape}, {'CUDA graphs' if self.graphs else 'eager'}"
+
+    @property
+    def calls(self) -> list[Call]:
+        """A process for each system."""
+        arguments = {"workload": asdict(self.workload), "graphs": self.graphs}
+        return [
+            Call(f"{self.name}, {system}", f"{__name__}:serve", {**arguments, "system": system}, imports=BOTH)
+            for system in SYSTEMS
+        ]
+
+
+def run(context: Context) -> None:
+    """Every comparison. Engines that fit into the GPU together start together: compilation takes longest."""
+    if not context.on_gpu:
+        context.report(Skipped("CUDA graphs", "there is no GPU"))
+    groups = comparisons(context)
+    started = started_ahead(context, [[call for each in group for call in each.calls] for group in groups])
+    for group, workers in zip(groups, started, strict=True):
+        for one in workers:
+            one.go()
+        pairs = [(comparison, workers[2 * i : 2 * i + 2]) for i, comparison in enumerate(group)]
+        ready = [(comparison, pair) for comparison, pair in pairs if _ready(context, comparison, pair)]
+        for comparison, pair in ready:  # no engine compiles any more
+            _compare(context, comparison, pair)
+        for one in workers:
+            one.close()  # and the next group's engines find the memory free
+
+
+def comparisons(context: Context) -> list[list[Comparison]]:
+    """In groups of which the engines fit into a GPU of 80 GB together, the most telling first."""
+    if not context.on_gpu:
+        return [[Comparison(workload, graphs=False)] for workload in (_TINY if context.tiny else _FULL)]
+    if context.tiny:
+        return [[Comparison(workload, graphs) for workload in _TINY for graphs in (True, False)]]
+    small, large = _FULL  # about 60 GiB with both systems
+    return [[Comparison(workload, graphs) for workload in (large, small)] for graphs in (True, False)]
+
+
+def _ready(context: Context, comparison: Comparison, pair: Sequence[Workers]) -> bool:
+    """Wait until both engines have answered once."""
+    for call, workers in zip(comparison.calls, pair, strict=True):
+        try:
+            context.log(f"{call.name}: ready after {workers.answer()['start']:.0f} s")
+        except WorkerFailed as error:
+            report_failure(context, call, workers, error)
+            return False
+    return True
+
+
+def _compare(context: Context, comparison: Comparison, pair: Sequence[Workers]) -> None:
+    rounds: list[list[dict[str, float]]] = [[], []]
+    for _ in range(comparison.workload.rounds):
+        for number, (call, workers) in enumerate(zip(comparison.calls, pair, strict=True)):
+            try:
+                rounds[number].append(workers.ask())
+            except WorkerFailed as error:
+                report_failure(context, call, workers, error)
+                return
+    _report(context, comparison.name, comparison.workload, rounds)
+
+
+def _report(context: Context, mode: str, workload: Workload, rates: Sequence[Sequence[dict[str, float]]]) -> None:
+    tokens = workload.count * workload.response
+    ours, stock = (tokens / statistics.median(round_["seconds"] for round_ in each) for each in rates)
+    seeded = tokens / statistics.median(round_["seeded"] for round_ in rates[1])
+    note = f"{workload.count} prompts of {workload.prompt} tokens, responses of {workload.response}"
+    context.report(Figure(f"{mode}: rlhpc", ours, "tokens/s", note=note))
+    context.report(Figure(f"{mode}: vLLM", stock, "tokens/s", note="without seeds, as its users call it"))
+    context.report(
+        Figure(f"{mode}: vLLM with seeds", seeded, "tokens/s", note="a seed for each request, as rlhpc gives")
+    )
+    context.report(Figure(f"{mode}: rlhpc by vLLM", ours / stock, goal=None if context.tiny else _GOAL))
+    context.report(Figure(f"{mode}: rlhpc by vLLM with seeds", ours / seeded))
+
+
+def serve(
+    context: Context, system: str, workload: dict[str, Any], graphs: bool
+) -> Generator[dict[str, float], None, None]:
+    """Start an engine in this process; then the seconds of a batch for each item taken."""
+    began = time.perf_counter()
+    work, dtype = Workload(**workload), rig.dtype_of(context.on_gpu)
+    folder, shape = rig.model_folder(context.folder / "models" / f"{work.shape}-{system}", work.shape, None, dtype)
+    start = _start_ours if system == "rlhpc" else _start_stock
+    ways, stop = start(folder, shape, work, dtype, graphs)
+    try:
+        for generate in ways.values():
+            _generated(generate, work)
+        yield {"start": time.perf_counter() - began}
+        while True:
+            yield {name: _generated(generate, work) for name, generate in ways.items()}
+    finally:
+        stop()
+
+
+def _generated(generate: Callable[[], int], work: Workload) -> float:
+    """Seconds of one batch."""
+    found = 0
+
+    def action() -> None:
+        nonlocal found
+        found = generate()
+
+    taken = timing.seconds(action)
+    assert found == work.count * work.response, f"{found} tokens: responses ended early"
+    return taken
+
+
+Started = tuple[dict[str, Callable[[], int]], Callable[[], Any]]  # ways to generate a batch, and the engine's end
+
+
+def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
+    engine = rig.make_engine(
+        folder,
+        shape,
+        dtype,
+        context_tokens=work.prompt + work.response,
+        cache_gib=work.cache_gib,
+        max_num_seqs=work.count,
+        graphs=graphs,
+    )
+    engine.wake_weights()
+    for tensor in engine.open_weights().values():
+        tensor.uniform_(-_DUMMY, _DUMMY)
+    engine.close_weights()
+    engine.wake_cache()
+    asked = rig.requests(shape, work.count, work.prompt, work.response)
+    return {"seconds": lambda: sum(len(completion.tokens) for completion in engine.generate(asked))}, engine.shutdown
+
+
+def _start_stock(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
+    """As a user starts it, but for sizes that both systems share, and for what would be read from disk."""
+    from vllm import LLM, SamplingParams
+
+    arguments: dict[str, Any] = {
+        "load_format": "dummy",
+        "dtype": dtype,
+        "max_model_len": work.prompt + work.response,
+        "max_num_seqs": work.count,
+        "kv_cache_memory_bytes": int(work.cache_gib * timing.GIB),
+        "gpu_memory_utilization": rig.ENGINE_FRACTION,
+        "enforce_eager": not graphs,
+        "skip_tokenizer_init": True,
+    }
+    llm = LLM(str(folder), **arguments)
+    asked = rig.requests(shape, work.count, work.prompt, work.response)
+    prompts: Any = [{"prompt_token_ids": list(request.prompt)} for request in asked]
+    same: dict[str, Any] = {"max_tokens": work.response, "logprobs": 0, "ignore_eos": True, "detokenize": False}
+
+    def with_(parameters: Sequence[Any]) -> Callable[[], int]:
+        def generate() -> int:
+            outputs = llm.generate(prompts, list(parameters), use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        return generate
+
+    ways = {
+        "seconds": with_([SamplingParams(temperature=1.0, **same) for _ in asked]),
+        "seeded": with_([SamplingParams(temperature=1.0, seed=request.seed, **same) for request in asked]),
+    }
+    return ways, llm.llm_engine.engine_core.shutdown  # its core is a process of its own

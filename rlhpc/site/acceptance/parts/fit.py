@@ -1,0 +1,46 @@
+"""How much of a model fits into a GPU for training, by the planner's memory model. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
+from rlhpc.models import ModelShape
+from rlhpc.plan.estimates.activations import Setting
+from rlhpc.plan.estimates.model_memory import RankModel, Tokens
+from rlhpc.plan.estimates.optimizer_memory import default_bucket, state_bytes
+from rlhpc.sharding.layout import ParallelLayout
+
+# Feed-forward activations are most of a layer's and cheap to compute again.
+RECOMPUTE: tuple[MemorySection, ...] = (
+    MemorySection(),
+    MemorySection(recompute="selective", recompute_modules=["mlp", "moe"]),
+    MemorySection(recompute="full"),
+)
+
+
+def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
+    """Peak of an update in bfloat16 on one rank, microbatch after microbatch of ``tokens``."""
+    layout = ParallelLayout(1)
+    state = state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
+    in_float32 = shape.experts is not None and shape.experts.float32_router(ExpertsSection().router_dtype)
+    setting = Setting(shape, layout, ParallelSection(), memory, "bfloat16", float32_router=in_float32)
+    model = RankModel("actor", setting, 0, state, Tokens(tokens, tokens, 2), trained=True)
+    return state.parameters + state.gradients + state.optimizer + model.kept + model.workspace
+
+
+def most_layers(cut: Callable[[int], ModelShape], tokens: int, limit: int) -> int:
+    """Most layers that can be trained without recomputation within ``limit`` bytes; 1 if there is no room for one.
+
+    ``cut`` gives the shape with so many layers; the search ends at its own number of layers.
+    """
+    layers = 1
+    while cut(layers + 1).num_layers == layers + 1 and planned_bytes(cut(layers + 1), tokens, RECOMPUTE[0]) <= limit:
+        layers += 1
+    return layers
+
+
+def recomputations(shape: ModelShape, tokens: int, limit: int) -> Sequence[MemorySection]:
+    """The ways of recomputation to try, the cheapest that fits first; the last one if none does."""
+    first = next((i for i, memory in enumerate(RECOMPUTE) if planned_bytes(shape, tokens, memory) <= limit), -1)
+    return RECOMPUTE[first:]

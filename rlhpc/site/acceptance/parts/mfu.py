@@ -1,0 +1,285 @@
+"""Model FLOP/s utilisation of updates: forward and backward, the optimizer beside it, and where the time goes.
+
+FLOPs are counted by rlhpc/models/flops.py, without recomputation, and divided by the data sheet's dense bfloat16 peak
+and by the rate of a large matrix product on the same machine.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rlhpc.config.training import MemorySection, OptimizerSection
+from rlhpc.models import ModelShape, shape_of
+from rlhpc.models.flops import training_flops
+from rlhpc.plan.estimates.hardware import peak_tflops
+from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.parts import rig, timing
+from rlhpc.site.acceptance.parts.breakdown import by_kind, kernels
+from rlhpc.site.acceptance.parts.fit import most_layers, planned_bytes, recomputations
+from rlhpc.site.acceptance.parts.models import model_fields, model_shape
+from rlhpc.site.acceptance.workers import TRAINER, Call, run_each
+
+_DENSE, _EXPERTS = Goal(">=", 0.45), Goal(">=", 0.25)
+_USABLE = 0.94  # of the free memory; the rest is lost between blocks of PyTorch's allocator
+_LISTED = 12  # kernels named
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Lengths of a microbatch's sequences, and the number of microbatches of an update."""
+
+    label: str
+    lengths: tuple[int, ...]
+    microbatches: int
+
+    @property
+    def tokens(self) -> int:
+        """Of one microbatch."""
+        return sum(self.lengths)
+
+
+_FULL = (
+    Packing("4k", (2048, 1024, 512, 512), 8),
+    Packing("16k", (8192, 4096, 2048, 1024, 1024), 4),
+)
+_TINY = (Packing("64", (32, 16, 8, 8), 2), Packing("128", (64, 32, 16, 16), 2))
+
+
+def run_1_5b(context: Context) -> None:
+    """Qwen2.5-1.5B whole."""
+    _run(context, "1.5b")
+
+
+def run_8b(context: Context) -> None:
+    """Llama-3.1-8B's width, as many layers as fit."""
+    _run(context, "8b")
+
+
+def run_moe(context: Context) -> None:
+    """Qwen3-30B-A3B's width, as many layers as fit."""
+    _run(context, "moe")
+
+
+def _run(context: Context, model: str) -> None:
+    run_each(context, [call(model)])
+
+
+def call(model: str) -> Call:
+    """The process that measures a model."""
+    return Call(model, f"{__name__}:measure", {"model": model}, imports=TRAINER)
+
+
+def packings(tiny: bool) -> Sequence[Packing]:
+    """What is measured, by size."""
+    return _TINY if tiny else _FULL
+
+
+def measure(context: Context, model: str) -> None:
+    """A model at every packing, in this process."""
+    rig.join_ranks()
+    sizes = packings(context.tiny)
+    limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
+    shape, note = _shape(context, model, max(size.tokens for size in sizes), limit)
+    ceilings = Ceilings.of(context)
+    context.report(Figure("layers", shape.num_layers, note=note))
+    goal = (_EXPERTS if model == "moe" else _DENSE) if not context.tiny else None
+    for size in sizes:
+        _measure_packing(context, shape, size, limit, ceilings, goal)
+
+
+def _shape(context: Context, model: str, tokens: int, limit: int) -> tuple[ModelShape, str]:
+    """The model, whole or cut to fit the memory, and a note on the cut."""
+    if context.tiny:
+        return model_shape("tiny-moe" if model == "moe" else "tiny"), "tiny"
+    if model == "1.5b":
+        return model_shape(model), "whole"
+    if model == "8b":
+        whole = model_shape(model).num_layers
+        layers = most_layers(lambda count: model_shape(model, min(count, whole)), tokens, limit)
+        return model_shape(model, layers), f"of {whole}"
+    whole = model_shape("30b-a3b").num_layers
+    layers = most_layers(_with_share_of_vocabulary, tokens, limit)
+    return _with_share_of_vocabulary(layers), f"of {whole}, and the same share of the vocabulary"
+
+
+def _with_share_of_vocabulary(layers: int) -> ModelShape:
+    """30B-A3B with layers and vocabulary cut alike: a whole head would dominate the FLOPs of few layers."""
+    fields = model_fields("30b-a3b")
+    whole = fields["num_hidden_layers"]
+    layers = min(layers, whole)
+    rows = max(64, fields["vocab_size"] * layers // whole // 64 * 64)
+    return shape_of({**fields, "num_hidden_layers": layers, "vocab_size": rows}, where="30b-a3b")
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Peaks in FLOP/s: the data sheet's, where the device is known, and the measured one."""
+
+    data_sheet: float | None
+    measured: float
+
+    @classmethod
+    def of(cls, context: Context) -> Ceilings:
+        """Look the device up, and time its matrix product."""
+        import torch
+
+        name = torch.cuda.get_device_name() if context.on_gpu else "CPU"
+        tflops = peak_tflops(name)
+        if tflops is None:
+            context.report(Skipped("MFU by the data sheet", f"no peak is known of {name}"))
+        product = timing.matrix_peak(context.tiny)
+        context.report(Figure("matrix product", product / 1e12, "TFLOP/s", note="bfloat16, random data"))
+        return cls(None if tflops is None else tflops * 1e12, product)
+
+
+def _measure_packing(
+    context: Context, shape: ModelShape, size: Packing, limit: int, ceilings: Ceilings, goal: Goal | None
+) -> float:
+    """Tokens per second, with the least recomputation that fits: more of it after running out of memory."""
+    import torch
+
+    ways = recomputations(shape, size.tokens, limit) if context.on_gpu else [MemorySection()]
+    for number, memory in enumerate(ways):
+        try:
+            return _Update(context, shape, size, memory).report(ceilings, goal)
+        except torch.OutOfMemoryError:
+            if number + 1 == len(ways):
+                raise
+            context.log(f"{size.label}: out of memory with recompute {memory.recompute!r}")
+        gc.collect()
+    raise AssertionError("no way to try")
+
+
+class _Update:
+    """A trainer and one update's microbatches, all the same."""
+
+    def __init__(self, context: Context, shape: ModelShape, size: Packing, memory: MemorySection) -> None:
+        from rlhpc.parallel.device_memory import release_cached
+
+        release_cached()
+        self._context, self._shape, self._size, self._memory = context, shape, size, memory
+        dtype = rig.dtype_of(context.on_gpu)
+        context.log(f"{size.label}: {shape.num_layers} layers, recompute {memory.recompute}")
+        self._actor = rig.make_actor(shape, dtype, optimizer=OptimizerSection(), memory=memory)
+        self._batch = rig.packed_random(shape, size.lengths)
+
+    def report(self, ceilings: Ceilings, goal: Goal | None) -> float:
+        """Measure and report everything; tokens per second."""
+        self._forget_peak()
+        forward_backward, update = self._seconds()
+        operations = training_flops(self._shape, self._size.lengths) * self._size.microbatches
+        tokens = self._size.tokens * self._size.microbatches
+        self._figure("forward and backward", forward_backward, "s", note=f"{tokens:,} tokens, {self._how}")
+        self._figure("optimizer", max(0.0, update - forward_backward), "s", note="clipping included")
+        self._figure("tokens per second", tokens / update, "1/s")
+        if ceilings.data_sheet is not None:
+            self._figure("MFU", operations / forward_backward / ceilings.data_sheet, goal=goal)
+            self._figure("MFU with optimizer", operations / update / ceilings.data_sheet)
+        self._figure("MFU of the measured peak", operations / forward_backward / ceilings.measured)
+        self._report_memory()
+        self._report_kernels(forward_backward / self._size.microbatches)
+        return tokens / update
+
+    def _seconds(self) -> tuple[float, float]:
+        """Of forward and backward of all microbatches, and of the whole update."""
+        batches = [self._batch] * self._size.microbatches
+        tokens = rig.denominator_of(batches)
+
+        def differentiate() -> None:
+            self._actor.differentiate(batches, rig.likelihood_loss, tokens, temperature=1.0)
+
+        def update() -> None:
+            rig.train(self._actor, batches, rate=1e-6)
+
+        whole = timing.median_seconds(update, rounds=3, warm_up=2)
+        return timing.median_seconds(differentiate, rounds=3, warm_up=1), whole
+
+    def _forget_peak(self) -> None:
+        import torch
+
+        if self._context.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+
+    def _report_memory(self) -> None:
+        import torch
+
+        if not self._context.on_gpu:
+            self._context.report(Skipped(f"{self._size.label}: peak memory", "counted by the GPU's allocator"))
+            return
+        planned = planned_bytes(self._shape, self._size.tokens, self._memory)
+        self._figure("peak memory", torch.cuda.max_memory_allocated() / timing.GIB, "GiB")
+        self._figure("planned memory", planned / timing.GIB, "GiB")
+
+    def _report_kernels(self, seconds: float) -> None:
+        """Of one microbatch; ``seconds``: what it takes without the profiler."""
+        tokens = rig.denominator_of([self._batch])
+
+        def action() -> None:
+            self._actor.differentiate([self._batch], rig.likelihood_loss, tokens, temperature=1.0)
+
+        found = kernels(action, self._context.on_gpu)
+        if not found:
+            self._context.report(Skipped(f"{self._size.label}: kernels", "the profiler recorded none"))
+            return
+        busy = sum(kernel.seconds for kernel in found)
+        self._figure("device busy", busy / seconds, note="kernel seconds by wall seconds of a microbatch")
+        for kind, taken in by_kind(found).items():
+            self._figure(f"share of {kind}", taken / busy)
+        for number, kernel in enumerate(found[:_LISTED], 1):
+            note = f"{kernel.calls} calls of {kernel.name[:160]}"
+            self._figure(f"kernel {number:02}", kernel.seconds * 1e3, "ms", note=note)
+
+    @property
+    def _how(self) -> str:
+        return "no recomputation" if self._memory.recompute == "none" else f"recompute {self._memory.recompute}"
+
+    def _figure(self, name: str, value: float, unit: str = "", goal: Goal | None = None, note: str = "") -> None:
+        self._context.report(Figure(f"{self._size.label}: {name}", value, unit, goal, note))
+
+
+# ---- the same step by plain transformers
+
+
+@dataclass(frozen=True)
+class PeerSize:
+    """Rows of equal length, which need no padding on either side."""
+
+    label: str
+    rows: int
+    length: int
+    microbatches: int
+
+
+_PEER_FULL = (PeerSize("1 x 4k", 1, 4096, 8), PeerSize("4 x 4k", 4, 4096, 4))
+_PEER_TINY = (PeerSize("2 x 32", 2, 32, 2),)
+
+
+def run_peer(context: Context) -> None:
+    """Qwen2.5-1.5B by rlhpc and by transformers, with the same rows."""
+    calls = [
+        Call("rlhpc", f"{__name__}:measure_beside_peer", imports=TRAINER),
+        Call("transformers", "rlhpc.site.acceptance.parts.peer:measure", imports=("torch", "transformers")),
+    ]
+    ours, theirs = ({} if ranks is None else ranks[0] for ranks in run_each(context, calls))
+    for label, rate in ours.items():
+        for name, peers in theirs.items():
+            if name.endswith(label):
+                context.report(Figure(f"rlhpc by {name}", rate / peers, note="tokens per second"))
+
+
+def peer_sizes(tiny: bool) -> Sequence[PeerSize]:
+    """What both sides are measured at."""
+    return _PEER_TINY if tiny else _PEER_FULL
+
+
+def measure_beside_peer(context: Context) -> dict[str, float]:
+    """rlhpc's side, in this process; tokens per second by size."""
+    rig.join_ranks()
+    limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
+    shape, ceilings, rates = model_shape("tiny" if context.tiny else "1.5b"), Ceilings.of(context), {}
+    for size in peer_sizes(context.tiny):
+        packing = Packing(f"rlhpc, {size.label}", (size.length,) * size.rows, size.microbatches)
+        rates[size.label] = _measure_packing(context, shape, packing, limit, ceilings, None)
+    return rates

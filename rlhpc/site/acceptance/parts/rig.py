@@ -1,0 +1,217 @@
+"""Builds the trainers and engines that parts measure: random weights from fixed seeds, no files but config.json."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.core.files import write_atomic
+from rlhpc.models import ModelShape, shape_of
+from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.shards import model_tensors
+from rlhpc.site.acceptance.parts.models import model_fields
+
+LEARNING_RATE = 1e-3  # moves each weight by about a twentieth of its size: stale weights show in log-probs
+ENGINE_FRACTION = 0.1  # of the GPU that vLLM wants free when it starts; the cache's size is given
+FIRST_TOKEN = 16  # prompts avoid the ids of special tokens
+
+
+def model_folder(folder: Path, name: str, layers: int | None, dtype: str, **changes: Any) -> tuple[Path, ModelShape]:
+    """Write the ``config.json`` of a shape, the only file that an engine reads here; the folder and the shape."""
+    fields = {**model_fields(name, layers, dtype), **changes}
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(folder / "config.json", json.dumps(fields))  # every rank of a case writes it
+    return folder, shape_of(fields, where=name)
+
+
+def dtype_of(on_gpu: bool) -> str:
+    """bfloat16 as in production; float32 on a CPU, so that rounding hides no difference."""
+    return "bfloat16" if on_gpu else "float32"
+
+
+def join_ranks(share_gpu: bool = False) -> None:
+    """Enter the default process group and make Megatron's groups, as a run does. Collective.
+
+    ``share_gpu``: all ranks use one GPU, which NCCL refuses; gloo carries device tensors through CPU memory.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel.groups import build_groups, join
+
+    info = RankInfo.from_environ()
+    if share_gpu:
+        torch.cuda.set_device(0)
+        dist.init_process_group("gloo", rank=info.rank, world_size=info.world_size)
+    else:
+        join(info)
+    build_groups(ParallelLayout(info.world_size), seed=0)
+
+
+def make_actor(
+    shape: ModelShape,
+    dtype: str,
+    *,
+    optimizer: OptimizerSection | None = None,
+    memory: MemorySection | None = None,
+    experts: ExpertsSection | None = None,
+    parallel: ParallelSection | None = None,
+    groups: Any = None,
+) -> Any:
+    """A back end with random weights, the same in every layout. Without ``optimizer`` it is frozen. Collective.
+
+    ``groups``: Megatron's for this layout, where they are not those in force.
+    """
+    from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.core.rank import RankInfo
+
+    info, section = RankInfo.from_environ(), parallel or ParallelSection()
+    layout = make_layout(section, info.world_size)
+    actor = MegatronBackend(shape, layout, info, dtype, section, optimizer, experts, memory, groups)
+    actor.take_tensors(random_tensors(shape, dtype))
+    return actor
+
+
+def random_tensors(shape: ModelShape, dtype: str) -> Iterator[tuple[str, Any]]:
+    """Every weight of the model whole. Matrices are scaled so that logits vary by about 1 at any width."""
+    import torch
+
+    from rlhpc.parallel.compat import device
+
+    generator = torch.Generator(device())
+    std = 0.8 / shape.hidden_size**0.5
+    for spec in model_tensors(shape):
+        generator.manual_seed(zlib.crc32(spec.name.encode()))
+        kind = torch.float32 if spec.float32 else getattr(torch, dtype)
+        mean = 1.0 if "norm" in spec.name else 0.0
+        tensor = torch.empty(spec.shape, dtype=kind, device=device())
+        yield spec.name, tensor.normal_(mean, std, generator=generator)
+
+
+def make_engine(
+    folder: Path,
+    shape: ModelShape,
+    dtype: str,
+    *,
+    context_tokens: int,
+    cache_gib: float,
+    max_num_seqs: int,
+    graphs: bool = False,
+    routes: bool = False,
+    tp: int = 1,
+) -> Any:
+    """An engine that sleeps and has no weights yet. Collective."""
+    from rlhpc.config.rollout import RolloutSection
+    from rlhpc.rollout.vllm_engine import VllmEngine
+
+    section = RolloutSection(
+        tp=tp,
+        kv_cache_gib=cache_gib,
+        max_running=max_num_seqs,
+        cuda_graphs=graphs,
+        gpu_memory_fraction=ENGINE_FRACTION,
+    )
+    return VllmEngine(folder, shape, section, dtype=dtype, max_model_len=context_tokens, end_tokens=(), routes=routes)
+
+
+def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: int = 1, ranks_per_node: int = 1) -> Any:
+    """Weight sync from the actor to the engine, without verification: cases verify and report. Collective."""
+    import torch
+
+    from rlhpc.config.schema import ReshardSection
+    from rlhpc.parallel.compat import device
+    from rlhpc.reshard.manager import Job, ReshardManager
+    from rlhpc.reshard.sides import push_sides
+    from rlhpc.sharding.engine_shards import EngineLayout
+
+    shape = actor.weights.shape
+    job = Job(ranks_per_node, actor.weights.dtype, device())
+    assert isinstance(job.dtype, torch.dtype)
+    section = ReshardSection(verify="never", share_weights=share_weights)
+    return ReshardManager(actor, engine, push_sides(shape, actor.layout, EngineLayout(tp)), section, job)
+
+
+def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[Any]:
+    """Random prompts of one length, answered at temperature 1 with responses of one length."""
+    import numpy as np
+
+    from rlhpc.api import Request
+
+    random = np.random.default_rng(0)
+    prompts = random.integers(FIRST_TOKEN, shape.vocab_size, (count, prompt))
+    return [
+        Request(tuple(tokens.tolist()), seed=seed, max_tokens=response, temperature=1.0)
+        for seed, tokens in enumerate(prompts)
+    ]
+
+
+def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int) -> list[Any]:
+    """Prompts and their responses in batches of at most ``tokens``, trained on and scored alike."""
+    import numpy as np
+
+    from rlhpc.data.collate import pack_batch
+
+    sequences = [
+        (np.concatenate([np.asarray(request.prompt, np.int32), completion.tokens]), len(request.prompt))
+        for request, completion in zip(asked, answered, strict=True)
+    ]
+    each = max(1, tokens // max(len(one) for one, _ in sequences))
+    batches = []
+    for start in range(0, len(sequences), each):
+        own = range(start, min(start + each, len(sequences)))
+        routes = [answered[i].routes for i in own]
+        batches.append(pack_batch([sequences[i] for i in own], sample_ids=own, routes=routes))
+    return batches
+
+
+def packed_random(shape: ModelShape, lengths: Sequence[int]) -> Any:
+    """One batch of random sequences, all of whose tokens but the first are trained on."""
+    import numpy as np
+
+    from rlhpc.data.collate import pack_batch
+
+    random = np.random.default_rng(0)
+    sequences = [(random.integers(0, shape.vocab_size, length), 1) for length in lengths]
+    return pack_batch(sequences, sample_ids=range(len(lengths)))
+
+
+def log_probs(actor: Any, batches: Sequence[Any], prompt: int) -> list[Any]:
+    """The trainer's log-probs of each response's tokens, in order."""
+    from rlhpc.data.collate import unpack
+
+    found = []
+    for batch, stats in zip(batches, actor.log_probs(batches, temperature=1.0), strict=True):
+        found += unpack(batch, stats.log_probs, [prompt] * len(batch.sample_ids))
+    return found
+
+
+def train(actor: Any, batches: Sequence[Any], rate: float = LEARNING_RATE) -> Any:
+    """One update towards the batches' tokens; its TrainStats. Every rank gives the batches of its dp index."""
+    return actor.train(batches, likelihood_loss, denominator_of(batches), temperature=1.0, rate=rate)
+
+
+def likelihood_loss(stats: Any, batch: Any) -> Any:
+    """Negative log-likelihood of the tokens trained on."""
+    from rlhpc.algo.losses import negative_log_likelihood
+    from rlhpc.api import LossSums
+
+    total = negative_log_likelihood(stats.log_probs, batch.loss_weight)
+    return LossSums(total, {"loss": total.detach()})
+
+
+def denominator_of(batches: Sequence[Any]) -> float:
+    """Tokens that are trained on."""
+    return float(sum(batch.loss_weight.sum() for batch in batches))
+
+
+def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[float, float]:
+    """Mean and largest absolute difference of per-token values; NaN if any of them is."""
+    import numpy as np
+
+    gap = np.abs(np.concatenate(list(ours)) - np.concatenate(list(theirs)))
+    return float(gap.mean()), float(gap.max())

@@ -1,0 +1,127 @@
+"""Weight sync within one device: seconds, bandwidth beside a plain copy's, and what the engine's sleep gives back."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.parts import rig, timing
+from rlhpc.site.acceptance.workers import BOTH, Call, run_each
+
+_ROUNDS = 5
+_GIVEN_BACK = Goal(">=", 0.95)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape and the goal of its sync. ``graphs``: with CUDA graphs, whose memory sleep does not give back."""
+
+    name: str
+    shape: str
+    cache_gib: float
+    seconds: Goal | None = None
+    graphs: bool = False
+
+
+_FULL = (
+    Case("8b", "8b", 8.0, Goal("<", 0.05)),
+    Case("1.5b", "1.5b", 4.0, graphs=True),
+)
+_TINY = (Case("tiny", "tiny", 0.0625, Goal("<", 1.0)),)
+
+
+def run(context: Context) -> None:
+    """Every case, each in a process of its own."""
+    run_each(context, [call(case) for case in cases(context.tiny)])
+
+
+def cases(tiny: bool) -> tuple[Case, ...]:
+    """All cases of a size."""
+    return _TINY if tiny else _FULL
+
+
+def call(case: Case) -> Call:
+    """The process of one case."""
+    return Call(case.name, f"{__name__}:measure", {"name": case.name}, imports=BOTH)
+
+
+def measure(context: Context, name: str) -> None:
+    """One case, in this process. Both sides are uncut: every byte is read once and written once."""
+    case = next(case for case in cases(context.tiny) if case.name == name)
+    dtype = rig.dtype_of(context.on_gpu)
+    folder, shape = rig.model_folder(context.folder / "models" / case.name, case.shape, None, dtype)
+    rig.join_ranks()
+    actor = rig.make_actor(shape, dtype)
+    rig.log_probs(actor, [rig.packed_random(shape, (64, 32))], prompt=1)
+    without_engine = 0
+    if context.on_gpu:
+        without_engine, outside = timing.free_bytes(), timing.outside_pytorch() / timing.GIB
+        context.report(Figure(f"{case.name}: libraries", outside, "GiB", note="CUDA context, workspaces, NCCL"))
+    context.log("starting the engine")
+    engine = rig.make_engine(
+        folder, shape, dtype, context_tokens=512, cache_gib=case.cache_gib, max_num_seqs=64, graphs=case.graphs
+    )
+    manager = rig.make_manager(actor, engine)
+    with manager:  # the first sync and the first tokens allocate what stays
+        engine.generate(rig.requests(shape, 4, 8, 8))
+    medians = _phases(engine, manager)
+    _report_seconds(context, case, manager.plan.copies, actor.weights.dtype.itemsize, medians)
+    if not context.on_gpu:
+        context.report(Skipped(f"{case.name}: memory given back", "counted by the GPU's driver"))
+        return
+    weights = sum(prod(size) for size in engine.weight_shapes().values()) * actor.weights.dtype.itemsize
+    _report_memory(context, case, manager, weights, without_engine)
+
+
+def _phases(engine: Any, manager: Any) -> dict[str, float]:
+    """Median seconds of each phase of a weight sync, and of a whole one."""
+    phases: dict[str, Callable[[], Any]] = {
+        "wake, weights": engine.wake_weights,
+        "write": manager.write,
+        "verify": manager.verify,
+        "close": engine.close_weights,
+        "wake, cache": engine.wake_cache,
+        "sleep": manager.sleep,
+    }
+    taken: defaultdict[str, list[float]] = defaultdict(list)
+    for _ in range(_ROUNDS):
+        for name, phase in phases.items():
+            taken[name].append(timing.seconds(phase))
+        taken["whole sync"].append(timing.seconds(manager.push))
+        manager.sleep()
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
+def _report_seconds(context: Context, case: Case, copies: Any, itemsize: int, medians: dict[str, float]) -> None:
+    def report(name: str, value: float, unit: str, goal: Goal | None = None, note: str = "") -> None:
+        context.report(Figure(f"{case.name}: {name}", value, unit, goal, note))
+
+    size = sum(copy.box.volume for copy in copies) * itemsize
+    bandwidth, copy = 2 * size / medians["write"], timing.copy_bandwidth(context.tiny)
+    report("write", medians["write"], "s", case.seconds, "all weights, from the trainer's memory into the engine's")
+    report("weights", size / 1e9, "GB")
+    report("bandwidth", bandwidth / 1e9, "GB/s", note="read and written")
+    report("bandwidth of a plain copy", copy / 1e9, "GB/s", note="read and written")
+    report("share of a plain copy", bandwidth / copy, "")
+    for name, value in medians.items():
+        if name != "write":
+            report(name, value, "s")
+
+
+def _report_memory(context: Context, case: Case, manager: Any, weights: int, without_engine: int) -> None:
+    """``without_engine``: bytes that were free before the engine started."""
+    manager.push()
+    awake = timing.free_bytes()
+    manager.sleep()
+    asleep = timing.free_bytes()
+    held = weights + case.cache_gib * timing.GIB
+    note = f"of {held / timing.GIB:.1f} GiB of weights and KV cache"
+    share, left = (asleep - awake) / held, (without_engine - asleep) / timing.GIB
+    context.report(Figure(f"{case.name}: given back by sleep", share, "", _GIVEN_BACK, note))
+    note = "context of libraries, workspaces" + (" and CUDA graphs" if case.graphs else "")
+    context.report(Figure(f"{case.name}: engine asleep", left, "GiB", note=note))

@@ -1,0 +1,173 @@
+"""One part in a process of its own: results as they come, a limit, and nothing left behind. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core import env
+from rlhpc.core.process import ProcessId, oom_kills
+from rlhpc.site.acceptance.child import Spec
+from rlhpc.site.acceptance.part import Figure, Goal, Part, Size, Skipped
+
+_POLL_SECONDS = 0.1
+_OF_LAUNCHERS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.SLURM_PROCID}  # which say that a process is a rank
+_LOOK_SECONDS = 1.0  # between two looks at which processes a part has started
+_END_SECONDS = 10.0  # for killed processes to be gone
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a part's process ended. ``code`` is negative for a signal, None when it exceeded its limit."""
+
+    code: int | None
+    error: str  # as the process reported it, empty if it did not
+    oom: bool  # the kernel killed a process for lack of memory meanwhile
+
+    @property
+    def message(self) -> str:
+        """Why the part failed, in a line."""
+        more = "; the kernel killed a process for lack of memory" if self.oom else ""
+        if self.code is None:
+            return f"exceeded its limit{more}"
+        if self.error:
+            return self.error + more
+        if self.code < 0:
+            return f"killed by {_signal_name(-self.code)}{more}"
+        return f"exit code {self.code}{more}"
+
+
+def run_part(
+    part: Part, size: Size, on_gpu: bool, scratch: Path, output: Path, report: Callable[[Figure | Skipped], None]
+) -> Ended:
+    """Run ``part`` with ``scratch`` as its folder, its output in the file ``output``; ``report`` gets each result at
+    once. Whatever ends this call, no process of the part outlives it."""
+    limit, oom_before = 60 * part.minutes, oom_kills()
+    folder, channel = scratch / "work", Path(scratch, "results.jsonl")
+    folder.mkdir()
+    channel.touch()
+    own = ProcessId.own()
+    spec = Spec(part.function, str(folder), str(channel), size, on_gpu, limit, own.pid, own.start)
+    with open(output, "wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-u", "-m", "rlhpc.site.acceptance.child", spec.text],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env=_environment(on_gpu),
+        )
+    lines, error = _Lines(channel), ""
+
+    def forward() -> None:
+        nonlocal error
+        for line in lines.read_new():
+            if "error" in line:
+                error = str(line["error"])
+            else:
+                report(_result(line))
+
+    family: set[ProcessId] = set()
+    try:
+        deadline, look = time.monotonic() + limit, 0.0
+        while (in_time := time.monotonic() < deadline) and not _has_ended(process.pid):
+            if time.monotonic() >= look:
+                family |= descendants(process.pid)
+                look = time.monotonic() + _LOOK_SECONDS
+            time.sleep(_POLL_SECONDS)
+            forward()
+    finally:
+        end_tree(process, family)
+    forward()
+    return Ended(process.returncode if in_time else None, error, oom_kills() > oom_before)
+
+
+def end_tree(process: subprocess.Popen[bytes], family: set[ProcessId]) -> None:
+    """Kill the process, its group, and all that descends from it, in any session; then wait for them to be gone.
+
+    ``family`` are descendants seen before: those of a process that has crashed are no longer known as such. The
+    process has not been waited for, so that its id and its group's are still its own.
+    """
+    family = family | descendants(process.pid)
+    for kill in (os.killpg, os.kill):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            kill(process.pid, signal.SIGKILL)
+    for member in family:
+        member.kill_group()
+    process.wait()
+    until = time.monotonic() + _END_SECONDS
+    while any(member.is_alive() for member in family) and time.monotonic() < until:
+        time.sleep(_POLL_SECONDS)
+
+
+class _Lines:
+    """JSON objects that another process appends to a file, each once and whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+
+    def read_new(self) -> Iterator[dict[str, Any]]:
+        with open(self._path, "rb") as file:
+            file.seek(self._read)
+            data = file.read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._read += len(whole)
+        for line in whole.splitlines():
+            yield json.loads(line)
+
+
+def _result(line: dict[str, Any]) -> Figure | Skipped:
+    if "skipped" in line:
+        return Skipped(**line["skipped"])
+    fields = line["figure"]
+    goal = Goal(**fields["goal"]) if fields["goal"] else None
+    return Figure(**{**fields, "goal": goal})
+
+
+def _environment(on_gpu: bool) -> dict[str, str]:
+    """As ranks of a run have it, for parts that train or generate in their own process. The job or launcher that
+    started this command has not started them."""
+    own = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
+    return {
+        **own,
+        env.HF_HUB_OFFLINE: "1",
+        env.TOKENIZERS_PARALLELISM: "false",
+        env.CUDA_DEVICE_MAX_CONNECTIONS if on_gpu else env.TORCHDYNAMO_DISABLE: "1",
+    }
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a child has ended; it stays a zombie, which keeps its id."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def descendants(pid: int) -> set[ProcessId]:
+    """All processes below ``pid``."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+                children.setdefault(parent, []).append(int(entry.name))
+    found, left = set(), [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        found |= {member for child in below if (member := ProcessId.of(child)) is not None}
+        left += below
+    return found
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

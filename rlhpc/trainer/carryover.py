@@ -1,0 +1,92 @@
+"""What a step's rollout leaves to later steps. Equal on every rank but for routes (see ``rlhpc.trainer.routes``), and a
+part of each checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlhpc.api import Prompt
+from rlhpc.config.schema import TrainSection
+from rlhpc.core.files import names_in
+from rlhpc.core.storage import exists, patiently
+from rlhpc.data.groups import Group, load_groups, save_groups, save_routes, with_routes_of
+from rlhpc.data.replay import ReplayBuffer
+from rlhpc.trainer.sampling_plan import split_stale
+
+_FILE = "groups.npz"
+_ROUTES = "routes-{}.npz"  # of another rank than the first
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Kept:
+    """``ready``: finished groups worth learning from that had no place in a step; ``unfinished``: to be taken up again;
+    ``replay``: groups learnt from already."""
+
+    ready: list[Group] = field(default_factory=list)
+    unfinished: list[Group] = field(default_factory=list)
+    replay: ReplayBuffer | None = None
+
+    @classmethod
+    def of(cls, section: TrainSection) -> Kept:
+        """Nothing yet."""
+        return cls(replay=ReplayBuffer(section.replay) if section.replay else None)
+
+    def forget_stale(self, weights_version: int, max_staleness: int) -> int:
+        """Let go of groups for the next step whose oldest token is of too old weights; how many they were."""
+        groups = {group.number: group for group in (*self.ready, *self.unfinished)}
+        versions = {number: group.weights_version for number, group in groups.items()}
+        fresh, stale = split_stale(versions, weights_version, max_staleness)
+        self.ready = [group for group in self.ready if group.number in fresh]
+        self.unfinished = [group for group in self.unfinished if group.number in fresh]
+        return len(stale)
+
+    def put_back(self, groups: Sequence[Group]) -> None:
+        """Leave the groups of a step that had too few samples to the next one, before all others. Not those of which
+        samples were left out: with them the next one would have too few again."""
+        self.ready = [*(group for group in groups if not any(group.dropped)), *self.ready]
+
+    def save(self, folder: Path, rank: int = 0) -> None:
+        """Write all of it into a checkpoint's folder: the first rank all but the routes that others have. On every
+        rank."""
+        replay = self.replay.groups if self.replay else []
+        if rank:
+            save_routes(folder / _ROUTES.format(rank), [*self.ready, *self.unfinished, *replay])
+        elif self.ready or self.unfinished or replay:
+            save_groups(folder / _FILE, {"ready": self.ready, "unfinished": self.unfinished, "replay": replay})
+
+    def load(
+        self,
+        folder: Path,
+        prompt_cursor: int,
+        prompt_at: Callable[[int], Prompt],
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        """Take up what ``save`` wrote on as many ranks or others; nothing of it where the prompts have begun anew
+        since, or have another order.
+
+        ``prompt_at`` gives the prompt in a place of today's order.
+        """
+        file = folder / _FILE
+        if not exists(file):
+            return
+        shelves = patiently(lambda: load_groups(file, routes=rank == 0), file)
+        groups = sorted((group for shelf in shelves.values() for group in shelf), key=lambda group: group.number)
+        if any(group.number >= prompt_cursor or not group.answers(prompt_at(group.number)) for group in groups):
+            _log.warning("groups of other prompts than today's are let go")
+            return
+        for name in names_in(folder, _ROUTES.format("*")):
+            if int(Path(name).stem.partition("-")[2]) % ranks == rank:
+                shelves = patiently(functools.partial(_with_routes, folder / name, shelves), folder / name)
+        self.ready, self.unfinished = shelves["ready"], shelves["unfinished"]
+        if self.replay is not None:
+            self.replay.add(shelves["replay"])
+
+
+def _with_routes(file: Path, shelves: dict[str, list[Group]]) -> dict[str, list[Group]]:
+    return {name: with_routes_of(file, shelf) for name, shelf in shelves.items()}

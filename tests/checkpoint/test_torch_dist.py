@@ -1,0 +1,123 @@
+"""Checkpoints of Megatron's format: boxes that hold every element once, and indices that are not to be believed."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, cut_box, extra_states, tiles
+from rlhpc.checkpoint.formats.torch_dist_metadata import read_index
+from rlhpc.convert.plan import describe
+from rlhpc.convert.sides import read_fields
+from rlhpc.core.errors import UserError
+from rlhpc.sharding.shards import Box
+from tests.convert.helpers import plan, to_megatron
+from tests.helpers.movement import SHAPES
+from tests.helpers.tiny_models import make_model
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 6, 7, 11, 12, 30, 1000])
+@pytest.mark.parametrize("box", [Box((2, 1), (7, 7)), Box((0, 3, 1), (1, 8, 7)), Box((4,), (13,)), Box((), ())])
+def test_a_box_in_parts_holds_each_element_once(box: Box, most: int) -> None:
+    parts = cut_box(box, most)
+    assert all(part.volume <= most for part in parts)
+    moved = [
+        Box(*(tuple(a - b for a, b in zip(at, box.start, strict=True)) for at in (p.start, p.stop))) for p in parts
+    ]
+    assert tiles(box.shape, moved)
+    if most >= box.volume:
+        assert parts == [box]
+
+
+@pytest.mark.parametrize(
+    ("boxes", "whole"),
+    [
+        ([((0, 0), (2, 3)), ((2, 0), (4, 3))], True),
+        ([((0, 0), (4, 1)), ((0, 1), (2, 3)), ((2, 1), (4, 3))], True),
+        ([((0, 0), (2, 3)), ((2, 0), (4, 2))], False),
+        ([((0, 0), (2, 3)), ((0, 0), (2, 3))], False),
+        ([((0, 0), (3, 3)), ((1, 0), (2, 3))], False),
+        ([((0, 0), (2, 3)), ((1, 0), (3, 3))], False),
+        ([((0, 0), (2, 3)), ((3, 0), (5, 3))], False),
+        ([((0,), (4,))], False),
+    ],
+    ids=["rows", "column and rows", "hole", "twice", "one over another", "one into another", "beyond", "dimensions"],
+)
+def test_whether_boxes_hold_each_element_once(boxes: list[Any], whole: bool) -> None:
+    assert tiles((4, 3), [Box(*box) for box in boxes]) is whole
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    return to_megatron(make_model(folder / "model", "qwen2"), folder / "megatron")
+
+
+def test_states_that_megatron_asks_for_are_those_of_linears() -> None:
+    """Of every layer four: norms, biases and the embedding have none, and the head's is left out by Megatron itself."""
+    keys = extra_states(checkpoint_parameters(SHAPES["qwen2"]))
+    linears = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    of_layers = {f"decoder.layers.{name}._extra_state/shard_{at}_4" for name in linears for at in range(4)}
+    assert sorted(keys) == sorted(of_layers)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changed"),
+    [({}, []), ({"dtype": "float32"}, []), ({"dtype": "bfloat16"}, ["tensors of float32 are rounded to BF16"])],
+)
+def test_a_dry_run_tells_what_is_rounded(tmp_path: Path, dtype: dict[str, str], changed: list[str]) -> None:
+    lines = describe(plan(make_model(tmp_path / "model", "qwen2"), "megatron", **dtype), 10**9, 2)
+    assert [line.split(maxsplit=2)[2] for line in lines if line.startswith("changed")] == changed
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "is not a JSON document"), ("[1]", "is not a JSON object")])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(UserError, match=rf"config\.json: {told}"):
+        read_fields(tmp_path)
+
+
+def _outside(document: Any) -> None:
+    index = next(each for each in document.storage_data if each.offset is not None)
+    document.storage_data[index] = replace(document.storage_data[index], relative_path="../elsewhere.distcp")
+
+
+def _absolute(document: Any) -> None:
+    index = next(each for each in document.storage_data if each.offset is not None)
+    document.storage_data[index] = replace(document.storage_data[index], relative_path="/etc/passwd")
+
+
+def _twice(document: Any) -> None:
+    tensor = next(each for each in document.state_dict_metadata.values() if len(getattr(each, "chunks", ())) > 1)
+    tensor.chunks[1] = tensor.chunks[0]
+
+
+def _nowhere(document: Any) -> None:
+    document.storage_data.clear()
+
+
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (_outside, r"\.metadata: '.*' lies outside the checkpoint, in '\.\./elsewhere\.distcp'; "),
+        (_absolute, r"lies outside the checkpoint, in '/etc/passwd'; "),
+        (_twice, r"\.metadata: the chunks of '.*' do not hold each element once; "),
+        (_nowhere, r"\.metadata: is damaged \(KeyError\); "),
+    ],
+)
+def test_an_index_that_cannot_be_true_is_refused(
+    saved: Path, tmp_path: Path, harm: Callable[[Any], None], told: str
+) -> None:
+    folder = Path(shutil.copytree(saved, tmp_path / "copy"))
+    assert read_index(folder).tensors
+    document = pickle.loads((folder / ".metadata").read_bytes())
+    harm(document)
+    (folder / ".metadata").write_bytes(pickle.dumps(document))
+    with pytest.raises(UserError, match=told):
+        read_index(folder)

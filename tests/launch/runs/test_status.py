@@ -1,0 +1,359 @@
+"""How a run stands, from its folder and from what Slurm says of its job."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.cli import main
+from rlhpc.core import attempts, storage
+from rlhpc.core.attempts import Verdict
+from rlhpc.core.errors import UserError
+from rlhpc.core.exits import ExitRecord
+from rlhpc.core.files import write_json
+from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.launch.runs import run_registry
+from rlhpc.launch.runs.logs import batch_log, culprit_of, log_files, tail
+from rlhpc.launch.runs.resume import plan_again
+from rlhpc.launch.runs.run_registry import JobRecord, Run, all_runs, enter, find_run, find_runs, read_run
+from rlhpc.launch.runs.status import as_json, queue_words, run_status, tail_records, verdict_words
+from rlhpc.launch.runs.status_view import details, overview, show
+from rlhpc.launch.slurm.queue import JobStatus
+from tests.helpers.plain_model import write_inputs
+
+KNOWN = {"restart_count": 0, "nodes": ("node1", "node2"), "world_size": 4, "saved_step": -1}
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+def make_run(path: Path, job_id: str = "7", name: str = "tiny", submitted: float | None = None) -> Run:
+    folder = RunFolder(path)
+    folder.create()
+    submitted = time.time() if submitted is None else submitted
+    enter(folder, JobRecord(job_id, "", submitted, "alice", name, str(path.parent), str(path / "batch.log")))
+    folder.config.write_text("name: tiny\n")
+    return read_run(path)
+
+
+def begin(run: Run, **changes: object) -> AttemptFolder:
+    return attempts.begin(run.folder, **{**KNOWN, "job_id": "7", **changes})
+
+
+def job(state: str, **changes: object) -> JobStatus:
+    return JobStatus("7", state, **changes)
+
+
+# ---- which runs there are
+
+
+def test_runs_are_found_by_folder_name_and_job(tmp_path, monkeypatch):
+    first, second = make_run(tmp_path / "runs" / "a", "7", "one", 1.0), make_run(tmp_path / "b", "8_1", "two", 2.0)
+    third = make_run(tmp_path / "c", "8_0", "three", 3.0)
+    assert [run.name for run in all_runs()] == ["three", "two", "one"], "the last submitted first"
+    monkeypatch.chdir(tmp_path)
+    for text in (str(first.folder.path), "a", "7", "one"):
+        assert find_run(text) == first
+    assert find_run("8_1") == second
+    assert find_runs("8") == [third, second], "an array, in its order"
+
+
+def test_what_is_not_one_run_is_told(tmp_path):
+    make_run(tmp_path / "a", "8_0")
+    make_run(tmp_path / "b", "8_1")
+    with pytest.raises(UserError, match=r"8: is an array of 2 runs; give one of 8_0, 8_1"):
+        find_run("8")
+    with pytest.raises(UserError, match=r"tiny: 2 runs have this name: .*; give the folder"):
+        find_run("tiny")
+    with pytest.raises(UserError, match="tyni: no such run; did you mean 'tiny'"):
+        find_run("tyni")
+
+
+def test_a_folder_that_is_gone_leaves_the_list(tmp_path):
+    run = make_run(tmp_path / "a")
+    (tmp_path / "state" / "rlhpc" / "runs" / "broken.json").write_text("{")
+    run.folder.path.rename(tmp_path / "moved")
+    assert all_runs() == []
+    assert list((tmp_path / "state" / "rlhpc" / "runs").iterdir()) == []
+
+
+def test_a_list_that_cannot_be_written_is_no_failure(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    assert make_run(tmp_path / "a").job is not None
+    assert "will not list this run" in capsys.readouterr().err
+
+
+def unreadable(file: Path) -> None:
+    """Reading it fails with EIO, from the kernel."""
+    file.unlink(missing_ok=True)
+    file.symlink_to("/proc/self/mem")
+
+
+def test_a_folder_that_cannot_be_read_stays_in_the_list(tmp_path, capsys):
+    broken, other = make_run(tmp_path / "a"), make_run(tmp_path / "b", "8")
+    unreadable(broken.folder.job)
+    assert all_runs() == [other]
+    assert "warning: a run is left out: [Errno 5] Input/output error" in capsys.readouterr().err
+    write_json(broken.folder.job, {"job_id": "7"})
+    assert len(all_runs()) == 2
+
+
+def test_a_run_whose_records_cannot_be_read_has_slurm_s_state_and_a_note(tmp_path, capsys):
+    storage.use(storage.NONE)
+    run = make_run(tmp_path / "a")
+    unreadable(begin(run).record)
+    assert run_status(run, None).state == "unreadable"
+    status = run_status(run, job("RUNNING"))
+    assert status.state == "running"
+    for view in (details(status), overview([status])):
+        show(view)
+        assert "the run folder cannot be read: [Errno 5] Input/output error" in capsys.readouterr().out
+    storage.use(storage.Patience())
+
+
+def test_a_command_that_cannot_read_a_run_says_so_in_one_line(tmp_path, capfd, monkeypatch):
+    run = make_run(tmp_path / "a")
+    attempt = begin(run)
+    (attempt.logs / "rank-00000.log").touch()
+    unreadable(attempt.verdict)
+    monkeypatch.setattr(main, "_COMMAND_SECONDS", 0.2)
+    monkeypatch.setattr(sys, "argv", ["rlhpc", "logs", str(run.folder.path)])
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    storage.use(storage.Patience())
+    assert ended.value.code == 75
+    assert capfd.readouterr().err.splitlines()[-1].endswith("; the file system does not answer, try again later")
+
+
+def test_a_job_record_of_another_version_is_read(tmp_path):
+    folder = RunFolder(tmp_path)
+    write_json(folder.job, {"job_id": "5", "cluster": "c", "submitted": 1.0, "user": "u", "later": True})
+    found = run_registry.read_run(tmp_path).job
+    assert found is not None
+    assert (found.job_id, found.log) == ("5", "")
+
+
+# ---- in which state
+
+
+def verdict(cause: str, action: str, **more: object) -> Verdict:
+    return Verdict(time.time(), cause, "words", action, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("slurm", "last", "state"),
+    [
+        (job("PENDING"), None, "queued"),
+        (job("RUNNING"), None, "running"),
+        (job("RUNNING"), verdict("network", "retry"), "retrying"),
+        (job("PENDING"), verdict("time_limit", "requeue"), "queued"),
+        (job("COMPLETED"), verdict("finished", "none"), "finished"),
+        (None, verdict("finished", "none"), "finished"),
+        (job("FAILED"), verdict("user", "stop"), "failed"),
+        (None, verdict("crash", "stop"), "failed"),
+        (job("COMPLETED"), verdict("stopped", "none"), "stopped"),
+        (job("CANCELLED"), verdict("requeued", "none"), "cancelled"),
+        (job("NODE_FAIL"), None, "node failed"),
+        (job("TIMEOUT"), None, "out of time"),
+        (None, None, "gone"),
+    ],
+)
+def test_states(slurm, last, state, tmp_path):
+    run = make_run(tmp_path / "run")
+    folder = begin(run)
+    if last is not None:
+        attempts.end(folder, last)
+    assert run_status(run, slurm).state == state
+
+
+def test_an_old_verdict_says_nothing_of_a_new_submission(tmp_path):
+    run = make_run(tmp_path / "run")
+    attempts.end(begin(run), verdict("user", "stop"))
+    again = make_run(tmp_path / "run", "9", submitted=time.time() + 3600)
+    assert run_status(again, job("CANCELLED")).state == "cancelled"
+    assert run_status(again, None, asked=False).state == "unknown"
+
+
+def test_progress_comes_from_the_last_lines(tmp_path):
+    run = make_run(tmp_path / "run")
+    lines = [
+        {"phase": "rl", "step": n, "total_steps": 5000, "reward/mean": n / 1000, "x": "y" * 100} for n in range(2000)
+    ]
+    lines.append({"phase": "rl", "step": 2000, "total_steps": 5000, "perf/tokens_per_second": 12345.6})
+    run.folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"phase": "rl", "st')
+    status = run_status(run, job("RUNNING", time_left=3600))
+    assert (status.phase, status.step, status.total) == ("rl", 2000, 5000)
+    assert (status.reward, status.tokens_per_second) == (1.999, 12345.6)
+    assert len(tail_records(run.folder.metrics)) < 1000, "not the whole file"
+
+
+def test_odd_metrics_are_shown_or_left_out(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    good = {"phase": "rl", "step": 3, "total_steps": 9, "reward/mean": 0.25}
+    odd = [
+        {"reward/mean": "high", "perf/tokens_per_second": [1]},
+        {"reward/mean": None},
+        {"perf/tokens_per_second": {}},
+    ]
+    lines = [json.dumps({**good, **values}) for values in ({}, *odd)]
+    run.folder.metrics.write_text("\n".join([*lines, "[1]", "{", '{"phase": "rl"}', '{"step": 4}', ""]))
+    status = run_status(run, job("RUNNING"))
+    assert (status.phase, status.step, status.total, status.reward) == ("rl", 3, 9, 0.25)
+    assert status.tokens_per_second is None
+    show(overview([status]))
+    show(details(status))
+    assert "rl step 3/9 | reward 0.250" in capsys.readouterr().out
+
+
+def test_what_a_queued_job_waits_for():
+    at = time.mktime((2026, 11, 21, 14, 5, 0, 0, 0, -1))
+    words = queue_words(job("PENDING", reason="Priority", start=at), now=at - 60)
+    assert words == "waits behind jobs of higher priority (Priority), expected to start at 14:05"
+    words = queue_words(job("PENDING", reason="QOSMaxGRESPerUser"), now=at)
+    assert words.endswith("(QOSMaxGRESPerUser); slurm.gpus_per_node: ask for less of it")
+    words = queue_words(job("RUNNING", start=at, nodes="node[1-2]", time_left=90), now=at + 60)
+    assert words == "running since 14:05 on node[1-2], 1 min 30 s of its time left"
+    assert queue_words(job("CANCELLED", end=at), now=at) == "cancelled at 14:05"
+
+
+def test_what_recovery_did():
+    told = verdict("gpu_memory", "retry", rank=3, node="node2", wait_seconds=120.0, overrides=("a.b=1",))
+    assert verdict_words(told) == "out of GPU memory (rank 3 on node2): words -> retried after 2 min 00 s with a.b=1"
+    told = verdict("bad_node", "requeue", node="node2", excluded=("node2",))
+    assert verdict_words(told) == "a node is at fault (node2): words -> requeued without node2"
+    assert verdict_words(verdict("finished", "none")) == "finished"
+
+
+def test_for_programs(tmp_path):
+    run = make_run(tmp_path / "run")
+    attempts.end(begin(run), verdict("crash", "retry"))
+    begin(run, restart_count=1)
+    found = json.loads(json.dumps(as_json(run_status(run, job("RUNNING", time_left=5)))))
+    assert (found["name"], found["job_id"], found["state"], found["restarts"]) == ("tiny", "7", "running", 1)
+    assert (found["slurm"]["state"], found["slurm"]["time_left"]) == ("RUNNING", 5)
+    assert [start["verdict"] and start["verdict"]["cause"] for start in found["starts"]] == ["crash", None]
+    assert found["phase"] is None
+    run.folder.metrics.write_text(json.dumps({"phase": "sft", "step": 3, "total_steps": 9}) + "\n")
+    found = as_json(run_status(run, None))
+    assert (found["phase"], found["step"]) == ("sft", 3)
+
+
+def test_a_run_in_full(tmp_path, capsys):
+    """By rows; what is not known has none."""
+    run = make_run(tmp_path / "run")
+    attempts.end(begin(run), verdict("gpu_memory", "retry", overrides=("a.b=1",)))
+    begin(run, saved_step=20, overrides=("a.b=1", "c=2"), excluded=("node7",))
+    record = {"phase": "rl", "step": 21, "total_steps": 50, "reward/mean": 0.25, "perf/tokens_per_second": 1234.5}
+    run.folder.metrics.write_text(json.dumps(record) + "\n")
+    show(details(run_status(run, job("RUNNING", restarts=2))))
+    rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith(" "))
+    assert list(rows) == ["run", "folder", "job", "requeued", "progress", "changed", "excluded", "start"]
+    assert (rows["run"], rows["job"], rows["requeued"]) == ("tiny: running", "7: running", "twice")
+    assert rows["progress"] == "rl step 21/50 | reward 0.250 | 1,234 tokens/s"
+    assert (rows["changed"], rows["excluded"]) == ("a.b=1, c=2", "node7")
+    assert rows["start"].startswith("2 ")
+    assert rows["start"].endswith("4 rank(s) on node1, node2, from step 20")
+    show(details(run_status(make_run(tmp_path / "new"), None)))
+    known = capsys.readouterr().out
+    assert "Slurm no longer knows it" in known
+    assert [line.split()[0] for line in known.splitlines()] == ["run", "folder", "job"]
+
+
+def test_the_list_s_note_is_the_last_verdict_or_what_the_job_waits_for(tmp_path, capsys):
+    run = make_run(tmp_path / "run")
+    attempts.end(begin(run), verdict("network", "requeue"))
+    begin(run)
+    jobs = job("PENDING", reason="Priority"), job("RUNNING", time_left=90)
+    show(overview([run_status(run, each) for each in jobs]))
+    _, queued, running = capsys.readouterr().out.splitlines()
+    assert queued.endswith(" 1  waits behind jobs of higher priority (Priority)")
+    assert " 1 min 30 s " in running
+    assert "words -> requeued" in running
+    attempts.end(begin(run), verdict("finished", "none"))
+    show(overview([run_status(run, None)]))
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["tiny", "7", "finished", "2"]
+
+
+# ---- logs
+
+
+def write_logs(folder: AttemptFolder, ranks: int) -> None:
+    for rank in range(ranks):
+        (folder.logs / f"rank-{rank:05d}.log").write_text(f"I am {rank}\n")
+
+
+def test_the_culprits_log_comes_first(tmp_path):
+    run = make_run(tmp_path / "run")
+    folder = begin(run)
+    write_logs(folder, 3)
+    assert [log.title for log in log_files(run)] == ["rank 0, start 1"]
+    write_json(folder.exits / "rank-00001.exit.json", vars(ExitRecord(1, "n", 1, 5.0, "error")))
+    write_json(folder.exits / "rank-00002.exit.json", vars(ExitRecord(2, "n", 1, 4.0, "peer")))
+    assert culprit_of(folder) == 1, "by the records"
+    attempts.end(folder, verdict("crash", "stop", rank=2))
+    assert [log.title for log in log_files(run, all_ranks=True)] == [f"rank {n}, start 1" for n in (2, 0, 1)]
+    assert [log.path.read_text() for log in log_files(run, rank=1)] == ["I am 1\n"]
+
+
+def test_logs_of_an_earlier_start(tmp_path):
+    run = make_run(tmp_path / "run")
+    write_logs(begin(run), 1)
+    write_logs(begin(run), 1)
+    assert log_files(run)[0].title == "rank 0, start 2"
+    assert log_files(run, attempt=1)[0].title == "rank 0, start 1"
+    with pytest.raises(UserError, match="--attempt 3: no such start of the ranks; there are 1 to 2"):
+        log_files(run, attempt=3)
+    with pytest.raises(UserError, match="rank 9: start 2 has no log of it; there are 0 to 0"):
+        log_files(run, rank=9)
+
+
+def test_before_the_ranks_start_it_is_the_jobs_own(tmp_path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(UserError, match="job 7 has printed nothing yet; see `rlhpc status 7`"):
+        log_files(run)
+    (run.folder.path / "batch.log").write_text("module: no such thing\n")
+    assert log_files(run) == [batch_log(run)]
+
+
+@pytest.mark.parametrize("lines", [1, 3, 100])
+def test_the_tail_of_a_large_file(tmp_path, lines):
+    file = tmp_path / "log"
+    file.write_text("".join(f"{number:0100d}\n" for number in range(5000)) + "the last")
+    expected = [f"{number:0100d}" for number in range(5001 - lines, 5000)] + ["the last"]
+    text, end = tail(file, lines)
+    assert text.splitlines() == expected
+    assert end == file.stat().st_size
+
+
+# ---- resume
+
+
+def test_a_finished_run_is_not_resumed_but_for_more_steps(tmp_path):
+    config = write_inputs(tmp_path)
+    run = make_run(tmp_path / "run")
+    run.folder.config.write_text(config.read_text())
+    attempts.end(begin(run), verdict("finished", "none"))
+    with pytest.raises(
+        UserError, match=r"the run has finished; ask for more steps to continue it, such as train.steps=6"
+    ):
+        plan_again(run, ["train.prompts_per_step=16"], tmp_path)
+    plan = plan_again(run, ["train.steps=6"], tmp_path)
+    assert (plan.configs[0].train.steps, plan.folders) == (6, (run.folder,))
+
+
+def test_a_failed_run_is_planned_in_its_own_folder(tmp_path):
+    config = write_inputs(tmp_path)
+    run = make_run(tmp_path / "moved")
+    run.folder.config.write_text(config.read_text())
+    attempts.end(begin(run), verdict("crash", "stop"))
+    plan = plan_again(run, ["slurm.partition=other"], tmp_path)
+    assert plan.folders == (run.folder,)
+    assert dict(plan.spec.options)["partition"] == "other"
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,190 @@
+"""The command line of srun and the environment of the ranks, word by word."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import env
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.launch.supervise.srun import rank_log, srun_command, srun_environment
+from tests.helpers.plain_model import write_inputs
+
+PLAIN = [
+    "--distribution=block",
+    "--kill-on-bad-exit=1",
+    "--mpi=none",
+    "--overlap",
+    "--unbuffered",
+    "--open-mode=append",
+    "--input=none",
+]
+ATTEMPT = AttemptFolder(Path("/runs/a/attempts/0003"))
+PROGRAM = ["-u", "-m", "rlhpc.launch.worker.main", "/runs/a/attempts/0003"]
+LOG = "--output=/runs/a/attempts/0003/logs/rank-%5t.log"
+
+
+@pytest.fixture
+def config(tmp_path, request) -> RunConfig:
+    """Two ranks on each node, with the test's further keys."""
+    keys = getattr(request, "param", ())
+    return load_config(write_inputs(tmp_path), ["resources.ranks_per_node=2", *keys])
+
+
+def shape(*nodes: str, ranks: int = 2) -> list[str]:
+    total = len(nodes) * ranks
+    return [f"--nodes={len(nodes)}", f"--nodelist={','.join(nodes)}", f"--ntasks={total}", f"--ntasks-per-node={ranks}"]
+
+
+def test_one_task_for_each_rank(config) -> None:
+    command = srun_command(config, ("node1", "node2"), ATTEMPT)
+    assert command == ["srun", *shape("node1", "node2"), *PLAIN, LOG, sys.executable, *PROGRAM]
+
+
+def test_the_log_is_where_others_look_for_it() -> None:
+    assert LOG.removeprefix("--output=").replace("%5t", "00012") == str(rank_log(ATTEMPT, 12))
+
+
+def test_only_the_nodes_that_the_layout_can_use(config) -> None:
+    """The first ones, or those without an excluded one."""
+    groups = [("node1", "node2", "node3")]
+    command = srun_command(config, ("node1", "node3"), ATTEMPT, "my.module:program", groups)
+    assert command == ["srun", *shape("node1", "node3"), *PLAIN, LOG, sys.executable, *PROGRAM, "my.module:program"]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [["slurm.cpus_per_rank=12", "slurm.cpu_bind=cores", 'slurm.srun_options=["--gres-flags=allow-task-sharing"]']],
+    indirect=True,
+)
+def test_cores_their_binding_and_options_of_the_user(config) -> None:
+    command = srun_command(config, ("node1",), ATTEMPT)
+    further = ["--cpus-per-task=12", "--cpu-bind=cores", LOG, "--gres-flags=allow-task-sharing"]
+    assert command == ["srun", *shape("node1"), *PLAIN, *further, sys.executable, *PROGRAM]
+
+
+CONTAINER = ["slurm.container.image=/images/a.sif", "slurm.container.python=/opt/bin/python"]
+MOUNTS = ['slurm.container.mounts=["/scratch","/site:/inside:ro"]', 'slurm.container.options=["--writable-tmpfs"]']
+
+
+READ = ["model.weights=/other/actor", "data.chat_template=/site/chat.jinja"]
+
+
+@pytest.mark.parametrize("config", [["slurm.container.runtime=apptainer", *CONTAINER, *MOUNTS, *READ]], indirect=True)
+def test_apptainer_runs_each_rank(config, tmp_path) -> None:
+    """Run folder, model and data are mounted by themselves, each once; srun's log is outside."""
+    command = srun_command(config, ("node1",), ATTEMPT)
+    mounted = ["/runs/a", str(tmp_path / "model"), "/other/actor", str(tmp_path), "/scratch", "/site:/inside:ro"]
+    binds = [word for mount in mounted for word in ("--bind", mount)]
+    container = ["apptainer", "exec", "--nv", *binds, "--pwd", str(Path.cwd()), "--writable-tmpfs", "/images/a.sif"]
+    assert command == ["srun", *shape("node1"), *PLAIN, LOG, *container, "/opt/bin/python", *PROGRAM]
+
+
+@pytest.mark.parametrize(
+    "config", [["slurm.container.runtime=apptainer", *CONTAINER, "slurm.gpus_per_node=0"]], indirect=True
+)
+def test_a_container_without_gpus_wants_no_driver(config) -> None:
+    assert "--nv" not in srun_command(config, ("node1",), ATTEMPT)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [["slurm.container.runtime=pyxis", *CONTAINER, *MOUNTS, "slurm.srun_options=[--label]"]],
+    indirect=True,
+)
+def test_pyxis_is_options_of_srun(config, tmp_path) -> None:
+    command = srun_command(config, ("node1",), ATTEMPT)
+    own = [f"{path}:{path}" for path in ("/runs/a", tmp_path / "model", tmp_path, "/scratch")]
+    container = [
+        "--container-image=/images/a.sif",
+        f"--container-mounts={','.join([*own, '/site:/inside:ro'])}",
+        f"--container-workdir={Path.cwd()}",
+        "--no-container-mount-home",
+        "--writable-tmpfs",
+        "--label",
+    ]
+    assert command == ["srun", *shape("node1"), *PLAIN, LOG, *container, "/opt/bin/python", *PROGRAM]
+
+
+def test_groups_of_a_heterogeneous_job_are_one_world(config) -> None:
+    groups = [("node1",), ("node2", "node3")]
+    command = srun_command(config, ("node1", "node2", "node3"), ATTEMPT, "", groups)
+    logs = ["bash", "-c", 'exec "$@" >>"$0/rank-$(printf %05d "$SLURM_PROCID").log" 2>&1', str(ATTEMPT.logs)]
+    first = ["--het-group=0", *shape("node1"), *PLAIN, *logs, sys.executable, *PROGRAM]
+    second = ["--het-group=1", *shape("node2", "node3"), *PLAIN, *logs, sys.executable, *PROGRAM]
+    assert command == ["srun", *first, ":", *second]
+
+
+def test_a_group_whose_nodes_are_all_left_out_is_not_named(config) -> None:
+    command = srun_command(config, ("node2",), ATTEMPT, "", [("node1",), ("node2", "node3")])
+    assert ":" not in command
+    assert command[1:4] == ["--het-group=1", "--nodes=1", "--nodelist=node2"]
+
+
+# ---- the environment
+
+
+def environment(config: RunConfig) -> dict[str, str]:
+    return srun_environment(config, 4, "node1", (20042, b"\x01\xff"), 20777)
+
+
+def test_ranks_are_told_where_they_meet(config, monkeypatch) -> None:
+    monkeypatch.setenv(env.RANK, "7")  # of another launcher
+    monkeypatch.setenv("SITE", "kept")
+    found = environment(config)
+    expected = {
+        "RLHPC_WORLD_SIZE": "4",
+        "RLHPC_STORE": "node1:20042",
+        "RLHPC_STORE_SECRET": "01ff",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "20777",
+        "HF_HUB_OFFLINE": "1",
+        "SITE": "kept",
+    }
+    assert {name: found[name] for name in expected} == expected
+    assert not {env.RANK, env.GLOO_SOCKET_IFNAME, env.NCCL_SOCKET_IFNAME, env.SRUN_CPUS_PER_TASK} & found.keys()
+
+
+@pytest.mark.parametrize("config", [["slurm.interface=ib0"]], indirect=True)
+def test_the_interface_is_of_gloo_and_nccl(config) -> None:
+    found = environment(config)
+    assert (found[env.GLOO_SOCKET_IFNAME], found[env.NCCL_SOCKET_IFNAME]) == ("ib0", "ib0")
+
+
+@pytest.mark.parametrize(
+    ("config", "threads"),
+    [
+        ([], "6"),  # the node's twelve cores shared
+        (["slurm.cpus_per_rank=4"], "4"),
+        (["slurm.cpus_per_rank=4", "resources.threads_per_rank=3"], "3"),
+    ],
+    indirect=["config"],
+)
+def test_threads(config, threads, monkeypatch) -> None:
+    monkeypatch.setenv(env.SLURM_CPUS_ON_NODE, "12")
+    found = environment(config)
+    assert found[env.OMP_NUM_THREADS] == threads
+    assert found.get(env.SRUN_CPUS_PER_TASK) == ("4" if config.slurm.cpus_per_rank else None)
+
+
+@pytest.mark.parametrize(
+    ("config", "there", "absent"),
+    [
+        ([], env.CUDA_DEVICE_MAX_CONNECTIONS, env.TORCHDYNAMO_DISABLE),
+        (["slurm.gpus_per_node=0"], env.TORCHDYNAMO_DISABLE, env.CUDA_DEVICE_MAX_CONNECTIONS),
+    ],
+    indirect=["config"],
+)
+def test_with_and_without_gpus(config, there, absent) -> None:
+    found = environment(config)
+    assert found[there] == "1"
+    assert absent not in found
+
+
+def test_the_secret_is_in_no_command(config) -> None:
+    secret = environment(config)[env.RLHPC_STORE_SECRET]
+    assert secret not in " ".join(srun_command(config, ("node1",), ATTEMPT))

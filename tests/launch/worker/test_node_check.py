@@ -1,0 +1,327 @@
+"""Faulty nodes, made of namespaces: each fault is named with its node before anything heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rlhpc.core.errors import NodeError
+from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
+
+ROOT = Path(__file__).parents[3]
+HOST = socket.gethostname()
+needs_root = pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("unshare"), reason="namespaces need root: these tests DID NOT RUN"
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a call did: its result or the error's text, the environment after it, and what it said on stderr."""
+
+    result: object
+    error: str
+    environ: dict[str, str]
+    told: str
+
+
+CODE = """
+import json, os, subprocess, sys, threading, time
+from pathlib import Path
+from rlhpc.core.errors import NodeError
+from rlhpc.core.storage import BRIEF, NONE, use, waits
+from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
+
+def remount_when_waited_for(folder):
+    before = waits()
+    def act():
+        while waits() == before:
+            time.sleep(0.01)
+        subprocess.run(["mount", "-o", "remount,rw", folder], check=True)
+    threading.Thread(target=act).start()
+
+result, error = None, ""
+try:
+    result = eval(sys.argv[1])
+except NodeError as e:
+    error = str(e)
+except OSError as e:
+    error = f"OSError {e.errno}"
+assert "torch" not in sys.modules
+print(json.dumps([result, error, dict(os.environ)]))
+"""
+
+
+def on_node(setup: str, call: str, *, name: str = "localhost", **environ: str) -> Outcome:
+    """Evaluate ``call`` on a node of its own: new network, mounts, host name and /tmp, after the shell lines ``setup``.
+
+    A variable given as empty is unset.
+    """
+    settings = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": "", "HOME": "/root", **environ}
+    settings = {name: value for name, value in settings.items() if value}
+    lines = f"set -e\nhostname {name}\n{EMPTY_TMP}\nip link set lo up\n{setup}\n"
+    done = subprocess.run(
+        [*UNSHARE, "bash", "-c", lines + 'exec "$@"', "sh", sys.executable, "-c", CODE, call],
+        env=settings,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return Outcome(*json.loads(done.stdout), done.stderr)
+
+
+# A /tmp of its own, in which a checkout that is in /tmp is found again.
+EMPTY_TMP = f"""exec 9<{ROOT}
+mount -t tmpfs tmpfs /tmp
+mkdir -p {ROOT}
+mount --no-canonicalize --bind /proc/self/fd/9 {ROOT}
+exec 9<&-"""
+UNSHARE = ("unshare", "--net", "--mount", "--uts", "--propagation", "private")
+CHECK = "check_node(Path('/tmp'), 'localhost')"
+
+
+def test_a_good_node_passes_and_its_settings_are_kept(tmp_path, capfd):
+    environ = {"TMPDIR": str(tmp_path)[:0] or "/tmp", "HOME": str(tmp_path)}
+    check_node(tmp_path, HOST, environ=environ)
+    assert environ == {"TMPDIR": "/tmp", "HOME": str(tmp_path)}
+    assert capfd.readouterr().err == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_master_without_an_address_is_named(tmp_path):
+    with pytest.raises(NodeError, match=rf"^node {HOST}: the host name 'no-such\.invalid' has no address here \("):
+        check_node(tmp_path, "no-such.invalid", environ={"TMPDIR": "/tmp", "HOME": "/"})
+
+
+@needs_root
+def test_a_node_that_does_not_know_its_own_name():
+    found = on_node("", CHECK, name="node7")
+    assert found.error.startswith("node node7: the host name 'node7' (this node's own name) has no address here (")
+
+
+def test_a_run_folder_that_is_not_there(tmp_path):
+    with pytest.raises(
+        NodeError, match=r"the run folder '.*/gone' is not there; put run_dir on a file system that all"
+    ):
+        check_node(tmp_path / "gone", HOST, environ={"TMPDIR": "/tmp", "HOME": "/"})
+
+
+@needs_root
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_folder_that_is_mounted_read_only(first):
+    setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run"
+    found = on_node(setup, f"use(NONE), check_node(Path('/tmp/run'), 'localhost', first_here={first})")
+    assert found.error.startswith("node localhost: the run folder '/tmp/run' is not writable (")
+
+
+@needs_root
+@pytest.mark.parametrize("first", [True, False])
+def test_a_run_folder_that_is_read_only_for_a_moment_is_waited_for(first):
+    setup = "mkdir /tmp/run; mount -t tmpfs -o ro tmpfs /tmp/run"
+    check = f"check_node(Path('/tmp/run'), 'localhost', first_here={first})"
+    found = on_node(setup, f"use(BRIEF), remount_when_waited_for('/tmp/run'), {check}")
+    assert found.error == ""
+    assert "Read-only file system; waiting up to 10 s for the file system" in found.told
+
+
+@needs_root
+def test_a_full_disk_is_no_fault_of_the_node():
+    setup = "mkdir /tmp/run; mount -t tmpfs -o nr_inodes=1 tmpfs /tmp/run"
+    assert on_node(setup, "check_node(Path('/tmp/run'), 'localhost')").error == "OSError 28"
+
+
+@needs_root
+def test_without_tmpdir_the_job_has_a_private_one():
+    call = (
+        f"({CHECK}, os.environ['TMPDIR'], oct(os.stat(os.environ['TMPDIR']).st_mode), __import__('tempfile').mkdtemp())"
+    )
+    found = on_node("", call, SLURM_JOB_ID="77")
+    _, folder, mode, made = found.result
+    assert (folder, mode) == ("/tmp/rlhpc-0-77", "0o40700")
+    assert made.startswith("/tmp/rlhpc-0-77/")
+    assert found.told == ""
+
+
+@needs_root
+def test_empty_folders_of_old_jobs_are_removed():
+    setup = """
+    mkdir /tmp/rlhpc-0-1 /tmp/rlhpc-0-2 /tmp/rlhpc-0-3 /tmp/rlhpc-1-4; touch /tmp/rlhpc-0-2/file
+    touch -d "8 days ago" /tmp/rlhpc-0-1 /tmp/rlhpc-0-2 /tmp/rlhpc-1-4
+    """
+    listing = f"({CHECK}, sorted(name for name in os.listdir('/tmp') if name.startswith('rlhpc-')))[1]"
+    found = on_node(setup, listing, SLURM_JOB_ID="77")
+    assert found.result == ["rlhpc-0-2", "rlhpc-0-3", "rlhpc-0-77", "rlhpc-1-4"], "all but an old, empty one of ours"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("setup", "given", "why"),
+    [
+        (
+            "mkdir -p /tmp/" + "x" * 60,
+            "/tmp/" + "x" * 60,
+            "is too long for unix sockets (65 characters, 60 are possible)",
+        ),
+        ("", "/tmp/gone", "does not exist"),
+        ("mkdir /tmp/ro; mount -t tmpfs -o ro tmpfs /tmp/ro", "/tmp/ro", "is not writable (Read-only file system)"),
+    ],
+)
+def test_a_tmpdir_that_programs_cannot_use_is_replaced_and_told(setup, given, why):
+    found = on_node(setup, CHECK, TMPDIR=given, SLURM_JOB_ID="77")
+    assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
+    assert found.told == f"rlhpc: node localhost: TMPDIR {given!r} {why}; /tmp/rlhpc-0-77 is used instead\n"
+
+
+@needs_root
+def test_only_one_rank_of_a_node_tells():
+    call = "check_node(Path('/tmp'), 'localhost', first_here=False)"
+    found = on_node("", call, TMPDIR="/tmp/gone", HOME="/nowhere", SLURM_JOB_ID="77")
+    assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
+    assert found.told == ""
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "squat",
+    [
+        "mkdir -m 700 /tmp/rlhpc-0-77; chown 65534 /tmp/rlhpc-0-77",
+        "mkdir -m 777 /tmp/rlhpc-0-77",
+        "mkdir -m 700 /tmp/own; ln -s /tmp/own /tmp/rlhpc-0-77",
+        "touch /tmp/rlhpc-0-77",
+    ],
+)
+def test_a_folder_that_somebody_else_put_there_is_not_used(squat):
+    found = on_node(squat, CHECK, SLURM_JOB_ID="77")
+    assert found.error == ""
+    assert found.environ["TMPDIR"].startswith("/tmp/rlhpc-")
+    assert found.environ["TMPDIR"] != "/tmp/rlhpc-0-77"
+
+
+@needs_root
+def test_without_any_folder_for_temporary_files():
+    setup = "mount -t tmpfs tmpfs /mnt; mkdir /mnt/run; mount -o remount,ro /tmp"
+    found = on_node(setup, CHECK.replace("/tmp", "/mnt/run"), SLURM_JOB_ID="77")
+    assert found.error.startswith(
+        "node localhost: /tmp/rlhpc-0-77 cannot be made (Read-only file system); set TMPDIR in"
+    )
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("setup", "home", "why"),
+    [
+        ("", "/home/nowhere", "does not exist"),
+        (
+            "mkdir /tmp/home; mount -t tmpfs -o ro tmpfs /tmp/home",
+            "/tmp/home",
+            "is not writable (Read-only file system)",
+        ),
+    ],
+)
+def test_caches_leave_a_home_folder_that_cannot_take_them(setup, home, why):
+    found = on_node(setup, CHECK, HOME=home, SLURM_JOB_ID="77", TRITON_CACHE_DIR="/elsewhere", XDG_CACHE_HOME="")
+    assert found.told == f"rlhpc: node localhost: the home folder {home!r} {why}; caches go to /tmp/rlhpc-0-77\n"
+    assert found.environ["XDG_CACHE_HOME"] == "/tmp/rlhpc-0-77/cache"
+    assert found.environ["CUDA_CACHE_PATH"] == "/tmp/rlhpc-0-77/cuda"
+    assert found.environ["TRITON_CACHE_DIR"] == "/elsewhere", "what the user has set is kept"
+    assert found.environ["HOME"] == home
+
+
+INFINIBAND = """
+mount -t tmpfs tmpfs /dev; mknod -m 666 /dev/null c 1 3; mknod -m 666 /dev/urandom c 1 9; mkdir -m 1777 /dev/shm
+mkdir /dev/infiniband; mknod /dev/infiniband/uverbs0 c 231 192
+"""
+
+
+@needs_root
+def test_infiniband_needs_locked_memory():
+    found = on_node(INFINIBAND + "ulimit -l 64", CHECK)
+    assert found.error.startswith(
+        "node localhost: only 64 KiB of memory may be locked, InfiniBand needs it without a limit;"
+    )
+    assert on_node("ulimit -l 64", CHECK).error == ""
+
+
+@needs_root
+def test_the_soft_limit_on_locked_memory_is_raised():
+    call = f"({CHECK}, __import__('resource').getrlimit(8))[1]"
+    found = on_node("ulimit -Sl 64", call)
+    assert found.error == ""
+    assert found.result == list(resource.getrlimit(resource.RLIMIT_MEMLOCK))[1:] * 2
+
+
+@needs_root
+def test_shared_memory_that_is_too_small_for_its_ranks():
+    call = "check_node(Path('/tmp'), 'localhost', ranks_here={})"
+    small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
+    found = on_node(small, call.format(8))
+    assert found.error.startswith("node localhost: 64 MiB are free in /dev/shm, 8 ranks need 128; enlarge it")
+    assert on_node(small, call.format(2)).error == ""
+    smaller = small.replace("64m", "20m")
+    assert "20 MiB are free in /dev/shm, 2 ranks need 32" in on_node(smaller, call.format(2)).error
+    assert on_node(smaller, call.format(1)).error == "", "alone on its node it shares nothing"
+
+
+NETWORK = """
+cat > /tmp/hosts << END
+127.0.0.1 localhost
+10.1.0.9 master-on-eth
+10.2.0.9 master-on-ib
+10.2.0.1 node1
+127.0.1.1 loopback
+END
+mount --bind /tmp/hosts /etc/hosts
+cable() { ip link add $1 type veth peer name $1-; ip addr add $2 dev $1; ip link set $1 up; ip link set $1- up; }
+cable eth0 10.1.0.1/24
+"""
+SECOND = "cable ib0 10.2.0.1/24\n"
+ROUTE = "ip route add default via 10.1.0.254\n"
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("setup", "master", "interface"),
+    [
+        (NETWORK + SECOND, "master-on-eth", "eth0"),
+        (NETWORK + SECOND, "master-on-ib", "ib0"),
+        (NETWORK + SECOND, "node1", "ib0"),  # this node is the master
+        (NETWORK + SECOND + ROUTE, "loopback", "eth0"),  # a master that has itself as 127.0.1.1
+        (NETWORK, "loopback", "eth0"),
+        (NETWORK + "ip addr add 10.2.0.7/24 dev eth0", "master-on-ib", "eth0"),  # a second address
+        (NETWORK + "ip addr add 10.2.0.7/24 dev eth0 label eth0:1", "master-on-ib", "eth0"),
+    ],
+)
+def test_the_interface_that_leads_to_the_master(setup, master, interface):
+    assert on_node(setup, f"network_interface({master!r})", name="node1").result == interface
+
+
+@needs_root
+def test_an_interface_that_cannot_be_told():
+    found = on_node(NETWORK + SECOND, "network_interface('loopback')", name="node1")
+    assert found.error == (
+        "node node1: cannot tell which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is 127.0.1.1"
+        " here; name it in slurm.interface"
+    )
+
+
+@needs_root
+def test_the_address_of_an_interface():
+    setup = NETWORK + SECOND + "ip addr add 10.1.0.2/24 dev eth0; ip addr add 10.2.0.2/24 dev ib0 label ib0:1"
+    found = on_node(setup, "[interface_address(name) for name in ('eth0', 'ib0', 'lo', 'eth1')]")
+    assert found.result == ["10.1.0.1", "10.2.0.1", "127.0.0.1", None]
+
+
+def test_a_single_node_needs_no_network():
+    assert interface_address("lo") == "127.0.0.1"
+    assert network_interface("no-such.invalid", single_node=True) == "lo"

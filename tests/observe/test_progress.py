@@ -1,0 +1,243 @@
+"""The progress line, the duration left, and following a file that grows."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlhpc.observe.progress import Display, MetricsFollower, duration, progress_line
+
+
+def step(phase: str, number: int, time: float, **metrics: float) -> dict:
+    return {"phase": phase, "step": number, "total_steps": 10, "time": time, **metrics}
+
+
+def test_before_the_first_step():
+    assert progress_line([]) == "starting"
+
+
+def test_metrics_of_the_phase_and_the_time_left():
+    records = [
+        step("sft", 10, 0.0, **{"loss": 2.5}),
+        step("rl", 1, 100.0, **{"reward/mean": 0.25, "validation/accuracy": 0.125}),
+        step("rl", 3, 120.0, **{"reward/mean": 0.5, "perf/tokens_per_second": 4321.0, "loss": 0.1}),
+    ]
+    assert progress_line(records[:1]) == "sft step 10/10 | loss 2.500"
+    line = "rl step 3/10 | reward 0.500 | validation 12.5% | 4,321 tokens/s | 1 min 10 s left"
+    assert progress_line(records) == line
+
+
+def test_skipped_updates_are_counted_over_all_steps():
+    records = [
+        step("sft", 10, 0.0, skipped_updates=1.0),
+        step("rl", 1, 1.0, **{"skipped_updates": 2.0, "critic/skipped_updates": 1.0}),
+        step("rl", 2, 2.0, skipped_updates=0.0),
+    ]
+    assert progress_line(records) == "rl step 2/10 | 4 update(s) skipped | 8 s left"
+    assert "skipped" not in progress_line(records[2:])
+
+
+def test_one_step_is_extrapolated_by_its_own_time():
+    assert progress_line([step("rl", 4, 0.0, **{"perf/step_seconds": 2.0})]).endswith("12 s left")
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (59.4, "59 s"), (187, "3 min 07 s"), (7500, "2 h 05 min")])
+def test_durations(seconds, text):
+    assert duration(seconds) == text
+
+
+def test_the_follower_reads_only_whole_new_lines(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(json.dumps({"step": 1}) + "\n")
+    follower = MetricsFollower(file)
+    with open(file, "a") as out:
+        out.write('{"step": 2}\n{"st')
+        out.flush()
+        assert follower.read_new() == [{"step": 2}]
+        out.write('ep": 3}\n')
+    assert follower.read_new() == [{"step": 3}]
+    assert follower.read_new() == []
+
+
+def write(file: Path, *steps: tuple[int, float]) -> None:
+    """Append records of (step, time)."""
+    with open(file, "a") as out:
+        out.writelines(json.dumps(step("rl", number, time)) + "\n" for number, time in steps)
+
+
+def resume(file: Path, *kept: tuple[int, float]) -> None:
+    """What a resumed run does to metrics.jsonl: replace it by one that has only the steps of its checkpoint."""
+    new = file.with_name("new")
+    new.touch()
+    write(new, *kept)
+    os.replace(new, file)
+
+
+def seen(follower: MetricsFollower) -> list[tuple[int, float]]:
+    return [(record["step"], record["time"]) for record in follower.read_new()]
+
+
+@pytest.mark.parametrize("late", [1, 2, 5])
+def test_after_a_resume_the_steps_taken_again_are_read_once(tmp_path, late):
+    """Step 3 is lost. ``late`` steps are in the new file by the next look: with 2 it is as long as the old one was, or
+    longer, so that the old offset is in the middle of a line."""
+    file = tmp_path / "metrics.jsonl"
+    write(file, (1, 1.0))
+    follower = MetricsFollower(file)
+    write(file, (2, 2.0), (3, 3.0))
+    assert seen(follower) == [(2, 2.0), (3, 3.0)]
+    resume(file, (1, 1.0), (2, 2.0))
+    again = [(number, 100.25 + number) for number in range(3, 3 + late)]
+    write(file, *again)
+    assert seen(follower) == again
+    write(file, (9, 200.0))
+    assert seen(follower) == [(9, 200.0)]
+
+
+def test_a_follower_of_a_resumed_run_reads_no_step_of_before(tmp_path):
+    """The launcher looks first when the old file is there still; what is in the new one from before is not new."""
+    file = tmp_path / "metrics.jsonl"
+    write(file, *((number, float(number)) for number in range(1, 6)))
+    follower = MetricsFollower(file)
+    resume(file, (1, 1.0), (2, 2.0))
+    assert seen(follower) == []
+    write(file, (3, 103.0))
+    assert seen(follower) == [(3, 103.0)]
+
+
+def test_a_file_cut_in_place_is_read_from_its_start(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    write(file, (1, 1.0), (2, 2.0))
+    follower = MetricsFollower(file)
+    file.write_text("")
+    write(file, (2, 7.0))
+    assert seen(follower) == [(2, 7.0)]
+
+
+def test_a_file_that_cannot_be_read_is_reported_once(tmp_path, capsys):
+    file = tmp_path / "metrics.jsonl"
+    file.mkdir()
+    follower = MetricsFollower(file)
+    assert [follower.read_new(), follower.read_new()] == [[], []]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlhpc: warning: continuing without reading metrics.jsonl, which failed: IsADirectoryError")
+    file.rmdir()
+    write(file, (1, 1.0))
+    assert seen(follower) == [(1, 1.0)]
+
+
+ODD = [
+    b'{"phase": "rl", "st',
+    b"\x00\x00\x00",
+    b"\xff\xfe{",
+    b"[1, 2]",
+    b"null",
+    b"[" * 100_000,
+    b'{"phase": "rl", "step": ' + b"9" * 5000 + b"}",
+    b"",
+]
+
+
+def test_lines_that_are_no_records_are_skipped(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(file)
+    file.write_bytes(b"\n".join(ODD) + b"\n")
+    write(file, (1, 1.0))
+    with open(file, "ab") as out:
+        out.write(b'{"phase": "rl", "step": 2')
+    assert seen(follower) == [(1, 1.0)]
+
+
+VALUES = [None, "0.5", "nan", [1], {}, True, math.nan, math.inf, -math.inf, 10**400, 0, -1e300]
+
+
+@pytest.mark.parametrize(
+    "name", ["reward/mean", "perf/tokens_per_second", "perf/step_seconds", "time", "total_steps", "step"]
+)
+def test_odd_values_are_shown_or_left_out(name, capsys):
+    for value in VALUES:
+        odd = {**step("rl", 2, 20.0), name: value}
+        assert progress_line([step("rl", 1, 10.0), odd]).startswith("rl step ")
+        with Display(plain_seconds=0) as display:
+            display.update([step("rl", 1, 10.0), odd, {}, {"phase": 3}, step("rl", 3, 30.0)])
+        shown = capsys.readouterr()
+        assert shown.err == ""
+        assert shown.out.splitlines()[-1].startswith("rl step 3/10")
+
+
+def test_without_a_terminal_lines_are_printed_now_and_then(capsys):
+    with Display(plain_seconds=60) as display:
+        for number in range(1, 6):
+            display.update([step("rl", number, float(number))])
+    assert capsys.readouterr().out.splitlines() == ["rl step 1/10", "rl step 5/10 | 5 s left"]
+
+
+def test_on_a_terminal_the_line_is_rewritten_and_validations_stay():
+    code = (
+        "from rlhpc.observe.progress import Display\n"
+        "step = {'phase': 'rl', 'total_steps': 3}\n"
+        "with Display() as display:\n"
+        "    for number in (1, 2, 3):\n"
+        "        check = {'validation/accuracy': 0.5} if number == 2 else {}\n"
+        "        display.update([{**step, 'step': number, 'time': number, **check}])\n"
+    )
+    master, slave = pty.openpty()
+    root = Path(__file__).parents[2]
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "100"}
+    subprocess.run([sys.executable, "-c", code], cwd=root, stdout=slave, env=environ, check=True)
+    os.close(slave)
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    assert "rl step 2/3 | validation 50.0% | 1 s left\r\n" in shown
+    assert "\x1b[2K" in shown, "the line is cleared before it is written again"
+    last = shown.rsplit("\x1b[2K", 1)[1]
+    assert "rl step" not in last, "the live line is gone at the end"
+
+
+DYING = (
+    "import os, signal, sys\n"
+    "from rlhpc.observe.progress import Display\n"
+    "from rlhpc.core.shown import show\n"
+    "with Display(plain_seconds=0) as display:\n"
+    "    for number in range(100):\n"
+    "        if number == 3:\n"
+    "            sys.stdin.readline()  # until nobody reads any more\n"
+    "        record = {'phase': 'rl', 'total_steps': 100, 'time': number, 'validation/accuracy': 0.5}\n"
+    "        display.update([{**record, 'step': number}])\n"
+    "show('the last line')\n"
+    "show('to the end', file=sys.stderr)\n"
+)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "pipe with colours", "terminal"])
+def test_a_reader_that_goes_away_ends_nothing(kind):
+    """As `rlhpc run | head`, and as a terminal whose ssh session is gone: every write fails from then on."""
+    colours = {"FORCE_COLOR": "1"} if "colours" in kind else {}  # rich then takes a pipe for a terminal
+    reader, writer = pty.openpty() if kind == "terminal" else os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-c", DYING],
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "TERM": "xterm", "PYTHONUNBUFFERED": "", **colours},
+        text=True,
+    )
+    os.close(writer)
+    shown = b""
+    while b"rl step" not in shown:
+        shown += os.read(reader, 65536)
+    os.close(reader)
+    _, errors = process.communicate("gone\n")
+    assert process.returncode == 0, errors
+    *warnings, last = errors.splitlines()
+    assert last == "to the end"
+    assert len(warnings) in (1, 2)
+    assert all(line.startswith("rlhpc: warning: continuing without ") for line in warnings), errors

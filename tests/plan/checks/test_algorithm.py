@@ -1,0 +1,53 @@
+"""Keys of the algorithm that contradict each other are refused in one line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhpc.config.algorithm import DEFAULTS
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.plan.checks.algorithm import check_algorithm
+
+
+def config(samples: int = 8, **algorithm: Any) -> RunConfig:
+    return RunConfig(
+        name="x",
+        model={"path": "m"},
+        rollout={"samples_per_prompt": samples},
+        train={"steps": 1},
+        algorithm=algorithm,
+    )
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"name": "dapoo"}, "algorithm.name: unknown algorithm 'dapoo'; did you mean 'dapo'"),
+        ({"aggregation_length": 9}, "algorithm.aggregation_length: token-mean is not divided by a constant; leave"),
+        ({"name": "dapo", "kl": {"target": 0.1}}, "algorithm.kl.target: a coefficient of 0 is not steered anywhere;"),
+        (
+            {"correction": {"method": "mask", "low": 2.0, "high": 1.5}},
+            "algorithm.correction.low: no weight lies between 2 and 1.5; set it below algorithm.correction.high",
+        ),
+        ({"name": "gspo", "dual_clip": 3.0}, "algorithm.dual_clip: the loss of gspo has no dual clip; leave it out"),
+        ({"discount": 0.9}, "algorithm.discount: grpo does not discount: .*; leave it out, or use reinforce_plus_plus"),
+        ({"name": "dr_grpo", "normalise_std": True}, "algorithm.normalise_std: dr_grpo is GRPO without .*or use grpo"),
+        ({"name": "rloo", "samples": 1}, "rollout.samples_per_prompt: rloo compares .* there are none; use at least 2"),
+    ],
+)
+def test_a_contradiction_names_the_key_and_the_way_out(algorithm: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as error:
+        check_algorithm(config(**algorithm))
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("name", [*DEFAULTS, "my.own:ALGORITHM"])
+def test_defaults_contradict_nothing(name: str) -> None:
+    check_algorithm(config(name=name))
+
+
+def test_an_algorithm_of_ones_own_may_use_any_key() -> None:
+    check_algorithm(config(name="my.own:ALGORITHM", discount=0.9, dual_clip=3.0, normalise_std=True))

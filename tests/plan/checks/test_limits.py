@@ -1,0 +1,224 @@
+"""What would stop a run after hours is refused or warned of, with key, value and remedy."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape, Rope, read_model
+from rlhpc.plan.checks import limits
+from rlhpc.plan.checks.limits import (
+    check_cache,
+    check_disk,
+    check_host,
+    check_lengths,
+    check_network,
+    check_tensor_parallel,
+    foresee,
+)
+from rlhpc.plan.checks.run import check_config
+from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
+from rlhpc.plan.estimates.hardware import GPUS, named_gpu, read_site
+from rlhpc.plan.estimates.memory import predict_memory
+from rlhpc.sharding.layout import ParallelLayout, make_layout
+from tests.helpers.plain_model import write_inputs
+
+READY = Path(__file__).parents[3] / "configs" / "ready"
+
+
+def parts(*changes: str, name: str = "qwen2.5-7b-1node.yaml") -> tuple[RunConfig, ModelShape]:
+    config = load_config(READY / name, changes)
+    return config, read_model(config.model.path)
+
+
+def test_lengths_may_reach_as_far_as_rope_scaling_does() -> None:
+    config, shape = parts("data.max_prompt_tokens=1000", "rollout.max_response_tokens=99000")
+    shape = replace(shape, max_positions=32768, rope=Rope(1e6))
+    with pytest.raises(UserError) as caught:
+        list(check_lengths(config, shape))
+    assert str(caught.value) == (
+        "rollout.max_response_tokens: 99000 response tokens after data.max_prompt_tokens 1000 exceed the model's 32768 "
+        "positions (max_position_embeddings); lower them to 32768 together"
+    )
+    yarn = Rope(1e6, "yarn", {"factor": 4.0, "original_max_position_embeddings": 32768})
+    (warning,) = check_lengths(config, replace(shape, rope=yarn))
+    assert warning.startswith("rollout.max_response_tokens: 99000 after prompts of 1000")
+    longer, _ = parts("data.max_prompt_tokens=1000", "rollout.max_response_tokens=131000")
+    with pytest.raises(UserError, match=r"131072 with its rope scaling.*lower them to 131072 together"):
+        list(check_lengths(longer, replace(shape, rope=yarn)))
+    llama3 = Rope(5e5, "llama3", {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0})
+    with pytest.raises(UserError, match="exceed the model's 32768"):
+        list(check_lengths(config, replace(shape, rope=llama3)))
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused() -> None:
+    config, shape = parts("rollout.kv_cache_gib=0.05")
+    with pytest.raises(UserError) as caught:
+        list(check_cache(config, shape, None))
+    told = str(caught.value)
+    assert told.startswith("rollout.kv_cache_gib: 0.05 leaves a KV cache of")
+    raised = float(told.partition("raise it by ")[2].partition(",")[0]) + 0.05
+    enough, _ = parts(f"rollout.kv_cache_gib={raised:.4f}")
+    assert len(list(check_cache(enough, shape, None))) == 1, "one, but not all that run at once"
+    with pytest.raises(UserError, match=r"rollout.gpu_memory_fraction: 0.2 leaves a KV cache of 0 tokens"):
+        list(check_cache(parts("rollout.gpu_memory_fraction=0.2")[0], shape, 40.0))
+
+
+def test_a_cache_for_a_part_of_the_batch_is_told() -> None:
+    config, shape = parts("rollout.kv_cache_gib=4")
+    (warning,) = check_cache(config, shape, None)
+    assert "rollout.kv_cache_gib: 4.0 leaves a KV cache for" in warning
+    assert list(check_cache(parts("rollout.kv_cache_gib=900")[0], shape, None)) == []
+    assert list(check_cache(parts()[0], shape, None)) == [], "nothing is known of the GPU"
+
+
+def test_engines_over_nodes_are_told_what_the_network_costs() -> None:
+    def told(gpu: str | None, *changes: str, name: str = "qwen2.5-72b-96gpus.yaml") -> list[str]:
+        config, shape = parts(*changes, name=name)
+        site = read_site(config)
+        return list(check_network(config, shape, named_gpu(config, site, gpu) if gpu else None, site.efficiency))
+
+    assert told("h100", "rollout.tp=8") == told("gb200", "rollout.tp=16") == []
+    what = "rollout.tp: engines of 16 ranks are on 2 nodes each, and every token crosses the network; "
+    assert told(None, "rollout.tp=16") == [f"{what}set it to 8 at most if the model fits there"]
+    (line,) = told("h100", "rollout.tp=16")
+    found = re.fullmatch(
+        rf"{what}set it to 8, with which a rollout is foretold to take (\d+) s instead of (\d+) s", line
+    )
+    assert found
+    assert int(found[1]) < int(found[2])
+    (line,) = told("h100", "rollout.tp=24")
+    assert re.search(r"; set it to 8, with which a rollout is foretold to take \d+ s$", line), "24 do not suit it"
+    (line,) = told("h20", name="deepseek-v3-671b-96gpus.yaml")
+    assert line.endswith("no engine on one node of h20 holds the model: take nodes with the fastest network")
+
+
+def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shape = parts("checkpoint.keep=2")
+    one = checkpoint_bytes(config, shape)
+    assert 7.6e9 * 14 < one < 7.7e9 * 14
+    for free, told in ((one // 2, "refused"), (2 * one, "told"), (4 * one, "enough")):
+        monkeypatch.setattr(limits.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+        if told == "refused":
+            with pytest.raises(UserError, match=r"run_dir: a checkpoint takes 99.3 GiB, the disk of .* has 49.6 GiB"):
+                list(check_disk(config, shape))
+        else:
+            warnings = list(check_disk(config, shape))
+            assert len(warnings) == (told == "told")
+            assert all(warning.startswith("checkpoint.keep: 2 checkpoints") for warning in warnings)
+
+
+def test_a_checkpoint_holds_the_models_that_learn_and_what_a_warm_up_made() -> None:
+    """By hand: 14 bytes for each parameter of actor and critic, 2 for the reference that the warm-up leaves."""
+    config, shape = parts("algorithm.kl.coefficient=0")
+    numel = checkpoint_bytes(config, shape) / 14
+    warm = "sft={data: [a.jsonl], steps: 3}"
+    for changes, each in (
+        (["algorithm.name=ppo"], 28),
+        (["algorithm.name=ppo", "train.steps=0", warm], 14),
+        ([warm], 14),
+        ([warm, "algorithm.kl.coefficient=0.1"], 16),
+        ([warm, "algorithm.kl.coefficient=0.1", "train.steps=0"], 14),
+        (["algorithm.kl.coefficient=0.1"], 14),
+        (["model.dtype=float32"], 16),
+    ):
+        assert checkpoint_bytes(parts("algorithm.kl.coefficient=0", *changes)[0], shape) == each * numel, changes
+
+
+def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
+    """From the config alone: a GPU that is named, and an engine that leaves no room in it."""
+    write_inputs(tmp_path)
+    huge = ["planning.gpu=h200", "rollout.gpu_memory_fraction=1.0"]
+    rows = check_config(load_config(tmp_path / "config.yaml", huge))
+    told = [text for topic, text in rows if topic == "warning"]
+    assert len(told) == 1
+    assert told[0].startswith(
+        "rollout.gpu_memory_fraction: vLLM starts only if 1 of the GPU is free, 140.4 GiB, and rank 0"
+    )
+    assert not [text for topic, text in check_config(load_config(tmp_path / "config.yaml")) if topic == "warning"]
+
+
+def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7.6B on 8 ranks of 80 GB, nothing offloaded, at dp 8 and at dp 4."""
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
+    kept = "memory.offload={parameters: false, gradients: false, optimizer: false, reference: false}"
+    share, cache = "rollout.gpu_memory_fraction", "rollout.kv_cache_gib"
+
+    def reported(*changes: str) -> str:
+        config, shape = parts("planning.gpu=h100", kept, *changes)
+        warnings = foresee(config, shape, make_layout(config.parallel, config.world_size))
+        return next((line for line in warnings if "beside the trainer" in line), "")
+
+    line = reported("parallel.tp=1", f"{share}=0.6")
+    assert line == (
+        "rollout.gpu_memory_fraction: vLLM starts only if 0.6 of the GPU is free, 47.8 GiB, and rank 0 has about 10.7 "
+        "free beside the trainer; offload more (memory.offload); `rlhpc plan` shows what helps"
+    ), "the engine's weights alone take 14.2"
+    for key, value in ((share, 0.6), (cache, 40.0)):
+        line = reported(f"{key}={value}")
+        assert line.startswith(f"{key}: ")
+        fits = float(line.partition("set it to ")[2].partition(" ")[0])
+        assert 0.5 * value < fits < value
+        assert not reported(f"{key}={fits}")
+        assert reported(f"{key}={fits + 0.02}")
+
+
+def test_tensor_parallelism_over_nodes_is_told() -> None:
+    config, _ = parts("slurm.nodes=2", "parallel.tp=16")
+    (warning,) = check_tensor_parallel(config, None)
+    assert warning.startswith(
+        "parallel.tp: activations of every layer cross the network between 16 ranks on nodes of 8"
+    )
+    assert warning.endswith("use one of [1, 2, 4, 8], and pp for the rest")
+    assert list(check_tensor_parallel(config, GPUS["gb200"])) == [], "72 of them are linked"
+    assert list(check_tensor_parallel(parts("slurm.nodes=2", "parallel.tp=8")[0], None)) == []
+    config, shape = parts("slurm.nodes=2", "parallel.tp=2", "train.steps=0", name="qwen2.5-0.5b-1gpu.yaml")
+    assert warning.split()[:5] in [line.split()[:5] for line in foresee(config, shape, ParallelLayout(2, tp=2))]
+
+
+def test_hosts_that_are_too_small_are_told() -> None:
+    config, shape = parts("slurm.memory=100G")
+    layout = make_layout(config.parallel, config.world_size)
+    gpu = replace(GPUS["h100"], host_gib=50.0)
+    plan = predict_memory(config, shape, layout, gpu.memory_gib)
+    (warning,) = check_host(config, plan, gpu)
+    assert warning.startswith("slurm.memory: ranks need about")
+    assert "a node's memory, which has 100; raise it" in warning
+    (warning,) = check_host(parts()[0], plan, gpu)
+    assert warning.startswith("planning.gpus_file: ")
+    assert list(check_host(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
+
+
+def test_a_hosts_limit_is_what_a_node_needs_and_no_more() -> None:
+    config, shape = parts()
+    layout = make_layout(config.parallel, config.world_size)
+    plan = predict_memory(config, shape, layout, GPUS["h100"].memory_gib)
+    needed = plan.host.node / 2**30
+    assert list(check_host(config, plan, replace(GPUS["h100"], host_gib=needed * 1.001))) == []
+    assert len(list(check_host(config, plan, replace(GPUS["h100"], host_gib=needed * 0.999)))) == 1
+
+
+def test_a_run_is_warned_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
+    config, shape = parts("slurm.memory=100G")
+    layout = make_layout(config.parallel, config.world_size)
+    assert [line for line in limits.foresee(config, shape, layout) if line.startswith("slurm.memory: ranks need")]
+    assert not [line for line in limits.foresee(config, shape, layout, prepared=False) if "ranks need" in line]
+
+
+def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
+    (tmp_path / "gpus.yaml").write_text("gpus: {a100-40: {context_gib: 30}}\n")
+    small = "qwen2.5-0.5b-1gpu.yaml"
+    config, shape = parts("planning.gpu=a100-40", name=small)
+    layout = make_layout(config.parallel, config.world_size)
+    refused = "rollout.gpu_memory_fraction: vLLM starts only if"
+    assert not [line for line in foresee(config, shape, layout) if line.startswith(("memory: ", refused))]
+    config, shape = parts("planning.gpu=a100-40", f"planning.gpus_file={tmp_path}/gpus.yaml", name=small)
+    assert [line for line in foresee(config, shape, layout) if line.startswith(refused)]

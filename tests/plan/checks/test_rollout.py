@@ -1,0 +1,52 @@
+"""Tools and dynamic sampling that cannot be are refused before a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.plan.checks.rollout import check_rollout
+
+TOOL = {"name": "add", "function": "my_tools:add"}
+
+
+def config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {"name": "x", "model": {"path": "m"}, **sections, "train": {"steps": 1, **sections.get("train", {})}}
+    )
+
+
+@pytest.mark.parametrize(
+    ("sections", "where"),
+    [
+        ({"rollout": {"tools": [TOOL]}, "data": {"chat_template": False}}, "data.chat_template"),
+        ({"rollout": {"tools": [TOOL, TOOL]}}, "rollout.tools"),
+        ({"rollout": {"samples_per_prompt": 1}, "train": {"dynamic_sampling": {}}}, "rollout.samples_per_prompt"),
+        ({"train": {"dynamic_sampling": {"arguments": {"x": 1}}}}, "train.dynamic_sampling.arguments"),
+        ({"train": {"dynamic_sampling": {}}, "reward": {"model": {"path": "r"}}}, "train.dynamic_sampling"),
+        (
+            {"train": {"dynamic_sampling": {"metric": "model"}}, "reward": {"function": "m:f", "model": {"path": "r"}}},
+            "train.dynamic_sampling.metric",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(sections, where):
+    with pytest.raises(UserError) as error:
+        check_rollout(config(**sections))
+    assert error.value.where == where
+    assert error.value.remedy
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"rollout": {"tools": [TOOL]}, "train": {"dynamic_sampling": {}, "replay": {"capacity": 9}}},
+        {"rollout": {"samples_per_prompt": 1}, "train": {"dynamic_sampling": {"filter": "mine:keep"}}},
+        {"train": {"dynamic_sampling": {}}, "reward": {"function": "m:f", "model": {"path": "r"}}},
+    ],
+)
+def test_what_can_be_passes(sections):
+    check_rollout(config(**sections))

@@ -1,0 +1,367 @@
+"""Memory by phase: what is let go is gone, what does not fit is named, and what is said to help does."""
+
+from __future__ import annotations
+
+import io
+import time
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelShape, read_model, shape_of
+from rlhpc.plan.estimates.activations import Setting, stage_kept
+from rlhpc.plan.estimates.hardware import Reserves
+from rlhpc.plan.estimates.memory import (
+    GIB,
+    MemoryPlan,
+    engine_bytes,
+    engine_memory,
+    engine_numel,
+    kv_bytes_per_token,
+    predict_memory,
+    rank_memory,
+    sequence_tokens,
+)
+from rlhpc.plan.estimates.model_memory import rank_models
+from rlhpc.plan.estimates.optimizer_memory import Parameter, default_bucket, lay_out, state_bytes
+from rlhpc.plan.remedies import changed_config, find_remedies
+from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
+from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.shards import model_tensors
+from tests.helpers.published import MIXTRAL_8X7B
+
+READY = Path(__file__).parents[3] / "configs" / "ready"
+SMALL, LARGE = "qwen2.5-7b-1node.yaml", "deepseek-v3-671b-96gpus.yaml"
+MODELS = sorted(path for path in (READY / "models").iterdir() if path.is_dir())
+
+
+def parts(name: str, *changes: str) -> tuple[RunConfig, ModelShape, ParallelLayout]:
+    config = load_config(READY / name, changes)
+    return config, read_model(config.model.path), make_layout(config.parallel, config.world_size)
+
+
+def phases(plan: MemoryPlan) -> dict[str, dict[str, int]]:
+    return {phase.name: phase.parts for phase in plan.phases}
+
+
+@pytest.mark.parametrize("folder", MODELS, ids=lambda path: path.name)
+def test_the_engine_s_weights_are_those_of_its_parameters(folder: Path) -> None:
+    shape = read_model(folder)
+    layouts = [EngineLayout(tp) for tp in (1, 2, 4, 8, 16) if shape.num_heads % tp == 0]
+    layouts += [EngineLayout(8, expert_parallel=True)] if shape.experts else []
+    for layout in layouts:
+        assert engine_numel(shape, layout) == sum(prod(size) for size in engine_parameters(shape, layout).values())
+
+
+def test_a_token_of_the_cache() -> None:
+    """By hand: keys and values of 4 heads of 128 in 28 layers; one vector of 576 in 61 layers, whatever tp."""
+    _, dense, _ = parts(SMALL)
+    _, latent, _ = parts(LARGE)
+    assert kv_bytes_per_token(dense, 1, "bfloat16") == 2 * 28 * 2 * 4 * 128
+    assert kv_bytes_per_token(dense, 2, "bfloat16") == 28 * 2 * 4 * 128
+    assert kv_bytes_per_token(dense, 8, "bfloat16") == 2 * 28 * 2 * 128
+    assert kv_bytes_per_token(latent, 8, "bfloat16") == 2 * 61 * 576
+
+
+def test_the_engine_takes_its_share_and_no_more() -> None:
+    config, shape, _ = parts(SMALL)
+    engine = engine_memory(config, shape, 80 * GIB)
+    share = int(config.rollout.gpu_memory_fraction * 80 * GIB)
+    assert engine.weights + engine.working + engine.cache == share
+    unknown = engine_memory(config, shape, None)
+    assert unknown.tokens == config.rollout.max_running * sequence_tokens(config)
+
+
+def test_an_engine_s_passes_hold_what_a_token_s_experts_make() -> None:
+    """By hand: 8192 tokens of two experts of 14336 each, over four ranks, and the logits of 256."""
+    config, *_ = parts(SMALL, "rollout.tp=4", "rollout.max_running=256")
+    engine = engine_bytes(config.rollout, shape_of(MIXTRAL_8X7B), "bfloat16", None)
+    assert engine.working == 2 * 8192 * (4 * 4096 + 3 * 2 * 14336 // 4) + 8 * 256 * 32000
+
+
+def test_buffers_by_hand() -> None:
+    """Places are multiples of 64, ends of 128 and of the ranks; the last parameter comes first."""
+    given = [Parameter("a", 100), Parameter("b", 30), Parameter("c", 65, shared=True)]
+    one = lay_out(given, ranks=3)
+    assert one.places == ((0, 65), (384, 414), (448, 548))
+    assert one.buckets == ((0, 384), (384, 768))
+    assert one.owned(3, 0) == [(given[2], 65), (given[1], 30), (given[0], 64)]
+    assert one.owned(3, 1) == [(given[0], 36)]
+    small = lay_out([Parameter(name, 100) for name in "abc"], ranks=1, bucket=150)
+    assert small.buckets == ((0, 256), (256, 384))
+
+
+def test_what_is_let_go_is_away_while_the_engine_generates() -> None:
+    offload = "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}"
+    config, shape, layout = parts(SMALL, offload)
+    away = phases(rank_memory(config, shape, layout, 0, 80.0))
+    kept = phases(
+        rank_memory(changed_config(config, {"memory.offload": type(config.memory.offload)()}), shape, layout, 0, 80.0)
+    )
+    state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
+    assert kept["rollout"]["weights"] == state.parameters
+    assert kept["rollout"]["gradients"] == state.gradients
+    assert kept["rollout"]["optimizer"] == state.optimizer
+    assert not {"weights", "gradients", "optimizer", "reference: weights"} & away["rollout"].keys()
+    assert away["push"]["weights"] == state.parameters, "what is pushed stays until it has been"
+    assert away["forward and backward"]["gradients"] == state.gradients
+    assert "reference: weights" in away["log-probs"]
+    assert "reference: weights" not in away["forward and backward"]
+
+
+def test_a_reward_model_judges_while_the_actor_is_away() -> None:
+    own = f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}"
+    given = parts(SMALL, own, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}")
+    found = phases(rank_memory(*given, 0, 80.0))
+    assert {what for what in found["reward model"] if "weights" in what} == {"reward model: weights"}
+    assert {what for what in found["log-probs"] if "weights" in what} == {"weights", "reference: weights"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ([], ["load", "push", "rollout"]),
+        (["data.validation=[]"], ["load"]),
+        (
+            ["data.validation=[]", "sft={data: [a.jsonl], steps: 3}"],
+            ["load", "forward and backward", "optimizer step", "save"],
+        ),
+    ],
+)
+def test_without_rl_steps_nothing_is_judged(changes: list[str], names: list[str]) -> None:
+    assert list(phases(rank_memory(*parts(SMALL, "train.steps=0", *changes), 0, 80.0))) == names
+
+
+def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
+    """On 24 ranks buckets have ends that are multiples of 3 too: several take more than one for all."""
+    config, shape, layout = parts(SMALL, "slurm.nodes=3")
+    state = rank_models(config, shape, layout, 0)[0].state
+    assert state == state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
+    assert state.parameters > state_bytes(shape, layout, 0, "bfloat16").parameters
+
+
+def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
+    """Nothing that is offloaded stands in its way; what is not does."""
+    share = "rollout.gpu_memory_fraction=0.95"
+    config, shape, layout = parts(
+        SMALL, share, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}"
+    )
+    assert rank_memory(config, shape, layout, 0, 80.0).phases[0].total == int(0.95 * 80 * GIB) + Reserves().context
+    config, shape, layout = parts(SMALL, share, "memory.offload={gradients: true, optimizer: true}")
+    (load, *_) = rank_memory(config, shape, layout, 0, 80.0).phases
+    state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
+    assert load.parts["weights"] == state.parameters
+    assert not {"gradients", "optimizer"} & load.parts.keys()
+
+
+def test_a_save_takes_nothing_of_the_gpu_and_of_the_host_what_the_rank_writes() -> None:
+    """By hand: 12 bytes for each parameter that the rank updates, 2 for those weights that it writes for its group."""
+    config, shape, layout = parts(SMALL, "parallel.tp=2", "algorithm.kl.coefficient=0")
+    plan = rank_memory(config, shape, layout, 0)
+    assert phases(plan)["save"] == phases(plan)["optimizer step"]
+    numel = sum(prod(spec.shape) for spec in model_tensors(shape))
+    assert plan.host.parts["checkpoint"] == pytest.approx((12 + 2) * numel / 8, rel=1e-2)
+    on_host = changed_config(config, {"train.optimizer.host_fraction": 1.0})
+    assert rank_memory(on_host, shape, layout, 0).host.parts["checkpoint"] == plan.host.parts["checkpoint"]
+    full = changed_config(config, {"model.dtype": "float32"})
+    assert rank_memory(full, shape, layout, 0).host.parts["checkpoint"] == pytest.approx(16 * numel / 8, rel=1e-2)
+
+
+def test_logits_of_a_pass_are_taken_apart_in_float32() -> None:
+    """By hand: 200 tokens of half the padded vocabulary of 152064, in bfloat16 and three times in float32."""
+    short = [
+        "data.max_prompt_tokens=100",
+        "rollout.max_response_tokens=100",
+        "train.log_prob_tokens_per_microbatch=200",
+    ]
+    config, shape, layout = parts(SMALL, "parallel.tp=2", *short)
+    assert rank_models(config, shape, layout, 0)[0].passing == 200 * 152064 // 2 * (2 + 3 * 4)
+
+
+def test_a_fraction_goes_gradients_first() -> None:
+    config, shape, layout = parts(SMALL, "memory.offload={gradients: true, optimizer: true, fraction: 0.5}")
+    actor = rank_models(config, shape, layout, 0)[0]
+    state, left = actor.state, actor.resting
+    assert left.gradients == 0
+    gone = state.gradients + state.optimizer - left.gradients - left.optimizer
+    assert gone == max(state.gradients, (state.gradients + state.optimizer) // 2)
+
+
+def test_stages_hold_the_micro_batches_that_are_under_way() -> None:
+    """1F1B: the first of four stages holds four, the last one; interleaved stages hold more."""
+    config, shape, _ = parts(SMALL, "parallel={pp: 4}", "train.prompts_per_step=1024")
+    layout = make_layout(config.parallel, 8)
+    kept = []
+    for stage in range(4):
+        (actor, *_) = rank_models(config, shape, layout, stage * 2)
+        one = stage_kept(actor.setting, stage, actor.tokens.trained)
+        assert actor.tokens.microbatches > 8
+        kept.append((actor.kept - one.head) / (one.chunks[0] + one.embedding + one.shared))
+    assert kept == [4, 3, 2, 1]
+    config, shape, _ = parts(SMALL, "parallel={pp: 4, vpp: 7}", "train.prompts_per_step=1024")
+    (actor, *_) = rank_models(config, shape, make_layout(config.parallel, 8), 0)
+    one = stage_kept(actor.setting, 0, actor.tokens.trained)
+    assert actor.kept > 4 * sum(one.chunks)
+
+
+def test_recomputation_keeps_less_and_works_more() -> None:
+    config, shape, layout = parts(SMALL)
+    kept = {}
+    for way in ("none", "selective", "full"):
+        memory = config.memory.model_copy(update={"recompute": way})
+        kept[way] = stage_kept(Setting(shape, layout, config.parallel, memory, "bfloat16"), 0, 8192)
+    assert kept["none"].chunks[0] > kept["selective"].chunks[0] > kept["full"].chunks[0]
+    assert kept["none"].recomputed == 0 < kept["selective"].recomputed < kept["full"].recomputed
+    assert kept["full"].chunks[0] == shape.num_layers * 2 * 8192 // layout.tp * shape.hidden_size
+
+
+def test_a_critic_learns_beside_the_actor_s_weights() -> None:
+    plan = phases(predict_memory(*parts(SMALL, "algorithm.name=ppo"), 80.0))
+    names = list(plan)
+    assert names.index("critic forward and backward") < names.index("forward and backward")
+    assert plan["critic forward and backward"]["critic: gradients"] > 0
+
+
+def test_what_does_not_fit_is_named_and_what_is_said_to_help_does() -> None:
+    config, shape, layout = parts(SMALL, "train.tokens_per_microbatch=65536", "rollout.gpu_memory_fraction=0.3")
+    plan = predict_memory(config, shape, layout, 80.0)
+    assert plan.first_too_large is not None
+    assert plan.first_too_large.name == "forward and backward"
+    remedies = find_remedies(config, shape, layout, plan)
+    assert len(remedies) == 3
+    assert {len(remedy.changes) for remedy in remedies} == {1}, "each helps alone"
+    for remedy in remedies:
+        changed = changed_config(config, dict(remedy.changes))
+        again = predict_memory(changed, shape, make_layout(changed.parallel, changed.world_size), 80.0)
+        assert again == remedy.plan
+        assert again.first_too_large is None
+        load_config(READY / SMALL, remedy.text.split())  # can be pasted
+    assert find_remedies(config, shape, layout, remedies[0].plan) == []
+
+
+def test_the_picture_says_what_the_plan_says() -> None:
+    from rich.console import Console
+
+    from rlhpc.cli.plan_memory import render_memory
+
+    config, shape, layout = parts(SMALL, "train.tokens_per_microbatch=65536", "rollout.gpu_memory_fraction=0.3")
+    plan = predict_memory(config, shape, layout, 80.0)
+    console = Console(width=160, file=io.StringIO())
+    with console.capture() as capture:
+        console.print(render_memory(plan, 80.0, find_remedies(config, shape, layout, plan)))
+    text = capture.get()
+    too_large = next(line for line in text.splitlines() if line.startswith("forward and backward"))
+    assert f"{plan.peak / GIB:,.1f}" in too_large
+    assert "|>" in too_large
+    assert "DOES NOT FIT: forward and backward" in text
+    assert text.count("fits with") == 3
+
+
+def test_routes_of_a_step_are_in_the_host_s_memory() -> None:
+    """By hand: a byte for each of 8 experts in 58 layers of a token; 96 ranks, 8 of a node, engines of 32 and of 4."""
+    config, shape, layout = parts(LARGE)
+    assert "routes" not in rank_memory(config, shape, layout, 0).host.parts
+    tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
+    whole = tokens * 58 * 8
+    for tp, drawn in ((32, whole / 3 / 8), (4, whole / 24 * 2 / 8)):
+        replayed = changed_config(config, {"train.experts.replay_routes": True, "rollout.tp": tp})
+        held = drawn + 3 * whole / (layout.dp * layout.pp)
+        assert rank_memory(replayed, shape, layout, 0).host.parts["routes"] == pytest.approx(held)
+
+
+def test_a_host_that_is_too_small_is_told() -> None:
+    from rlhpc.cli.plan_memory import memory_json, render_memory
+
+    config, shape, layout = parts(SMALL)
+    plan = predict_memory(config, shape, layout, 80.0)
+    for gib, fits in ((plan.host.node / GIB - 1, False), (plan.host.node / GIB + 1, True)):
+        limit = ("slurm.memory", gib * GIB)
+        text = [str(line) for line in render_memory(plan, 80.0, host_limit=limit).renderables]
+        assert any(f"{plan.host.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
+        told = [line for line in text if line.startswith("DOES NOT FIT: a node's host needs 1.0 GiB more than slurm.m")]
+        assert len(told) == (0 if fits else 1)
+        assert memory_json(plan, limit)["host"]["limit"] == gib * GIB
+
+
+def test_the_plan_of_the_worst_rank_is_of_the_worst_rank() -> None:
+    config, shape, layout = parts(LARGE)
+    plan = predict_memory(config, shape, layout, 141.0)
+    each = layout.world_size // layout.pp
+    peaks = [rank_memory(config, shape, layout, stage * each, 141.0).peak for stage in range(layout.pp)]
+    assert plan.peak == max(peaks)
+
+
+def test_671b_on_1024_gpus_is_planned_in_no_time() -> None:
+    config, shape, layout = parts(
+        LARGE, "slurm.nodes=128", "parallel={tp: 8, pp: 16, ep: 64, last_stage_layers: 1}", "rollout.tp=32"
+    )
+    began = time.process_time()
+    plan = predict_memory(config, shape, layout, 141.0)
+    assert time.process_time() - began < 0.5
+    assert plan.peak > 0
+
+
+@pytest.mark.parametrize("gib", [28.0, 36.0])
+def test_several_changes_that_help_together_are_all_needed(gib: float) -> None:
+    """An actor that no single change but another cut makes room for beside its engine."""
+    config, shape, layout = parts(SMALL)
+    remedies = find_remedies(config, shape, layout, predict_memory(config, shape, layout, gib))
+    together = [remedy for remedy in remedies if len(remedy.changes) > 1]
+    assert together
+    for remedy in together:
+        assert remedy.fits
+        for left_out in remedy.changes:
+            less = changed_config(config, dict(change for change in remedy.changes if change != left_out))
+            cut = make_layout(less.parallel, less.world_size)
+            assert predict_memory(less, shape, cut, gib).first_too_large is not None, left_out
+
+
+def test_remedies_that_help_together_differ_in_the_dearest_and_what_helps_a_little_comes_last() -> None:
+    config, shape, layout = parts(SMALL)
+    plan = predict_memory(config, shape, layout, 24.0)
+    remedies = find_remedies(config, shape, layout, plan)
+    assert [remedy.fits for remedy in remedies] == [True, True, False]
+    first, second, partly = remedies
+    assert first.changes[-1][0] not in dict(second.changes)
+    names = [phase.name for phase in plan.phases]
+    before, after = (each.first_too_large for each in (plan, partly.plan))
+    assert before is not None
+    assert after is not None
+    assert (len(partly.changes), names.index(after.name) > names.index(before.name)) == (1, True)
+
+
+def test_a_last_micro_batch_that_is_not_full_is_under_way_too() -> None:
+    """Three samples of the longest on a rank, of which a micro batch takes two: two micro batches, not one."""
+    longest = "data.max_prompt_tokens=512"
+    config, shape, _ = parts(
+        SMALL,
+        longest,
+        "rollout.max_response_tokens=1536",
+        "parallel={pp: 2, tp: 4}",
+        "train.prompts_per_step=3",
+        "rollout.samples_per_prompt=1",
+        "train.minibatches=1",
+        "train.tokens_per_microbatch=4096",
+    )
+    (actor, *_) = rank_models(config, shape, make_layout(config.parallel, 8), 0)
+    assert actor.tokens.microbatches == 2
+
+
+def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
+    config, shape, layout = parts(SMALL)
+    measured = Reserves(context=3 * GIB, sleeping_engine=2 * GIB)
+    estimated, plan = (predict_memory(config, shape, layout, 80.0, reserves) for reserves in (Reserves(), measured))
+    more = {after.name: after.total - before.total for before, after in zip(estimated.phases, plan.phases, strict=True)}
+    awake = {"load", "push", "rollout"}
+    assert {name: size / GIB for name, size in more.items()} == {name: 1.5 + (name not in awake) for name in more}
+    assert {phase.parts["libraries"] for phase in plan.phases} == {3 * GIB}
+    gib = plan.peak / GIB + 0.1
+    assert predict_memory(config, shape, layout, gib, Reserves()).first_too_large is None
+    large = predict_memory(config, shape, layout, gib, Reserves(context=8 * GIB))
+    remedies = find_remedies(config, shape, layout, large)
+    assert remedies
+    for remedy in remedies:
+        assert {phase.parts["libraries"] for phase in remedy.plan.phases} == {8 * GIB}

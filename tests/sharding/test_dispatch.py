@@ -1,0 +1,82 @@
+"""Every item reaches the ranks that it is meant for, and comes back once, in order."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rlhpc.parallel import transfer
+from rlhpc.parallel.transfer import gather_items, gather_objects, give_objects, one_to_all
+from rlhpc.sharding.dispatch import EACH_RANK, ONE_TO_ALL, PIPELINE_AS_DATA, SPLIT_BY_DATA, Transfer
+from rlhpc.sharding.layout import ParallelLayout
+from tests.helpers.distributed import run_ranks
+
+ALL = (SPLIT_BY_DATA, PIPELINE_AS_DATA, ONE_TO_ALL, EACH_RANK)
+
+
+def layouts() -> list[ParallelLayout]:
+    rng = random.Random(0)
+    found = []
+    for _ in range(60):
+        tp, pp, cp, dp = (rng.choice((1, 2, 3, 4)) for _ in range(4))
+        found.append(ParallelLayout(world_size=tp * pp * cp * dp, tp=tp, pp=pp, cp=cp))
+    return found
+
+
+@pytest.mark.parametrize("transfer", ALL, ids=lambda transfer: transfer.name)
+def test_speakers_together_have_every_item_once_and_in_order(transfer: Transfer) -> None:
+    for number, layout in enumerate(layouts()):
+        items = list(range(number))
+        parts = transfer.parts(layout)
+        speakers = [transfer.speaker(layout, part) for part in range(parts)]
+        shares = [transfer.share(layout, rank, items) for rank in speakers]
+        assert [item for share in shares for item in share] == items, layout
+        assert max(map(len, shares)) - min(map(len, shares)) <= 1
+        for rank in range(layout.world_size):
+            assert transfer.share(layout, rank, items) == shares[transfer.part_of(layout, rank)]
+
+
+def test_which_ranks_share() -> None:
+    """Of two copies of a model in two stages of two ranks each: tp is the innermost axis, pp the outermost."""
+    layout = ParallelLayout(world_size=8, tp=2, pp=2)
+    assert [SPLIT_BY_DATA.part_of(layout, rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [PIPELINE_AS_DATA.part_of(layout, rank) for rank in range(8)] == [0, 0, 2, 2, 1, 1, 3, 3]
+    assert [ONE_TO_ALL.part_of(layout, rank) for rank in range(8)] == [0] * 8
+    assert sorted(EACH_RANK.part_of(layout, rank) for rank in range(8)) == list(range(8))
+
+
+@pytest.mark.ranks
+def test_real_ranks_get_back_what_was_shared_out() -> None:
+    """And what one rank has for all takes its own room, not as much for each rank."""
+    for rank, (back, told, gathered, room, given) in enumerate(run_ranks(_share_and_gather, 4)):
+        assert back == [list(range(11))] * 4
+        assert told == "rank 2"
+        assert gathered == [None, 150, "rank 2", None]
+        assert room < 2.5 * _LARGE
+        assert given == {source: (3_000_000, 10 * source + rank) for source in range(4) if source + rank in (2, 3)}
+
+
+_LARGE = 48 << 20
+
+
+def _share_and_gather() -> tuple[list[list[int]], str, list[object], int, dict[int, tuple[int, int]]]:
+    import resource
+
+    import numpy as np
+    import torch.distributed as dist
+
+    layout, rank = ParallelLayout(world_size=4, tp=2, pp=2), dist.get_rank()
+    back = [gather_items(t, layout, t.share(layout, rank, list(range(11)))) for t in ALL]
+    told = one_to_all(f"rank {rank}", speaker=2)
+    transfer._MESSAGE = 10_000_000  # the large one in several messages, the last one shorter
+    mine = {1: np.full(_LARGE // 4, 150, dtype=np.int32), 2: f"rank {rank}"}.get(rank)
+    gather_objects("all ranks are here")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = gather_objects(mine)
+    room = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    assert found[1].size == _LARGE // 4
+    found[1] = int(found[1].mean())
+    mine = {to: np.full(3_000_000, 10 * rank + to, dtype=np.int32) for to in range(4) if rank + to in (2, 3)}
+    given = {source: (len(values), int(values.mean())) for source, values in give_objects(mine).items()}
+    return back, told, found, room, given

@@ -1,0 +1,73 @@
+"""How many layers of a model fit, how kernels are sorted, when an axis misses its goals: arithmetic alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.site.acceptance.part import Context
+from rlhpc.site.acceptance.parts import mfu, several_ranks
+from rlhpc.site.acceptance.parts.breakdown import Kernel, by_kind
+from rlhpc.site.acceptance.parts.fit import RECOMPUTE, most_layers, planned_bytes, recomputations
+from rlhpc.site.acceptance.parts.models import model_shape
+from tests.site.acceptance.part_runs import Results, missed
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("gib", "least", "most"), [(78, 6, 8), (139, 14, 16)])
+def test_layers_of_8b_that_train_without_recomputation(gib: int, least: int, most: int) -> None:
+    limit = int(0.94 * gib * GIB)
+    layers = most_layers(lambda count: model_shape("8b", min(count, 32)), 16384, limit)
+    assert least <= layers <= most
+    assert planned_bytes(model_shape("8b", layers), 16384, RECOMPUTE[0]) <= limit
+    assert planned_bytes(model_shape("8b", layers + 1), 16384, RECOMPUTE[0]) > limit
+
+
+def test_a_model_that_fits_whole_is_not_cut() -> None:
+    assert most_layers(lambda count: model_shape("1.5b", min(count, 28)), 4096, 1 << 50) == 28
+
+
+def test_recomputation_is_the_least_that_fits() -> None:
+    whole = model_shape("1.5b")
+    ways = [recomputations(whole, 16384, gib * GIB)[0].recompute for gib in (139, 73, 40, 1)]
+    assert ways == ["none", "selective", "full", "full"]
+
+
+def test_the_cut_of_30b_a3b_keeps_its_proportions() -> None:
+    cut, whole = mfu._with_share_of_vocabulary(6), model_shape("30b-a3b")
+    assert cut.vocab_size / whole.vocab_size == pytest.approx(cut.num_layers / whole.num_layers, rel=0.01)
+    assert cut.experts is not None
+    assert whole.experts is not None
+    assert cut.experts.num_experts == whole.experts.num_experts
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_NTN", "matrix products"),
+        ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128>>", "attention"),
+        ("void cutlass::device_kernel<at::cuda::detail::GroupedGemm>", "expert products"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>", "element-wise and others"),
+        ("Memcpy DtoD (Device -> Device)", "copies"),
+        ("multi_tensor_apply_kernel<FusedAdamMathFunctor<float>>", "optimizer"),
+    ],
+)
+def test_kernels_are_sorted_by_their_names(name: str, kind: str) -> None:
+    assert by_kind([Kernel(name, 2.0, 3), Kernel(name, 1.0, 1)]) == {kind: 3.0}
+
+
+def test_an_axis_with_other_numbers_misses_its_goals() -> None:
+    """A rank whose numbers are off by a tenth shows, wherever it is."""
+    results: Results = []
+    context = Context(Path(), "tiny", False, results.append)
+    right: dict[str, Any] = {"loss": 2.0, "grad_norm": 1.0, "log_probs": {"before": {"0": [-1.0, -2.0], "1": [-3.0]}}}
+    whole = right["log_probs"]["before"]
+    halves = [{**right, "log_probs": {"before": {key: whole[key]}}} for key in whole]
+    several_ranks._report_axis(context, "dense", "right", right, halves)
+    assert not missed(results)
+    halves[1] = {"loss": 2.0, "grad_norm": 1.1, "log_probs": {"before": {"1": [-3.1]}}}
+    several_ranks._report_axis(context, "dense", "wrong", right, halves)
+    assert missed(results) == ["dense, wrong: logprob_diff_mean before", "dense, wrong: grad_norm, relative difference"]

@@ -1,0 +1,44 @@
+"""The table of parts: its names, its functions, its time."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from rlhpc.site.acceptance.part import Part
+from rlhpc.site.acceptance.table import LONGEST_MINUTES, PARTS, PIECES_MINUTES, TIER_MINUTES
+
+ROOT = Path(__file__).parents[3]
+
+
+def function_arguments(part: Part) -> list[str]:
+    """Of the function that the part names, read from its file: imports would bring torch."""
+    module, _, name = part.function.partition(":")
+    file = ROOT / (module.replace(".", "/") + ".py")
+    functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
+    return [argument.arg for node in functions if node.name == name for argument in node.args.args]
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+def test_a_part_s_function_takes_a_context(part: Part) -> None:
+    assert function_arguments(part) == ["context"]
+
+
+@pytest.mark.parametrize("tier", TIER_MINUTES)
+def test_a_tier_fits_into_one_start_on_a_bare_machine(tier: str) -> None:
+    minutes = [part.minutes for part in PARTS if part.tier == tier]
+    assert sum(minutes) + PIECES_MINUTES <= TIER_MINUTES[tier]
+    assert max(minutes) <= LONGEST_MINUTES
+
+
+def test_the_first_tier_comes_first_and_names_are_unique() -> None:
+    tiers = [part.tier for part in PARTS]
+    assert tiers == sorted(tiers, key=list(TIER_MINUTES).index)
+    assert len({part.name for part in PARTS}) == len(PARTS)
+
+
+def test_the_demo_s_configuration_in_the_package_is_the_one_of_make_demo() -> None:
+    shipped = (ROOT / "rlhpc" / "site" / "acceptance" / "parts" / "demo.yaml").read_text()
+    assert shipped == (ROOT / "configs" / "demo.yaml").read_text(), "copy configs/demo.yaml there"

@@ -1,0 +1,68 @@
+"""What a step leaves to the next ones, and what of it a resumed run takes up."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlhpc.api import Prompt
+from rlhpc.config.schema import TrainSection
+from rlhpc.data.groups import Group
+from rlhpc.trainer.carryover import Kept
+from tests.data.test_groups import make_group
+
+
+def numbers(groups: list[Group]) -> list[int]:
+    return [group.number for group in groups]
+
+
+def same(number: int) -> Prompt:
+    return Prompt(7, (5, 6), "", "", {})
+
+
+def test_a_step_that_was_too_small_is_not_too_small_for_ever():
+    """Groups of which samples were left out are not taken again."""
+    kept = Kept(ready=[make_group(9)])
+    kept.put_back([make_group(3), replace(make_group(4), dropped=(False, True)), make_group(5)])
+    assert numbers(kept.ready) == [3, 5, 9]
+
+
+@pytest.mark.parametrize(
+    ("prompt_cursor", "prompt_at", "taken"),
+    [
+        (3, same, ([2], [1])),
+        (2, same, ([], [])),  # the prompts have begun anew
+        (3, lambda number: Prompt(7, (5, number), "", "", {}), ([], [])),  # or have another order: another seed
+    ],
+)
+def test_groups_of_other_prompts_are_let_go(tmp_path: Path, prompt_cursor: int, prompt_at, taken):
+    Kept(ready=[make_group(2)], unfinished=[make_group(1)]).save(tmp_path)
+    kept = Kept()
+    kept.load(tmp_path, prompt_cursor, prompt_at)
+    assert (numbers(kept.ready), numbers(kept.unfinished)) == taken
+
+
+def test_groups_of_old_weights_are_forgotten_wherever_they_lie():
+    kept = Kept(
+        ready=[make_group(1, version=3), make_group(2, version=4)],
+        unfinished=[make_group(3, version=5), make_group(4, version=3)],
+    )
+    assert kept.forget_stale(weights_version=5, max_staleness=1) == 2
+    assert (numbers(kept.ready), numbers(kept.unfinished)) == ([2], [3])
+
+
+def test_groups_that_were_learnt_from_outlive_a_start_of_the_run(tmp_path: Path):
+    section = TrainSection(steps=1, replay={"capacity": 2})
+    kept = Kept.of(section)
+    kept.save(tmp_path)
+    kept.load(tmp_path, 3, same)
+    assert not list(tmp_path.iterdir()), "a file of nothing"
+    kept.replay.add([make_group(0), make_group(2)])
+    kept.save(tmp_path)
+    again, without = Kept.of(section), Kept.of(TrainSection(steps=1))
+    for each in (again, without):
+        each.load(tmp_path, 3, same)
+    assert numbers(again.replay.groups) == [0, 2]
+    assert without == Kept()

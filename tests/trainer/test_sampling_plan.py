@@ -1,0 +1,113 @@
+"""Which groups make a step's batch: full or reported, nothing of one score in it, nothing twice, nothing lost."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, replayed_groups, split_stale
+
+
+def is_good(number: int, rate: float) -> bool:
+    return random.Random(f"good {number}").random() < rate
+
+
+def take_step(bounds: Bounds, plan: StepPlan, rate: float, draw: random.Random) -> Outcome:
+    """A step in which groups end in any order, and are judged a few at a time."""
+    while (batch := plan.next_batch()) is not None:
+        assert set(batch) == plan.unfinished
+        waiting = draw.sample(batch, len(batch))
+        while waiting and not (bounds.oversample > 1 and not plan.missing):
+            ended, waiting = waiting[:3], waiting[3:]
+            plan.judge(*([n for n in ended if is_good(n, rate) is kind] for kind in (True, False)))
+    return plan.finish()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_over_many_steps_every_group_ends_in_one_place(seed):
+    draw = random.Random(seed)
+    rate = draw.choice([0.02, 0.2, 0.5, 0.9, 1.0])
+    groups = draw.choice([1, 5, 16])
+    bounds = Bounds(
+        groups=groups,
+        least=draw.choice([1, min(groups, 4)]),
+        oversample=draw.choice([1.0, 1.3, 2.0]),
+        max_batches=draw.choice([1, 3, 10]),
+    )
+    cursor, kept, unfinished = 0, set(), set()
+    used, dropped, full = [], [], 0
+    for _ in range(12):
+        plan = StepPlan(bounds, cursor, set(kept), set(unfinished))
+        outcome = take_step(bounds, plan, rate, draw)
+        cursor, kept, unfinished = plan.cursor, set(outcome.kept), set(outcome.unfinished)
+        used += outcome.taken
+        dropped += outcome.dropped
+        assert outcome.batches <= bounds.max_batches
+        assert list(outcome.taken) == sorted(outcome.taken)
+        if outcome.short:  # the bound is reported, and was reached
+            assert outcome.batches == bounds.max_batches
+            assert len(outcome.taken) in (0, bounds.groups - outcome.short)
+        else:
+            full += 1
+            assert len(outcome.taken) == bounds.groups
+        assert len(outcome.taken) >= bounds.least or not outcome.taken
+        if bounds.oversample == 1:
+            assert not unfinished
+        places = [*used, *dropped, *kept, *unfinished]
+        assert sorted(places) == list(range(cursor)), "nothing twice, nothing lost"
+    assert all(is_good(number, rate) for number in used)
+    assert not any(is_good(number, rate) for number in dropped)
+    if rate == 1.0:
+        assert full == 12
+
+
+def test_what_is_missing_is_asked_for_by_the_share_that_was_good():
+    plan = StepPlan(Bounds(groups=8, max_batches=10), cursor=100)
+    assert plan.next_batch() == list(range(100, 108))
+    plan.judge(good=range(100, 104), bad=range(104, 108))
+    assert plan.next_batch() == list(range(108, 116))  # 4 are missing, and every other one is good
+    plan.judge(good=range(108, 115), bad=[115])
+    assert plan.next_batch() is None
+    outcome = plan.finish()
+    assert outcome.taken == (100, 101, 102, 103, 108, 109, 110, 111)
+    assert outcome.kept == (112, 113, 114)
+    assert (outcome.batches, outcome.short) == (2, 0)
+
+    after = StepPlan(Bounds(groups=8, max_batches=10), plan.cursor, set(outcome.kept))
+    assert after.next_batch() == list(range(116, 121))
+
+
+def test_unfinished_groups_come_first_and_count():
+    plan = StepPlan(Bounds(groups=4, oversample=1.5), cursor=20, unfinished={11, 13})
+    assert plan.next_batch() == [11, 13, 20, 21, 22, 23]
+    plan.judge(good=[13, 20, 22, 21], bad=[])
+    assert plan.next_batch() is None
+    assert plan.finish() == Outcome((13, 20, 21, 22), (), (11, 23), (), 1, 0)
+
+
+def test_too_few_to_learn_from_are_kept():
+    plan = StepPlan(Bounds(groups=4, least=2), cursor=0)
+    plan.next_batch()
+    plan.judge(good=[2], bad=[0, 1, 3])
+    assert plan.finish() == Outcome((), (2,), (), (0, 1, 3), 1, 3)
+
+
+def test_a_group_that_was_not_asked_for_is_refused():
+    plan = StepPlan(Bounds(groups=2), cursor=0)
+    plan.next_batch()
+    plan.judge([0], [])
+    with pytest.raises(AssertionError, match="not under way"):
+        plan.judge([0], [])
+
+
+def test_staleness_is_counted_in_versions():
+    fresh, stale = split_stale({1: 5, 2: 6, 3: 9}, version=10, max_staleness=4)
+    assert (set(fresh), set(stale)) == ({2, 3}, {1})
+
+
+@pytest.mark.parametrize(
+    ("groups", "fraction", "available", "count"), [(8, 0.25, 9, 2), (8, 0.25, 1, 1), (8, 0.9, 99, 7), (1, 0.9, 5, 0)]
+)
+def test_a_step_has_something_new(groups, fraction, available, count):
+    assert replayed_groups(groups, fraction, available) == count
