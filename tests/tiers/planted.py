@@ -1,6 +1,6 @@
 """Plausible faults in rlhpc, which ``tests.tiers.faults`` plants one at a time to see which test fails.
 
-At least one in each package, the others where a fault costs most: training mathematics, weight sync, checkpoints,
+At least one in each room, the others where a fault costs most: training mathematics, weight sync, checkpoints,
 recovery, rewards and their sandbox.
 """
 
@@ -254,5 +254,61 @@ FAULTS = (
         "a piece that was damaged on its way is joined and installed",
         'place.stat().st_size == piece["bytes"] and sha256_of(place) == piece["sha256"]:',
         'place.stat().st_size == piece["bytes"]:',
+    ),
+    Fault(
+        "remedy-that-helps-nothing",
+        "rlhpc/plan/remedies.py",
+        "`rlhpc plan` recommends changes after which the same phase still does not fit",
+        "first is None or order.index(first.name) > order.index(before.name)",
+        "first is None or order.index(first.name) >= order.index(before.name)",
+    ),
+    Fault(
+        "divisor-and-dividend-swapped",
+        "rlhpc/plan/checks/parallelism.py",
+        "layouts that Megatron cannot build pass every check and fail hours later in the queue",
+        "    if number % size:\n",
+        "    if size % number:\n",
+    ),
+    Fault(
+        "exchange-with-itself",
+        "rlhpc/plan/estimates/roofline.py",
+        "predicted times of expert exchanges over the network are too short",
+        "across = (ranks - inside) / (ranks - 1)",
+        "across = (ranks - inside) / ranks",
+    ),
+    Fault(
+        "run-folder-shared",
+        "rlhpc/launch/run_lock.py",
+        "two launchers write into one run folder",
+        "fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)",
+        "fcntl.LOCK_SH | (0 if wait else fcntl.LOCK_NB)",
+    ),
+    Fault(
+        "run-folder-not-written",
+        "rlhpc/launch/worker/node_check.py",
+        "a node on which the run folder is read-only passes its check and fails in the first checkpoint",
+        "_check_run_folder(run_dir, write=first_here)",
+        "_check_run_folder(run_dir, write=False)",
+    ),
+    Fault(
+        "job-found-by-a-part-of-its-id",
+        "rlhpc/launch/runs/run_registry.py",
+        "`rlhpc cancel 12` means job 123",
+        'text in (run.job.job_id, run.job.job_id.partition("_")[0])',
+        "text in run.job.job_id",
+    ),
+    Fault(
+        "misaligned-safetensors",
+        "rlhpc/checkpoint/formats/safetensors_headers.py",
+        "converted files have tensors at addresses that readers with aligned loads refuse",
+        'text += b" " * (-len(text) % 8)',
+        'text += b" " * (len(text) % 8)',
+    ),
+    Fault(
+        "mfu-of-one-microbatch",
+        "rlhpc/site/acceptance/parts/mfu.py",
+        "acceptance reports the MFU of one microbatch for the time of all",
+        "training_flops(shape, self.lengths) * self.microbatches",
+        "training_flops(shape, self.lengths)",
     ),
 )

@@ -12,7 +12,7 @@ from tests.tiers.imports import ROOT, read_graph
 from tests.tiers.planted import FAULTS, Fault
 from tests.tiers.test_imports import commit, git
 
-PACKAGES = {file.parent for file in (ROOT / "rlhpc").rglob("*.py") if file.name != "__init__.py"}
+ROOMS = {file.parent for file in (ROOT / "rlhpc").rglob("*.py") if file.name != "__init__.py"}
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
@@ -23,8 +23,8 @@ def test_a_fault_replaces_code_that_is_there_once_by_other_code_that_compiles(fa
     assert ast.dump(ast.parse(after)) != ast.dump(ast.parse(before))
 
 
-def test_every_package_has_a_fault_and_every_fault_a_name_of_its_own() -> None:
-    assert {(ROOT / fault.file).parent for fault in FAULTS} == PACKAGES
+def test_every_room_has_a_fault_and_every_fault_a_name_of_its_own() -> None:
+    assert {(ROOT / fault.file).parent for fault in FAULTS} == ROOMS
     assert len({fault.name for fault in FAULTS}) == len(FAULTS) >= 30
 
 

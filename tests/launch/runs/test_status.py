@@ -62,6 +62,8 @@ def test_runs_are_found_by_folder_name_and_job(tmp_path, monkeypatch):
         assert find_run(text) == first
     assert find_run("8_1") == second
     assert find_runs("8") == [third, second], "an array, in its order"
+    make_run(tmp_path / "d", "77", "four", 4.0)
+    assert find_run("7") == first, "a part of an id means no job"
 
 
 def test_what_is_not_one_run_is_told(tmp_path):

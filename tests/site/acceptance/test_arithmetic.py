@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from rlhpc.sharding.shards import num_parameters
 from rlhpc.site.acceptance.part import Context
 from rlhpc.site.acceptance.parts import mfu, several_ranks
 from rlhpc.site.acceptance.parts.breakdown import Kernel, by_kind
@@ -42,6 +43,12 @@ def test_the_cut_of_30b_a3b_keeps_its_proportions() -> None:
     assert cut.experts is not None
     assert whole.experts is not None
     assert cut.experts.num_experts == whole.experts.num_experts
+
+
+def test_operations_of_an_update_are_six_for_each_weight_and_token_and_attention() -> None:
+    shape, update = model_shape("1.5b"), mfu.Packing("4k", (2048, 1024, 512, 512), microbatches=8)
+    weights = num_parameters(shape)  # the embedding, which is also the head, counts once
+    assert update.operations(shape) == pytest.approx(6 * weights * 8 * 4096, rel=0.05)
 
 
 @pytest.mark.parametrize(

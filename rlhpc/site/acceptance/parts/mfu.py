@@ -39,6 +39,10 @@ class Packing:
         """Of one microbatch."""
         return sum(self.lengths)
 
+    def operations(self, shape: ModelShape) -> float:
+        """Floating-point operations of an update's forward and backward passes."""
+        return training_flops(shape, self.lengths) * self.microbatches
+
 
 _FULL = (
     Packing("4k", (2048, 1024, 512, 512), 8),
@@ -169,7 +173,7 @@ class _Update:
         """Measure and report everything; tokens per second."""
         self._forget_peak()
         forward_backward, update = self._seconds()
-        operations = training_flops(self._shape, self._size.lengths) * self._size.microbatches
+        operations = self._size.operations(self._shape)
         tokens = self._size.tokens * self._size.microbatches
         self._figure("forward and backward", forward_backward, "s", note=f"{tokens:,} tokens, {self._how}")
         self._figure("optimizer", max(0.0, update - forward_backward), "s", note="clipping included")
