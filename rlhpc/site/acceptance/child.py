@@ -9,6 +9,7 @@ import faulthandler
 import json
 import os
 import sys
+import time
 import traceback
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +20,8 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.site.acceptance.part import Context, Figure, Size, Skipped
 
-_STACKS_SHARE = 0.97  # of the limit, after which a part that hangs writes its stacks into its output
+_STACKS_SECONDS = 1.0  # before its end, a part that hangs writes its stacks into its output
+_LEAST_SECONDS = 0.01  # faulthandler takes no time that is over
 _LONGEST_MESSAGE = 500
 
 
@@ -32,7 +34,7 @@ class Spec:
     results: str
     size: Size
     on_gpu: bool
-    limit_seconds: float
+    deadline: float  # on the monotonic clock, which all processes of a machine share
     driver_pid: int
     driver_start: int
 
@@ -78,7 +80,7 @@ def main() -> None:
     spec = Spec(**json.loads(sys.argv[1]))
     die_with(ProcessId(spec.driver_pid, spec.driver_start))
     faulthandler.enable()
-    faulthandler.dump_traceback_later(_STACKS_SHARE * spec.limit_seconds)
+    faulthandler.dump_traceback_later(max(_LEAST_SECONDS, spec.deadline - time.monotonic() - _STACKS_SECONDS))
     code = run(spec)
     sys.stdout.flush()
     sys.stderr.flush()

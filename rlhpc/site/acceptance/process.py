@@ -51,12 +51,12 @@ def run_part(
 ) -> Ended:
     """Run ``part`` with ``scratch`` as its folder, its output in the file ``output``; ``report`` gets each result at
     once. Whatever ends this call, no process of the part outlives it."""
-    limit, oom_before = 60 * part.minutes, oom_kills()
+    deadline, oom_before = time.monotonic() + 60 * part.minutes, oom_kills()
     folder, channel = scratch / "work", Path(scratch, "results.jsonl")
     folder.mkdir()
     channel.touch()
     own = ProcessId.own()
-    spec = Spec(part.function, str(folder), str(channel), size, on_gpu, limit, own.pid, own.start)
+    spec = Spec(part.function, str(folder), str(channel), size, on_gpu, deadline, own.pid, own.start)
     with open(output, "wb") as out:
         process = subprocess.Popen(
             [sys.executable, "-u", "-m", "rlhpc.site.acceptance.child", spec.text],
@@ -78,7 +78,7 @@ def run_part(
 
     family: set[ProcessId] = set()
     try:
-        deadline, look = time.monotonic() + limit, 0.0
+        look = 0.0
         while (in_time := time.monotonic() < deadline) and not _has_ended(process.pid):
             if time.monotonic() >= look:
                 family |= descendants(process.pid)

@@ -103,15 +103,15 @@ def test_exit_codes() -> None:
 
 
 def test_a_part_beyond_its_limit_is_ended_with_all_its_processes() -> None:
-    code, results = start([part("hang", minutes=0.06), part("good")])
+    code, results = start([part("hang", minutes=0.1), part("good")])
     assert code == 1
     assert statuses(results) == {"hang": "timeout", "good": "passed"}
     hang = results.parts["hang"]
-    assert hang.message == "exceeded its limit of 0.06 min"
+    assert hang.message == "exceeded its limit of 0.1 min"
     assert [figure.name for figure in hang.figures] == ["before"]
     assert any("in hang" in line for line in hang.tail), "stacks of where it hangs"
     assert ended(int(Path("hanging").read_text()))
-    assert "**hang: timeout.** exceeded its limit of 0.06 min" in page()
+    assert "**hang: timeout.** exceeded its limit of 0.1 min" in page()
 
 
 def test_a_crash_leaves_no_process_behind() -> None:
