@@ -29,9 +29,9 @@ from bench.workload import KL_COEFFICIENT, LEARNING_RATE, SEED, WORKLOADS, Workl
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("trl", "rlhpc")
 PARTS = ("generate_seconds", "log_probs_seconds", "update_seconds")
-# rlhpc's names for the parts; pushing the weights is part of generating.
+# rlhpc's names for the parts; syncing weights is part of generating.
 RLHPC_PARTS = {
-    "generate_seconds": ("perf/push_seconds", "perf/rollout_seconds"),
+    "generate_seconds": ("perf/weight_sync_seconds", "perf/rollout_seconds"),
     "log_probs_seconds": ("perf/prepare_seconds", "perf/log_probs_seconds"),
     "update_seconds": ("perf/update_seconds",),
 }

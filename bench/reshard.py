@@ -1,4 +1,4 @@
-"""Weights from training into the engines: the direct push against gathering whole tensors, on the same ranks.
+"""Weights from training into the engines: the direct weight sync against gathering whole tensors, on the same ranks.
 
     python -m bench.reshard                    # a model of 640 MB in several pairs of layouts, 4 ranks on gloo
     python -m bench.reshard --layers 24 --rounds 5
@@ -41,7 +41,7 @@ PAIRS: list[tuple[dict[str, int], int]] = [
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one push: seconds, MiB over the network of all ranks together, MiB that the worst rank took besides."""
+    """Of one weight sync: seconds, MiB over the network of all ranks together, MiB that the worst rank took besides."""
 
     seconds: float
     traffic: float
@@ -79,7 +79,7 @@ def rank_main(model: Path, axes: dict[str, int], tp: int, rounds: int) -> None:
     costs: dict[str, list[Cost]] = {name: [] for name in managers}
     for turn in range(rounds + 1):
         for name, manager in managers.items():
-            cost = _push(manager)
+            cost = _weight_sync(manager)
             if turn:  # the first of each connects and allocates
                 costs[name].append(cost)
     if dist.get_rank() == 0:
@@ -98,7 +98,7 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
     from rlhpc.reshard.manager import Job, ReshardManager
-    from rlhpc.reshard.sides import push_sides
+    from rlhpc.reshard.sides import sync_sides
     from rlhpc.rollout.vllm_engine import VllmEngine
     from rlhpc.sharding.engine_shards import EngineLayout
     from rlhpc.sharding.layout import make_layout
@@ -108,9 +108,9 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     build_groups(layout, seed=0)
     actor = MegatronBackend(shape, layout, info, "float32", parallel, None)
     actor.load_pretrained(model)
-    section = RolloutSection(tp=tp, kv_cache_gib=0.0625, max_running=8)
+    section = RolloutSection(tp=tp, kv_cache_gib=0.0625, max_num_seqs=8)
     engine = VllmEngine(model, shape, section, dtype="float32", max_model_len=256, end_tokens=())
-    sides, job = push_sides(shape, layout, EngineLayout(tp)), Job(RANKS, torch.float32, torch.device("cpu"))
+    sides, job = sync_sides(shape, layout, EngineLayout(tp)), Job(RANKS, torch.float32, torch.device("cpu"))
     ways = {
         "direct": ReshardSection(verify="never"),
         "verified": ReshardSection(verify="always"),
@@ -119,7 +119,7 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     return {name: ReshardManager(actor, engine, sides, way, job) for name, way in ways.items()}
 
 
-def _push(manager: Any) -> Cost:
+def _weight_sync(manager: Any) -> Cost:
     import torch
     import torch.distributed as dist
 
@@ -127,7 +127,7 @@ def _push(manager: Any) -> Cost:
     before, carried = _resident("VmRSS"), _carried()
     dist.barrier()
     began = time.perf_counter()
-    manager.push()
+    manager.sync()
     dist.barrier()
     seconds = time.perf_counter() - began
     memory = torch.tensor([_resident("VmHWM") - before])

@@ -1,4 +1,4 @@
-"""How long the plan of a push takes, which every rank makes at its start, and how good it is."""
+"""How long the plan of a weight sync takes, which every rank makes at its start, and how good it is."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.reshard.plan import lower_bound
-from rlhpc.reshard.sides import plan_push, push_sides
+from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.published import DEEPSEEK_V3_BF16, QWEN3_235B_A22B, QWEN25_72B
@@ -44,8 +44,8 @@ def main() -> None:
 
 def _measure(name: str, shape: ModelShape, layout: ParallelLayout, tp: int) -> None:
     cpu, wall = time.process_time(), time.perf_counter()
-    sides = push_sides(shape, layout, EngineLayout(tp))
-    plan = plan_push(sides, ranks_per_node=8, bucket_bytes=BUCKET, itemsize=2, rank=0)
+    sides = sync_sides(shape, layout, EngineLayout(tp))
+    plan = plan_weight_sync(sides, ranks_per_node=8, bucket_bytes=BUCKET, itemsize=2, rank=0)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of this case or one before it
     sent = [traffic.sent for traffic in plan.traffic.values()]

@@ -1,4 +1,4 @@
-"""Rollout tokens per second: rlhpc's engine after a weight push against vLLM's own front door.
+"""Rollout tokens per second: rlhpc's engine after a weight weight sync against vLLM's own front door.
 
     python -m bench.rollout              # both workloads
     python -m bench.rollout tiny --rounds 7
@@ -55,7 +55,7 @@ def start_rlhpc(model: Path, workload: Workload, batch: Batch) -> tuple[Generate
     from rlhpc.models import read_model
     from rlhpc.rollout.vllm_engine import VllmEngine
 
-    section = RolloutSection(kv_cache_gib=CACHE_GIB, max_running=len(batch))
+    section = RolloutSection(kv_cache_gib=CACHE_GIB, max_num_seqs=len(batch))
     shape = read_model(model)
     engine = VllmEngine(model, shape, section, dtype="float32", max_model_len=_context(workload), end_tokens=())
     tensors = load_file(model / "model.safetensors")
@@ -74,7 +74,7 @@ def start_rlhpc(model: Path, workload: Workload, batch: Batch) -> tuple[Generate
     engine.wake_weights()
     engine.load_weights(iter(tensors.items()))
     engine.wake_cache()
-    return lambda: sum(len(c.tokens) for c in engine.generate(requests)), {"push_seconds": min(seconds)}
+    return lambda: sum(len(c.tokens) for c in engine.generate(requests)), {"weight_sync_seconds": min(seconds)}
 
 
 def start_vllm(model: Path, workload: Workload, batch: Batch, eager: bool) -> tuple[Generate, dict[str, float]]:
@@ -188,7 +188,7 @@ def measure(workload: Workload, model: Path, rounds_wanted: int, threads: int, f
             system: statistics.median(r["cpu_seconds"] / r["tokens"] * 1e6 for r in runs)
             for system, runs in rounds.items()
         },
-        "push_seconds": servers["rlhpc"].facts["push_seconds"],
+        "weight_sync_seconds": servers["rlhpc"].facts["weight_sync_seconds"],
         "start_seconds": {system: server.facts["start_seconds"] for system, server in servers.items()},
         "rounds": rounds,
     }
@@ -203,7 +203,7 @@ def show(found: list[dict[str, Any]]) -> None:
             cpu, start = entry["cpu_microseconds_per_token"][system], entry["start_seconds"][system]
             ratio = entry["tokens_per_second"]["rlhpc"] / rate
             print(f"{entry['workload']:10}{system:13}{rate:9.0f}{spread:>14}{cpu:14.1f}{start:9.1f}{ratio:12.2f}")
-        print(f"{entry['workload']:10}weights into rlhpc's engine: {entry['push_seconds'] * 1e3:.0f} ms")
+        print(f"{entry['workload']:10}weights into rlhpc's engine: {entry['weight_sync_seconds'] * 1e3:.0f} ms")
 
 
 def main() -> None:

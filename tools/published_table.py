@@ -23,7 +23,7 @@ from tools.markers import rewrite
 ROOT = Path(__file__).parents[1]
 READY = ROOT / "configs" / "ready"
 PAGE, README = ROOT / "docs" / "planning.md", ROOT / "README.md"
-# How the published runs were made, which is not how rlhpc runs by itself: engines without CUDA graphs, weights pushed
+# How the published runs were made, which is not how rlhpc runs by itself: engines without CUDA graphs, weights synced
 # as whole tensors.
 AS_PUBLISHED = ("rollout.cuda_graphs=false", "reshard.method=gather")
 
@@ -108,7 +108,8 @@ def figures(row: Published) -> Iterator[tuple[str, float, float]]:
     step = case.step()
     yield "step, s", row.step, step.seconds
     if row.rollout is not None:
-        yield "rollout and push, s", row.rollout, step.phase("rollout").seconds + step.phase("push").seconds
+        both = step.phase("rollout").seconds + step.phase("weight sync").seconds
+        yield "rollout and weight sync, s", row.rollout, both
     yield "MFU of updates", row.mfu, step.mfu
     memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
     update = max((phase for phase in memory.phases if phase.name in _UPDATE), key=lambda phase: phase.total)
@@ -134,7 +135,7 @@ def fit() -> dict[str, float]:
             step = replace(case, efficiency=efficiency).step()
             total += log(step.seconds / row.step) ** 2 + log(step.mfu / row.mfu) ** 2
             if row.rollout is not None:
-                both = step.phase("rollout").seconds + step.phase("push").seconds
+                both = step.phase("rollout").seconds + step.phase("weight sync").seconds
                 total += log(both / row.rollout) ** 2
         return total
 

@@ -37,10 +37,10 @@ def leave_one_out(rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]) -> 
 
 
 def discounted_returns(
-    token_rewards: Float[Tensor, " N"], mask: Float[Tensor, " N"], lengths: Int64[Tensor, " B"], discount: float
+    token_rewards: Float[Tensor, " N"], mask: Float[Tensor, " N"], lengths: Int64[Tensor, " B"], gamma: float
 ) -> Float[Tensor, " N"]:
-    """Sum of each token's and all later rewards, those a token later times ``discount``; given tokens take no part."""
-    decay = torch.where(mask > 0, discount, 1.0).to(token_rewards.dtype)
+    """Sum of each token's and all later rewards, those a token later times ``gamma``; given tokens take no part."""
+    decay = torch.where(mask > 0, gamma, 1.0).to(token_rewards.dtype)
     return accumulate_backwards(token_rewards * mask, decay, lengths) * mask
 
 
@@ -49,7 +49,7 @@ def generalised(
     values: Float[Tensor, " N"],
     mask: Float[Tensor, " N"],
     lengths: Int64[Tensor, " B"],
-    discount: float,
+    gamma: float,
     decay: float,
 ) -> Estimate:
     """GAE (Schulman et al. 2016) with lambda ``decay``, not whitened, and the returns a critic learns.
@@ -58,8 +58,8 @@ def generalised(
     """
     own = mask > 0
     following = shift_back(accumulate_backwards(values * mask, (~own).to(values.dtype), lengths), lengths)
-    errors = (token_rewards + discount * following - values) * mask
-    factors = torch.where(own, discount * decay, 1.0).to(values.dtype)
+    errors = (token_rewards + gamma * following - values) * mask
+    factors = torch.where(own, gamma * decay, 1.0).to(values.dtype)
     advantages = accumulate_backwards(errors, factors, lengths) * mask
     return Estimate(advantages, (advantages + values) * mask)
 

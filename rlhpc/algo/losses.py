@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from rlhpc.algo.correction import sequence_sums
+from rlhpc.algo.rollout_correction import sequence_sums
 
 _LARGEST_LOG_RATIO = 20.0  # bounds the exponential, as the field does
 _LARGEST_SEQUENCE_LOG_RATIO = 10.0

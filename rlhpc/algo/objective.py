@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhpc.algo.correction import importance_weights
 from rlhpc.algo.kl import kl_divergence
 from rlhpc.algo.losses import PolicyTerms, clipped_surrogate
+from rlhpc.algo.rollout_correction import importance_weights
 from rlhpc.config.algorithm import AlgorithmSection
 
 Tokens = Mapping[str, Tensor]
@@ -20,15 +20,15 @@ def objective(terms: PolicyTerms, tokens: Tokens, section: AlgorithmSection) -> 
     """Policy loss, corrected if asked, plus KL (unless it is in the reward), less entropy."""
     weight = tokens["weight"]
     policy, sums = terms.loss, {}
-    if section.correction.method != "none":
+    if section.rollout_correction.method != "none":
         mask = (weight > 0).to(weight.dtype)
         correction = importance_weights(
-            tokens["old_log_probs"], tokens["engine_log_probs"], mask, tokens["sequence"], section.correction
+            tokens["old_log_probs"], tokens["engine_log_probs"], mask, tokens["sequence"], section.rollout_correction
         )
         policy = policy * correction.weights
         sums = {
-            "correction_weight": (correction.weights * weight).sum(),
-            "correction_fraction": (correction.outside * weight).sum(),
+            "rollout_correction_weight": (correction.weights * weight).sum(),
+            "rollout_correction_fraction": (correction.outside * weight).sum(),
         }
     if terms.dual_clipped is not None:
         sums["dual_clip_fraction"] = (terms.dual_clipped * weight).sum()

@@ -16,8 +16,8 @@ def _advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
         responses.values,
         responses.mask,
         responses.lengths,
-        section.discount,
-        section.gae_decay,
+        section.gamma,
+        section.gae_lambda,
     )
     return Estimate(whiten(estimate.advantages, responses.mask), estimate.returns)
 

@@ -10,7 +10,7 @@ from rlhpc.config.algorithm import AlgorithmSection
 
 
 def _advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
-    returns = discounted_returns(responses.token_rewards, responses.mask, responses.lengths, section.discount)
+    returns = discounted_returns(responses.token_rewards, responses.mask, responses.lengths, section.gamma)
     return Estimate(whiten(returns, responses.mask))
 
 

@@ -11,7 +11,7 @@ from rlhpc.config.algorithm import AlgorithmSection
 
 def _advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
     assert responses.baselines is not None, "the trainer draws them, for needs_greedy"
-    returns = discounted_returns(responses.token_rewards, responses.mask, responses.lengths, discount=1.0)
+    returns = discounted_returns(responses.token_rewards, responses.mask, responses.lengths, gamma=1.0)
     return Estimate(returns - responses.spread(responses.baselines))
 
 

@@ -74,7 +74,7 @@ class Sample:
     prompt_len: int
     log_probs: np.ndarray  # float32 [response], the engine's
     reward: float
-    weights_version: int  # of the weights that drew its oldest token
+    policy_version: int  # of the weights that drew its oldest token
     truncated: bool
     routes: np.ndarray | None = None  # see Completion
     chosen: np.ndarray | None = None  # bool [response]; None: all
@@ -179,7 +179,7 @@ class TrainStats:
     where the update was skipped.
     """
 
-    gradient_norm: float
+    grad_norm: float
     sums: dict[str, float]
     gauges: dict[str, float] = field(default_factory=dict)
     applied: bool = True
@@ -193,7 +193,7 @@ class RunState:
     sft_cursor: int = 0  # supervised examples taken
     step: int = 0  # RL steps done
     prompt_cursor: int = 0  # prompts taken
-    weights_version: int = 0  # pushes to the engine
+    policy_version: int = 0  # weight syncs to the engine
     kl_coefficient: float | None = None  # the one in force, where it is adapted
     prompts_digest: str = ""  # of the prompts that prompt_cursor counts
     actor_skipped: int = 0  # the actor's updates that were skipped since its last good one

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rlhpc.config.schema import RunConfig
     from rlhpc.models import ModelShape
-    from rlhpc.plan.weight_sync_report import Bandwidths, CopyGroup, PushReport
+    from rlhpc.plan.weight_sync_report import Bandwidths, CopyGroup, WeightSyncReport
 
 _GB = 10**9
 _SPEEDS = (50.0, 450.0, 4000.0)  # GB/s of network, node and memory where no GPU is named
@@ -96,13 +96,13 @@ def _moved(
 ) -> list[str]:
     """``speeds`` in GB/s, of network, node and memory; None: the GPU's."""
     from rlhpc.plan.estimates.hardware import named_gpu, read_site
-    from rlhpc.plan.weight_sync_report import Bandwidths, as_json, report_push
+    from rlhpc.plan.weight_sync_report import Bandwidths, as_json, report_weight_sync
 
     found = named_gpu(config, read_site(config), gpu)
     known = (found.network_gbps, found.node_gbps, found.memory_gbps) if found else _SPEEDS
     told = [own if speed is None else speed for own, speed in zip(known, speeds, strict=True)]
     bandwidths = Bandwidths(*(speed * _GB for speed in told))
-    report = report_push(config, rank)
+    report = report_weight_sync(config, rank)
     if as_text:
         return [json.dumps(as_json(report, bandwidths, rank), indent=2)]
     return _report(report, bandwidths) if rank is None else _rank_lines(report, rank)
@@ -192,7 +192,7 @@ def _calibrate(config: RunConfig, gpu: str | None, run: str, as_text: bool) -> l
     return [json.dumps(calibrate_json(found), indent=2)] if as_text else calibrate_lines(found)
 
 
-def _report(report: PushReport, bandwidths: Bandwidths) -> list[str]:
+def _report(report: WeightSyncReport, bandwidths: Bandwidths) -> list[str]:
     """The whole job's movement, some twenty lines."""
     from rlhpc.plan.weight_sync_report import BYTES
 
@@ -221,7 +221,7 @@ def _report(report: PushReport, bandwidths: Bandwidths) -> list[str]:
     ]
 
 
-def _layouts(report: PushReport) -> list[tuple[str, str]]:
+def _layouts(report: WeightSyncReport) -> list[tuple[str, str]]:
     training, engine = report.training, report.engine
     cut = ", whole experts on each rank" if engine.expert_parallel else ""
     over = f" over {report.engine_nodes} nodes" if report.engine_nodes > 1 else ""
@@ -234,7 +234,7 @@ def _layouts(report: PushReport) -> list[tuple[str, str]]:
     ]
 
 
-def _bytes_row(report: PushReport, kind: str) -> list[str]:
+def _bytes_row(report: WeightSyncReport, kind: str) -> list[str]:
     titles = {"across": "  across nodes", "within": "  inside a node", "local": "copied in place"}
     spread = report.spread(kind)
     sizes = map(_bytes, (spread.least, spread.mean, spread.most))
@@ -242,7 +242,7 @@ def _bytes_row(report: PushReport, kind: str) -> list[str]:
     return [titles.get(kind.rpartition("_")[2], kind), *sizes, busiest, _bytes(spread.total)]
 
 
-def _rank_lines(report: PushReport, rank: int) -> list[str]:
+def _rank_lines(report: WeightSyncReport, rank: int) -> list[str]:
     """Like copies in one line, by direction."""
     titles = {"local": "copies in place", "receives": "receives", "sends": "sends"}
     groups, lines = report.copies_of(rank), []

@@ -49,7 +49,7 @@ def step_lines(case: Case, step: StepTime) -> list[str]:
     """A line of the whole and a table of the phases."""
     work = step.work
     if not step.engine_fits:
-        cut = "the engines' weights leave no room in memory for one response: raise rollout.tp or gpu_memory_fraction"
+        cut = "the engines' weights leave no memory for one response: raise rollout.tp or gpu_memory_utilization"
         return [f"time      of a step cannot be told: {cut}"]
     head = (
         f"time      {_seconds(step.seconds)} a step on {step.ranks} x {case.gpu.name}, "
@@ -194,7 +194,7 @@ def sweep_json(points: Sequence[Point]) -> list[dict[str, Any]]:
             "gpus": point.ranks,
             "layout": point.layout.text,
             **step_json(point.step),
-            "bytes_received_in_push": point.received,
+            "bytes_received_in_weight_sync": point.received,
             "bytes_sent": point.sent,
             "peak_bytes": point.memory.peak,
         }
@@ -204,7 +204,8 @@ def sweep_json(points: Sequence[Point]) -> list[dict[str, Any]]:
 
 def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
     """A row for each number of GPUs."""
-    rows = [["GPUs", "dp", "step", "rollout", "update", "tokens/s", "scaling", "MFU", "push GB", "sent GB", "GiB"]]
+    head = ["GPUs", "dp", "step", "rollout", "update", "tokens/s", "scaling", "MFU"]
+    rows = [[*head, "weight sync GB", "sent GB", "GiB"]]
     rows += [_sweep_row(point, points[0]) for point in points]
     return [*_table(rows), "", plotted]
 

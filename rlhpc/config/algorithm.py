@@ -49,7 +49,7 @@ class KLSection(Section):
     """With target: in so many responses the coefficient changes by a fifth at most."""
 
 
-class CorrectionSection(Section):
+class RolloutCorrectionSection(Section):
     """Weights by which the policy loss makes up for responses that the engine drew a little otherwise than the trainer
     would have: trainer's over engine's probability."""
 
@@ -77,9 +77,9 @@ class AlgorithmSection(Section):
     """Divide a group's advantages by their standard deviation. dr_grpo: false."""
     std_epsilon: PositiveFloat = 1e-6
     """Added to that deviation."""
-    discount: Share = 1.0
+    gamma: Share = 1.0
     """reinforce_plus_plus, ppo: what a token's reward is worth one token earlier."""
-    gae_decay: Share = 1.0
+    gae_lambda: Share = 1.0
     """ppo: lambda of generalised advantages (Schulman et al. 2016); 1: rewards alone, 0: the critic's word for all that
     follows the next token."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
@@ -90,7 +90,7 @@ class AlgorithmSection(Section):
     kl: KLSection = KLSection()
     entropy_coefficient: NonNegativeFloat = 0.0
     """Weight of the policy's entropy, which is subtracted from the loss."""
-    correction: CorrectionSection = CorrectionSection()
+    rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
 
     @model_validator(mode="before")
     @classmethod

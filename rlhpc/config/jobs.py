@@ -103,22 +103,22 @@ class RecoverySection(Section):
     """train.max_skipped_updates in a row were skipped, or weights are not finite. A retry repeats the steps since the
     newest checkpoint, which helps only if a device was at fault."""
     out_of_memory: Literal["shrink", "stop"] = "shrink"
-    """shrink: halve train.tokens_per_microbatch, or on the engine's side rollout.max_running, and go on."""
+    """shrink: halve train.tokens_per_microbatch, or on the engine's side rollout.max_num_seqs, and go on."""
     network: Literal["retry", "stop"] = "retry"
     """Lost connections, NCCL and gloo timeouts: retry, waiting twice as long each time."""
     bad_node: Literal["exclude", "retry", "stop"] = "exclude"
     """GPU or node faults, and a node on which ranks die twice in a row: leave it out of the job from then on."""
     hang: Literal["retry", "stop"] = "retry"
-    """No rank made progress for silence_seconds."""
+    """No rank made progress for hang_timeout_seconds."""
     disk_full: Literal["retry", "stop"] = "retry"
     """Disk or quota exhausted: retry, waiting twice as long each time."""
     storage: Literal["retry", "stop"] = "retry"
     """The file system failed for longer than storage_wait_seconds: retry, waiting twice as long each time."""
     storage_wait_seconds: NonNegativeFloat = 300.0
-    """Longest wait for a file system that fails (I/O error, stale handle, read-only); keep it below silence_seconds."""
+    """Longest wait for a failing file system (I/O error, stale handle, read-only); less than hang_timeout_seconds."""
     crash: Literal["retry", "stop"] = "retry"
     """A rank died by a signal, srun could not start the ranks, or an error that fits no other cause."""
-    silence_seconds: PositiveFloat = 1800.0
+    hang_timeout_seconds: PositiveFloat = 1800.0
     """So long without progress of any rank is a hang: all Python stacks are written and the job's ranks ended."""
     start_seconds: PositiveFloat = 1800.0
     """The same, from the start of the ranks to their first step: models are built and loaded in between."""

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
+from rlhpc.config.renamed import RENAMED, RENAMED_VALUES
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean, nearest
 from rlhpc.core.files import read_text
@@ -160,9 +161,13 @@ def _fault(detail: ErrorDetails, location: Sequence[int | str], places: Mapping[
     key = ".".join(str(part) for part in location)
     where = f"{_place(key, places, file)}: {key}"
     if kind == "extra_forbidden":
+        if key in RENAMED:
+            return UserError("has another name now", where=where, remedy=f"write {RENAMED[key]}")
         return UserError("unknown key", where=where, remedy=did_you_mean(str(location[-1]), _valid_keys(location[:-1])))
     if kind == "missing":
         return UserError("is missing", where=where, remedy="add it")
+    if isinstance(value, str) and value in RENAMED_VALUES.get(key, ()):
+        return UserError(f"{value!r} has another name now", where=where, remedy=f"write {RENAMED_VALUES[key][value]}")
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     return UserError(f"{shown} is not allowed", where=where, remedy=f"allowed: {_allowed(location)}")
 

@@ -28,9 +28,9 @@ class EfficiencySection(Section):
     """Of the bandwidth between the GPUs of a node."""
     network: _Share = 0.6
     """Of the network adapters' bandwidth."""
-    push: _Share = 1.0
-    """Of the speed that all of these let a push of weights have."""
-    host: _Share = 0.5
+    weight_sync: _Share = 1.0
+    """Of the speed that all of these let a weight sync have."""
+    cpu_memory: _Share = 0.5
     """Of the bandwidth of the host's memory and of the way to it."""
     kernel_us: _Microseconds = 27.0
     """Microseconds from one kernel to the next where Python starts each of them: decoding without CUDA graphs."""
@@ -38,9 +38,9 @@ class EfficiencySection(Section):
     """The same inside a CUDA graph."""
     launch_us: _Microseconds = 8.0
     """The same in training; counts where kernels end sooner."""
-    pass_compute: _Share | None = None
+    forward_compute: _Share | None = None
     """compute in passes without gradient (log-probs, values, a reward model); default: compute."""
-    pass_launch_us: _Microseconds | None = None
+    forward_launch_us: _Microseconds | None = None
     """launch_us in passes without gradient; default: launch_us."""
     message_us: _Microseconds = 10.0
     """Microseconds that a collective takes beside its bytes, for each doubling of the ranks inside a node; between
@@ -95,11 +95,11 @@ class GpuEntry(Section):
     memory_gbps: _Figure | None = None
     node_gbps: _Figure | None = None
     network_gbps: _Figure | None = None
-    host_gbps: _Figure | None = None
-    host_memory_gbps: _Figure | None = None
+    cpu_link_gbps: _Figure | None = None
+    cpu_memory_gbps: _Figure | None = None
     per_node: PositiveInt | None = None
     linked: PositiveInt | None = None
-    host_gib: _Figure | None = None
+    cpu_memory_gib: _Figure | None = None
     context_gib: _Figure | None = None
     """GiB of each GPU's memory that a rank's CUDA context, workspaces and communicators take."""
     sleeping_engine_gib: _Figure | None = None

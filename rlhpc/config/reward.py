@@ -47,7 +47,7 @@ class RewardModelSection(Section):
     are."""
     max_tokens: PositiveInt | None = None
     """Longest conversation that it reads; default: its positions."""
-    too_long: Literal["fail", "cut"] = "fail"
+    too_long: Literal["error", "truncate"] = "error"
     """A longer conversation ends the run, or loses its beginning."""
 
 
@@ -69,10 +69,10 @@ class RewardSection(Section):
     memory_limit_mib: PositiveInt | None = None
     """Memory that one call may allocate, in MiB, beyond what its process has when the call begins; default: 2048 for
     the functions of rlhpc.rewards, no limit for any other."""
-    on_failure: Literal["fail", "zero", "drop"] = "fail"
+    on_failure: Literal["error", "zero", "drop"] = "error"
     """When a function raises an exception or a reward is not a finite number: end the run, count that reward as 0, or
     drop the response from training."""
-    on_timeout: Literal["fail", "zero", "drop"] = "zero"
+    on_timeout: Literal["error", "zero", "drop"] = "zero"
     """When a call of your own function exceeds its time or memory limit, or its process dies: the same choice. Such a
     call of a function of rlhpc.rewards always counts as 0."""
 

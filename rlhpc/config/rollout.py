@@ -46,11 +46,11 @@ class RolloutSection(Section):
     """Calls that run at once beside each engine, in processes of their own."""
     max_tool_answer_tokens: PositiveInt = 512
     """In place of a longer answer the policy is told its length."""
-    max_running: PositiveInt = 256
+    max_num_seqs: PositiveInt = 256
     """Most sequences that an engine decodes at once."""
     kv_cache_gib: PositiveFloat | None = None
-    """Size of each engine's KV cache on a rank; default on a GPU: what gpu_memory_fraction leaves, on a CPU: 1 GiB."""
-    gpu_memory_fraction: Fraction = 0.6
+    """KV cache of each engine on a rank, in GiB; default on a GPU: what gpu_memory_utilization leaves, on a CPU: 1."""
+    gpu_memory_utilization: Fraction = 0.6
     """Share of the GPU's memory that engine weights and KV cache may take while generating, and that must be free when
     the engine starts. No effect with kv_cache_gib: the engine then claims what it needs."""
     prefix_caching: bool = True
@@ -72,7 +72,7 @@ class DynamicSamplingSection(Section):
     """Keyword arguments of the filter."""
     max_batches: PositiveInt = 10
     """Batches of prompts that a step asks for at most, until its own is full."""
-    shortage: Literal["train_on_less", "fail"] = "train_on_less"
+    shortage: Literal["warn", "error"] = "warn"
     """What a step does when they were not enough; without any group it learns nothing and counts all the same."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
     """Prompts asked for each one that is missing. Above 1 a step ends when its batch is full; what is unfinished then
@@ -80,7 +80,7 @@ class DynamicSamplingSection(Section):
     check_every: PositiveInt = 16
     """With oversample above 1: tokens of each response between two looks at whether enough is done."""
     max_staleness: NonNegativeInt = 4
-    """Versions of the weights after which kept groups, finished or not, are dropped; each push makes one."""
+    """Versions of the weights after which kept groups, finished or not, are dropped; each weight sync makes one."""
 
 
 class ReplaySection(Section):
@@ -91,6 +91,6 @@ class ReplaySection(Section):
     fraction: Annotated[float, Field(gt=0, lt=1)] = 0.25
     """Share of each step's groups that come from the buffer, as far as it has them."""
     max_staleness: PositiveInt = 8
-    """Versions of the weights after which a group is not used again; each push makes one."""
+    """Versions of the weights after which a group is not used again; each weight sync makes one."""
     order: Literal["newest", "uniform"] = "newest"
     """Which of them: the newest ones, or any with the same probability."""

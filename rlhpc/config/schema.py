@@ -62,8 +62,8 @@ class ReshardSection(Section):
     bucket_mib: PositiveInt = 256
     """Most that a rank sends or receives at once, and so the memory it takes besides the weights, on each side."""
     verify: Literal["always", "never"] | PositiveInt = 50
-    """Compare checksums of both sides at the first push and at every so many after it, always or never."""
-    max_engine_gap: PositiveFloat | None = 0.5
+    """Compare checksums of both sides at the first weight sync and at every so many after it, always or never."""
+    max_logprob_diff: PositiveFloat | None = 0.5
     """Mean difference of the engine's log-probs from the trainer's, in a step, that ends the run; null: none does, nor
     with rollout.top_p below 1."""
     share_weights: bool = False

@@ -58,7 +58,7 @@ class OptimizerSection(Section):
     """Added to the root of that mean."""
     weight_decay: NonNegativeFloat = 0.01
     """Decoupled, scaled by the learning rate."""
-    clip_gradient: PositiveFloat = 1.0
+    max_grad_norm: PositiveFloat = 1.0
     """Bound on the global gradient norm."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
     """Shape after the warm-up, down to final_fraction of the rate at the last step."""
@@ -66,7 +66,7 @@ class OptimizerSection(Section):
     """Steps in which the rate rises linearly."""
     final_fraction: Share = 0.0
     """See schedule."""
-    host_fraction: Share = 0.0
+    optimizer_offload_fraction: Share = 0.0
     """AdamW only: this share of the parameters has moments and master weights in host memory; the CPU updates it."""
     function: ImportPath | None = None
     """Your own in place of AdamW, called as function(param_groups, **arguments); see docs/optimizer.md."""
@@ -84,7 +84,7 @@ class ExpertsSection(Section):
     router_dtype: Literal["engine", "float32"] = "engine"
     """Precision of the routers' logits: that of vLLM's kernels for the model family, so that trainer and engine choose
     the same experts, or float32."""
-    replay_routes: bool = False
+    router_replay: bool = False
     """Send each token to the experts that it went to when it was generated (routing replay, arXiv 2510.11370)."""
 
 

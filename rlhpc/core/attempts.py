@@ -44,8 +44,9 @@ Action = Literal["none", "retry", "requeue", "stop"]
 @dataclass(frozen=True)
 class Attempt:
     """One start of the ranks. ``job_id`` is empty for a run on this machine; ``saved_step`` is the newest checkpoint's
-    step then, -1 for none; ``silence_seconds`` without progress are a hang; ranks wait for ``storage_wait_seconds`` for
-    a file system that fails; ``overrides`` (KEY=VALUE) and ``excluded`` nodes are what recovery has changed so far."""
+    step then, -1 for none; ``hang_timeout_seconds`` without progress are a hang; ranks wait for
+    ``storage_wait_seconds`` for a failing file system; ``overrides`` (KEY=VALUE) and ``excluded`` nodes are what
+    recovery has changed so far."""
 
     number: int
     job_id: str
@@ -54,7 +55,7 @@ class Attempt:
     world_size: int
     started: float
     saved_step: int
-    silence_seconds: float = 1800.0
+    hang_timeout_seconds: float = 1800.0
     storage_wait_seconds: float = 300.0
     overrides: tuple[str, ...] = ()
     excluded: tuple[str, ...] = ()

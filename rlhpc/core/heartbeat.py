@@ -89,17 +89,17 @@ def look_seconds(world_size: int) -> float:
     return min(max(0.5, world_size / 1000), 10.0)
 
 
-def write_seconds(world_size: int, silence_seconds: float) -> float:
+def write_seconds(world_size: int, hang_timeout_seconds: float) -> float:
     """How often a rank writes at most: two hundred writes a second of all, and often enough for the watch."""
-    return min(max(1.0, world_size / 200), silence_seconds / 4)
+    return min(max(1.0, world_size / 200), hang_timeout_seconds / 4)
 
 
 class Heartbeat:
     """One rank's. ``start`` it early, before slow imports; threads may ``touch`` it at any rate."""
 
-    def __init__(self, folder: Path, rank: int, *, world_size: int = 1, silence_seconds: float = 1800.0) -> None:
+    def __init__(self, folder: Path, rank: int, *, world_size: int = 1, hang_timeout_seconds: float = 1800.0) -> None:
         self._folder, self._look = folder, look_seconds(world_size)
-        self._period = write_seconds(world_size, silence_seconds)
+        self._period = write_seconds(world_size, hang_timeout_seconds)
         main = threading.main_thread().ident or 0
         self._beat = Beat(rank, socket.gethostname(), ProcessId.own(), main)
         # Count, time, phase, step: replaced as a whole, so that threads need no lock.

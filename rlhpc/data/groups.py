@@ -49,9 +49,9 @@ class Group:
         return tuple(s for s, scored, out in zip(self.samples, self.scored, self.dropped, strict=True) if scored > out)
 
     @property
-    def weights_version(self) -> int:
+    def policy_version(self) -> int:
         """Of the weights that drew its oldest token."""
-        return min(sample.weights_version for sample in self.samples)
+        return min(sample.policy_version for sample in self.samples)
 
     def answers(self, prompt: Prompt) -> bool:
         """The responses are to this prompt."""

@@ -24,10 +24,10 @@ class ReplayBuffer:
         """Keep the groups of a step; those beyond the capacity leave, the oldest first."""
         self.groups = [*self.groups, *groups][-self._section.capacity :]
 
-    def forget_stale(self, weights_version: int) -> None:
+    def forget_stale(self, policy_version: int) -> None:
         """Let go of what today's weights must not learn from any more."""
-        oldest = weights_version - self._section.max_staleness
-        self.groups = [group for group in self.groups if group.weights_version >= oldest]
+        oldest = policy_version - self._section.max_staleness
+        self.groups = [group for group in self.groups if group.policy_version >= oldest]
 
     def draw(self, count: int, seed: int, step: int) -> list[Group]:
         """``count`` different groups, oldest first; they stay in the buffer. The same for the same arguments."""

@@ -51,8 +51,8 @@ def evaluation_metrics(answers: Sequence[Answer], success: float) -> Metrics:
     """Metrics of all answers, and after ``by_set/NAME/`` and ``by_source/NAME/`` those of the named sets and of the
     data sources, where there are several. Every prompt has the same number of answers.
 
-    ``accuracy`` is the mean reward; ``pass@n`` for 1, 2, 4 … and all of a prompt's answers counts those of a reward of
-    at least ``success``, and so does ``maj@k`` of all k of them, where rewards tell answers.
+    ``reward_mean`` is that of all responses; ``pass@n`` for 1, 2, 4 … and all of a prompt's answers counts those of a
+    reward of at least ``success``, and so does ``maj@k`` of all k of them, where rewards tell answers.
     """
     return {
         group + name: value
@@ -79,7 +79,7 @@ def _metrics_of(answers: Sequence[Answer], success: float) -> Metrics:
     count = len(answers) // len(correct)
     mean_reward = sum(answer.reward for answer in answers) / len(answers)
     return {
-        "accuracy": mean_reward,
+        "reward_mean": mean_reward,
         **({f"mean@{count}": mean_reward} if count > 1 else {}),
         **{f"pass@{n}": sum(pass_at(n, c, count) for c in correct.values()) / len(correct) for n in _draws(count)},
         **({f"maj@{count}": sum(map(majority, by_prompt.values())) / len(correct)} if votes else {}),

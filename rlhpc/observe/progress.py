@@ -23,7 +23,7 @@ Record = Mapping[str, Any]
 _SHOWN = (
     ("loss", ("sft",), "loss {:.3f}"),
     ("reward/mean", ("rl",), "reward {:.3f}"),
-    ("validation/accuracy", ("sft", "rl"), "validation {:.1%}"),
+    ("validation/reward_mean", ("sft", "rl"), "validation {:.1%}"),
     ("perf/tokens_per_second", ("sft", "rl"), "{:,.0f} tokens/s"),
 )
 _RECENT_STEPS = 20
@@ -179,7 +179,7 @@ class Display:
     def _update(self, new: Sequence[Record]) -> None:
         for record in filter(is_step, new):
             self._records.append(record)
-            if self._live and number(record.get("validation/accuracy")) is not None:
+            if self._live and number(record.get("validation/reward_mean")) is not None:
                 self._live.console.print(progress_line(self._records), highlight=False)
         line = progress_line(self._records)
         if self._live:

@@ -15,7 +15,7 @@ from rlhpc.observe.evaluation import BY_SET, BY_SOURCE, OVERALL
 from rlhpc.observe.metrics import read_records
 
 WIDTH = 110
-REWARD, ACCURACY, LOSS = "reward/mean", "validation/accuracy", "loss"
+REWARD, VALIDATION, LOSS = "reward/mean", "validation/reward_mean", "loss"
 _PLOT = "reward.png"
 
 
@@ -47,7 +47,7 @@ def _replayed(result: Mapping[str, Any]) -> Any:
     weights = result["weights"]
     source = f"checkpoint {weights['checkpoint']}" if weights["checkpoint"] else "start of the run"
     table.add_row("weights", "", f"{source}: {'the same' if weights['same'] else 'not those of the update'}")
-    for name in ("gradient_norm", "loss"):
+    for name in ("grad_norm", "loss"):
         table.add_row(name, result[name]["recorded"], result[name]["replayed"])
     for name, (recorded, present) in result["versions"].items():
         table.add_row(name, recorded, present)
@@ -68,7 +68,7 @@ def _finding(result: Mapping[str, Any]) -> str:
     """In words, where no sequence is at fault."""
     if result["not_finite"]:
         return "Details"
-    if not math.isfinite(float(result["gradient_norm"]["replayed"])):
+    if not math.isfinite(float(result["grad_norm"]["replayed"])):
         return "Every sequence is finite by itself, the gradient is not: the backward pass overflows. Details"
     return "The gradient is finite with these weights. Details"
 
@@ -128,10 +128,10 @@ def _final_metrics(records: Sequence[Record]) -> Any:
 
 
 def _validations(records: Sequence[Record]) -> Any:
-    table = _table("Validation on held-out prompts", "rl step", "accuracy", "training reward")
+    table = _table("Validation on held-out prompts", "rl step", "mean reward", "training reward")
     for record in records:
-        if ACCURACY in record:
-            table.add_row(str(record["step"]), _number(record[ACCURACY]), _number(record.get(REWARD)))
+        if VALIDATION in record:
+            table.add_row(str(record["step"]), _number(record[VALIDATION]), _number(record.get(REWARD)))
     return table
 
 
@@ -173,7 +173,7 @@ def _number(value: object) -> Any:
 
 
 def _plot(path: Path, records: Sequence[Record]) -> None:
-    """Reward and accuracy over the steps of both phases, the supervised part shaded."""
+    """Training and validation reward over the steps of both phases, the supervised part shaded."""
     # Figure and canvas by hand: pyplot would keep state and look for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -188,8 +188,8 @@ def _plot(path: Path, records: Sequence[Record]) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     axes.plot(*curve(REWARD), color="tab:blue", linewidth=1.2, label="training reward (mean)")
-    axes.plot(*curve(ACCURACY), color="tab:orange", marker="o", markersize=4, label="validation accuracy (held out)")
-    axes.set(xlabel="step (supervised, then RL)", ylabel="reward, accuracy", title="Reward over the run")
+    axes.plot(*curve(VALIDATION), color="tab:orange", marker="o", markersize=4, label="validation reward (held out)")
+    axes.set(xlabel="step (supervised, then RL)", ylabel="reward", title="Reward over the run")
     lowest = min([0.0, *filter(math.isfinite, curve(REWARD)[1])])
     axes.set_ylim(bottom=1.05 * lowest)
     axes.grid(alpha=0.3)

@@ -34,7 +34,7 @@ class _Mapping(mmap.mmap):
             raise UserError(
                 f"CUDA cannot pin {len(self) / _GIB:.2f} GiB of CPU memory (error {int(result)})",
                 where="memory.offload",
-                remedy="offload less (memory.offload, optimizer.host_fraction), or ask for more memory (slurm.memory)",
+                remedy="offload less (memory.offload, optimizer_offload_fraction), or raise slurm.memory",
             )
         self.registered_by = os.getpid()
 

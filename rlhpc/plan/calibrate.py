@@ -22,7 +22,7 @@ from rlhpc.sharding.layout import ParallelLayout
 
 # Of metrics.jsonl, the phases whose seconds each of them has.
 PHASES: Mapping[str, tuple[str, ...]] = {
-    "push": ("push",),
+    "weight_sync": ("weight sync",),
     "rollout": ("rollout",),
     "reward_model": ("reward model",),
     "log_probs": ("log-probs", "reference", "values"),
@@ -117,7 +117,7 @@ def calibrate(
 
     The share of matrix products and the pace of kernels in training, alike, are fitted to updates, and those of passes
     without gradient to these, where they were measured; that of memory and the pace of kernels in decoding, alike, to
-    the rollout; the push's own share to the push.
+    the rollout; the weight sync's own share to the weight sync.
     """
     config = config.model_copy(update={"planning": config.planning.model_copy(update=measured.lengths)})
 
@@ -133,7 +133,7 @@ def calibrate(
         (["update"], _compute),
         (passes, _passing),
         (["rollout"], _decoding),
-        (["push"], _push),
+        (["weight_sync"], _weight_sync),
     ]
     for _ in range(_ROUNDS):  # each changes a little of what the others are fitted to
         for names, change in fits:
@@ -166,17 +166,17 @@ def _compute(base: EfficiencySection, factor: float) -> EfficiencySection:
 
 
 def _passing(base: EfficiencySection, factor: float) -> EfficiencySection:
-    own = {"pass_compute": base.compute, "pass_launch_us": base.launch_us}
+    own = {"forward_compute": base.compute, "forward_launch_us": base.launch_us}
     start = base.model_copy(update={name: value for name, value in own.items() if getattr(base, name) is None})
-    return _scaled(start, factor, ("pass_compute",), ("pass_launch_us",))
+    return _scaled(start, factor, ("forward_compute",), ("forward_launch_us",))
 
 
 def _decoding(base: EfficiencySection, factor: float) -> EfficiencySection:
     return _scaled(base, factor, ("decode",), ("kernel_us", "graph_us"))
 
 
-def _push(base: EfficiencySection, factor: float) -> EfficiencySection:
-    return _scaled(base, factor, ("push",), ())
+def _weight_sync(base: EfficiencySection, factor: float) -> EfficiencySection:
+    return _scaled(base, factor, ("weight_sync",), ())
 
 
 def _scaled(base: EfficiencySection, factor: float, shares: Sequence[str], times: Sequence[str]) -> EfficiencySection:

@@ -170,8 +170,8 @@ def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
             yield f"memory.offload.{kind}", True
     if rollout.kv_cache_gib is None:
         for fraction in (0.5, 0.4, 0.3):
-            if fraction < rollout.gpu_memory_fraction:
-                yield "rollout.gpu_memory_fraction", fraction
+            if fraction < rollout.gpu_memory_utilization:
+                yield "rollout.gpu_memory_utilization", fraction
     least = -(-sequence_tokens(config) // layout.cp)
     tokens = train.tokens_per_microbatch
     while tokens > least:
@@ -182,8 +182,8 @@ def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
     if memory.recompute != "full":
         yield "memory.recompute", "full"
     for share in (0.5, 1.0):
-        if train.optimizer.function is None and share > train.optimizer.host_fraction:
-            yield "train.optimizer.host_fraction", share
+        if train.optimizer.function is None and share > train.optimizer.optimizer_offload_fraction:
+            yield "train.optimizer.optimizer_offload_fraction", share
     for key in ("rollout.tp", "parallel.tp", "parallel.ep", "parallel.pp", "parallel.cp"):
         section, name = key.split(".")
         size = getattr(getattr(config, section), name)

@@ -56,7 +56,7 @@ class Candidate:
             for name in _LAYOUT_KEYS
             if getattr(config.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
         }
-        optimizer = {"host_fraction": config.train.optimizer.host_fraction}
+        optimizer = {"optimizer_offload_fraction": config.train.optimizer.optimizer_offload_fraction}
         memory: dict[str, Any] = {"recompute": config.memory.recompute}
         if config.memory.recompute == "full" and {
             config.memory.recompute_layers,
@@ -95,7 +95,7 @@ def search(
     if not generating:
         raise UserError(
             "no size of the engines leaves room for one response in their cache",
-            where="rollout.gpu_memory_fraction",
+            where="rollout.gpu_memory_utilization",
             remedy="raise it, lower rollout.max_response_tokens, or use more or larger GPUs",
         )
     searching = _Search(config, shape, gpu, efficiency, generating)
@@ -151,7 +151,7 @@ class _Search:
                 continue
             for changed in _variants(self.config, layout, self.shape, self.gpu):
                 variant = _with_engine(changed, tp)
-                kept = changed.train.optimizer.host_fraction, changed.memory.offload
+                kept = changed.train.optimizer.optimizer_offload_fraction, changed.memory.offload
                 if kept not in hosts:  # a host's memory depends on nothing else
                     hosts[kept] = self._suits_host(variant, layout)
                 if not hosts[kept]:
@@ -264,7 +264,7 @@ def _changed(
     config: RunConfig, layout: ParallelLayout, size: int, fraction: float, level: str, offload: OffloadSection
 ) -> RunConfig:
     train = config.train
-    optimizer = train.optimizer.model_copy(update={"host_fraction": fraction})
+    optimizer = train.optimizer.model_copy(update={"optimizer_offload_fraction": fraction})
     return config.model_copy(
         update={
             "parallel": _parallel(config.parallel, layout),
@@ -298,7 +298,7 @@ def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
 
 def _fractions(config: RunConfig) -> list[float]:
     optimizer = config.train.optimizer
-    return sorted({optimizer.host_fraction} | ({0.0, 1.0} if optimizer.function is None else set()))
+    return sorted({optimizer.optimizer_offload_fraction} | ({0.0, 1.0} if optimizer.function is None else set()))
 
 
 def _offloads(config: RunConfig) -> list[OffloadSection]:

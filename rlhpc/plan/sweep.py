@@ -35,8 +35,8 @@ class Point:
 
     @property
     def received(self) -> float:
-        """Bytes that a rank gets in a push."""
-        return self.step.phase("push").sent
+        """Bytes that a rank gets in a weight sync."""
+        return self.step.phase("weight sync").sent
 
     @property
     def sent(self) -> float:
@@ -101,7 +101,7 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     _style(speed, ranks, "tokens a second")
     sizes.plot(ranks, [point.memory.peak / 1e9 for point in points], marker="o", label="memory at most")
     sizes.plot(ranks, [point.sent / 1e9 for point in points], marker="o", label="sent in a step")
-    sizes.plot(ranks, [point.received / 1e9 for point in points], marker="o", label="received in a push")
+    sizes.plot(ranks, [point.received / 1e9 for point in points], marker="o", label="received in a weight sync")
     _style(sizes, ranks, "GB of a rank")
     try:
         figure.savefig(path)

@@ -1,4 +1,4 @@
-"""What a push of weights moves, foretold from the config and the model's config.json alone."""
+"""What a weight sync moves, foretold from the config and the model's config.json alone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.checks.run import check_layout
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
-from rlhpc.reshard.sides import plan_push, push_sides
+from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -72,7 +72,7 @@ class CopyGroup:
 
 
 @dataclass(frozen=True)
-class PushReport:
+class WeightSyncReport:
     """A plan with what a person wants to know of it."""
 
     training: ParallelLayout
@@ -121,16 +121,16 @@ class PushReport:
         return _groups(self.plan.copies, rank, self.itemsize)
 
 
-def report_push(config: RunConfig, rank: int | None = None) -> PushReport:
-    """Plan the push of the most nodes that the config allows; ``rank``: keep its copies."""
+def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSyncReport:
+    """Plan the weight sync of the most nodes that the config allows; ``rank``: keep its copies."""
     shape, ranks_per_node = read_model(config.model.path, config.model.family), config.resources.ranks_per_node
     training = check_layout(config, config.slurm.most_nodes, shape)
     if rank is not None and not 0 <= rank < training.world_size:
         raise UserError(f"no rank {rank}", where="--rank", remedy=f"use 0 to {training.world_size - 1}")
     itemsize, started = ITEMSIZE[config.model.dtype], time.perf_counter()
     engine = EngineLayout(config.rollout.tp, config.rollout.expert_parallel and shape.experts is not None)
-    sides = push_sides(shape, training, engine)
-    plan = plan_push(
+    sides = sync_sides(shape, training, engine)
+    plan = plan_weight_sync(
         sides,
         ranks_per_node=ranks_per_node,
         bucket_bytes=config.reshard.bucket_mib << 20,
@@ -139,10 +139,10 @@ def report_push(config: RunConfig, rank: int | None = None) -> PushReport:
     )
     seconds = time.perf_counter() - started
     least = lower_bound(sides.source, sides.target, itemsize)
-    return PushReport(training, engine, ranks_per_node, itemsize, plan, least, seconds)
+    return WeightSyncReport(training, engine, ranks_per_node, itemsize, plan, least, seconds)
 
 
-def as_json(report: PushReport, bandwidths: Bandwidths, rank: int | None = None) -> dict[str, Any]:
+def as_json(report: WeightSyncReport, bandwidths: Bandwidths, rank: int | None = None) -> dict[str, Any]:
     """The report for programs, bytes and seconds; of ``rank`` every copy."""
     plan, slowest = report.plan, report.slowest(bandwidths)
     document: dict[str, Any] = {

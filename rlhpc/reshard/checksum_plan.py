@@ -1,4 +1,4 @@
-"""What is summed where, so that both sides of a push can be compared however they cut a tensor.
+"""What is summed where, so that both sides of a weight sync can be compared however they cut a tensor.
 
 Made from the two layouts alone: a plan that copies wrongly does not make its own check wrong too.
 """

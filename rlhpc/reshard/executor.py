@@ -58,7 +58,7 @@ class Mover:
         work = self._start(0, read, sent, received) if buckets else None
         self._copy(read, write)
         for bucket in range(buckets):
-            touch("push")
+            touch("weight sync")
             if bucket + 1 < buckets:
                 self._pack(bucket + 1, read, sent)
             work.wait()

@@ -8,7 +8,7 @@ from __future__ import annotations
 from rlhpc.api import RolloutEngine, TrainBackend
 
 
-def push(actor: TrainBackend, engine: RolloutEngine) -> None:
+def sync(actor: TrainBackend, engine: RolloutEngine) -> None:
     """Wake the engine with the actor's weights. Collective over all ranks.
 
     The weights come first and the KV cache after, so that gathered tensors and cache never need memory together; what

@@ -1,4 +1,4 @@
-"""Keeps the engine's weights those of the trainer: plans once, then pushes as often as asked, and checks itself."""
+"""Keeps the engine's weights equal to the trainer's: plans once, syncs when asked, and verifies itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rlhpc.core.errors import ReshardError
 from rlhpc.reshard import gather
 from rlhpc.reshard.checksum_plan import ChecksumPlan, plan_checksums
 from rlhpc.reshard.executor import Mover
-from rlhpc.reshard.sides import PushSides, aliases, plan_push
+from rlhpc.reshard.sides import SyncSides, aliases, plan_weight_sync
 from rlhpc.reshard.verify import differing
 from rlhpc.sharding.shards import Shard
 
@@ -35,7 +35,7 @@ class Job:
 
 
 class ReshardManager:
-    """Pushes the actor's weights into the engine on this rank. All calls are collective over both sides' ranks.
+    """Syncs the actor's weights into the engine on this rank. All calls are collective over both sides' ranks.
 
     A rank of the training side alone has no engine, one of the rollout side alone no actor. As a context the engine is
     awake with the newest weights inside, and sleeps after.
@@ -45,19 +45,19 @@ class ReshardManager:
         self,
         actor: TrainBackend | None,
         engine: RolloutEngine | None,
-        sides: PushSides,
+        sides: SyncSides,
         section: ReshardSection,
         job: Job,
     ) -> None:
-        self.weights_version = 0
+        self.policy_version = 0
         self._actor, self._engine, self._section, self._job = actor, engine, section, job
-        self.sides, self._pushes = sides, 0
+        self.sides, self._weight_syncs = sides, 0
         self._shared: dict[str, Shard] = {}
         if section.method == "gather":
             assert actor is not None, "whole tensors are gathered where both sides are on the same ranks"
             return
         rank = dist.get_rank()
-        self.plan = plan_push(
+        self.plan = plan_weight_sync(
             sides,
             ranks_per_node=job.ranks_per_node,
             bucket_bytes=section.bucket_mib * MIB,
@@ -74,7 +74,7 @@ class ReshardManager:
             self._mover = self._mover.without(frozenset(self._shared))
 
     def __enter__(self) -> RolloutEngine | None:
-        self.push()
+        self.sync()
         return self._engine
 
     def __exit__(
@@ -82,7 +82,7 @@ class ReshardManager:
     ) -> None:
         self.sleep()
 
-    def push(self) -> None:
+    def sync(self) -> None:
         """Wake the engine with the actor's weights; the weights first and the KV cache after.
 
         What only training needs leaves the device before the engine grows, the actor's weights before the cache comes
@@ -90,18 +90,18 @@ class ReshardManager:
         """
         self._refuse_unfinished()
         if self._section.method == "gather":
-            gather.push(self._actor, self._engine)
+            gather.sync(self._actor, self._engine)
         else:
-            self._push_directly()
-        self._pushes += 1
-        self.weights_version += 1
+            self._sync_directly()
+        self._weight_syncs += 1
+        self.policy_version += 1
 
     def sleep(self) -> None:
         """Give the memory of the engine back, weights and cache."""
         if self._engine is not None:
             self._engine.sleep()
 
-    def _push_directly(self) -> None:
+    def _sync_directly(self) -> None:
         if self._actor is not None:
             self._actor.offload(keep_parameters=True)
         if self._engine is not None:
@@ -132,7 +132,7 @@ class ReshardManager:
         wrong = differing(
             self._checksums, self._read, self._written, self._mover.wire_dtype, self._job.device, self._job.group
         )
-        self._raise_together("weights differ after a push", wrong)
+        self._raise_together("weights differ after a weight sync", wrong)
 
     @property
     def shared_parameters(self) -> frozenset[str]:
@@ -142,7 +142,7 @@ class ReshardManager:
     @property
     def _verifies(self) -> bool:
         every = self._section.verify
-        return every == "always" or (isinstance(every, int) and self._pushes % every == 0)
+        return every == "always" or (isinstance(every, int) and self._weight_syncs % every == 0)
 
     def _read(self, shard: Shard) -> Tensor:
         return self._actor.view(shard)
@@ -153,7 +153,7 @@ class ReshardManager:
     def _refuse_unfinished(self) -> None:
         count = self._engine.unfinished if self._engine is not None else 0
         self._raise_together(
-            "weights cannot be pushed beneath requests under way (finish or abort them first)",
+            "weights cannot be synced beneath requests under way (finish or abort them first)",
             [f"{count} requests"] if count else [],
         )
 

@@ -1,4 +1,4 @@
-"""The two sides of a push: the training layout's shards and the engines', by the job's ranks."""
+"""The two sides of a weight sync: the training layout's shards and the engines', by the job's ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhpc.sharding.shards import Box, Shard, megatron_shards
 
 
 @dataclass(frozen=True)
-class PushSides:
+class SyncSides:
     """Which of the job's ranks keeps what. Where training and rollout share ranks, a rank is on both sides."""
 
     source: Side
@@ -25,13 +25,13 @@ class PushSides:
         return sorted({*self.source, *self.target})
 
 
-def push_sides(
+def sync_sides(
     shape: ModelShape,
     training: ParallelLayout,
     engine: EngineLayout,
     training_ranks: Sequence[int] | None = None,
     rollout_ranks: Sequence[int] | None = None,
-) -> PushSides:
+) -> SyncSides:
     """Training on the given ranks (those of ``training`` by default) and engines on blocks of the given ranks.
 
     Without ``rollout_ranks`` the engines are on the ranks of the training side. Ranks of a side that are fewer than
@@ -40,14 +40,14 @@ def push_sides(
     trainers = range(training.world_size) if training_ranks is None else training_ranks
     rollouts = range(training.world_size) if rollout_ranks is None else rollout_ranks
     cuts = [engine_shards(shape, engine, tp_rank) for tp_rank in range(engine.tp)]
-    return PushSides(
+    return SyncSides(
         {rank: megatron_shards(shape, training, place, stacked=True) for place, rank in enumerate(trainers)},
         {rank: cuts[place % engine.tp] for place, rank in enumerate(rollouts)},
     )
 
 
-def plan_push(
-    sides: PushSides, *, ranks_per_node: int, bucket_bytes: int, itemsize: int, rank: int | None = None
+def plan_weight_sync(
+    sides: SyncSides, *, ranks_per_node: int, bucket_bytes: int, itemsize: int, rank: int | None = None
 ) -> ReshardPlan:
     """What moves; ``rank``: keep its copies alone. ``bucket_bytes`` bounds what a rank takes for buffers on each side.
 

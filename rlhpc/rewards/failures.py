@@ -43,7 +43,7 @@ class Failures:
         unfinished = failure.kind in UNFINISHED
         action = self._action(unfinished, built_in)
         what = f"{failure.what} for prompt {prompt_id} of {source!r}, response {text[:_SHOWN]!r}"
-        if action == "fail":
+        if action == "error":
             raise UserError(what, where=where, remedy=_REMEDY_UNFINISHED if unfinished else self._remedy)
         if log and (where, failure.kind) not in self._logged:
             self._logged.add((where, failure.kind))
@@ -56,7 +56,7 @@ class Failures:
         counts, self._counts = dict(self._counts), Counter()
         return counts
 
-    def _action(self, unfinished: bool, built_in: bool) -> Literal["fail", "zero", "drop"]:
+    def _action(self, unfinished: bool, built_in: bool) -> Literal["error", "zero", "drop"]:
         """No response can end a run or leave it by making one of our own functions slow."""
         if not unfinished:
             return self._on_failure

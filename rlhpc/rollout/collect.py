@@ -50,12 +50,12 @@ class Collector:
         engine: RolloutEngine,
         sampling: Sampling,
         judge: Judge | None,
-        weights_version: int,
+        policy_version: int,
         dialogue: Dialogue | None = None,
     ) -> None:
-        """``judge`` on the engine's first rank only; ``weights_version`` is of the weights in the engine."""
+        """``judge`` on the engine's first rank only; ``policy_version`` is of the weights in the engine."""
         self._engine, self._sampling, self._judge = engine, sampling, judge
-        self._version, self._dialogue = weights_version, dialogue
+        self._version, self._dialogue = policy_version, dialogue
         self._requests: dict[int, Task] = {}  # in the engine
         self._asking: dict[int, Task] = {}  # in the dialogue
         self._judged: dict[int, Task] = {}  # with the judge

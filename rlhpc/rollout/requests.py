@@ -68,7 +68,7 @@ def first_samples(prompt_ids: Sequence[int], count: int, before: Counter[int] | 
     return firsts
 
 
-def blank_draft(prompt: Prompt, weights_version: int, group_id: int = 0) -> Sample:
+def blank_draft(prompt: Prompt, policy_version: int, group_id: int = 0) -> Sample:
     """Nothing but the prompt, for weights of a version."""
     return Sample(
         prompt_id=prompt.prompt_id,
@@ -77,7 +77,7 @@ def blank_draft(prompt: Prompt, weights_version: int, group_id: int = 0) -> Samp
         prompt_len=len(prompt.tokens),
         log_probs=np.zeros(0, dtype=np.float32),
         reward=0.0,
-        weights_version=weights_version,
+        policy_version=policy_version,
         truncated=False,
     )
 
@@ -93,7 +93,7 @@ def request_of(task: Task, sampling: Sampling) -> Request:
     )
 
 
-def with_drawn(draft: Sample, completion: Completion, weights_version: int) -> Sample:
+def with_drawn(draft: Sample, completion: Completion, policy_version: int) -> Sample:
     """The draft and what the policy drew after it."""
     routes = completion.routes
     if routes is not None and draft.routes is not None:  # of what was drawn before, the routes of then
@@ -103,7 +103,7 @@ def with_drawn(draft: Sample, completion: Completion, weights_version: int) -> S
         tokens=np.concatenate([draft.tokens, completion.tokens]),
         log_probs=np.concatenate([draft.log_probs, completion.log_probs]),
         chosen=None if draft.chosen is None else np.append(draft.chosen, np.ones(len(completion.tokens), bool)),
-        weights_version=draft.weights_version if draft.response_len else weights_version,
+        policy_version=draft.policy_version if draft.response_len else policy_version,
         truncated=completion.truncated,
         routes=draft.routes if routes is None else routes,
     )

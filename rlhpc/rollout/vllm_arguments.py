@@ -29,7 +29,7 @@ def engine_arguments(
         "load_format": "dummy",
         "dtype": dtype,
         "max_model_len": max_model_len,
-        "max_num_seqs": section.max_running,
+        "max_num_seqs": section.max_num_seqs,
         "tensor_parallel_size": section.tp,
         "enable_expert_parallel": section.expert_parallel and shape.experts is not None,
         "enable_prefix_caching": section.prefix_caching,
@@ -49,11 +49,11 @@ def engine_arguments(
         arguments |= {
             "enable_sleep_mode": True,
             "enforce_eager": not section.cuda_graphs,
-            "gpu_memory_utilization": section.gpu_memory_fraction,
+            "gpu_memory_utilization": section.gpu_memory_utilization,
             "worker_cls": GPU_WORKER,
         }
     else:
-        # Compiling takes half a minute at every start and would keep the packed weights of before a push.
+        # Compiling takes half a minute at every start and would keep the packed weights of before a weight sync.
         arguments |= {"enforce_eager": True, "worker_cls": CPU_WORKER}
     if section.kv_cache_gib is not None or not on_gpu:
         arguments["kv_cache_memory_bytes"] = int((section.kv_cache_gib or 1.0) * GIB)
@@ -85,7 +85,7 @@ def route_arguments(section: RolloutSection) -> dict[str, Any]:
     from vllm import EngineArgs
 
     known = EngineArgs.__dataclass_fields__
-    where, remedy = "train.experts.replay_routes", "set it to false"
+    where, remedy = "train.experts.router_replay", "set it to false"
     if "enable_return_routed_experts" not in known:
         raise UserError("this version of vLLM does not return routes", where=where, remedy=remedy)
     if section.tp > 1:

@@ -157,7 +157,7 @@ class VllmEngine:
 
         On a CPU the tensors lose their memory then: vLLM keeps them packed.
         """
-        self._begin_push()
+        self._begin_sync()
         parameters = self._weights.open()
         zero_padding({name: own for name, own in parameters.items() if name not in self._shared}, self._shards)
         return parameters
@@ -165,24 +165,24 @@ class VllmEngine:
     def close_weights(self) -> None:
         """Renew what vLLM derives from the parameters, and forget the prefixes of the old ones."""
         self._weights.close()
-        self._end_push()
+        self._end_sync()
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
         """Take every weight of the model, whole and by HuggingFace's name, through vLLM's own loader."""
-        self._begin_push()
+        self._begin_sync()
         self._weights.load(tensors)
-        self._end_push()
+        self._end_sync()
 
     def shareable(self) -> frozenset[str]:
         """What vLLM's kernels read as it is: on a CPU all that is not packed; nothing once CUDA graphs are captured."""
         return self._weights.shareable()
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Use ``tensor`` as the parameter from now on; a part of a push, before or after ``open_weights``."""
+        """Use ``tensor`` as the parameter from now on; a part of a weight sync, before or after ``open_weights``."""
         shape = self._weights.shapes[name]
         assert name in self._weights.shareable(), name
         assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)}, not {shape}"
-        self._begin_push()
+        self._begin_sync()
         self._weights.share(name, tensor)
         self._shared.add(name)
 
@@ -250,15 +250,15 @@ class VllmEngine:
     def _refuse_under_way(self) -> None:
         if self.unfinished:
             raise RuntimeError(
-                f"{self.unfinished} requests are under way: finish or abort them before weights are pushed"
+                f"{self.unfinished} requests are under way: finish or abort them before weights are synced"
             )
 
-    def _begin_push(self) -> None:
+    def _begin_sync(self) -> None:
         self._refuse_under_way()
-        assert _WEIGHTS not in self._asleep, "a push before wake_weights()"
+        assert _WEIGHTS not in self._asleep, "a weight sync before wake_weights()"
         self._loaded = False
 
-    def _end_push(self) -> None:
+    def _end_sync(self) -> None:
         assert self._engine.reset_prefix_cache(), "requests still hold cached prefixes of the old weights"
         self._loaded = True
 
@@ -322,7 +322,7 @@ def _build(arguments: dict[str, Any]) -> Any:
         raise UserError(
             f"vLLM refuses: {error}",
             where="rollout",
-            remedy="correct what it names; memory is set by rollout.kv_cache_gib and rollout.gpu_memory_fraction",
+            remedy="correct what it names; memory is set by rollout.kv_cache_gib and rollout.gpu_memory_utilization",
         ) from error
 
 

@@ -45,10 +45,10 @@ class EngineRefused(Exception):
 def claimed_share(section: RolloutSection, memory: EngineMemory, total: int) -> float:
     """Share of the GPU that vLLM requires to be free when it starts (v1/worker/utils.py, request_memory).
 
-    ``rollout.gpu_memory_fraction``, or with ``rollout.kv_cache_gib`` what the engine needs: vLLM does not size the
+    ``rollout.gpu_memory_utilization``, or with ``rollout.kv_cache_gib`` what the engine needs: vLLM does not size the
     cache by the share then, and uses it in no other place.
     """
-    return section.gpu_memory_fraction if section.kv_cache_gib is None else min(1.0, memory.claimed / total)
+    return section.gpu_memory_utilization if section.kv_cache_gib is None else min(1.0, memory.claimed / total)
 
 
 def agree(error: ValueError | None, free: int, total: int) -> None:

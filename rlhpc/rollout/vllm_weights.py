@@ -99,7 +99,7 @@ def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def check_parameters(found: Mapping[str, tuple[int, ...]], shape: ModelShape, layout: EngineLayout) -> None:
-    """Refuse an engine whose parameters are not those that the plan of a push writes."""
+    """Refuse an engine whose parameters are not those that the plan of a weight sync writes."""
     expected = engine_parameters(shape, layout)
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) == expected.get(name):

@@ -23,7 +23,7 @@ from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import engine_group
 from rlhpc.reshard.manager import Job, ReshardManager
-from rlhpc.reshard.sides import push_sides
+from rlhpc.reshard.sides import sync_sides
 from rlhpc.rewards.judge import load_judge
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
@@ -172,11 +172,11 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         end_tokens=tokenizer.end_tokens,
-        routes=config.train.experts.replay_routes,
+        routes=config.train.experts.router_replay,
     )
 
 
 def _manager(config: RunConfig, shape: ModelShape, models: Models, engine: RolloutEngine) -> ReshardManager:
     cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
     job = Job(config.resources.ranks_per_node, getattr(torch, config.model.dtype), device())
-    return ReshardManager(models.actor.model, engine, push_sides(shape, models.layout, cut), config.reshard, job)
+    return ReshardManager(models.actor.model, engine, sync_sides(shape, models.layout, cut), config.reshard, job)

@@ -36,11 +36,11 @@ class Kept:
         """Nothing yet."""
         return cls(replay=ReplayBuffer(section.replay) if section.replay else None)
 
-    def forget_stale(self, weights_version: int, max_staleness: int) -> int:
+    def forget_stale(self, policy_version: int, max_staleness: int) -> int:
         """Let go of groups for the next step whose oldest token is of too old weights; how many they were."""
         groups = {group.number: group for group in (*self.ready, *self.unfinished)}
-        versions = {number: group.weights_version for number, group in groups.items()}
-        fresh, stale = split_stale(versions, weights_version, max_staleness)
+        versions = {number: group.policy_version for number, group in groups.items()}
+        fresh, stale = split_stale(versions, policy_version, max_staleness)
         self.ready = [group for group in self.ready if group.number in fresh]
         self.unfinished = [group for group in self.unfinished if group.number in fresh]
         return len(stale)

@@ -72,7 +72,7 @@ def _answer(run: Run, state: RunState) -> list[Answered]:
     prompts = [prompt for _, prompt in chosen]
     touch("validation", state.step)
     with run.weights:
-        state.weights_version = run.weights.weights_version
+        state.policy_version = run.weights.policy_version
         mine = generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
         samples = exchange_samples(run, [scored.sample for scored in mine])
     return [Answered(*chosen[sample.group_id], sample) for sample in _judged(run, samples)]

@@ -180,7 +180,7 @@ class Loop:
             self._run.actor.reset_optimizer(self._config.train.optimizer)
         self._run.actor.load(saved.folder / "actor")
         if self._run.weights is not None:
-            self._run.weights.weights_version = saved.state.weights_version
+            self._run.weights.policy_version = saved.state.policy_version
         if self._reference_is_ours():
             self._run.reference.load(saved.folder / "reference")
             self._run.reference.offload()

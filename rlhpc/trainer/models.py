@@ -110,7 +110,7 @@ def _judging_model(
 ) -> MegatronBackend:
     """A model with a value head, in groups of its own where it is cut otherwise than the actor."""
     layout = make_layout(parallel, info.world_size)
-    experts = config.train.experts.model_copy(update={"replay_routes": False})
+    experts = config.train.experts.model_copy(update={"router_replay": False})
     groups = Groups(layout) if layout != actor else None
     return MegatronBackend(
         shape.with_value_head, layout, info, config.model.dtype, parallel, optimizer, experts, memory, groups

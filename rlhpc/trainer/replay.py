@@ -56,7 +56,7 @@ def replay(config: RunConfig, context: RankContext) -> None:
             "files": str(config.model.weights or config.model.path),
             "same": digest == record["weights"],
         },
-        "gradient_norm": {"recorded": record["gradient_norm"], "replayed": str(stats.gradient_norm)},
+        "grad_norm": {"recorded": record["grad_norm"], "replayed": str(stats.grad_norm)},
         "loss": {"recorded": record["loss"], "replayed": str(stats.sums["loss"] / record["denominator"])},
         "versions": _changed(record["versions"], facts_of([])),
         "sequences": len(sequences),

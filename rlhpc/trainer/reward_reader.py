@@ -84,11 +84,11 @@ class RewardReader:
     def _fitting(self, tokens: np.ndarray) -> np.ndarray:
         if len(tokens) <= self.most:
             return tokens
-        if self.section.too_long == "fail":
+        if self.section.too_long == "error":
             raise UserError(
                 f"a conversation has {len(tokens)} tokens for the reward model, which reads {self.most}",
                 where="reward.model.max_tokens",
-                remedy="set reward.model.too_long to cut, or lower rollout.max_response_tokens",
+                remedy="set reward.model.too_long to truncate, or lower rollout.max_response_tokens",
             )
         return tokens[-self.most :]
 

@@ -15,7 +15,7 @@ def make_collector(run: Run, state: RunState, temperature: float) -> Collector:
     """Of this rank's engine, which is awake with the actor's weights."""
     section = run.config.rollout
     sampling = Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
-    return Collector(run.engine, sampling, run.judge, state.weights_version, run.tools)
+    return Collector(run.engine, sampling, run.judge, state.policy_version, run.tools)
 
 
 def generate_samples(
@@ -28,7 +28,7 @@ def generate_samples(
     collector = make_collector(run, state, temperature)
     collector.begin(
         [
-            Task(place, index, prompts[place], blank_draft(prompts[place], state.weights_version, place), root)
+            Task(place, index, prompts[place], blank_draft(prompts[place], state.policy_version, place), root)
             for place in share_of(len(prompts), run.num_engines, run.engine_index)
             for index in range(samples_per_prompt)
             for root in [(run.config.seed, state.step, prompts[place].prompt_id, firsts[place] + index)]

@@ -55,7 +55,7 @@ def draw_samples(run: Run, state: RunState) -> Drawn:
     """Generate with the weights in the engine, which is awake. Collective."""
     section, kept = run.config.train, run.kept
     dynamic = section.dynamic_sampling
-    stale = kept.forget_stale(state.weights_version, dynamic.max_staleness) if dynamic else 0
+    stale = kept.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else 0
     replayed = _replayed(run, state)
     collection = _Collection(run, state, section.prompts_per_step - len(replayed))
     outcome = collection.run()
@@ -114,7 +114,7 @@ def _replayed(run: Run, state: RunState) -> list[Group]:
     buffer, section = run.kept.replay, run.config.train.replay
     if buffer is None:
         return []
-    buffer.forget_stale(state.weights_version)
+    buffer.forget_stale(state.policy_version)
     count = replayed_groups(run.config.train.prompts_per_step, section.fraction, len(buffer))
     return buffer.draw(count, run.config.seed, state.step)
 
@@ -189,7 +189,7 @@ class _Collection:
                 "sampling/missing_groups": outcome.short,
             }
         if samples and (self._section is not None or self._run.config.train.replay is not None):
-            ages = [self._state.weights_version - sample.weights_version for sample in samples]
+            ages = [self._state.policy_version - sample.policy_version for sample in samples]
             found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}
         if self._run.config.rollout.tools:
             found |= {"tools/calls": self._calls, "tools/failures": self._failed_calls}
@@ -206,7 +206,7 @@ class _Collection:
         count = self._run.config.rollout.samples_per_prompt
         firsts = first_samples([prompt.prompt_id for prompt in prompts], count, self._seen)
         for number, prompt, first in zip(new, prompts, firsts, strict=True):
-            drafts = (blank_draft(prompt, self._state.weights_version),) * count
+            drafts = (blank_draft(prompt, self._state.policy_version),) * count
             self.groups[number] = Group(number, self._state.step, first, drafts, (False,) * count, (False,) * count)
         self._generated += len(new)
         if len(new) < len(batch):

@@ -112,11 +112,11 @@ class StepPlan:
 
 def check_shortage(section: DynamicSamplingSection, outcome: Outcome, groups: int) -> None:
     """A UserError where a step's batch has to be full and is not."""
-    if outcome.short and section.shortage == "fail":
+    if outcome.short and section.shortage == "error":
         raise UserError(
             f"{outcome.short} of a step's {groups} groups are missing after {outcome.batches} batches of prompts",
             where="train.dynamic_sampling.max_batches",
-            remedy="raise it, take prompts that are neither too easy nor too hard, or set shortage to train_on_less",
+            remedy="raise it, take prompts that are neither too easy nor too hard, or set shortage to warn",
         )
 
 

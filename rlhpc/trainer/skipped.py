@@ -97,7 +97,7 @@ def _report(run: Run, role: Role, state: RunState, update: Update, stats: TrainS
             update.step,
             update.number,
             update.model,
-            stats.gradient_norm,
+            stats.grad_norm,
             kept,
         )
 
@@ -130,7 +130,7 @@ def _record(run: Run, state: RunState, update: Update, stats: TrainStats, weight
         "time": time.time(),
         "attempt": run.context.attempt.number,
         "world_size": run.info.world_size,
-        "gradient_norm": str(stats.gradient_norm),
+        "grad_norm": str(stats.grad_norm),
         "loss": str(stats.sums["loss"] / denominator),
         "denominator": denominator,
         "temperature": update.temperature,

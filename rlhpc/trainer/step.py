@@ -36,7 +36,7 @@ def sft_step(run: Run, state: RunState) -> Metrics:
     metrics = {"learning_rate": rate, "tokens": minibatch.denominator, "skipped_updates": float(not stats.applied)}
     if stats.applied:
         loss = stats.sums["loss"] / minibatch.denominator
-        metrics |= {**stats.gauges, "loss": loss, "gradient_norm": stats.gradient_norm}
+        metrics |= {**stats.gauges, "loss": loss, "grad_norm": stats.grad_norm}
     return metrics
 
 
@@ -44,10 +44,10 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     """One step of RL: generate with the present weights, score, and learn from it."""
     clock = Stopwatch()
     step = state.step + 1
-    touch("push", step)
-    with clock("push"):
-        run.weights.push()
-        state.weights_version = run.weights.weights_version
+    touch("weight sync", step)
+    with clock("weight_sync"):
+        run.weights.sync()
+        state.policy_version = run.weights.policy_version
     touch("rollout", step)
     with clock("rollout"):
         drawn = draw_samples(run, state)
@@ -74,7 +74,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     with clock("update"):
         metrics = update_critic(run, state, samples, values, estimate) if run.critic else {}
         metrics |= update_actor(run, section, state, samples, values, estimate)
-    _check_gap(run, metrics.get("engine_gap_mean", 0.0), step)
+    _check_logprob_diff(run, metrics.get("logprob_diff_mean", 0.0), step)
     if estimate.divergence is not None and math.isfinite(estimate.divergence):
         metrics["kl"] = estimate.divergence
     metrics |= _adapt_coefficient(section, state, metrics, len(samples))
@@ -101,16 +101,16 @@ def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metr
     return {"kl_coefficient": section.kl.coefficient}
 
 
-def _check_gap(run: Run, gap: float, step: int) -> None:
+def _check_logprob_diff(run: Run, difference: float, step: int) -> None:
     """Engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank.
 
     With top_p the engine's are of the distribution that was drawn from, which is another one.
     """
-    limit = run.config.reshard.max_engine_gap if run.config.rollout.top_p == 1 else None
-    if limit is not None and not gap <= limit:
+    limit = run.config.reshard.max_logprob_diff if run.config.rollout.top_p == 1 else None
+    if limit is not None and not difference <= limit:
         raise UserError(
-            f"in step {step} the engine's log-probs differ from the trainer's by {gap:.3g} on average",
-            where="reshard.max_engine_gap",
+            f"in step {step} the engine's log-probs differ from the trainer's by {difference:.3g} on average",
+            where="reshard.max_logprob_diff",
             remedy=f"set reshard.verify to always to see whether it is the weights, or raise the limit of {limit:g}",
         )
 

@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 
 from rlhpc.algo import Algorithm
+from rlhpc.algo.kl import kl_divergence
 from rlhpc.algo.losses import negative_log_likelihood, value_loss
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues, TrainStats
@@ -38,7 +39,7 @@ def update_actor(
     tokens = {name: values[name] for name in names if name in values}
     loss = functools.partial(policy_loss, algorithm=run.algorithm, section=section)
     tokens["advantages"] = estimate.advantages
-    fresh = [sample.weights_version == state.weights_version for sample in samples]
+    fresh = [sample.policy_version == state.policy_version for sample in samples]
     if not all(fresh):  # engine and trainer are compared where both had the same weights
         tokens["fresh"] = [
             np.full(sample.response_len, flag, np.float32) for sample, flag in zip(samples, fresh, strict=True)
@@ -86,7 +87,7 @@ def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
     totals: Metrics = {}
     for stats, denominator in applied:
         means = _means(stats.sums, denominator)
-        for name, value in {**means, **stats.gauges, "gradient_norm": stats.gradient_norm}.items():
+        for name, value in {**means, **stats.gauges, "grad_norm": stats.grad_norm}.items():
             totals[name] = totals.get(name, 0.0) + value / len(applied)
         for name, value in stats.sums.items():
             if name.startswith("max/"):
@@ -123,12 +124,15 @@ def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, sec
     }
     sums = algorithm.loss(tokens, section)
     fresh = batch.extra.get("fresh", batch.mask) * batch.mask
-    gap = (before - batch.extra["engine_log_probs"]).abs() * fresh
+    engine = batch.extra["engine_log_probs"]
+    difference = (before - engine).abs() * fresh
+    mismatch = kl_divergence(engine, before, "k3") * fresh  # the engine sampled, so the mean is over its distribution
     metrics = {name: value.detach() for name, value in sums.items()}
     metrics[_WEIGHT] = batch.loss_weight.sum()
-    metrics["engine_gap_mean"] = (gap * batch.loss_weight).sum()
-    metrics[f"engine_gap_mean/{_WEIGHT}"] = (fresh * batch.loss_weight).sum()
-    metrics["max/engine_gap_max"] = gap.max()
+    compared = (fresh * batch.loss_weight).sum()
+    for name, values in (("logprob_diff_mean", difference), ("mismatch_kl", mismatch)):
+        metrics[name], metrics[f"{name}/{_WEIGHT}"] = (values * batch.loss_weight).sum(), compared
+    metrics["max/logprob_diff_max"] = difference.max()
     return LossSums(sums["loss"], metrics)
 
 

@@ -143,7 +143,7 @@ def test_equal_rewards_teach_nothing_and_better_ones_are_raised(name: str) -> No
 
 def test_ppo_whitens_advantages_and_teaches_its_critic_the_returns() -> None:
     values = torch.tensor([0.5, 0.1, -0.3, 0.2, 0.0, 0.7], dtype=torch.float64)
-    found, section = responses(values=values), AlgorithmSection(name="ppo", discount=0.9, gae_decay=1.0)
+    found, section = responses(values=values), AlgorithmSection(name="ppo", gamma=0.9, gae_lambda=1.0)
     estimate = find_algorithm(section).advantage(found, section)
     ones = torch.ones(6, dtype=torch.float64)
     returns = discounted_returns(found.token_rewards, ones, found.lengths, 0.9)

@@ -10,7 +10,6 @@ import torch
 
 from rlhpc.algo import ALGORITHMS, find_algorithm
 from rlhpc.algo.aggregation import shares
-from rlhpc.algo.correction import importance_weights
 from rlhpc.algo.losses import (
     clipped_surrogate,
     negative_log_likelihood,
@@ -18,7 +17,8 @@ from rlhpc.algo.losses import (
     value_loss,
     weighted_log_likelihood,
 )
-from rlhpc.config.algorithm import AlgorithmSection, CorrectionSection
+from rlhpc.algo.rollout_correction import importance_weights
+from rlhpc.config.algorithm import AlgorithmSection, RolloutCorrectionSection
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.packing import pack
 
@@ -52,7 +52,7 @@ def test_gradients_are_those_of_finite_differences(name: str) -> None:
         dual_clip=2.0,
         entropy_coefficient=0.1,
         kl={"coefficient": 0.2, "placement": "loss"},
-        correction=CorrectionSection(method="truncate", high=1.2),
+        rollout_correction=RolloutCorrectionSection(method="truncate", high=1.2),
     )
     tokens = random_tokens(24, 4)
     inputs = tuple(tokens.pop(key).requires_grad_() for key in ("log_probs", "entropy"))
@@ -107,7 +107,7 @@ def test_the_exponents_of_ratios_are_bounded(difference: float, bounded: list[fl
     old, sequence, wide = (
         now - difference,
         torch.zeros(1, dtype=torch.int64),
-        CorrectionSection(method="truncate", high=1e12),
+        RolloutCorrectionSection(method="truncate", high=1e12),
     )
     advantage = -one if difference > 0 else one  # what the clip does not hold
     ratios = [
@@ -131,9 +131,8 @@ def test_a_loss_does_not_depend_on_how_its_batch_is_divided(name: str, aggregati
         draw = random.Random(seed)
         numbers = np.random.default_rng(seed)
         sizes = [(draw.randint(1, 5), draw.randint(1, 9)) for _ in range(draw.randint(4, 24))]
-        section = AlgorithmSection(
-            name=name, aggregation=aggregation, correction=CorrectionSection(method="mask", level="sequence")
-        )
+        mask = RolloutCorrectionSection(method="mask", level="sequence")
+        section = AlgorithmSection(name=name, aggregation=aggregation, rollout_correction=mask)
         fields = ("log_probs", "old_log_probs", "engine_log_probs", "reference_log_probs", "advantages", "entropy")
         values = [{key: numbers.standard_normal(length) * 0.3 for key in fields} for _, length in sizes]
         lengths = [sum(size) for size in sizes]

@@ -207,7 +207,7 @@ def _update_on_the_cpu_meanwhile(run: _Run) -> dict[str, Any]:
     import torch.distributed as dist
 
     def make() -> Any:
-        return make_actor(run.model, optimizer_section(host_fraction=1.0), dtype="bfloat16")
+        return make_actor(run.model, optimizer_section(optimizer_offload_fraction=1.0), dtype="bfloat16")
 
     actor, folder = make(), run.folder / "on the CPU"
     train(actor, 1)

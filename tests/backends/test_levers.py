@@ -35,7 +35,7 @@ def _compare(model: Path, saved: Path) -> tuple[list[Any], list[Any], list[Any]]
     plain = make_actor(model, optimizer_section(), **AXES)
     expected = [*_steps(plain, 4), digest(plain)]
 
-    memory, section = MemorySection(**LEVERS), optimizer_section(host_fraction=0.5)
+    memory, section = MemorySection(**LEVERS), optimizer_section(optimizer_offload_fraction=0.5)
     actor = make_actor(model, section, memory, **AXES)
     found = _steps(actor, 2)
     saved.mkdir(exist_ok=True)

@@ -26,7 +26,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_five_steps_are_bit_equal_and_so_are_those_after_a_resume(found: dict[str, Any], dtype: str) -> None:
-    """Away as in a run: gradients and optimizer before the weights are pushed, the weights after it."""
+    """Away as in a run: gradients and optimizer before weights are synced, the weights after it."""
     runs = found["runs"][dtype]
     for name in ("all", "half", "gradients"):
         assert runs[name] == runs["kept"], name
@@ -40,8 +40,8 @@ def test_what_is_away_holds_no_memory(found: dict[str, Any], dtype: str) -> None
     assert found["held"][dtype]["all"] == 0
 
 
-def test_weights_that_are_being_pushed_stay(found: dict[str, Any]) -> None:
-    weights, others = found["weights while pushed"], found["others while pushed"]
+def test_weights_that_are_being_synced_stay(found: dict[str, Any]) -> None:
+    weights, others = found["weights while synced"], found["others while synced"]
     assert weights > 0
     assert others == 0
 
@@ -86,8 +86,8 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
         actor.load(folder / dtype)
         runs["resumed"] = [*runs["kept"][:3], *_steps(actor, 2), digest(actor)]
     actor.offload(keep_parameters=True)
-    found["weights while pushed"] = _held(actor, "parameters")
-    found["others while pushed"] = _held(actor, "gradients") + _held(actor, "optimizer")
+    found["weights while synced"] = _held(actor, "parameters")
+    found["others while synced"] = _held(actor, "gradients") + _held(actor, "optimizer")
     found["reference"] = _reference(model, actor)
     return found
 

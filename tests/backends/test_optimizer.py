@@ -131,7 +131,7 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
     losses: dict[str, Any] = {}
     shares: dict[str, float] = {}
     for share in (0.0, 0.4, 1.0):
-        actor = make_actor(model, optimizer_section(host_fraction=share))
+        actor = make_actor(model, optimizer_section(optimizer_offload_fraction=share))
         name = f"host {share}"
         losses[name] = train(actor, 2)
         if share == 0.4:
@@ -139,7 +139,7 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
         losses[name] += train(actor, 2)
         shares[name] = _share_on_host(actor)
     for share in (0.4, 0.0, 1.0):
-        actor = make_actor(model, optimizer_section(host_fraction=share))
+        actor = make_actor(model, optimizer_section(optimizer_offload_fraction=share))
         actor.load(folder / "adamw")
         losses[f"resumed with {share}"] = train(actor, 2)
     found = {"losses": losses, "shares": shares, "decay": _decay(actor), "told": _refusals(model)}
@@ -184,10 +184,10 @@ def _half(model: Path, folder: Path) -> dict[str, Any]:
     losses = {"megatron's": four_updates(make(**classic), theirs)}
     adamw.STAGED = 128  # so that a parameter goes over in several pieces, the last one shorter
     for share in (0.0, 0.4, 1.0):
-        losses[f"host {share}"] = four_updates(make(host_fraction=share), ours.with_suffix(f".{share}"))
-    losses["ours from megatron's"] = resumed(make(host_fraction=1.0), theirs)
+        losses[f"host {share}"] = four_updates(make(optimizer_offload_fraction=share), ours.with_suffix(f".{share}"))
+    losses["ours from megatron's"] = resumed(make(optimizer_offload_fraction=1.0), theirs)
     losses["megatron's from ours"] = resumed(make(**classic), ours.with_suffix(".1.0"))
-    rounded = make(host_fraction=0.4)
+    rounded = make(optimizer_offload_fraction=0.4)
     rounded.load(theirs)
     inner = _inner(rounded)
     for param in (param for group in inner.param_groups for param in group["params"]):

@@ -63,7 +63,7 @@ def _try(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> dict[str,
     for _ in range(2):
         _update(other)
     return {
-        "norm": bad.gradient_norm,
+        "norm": bad.grad_norm,
         "applied": [first.applied, bad.applied, following.applied],
         "changed by the bad one": _differing(before, after),
         "changed by a good one": _differing(before, _state(model)),

@@ -124,7 +124,7 @@ def _critics(folder: Path, saved: Path) -> list[tuple[np.ndarray, ...]]:
             critic.load_pretrained(folder)
         norms = []
         for _ in range(STEPS):
-            norms.append(critic.train(batches, _loss, TOKENS, 1.0, 1e-3).gradient_norm)
+            norms.append(critic.train(batches, _loss, TOKENS, 1.0, 1e-3).grad_norm)
             train(actor)  # takes its turn with the groups in force
         after = _values(critic, batches)
         previous = saved / str(number)
@@ -192,7 +192,7 @@ def _trained_by_torch(folder: Path) -> tuple[np.ndarray, ...]:
         for s in sequences():
             error = (values(s) - torch.sin(s.float()))[:-1].square()
             (0.5 * error.sum() / TOKENS).backward()
-        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), section.clip_gradient)))
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), section.max_grad_norm)))
         optimizer.step()
     after = all_values()
     return before, after, after, np.array(norms)

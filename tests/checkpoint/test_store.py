@@ -45,9 +45,9 @@ def _write(text: str):
 def test_the_newest_comes_back_with_its_state_and_old_ones_go(tmp_path: Path) -> None:
     store = CheckpointStore(_begin(tmp_path), keep=2)
     for step in (1, 2, 3):
-        store.save(RunState(sft_step=10, step=step, prompt_cursor=step * 8, weights_version=step), _write(f"at {step}"))
+        store.save(RunState(sft_step=10, step=step, prompt_cursor=step * 8, policy_version=step), _write(f"at {step}"))
     saved = store.latest()
-    assert saved.state == RunState(sft_step=10, step=3, prompt_cursor=24, weights_version=3)
+    assert saved.state == RunState(sft_step=10, step=3, prompt_cursor=24, policy_version=3)
     assert (saved.folder / "weights").read_text() == "at 3"
     assert _names(tmp_path) == ["step-00000012", "step-00000013"]
 

@@ -161,7 +161,7 @@ def test_a_named_gpu_brings_the_time_of_a_step(tiny: str) -> None:
     assert re.search(
         r"^time +\S+ \S+ a step on 8 x h200, [\d,]+ tokens/s, MFU of updates 0\.\d\d; most of it", text, re.M
     )
-    for phase in ("push", "rollout", "reference", "update"):
+    for phase in ("weight sync", "rollout", "reference", "update"):
         assert re.search(rf"^{phase} +[\d.]+ \S+ +\d+%", text, re.M)
     assert "forward and backward" in text  # the memory of each phase
 
@@ -238,7 +238,7 @@ def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
         "rollout/completion_tokens": 300.0 * 640,
         "perf/tokens_per_second": 430.0 * 640 / 50,
         "perf/step_seconds": 50.0,
-        "perf/push_seconds": 1.0,
+        "perf/weight_sync_seconds": 1.0,
         "perf/rollout_seconds": 20.0,
         "perf/log_probs_seconds": 4.0,
         "perf/update_seconds": 10.0,
@@ -255,7 +255,7 @@ def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
     site.write_text(yaml12.dump({"efficiency": efficiency}))
     phases = json.loads(plan(READY, fewer, f"planning.gpus_file={site}", "--json"))["time"]["phases"]
     assert phases["rollout"]["seconds"] == pytest.approx(20, rel=0.02)
-    assert phases["push"]["seconds"] == pytest.approx(1, rel=0.02)
+    assert phases["weight sync"]["seconds"] == pytest.approx(1, rel=0.02)
 
 
 def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -> None:

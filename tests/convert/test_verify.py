@@ -173,7 +173,7 @@ def test_a_field_that_changes_the_function_alone_is_named(
     assert "'routed_scaling_factor' is 2.5 in the one, 1.0 in the other" in fault
 
 
-def test_checksums_add_up_and_are_those_of_the_push() -> None:
+def test_checksums_add_up_and_are_those_of_the_weight_sync() -> None:
     import torch
 
     from rlhpc.reshard.checksum import checksum as of_torch

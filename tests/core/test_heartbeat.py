@@ -30,7 +30,7 @@ from tests.helpers.waiting import until
 
 @pytest.fixture
 def beat(tmp_path):
-    started = Heartbeat(tmp_path / "heartbeats", 3, silence_seconds=4.0).start()
+    started = Heartbeat(tmp_path / "heartbeats", 3, hang_timeout_seconds=4.0).start()
     yield started
     if heartbeat._current is not None:
         started.stop()

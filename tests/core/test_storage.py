@@ -212,7 +212,7 @@ def test_an_attempt_begins_whole(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 def test_a_heartbeat_is_written_when_its_file_can_be_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The last progress before a long call must not be lost; the errors are the kernel's."""
-    beat = Heartbeat(tmp_path, 0, silence_seconds=1.0).start()
+    beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0).start()
     write, errors = beat._write, []
 
     def watched() -> None:
@@ -239,7 +239,7 @@ def test_a_heartbeat_is_written_when_its_file_can_be_again(monkeypatch: pytest.M
 
 def test_a_rank_starts_and_ends_though_its_heartbeat_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "heartbeats").symlink_to("/proc/self/mem")  # ENOTDIR at first
-    beat = Heartbeat(tmp_path / "heartbeats", 0, silence_seconds=1.0).start()
+    beat = Heartbeat(tmp_path / "heartbeats", 0, hang_timeout_seconds=1.0).start()
     (tmp_path / "heartbeats").unlink()
     until(lambda: read_beat(tmp_path / "heartbeats", 0))
     dump_file(tmp_path / "heartbeats").write_text("request-1\n")
@@ -251,7 +251,7 @@ def test_a_rank_starts_and_ends_though_its_heartbeat_cannot_be_written(tmp_path:
 
 
 def test_a_wait_for_storage_is_progress(tmp_path: Path) -> None:
-    beat = Heartbeat(tmp_path, 0, silence_seconds=1.0).start()
+    beat = Heartbeat(tmp_path, 0, hang_timeout_seconds=1.0).start()
     try:
         patiently(failing(3, errno.EIO))
         until(lambda: read_beat(tmp_path, 0).phase == "waiting for storage")

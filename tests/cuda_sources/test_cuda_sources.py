@@ -124,7 +124,7 @@ def test_both_steps_of_waking_reach_the_workers(facts: dict[str, Any]) -> None:
 
 
 def test_an_engine_wants_its_share_of_memory_free_even_if_the_cache_s_size_is_given(facts: dict[str, Any]) -> None:
-    """``rollout.gpu_memory_fraction`` of the device, or vLLM raises ValueError."""
+    """``rollout.gpu_memory_utilization`` of the device, or vLLM raises ValueError."""
     for given in ("given", "not given"):
         assert facts["memory"][f"89 GiB free, cache {given}"] == "ValueError"
         assert facts["memory"][f"91 GiB free, cache {given}"] == "ok"

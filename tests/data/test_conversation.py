@@ -32,7 +32,7 @@ def make_sample(*parts: tuple[int, ...], told: bool | None) -> Sample:
         prompt_len=2,
         log_probs=np.zeros(len(response), np.float32),
         reward=0.0,
-        weights_version=0,
+        policy_version=0,
         truncated=False,
         chosen=None if told is None else np.array(chosen) & told,
     )

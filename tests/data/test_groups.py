@@ -21,7 +21,7 @@ def make_sample(version: int = 3, **changes) -> Sample:
         "prompt_len": 2,
         "log_probs": np.array([-0.1, -1 / 3], np.float32),
         "reward": 0.1 + 0.2,
-        "weights_version": version,
+        "policy_version": version,
         "truncated": False,
     }
     return Sample(**{**options, **changes})
@@ -74,7 +74,7 @@ def test_what_a_group_says_of_its_samples():
     assert (first.samples, first.scored, first.dropped) == ((better, group.samples[1]), (False,) * 2, (False,) * 2)
     assert done.finished
     assert done.usable == group.samples[:1]
-    assert done.weights_version == 3
+    assert done.policy_version == 3
 
 
 def test_of_truncated_responses_nothing_is_learnt_if_so_asked():

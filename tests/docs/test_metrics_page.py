@@ -25,7 +25,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
             "name": "ppo",
             "kl": {"target": 0.1, "placement": "loss"},
             "dual_clip": 3.0,
-            "correction": {"method": "truncate"},
+            "rollout_correction": {"method": "truncate"},
         },
         reward={"function": "my_reward:score", "arguments": {"last_digit": 0.2}},
     )

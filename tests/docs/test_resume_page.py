@@ -37,7 +37,7 @@ def test_a_finished_run_goes_on_in_another_layout_for_more_steps(tmp_path: Path)
     # The policy is one small update farther from the warmed-up model: neither of them is lost.
     assert before["kl"] > 0.005
     assert before["kl"] < after["kl"] < 6 * before["kl"] < 0.2
-    assert after["engine_gap_max"] < 1e-4
+    assert after["logprob_diff_max"] < 1e-4
 
     code, output = run(tmp_path / "run" / "config.yaml", "--resume", "sft.steps=5", "train.steps=4")
     assert code == 2, output

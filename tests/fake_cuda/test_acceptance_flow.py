@@ -206,7 +206,7 @@ def test_steps_of_a_known_gpu_are_held_to_the_plan(
     found = figures(results)
     assert not missed(results)
     assert not skipped(results)
-    assert (config.model.dtype, config.rollout.gpu_memory_fraction) == ("bfloat16", grpo.LARGE["1.5b"].engine_share)
+    assert (config.model.dtype, config.rollout.gpu_memory_utilization) == ("bfloat16", grpo.LARGE["1.5b"].engine_share)
     assert config.rollout.kv_cache_gib is None
     assert found["layers"].value == 28
     memory, seconds = found["memory: error of the plan's peak"], found["time: error of the plan"]

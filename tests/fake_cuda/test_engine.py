@@ -121,7 +121,7 @@ def _look(models: Path) -> dict[str, Any]:
 
     path, other = models / "qwen2" / "a", models / "qwen2" / "b"
     plain = engines.build(path)
-    engines.push(plain, path)
+    engines.sync(plain, path)
     one: dict[str, Any] = {"cpu": engines.greedy(plain)}
     plain.shutdown()
     found: dict[str, Any] = {"written": one, "shared": {}, "asked of vLLM": _asked(models / "qwen3moe" / "a")}
@@ -129,7 +129,7 @@ def _look(models: Path) -> dict[str, Any]:
         state = torch.cuda.get_rng_state()
         engine = engines.build(path, cuda_graphs=False)
         found["device rng"] = bool(torch.equal(torch.cuda.get_rng_state(), state))
-        engines.push(engine, path)
+        engines.sync(engine, path)
         one["loaded"] = engines.greedy(engine)
         addresses = {name: tensor.data_ptr() for name, tensor in engine.open_weights().items()}
         engine.close_weights()
@@ -146,7 +146,7 @@ def _look(models: Path) -> dict[str, Any]:
         found["routes"] = _routes()
         engine.shutdown()
     latent = engines.build(models / "dsv3" / "a")
-    engines.push(latent, models / "dsv3" / "a")
+    engines.sync(latent, models / "dsv3" / "a")
     found["latent"] = _latent(latent)
     return found
 
@@ -157,7 +157,7 @@ class _Started(Exception):
 
 def _asked(path: Path) -> dict[str, Any]:
     """The arguments that vLLM would get for a model with experts."""
-    section = {"routes": True, "kv_cache_gib": None, "gpu_memory_fraction": 0.4}
+    section = {"routes": True, "kv_cache_gib": None, "gpu_memory_utilization": 0.4}
     with FakeCuda(), mock.patch.object(vllm_engine, "_build", side_effect=_Started) as build:
         with pytest.raises(_Started):
             engines.build(path, **section)

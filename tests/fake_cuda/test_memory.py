@@ -21,7 +21,7 @@ from rlhpc.parallel.compat import device, megatron_device
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.parallel.groups import join, leave
 from rlhpc.reshard.executor import Mover
-from rlhpc.reshard.sides import plan_push, push_sides
+from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Shard
@@ -124,7 +124,7 @@ def _updated(on: str, dtype: torch.dtype, share: float, check: Any = None) -> li
     generator = torch.Generator().manual_seed(4)
     params = [torch.randn(size, generator=generator).to(dtype).to(on).requires_grad_() for size in (200, 150, 250)]
     optimizer = AdamW([{"params": params, "weight_decay": 0.1}], lr=1e-2)
-    optimizer.host_fraction = share
+    optimizer.optimizer_offload_fraction = share
     optimizer.begin()
     for _ in range(3):
         for param in params:
@@ -156,8 +156,8 @@ def test_the_engine_s_views_are_made_once_on_a_gpu(joined: None) -> None:
         with FakeCuda() as cuda:
             join(RankInfo(rank=0, world_size=1, local_rank=0, node="a", master_addr="127.0.0.1", master_port=0))
             shape = shape_of_kind("qwen2")
-            sides = push_sides(shape, ParallelLayout(1), EngineLayout(1))
-            plan = plan_push(sides, ranks_per_node=1, bucket_bytes=1 << 16, itemsize=4, rank=0)
+            sides = sync_sides(shape, ParallelLayout(1), EngineLayout(1))
+            plan = plan_weight_sync(sides, ranks_per_node=1, bucket_bytes=1 << 16, itemsize=4, rank=0)
             source, target = Parameters(sides.source[0], True), Parameters(sides.target[0], False)
             if on == "cuda":
                 for side in (source, target):

@@ -45,7 +45,7 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
 
     join(RankInfo.from_environ())
     found: dict[str, Any] = {}
-    actor = make_actor(model, optimizer_section(host_fraction=1.0), dtype="bfloat16")
+    actor = make_actor(model, optimizer_section(optimizer_offload_fraction=1.0), dtype="bfloat16")
     found["host"] = train(actor, 4)
     (inner,) = inner_optimizers(actor._optimizer)
     own = [value for state in inner.state.values() for value in state.values()]
@@ -72,20 +72,20 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("host_fraction", [0.0, 1.0])
-def test_none_of_later_updates_is_in_a_checkpoint_written_meanwhile(tmp_path: Path, host_fraction: float) -> None:
+@pytest.mark.parametrize("fraction", [0.0, 1.0])
+def test_none_of_later_updates_is_in_a_checkpoint_written_meanwhile(tmp_path: Path, fraction: float) -> None:
     """The writer is stopped while state in pinned memory changes and freed pinned memory is used again."""
     model = make_model(tmp_path / "model", "qwen3", hidden_size=512, intermediate_size=2048)
-    (found,) = run_ranks(_save_meanwhile, 1, model, tmp_path / "saved", host_fraction, join=False)
+    (found,) = run_ranks(_save_meanwhile, 1, model, tmp_path / "saved", fraction, join=False)
     assert found["resumed"] == found["straight"]
 
 
-def _save_meanwhile(model: Path, saved: Path, host_fraction: float) -> dict[str, Any]:
+def _save_meanwhile(model: Path, saved: Path, fraction: float) -> dict[str, Any]:
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import join
 
     join(RankInfo.from_environ())
-    actor = make_actor(model, optimizer_section(host_fraction=host_fraction), dtype="bfloat16")
+    actor = make_actor(model, optimizer_section(optimizer_offload_fraction=fraction), dtype="bfloat16")
     train(actor, 1)
     sizes = [tensor.nbytes for _, tensor in actor.full_tensors()]
     saved.mkdir()
@@ -99,7 +99,7 @@ def _save_meanwhile(model: Path, saved: Path, host_fraction: float) -> dict[str,
     os.kill(writer, signal.SIGCONT)
     share.finish()
     del garbage
-    actor = make_actor(model, optimizer_section(host_fraction=host_fraction), dtype="bfloat16")
+    actor = make_actor(model, optimizer_section(optimizer_offload_fraction=fraction), dtype="bfloat16")
     actor.load(saved)
     return {"straight": straight, "resumed": [*train(actor, 2), digest(actor)]}
 
@@ -153,7 +153,7 @@ def _share(model: Path) -> dict[str, Any]:
         return torch.cuda.mem_get_info()[0]
 
     engine = engines.build(model, cuda_graphs=False, kv_cache_gib=0.25)
-    engines.push(engine, model)
+    engines.sync(engine, model)
     loaded = engines.greedy(engine)
     engine.sleep()
     engine.wake_weights()

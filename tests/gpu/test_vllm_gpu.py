@@ -37,23 +37,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def push_twice(a: Path, b: Path) -> list[engines.Result]:
+def sync_twice(a: Path, b: Path) -> list[engines.Result]:
     engine = engines.build(a)
-    engines.push(engine, a)
+    engines.sync(engine, a)
     first = engines.greedy(engine)
     engine.sleep()
-    engines.push(engine, b)
+    engines.sync(engine, b)
     second = engines.greedy(engine)
     assert [tokens for tokens, _ in first] != [tokens for tokens, _ in second]
     return second
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pushed_weights_equal_a_fresh_load_from_disk(models: Path, family: str) -> None:
+def test_synced_weights_equal_a_fresh_load_from_disk(models: Path, family: str) -> None:
     a, b = models / family / "a", models / family / "b"
-    (pushed,) = run_ranks(push_twice, 1, a, b, join=False, environ=COMPILED)
+    (synced,) = run_ranks(sync_twice, 1, a, b, join=False, environ=COMPILED)
     (stock,) = run_ranks(engines.stock_greedy, 1, b, 1, join=False, environ=COMPILED)
-    for (tokens, log_probs), (stock_tokens, stock_log_probs) in zip(pushed, stock, strict=True):
+    for (tokens, log_probs), (stock_tokens, stock_log_probs) in zip(synced, stock, strict=True):
         assert tokens == stock_tokens
         np.testing.assert_allclose(log_probs, stock_log_probs, atol=1e-3)
 
@@ -73,7 +73,7 @@ def sleep_and_wake(path: Path) -> dict[str, Any]:
     before = engines.greedy(engine)
     for _ in range(3):
         engine.sleep()
-        engines.push(engine, path)
+        engines.sync(engine, path)
     found["same"] = engines.greedy(engine) == before
     engine.sleep()
     found["asleep again"] = free()
@@ -91,7 +91,7 @@ def test_memory_is_given_back_and_taken_in_stages(models: Path) -> None:
 
 def seeded(path: Path) -> list[list[engines.Result]]:
     engine = engines.build(path)
-    engines.push(engine, path)
+    engines.sync(engine, path)
     requests = [Request(engines.PROMPTS[i % 3], seed=2**40 + i, max_tokens=30, temperature=1.0) for i in range(8)]
     return [engines.results(engine.generate(requests)), engines.results(engine.generate(requests[::-1])[::-1])]
 
@@ -107,7 +107,7 @@ def test_a_seed_gives_the_same_tokens_in_another_order(models: Path) -> None:
 def resume(path: Path) -> list[list[list[int]]]:
     """Of each request the tokens without an interruption, those before an abort, and those after it."""
     engine = engines.build(path)
-    engines.push(engine, path)
+    engines.sync(engine, path)
     requests = [Request(engines.PROMPTS[i % 3], seed=2**40 + i, max_tokens=60, temperature=1.0) for i in range(8)]
     whole = engine.generate(requests)
     for key, request in enumerate(requests):
@@ -149,7 +149,7 @@ def write_in_place(a: Path, b: Path) -> dict[str, Any]:
     second = engines.greedy(engine)
     engine.sleep()
     found["addresses"] = addresses() == before
-    engines.push(engine, b)
+    engines.sync(engine, b)
     found["same"] = second == engines.greedy(engine) != first
     return found
 
@@ -165,7 +165,7 @@ def test_weights_written_in_place_equal_loaded_ones(models: Path, family: str) -
 
 def share_everything(path: Path) -> dict[str, Any]:
     engine = engines.build(path, cuda_graphs=False)
-    engines.push(engine, path)
+    engines.sync(engine, path)
     loaded = engines.greedy(engine)
     engine.sleep()
     engine.wake_weights()

@@ -1,4 +1,4 @@
-"""Both sides of a push as plain tensors: a trainer's and an engine's parameters without Megatron and vLLM."""
+"""Both sides of a weight sync as plain tensors: a trainer's and an engine's parameters without Megatron and vLLM."""
 
 from __future__ import annotations
 

@@ -57,17 +57,14 @@ class Distance:
 
     logits: float  # absolute
     loss: float  # relative
-    gradient_norm: float  # relative
+    grad_norm: float  # relative
     gradient: float  # of a tensor's largest element, after clipping
     weight: float  # absolute, after the last step
 
     @property
     def is_small(self) -> bool:
         return (
-            self.logits < 1e-5
-            and self.loss < 1e-5
-            and max(self.gradient_norm, self.gradient) < 1e-4
-            and self.weight < 1e-5
+            self.logits < 1e-5 and self.loss < 1e-5 and max(self.grad_norm, self.gradient) < 1e-4 and self.weight < 1e-5
         )
 
 
@@ -97,7 +94,7 @@ def make_reference(folder: Path, kind: str) -> Path:
             loss = loss - log_probs.gather(-1, s[1:, None]).sum()
         loss = loss / TOKENS
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(params, options.clip_gradient)
+        norm = torch.nn.utils.clip_grad_norm_(params, options.max_grad_norm)
         if step == 0:
             save_gradients(model, folder / "gradients")
         adamw.step()

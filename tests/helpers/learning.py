@@ -29,7 +29,7 @@ def make_samples(step: int) -> list[Any]:
                 prompt_len=prompt,
                 log_probs=-rng.random(response).astype(np.float32),
                 reward=float(rng.random()),
-                weights_version=step,
+                policy_version=step,
                 truncated=False,
                 chosen=chosen,
             )

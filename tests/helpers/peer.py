@@ -16,12 +16,12 @@ import torch
 from rlhpc.algo import Estimate, Responses, find_algorithm
 from rlhpc.algo.advantages import generalised, group_relative, whiten
 from rlhpc.algo.aggregation import shares
-from rlhpc.algo.correction import importance_weights
 from rlhpc.algo.kl import adapted_coefficient, kl_divergence
 from rlhpc.algo.losses import policy_gradient, value_loss
 from rlhpc.algo.objective import objective
 from rlhpc.algo.ragged import owners
-from rlhpc.config.algorithm import AlgorithmSection, CorrectionSection, KLSection
+from rlhpc.algo.rollout_correction import importance_weights
+from rlhpc.config.algorithm import AlgorithmSection, KLSection, RolloutCorrectionSection
 
 Arrays = dict[str, np.ndarray]
 
@@ -36,7 +36,7 @@ SEQUENCE_BOUNDS = {"clip_low": 0.02, "clip_high": 0.03}
 WEIGHT_BOUNDS = {"clip_low": 0.9, "clip_high": 0.5}
 AGGREGATIONS = ("token-mean", "sequence-mean", "constant")
 CORRECTIONS = {
-    f"{method}/{level}": CorrectionSection(method=method, level=level, low=0.5, high=1.5)
+    f"{method}/{level}": RolloutCorrectionSection(method=method, level=level, low=0.5, high=1.5)
     for method in ("truncate", "mask")
     for level in ("token", "sequence")
 }
@@ -160,7 +160,7 @@ def _advantages(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         "advantage/reinforce_plus_plus_baseline": named("reinforce_plus_plus_baseline"),
     }
     for discount in DISCOUNTS:
-        results[f"advantage/reinforce_plus_plus/{discount}"] = named("reinforce_plus_plus", discount=discount)
+        results[f"advantage/reinforce_plus_plus/{discount}"] = named("reinforce_plus_plus", gamma=discount)
     for discount, decay in GAE:
         estimate: Estimate = generalised(responses.token_rewards, t["values"], t["mask"], t["lengths"], discount, decay)
         results[f"advantage/gae/{discount}/{decay}"] = whiten(estimate.advantages, t["mask"])
@@ -220,5 +220,5 @@ def policy_losses() -> dict[str, Callable[[dict[str, torch.Tensor]], torch.Tenso
         "with_kl_and_entropy": of(
             "grpo", **BOUNDS, entropy_coefficient=0.01, kl={"coefficient": KL_COEFFICIENT, "estimator": "k3"}
         ),
-        **{f"clipped/{name}": of("grpo", **BOUNDS, correction=section) for name, section in CORRECTIONS.items()},
+        **{f"clipped/{name}": of("grpo", **BOUNDS, rollout_correction=own) for name, own in CORRECTIONS.items()},
     }

@@ -118,7 +118,7 @@ def _terms(p: Padded) -> peer.Arrays:
     return {**results, "kl/adapted": np.array(controller.value)}
 
 
-def _weights(p: Padded, section: peer.CorrectionSection) -> torch.Tensor:
+def _weights(p: Padded, section: peer.RolloutCorrectionSection) -> torch.Tensor:
     threshold = section.high if section.method == "truncate" else f"{section.low}_{section.high}"
     log_ratio = p("old_log_probs") - p("engine_log_probs")
     return compute_rollout_correction_weights(log_ratio, p.mask, section.level, threshold)[0]

@@ -29,7 +29,7 @@ class StateCase:
     kind: str
     axes: tuple[tuple[str, int], ...] = ()
     dtype: str = "bfloat16"
-    host_fraction: float = 0.0
+    optimizer_offload_fraction: float = 0.0
     trained: bool = True
     critic: bool = False
     bucket: int | None = None
@@ -38,7 +38,9 @@ class StateCase:
         axes = " ".join(f"{name}={size}" for name, size in self.axes)
         more = [name for name in ("trained", "critic") if getattr(self, name)]
         bucket = f"bucket={self.bucket}" if self.bucket else ""
-        return " ".join(filter(None, [self.kind, axes, self.dtype, f"host={self.host_fraction}", *more, bucket]))
+        return " ".join(
+            filter(None, [self.kind, axes, self.dtype, f"cpu={self.optimizer_offload_fraction}", *more, bucket])
+        )
 
 
 def compare(folders: dict[str, Path], cases: Sequence[StateCase]) -> list[tuple[dict[str, int], dict[str, int]]]:
@@ -65,7 +67,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     shape = shape.with_value_head if case.critic else shape
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
-    optimizer = optimizer_section(host_fraction=case.host_fraction) if case.trained else None
+    optimizer = optimizer_section(optimizer_offload_fraction=case.optimizer_offload_fraction) if case.trained else None
     distribute = backend.distribute
     if case.bucket is not None:
         backend.distribute = functools.partial(distribute, bucket=case.bucket)
@@ -80,7 +82,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
         info.rank,
         case.dtype,
         trained=case.trained,
-        host_fraction=case.host_fraction,
+        optimizer_offload_fraction=case.optimizer_offload_fraction,
         bucket=case.bucket,
     )
     measured = measure(model)
@@ -155,7 +157,7 @@ def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = 
             kind,
             tuple((axis, size) for axis, size in axes.items() if size > 1),
             dtype=draw.choice(["float32", "bfloat16", "bfloat16"]),
-            host_fraction=draw.choice([0.0, 0.0, 0.4, 1.0]),
+            optimizer_offload_fraction=draw.choice([0.0, 0.0, 0.4, 1.0]),
             trained=draw.random() > 0.1,
             critic=draw.random() < 0.2,
             bucket=draw.choice([None, None, 1, 20000]),

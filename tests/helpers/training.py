@@ -41,7 +41,7 @@ def optimizer_section(**changes: Any) -> Any:
     from rlhpc.config.schema import OptimizerSection
 
     return OptimizerSection(
-        **{"learning_rate": 1e-3, "weight_decay": 0.1, "clip_gradient": 0.5, "epsilon": 1e-5, **changes}
+        **{"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "epsilon": 1e-5, **changes}
     )
 
 
@@ -80,7 +80,7 @@ def update(backend: Any) -> Any:
 def train(backend: Any, steps: int = 1) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each update."""
     stats = [update(backend) for _ in range(steps)]
-    return [(s.sums["loss"] / TOKENS, s.gradient_norm) for s in stats]
+    return [(s.sums["loss"] / TOKENS, s.grad_norm) for s in stats]
 
 
 def digest(backend: Any) -> str:

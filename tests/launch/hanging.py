@@ -115,7 +115,7 @@ def line_up(folder: Path, info: RankInfo) -> None:
 
 def main(folder: Path, scenario: str) -> None:
     info = RankInfo.from_environ()
-    beat = Heartbeat(folder, info.rank, world_size=info.world_size, silence_seconds=SILENCE).start()
+    beat = Heartbeat(folder, info.rank, world_size=info.world_size, hang_timeout_seconds=SILENCE).start()
     import torch
     import torch.distributed as dist
 

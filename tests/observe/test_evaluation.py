@@ -36,7 +36,7 @@ def test_metrics_are_means_over_prompts_of_what_each_one_has(seed: int):
     rewards = {prompt: [draw.choice([0.0, 0.4, 1.0]) for _ in range(count)] for prompt in range(prompts)}
     metrics = evaluation_metrics([answer(p, r) for p, given in rewards.items() for r in given], success=0.5)
     flat = [reward for given in rewards.values() for reward in given]
-    assert metrics["accuracy"] == metrics[f"mean@{count}"] == pytest.approx(sum(flat) / len(flat))
+    assert metrics["reward_mean"] == metrics[f"mean@{count}"] == pytest.approx(sum(flat) / len(flat))
     assert metrics["pass@1"] == pytest.approx(sum(reward >= 0.5 for reward in flat) / len(flat))
     assert metrics[f"pass@{count}"] == sum(max(given) >= 0.5 for given in rewards.values()) / prompts
     assert {name for name in metrics if name.startswith("pass@")} == {
@@ -65,7 +65,7 @@ def test_majorities_are_counted_where_rewards_tell_answers():
 def test_one_answer_each_has_no_mean_of_several():
     metrics = evaluation_metrics([answer(0, 1.0, length=2, truncated=True), answer(1, 0.0, length=5)], success=1.0)
     assert metrics == {
-        "accuracy": 0.5,
+        "reward_mean": 0.5,
         "pass@1": 0.5,
         "response_length": 3.5,
         "truncated_fraction": 0.5,
@@ -80,9 +80,9 @@ def test_named_sets_and_sources_have_metrics_of_their_own():
         answer(3, 0.0),
     ]
     metrics = evaluation_metrics(answers, success=1.0)
-    assert {name: value for name, value in metrics.items() if name.endswith("accuracy")} == {
-        "accuracy": 0.25,
-        "by_set/easy/accuracy": 0.5,
-        "by_source/a/accuracy": pytest.approx(1 / 3),
-        "by_source/b/c/accuracy": 0.0,
+    assert {name: value for name, value in metrics.items() if name.endswith("reward_mean")} == {
+        "reward_mean": 0.25,
+        "by_set/easy/reward_mean": 0.5,
+        "by_source/a/reward_mean": pytest.approx(1 / 3),
+        "by_source/b/c/reward_mean": 0.0,
     }

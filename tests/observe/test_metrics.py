@@ -29,7 +29,7 @@ def write_run(folder: RunFolder, state: RunState, sft_until: int, rl_until: int,
     for step in range(state.sft_step + 1, sft_until + 1):
         writer.write("sft", step, 3, {"loss": 1.0 / step})
     if rl_until >= 0 and state.step == 0:
-        writer.write("rl", 0, 4, {"validation/accuracy": 0.3})
+        writer.write("rl", 0, 4, {"validation/reward_mean": 0.3})
     for step in range(state.step + 1, rl_until + 1):
         writer.write("rl", step, 4, {"reward/mean": 0.1 * step})
     writer.close()

@@ -26,7 +26,7 @@ def test_before_the_first_step():
 def test_metrics_of_the_phase_and_the_time_left():
     records = [
         step("sft", 10, 0.0, **{"loss": 2.5}),
-        step("rl", 1, 100.0, **{"reward/mean": 0.25, "validation/accuracy": 0.125}),
+        step("rl", 1, 100.0, **{"reward/mean": 0.25, "validation/reward_mean": 0.125}),
         step("rl", 3, 120.0, **{"reward/mean": 0.5, "perf/tokens_per_second": 4321.0, "loss": 0.1}),
     ]
     assert progress_line(records[:1]) == "sft step 10/10 | loss 2.500"
@@ -185,7 +185,7 @@ def test_on_a_terminal_the_line_is_rewritten_and_validations_stay():
         "step = {'phase': 'rl', 'total_steps': 3}\n"
         "with Display() as display:\n"
         "    for number in (1, 2, 3):\n"
-        "        check = {'validation/accuracy': 0.5} if number == 2 else {}\n"
+        "        check = {'validation/reward_mean': 0.5} if number == 2 else {}\n"
         "        display.update([{**step, 'step': number, 'time': number, **check}])\n"
     )
     master, slave = pty.openpty()
@@ -209,7 +209,7 @@ DYING = (
     "    for number in range(100):\n"
     "        if number == 3:\n"
     "            sys.stdin.readline()  # until nobody reads any more\n"
-    "        record = {'phase': 'rl', 'total_steps': 100, 'time': number, 'validation/accuracy': 0.5}\n"
+    "        record = {'phase': 'rl', 'total_steps': 100, 'time': number, 'validation/reward_mean': 0.5}\n"
     "        display.update([{**record, 'step': number}])\n"
     "show('the last line')\n"
     "show('to the end', file=sys.stderr)\n"

@@ -23,11 +23,11 @@ def folder(tmp_path: Path) -> RunFolder:
 def write_run(folder: RunFolder) -> None:
     writer = MetricsWriter(folder, False, RunState())
     for step in range(1, 31):
-        writer.write("sft", step, 30, {"loss": 2.0 / step, "gradient_norm": 0.5})
-    writer.write("rl", 0, 40, {"validation/accuracy": 0.25})
+        writer.write("sft", step, 30, {"loss": 2.0 / step, "grad_norm": 0.5})
+    writer.write("rl", 0, 40, {"validation/reward_mean": 0.25})
     for step in range(1, 41):
-        accuracy = {"validation/accuracy": 0.25 + step / 60} if step % 10 == 0 else {}
-        writer.write("rl", step, 40, {"reward/mean": step / 50, "loss": 0.5, "gradient_norm": 0.125, **accuracy})
+        accuracy = {"validation/reward_mean": 0.25 + step / 60} if step % 10 == 0 else {}
+        writer.write("rl", step, 40, {"reward/mean": step / 50, "loss": 0.5, "grad_norm": 0.125, **accuracy})
     writer.close()
     with open(folder.samples, "w") as file:
         for step, response in ((0, "75"), (40, "[bold]85")):
@@ -46,8 +46,8 @@ def test_text_has_final_metrics_validations_and_the_last_samples(folder: RunFold
     assert "sft step 30/30" in text
     assert "rl step 40/40" in text
     lines = cells(text)
-    assert ["gradient_norm", "0.5", "0.125"] in lines
-    assert ["validation/accuracy", "", "0.9167"] in lines
+    assert ["grad_norm", "0.5", "0.125"] in lines
+    assert ["validation/reward_mean", "", "0.9167"] in lines
     assert ["0", "0.25", ""] in lines
     assert ["20", "0.5833", "0.4"] in lines
     assert ["47+38=", "[bold]85", "85", "1"] in lines
@@ -124,7 +124,7 @@ def test_odd_records_leave_a_report(folder: RunFolder):
     odd = [None, float("nan"), float("inf"), float("-inf"), 10**400, "[/]", [1], {}]
     with open(folder.metrics, "w") as file:
         for step, value in enumerate(odd):
-            record = {"phase": "rl", "step": step, "reward/mean": value, "validation/accuracy": value, "loss": value}
+            record = {"phase": "rl", "step": step, "reward/mean": value, "validation/reward_mean": value, "loss": value}
             file.write(json.dumps(record) + "\n" + json.dumps({**record, "phase": "sft"}) + "\n")
         file.write('{"phase": null, "step": 1}\n{"phase": "rl"}\n[1]\n{"phase": "rl", "step": 9, "loss"\n')
         file.write(json.dumps({"phase": "rl", "step": 9, "reward/mean": 0.25, "total_steps": 9}) + "\n")
@@ -138,10 +138,10 @@ def test_odd_records_leave_a_report(folder: RunFolder):
 
 def test_an_evaluation_has_a_column_for_all_and_for_each_group(folder: RunFolder):
     groups = {"": 0.5, "by_set/easy/": 1.0, "by_source/b/c/": 0.0}
-    metrics = {f"{group}accuracy": value for group, value in groups.items()}
+    metrics = {f"{group}reward_mean": value for group, value in groups.items()}
     write_evaluation(folder, {**metrics, "pass@1": 0.25})
     text = folder.report_text.read_text()
     assert ["metric", "all", "easy", "b/c"] in cells(text)
-    assert ["accuracy", "0.5", "1", "0"] in cells(text)
+    assert ["reward_mean", "0.5", "1", "0"] in cells(text)
     assert ["pass@1", "0.25", "", ""] in cells(text)
     assert text.splitlines()[-1] == f"Samples: {folder.samples}"

@@ -18,8 +18,8 @@ from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 
 ROOT = Path(__file__).parents[2]
-TRAINING = {"compute": 0.42, "launch_us": 32 / 3, "pass_compute": 0.28, "pass_launch_us": 16}
-REACHED = EfficiencySection(**TRAINING, decode=0.56, kernel_us=33.75, graph_us=3.75, push=0.35)
+TRAINING = {"compute": 0.42, "launch_us": 32 / 3, "forward_compute": 0.28, "forward_launch_us": 16}
+REACHED = EfficiencySection(**TRAINING, decode=0.56, kernel_us=33.75, graph_us=3.75, weight_sync=0.35)
 
 
 def case() -> Any:
@@ -53,9 +53,9 @@ def test_what_a_run_was_made_of_is_found_again(tmp_path: Path) -> None:
     assert found.measured.steps == 3
     assert found.measured.prompt_tokens == pytest.approx(truth.work.prompt)
     assert found.efficiency.compute == pytest.approx(REACHED.compute, rel=0.02)
-    assert found.efficiency.pass_compute == pytest.approx(0.28, rel=0.02)
+    assert found.efficiency.forward_compute == pytest.approx(0.28, rel=0.02)
     assert found.efficiency.decode == pytest.approx(REACHED.decode, rel=0.02)
-    assert found.efficiency.push == pytest.approx(REACHED.push, rel=0.02)
+    assert found.efficiency.weight_sync == pytest.approx(REACHED.weight_sync, rel=0.02)
     for name, seconds in phase_seconds(truth).items():
         assert found.after[name] == pytest.approx(seconds, rel=0.02)
         assert not seconds or abs(found.before[name] - seconds) > 0.1 * seconds
@@ -66,7 +66,7 @@ def test_a_share_is_never_more_than_all(tmp_path: Path) -> None:
     truth = predict_step(*case(), REACHED)
     run = write_run(tmp_path, truth, **{"perf/update_seconds": 1e-3, "perf/log_probs_seconds": 1e-3})
     found = calibrate(*case(), EfficiencySection(), read_run(run)).efficiency
-    assert found.compute == found.pass_compute == 1.0
+    assert found.compute == found.forward_compute == 1.0
 
 
 def test_each_is_fitted_to_its_own_phase(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_each_is_fitted_to_its_own_phase(tmp_path: Path) -> None:
     found = calibrate(*case(), EfficiencySection(), read_run(run))
     assert found.after["update"] == pytest.approx(2 * seconds["update"], rel=0.02)
     assert found.after["log_probs"] == pytest.approx(seconds["log_probs"], rel=0.02)
-    assert found.efficiency.pass_compute == pytest.approx(EfficiencySection().compute, rel=0.02)
+    assert found.efficiency.forward_compute == pytest.approx(EfficiencySection().compute, rel=0.02)
 
 
 def test_passes_that_were_not_measured_are_as_fast_as_updates(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_passes_that_were_not_measured_are_as_fast_as_updates(tmp_path: Path) ->
     run = write_run(tmp_path, truth, **{"perf/log_probs_seconds": None})
     found = calibrate(*case(), EfficiencySection(), read_run(run))
     assert found.efficiency.compute == pytest.approx(0.42, rel=0.02)
-    assert {"pass_compute", "pass_launch_us"}.isdisjoint(found.changed)
+    assert {"forward_compute", "forward_launch_us"}.isdisjoint(found.changed)
 
 
 def test_a_pass_that_is_not_foretold_is_fitted_to_nothing(tmp_path: Path) -> None:
@@ -97,15 +97,15 @@ def test_a_pass_that_is_not_foretold_is_fitted_to_nothing(tmp_path: Path) -> Non
     assert phase_seconds(truth)["log_probs"] == 0
     run = write_run(tmp_path, truth, **{"perf/log_probs_seconds": 3.0})
     found = calibrate(config, *others, EfficiencySection(), read_run(run))
-    assert {"pass_compute", "pass_launch_us"}.isdisjoint(found.changed)
+    assert {"forward_compute", "forward_launch_us"}.isdisjoint(found.changed)
 
 
 def test_a_calibration_of_both_together_is_read_as_before() -> None:
     """What was fitted before passes had factors of their own."""
     before = EfficiencySection.model_validate({"compute": 0.3, "launch_us": 20.0})
-    spelled = before.model_copy(update={"pass_compute": 0.3, "pass_launch_us": 20.0})
+    spelled = before.model_copy(update={"forward_compute": 0.3, "forward_launch_us": 20.0})
     assert phase_seconds(predict_step(*case(), before)) == phase_seconds(predict_step(*case(), spelled))
-    slower = phase_seconds(predict_step(*case(), before.model_copy(update={"pass_compute": 0.15})))
+    slower = phase_seconds(predict_step(*case(), before.model_copy(update={"forward_compute": 0.15})))
     assert slower["log_probs"] > 1.8 * phase_seconds(predict_step(*case(), before))["log_probs"]
     assert slower["update"] == phase_seconds(predict_step(*case(), before))["update"]
     assert slower["rollout"] == phase_seconds(predict_step(*case(), before))["rollout"]
@@ -116,11 +116,11 @@ def test_phases_that_are_not_measured_leave_what_is_known(tmp_path: Path) -> Non
     run = write_run(tmp_path, truth)
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()[:-1]]
     for line in lines:
-        line.pop("perf/push_seconds", None)
+        line.pop("perf/weight_sync_seconds", None)
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     found = calibrate(*case(), EfficiencySection(), read_run(run))
-    assert "push" not in found.changed
-    assert set(found.measured.seconds) == set(PHASES) - {"push", "reward_model"}
+    assert "weight_sync" not in found.changed
+    assert set(found.measured.seconds) == set(PHASES) - {"weight_sync", "reward_model"}
 
 
 @pytest.mark.parametrize(

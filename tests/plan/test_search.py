@@ -158,7 +158,7 @@ def test_a_host_that_is_too_small_leaves_layouts_out(told_by: str) -> None:
         if mib is not None and told_by == "slurm.memory":
             asked = config.model_copy(update={"slurm": config.slurm.model_copy(update={"memory": int(mib)})})
         of_node = mib / 1024 if mib is not None and told_by != "slurm.memory" else None
-        found = search(asked, shape, 1, replace(gpu, host_gib=of_node), config.planning.efficiency)
+        found = search(asked, shape, 1, replace(gpu, cpu_memory_gib=of_node), config.planning.efficiency)
         return [best.memory.host.node / 2**20 for best in found.best]
 
     (free,) = hosts(None)
@@ -172,7 +172,7 @@ def test_memory_is_used_up_to_a_twentieth_of_the_gpu() -> None:
     config, shape = loaded("qwen2.5-0.5b-1gpu")
     gpu, efficiency = replace(GPUS["a100-40"], memory_gib=200.0), config.planning.efficiency
     config = config.model_copy(
-        update={"rollout": config.rollout.model_copy(update={"gpu_memory_fraction": 0.01, "kv_cache_gib": 4.0})}
+        update={"rollout": config.rollout.model_copy(update={"gpu_memory_utilization": 0.01, "kv_cache_gib": 4.0})}
     )
     (ample,) = search(config, shape, 1, gpu, efficiency).best
     peak = ample.memory.peak / 2**30

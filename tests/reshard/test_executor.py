@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.executor import Mover
-from rlhpc.reshard.sides import PushSides, plan_push, push_sides
+from rlhpc.reshard.sides import SyncSides, plan_weight_sync, sync_sides
 from rlhpc.reshard.verify import differing
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
@@ -37,9 +37,9 @@ MOVES = [
 ]
 
 
-def sides_of(kind: str, axes: dict[str, int], tp: int, **ranks: Any) -> PushSides:
+def sides_of(kind: str, axes: dict[str, int], tp: int, **ranks: Any) -> SyncSides:
     shape = shape_of_kind(kind, num_hidden_layers=4, vocab_size=200)
-    return push_sides(shape, ParallelLayout(4, **axes), EngineLayout(tp), **ranks)
+    return sync_sides(shape, ParallelLayout(4, **axes), EngineLayout(tp), **ranks)
 
 
 class Memory(TorchDispatchMode):
@@ -71,7 +71,7 @@ def move(kind: str, axes: dict[str, int], tp: int, dtype: torch.dtype) -> dict[s
     """What a rank found after two moves, and what its check said of weights that were spoilt after that."""
     rank = dist.get_rank()
     sides = sides_of(kind, axes, tp)
-    plan = plan_push(sides, ranks_per_node=2, bucket_bytes=BUCKET, itemsize=dtype.itemsize, rank=rank)
+    plan = plan_weight_sync(sides, ranks_per_node=2, bucket_bytes=BUCKET, itemsize=dtype.itemsize, rank=rank)
     source, target = Parameters(sides.source[rank], True, dtype), Parameters(sides.target[rank], False, dtype)
     mover = Mover(plan, dtype, CPU)
     with Memory() as memory:

@@ -13,7 +13,7 @@ from rlhpc.models import ModelShape, shape_of
 from rlhpc.reshard.block_index import joined
 from rlhpc.reshard.checksum_plan import plan_checksums, slots_of
 from rlhpc.reshard.plan import ReshardPlan, Side, lower_bound, plan_reshard
-from rlhpc.reshard.sides import Alias, aliases, push_sides
+from rlhpc.reshard.sides import Alias, aliases, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
@@ -30,11 +30,11 @@ def random_sides(shape: ModelShape, rng: Random) -> tuple[Side, Side]:
     sizes = [tp for tp in (1, 2, 4, 8) if not by_experts or shape.experts.num_experts % tp == 0]
     if rng.random() < 0.5:
         tp = rng.choice([tp for tp in sizes if training.world_size % tp == 0])
-        sides = push_sides(shape, training, EngineLayout(tp, by_experts))
+        sides = sync_sides(shape, training, EngineLayout(tp, by_experts))
     else:
         tp, trainers = rng.choice(sizes), training.world_size
         rollouts = range(trainers, trainers + tp * rng.choice((1, 2)))
-        sides = push_sides(shape, training, EngineLayout(tp, by_experts), rollout_ranks=rollouts)
+        sides = sync_sides(shape, training, EngineLayout(tp, by_experts), rollout_ranks=rollouts)
     return sides.source, sides.target
 
 
@@ -118,7 +118,7 @@ def test_any_cut_into_any_other_is_planned_even_where_boxes_overlap(part: int) -
 def test_ranks_that_hold_alike_send_alike() -> None:
     """Of 4 data-parallel copies none is asked for twice what another is, nor all for the same at the same time."""
     training = ParallelLayout(8, tp=2)
-    sides = push_sides(SHAPES["llama"], training, EngineLayout(4), rollout_ranks=range(8, 16))
+    sides = sync_sides(SHAPES["llama"], training, EngineLayout(4), rollout_ranks=range(8, 16))
     plan = plan_reshard(sides.source, sides.target, ranks_per_node=8, bucket_bytes=512, itemsize=2)
     sent = [plan.traffic[rank].sent for rank in range(8)]
     assert max(sent) < 1.1 * min(sent)
@@ -200,7 +200,7 @@ def test_an_element_that_is_larger_than_a_bucket_is_a_fault() -> None:
 def test_a_model_of_671_billion_weights_on_96_ranks_is_planned_in_seconds() -> None:
     training = ParallelLayout(96, tp=8, pp=12, ep=8, first_stage_layers=6, last_stage_layers=5)
     started = time.process_time()
-    sides = push_sides(shape_of(DEEPSEEK_V3_BF16), training, EngineLayout(32))
+    sides = sync_sides(shape_of(DEEPSEEK_V3_BF16), training, EngineLayout(32))
     plan = plan_reshard(sides.source, sides.target, ranks_per_node=8, bucket_bytes=128 << 20, itemsize=2, keep=[0])
     assert time.process_time() - started < 10
     least = lower_bound(sides.source, sides.target, 2)

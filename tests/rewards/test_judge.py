@@ -134,7 +134,7 @@ def test_a_call_that_does_not_end_by_itself_ends_the_run_only_on_request(make):
     judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
     assert [verdict.reward for verdict in judge_all(judge, ["ab", *lost, "abc"]).values()] == [2, *[0.0] * 5, 3]
     assert judge.failures() == {"timeout": 1, "died": 4}
-    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT, on_failure="zero", on_timeout="fail")
+    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT, on_failure="zero", on_timeout="error")
     for text in lost:
         with pytest.raises(UserError, match=ends_with(text)) as caught:
             judge_all(judge, ["ab", text, "abc"])

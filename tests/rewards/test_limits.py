@@ -33,7 +33,7 @@ def test_a_tower_of_powers_counts_as_zero_and_the_run_goes_on(make):
     assert judge_all(judge, [text], truth=TOWER)[0] == Verdict(1.0, answer=text.removeprefix(r"\boxed{")[:-1])
 
 
-@pytest.mark.parametrize("policy", ["fail", "drop"])
+@pytest.mark.parametrize("policy", ["error", "drop"])
 def test_no_policy_lets_a_response_end_the_run_by_a_built_in_function(make, policy: str):
     judge = make(
         function="rlhpc.rewards.formats:pattern",
@@ -97,7 +97,7 @@ def test_a_call_that_exceeds_its_memory_limit_counts_as_zero(make, bomb: str):
 
 
 def test_the_memory_limit_ends_the_run_only_on_request(make):
-    judge = make(function=f"{HERE}:does", memory_limit_mib=128, on_failure="zero", on_timeout="fail")
+    judge = make(function=f"{HERE}:does", memory_limit_mib=128, on_failure="zero", on_timeout="error")
     with pytest.raises(UserError, match=r"does: ran out of memory \(limit: 128 MiB\) for prompt 11"):
         judge_all(judge, ["ab", "grow"])
 

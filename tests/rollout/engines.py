@@ -40,7 +40,7 @@ def build(
     shape: ModelShape | None = None,
     **section: Any,
 ) -> VllmEngine:
-    section = {"tp": tp, "kv_cache_gib": 0.0625, "max_running": 64, **section}
+    section = {"tp": tp, "kv_cache_gib": 0.0625, "max_num_seqs": 64, **section}
     options = {"dtype": DTYPE, "max_model_len": CONTEXT, "end_tokens": list(end_tokens), "routes": routes}
     return VllmEngine(path, shape or read_model(path), RolloutSection(**section), **options)
 
@@ -51,7 +51,7 @@ def weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     yield from load_file(path / "model.safetensors").items()
 
 
-def push(engine: VllmEngine, path: Path) -> None:
+def sync(engine: VllmEngine, path: Path) -> None:
     engine.wake_weights()
     engine.load_weights(weights(path))
     engine.wake_cache()

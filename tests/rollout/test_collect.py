@@ -164,7 +164,7 @@ def test_samples_hold_prompt_response_and_verdict():
     sample = scored.sample
     assert sample.tokens[:2].tolist() == [19, 29]
     assert sample.tokens.dtype == np.int32
-    assert (sample.prompt_id, sample.prompt_len, sample.weights_version) == (9, 2, 6)
+    assert (sample.prompt_id, sample.prompt_len, sample.policy_version) == (9, 2, 6)
     assert sample.log_probs.tolist() == [-t / 64 for t in sample.tokens[2:]]
     assert (sample.reward, sample.reward_parts) == (float(sample.response_len), {"length": 1.0})
     assert sample.chosen is None
@@ -236,11 +236,11 @@ def test_a_resumed_response_is_that_of_a_run_without_interruptions():
     assert sorted(map(told, (*ended, *resumed))) == collect(tasks)
     longer = resumed[0].sample
     assert longer.log_probs[:2].tolist() == draft.log_probs.tolist()
-    assert longer.weights_version == 6, "of the weights that drew its oldest token"
+    assert longer.policy_version == 6, "of the weights that drew its oldest token"
 
 
 def test_a_blank_draft_is_of_the_weights_that_draw_it():
-    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 7).weights_version == 7
+    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 7).policy_version == 7
 
 
 def test_routes_of_what_was_drawn_before_stay():

@@ -45,7 +45,7 @@ def log_probs_of(path: Path, prompt: Sequence[int], tokens: Sequence[int], tempe
 
 def sample(path: Path, temperatures: Sequence[float]) -> dict[float, list[Result]]:
     engine = engines.build(path)
-    engines.push(engine, path)
+    engines.sync(engine, path)
     found = {
         t: engines.results(
             engine.generate([Request(p, seed=i, max_tokens=40, temperature=t) for i, p in enumerate(PROMPTS)])
@@ -82,7 +82,7 @@ def test_temperature_zero_takes_the_likeliest_token(sampled, models):
 
 def draw_first_tokens(path: Path, count: int) -> list[int]:
     engine = engines.build(path)
-    engines.push(engine, path)
+    engines.sync(engine, path)
     requests = [Request(PROMPTS[0], seed=seed, max_tokens=1, temperature=1.0) for seed in range(count)]
     return [completion.tokens[0] for completion in engine.generate(requests)]
 
@@ -101,7 +101,7 @@ def test_seeds_draw_from_the_model_s_distribution(models):
 def end_and_refuse(path: Path, folder: Path) -> dict[str, Any]:
     engine = engines.build(path)
     found: dict[str, Any] = {"unloaded": refusal(engine)}
-    engines.push(engine, path)
+    engines.sync(engine, path)
     free = engines.greedy(engine)[0][0]
     engine.sleep()
     found["asleep"] = refusal(engine)
@@ -118,11 +118,11 @@ def end_and_refuse(path: Path, folder: Path) -> dict[str, Any]:
     for name in ("config.json", "generation_config.json"):
         (folder / name).write_text(json.dumps({**json.loads((path / name).read_text()), "eos_token_id": free[2]}))
     endless = engines.build(folder)
-    engines.push(endless, folder)
+    engines.sync(endless, folder)
     found["endless"] = engines.greedy(endless)[0][0]
     endless.shutdown()
     ending = engines.build(path, end_tokens=[free[5], free[9]])
-    engines.push(ending, path)
+    engines.sync(ending, path)
     (ended,) = ending.generate([Request(PROMPTS[0], seed=0, max_tokens=24, temperature=0.0)])
     (cut,) = ending.generate([Request(PROMPTS[0], seed=0, max_tokens=3, temperature=0.0)])
     return {**found, "free": free, "ended": ended, "cut": cut}
@@ -182,7 +182,7 @@ def build_and_compare(path: Path) -> dict[str, Any]:
     before = process_state()
     engine = engines.build(path)
     same, drawn = process_state() == before, numbers()
-    engines.push(engine, path)
+    engines.sync(engine, path)
     engines.greedy(engine)
     engine.shutdown()
     torch.set_num_threads(2)

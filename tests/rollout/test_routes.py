@@ -29,7 +29,7 @@ REQUESTS = [
 
 def generate(path: Path, tp: int, **section: Any) -> list[Completion]:
     engine = engines.build(path, tp, routes=True, **section)
-    engines.push(engine, path)
+    engines.sync(engine, path)
     engine.generate(REQUESTS[::3])  # another use of the same cache
     completions = engine.generate(REQUESTS)
     engine.shutdown()
@@ -37,7 +37,7 @@ def generate(path: Path, tp: int, **section: Any) -> list[Completion]:
 
 
 def generate_over_nodes(path: Path) -> list[Completion]:
-    """By an engine of two ranks, each on a node of its own; those of one node are in tests/rollout/test_push.py."""
+    """By an engine of two ranks, each on a node of its own; those of one node are in test_weight_sync.py."""
     os.environ[env.LOCAL_RANK] = "0"
     return generate(path, 2)
 

@@ -24,7 +24,7 @@ def _caches(engine: engines.VllmEngine) -> list[Any]:
 
 def sleep_and_wake(path: Path) -> dict[str, Any]:
     engine = engines.build(path, kv_cache_gib=CACHE_BYTES / (1 << 30))
-    engines.push(engine, path)
+    engines.sync(engine, path)
     before = engines.greedy(engine)
     found = {}
     for cache in _caches(engine):
@@ -32,7 +32,7 @@ def sleep_and_wake(path: Path) -> dict[str, Any]:
     found["awake"] = engines.resident_bytes()
     engine.sleep()
     found["asleep"] = engines.resident_bytes()
-    engines.push(engine, path)
+    engines.sync(engine, path)
     found["same"] = engines.greedy(engine) == before
     found["size"] = sum(cache.untyped_storage().nbytes() for cache in _caches(engine))
     found["used"] = engines.resident_bytes()
@@ -47,9 +47,9 @@ def test_sleep_gives_the_cache_s_memory_back(models):
     assert found["used"] - found["asleep"] < 0.5 * CACHE_BYTES  # only the touched part comes back
 
 
-def push_without_sleep(a: Path, b: Path) -> list[engines.Result]:
+def sync_without_sleep(a: Path, b: Path) -> list[engines.Result]:
     engine = engines.build(a)
-    engines.push(engine, a)
+    engines.sync(engine, a)
     engines.greedy(engine)
     engine.load_weights(engines.weights(b))
     return engines.greedy(engine)
@@ -57,6 +57,6 @@ def push_without_sleep(a: Path, b: Path) -> list[engines.Result]:
 
 def test_prefixes_of_old_weights_are_not_used(models):
     a, b = models / "qwen2" / "a", models / "qwen2" / "b"
-    found = run_ranks(push_without_sleep, 1, a, b)[0]
+    found = run_ranks(sync_without_sleep, 1, a, b)[0]
     for prompt, (tokens, log_probs) in zip(PROMPTS, found, strict=True):
         np.testing.assert_allclose(log_probs, log_probs_of(b, prompt, tokens, 1.0), atol=1e-4)

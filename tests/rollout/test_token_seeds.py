@@ -42,8 +42,8 @@ def build(path: Path, budget: int | None = None, **section: Any) -> VllmEngine:
         return arguments(*args, **options) | ({"max_num_batched_tokens": budget} if budget else {})
 
     with mock.patch.object(vllm_engine, "engine_arguments", limited):
-        engine = engines.build(path, **{"max_running": 40, **section})
-    engines.push(engine, path)
+        engine = engines.build(path, **{"max_num_seqs": 40, **section})
+    engines.sync(engine, path)
     return engine
 
 
@@ -75,7 +75,7 @@ def generate_all(path: Path) -> dict[str, Any]:
         "among others": large.generate([*OTHERS[:10], *REQUESTS[::-1], *OTHERS[10:]])[10:18][::-1],
         "in chunks": chunked.generate(REQUESTS),
         "resumed elsewhere": resume(large, chunked, 9),
-        "whole prompts, two at once": build(path, CONTEXT, chunked_prefill=False, max_running=2).generate(REQUESTS),
+        "whole prompts, two at once": build(path, CONTEXT, chunked_prefill=False, max_num_seqs=2).generate(REQUESTS),
     }
     small = build(path, BUDGET, kv_cache_gib=0.0015)
     preempt = mock.patch.object(Scheduler, "_preempt_request", autospec=True, side_effect=Scheduler._preempt_request)

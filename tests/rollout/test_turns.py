@@ -51,7 +51,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     path = folder / "model"
     tokenizer = Tokenizer.load(path, read_model(path).vocab_size, DataSection())
     engine = engines.build(path, end_tokens=tokenizer.end_tokens)
-    engines.push(engine, path)
+    engines.sync(engine, path)
     section = RolloutSection(tools=[ToolSection(**tool) for tool in tool_sections()], max_turns=3)
     tools = ToolUse(section, tokenizer, leads=True)
     prompt = Prompt(0, tokenizer.encode_prompts(["12+30="])[0], "sums", "42", {})
@@ -83,7 +83,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     found = {"at once": finish(), "in steps": finish(steps=5), "interrupted": interrupted()}
     tools.close()
     engine.sleep()  # nothing holds the cache any more
-    engines.push(engine, path)
+    engines.sync(engine, path)
     engine.shutdown()
     return {name: [scored.sample for scored in samples] for name, samples in found.items()}
 
@@ -165,5 +165,5 @@ def test_neither_waiting_for_tools_nor_interruptions_change_a_response(found, wa
         assert one.tokens.tolist() == other.tokens.tolist()
         assert np.array_equal(one.chosen, other.chosen)
         np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
-        assert (one.truncated, one.weights_version) == (other.truncated, other.weights_version)
+        assert (one.truncated, one.policy_version) == (other.truncated, other.policy_version)
     assert max(sample.response_len for sample in found[way]) > 7 + 9, "some are interrupted twice"

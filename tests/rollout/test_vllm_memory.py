@@ -70,7 +70,7 @@ def request(share: float, free: int) -> int:
 
 
 def refuse_all() -> dict[str, str]:
-    share, cache = RolloutSection(gpu_memory_fraction=0.6), RolloutSection(kv_cache_gib=8.0)
+    share, cache = RolloutSection(gpu_memory_utilization=0.6), RolloutSection(kv_cache_gib=8.0)
     return {
         "enough": refuse(share, (50 * GIB, 49 * GIB)),
         "share": refuse(share, (60 * GIB, 31 * GIB)),
@@ -87,7 +87,7 @@ def test_all_ranks_end_with_one_line_and_the_value_that_fits() -> None:
     assert first == second
     assert first["enough"] == first["cache enough"] == ""
     assert first["share"].startswith(
-        "rollout.gpu_memory_fraction: vLLM starts only if 0.6 of the GPU is free (48.0 GiB); rank 1 on "
+        "rollout.gpu_memory_utilization: vLLM starts only if 0.6 of the GPU is free (48.0 GiB); rank 1 on "
     )
     assert first["share"].endswith(
         " has 31.0 of 80.0 GiB free; set it to 0.38, or offload more of the trainer (memory.offload)"
@@ -102,13 +102,13 @@ def test_all_ranks_end_with_one_line_and_the_value_that_fits() -> None:
 
 
 def test_with_a_cache_of_given_size_an_engine_claims_what_it_needs_and_no_more() -> None:
-    section = RolloutSection(kv_cache_gib=4.0, gpu_memory_fraction=0.6)
+    section = RolloutSection(kv_cache_gib=4.0, gpu_memory_utilization=0.6)
     memory = memory_of(section)
     needs = memory.weights + memory.working + memory.cache
     assert 14 * GIB + memory.cache < needs < 0.6 * TOTAL
     assert vllm_memory.claimed_share(section, memory, TOTAL) == needs / TOTAL
     assert vllm_memory.claimed_share(section, memory, 10 * GIB) == 1.0
-    assert vllm_memory.claimed_share(RolloutSection(gpu_memory_fraction=0.6), memory, TOTAL) == 0.6
+    assert vllm_memory.claimed_share(RolloutSection(gpu_memory_utilization=0.6), memory, TOTAL) == 0.6
 
 
 def test_what_is_no_lack_of_memory_keeps_vllm_s_words() -> None:

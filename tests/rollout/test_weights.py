@@ -99,7 +99,7 @@ def by_experts(models: Path, tp: int) -> dict[str, dict[str, Any]]:
     for family in EXPERTS:
         a, b = models / family / "a", models / family / "b"
         engine = engines.build(a, tp, expert_parallel=True)
-        engines.push(engine, b)
+        engines.sync(engine, b)
         loaded = engines.greedy(engine)
         engine.sleep()
         engines.write(engine, a, EngineLayout(tp, expert_parallel=True))
@@ -133,9 +133,9 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
     engine._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, engine._parameters(Request((5, 6, 7), 0, 4, 0.0)))
     engine._engine.step()
     found: dict[str, Any] = {"unfinished": engine.unfinished, "told": []}
-    for push in (engine.wake_weights, engine.open_weights, lambda: engine.load_weights(engines.weights(b))):
+    for write in (engine.wake_weights, engine.open_weights, lambda: engine.load_weights(engines.weights(b))):
         try:
-            push()
+            write()
         except RuntimeError as error:
             found["told"].append(str(error))
     while engine._engine.has_unfinished_requests():
@@ -159,7 +159,7 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
 def test_weights_are_not_written_beneath_requests(models):
     (found,) = run_ranks(write_beneath_requests, 1, models / "qwen2" / "a", models / "qwen2" / "b")
     assert found["unfinished"] == 1
-    assert found["told"] == ["1 requests are under way: finish or abort them before weights are pushed"] * 3
+    assert found["told"] == ["1 requests are under way: finish or abort them before weights are synced"] * 3
     assert found["finished"] == 0
     assert found["same"]
     assert found["padding"].shape == (256 - VOCAB, 128)
@@ -175,7 +175,7 @@ def highest() -> int:
 
 
 def weigh(path: Path) -> dict[str, Any]:
-    """Resident bytes through pushes, and the most that closing took besides."""
+    """Resident bytes through weight syncs, and the most that closing took besides."""
     engine = engines.build(path)
     found: dict[str, Any] = {"weights": 4 * sum(int(np.prod(shape)) for shape in engine.weight_shapes().values())}
     found["asleep"] = engines.resident_bytes()
@@ -235,7 +235,7 @@ def test_a_shared_parameter_is_there_once(weighed):
 
 
 def share_all(path: Path) -> dict[str, Any]:
-    """A trainer whose memory is the engine's wherever that is possible, and which trains between two pushes."""
+    """A trainer whose memory is the engine's wherever that is possible, and which trains between two weight syncs."""
     engine = engines.build(path)
     found: dict[str, Any] = {"names": engine.shareable(), "shapes": dict(engine.weight_shapes())}
     engine.wake_weights()
@@ -261,7 +261,7 @@ def share_all(path: Path) -> dict[str, Any]:
     trained = engines.greedy(engine)
     engine.shutdown()
     fresh = engines.build(path)
-    engines.push(fresh, path)
+    engines.sync(fresh, path)
     found["first"] = engines.greedy(fresh) == opened
     fresh.sleep()
     fresh.wake_weights()

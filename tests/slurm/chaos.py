@@ -55,7 +55,7 @@ def config(folder: Path, nodes: int, **changes: Any) -> Path:
         folder,
         **{
             "slurm": {"nodes": nodes, "gpus_per_node": 0, "cpus_per_rank": 1, "time": 20},
-            "recovery": {"wait_seconds": 3, "silence_seconds": 120},
+            "recovery": {"wait_seconds": 3, "hang_timeout_seconds": 120},
             "sft__steps": SFT_STEPS,
             "train__steps": RL_STEPS,
             "train__prompts_per_step": 32,

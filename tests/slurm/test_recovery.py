@@ -168,7 +168,7 @@ def test_failures_in_a_row_are_bounded(cluster, tmp_path):
 
 def test_a_hang_is_named_in_time_and_tried_again(cluster, tmp_path):
     silence = 8.0
-    job = submit(cluster, tmp_path, "stuck", silence_seconds=silence)
+    job = submit(cluster, tmp_path, "stuck", hang_timeout_seconds=silence)
     cluster.wait_state(job, "COMPLETED")
     assert told(tmp_path) == [("hang", "retry"), ("finished", "none")]
     (first, verdict), _ = history(tmp_path)

@@ -12,9 +12,9 @@ from tools.demo_table import Result, overrides, result_of, table
 
 RECORDS = [
     {"phase": "sft", "step": 300, "loss": 0.1},
-    {"phase": "rl", "step": 0, "validation/accuracy": 0.25},
+    {"phase": "rl", "step": 0, "validation/reward_mean": 0.25},
     {"phase": "rl", "step": 1, "reward/mean": 0.4},
-    {"phase": "rl", "step": 2, "reward/mean": 0.6, "validation/accuracy": 0.96875},
+    {"phase": "rl", "step": 2, "reward/mean": 0.6, "validation/reward_mean": 0.96875},
 ]
 
 

@@ -1,4 +1,4 @@
-"""A user's algorithm whose import makes rank 1 die in the middle of its second push."""
+"""A user's algorithm whose import makes rank 1 die in the middle of its second weight sync."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from rlhpc.algo.grpo import GRPO as ALGORITHM  # noqa: F401
 from rlhpc.core.rank import RankInfo
 
-_pushes = 0
+_weight_syncs = 0
 
 
 def _plant() -> None:
@@ -19,9 +19,9 @@ def _plant() -> None:
     exchange = Mover._exchange
 
     def die_in_the_second(self: Mover, bucket: int, *buffers: Any) -> Any:
-        global _pushes
-        _pushes += bucket == 0
-        if _pushes == 2 and RankInfo.from_environ().rank == 1:
+        global _weight_syncs
+        _weight_syncs += bucket == 0
+        if _weight_syncs == 2 and RankInfo.from_environ().rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return exchange(self, bucket, *buffers)
 

@@ -109,7 +109,7 @@ def test_a_checkpoint_is_found_as_good_as_its_run_found_it(finished: Path) -> No
     assert (found["step"], found["prompts"], found["samples_per_prompt"]) == (1, 2 * PROMPTS, SAMPLES)
     expected = validation_of(records(run_dir)[-1])
     assert found["metrics"] == expected != validation_of(records(run_dir)[0])
-    assert set(expected) >= {"accuracy", "mean@4", "pass@1", "pass@2", "pass@4", "maj@4", "by_set/again/maj@4"}
+    assert set(expected) >= {"reward_mean", "mean@4", "pass@1", "pass@2", "pass@4", "maj@4", "by_set/again/maj@4"}
     assert f"| pass@4             | {expected['pass@4']:.4g}" in shown
     assert not list(folder.glob("checkpoints/step-*"))
 

@@ -75,12 +75,12 @@ def test_trainer_and_engine_agree_on_log_probs(tmp_path: Path, name: str) -> Non
     )
     code, output = run(config)
     assert code == 0, output
-    steps = [record for record in records(tmp_path / "run") if "engine_gap_max" in record]
+    steps = [record for record in records(tmp_path / "run") if "logprob_diff_max" in record]
     assert len(steps) == 2
     for step in steps:
-        assert step["engine_gap_max"] < 1e-4
+        assert step["logprob_diff_max"] < 1e-4
         assert math.isfinite(step["loss"])
-        assert step["gradient_norm"] > 0.01
+        assert step["grad_norm"] > 0.01
 
 
 def replay(model: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def replay(model: Path) -> dict[str, Any]:
     from rlhpc.config.schema import RolloutSection
     from rlhpc.data.collate import pack_batch, unpack
     from rlhpc.models import read_model
-    from rlhpc.reshard.gather import push
+    from rlhpc.reshard.gather import sync
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor, optimizer_section
 
@@ -104,7 +104,7 @@ def replay(model: Path) -> dict[str, Any]:
     options = {"dtype": "float32", "max_model_len": 256, "end_tokens": []}
     section = RolloutSection(kv_cache_gib=0.0625)
     engine = VllmEngine(model, read_model(model), section, **options, routes=True)
-    push(actor, engine)
+    sync(actor, engine)
     prompts = [tuple((7 * i + j + 50 * rank) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]
     completions = engine.generate([Request(p, seed=i, max_tokens=40, temperature=1.0) for i, p in enumerate(prompts)])
     batch = pack_batch(

@@ -57,14 +57,14 @@ def _step(metrics: list[dict[str, Any]], phase: str, step: int) -> dict[str, Any
 def test_first_steps_equal_one_rank(curves: dict[str, list[dict[str, Any]]], name: str) -> None:
     ours, one = _step(curves[name], "sft", 1), _step(curves["one"], "sft", 1)
     assert ours["loss"] == pytest.approx(one["loss"], rel=1e-4)
-    assert ours["gradient_norm"] == pytest.approx(one["gradient_norm"], rel=1e-4)
+    assert ours["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_trainer_and_engine_agree_on_log_probs_in_every_step(
     curves: dict[str, list[dict[str, Any]]], name: str
 ) -> None:
-    gaps = [record["engine_gap_max"] for record in curves[name] if "engine_gap_max" in record]
+    gaps = [record["logprob_diff_max"] for record in curves[name] if "logprob_diff_max" in record]
     assert len(gaps) == 8
     assert max(gaps) < 1e-4
 

@@ -138,5 +138,5 @@ def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None
     assert output.count("returned nan for prompt") <= 1, "told once"
     for step in records(tmp_path / "run"):
         assert math.isfinite(step["reward/model"])
-        assert step["gradient_norm"] > 0
+        assert step["grad_norm"] > 0
         assert 0 < step["reward/failures/result"] < 5 * 16

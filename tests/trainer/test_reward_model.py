@@ -132,7 +132,7 @@ def test_a_number_that_is_not_finite_is_a_reward_that_failed(found) -> None:
     for _, parts, _, _, broken in found:
         first = given[wrong.index(True)]
         text = make_tokenizer().decode(first.tokens[first.prompt_len :].tolist(), skip_special_tokens=True)
-        assert broken["fail"].startswith(
+        assert broken["error"].startswith(
             f"returned nan for prompt {first.prompt_id} of 'sums', response {text[:5]!r}"[:-1]
         )
         assert [value is None for value in broken["drop"]] == wrong
@@ -218,7 +218,7 @@ def _scores(
     cut = short.model_copy(
         update={
             "reward": short.reward.model_copy(
-                update={"model": short.reward.model.model_copy(update={"too_long": "cut"})}
+                update={"model": short.reward.model.model_copy(update={"too_long": "truncate"})}
             )
         }
     )
@@ -243,7 +243,7 @@ def _broken(run: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
             if name.endswith("word_embeddings.weight"):
                 parameter[BROKEN] = float("nan")
     found: dict[str, Any] = {"counts": []}
-    for policy in ("fail", "zero", "drop"):
+    for policy in ("error", "zero", "drop"):
         section = run.config.reward.model_copy(update={"on_failure": policy})
         run.reward_reader = RewardReader.of(run.config.model_copy(update={"reward": section}), None)
         try:

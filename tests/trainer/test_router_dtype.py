@@ -77,7 +77,7 @@ def agreements(model: Path) -> list[Agreement]:
     from rlhpc.api import Request
     from rlhpc.config.schema import ExpertsSection, RolloutSection
     from rlhpc.models import read_model
-    from rlhpc.reshard.gather import push
+    from rlhpc.reshard.gather import sync
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor
 
@@ -85,7 +85,7 @@ def agreements(model: Path) -> list[Agreement]:
     engine = VllmEngine(model, read_model(model), RolloutSection(kv_cache_gib=0.0625), **options)
     sections = [ExpertsSection(), ExpertsSection(router_dtype="float32")]
     actors = [make_actor(model, dtype="bfloat16", experts=section) for section in sections]
-    push(actors[0], engine)
+    sync(actors[0], engine)
     seen = _Seen()
     engine._engine.apply_model(seen.watch)
     prompts = [tuple((7 * i + j) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]

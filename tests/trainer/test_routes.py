@@ -40,7 +40,7 @@ def make_run(model: Path) -> Any:
     from rlhpc.trainer.roles import Role
     from tests.helpers.learning import make_config
 
-    train = {"experts": {"replay_routes": True}}
+    train = {"experts": {"router_replay": True}}
     config = make_config(model, {"train": train, "rollout": {"tp": 1}}, {"pp": 2})
     shape = read_model(model)
     backend: Any = SimpleNamespace(layout=ParallelLayout(world_size=4, pp=2), weights=SimpleNamespace(shape=shape))

@@ -92,7 +92,7 @@ def test_a_shortage_may_end_the_run():
     short = Outcome(taken=(1,), kept=(), unfinished=(), dropped=(), batches=10, short=7)
     check_shortage(DynamicSamplingSection(), short, 8)
     with pytest.raises(UserError, match="7 of a step's 8 groups are missing after 10 batches"):
-        check_shortage(DynamicSamplingSection(shortage="fail"), short, 8)
+        check_shortage(DynamicSamplingSection(shortage="error"), short, 8)
 
 
 @pytest.mark.ranks
@@ -138,7 +138,7 @@ def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
     for step in steps:
         assert step["advantage/zero_fraction"] == 0, "a group of one score in the batch"
         assert step["sampling/missing_groups"] == 0
-        assert step["engine_gap_mean"] < 1e-4, "tokens that were given are compared, or in other places"
+        assert step["logprob_diff_mean"] < 1e-4, "tokens that were given are compared, or in other places"
         assert step["tools/calls"] > step["tools/failures"] > 0
         assert step["tools/turns_mean"] > 1
         assert step["reward/failures/raised"] >= 2 * 8, "each response's"

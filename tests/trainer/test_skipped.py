@@ -66,7 +66,7 @@ def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_
     for record in steps:
         numbers = {name: value for name, value in record.items() if isinstance(value, float)}
         assert all(map(math.isfinite, numbers.values())), record
-        assert ("loss" in record) == ("gradient_norm" in record) == (record["step"] != bad)
+        assert ("loss" in record) == ("grad_norm" in record) == (record["step"] != bad)
     update = SkippedUpdate(tmp_path / "run" / "skipped_updates" / f"sft-{bad:08d}-actor-001")
     log = (tmp_path / "run" / "attempts" / "0001" / "logs" / "0").read_text()
     assert (
@@ -75,7 +75,7 @@ def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_
 
     found = _replay(tmp_path / "run", 2, step=bad - 1)
     assert found["weights"] == {"checkpoint": f"step-{bad - 1:08d}", "files": found["weights"]["files"], "same": True}
-    assert found["gradient_norm"] == {"recorded": "nan", "replayed": "nan"}
+    assert found["grad_norm"] == {"recorded": "nan", "replayed": "nan"}
     assert found["loss"]["replayed"] == found["loss"]["recorded"], "bit by bit"
     assert math.isfinite(float(found["loss"]["replayed"]))
     assert (found["sequences"], found["not_finite"]) == (PER_STEP, []), "each is finite until it is differentiated"
@@ -84,7 +84,7 @@ def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_
     newest = _replay(tmp_path / "run", 2)
     assert (newest["weights"]["checkpoint"], newest["weights"]["same"]) == (f"step-{STEPS:08d}", False)
     assert newest["loss"]["replayed"] != newest["loss"]["recorded"]
-    assert newest["gradient_norm"]["replayed"] == "nan"
+    assert newest["grad_norm"]["replayed"] == "nan"
 
 
 def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: Path) -> None:
@@ -148,7 +148,7 @@ def test_a_bad_reward_costs_the_updates_that_learn_from_it(tmp_path: Path) -> No
         assert one["loss"] == "nan"
         assert one["not_finite"] == {"advantages": make_samples(0)[one["sample"]].response_len}
     assert found["sequences"] == 12
-    assert found["gradient_norm"] == {"recorded": "nan", "replayed": "nan"}
+    assert found["grad_norm"] == {"recorded": "nan", "replayed": "nan"}
     critics = _replay(ppo, 2, name="rl-00000001-critic-003")
     assert (critics["weights"]["checkpoint"], critics["weights"]["same"]) == ("step-00000001", True)
     at_fault = {one["sample"]: set(one["not_finite"]) for one in critics["not_finite"]}
@@ -279,7 +279,7 @@ def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str
     from rlhpc.trainer.advantages import step_advantages, token_values
     from rlhpc.trainer.update import update_actor, update_critic
 
-    samples = [replace(sample, weights_version=0) for sample in make_samples(0)]
+    samples = [replace(sample, policy_version=0) for sample in make_samples(0)]
     for number in BAD_SAMPLES:
         samples[number] = replace(samples[number], reward=1.7e308)
 

@@ -27,7 +27,7 @@ def make_sample(group: int, prompt: int, reward: float, chosen: list[bool] | Non
         prompt_len=prompt,
         log_probs=np.full(response, -2.0, np.float32),
         reward=reward,
-        weights_version=1,
+        policy_version=1,
         truncated=False,
         chosen=None if chosen is None else np.array(chosen),
     )
@@ -124,8 +124,8 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
     batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1.0, 1: 1.0}, tokens, (0, 1))
     stats = TokenStats(torch.zeros(8, requires_grad=True), torch.ones(8, requires_grad=True))
     metrics = policy_loss(stats, batch, run.algorithm, run.config.algorithm).metrics
-    assert (float(metrics["engine_gap_mean"]), float(metrics["engine_gap_mean/weight"])) == (0.5, 2)
-    assert (float(metrics["max/engine_gap_max"]), float(metrics["weight"])) == (0.5, 4)
+    assert (float(metrics["logprob_diff_mean"]), float(metrics["logprob_diff_mean/weight"])) == (0.5, 2)
+    assert (float(metrics["max/logprob_diff_max"]), float(metrics["weight"])) == (0.5, 4)
     assert float(metrics["entropy"]) == 4
 
 
@@ -203,10 +203,10 @@ def update(run: Any, state: RunState, samples: list[Sample]) -> tuple[dict[str, 
 def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics() -> None:
     optimizer = {"learning_rate": 3.0, "schedule": "linear"}
     run = make_run({}, train={"steps": 4, "epochs": 2, "minibatches": 2, "optimizer": optimizer})
-    metrics, updates = update(run, RunState(step=1, weights_version=1), SAMPLES)
+    metrics, updates = update(run, RunState(step=1, policy_version=1), SAMPLES)
     assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
     assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.0))] * 4
-    means = {"loss": 10.0, "entropy": 2.5, "gradient_norm": 7.5, "load": 2.5, "gap": 2.0}
+    means = {"loss": 10.0, "entropy": 2.5, "grad_norm": 7.5, "load": 2.5, "gap": 2.0}
     assert metrics == pytest.approx({**means, "learning_rate": 2.0, "skipped_updates": 0.0})
 
 
@@ -216,7 +216,7 @@ def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() 
 
     good = TrainStats(3.0, {"loss": 8.0, "kl": 2.0, "weight": 4.0, "max/gap": 1.0}, {"load": 1.0})
     bad = TrainStats(np.inf, dict.fromkeys(good.sums, np.nan), {"load": np.nan}, applied=False)
-    means = {"loss": 4.0, "kl": 0.5, "gradient_norm": 3.0, "load": 1.0, "gap": 1.0}
+    means = {"loss": 4.0, "kl": 0.5, "grad_norm": 3.0, "load": 1.0, "gap": 1.0}
     assert _step_metrics([(bad, 2.0), (good, 2.0)]) == {**means, "skipped_updates": 1.0}
     assert _step_metrics([(bad, 2.0)]) == {"skipped_updates": 1.0}
     section = make_run({"kl": {"coefficient": 0.1, "target": 0.5}}).config.algorithm
@@ -227,9 +227,9 @@ def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() 
 
 
 def test_samples_of_older_weights_are_marked() -> None:
-    run, newer = make_run({}), replace(SAMPLES[1], weights_version=2)
+    run, newer = make_run({}), replace(SAMPLES[1], policy_version=2)
     for samples, marks in (([SAMPLES[0], newer], [0, 0, 0, 0, 0, 1, 1, 0]), ([newer], None)):
-        _, [([batch], _, _)] = update(run, RunState(weights_version=2), samples)
+        _, [([batch], _, _)] = update(run, RunState(policy_version=2), samples)
         assert (batch.extra["fresh"].tolist() if "fresh" in batch.extra else None) == marks
 
 
@@ -237,7 +237,7 @@ def test_the_actor_waits_while_the_critic_alone_learns() -> None:
     run = make_run({"name": "ppo"}, critic={"warmup_steps": 2}, train={"steps": 9})
     run.critic = object()
     for step, updates in ((1, 0), (2, 1)):
-        metrics, made = update(run, RunState(step=step, weights_version=1), SAMPLES)
+        metrics, made = update(run, RunState(step=step, policy_version=1), SAMPLES)
         assert (len(made), bool(metrics)) == (updates, updates > 0)
 
 

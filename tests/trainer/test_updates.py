@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 STEPS = 3
 PPO: dict[str, Any] = {
-    "algorithm": {"name": "ppo", "gae_decay": 0.9, "discount": 0.99, "kl": {"coefficient": 0.05}},
+    "algorithm": {"name": "ppo", "gae_lambda": 0.9, "gamma": 0.99, "kl": {"coefficient": 0.05}},
     "critic": {"optimizer": {"learning_rate": 1e-3}, "warmup_steps": 1},
 }
 GRPO: dict[str, Any] = {"algorithm": {"name": "grpo", "aggregation": "sequence-mean", "kl": {"coefficient": 0.05}}}

@@ -21,7 +21,8 @@ MASTER = "master_param"  # Megatron's name (distrib_optimizer.py:904)
 
 
 class AdamW(torch.optim.Optimizer):
-    """``host_fraction`` of the elements, whole parameters in their order, are the host's: set it before ``begin``.
+    """``optimizer_offload_fraction`` of the elements, whole parameters in their order, are the CPU's: set it before
+    ``begin``.
 
     Gradients of half-precision parameters are read from ``decoupled_grad``, as Megatron's precision-aware optimizers
     do: PyTorch wants a ``grad`` to have the parameter's type.
@@ -39,7 +40,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         assert adam_w_mode, "only decoupled weight decay is built"
         assert bias_correction, "only bias correction is built"
-        self.host_fraction = 0.0
+        self.optimizer_offload_fraction = 0.0
         self.on_host: set[Tensor] = set()  # parameters whose state is in CPU memory
         self._slots: list[_Slot] = []
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
@@ -52,7 +53,7 @@ class AdamW(torch.optim.Optimizer):
         writes into: without it Megatron would make all of it on the device.
         """
         params = [param for group in self.param_groups for param in group["params"]]
-        leading = leading_share(params, self.host_fraction)
+        leading = leading_share(params, self.optimizer_offload_fraction)
         self.on_host = set(leading)
         longest = min(STAGED, max((param.numel() for param in leading), default=0))
         self._slots = [_Slot(longest, leading[0]) for _ in range(2)] if leading else []

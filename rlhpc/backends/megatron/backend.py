@@ -185,12 +185,12 @@ class MegatronBackend:
         """See ``TrainBackend``."""
         biases = biases_of(self._routers)
         found = self._differentiate(batches, loss, denominator, temperature)
-        if not math.isfinite(found.gradient_norm):
+        if not math.isfinite(found.grad_norm):
             restore_biases(self._routers, biases)
             return found
         set_rate(self._optimizer, rate, self._section.weight_decay)
         with megatron_device():
-            take_step(self._optimizer, found.gradient_norm)
+            take_step(self._optimizer, found.grad_norm)
         return replace(found, applied=True)
 
     @_in_its_groups

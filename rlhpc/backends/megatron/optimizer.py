@@ -60,7 +60,7 @@ def build_optimizer(
         adam_beta1=section.beta1,
         adam_beta2=section.beta2,
         adam_eps=section.epsilon,
-        clip_grad=section.clip_gradient,
+        clip_grad=section.max_grad_norm,
         use_distributed_optimizer=True,
         bf16=config.bf16,
         params_dtype=config.params_dtype,
@@ -72,7 +72,7 @@ def build_optimizer(
     config.grad_scale_func = optimizer.scale_loss if config.bf16 else None
     for inner in inner_optimizers(optimizer):
         if isinstance(inner, AdamW):
-            inner.host_fraction = section.host_fraction
+            inner.optimizer_offload_fraction = section.optimizer_offload_fraction
             inner.begin()
     return optimizer
 

@@ -50,7 +50,7 @@ class Hang:
 class HangWatch:
     """``poll`` it every half second or so; it returns the hang once there is one.
 
-    ``silence_seconds`` without progress of any rank are a hang; before the first progress it is ``start_seconds``,
+    ``hang_timeout_seconds`` without progress of any rank are a hang; before the first progress it is ``start_seconds``,
     counted from construction. Time in which records cannot be read does not count, up to ``storage_seconds``. Ranks of
     this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called to send it to the ranks of all nodes.
     """
@@ -59,14 +59,14 @@ class HangWatch:
         self,
         folder: Path,
         world_size: int,
-        silence_seconds: float,
+        hang_timeout_seconds: float,
         start_seconds: float | None = None,
         signal_all: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
         storage_seconds: float = 300.0,
     ) -> None:
         self._folder, self._world_size, self._clock = folder, world_size, clock
-        self._silence, self._start = silence_seconds, start_seconds or silence_seconds
+        self._silence, self._start = hang_timeout_seconds, start_seconds or hang_timeout_seconds
         self._signal_all = signal_all
         self._signalled_at: float | None = None
         self._written: dict[int, int] = {}  # characters of the stacks of ranks that were sent the signal

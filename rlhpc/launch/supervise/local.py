@@ -109,7 +109,7 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
         nodes=nodes,
         world_size=config.world_size,
         saved_step=saved_step(folder),
-        silence_seconds=config.recovery.silence_seconds,
+        hang_timeout_seconds=config.recovery.hang_timeout_seconds,
         storage_wait_seconds=config.recovery.storage_wait_seconds,
     )
     write_atomic(folder.config, dump_config(config))
@@ -143,7 +143,7 @@ def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> d
     hangs = HangWatch(
         attempt.heartbeats,
         world_size,
-        policy.silence_seconds,
+        policy.hang_timeout_seconds,
         policy.start_seconds,
         storage_seconds=policy.storage_wait_seconds,
     )

@@ -94,8 +94,8 @@ def shrink(config: RunConfig, diagnosis: Diagnosis) -> str | None:
     """The override (KEY=VALUE) that halves what took the memory; None when it cannot be halved any more."""
     in_engine = "vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory"
     if in_engine:
-        running = config.rollout.max_running // 2
-        return f"rollout.max_running={running}" if running else None
+        running = config.rollout.max_num_seqs // 2
+        return f"rollout.max_num_seqs={running}" if running else None
     tokens = config.train.tokens_per_microbatch
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     return f"train.tokens_per_microbatch={max(tokens // 2, longest)}" if tokens > longest else None

@@ -135,7 +135,7 @@ class Supervisor:
             "nodes": nodes,
             "world_size": len(nodes) * config.resources.ranks_per_node,
             "saved_step": saved_step(self._run),
-            "silence_seconds": config.recovery.silence_seconds,
+            "hang_timeout_seconds": config.recovery.hang_timeout_seconds,
             "storage_wait_seconds": config.recovery.storage_wait_seconds,
             "overrides": overrides,
             "excluded": excluded,
@@ -177,7 +177,7 @@ class Supervisor:
         hangs = HangWatch(
             folder.heartbeats,
             attempt.world_size,
-            policy.silence_seconds,
+            policy.hang_timeout_seconds,
             policy.start_seconds,
             signal_all=self._job.signal_ranks,
             storage_seconds=policy.storage_wait_seconds,

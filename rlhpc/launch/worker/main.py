@@ -64,7 +64,7 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     assert record is not None, f"{attempt.record} is written before ranks start"
     use(Patience(record.storage_wait_seconds))
     heartbeat = Heartbeat(
-        attempt.heartbeats, info.rank, world_size=info.world_size, silence_seconds=record.silence_seconds
+        attempt.heartbeats, info.rank, world_size=info.world_size, hang_timeout_seconds=record.hang_timeout_seconds
     ).start()
     done = threading.Event()
     atexit.register(_end_now, done)  # the first to be registered is the last to be called

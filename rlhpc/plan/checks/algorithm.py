@@ -44,12 +44,12 @@ def _check_common(section: AlgorithmSection) -> None:
             where="algorithm.kl.target",
             remedy="leave it out, or set algorithm.kl.coefficient above 0 to begin with",
         )
-    correction = section.correction
+    correction = section.rollout_correction
     if correction.method == "mask" and correction.low >= correction.high:
         raise UserError(
             f"no weight lies between {correction.low:g} and {correction.high:g}",
-            where="algorithm.correction.low",
-            remedy="set it below algorithm.correction.high",
+            where="algorithm.rollout_correction.low",
+            remedy="set it below algorithm.rollout_correction.high",
         )
 
 
@@ -58,16 +58,16 @@ def _check_named(section: AlgorithmSection) -> None:
         raise UserError(
             f"the loss of {section.name} has no dual clip", where="algorithm.dual_clip", remedy="leave it out"
         )
-    if section.discount != 1 and section.name not in _DISCOUNTED:
+    if section.gamma != 1 and section.name not in _DISCOUNTED:
         raise UserError(
             f"{section.name} does not discount: all tokens of a response share its reward",
-            where="algorithm.discount",
+            where="algorithm.gamma",
             remedy="leave it out, or use reinforce_plus_plus or ppo",
         )
-    if section.gae_decay != 1 and section.name != "ppo":
+    if section.gae_lambda != 1 and section.name != "ppo":
         raise UserError(
             f"{section.name} has no critic whose word could count",
-            where="algorithm.gae_decay",
+            where="algorithm.gae_lambda",
             remedy="leave it out, or use ppo",
         )
     if section.name == "dr_grpo" and section.normalise_std:

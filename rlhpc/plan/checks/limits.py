@@ -58,7 +58,7 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
     if section.kv_cache_gib is not None:
         what = f"with a KV cache of {section.kv_cache_gib:g} GiB an engine needs"
     else:
-        what = f"vLLM starts only if {section.gpu_memory_fraction:g} of the GPU is free,"
+        what = f"vLLM starts only if {section.gpu_memory_utilization:g} of the GPU is free,"
     has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
     lower = f"set it to {fits:g} or " if enough else ""
     return (
@@ -98,7 +98,8 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
         return
     engine = engine_memory(config, shape, None if gpu_gib is None else int(gpu_gib * GIB))
     own = section.kv_cache_gib is not None
-    key, value = ("kv_cache_gib", section.kv_cache_gib) if own else ("gpu_memory_fraction", section.gpu_memory_fraction)
+    key = "kv_cache_gib" if own else "gpu_memory_utilization"
+    value = getattr(section, key)
     length = sequence_tokens(config)
     if engine.tokens < length:
         short = length * engine.token - max(0, engine.cache)
@@ -110,11 +111,11 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
         )
     engines = max(1, config.world_size // section.tp)
     samples = -(-config.train.prompts_per_step * section.samples_per_prompt // engines)
-    running = min(section.max_running, samples) if config.train.steps else section.max_running
+    running = min(section.max_num_seqs, samples) if config.train.steps else section.max_num_seqs
     if engine.tokens < running * length:
         yield (
             f"rollout.{key}: {value} leaves a KV cache for {engine.tokens // length} of {running} sequences of full "
-            f"length; if responses grow that long, others wait. Raise it or rollout.tp, or lower rollout.max_running"
+            f"length; if responses grow that long, others wait. Raise it or rollout.tp, or lower rollout.max_num_seqs"
         )
 
 
@@ -170,7 +171,7 @@ def check_host(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> Iterator
         yield (
             f"{limit[0]}: ranks need about {plan.host.node / GIB:,.0f} GiB of a node's memory, which has "
             f"{limit[1] / GIB:,.0f}; raise it, take more nodes or offload less (memory.offload, "
-            "train.optimizer.host_fraction)"
+            "train.optimizer.optimizer_offload_fraction)"
         )
 
 

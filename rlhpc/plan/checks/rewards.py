@@ -65,11 +65,11 @@ def _check_words(config: RunConfig, section: RewardModelSection, shape: ModelSha
             remedy="set it to true: it cannot read the tokens that the policy writes",
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    if longest > most and section.too_long == "fail":
+    if longest > most and section.too_long == "error":
         raise UserError(
             f"prompt and response together may have {longest} tokens, the reward model reads {most}",
             where="reward.model.max_tokens",
-            remedy="lower data.max_prompt_tokens and rollout.max_response_tokens, or set reward.model.too_long to cut",
+            remedy="lower data.max_prompt_tokens or rollout.max_response_tokens, or set too_long to truncate",
         )
 
 

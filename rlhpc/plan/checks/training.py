@@ -29,19 +29,19 @@ def check_optimizer(key: str, section: OptimizerSection) -> None:
             where=f"{key}.arguments",
             remedy=f"set {key}.function, or leave them out",
         )
-    if section.function is not None and section.host_fraction:
+    if section.function is not None and section.optimizer_offload_fraction:
         raise UserError(
-            f"{section.host_fraction} of the parameters of {section.function}: only AdamW can be shared with the host",
-            where=f"{key}.host_fraction",
+            f"{section.optimizer_offload_fraction} with {section.function}: only AdamW can update on the CPU",
+            where=f"{key}.optimizer_offload_fraction",
             remedy=f"set it to 0, or leave {key}.function out",
         )
 
 
 def check_experts(section: ExpertsSection, shape: ModelShape) -> None:
     """What is asked of experts is there."""
-    if section.replay_routes and shape.experts is None:
+    if section.router_replay and shape.experts is None:
         raise UserError(
-            "the model has no experts", where="train.experts.replay_routes", remedy="set it to false, or leave it out"
+            "the model has no experts", where="train.experts.router_replay", remedy="set it to false, or leave it out"
         )
 
 

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rlhpc.config import yaml12
 from rlhpc.config.jobs import memory_mib
 from rlhpc.config.planning import DiskSection, EfficiencySection, GpuEntry, GpusFile
+from rlhpc.config.renamed import RENAMED_FIGURES
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.section import Section
 from rlhpc.core.errors import UserError, did_you_mean
@@ -39,11 +40,11 @@ class Gpu:
     memory_gbps: float
     node_gbps: float  # to the other GPUs that it is linked with, all of them together
     network_gbps: float  # its share of the node's network adapters
-    host_gbps: float  # to the host's memory
-    host_memory_gbps: float  # its share of the host's memory bandwidth
+    cpu_link_gbps: float  # to the host's memory
+    cpu_memory_gbps: float  # its share of the host's memory bandwidth
     per_node: int = 8
     linked: int = 8  # GPUs that reach each other without the network
-    host_gib: float | None = None  # memory of the node's host, where it is known
+    cpu_memory_gib: float | None = None  # memory of the node's host, where it is known
     device: str = ""  # part of the name that the driver gives it
     context_gib: float = 1.5  # device memory of a rank's CUDA context and libraries: an estimate
     sleeping_engine_gib: float = 1.0  # that an engine keeps while it sleeps: an estimate
@@ -162,7 +163,11 @@ def _read(path: Path) -> GpusFile:
                 "disk": DiskSection,
             }
             section = sections.get(str(detail["loc"][0]), GpusFile) if len(detail["loc"]) > 1 else GpusFile
-            remedy = did_you_mean(str(detail["loc"][-1]), section.model_json_schema()["properties"])
+            last = str(detail["loc"][-1])
+            if section is not GpusFile and last in RENAMED_FIGURES:
+                remedy = f"write {RENAMED_FIGURES[last]}"
+                raise UserError("has another name now", where=f"{path}: {key}", remedy=remedy) from None
+            remedy = did_you_mean(last, section.model_json_schema()["properties"])
             raise UserError("unknown key", where=f"{path}: {key}", remedy=remedy) from None
         message = f"{detail['input']!r} is not allowed ({detail['msg']})"
         raise UserError(message, where=f"{path}: {key}" if key else str(path)) from None
@@ -223,6 +228,6 @@ def host_limit(config: RunConfig, gpu: Gpu | None) -> tuple[str, float] | None:
     asked = memory_mib(config.slurm.memory) if config.slurm.memory is not None else 0
     if asked:
         return "slurm.memory", asked * 2**20
-    if gpu is not None and gpu.host_gib is not None:
-        return "planning.gpus_file", gpu.host_gib * 2**30
+    if gpu is not None and gpu.cpu_memory_gib is not None:
+        return "planning.gpus_file", gpu.cpu_memory_gib * 2**30
     return None

@@ -125,7 +125,7 @@ def _plan(
     asleep = {"engine, asleep": reserves.sleeping_engine} if engine is not None else {}
     phases = [_load(models, engine)]
     if engine is not None:
-        phases += [_push(config, models, engine), _rollout(models, engine)]
+        phases += [_weight_sync(config, models, engine), _rollout(models, engine)]
     if config.train.steps > 0:
         phases += _passes(models, asleep)
     for model in reversed([model for model in models if model.trained]):
@@ -170,22 +170,22 @@ class EngineMemory:
         cache then holds a sequence. The GPU has ``total`` bytes, of which ``claimed`` are asked for at present."""
         if section.kv_cache_gib is None:
             share = floor(100 * free / total) / 100
-            return "gpu_memory_fraction", share, share * total >= self.smallest(sequence)
+            return "gpu_memory_utilization", share, share * total >= self.smallest(sequence)
         cache = floor(100 * (free - claimed + self.cache) / GIB) / 100
         return "kv_cache_gib", cache, cache * GIB >= sequence * self.token
 
 
 def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:
     """Of the configuration's engines; with a cache for one full batch where the GPU is not known."""
-    full = config.rollout.max_running * sequence_tokens(config)
+    full = config.rollout.max_num_seqs * sequence_tokens(config)
     return engine_bytes(config.rollout, shape, config.model.dtype, gpu_bytes, full)
 
 
 def engine_bytes(
     section: RolloutSection, shape: ModelShape, dtype: str, gpu_bytes: int | None, tokens: int = 0
 ) -> EngineMemory:
-    """``rollout.kv_cache_gib``, or what ``gpu_memory_fraction`` leaves of the GPU; for so many ``tokens`` where the GPU
-    is not known. A cache below 0 is one that there is no room for."""
+    """``rollout.kv_cache_gib``, or what ``gpu_memory_utilization`` leaves; for so many ``tokens`` where the GPU is not
+    known. A cache below 0 is one that there is no room for."""
     e = ITEMSIZE[dtype]
     layout = EngineLayout(section.tp, section.expert_parallel)
     weights = e * engine_numel(shape, layout)
@@ -193,8 +193,8 @@ def engine_bytes(
     ffn = shape.ffn_size // section.tp
     if shape.experts:
         ffn = max(ffn, shape.experts.top_k * shape.experts.ffn_size // layout.etp // layout.ep)
-    working = e * ENGINE_TOKENS * (4 * shape.hidden_size + 3 * ffn) + 8 * section.max_running * shape.vocab_size
-    claimed = 0 if gpu_bytes is None else int(section.gpu_memory_fraction * gpu_bytes)
+    working = e * ENGINE_TOKENS * (4 * shape.hidden_size + 3 * ffn) + 8 * section.max_num_seqs * shape.vocab_size
+    claimed = 0 if gpu_bytes is None else int(section.gpu_memory_utilization * gpu_bytes)
     if section.kv_cache_gib is not None:
         cache = int(section.kv_cache_gib * GIB)
         claimed = weights + working + cache
@@ -292,11 +292,11 @@ def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemo
     return _largest("load", moments)
 
 
-def _push(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
+def _weight_sync(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
     """Weights of both sides, and two buckets to send and two to receive."""
     states = [models[0].left(keep_weights=True), *(model.resting for model in models[1:])]
     buckets = {"buckets": 4 * (config.reshard.bucket_mib << 20)} if config.reshard.method == "direct" else {}
-    return _phase("push", {**_state(models, states), "engine weights": engine.weights, **buckets})
+    return _phase("weight sync", {**_state(models, states), "engine weights": engine.weights, **buckets})
 
 
 def _rollout(models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
@@ -371,7 +371,7 @@ def _host(config: RunConfig, models: Sequence[RankModel], routes: int) -> HostMe
 def _routes(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
     """Experts of a step's tokens, all responses of full length: what engines drew is with the first rank of each, and
     ranks have what they train on beside it, of their stage's layers. A mean over the ranks of the fullest node."""
-    if not config.train.experts.replay_routes or shape.experts is None or not config.train.steps:
+    if not config.train.experts.router_replay or shape.experts is None or not config.train.steps:
         return 0
     itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM gives them out
     step = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)

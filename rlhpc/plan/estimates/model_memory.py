@@ -172,7 +172,7 @@ class _Maker:
             self.rank,
             config.model.dtype,
             trained=optimizer is not None,
-            host_fraction=optimizer.host_fraction if optimizer else 0.0,
+            optimizer_offload_fraction=optimizer.optimizer_offload_fraction if optimizer else 0.0,
             bucket=default_bucket(layout),
         )
         tokens = _tokens(config, layout, trained, passed)

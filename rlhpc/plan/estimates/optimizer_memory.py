@@ -38,7 +38,7 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one model on one rank. ``host`` is what AdamW keeps in host memory (optimizer.host_fraction), ``staging`` the
+    """Of one model on one rank. ``host`` is what AdamW keeps on the CPU (optimizer_offload_fraction), ``staging`` the
     buffers there that its gradients and new weights pass through."""
 
     parameters: int
@@ -84,7 +84,7 @@ def state_bytes(
     dtype: str,
     *,
     trained: bool = True,
-    host_fraction: float = 0.0,
+    optimizer_offload_fraction: float = 0.0,
     bucket: int | None = None,
 ) -> StateBytes:
     """What one rank allocates for a model; without training only its weights.
@@ -106,7 +106,7 @@ def state_bytes(
             buffer = lay_out([p for p in chunk if p.expert == expert], ranks, closes)
             numel += buffer.numel
             owned += buffer.owned(ranks, index)
-        mine, away = _share(owned, host_fraction)
+        mine, away = _share(owned, optimizer_offload_fraction)
         on_device, on_host = on_device + sum(mine), on_host + sum(away)
         staged += 2 * min(STAGED, max(away, default=0))
     master = 0 if dtype == "float32" else _FLOAT32
@@ -189,13 +189,13 @@ def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = No
     return Buffer(tuple(reversed(parameters)), tuple(places), tuple(buckets))
 
 
-def _share(owned: Sequence[tuple[Parameter, int]], host_fraction: float) -> tuple[list[int], list[int]]:
+def _share(owned: Sequence[tuple[Parameter, int]], optimizer_offload_fraction: float) -> tuple[list[int], list[int]]:
     """Sizes of the parameters with state on the device and on the host: as ``leading_share`` of adamw.py, vectors
     last."""
     sizes = [size for parameter, size in owned if not parameter.vector]
     sizes += [size for parameter, size in owned if parameter.vector]
     total, held, count = sum(sizes), 0, 0
-    while count < len(sizes) and held < host_fraction * total:
+    while count < len(sizes) and held < optimizer_offload_fraction * total:
         held += sizes[count]
         count += 1
     return sizes[count:], sizes[:count]

@@ -105,7 +105,7 @@ def rollout_time(engines: Engines, work: Workload) -> PhaseTime | None:
     return PhaseTime("rollout", parts, flops, sent, {"token steps": token_steps, "at once": most})
 
 
-def push_time(engines: Engines, training: ParallelLayout, method: str = "direct") -> PhaseTime:
+def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "direct") -> PhaseTime:
     """Each rank receives what its engine needs and it has not, of which what its node has comes from there; with
     ``gather`` the whole model.
 
@@ -126,8 +126,8 @@ def push_time(engines: Engines, training: ParallelLayout, method: str = "direct"
         machine.exchange(received["network"], 2, machine.linked) if received["network"] else {},
         {"memory": 2 * machine.memory(moved)},
     )
-    parts = times(parts, 1 / machine.efficiency.push)
-    return PhaseTime("push", parts, 0.0, sum(received.values()))
+    parts = times(parts, 1 / machine.efficiency.weight_sync)
+    return PhaseTime("weight sync", parts, 0.0, sum(received.values()))
 
 
 def _shares(training: ParallelLayout, cut: int, tp: int, node: int) -> tuple[float, float]:
@@ -195,7 +195,7 @@ def _runs(engines: Engines, responses: int, room: float, work: Workload) -> list
     running: list[int] = []  # token steps at which each one ends
     began: dict[int, list[int]] = {}
     now, starts, runs = 0, 0, []
-    most = min(engines.section.max_running, responses)
+    most = min(engines.section.max_num_seqs, responses)
     mean = shared + work.response * 0.75  # of a sequence that runs: it is cut, not begun, when the cache is full
     most = max(1, min(most, int(room / mean)))
     pending = next(waiting, None)

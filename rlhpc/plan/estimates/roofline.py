@@ -35,7 +35,7 @@ class Machine:
     @property
     def without_gradient(self) -> Machine:
         """The same in passes without gradient."""
-        own = {"compute": self.efficiency.pass_compute, "launch_us": self.efficiency.pass_launch_us}
+        own = {"compute": self.efficiency.forward_compute, "launch_us": self.efficiency.forward_launch_us}
         given = {name: value for name, value in own.items() if value is not None}
         return replace(self, efficiency=self.efficiency.model_copy(update=given)) if given else self
 
@@ -62,11 +62,11 @@ class Machine:
 
     def to_host(self, size: float) -> float:
         """Bytes between device and host, one way."""
-        return size / (self.gpu.host_gbps * 1e9 * self.efficiency.host)
+        return size / (self.gpu.cpu_link_gbps * 1e9 * self.efficiency.cpu_memory)
 
     def host_memory(self, size: float) -> float:
         """Bytes read and written in the host's memory by one rank's share of its cores."""
-        return size / (self.gpu.host_memory_gbps * 1e9 * self.efficiency.host)
+        return size / (self.gpu.cpu_memory_gbps * 1e9 * self.efficiency.cpu_memory)
 
     def ring(self, size: float, ranks: int, stride: int = 1, messages: float = 1) -> dict[str, float]:
         """``size`` bytes that each of ``ranks``, ``stride`` apart, sends to its neighbour, in so many collectives."""

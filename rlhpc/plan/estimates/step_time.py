@@ -13,7 +13,7 @@ from rlhpc.models import ModelShape, value_shape
 from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
-from rlhpc.plan.estimates.rollout_time import Engines, push_time, rollout_time
+from rlhpc.plan.estimates.rollout_time import Engines, rollout_time, weight_sync_time
 from rlhpc.plan.estimates.roofline import Machine, PhaseTime, total
 from rlhpc.plan.estimates.train_time import Held, Training, held, pass_time, update_time
 from rlhpc.plan.estimates.workload import Workload, workload_of
@@ -77,7 +77,7 @@ def predict_step(
     training = Training(shape, layout, config.parallel, machine, itemsize)
     generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
     engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
-    phases = [push_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
+    phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
     phases += _training_phases(config, training, work)
     of_token, of_pair = forward_terms(shape)
     flops = 3 * work.tokens * work.epochs * (of_token + of_pair * work.pairs)
@@ -107,7 +107,7 @@ def predict_validation(
     each = config.validation.samples_per_prompt
     work = replace(workload_of(config), samples=prompts * each, generated=prompts * each, group=each)
     generating = rollout_time(engines, work)
-    phases = [push_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
+    phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
     judge = _judge(config, Training(shape, layout, config.parallel, machine, ITEMSIZE[config.model.dtype]))
     if config.reward.model is not None and judge is not None:
         tokens = config.reward.model.tokens_per_microbatch or config.train.tokens_per_microbatch
@@ -173,7 +173,8 @@ def offloaded_bytes(training: Training, memory: MemorySection, optimizer: Optimi
     """Bytes of a rank that cross to the host and back in a step; gradients are freed, not copied."""
     offload, layout, mine = memory.offload, training.layout, _most_held(training)
     weights = mine.count * training.itemsize
-    state = 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp) * (1 - optimizer.host_fraction)
+    state = 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp)
+    state *= 1 - optimizer.optimizer_offload_fraction
     return 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
 
 

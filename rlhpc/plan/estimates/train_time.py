@@ -291,7 +291,7 @@ def _optimizer(training: Training, section: OptimizerSection, backward: Sequence
         gathering = total(gathering, machine.ring(training.itemsize * count * share, ranks, stride))
         owned += count / ranks
     hidden = min(1.0, max(sum(part.values()) for part in backward) / max(1e-12, sum(summing.values())))
-    on_host = section.host_fraction * owned
+    on_host = section.optimizer_offload_fraction * owned
     parts = total(
         times(summing, 1 - hidden),
         gathering,

@@ -18,7 +18,7 @@ def test_logs_of_a_run_on_this_machine(tmp_path: Path) -> None:
     run = Run(RunFolder(tmp_path / "run"), None)
     run.folder.create()
     folder = attempts.begin(
-        run.folder, job_id="", restart_count=0, nodes=("here",), world_size=11, saved_step=-1, silence_seconds=60
+        run.folder, job_id="", restart_count=0, nodes=("here",), world_size=11, saved_step=-1, hang_timeout_seconds=60
     )
     for name in ("7_submitted.pkl", "7_0_result.pkl", "7_10_log.out", "7_2_log.out", "7_0_log.out"):
         (folder.logs / name).write_text(name)
@@ -32,7 +32,7 @@ def test_a_run_on_this_machine_is_followed_until_its_launcher_is_gone(tmp_path: 
     assert not is_locked(folder)
     folder.config.write_text("name: run\n")
     start = attempts.begin(
-        folder, job_id="", restart_count=0, nodes=("here",), world_size=1, saved_step=-1, silence_seconds=60
+        folder, job_id="", restart_count=0, nodes=("here",), world_size=1, saved_step=-1, hang_timeout_seconds=60
     )
     log = start.logs / "7_0_log.out"
     log.write_text("step 1\n")

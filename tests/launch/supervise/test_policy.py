@@ -102,7 +102,7 @@ def test_memory_is_answered_by_half_the_tokens_down_to_one_sequence(config):
 
 def test_memory_of_the_engine_is_answered_by_fewer_sequences(config):
     traceback = 'File "/x/vllm/v1/worker/gpu_model_runner.py", line 3'
-    assert shrink(config(), Diagnosis("gpu_memory", detail=traceback)) == "rollout.max_running=128"
+    assert shrink(config(), Diagnosis("gpu_memory", detail=traceback)) == "rollout.max_num_seqs=128"
 
 
 def test_a_bad_node_is_left_out(config):

@@ -29,11 +29,11 @@ def config(samples: int = 8, **algorithm: Any) -> RunConfig:
         ({"aggregation_length": 9}, "algorithm.aggregation_length: token-mean is not divided by a constant; leave"),
         ({"name": "dapo", "kl": {"target": 0.1}}, "algorithm.kl.target: a coefficient of 0 is not steered anywhere;"),
         (
-            {"correction": {"method": "mask", "low": 2.0, "high": 1.5}},
-            "algorithm.correction.low: no weight lies between 2 and 1.5; set it below algorithm.correction.high",
+            {"rollout_correction": {"method": "mask", "low": 2.0, "high": 1.5}},
+            "algorithm.rollout_correction.low: no weight lies between 2 and 1.5; set it below .*correction.high",
         ),
         ({"name": "gspo", "dual_clip": 3.0}, "algorithm.dual_clip: the loss of gspo has no dual clip; leave it out"),
-        ({"discount": 0.9}, "algorithm.discount: grpo does not discount: .*; leave it out, or use reinforce_plus_plus"),
+        ({"gamma": 0.9}, "algorithm.gamma: grpo does not discount: .*; leave it out, or use reinforce_plus_plus"),
         ({"name": "dr_grpo", "normalise_std": True}, "algorithm.normalise_std: dr_grpo is GRPO without .*or use grpo"),
         ({"name": "rloo", "samples": 1}, "rollout.samples_per_prompt: rloo compares .* there are none; use at least 2"),
     ],
@@ -50,4 +50,4 @@ def test_defaults_contradict_nothing(name: str) -> None:
 
 
 def test_an_algorithm_of_ones_own_may_use_any_key() -> None:
-    check_algorithm(config(name="my.own:ALGORITHM", discount=0.9, dual_clip=3.0, normalise_std=True))
+    check_algorithm(config(name="my.own:ALGORITHM", gamma=0.9, dual_clip=3.0, normalise_std=True))

@@ -67,8 +67,8 @@ def test_a_cache_without_room_for_one_sequence_is_refused() -> None:
     raised = float(told.partition("raise it by ")[2].partition(",")[0]) + 0.05
     enough, _ = parts(f"rollout.kv_cache_gib={raised:.4f}")
     assert len(list(check_cache(enough, shape, None))) == 1, "one, but not all that run at once"
-    with pytest.raises(UserError, match=r"rollout.gpu_memory_fraction: 0.2 leaves a KV cache of 0 tokens"):
-        list(check_cache(parts("rollout.gpu_memory_fraction=0.2")[0], shape, 40.0))
+    with pytest.raises(UserError, match=r"rollout.gpu_memory_utilization: 0.2 leaves a KV cache of 0 tokens"):
+        list(check_cache(parts("rollout.gpu_memory_utilization=0.2")[0], shape, 40.0))
 
 
 def test_a_cache_for_a_part_of_the_batch_is_told() -> None:
@@ -135,12 +135,12 @@ def test_a_checkpoint_holds_the_models_that_learn_and_what_a_warm_up_made() -> N
 def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
     """From the config alone: a GPU that is named, and an engine that leaves no room in it."""
     write_inputs(tmp_path)
-    huge = ["planning.gpu=h200", "rollout.gpu_memory_fraction=1.0"]
+    huge = ["planning.gpu=h200", "rollout.gpu_memory_utilization=1.0"]
     rows = check_config(load_config(tmp_path / "config.yaml", huge))
     told = [text for topic, text in rows if topic == "warning"]
     assert len(told) == 1
     assert told[0].startswith(
-        "rollout.gpu_memory_fraction: vLLM starts only if 1 of the GPU is free, 140.4 GiB, and rank 0"
+        "rollout.gpu_memory_utilization: vLLM starts only if 1 of the GPU is free, 140.4 GiB, and rank 0"
     )
     assert not [text for topic, text in check_config(load_config(tmp_path / "config.yaml")) if topic == "warning"]
 
@@ -149,7 +149,7 @@ def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(m
     """7.6B on 8 ranks of 80 GB, nothing offloaded, at dp 8 and at dp 4."""
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
     kept = "memory.offload={parameters: false, gradients: false, optimizer: false, reference: false}"
-    share, cache = "rollout.gpu_memory_fraction", "rollout.kv_cache_gib"
+    share, cache = "rollout.gpu_memory_utilization", "rollout.kv_cache_gib"
 
     def reported(*changes: str) -> str:
         config, shape = parts("planning.gpu=h100", kept, *changes)
@@ -158,8 +158,8 @@ def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(m
 
     line = reported("parallel.tp=1", f"{share}=0.6")
     assert line == (
-        "rollout.gpu_memory_fraction: vLLM starts only if 0.6 of the GPU is free, 47.8 GiB, and rank 0 has about 10.7 "
-        "free beside the trainer; offload more (memory.offload); `rlhpc plan` shows what helps"
+        "rollout.gpu_memory_utilization: vLLM starts only if 0.6 of the GPU is free, 47.8 GiB, and rank 0 has about "
+        "10.7 free beside the trainer; offload more (memory.offload); `rlhpc plan` shows what helps"
     ), "the engine's weights alone take 14.2"
     for key, value in ((share, 0.6), (cache, 40.0)):
         line = reported(f"{key}={value}")
@@ -186,7 +186,7 @@ def test_tensor_parallelism_over_nodes_is_told() -> None:
 def test_hosts_that_are_too_small_are_told() -> None:
     config, shape = parts("slurm.memory=100G")
     layout = make_layout(config.parallel, config.world_size)
-    gpu = replace(GPUS["h100"], host_gib=50.0)
+    gpu = replace(GPUS["h100"], cpu_memory_gib=50.0)
     plan = predict_memory(config, shape, layout, gpu.memory_gib)
     (warning,) = check_host(config, plan, gpu)
     assert warning.startswith("slurm.memory: ranks need about")
@@ -201,8 +201,8 @@ def test_a_hosts_limit_is_what_a_node_needs_and_no_more() -> None:
     layout = make_layout(config.parallel, config.world_size)
     plan = predict_memory(config, shape, layout, GPUS["h100"].memory_gib)
     needed = plan.host.node / 2**30
-    assert list(check_host(config, plan, replace(GPUS["h100"], host_gib=needed * 1.001))) == []
-    assert len(list(check_host(config, plan, replace(GPUS["h100"], host_gib=needed * 0.999)))) == 1
+    assert list(check_host(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 1.001))) == []
+    assert len(list(check_host(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 0.999)))) == 1
 
 
 def test_a_run_is_warned_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
     small = "qwen2.5-0.5b-1gpu.yaml"
     config, shape = parts("planning.gpu=a100-40", name=small)
     layout = make_layout(config.parallel, config.world_size)
-    refused = "rollout.gpu_memory_fraction: vLLM starts only if"
+    refused = "rollout.gpu_memory_utilization: vLLM starts only if"
     assert not [line for line in foresee(config, shape, layout) if line.startswith(("memory: ", refused))]
     config, shape = parts("planning.gpu=a100-40", f"planning.gpus_file={tmp_path}/gpus.yaml", name=small)
     assert [line for line in foresee(config, shape, layout) if line.startswith(refused)]

@@ -63,8 +63,8 @@ def test_the_summary_names_every_axis(inputs):
         (["resources.ranks_per_node=3", "rollout.tp=3"], "rollout.tp: 3 does not divide the model's 4 attention"),
         (["train.optimizer.arguments.momentum=1"], "train.optimizer.arguments: momentum without a function to take"),
         (
-            ["sft={data: [a], steps: 1}", "sft.optimizer.function=a:b", "sft.optimizer.host_fraction=0.5"],
-            "sft.optimizer.host_fraction: 0.5 of the parameters of a:b: only AdamW can be shared with the host; set",
+            ["sft={data: [a], steps: 1}", "sft.optimizer.function=a:b", "sft.optimizer.optimizer_offload_fraction=0.5"],
+            "sft.optimizer.optimizer_offload_fraction: 0.5 with a:b: only AdamW can update on the CPU; set",
         ),
         (
             ["memory.recompute=selective", "memory.recompute_modules=[moe]"],
@@ -83,7 +83,7 @@ def test_the_summary_names_every_axis(inputs):
             "reshard.share_weights: engines cannot use the memory of weights that are moved to the host",
         ),
         (["reshard.share_weights=true", "reshard.method=gather"], "reshard.share_weights: nothing is shared where"),
-        (["train.experts.replay_routes=true"], "train.experts.replay_routes: the model has no experts; set it to fal"),
+        (["train.experts.router_replay=true"], "train.experts.router_replay: the model has no experts; set it to fal"),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
         (
             ["resources.ranks_per_node=4", "train.minibatches=16"],
@@ -247,8 +247,8 @@ def test_what_a_critic_cannot_be(inputs):
     assert "critic.model: a vocabulary of 32, the actor's has 16" in refused(inputs, *ppo, f"critic.model={other}")
     later = load_config(inputs / "config.yaml", [*ppo, "model.path=later", f"critic.model={inputs / 'model'}"])
     assert check_config(later, prepared=False), "nothing to compare a vocabulary with yet"
-    assert "critic.optimizer.host_fraction" in refused(
-        inputs, *ppo, "critic.optimizer={function: 'torch.optim:SGD', host_fraction: 0.5}"
+    assert "critic.optimizer.optimizer_offload_fraction" in refused(
+        inputs, *ppo, "critic.optimizer={function: 'torch.optim:SGD', optimizer_offload_fraction: 0.5}"
     )
 
 

@@ -50,15 +50,15 @@ def test_a_gpu_is_named_by_option_then_plan_then_slurm() -> None:
 def test_a_sites_file_adds_and_changes(tmp_path: Path) -> None:
     text = """
 gpus:
-  h200: {network_gbps: 25, host_gib: 2000}
+  h200: {network_gbps: 25, cpu_memory_gib: 2000}
   ours: {like: h100, per_node: 4, linked: 4}
-  cpu: {tflops: 0.1, memory_gib: 8, memory_gbps: 20, node_gbps: 5, network_gbps: 1, host_gbps: 5,
-        host_memory_gbps: 10, per_node: 2}
+  cpu: {tflops: 0.1, memory_gib: 8, memory_gbps: 20, node_gbps: 5, network_gbps: 1, cpu_link_gbps: 5,
+        cpu_memory_gbps: 10, per_node: 2}
   a100: {network_gbps: 12}
 efficiency: {compute: 0.4, memory: 0.5}
 """
     site = read_site(config(planning={**site_file(tmp_path, text), "efficiency": {"memory": 0.6}}))
-    assert (site.gpus["h200"].network_gbps, site.gpus["h200"].memory_gbps, site.gpus["h200"].host_gib) == (
+    assert (site.gpus["h200"].network_gbps, site.gpus["h200"].memory_gbps, site.gpus["h200"].cpu_memory_gib) == (
         25,
         4800,
         2000,

@@ -69,15 +69,15 @@ def test_a_token_of_the_cache() -> None:
 def test_the_engine_takes_its_share_and_no_more() -> None:
     config, shape, _ = parts(SMALL)
     engine = engine_memory(config, shape, 80 * GIB)
-    share = int(config.rollout.gpu_memory_fraction * 80 * GIB)
+    share = int(config.rollout.gpu_memory_utilization * 80 * GIB)
     assert engine.weights + engine.working + engine.cache == share
     unknown = engine_memory(config, shape, None)
-    assert unknown.tokens == config.rollout.max_running * sequence_tokens(config)
+    assert unknown.tokens == config.rollout.max_num_seqs * sequence_tokens(config)
 
 
 def test_an_engine_s_passes_hold_what_a_token_s_experts_make() -> None:
     """By hand: 8192 tokens of two experts of 14336 each, over four ranks, and the logits of 256."""
-    config, *_ = parts(SMALL, "rollout.tp=4", "rollout.max_running=256")
+    config, *_ = parts(SMALL, "rollout.tp=4", "rollout.max_num_seqs=256")
     engine = engine_bytes(config.rollout, shape_of(MIXTRAL_8X7B), "bfloat16", None)
     assert engine.working == 2 * 8192 * (4 * 4096 + 3 * 2 * 14336 // 4) + 8 * 256 * 32000
 
@@ -106,7 +106,7 @@ def test_what_is_let_go_is_away_while_the_engine_generates() -> None:
     assert kept["rollout"]["gradients"] == state.gradients
     assert kept["rollout"]["optimizer"] == state.optimizer
     assert not {"weights", "gradients", "optimizer", "reference: weights"} & away["rollout"].keys()
-    assert away["push"]["weights"] == state.parameters, "what is pushed stays until it has been"
+    assert away["weight sync"]["weights"] == state.parameters, "what is synced stays until it has been"
     assert away["forward and backward"]["gradients"] == state.gradients
     assert "reference: weights" in away["log-probs"]
     assert "reference: weights" not in away["forward and backward"]
@@ -123,7 +123,7 @@ def test_a_reward_model_judges_while_the_actor_is_away() -> None:
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ([], ["load", "push", "rollout"]),
+        ([], ["load", "weight sync", "rollout"]),
         (["data.validation=[]"], ["load"]),
         (
             ["data.validation=[]", "sft={data: [a.jsonl], steps: 3}"],
@@ -145,7 +145,7 @@ def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
 
 def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
     """Nothing that is offloaded stands in its way; what is not does."""
-    share = "rollout.gpu_memory_fraction=0.95"
+    share = "rollout.gpu_memory_utilization=0.95"
     config, shape, layout = parts(
         SMALL, share, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}"
     )
@@ -164,7 +164,7 @@ def test_a_save_takes_nothing_of_the_gpu_and_of_the_host_what_the_rank_writes() 
     assert phases(plan)["save"] == phases(plan)["optimizer step"]
     numel = sum(prod(spec.shape) for spec in model_tensors(shape))
     assert plan.host.parts["checkpoint"] == pytest.approx((12 + 2) * numel / 8, rel=1e-2)
-    on_host = changed_config(config, {"train.optimizer.host_fraction": 1.0})
+    on_host = changed_config(config, {"train.optimizer.optimizer_offload_fraction": 1.0})
     assert rank_memory(on_host, shape, layout, 0).host.parts["checkpoint"] == plan.host.parts["checkpoint"]
     full = changed_config(config, {"model.dtype": "float32"})
     assert rank_memory(full, shape, layout, 0).host.parts["checkpoint"] == pytest.approx(16 * numel / 8, rel=1e-2)
@@ -226,7 +226,7 @@ def test_a_critic_learns_beside_the_actor_s_weights() -> None:
 
 
 def test_what_does_not_fit_is_named_and_what_is_said_to_help_does() -> None:
-    config, shape, layout = parts(SMALL, "train.tokens_per_microbatch=65536", "rollout.gpu_memory_fraction=0.3")
+    config, shape, layout = parts(SMALL, "train.tokens_per_microbatch=65536", "rollout.gpu_memory_utilization=0.3")
     plan = predict_memory(config, shape, layout, 80.0)
     assert plan.first_too_large is not None
     assert plan.first_too_large.name == "forward and backward"
@@ -247,7 +247,7 @@ def test_the_picture_says_what_the_plan_says() -> None:
 
     from rlhpc.cli.plan_memory import render_memory
 
-    config, shape, layout = parts(SMALL, "train.tokens_per_microbatch=65536", "rollout.gpu_memory_fraction=0.3")
+    config, shape, layout = parts(SMALL, "train.tokens_per_microbatch=65536", "rollout.gpu_memory_utilization=0.3")
     plan = predict_memory(config, shape, layout, 80.0)
     console = Console(width=160, file=io.StringIO())
     with console.capture() as capture:
@@ -267,7 +267,7 @@ def test_routes_of_a_step_are_in_the_host_s_memory() -> None:
     tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
     whole = tokens * 58 * 8
     for tp, drawn in ((32, whole / 3 / 8), (4, whole / 24 * 2 / 8)):
-        replayed = changed_config(config, {"train.experts.replay_routes": True, "rollout.tp": tp})
+        replayed = changed_config(config, {"train.experts.router_replay": True, "rollout.tp": tp})
         held = drawn + 3 * whole / (layout.dp * layout.pp)
         assert rank_memory(replayed, shape, layout, 0).host.parts["routes"] == pytest.approx(held)
 
@@ -355,7 +355,7 @@ def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
     measured = Reserves(context=3 * GIB, sleeping_engine=2 * GIB)
     estimated, plan = (predict_memory(config, shape, layout, 80.0, reserves) for reserves in (Reserves(), measured))
     more = {after.name: after.total - before.total for before, after in zip(estimated.phases, plan.phases, strict=True)}
-    awake = {"load", "push", "rollout"}
+    awake = {"load", "weight sync", "rollout"}
     assert {name: size / GIB for name, size in more.items()} == {name: 1.5 + (name not in awake) for name in more}
     assert {phase.parts["libraries"] for phase in plan.phases} == {3 * GIB}
     gib = plan.peak / GIB + 0.1

@@ -17,10 +17,10 @@ from tests.helpers.tiny_models import make_model
 pytestmark = pytest.mark.ranks
 
 STATES = [
-    StateCase("qwen2_tied", (("pp", 2),), host_fraction=0.4, bucket=20000),
-    StateCase("qwen3", (("tp", 2), ("cp", 2)), dtype="float32", host_fraction=1.0),
+    StateCase("qwen2_tied", (("pp", 2),), optimizer_offload_fraction=0.4, bucket=20000),
+    StateCase("qwen3", (("tp", 2), ("cp", 2)), dtype="float32", optimizer_offload_fraction=1.0),
     StateCase("llama", (("tp", 2), ("pp", 2), ("vpp", 2)), critic=True, bucket=1),
-    StateCase("mixtral", (("tp", 2), ("ep", 2), ("etp", 2)), host_fraction=0.4),
+    StateCase("mixtral", (("tp", 2), ("ep", 2), ("etp", 2)), optimizer_offload_fraction=0.4),
     StateCase("dsv3", (("ep", 2), ("pp", 2)), bucket=20000),
     StateCase("qwen3moe", (("tp", 2),), trained=False),
 ]

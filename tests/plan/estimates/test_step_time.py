@@ -16,12 +16,12 @@ from rlhpc.models.flops import forward_terms, training_flops
 from rlhpc.plan.checks.run import check_layout
 from rlhpc.plan.estimates.hardware import GPUS, Gpu
 from rlhpc.plan.estimates.memory import engine_memory
-from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, push_time, rollout_time
+from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, rollout_time, weight_sync_time
 from rlhpc.plan.estimates.roofline import Machine
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.plan.estimates.train_time import Training, _attention_messages, _feed_forward_messages, held
 from rlhpc.plan.estimates.workload import response_lengths, workload_of
-from rlhpc.plan.weight_sync_report import report_push
+from rlhpc.plan.weight_sync_report import report_weight_sync
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import megatron_shards
 
@@ -44,7 +44,7 @@ def step(name: str, *overrides: str, gpu: Gpu | None = None, efficiency: dict[st
 
 def test_updates_at_the_full_rate_have_full_utilisation() -> None:
     """With memory, links and kernels for nothing, what is left is the arithmetic of PaLM's count."""
-    free = replace(GPUS["h100"], memory_gbps=1e12, node_gbps=1e12, network_gbps=1e12, host_gbps=1e12)
+    free = replace(GPUS["h100"], memory_gbps=1e12, node_gbps=1e12, network_gbps=1e12, cpu_link_gbps=1e12)
     found = step(SMALL, gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "graph_us": 0, "message_us": 0})
     assert found.mfu == pytest.approx(1.0, rel=1e-3)
     recomputed = step(
@@ -73,17 +73,17 @@ def test_weights_of_a_rank_are_those_of_its_shards(name: str, rank: int) -> None
 
 
 @pytest.mark.parametrize("name", [NODE, "qwen2.5-7b-math-4nodes", "qwen2.5-7b-1node"])
-def test_pushed_bytes_are_those_of_the_plan(name: str) -> None:
+def test_synced_bytes_are_those_of_the_plan(name: str) -> None:
     config, shape, layout = loaded(name)
     machine = Machine(GPUS["h100"], config.planning.efficiency, config.resources.ranks_per_node)
-    found = push_time(Engines(shape, config.rollout, machine, layout.world_size), layout)
-    assert found.sent == pytest.approx(report_push(config).spread("received").mean, rel=0.02)
+    found = weight_sync_time(Engines(shape, config.rollout, machine, layout.world_size), layout)
+    assert found.sent == pytest.approx(report_weight_sync(config).spread("received").mean, rel=0.02)
 
 
 def test_one_token_steps_read_weights_and_cache() -> None:
     """All responses of one length, all at once: so many steps of weights and keys and values through the memory."""
     config, shape, _ = loaded(
-        SMALL, "planning.response_spread=0", "rollout.max_running=1000", "rollout.samples_per_prompt=1"
+        SMALL, "planning.response_spread=0", "rollout.max_num_seqs=1000", "rollout.samples_per_prompt=1"
     )
     free = config.planning.efficiency.model_copy(update={"decode": 1.0, "graph_us": 0, "compute": 1.0})
     engines = Engines(shape, config.rollout, Machine(GPUS["h100"], free, 1), 1)
@@ -119,11 +119,11 @@ def test_an_engine_that_does_not_fit_is_told() -> None:
     ("changes", "phase", "longer"),
     [
         (["memory.recompute=none"], "update", False),
-        (["train.optimizer.host_fraction=0"], "update", False),
+        (["train.optimizer.optimizer_offload_fraction=0"], "update", False),
         (["memory.offload.parameters=false"], "offload", False),
         (["rollout.cuda_graphs=false"], "rollout", True),
         (["planning.response_tokens=4000"], "rollout", True),
-        (["reshard.method=gather"], "push", True),
+        (["reshard.method=gather"], "weight sync", True),
         (["parallel.ep=1"], "update", True),
     ],
 )
@@ -139,14 +139,14 @@ def test_virtual_stages_shorten_the_wait() -> None:
 
 def test_slower_links_make_a_slower_step() -> None:
     base = step(MIXED).seconds
-    for field in ("tflops", "memory_gbps", "node_gbps", "network_gbps", "host_gbps"):
+    for field in ("tflops", "memory_gbps", "node_gbps", "network_gbps", "cpu_link_gbps"):
         slower = replace(GPUS["h20"], **{field: getattr(GPUS["h20"], field) / 2})
         assert step(MIXED, gpu=slower).seconds > base, field
 
 
 def test_ppo_has_the_critics_phases() -> None:
     names = [phase.name for phase in step(SMALL, "algorithm.name=ppo").phases]
-    assert names == ["push", "rollout", "offload", "log-probs", "reference", "values", "critic update", "update"]
+    assert names == ["weight sync", "rollout", "offload", "log-probs", "reference", "values", "critic update", "update"]
 
 
 def test_lengths_have_the_mean_and_the_bound() -> None:

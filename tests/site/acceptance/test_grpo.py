@@ -88,7 +88,7 @@ def steps(config: RunConfig, shape: ModelShape, factors: Sequence[float]) -> lis
                 "perf/tokens_per_second": tokens / total,
                 "response/length_mean": float(length),
                 "rollout/completion_tokens": float(samples * length),
-                "engine_gap_mean": 0.001,
+                "logprob_diff_mean": 0.001,
             }
         )
     return records

@@ -36,12 +36,13 @@ def test_peaks_are_kept_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     heartbeat = SimpleNamespace(phase="starting")
     sampler = _Sampler(SimpleNamespace(info=SimpleNamespace(local_rank=0), heartbeat=heartbeat))  # type: ignore[arg-type]
     sampler.start()
-    for phase, size in (("starting", 1), ("push", 2), ("generate", 5), ("score", 4), ("backward and forward", 7)):
+    sizes = {"starting": 1, "weight sync": 2, "generate": 5, "score": 4, "backward and forward": 7}
+    for phase, size in sizes.items():
         heartbeat.phase, used[0] = phase, size * GIB  # a look between the two sees the size before
         seen = reads.count
         until(lambda seen=seen: reads.count > seen + 2, "two more looks", seconds=60)
     sampler.end(tmp_path / "peaks.json")
-    expected = {OTHER: GIB, "push": 2 * GIB, "rollout": 5 * GIB, "update": 7 * GIB}
+    expected = {OTHER: GIB, "weight sync": 2 * GIB, "rollout": 5 * GIB, "update": 7 * GIB}
     halves = {phase: size // 2 for phase, size in expected.items()}
     assert read_peaks(RunFolder(tmp_path)) == Peaks(expected, halves)
 

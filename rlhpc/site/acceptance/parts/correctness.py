@@ -106,14 +106,14 @@ class _Checks:
 
         self._context.log(f"{variant}: training")
         release_cached()  # of the previous variant's trainer
-        host_fraction = 0.5 if variant == "optimizer offload" else 0.0
+        optimizer_offload_fraction = 0.5 if variant == "optimizer offload" else 0.0
         offload = OffloadSection(parameters=True, gradients=True, optimizer=True)
         actor = rig.make_actor(
             self._shape,
             self._dtype,
-            optimizer=OptimizerSection(host_fraction=host_fraction),
+            optimizer=OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
             memory=MemorySection(offload=offload) if variant == "offload" else None,
-            experts=ExpertsSection(replay_routes=variant == "replay"),
+            experts=ExpertsSection(router_replay=variant == "replay"),
         )
         batches = [rig.packed_random(self._shape, self._sizes.trained)]
         applied = [rig.train(actor, batches).applied]
@@ -147,7 +147,7 @@ class _Checks:
 
     def _sync(self, label: str, actor: Any, manager: Any) -> tuple[list[Any], list[Any]]:
         """Sync weights, generate and compare. Returns the responses in batches, and the trainer's log-probs of them."""
-        manager.push()
+        manager.sync()
         answered = self._engine.generate(self._asked)
         self._check_weights(label, manager)
         manager.sleep()
@@ -183,7 +183,7 @@ class _Checks:
             return
         free = []
         for each in (rig.make_manager(actor, self._engine), manager):
-            each.push()
+            each.sync()
             free.append(timing.free_bytes())
             each.sleep()
         freed = free[1] - free[0]

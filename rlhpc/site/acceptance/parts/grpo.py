@@ -41,7 +41,8 @@ MEMORY_ERROR, TIME_ERROR, CALIBRATED_ERROR = 0.10, 0.30, 0.10  # goals, relative
 _SPARE = 0.08  # of the device's memory, left free by the plan that chooses a number of layers
 _FILE_SHARE = 0.5  # of the free disk that a model may take
 _ENTRY = "rlhpc.site.acceptance.parts.probe:run_rank"
-_PHASES = {"push": "push", "rollout": "rollout", "log_probs": "log-probs", "update": "update"}  # of metrics, of peaks
+# By their names in metrics: those in peaks of memory.
+_PHASES = {"weight_sync": "weight sync", "rollout": "rollout", "log_probs": "log-probs", "update": "update"}
 # Stands for a machine whose GPU has no entry, and for a CPU: its predictions are reported without goals.
 _UNKNOWN = Gpu("unknown", 0.1, 16.0, 20.0, 10.0, 10.0, 10.0, 20.0)
 
@@ -128,9 +129,9 @@ def run_config(folder: Path, work: Work, on_gpu: bool) -> RunConfig:
     rollout: dict[str, Any] = {
         "samples_per_prompt": work.samples,
         "max_response_tokens": work.response_tokens,
-        "max_running": work.prompts * work.samples,
+        "max_num_seqs": work.prompts * work.samples,
     }
-    rollout |= {"gpu_memory_fraction": work.engine_share} if on_gpu else {"kv_cache_gib": 0.0625}
+    rollout |= {"gpu_memory_utilization": work.engine_share} if on_gpu else {"kv_cache_gib": 0.0625}
     fields: dict[str, Any] = {
         "name": f"grpo-{work.shape}",
         "run_dir": str(folder / "run"),
@@ -202,7 +203,7 @@ def step_figures(
         flops = predict_step(config, shape, ParallelLayout(1), gpu, EfficiencySection()).training_flops
         mfu = flops / middle("perf/update_seconds") / (gpu.tflops * 1e12)
         yield Figure("MFU of updates", mfu, note=f"of {gpu.tflops:g} TFLOP/s")
-    yield Figure("mean difference of engine's and trainer's log-probs", middle("engine_gap_mean"))
+    yield Figure("mean difference of engine's and trainer's log-probs", middle("logprob_diff_mean"))
 
 
 def _decoded(steps: list[Record]) -> float:

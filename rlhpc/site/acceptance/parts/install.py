@@ -81,7 +81,7 @@ def _engine(context: Context) -> None:
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     folder = write_model(context.folder / "model", "tiny", weights=False)
-    section = RolloutSection(kv_cache_gib=0.0625, max_running=8, cuda_graphs=False)
+    section = RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8, cuda_graphs=False)
     dtype = "bfloat16" if context.on_gpu else "float32"
     began = time.perf_counter()
     engine = VllmEngine(

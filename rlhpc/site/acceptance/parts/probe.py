@@ -13,7 +13,7 @@ from rlhpc.core.folder import RunFolder
 _PERIOD_SECONDS = 0.05  # a look takes half a millisecond
 # Phases of a step by those that a rank's heartbeat names.
 _PHASES = {
-    "push": "push",
+    "weight sync": "weight sync",
     "rollout": "rollout",
     "generate": "rollout",
     "score": "rollout",

@@ -112,9 +112,9 @@ def make_engine(
     section = RolloutSection(
         tp=tp,
         kv_cache_gib=cache_gib,
-        max_running=max_num_seqs,
+        max_num_seqs=max_num_seqs,
         cuda_graphs=graphs,
-        gpu_memory_fraction=ENGINE_FRACTION,
+        gpu_memory_utilization=ENGINE_FRACTION,
     )
     return VllmEngine(folder, shape, section, dtype=dtype, max_model_len=context_tokens, end_tokens=(), routes=routes)
 
@@ -126,14 +126,14 @@ def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: in
     from rlhpc.config.schema import ReshardSection
     from rlhpc.parallel.compat import device
     from rlhpc.reshard.manager import Job, ReshardManager
-    from rlhpc.reshard.sides import push_sides
+    from rlhpc.reshard.sides import sync_sides
     from rlhpc.sharding.engine_shards import EngineLayout
 
     shape = actor.weights.shape
     job = Job(ranks_per_node, actor.weights.dtype, device())
     assert isinstance(job.dtype, torch.dtype)
     section = ReshardSection(verify="never", share_weights=share_weights)
-    return ReshardManager(actor, engine, push_sides(shape, actor.layout, EngineLayout(tp)), section, job)
+    return ReshardManager(actor, engine, sync_sides(shape, actor.layout, EngineLayout(tp)), section, job)
 
 
 def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[Any]:

@@ -172,7 +172,7 @@ def _train_axis(context: Context, kind: str, parallel: ParallelSection, updates:
         actor.train(batches, rig.likelihood_loss, tokens, temperature=1.0, rate=rig.LEARNING_RATE)
     if updates:
         log_probs["after updates"] = _scores(actor, batches)
-    return {"loss": stats.sums["loss"] / tokens, "grad_norm": stats.gradient_norm, "log_probs": log_probs}
+    return {"loss": stats.sums["loss"] / tokens, "grad_norm": stats.grad_norm, "log_probs": log_probs}
 
 
 def _actor(context: Context, kind: str, parallel: ParallelSection, optimizer: OptimizerSection | None) -> Any:
@@ -264,7 +264,7 @@ def _sync_axis(
 
     actor = _actor(context, kind, parallel, None)
     manager = rig.make_manager(actor, engine, tp=tp, ranks_per_node=dist.get_world_size())
-    manager.push()
+    manager.sync()
     answered = engine.generate(asked)
     manager.write()
     note = ""

@@ -92,7 +92,7 @@ def _phases(engine: Any, manager: Any) -> dict[str, float]:
     for _ in range(_ROUNDS):
         for name, phase in phases.items():
             taken[name].append(timing.seconds(phase))
-        taken["whole sync"].append(timing.seconds(manager.push))
+        taken["whole sync"].append(timing.seconds(manager.sync))
         manager.sleep()
     return {name: statistics.median(each) for name, each in taken.items()}
 
@@ -115,7 +115,7 @@ def _report_seconds(context: Context, case: Case, copies: Any, itemsize: int, me
 
 def _report_memory(context: Context, case: Case, manager: Any, weights: int, without_engine: int) -> None:
     """``without_engine``: bytes that were free before the engine started."""
-    manager.push()
+    manager.sync()
     awake = timing.free_bytes()
     manager.sleep()
     asleep = timing.free_bytes()

@@ -1,4 +1,4 @@
-"""After a push the engine is the one that would have loaded the same weights from disk, to the last bit."""
+"""After a weight sync the engine is the one that would have loaded the same weights from disk, to the last bit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.rollout.engines import FAMILIES
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 
-def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
+def sync_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
     found = {}
     for family in FAMILIES:
         a, b = models / family / "a", models / family / "b"
         stock = engines.stock_greedy(b, tp)
         engine = engines.build(a, tp)
-        engines.push(engine, a)
+        engines.sync(engine, a)
         before = engines.greedy(engine)
         packed_before = engines.packed_linears(engine)
         engine.sleep()
-        engines.push(engine, b)
+        engines.sync(engine, b)
         after = engines.greedy(engine)
         engines.write(engine, a, EngineLayout(tp))  # without a sleep between
         written_before = engines.greedy(engine)
@@ -47,15 +47,16 @@ def push_families(models: Path, tp: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])  # of 4: tests/reshard/test_push.py
-def pushed(request: pytest.FixtureRequest, models: Path) -> list[dict[str, dict[str, Any]]]:
+# Engines of four: tests/reshard/test_weight_sync.py
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.long), 2])
+def synced(request: pytest.FixtureRequest, models: Path) -> list[dict[str, dict[str, Any]]]:
     """What each rank found, at tensor-parallel size 1 and 2."""
-    return run_ranks(push_families, request.param, models, request.param, timeout=900)
+    return run_ranks(sync_families, request.param, models, request.param, timeout=900)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_pushed_weights_equal_a_fresh_load_from_disk(pushed, family):
-    for rank in pushed:
+def test_synced_weights_equal_a_fresh_load_from_disk(synced, family):
+    for rank in synced:
         tokens, log_probs = zip(*rank[family]["after"], strict=True)
         stock_tokens, stock_log_probs = zip(*rank[family]["stock"], strict=True)
         assert tokens == stock_tokens
@@ -65,48 +66,48 @@ def test_pushed_weights_equal_a_fresh_load_from_disk(pushed, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_written_in_place_equal_a_fresh_load_from_disk(pushed, family):
-    for rank in pushed:
+def test_weights_written_in_place_equal_a_fresh_load_from_disk(synced, family):
+    for rank in synced:
         first, second = rank[family]["written"]
         assert first == rank[family]["before"]
         assert second == rank[family]["stock"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_linear_layers_stay_packed(pushed, family):
-    before, after = pushed[0][family]["packed"]
+def test_linear_layers_stay_packed(synced, family):
+    before, after = synced[0][family]["packed"]
     assert before == after
     assert after[0] >= 6
     assert after[1] - after[0] == (2 if family == "dsv3" else 0)  # kv_b_proj, which is multiplied in parts
 
 
-def test_ranks_of_an_engine_agree(pushed):
-    assert all(rank[family]["after"] == pushed[0][family]["after"] for rank in pushed for family in FAMILIES)
+def test_ranks_of_an_engine_agree(synced):
+    assert all(rank[family]["after"] == synced[0][family]["after"] for rank in synced for family in FAMILIES)
 
 
-@pytest.mark.parametrize("pushed", [2], indirect=True)
-def test_no_shared_memory_outlives_its_ranks(pushed):
-    assert all(rank[family]["segments"] == [] for rank in pushed for family in FAMILIES)
+@pytest.mark.parametrize("synced", [2], indirect=True)
+def test_no_shared_memory_outlives_its_ranks(synced):
+    assert all(rank[family]["segments"] == [] for rank in synced for family in FAMILIES)
 
 
-def push_often(path: Path, times: int, push: Callable[[engines.VllmEngine, Path], None]) -> tuple[list[int], bool]:
-    """Resident bytes after every push, and whether the last engine still answers like the first."""
+def sync_often(path: Path, times: int, write: Callable[[engines.VllmEngine, Path], None]) -> tuple[list[int], bool]:
+    """Resident bytes after every weight sync, and whether the last engine still answers like the first."""
     engine = engines.build(path)
     resident = []
     for index in range(times):
-        push(engine, path)
+        write(engine, path)
         if index == 0:
             first = engines.greedy(engine)
         resident.append(engines.resident_bytes())
     return resident, engines.greedy(engine) == first
 
 
-@pytest.mark.parametrize("push", [engines.push, engines.write])
+@pytest.mark.parametrize("write", [engines.sync, engines.write])
 @pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.long), "dsv3"])
-def test_a_hundred_pushes_do_not_leak(models, family, push):
-    (resident, same) = run_ranks(push_often, 1, models / family / "a", 110, push)[0]
+def test_a_hundred_weight_syncs_do_not_leak(models, family, write):
+    (resident, same) = run_ranks(sync_often, 1, models / family / "a", 110, write)[0]
     weights = (models / family / "a" / "model.safetensors").stat().st_size
-    assert resident[-1] - resident[9] < 5 * weights  # 100 pushes that each left a tenth behind would be 10 times
+    assert resident[-1] - resident[9] < 5 * weights  # 100 weight syncs that each left a tenth behind would be 10 times
     assert same
 
 

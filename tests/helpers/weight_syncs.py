@@ -1,6 +1,6 @@
-"""Weights pushed from real Megatron layouts into real engines: each engine must be the one that read them from disk.
+"""Weights synced from real Megatron layouts into real engines: each engine must be the one that read them from disk.
 
-``python -m tests.helpers.pushes`` tries every family in every pair of layouts below; the tests take some of them.
+``python -m tests.helpers.weight_syncs`` tries every family in every pair of layouts below; the tests take some of them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def make_models(folder: Path, kinds: Sequence[str]) -> Path:
 
 
 def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
-    """Run on every rank: an engine of each family and size, pushed to from one training layout after another."""
+    """Run on every rank: an engine of each family and size, synced to from one training layout after another."""
     from tests.helpers import equality
     from tests.rollout import engines
 
@@ -100,26 +100,26 @@ def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
         group = [p for p in pairs if (p.case.kind, p.rollout_tp, p.expert_parallel) == (kind, tp, by_experts)]
         for number, pair in enumerate(group):
             letter = "ab"[number % 2]  # weights that the engine does not have yet
-            outcomes[pair] = _push(models / kind / letter, pair, engine, stock[letter])
+            outcomes[pair] = _weight_sync(models / kind / letter, pair, engine, stock[letter])
         engine.shutdown()
     return [outcomes[pair] for pair in pairs]
 
 
 def make_manager(actor: Any, engine: Any, pair: Pair, *, ranks_per_node: int = 2, **section: Any) -> Any:
-    """A manager for the pair's layouts on all ranks, by small buckets, checking itself at every push."""
+    """A manager for the pair's layouts on all ranks, by small buckets, checking itself at every weight sync."""
     from rlhpc.config.schema import ReshardSection
     from rlhpc.parallel.compat import device
     from rlhpc.reshard.manager import Job, ReshardManager
-    from rlhpc.reshard.sides import push_sides
+    from rlhpc.reshard.sides import sync_sides
     from rlhpc.sharding.engine_shards import EngineLayout
 
     cut = EngineLayout(pair.rollout_tp, pair.expert_parallel)
     options = ReshardSection(**{"bucket_mib": 1, "verify": "always", **section})
     job = Job(ranks_per_node, actor.weights.dtype, device())
-    return ReshardManager(actor, engine, push_sides(actor.weights.shape, actor.layout, cut), options, job)
+    return ReshardManager(actor, engine, sync_sides(actor.weights.shape, actor.layout, cut), options, job)
 
 
-def _push(folder: Path, pair: Pair, engine: Any, stock: Any) -> Outcome:
+def _weight_sync(folder: Path, pair: Pair, engine: Any, stock: Any) -> Outcome:
     import torch.distributed as dist
 
     from rlhpc.reshard.plan import lower_bound
@@ -165,6 +165,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.helpers import pushes  # ranks look functions up by their module's name
+    from tests.helpers import weight_syncs  # ranks look functions up by their module's name
 
-    pushes.main()
+    weight_syncs.main()

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtyping import Float, Int64
 from torch import Tensor
 
-from rlhpc.config.algorithm import CorrectionSection
+from rlhpc.config.algorithm import RolloutCorrectionSection
 
 _LARGEST_LOG_RATIO = 20.0
 
@@ -22,7 +22,7 @@ def importance_weights(
     engine_log_probs: Float[Tensor, " T"],
     mask: Float[Tensor, " T"],
     sequence: Int64[Tensor, " T"],
-    section: CorrectionSection,
+    section: RolloutCorrectionSection,
 ) -> Correction:
     """Trainer's over engine's probability of each token, or of its whole response, within the section's bounds.
 

@@ -1,4 +1,4 @@
-"""Real Megatron, real vLLM: pushed weights make the engine that would have read them from disk."""
+"""Real Megatron, real vLLM: synced weights make the engine that would have read them from disk."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers import pushes
+from tests.helpers import weight_syncs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
-from tests.helpers.pushes import FAMILIES, Pair
+from tests.helpers.weight_syncs import FAMILIES, Pair
 from tests.rollout.engines import cpu_only
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
 
-# A few of what `python -m tests.helpers.pushes` tries: every family in twelve pairs and more. Engines of four are slow
-# on two cores: their ranks wait for each other without letting go of one.
+# A few of what `python -m tests.helpers.weight_syncs` tries: every family in twelve pairs and more. Engines of four
+# are slow on two cores: their ranks wait for each other without letting go of one.
 DENSE = [
     Pair(Case("qwen2_tied", tp=2, pp=2), 2),
     Pair(Case("qwen2_tied", pp=2, vpp=2), 2),
@@ -34,13 +34,13 @@ SETS = [
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return pushes.make_models(tmp_path_factory.mktemp("models"), FAMILIES)
+    return weight_syncs.make_models(tmp_path_factory.mktemp("models"), FAMILIES)
 
 
 @pytest.fixture(scope="module", params=SETS)
-def outcomes(request: pytest.FixtureRequest, models: Path) -> dict[Pair, list[pushes.Outcome]]:
+def outcomes(request: pytest.FixtureRequest, models: Path) -> dict[Pair, list[weight_syncs.Outcome]]:
     pairs = request.param
-    ranks = run_ranks(pushes.try_pairs, pushes.WORLD_SIZE, models, pairs, timeout=1200)
+    ranks = run_ranks(weight_syncs.try_pairs, weight_syncs.WORLD_SIZE, models, pairs, timeout=1200)
     return dict(zip(pairs, zip(*ranks, strict=True), strict=True))
 
 
@@ -54,11 +54,11 @@ def test_each_rank_receives_what_it_lacks_once(outcomes):
     assert any(o.received for row in outcomes.values() for o in row)
 
 
-# ---- one actor and one engine through many pushes
+# ---- one actor and one engine through many weight syncs
 
 
 def live(models: Path) -> dict[str, Any]:
-    """Two ranks, training tp 2, engines of tp 1: what becomes of pushes that are repeated, disturbed or spoilt."""
+    """Two ranks, training tp 2, engines of tp 1: weight syncs that are repeated, disturbed or spoilt."""
     import torch.distributed as dist
 
     from rlhpc.core.errors import ReshardError
@@ -71,7 +71,7 @@ def live(models: Path) -> dict[str, Any]:
     engine = engines.build(folders["a"], 1)
     equality.keep_groups()
     actor = equality.actor(folders["a"], pair.case)
-    manager = pushes.make_manager(actor, engine, pair)
+    manager = weight_syncs.make_manager(actor, engine, pair)
     found: dict[str, Any] = {}
 
     def answers_as(letter: str) -> bool:
@@ -84,19 +84,19 @@ def live(models: Path) -> dict[str, Any]:
         found["after sleep"] = answers_as("b")
     resident = []
     for _ in range(10):
-        manager.push()
+        manager.sync()
         resident.append(engines.resident_bytes())
     found["ten in a row"] = answers_as("b")
     found["growth"] = resident[-1] - resident[2]
 
     if rank == 1:
         engine._engine.add_request("0", *_request(engine))
-    found["under way"] = _refused(manager.push, ReshardError)
+    found["under way"] = _refused(manager.sync, ReshardError)
     if rank == 1:
         engine._engine.abort_request(["0"])
-    found["refused push changed nothing"] = answers_as("b")
+    found["refused weight sync changed nothing"] = answers_as("b")
     actor.load_pretrained(folders["a"])
-    manager.push()
+    manager.sync()
     found["after refusal"] = answers_as("a")
 
     write = manager.write
@@ -108,19 +108,19 @@ def live(models: Path) -> dict[str, Any]:
             manager._parameters[name][3, 5, 7] += 1e-3
 
     manager.write = spoil
-    found["spoilt"] = _refused(manager.push, ReshardError)
+    found["spoilt"] = _refused(manager.sync, ReshardError)
     manager.write = write
-    manager.push()
+    manager.sync()
     found["mended"] = answers_as("a")
-    found["version"] = manager.weights_version
+    found["version"] = manager.policy_version
     engine.sleep()
     for method in ("direct", "gather"):
-        found[method] = _order(pushes.make_manager(actor, engine, pair, method=method), engine)
+        found[method] = _order(weight_syncs.make_manager(actor, engine, pair, method=method), engine)
     return found
 
 
 def _order(manager: Any, engine: Any) -> list[str]:
-    """What a push to a sleeping engine does about the device's memory, as on a GPU."""
+    """What a weight sync to a sleeping engine does about the device's memory, as on a GPU."""
     from rlhpc.parallel import device_memory
 
     calls: list[str] = []
@@ -166,23 +166,24 @@ def test_the_newest_weights_answer(lived, moment):
     assert [rank[moment] for rank in lived] == [True, True]
 
 
-def test_many_pushes_leave_no_memory_behind(lived):
+def test_many_weight_syncs_leave_no_memory_behind(lived):
     assert max(rank["growth"] for rank in lived) < 4 << 20
 
 
-def test_a_push_beneath_requests_is_refused_on_every_rank_and_changes_nothing(lived):
+def test_a_weight_sync_beneath_requests_is_refused_on_every_rank_and_changes_nothing(lived):
     for rank in lived:
-        assert rank["under way"].startswith("weights cannot be pushed beneath requests under way")
+        assert rank["under way"].startswith("weights cannot be synced beneath requests under way")
         assert "rank 1: 1 requests" in rank["under way"]
-        assert rank["refused push changed nothing"]
+        assert rank["refused weight sync changed nothing"]
 
 
 def test_one_changed_element_of_an_expert_is_named_on_every_rank(lived):
     for rank in lived:
-        assert rank["spoilt"] == "weights differ after a push: rank 0: model.layers.1.mlp.experts.3.down_proj.weight"
+        name = "model.layers.1.mlp.experts.3.down_proj.weight"
+        assert rank["spoilt"] == f"weights differ after a weight sync: rank 0: {name}"
 
 
-def test_pushes_that_came_through_are_counted(lived):
+def test_weight_syncs_that_came_through_are_counted(lived):
     assert [rank["version"] for rank in lived] == [14, 14]
 
 
@@ -203,7 +204,7 @@ def apart(models: Path) -> list[bool]:
 
     from rlhpc.config.schema import ReshardSection
     from rlhpc.reshard.manager import Job, ReshardManager
-    from rlhpc.reshard.sides import push_sides
+    from rlhpc.reshard.sides import sync_sides
     from rlhpc.sharding.engine_shards import EngineLayout
     from tests.helpers import equality
     from tests.rollout import engines
@@ -213,13 +214,13 @@ def apart(models: Path) -> list[bool]:
     engine = engines.build(a, 2)
     equality.keep_groups()
     actor = equality.actor(b if rank < 2 else a, Case("qwen2", tp=2))
-    sides = push_sides(actor.weights.shape, actor.layout, EngineLayout(2), [0, 1], [2, 3])
+    sides = sync_sides(actor.weights.shape, actor.layout, EngineLayout(2), [0, 1], [2, 3])
     job = Job(2, torch.float32, torch.device("cpu"))
     mine = (actor, None) if rank < 2 else (None, engine)
     manager = ReshardManager(*mine, sides, ReshardSection(verify="always", bucket_mib=1), job)
     with manager:
         first = rank < 2 or engines.greedy(engine) == stock
-    manager.push()
+    manager.sync()
     return [first, rank < 2 or engines.greedy(engine) == stock, bool(manager.plan.traffic[rank].received) == (rank > 1)]
 
 
@@ -241,7 +242,7 @@ def share(models: Path) -> dict[str, Any]:
     engine = engines.build(b, 2)
     equality.keep_groups()
     actor = equality.actor(a, pair.case)
-    manager = pushes.make_manager(actor, engine, pair, share_weights=True)
+    manager = weight_syncs.make_manager(actor, engine, pair, share_weights=True)
     trainers = {tensor.untyped_storage().data_ptr() for tensor in actor.weights.parameters()}
     with manager:
         same = [engines.greedy(engine) == stock[a]]

@@ -13,7 +13,7 @@ from tests.helpers.runs import records, run, write_config
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 
 
-def test_a_rank_that_dies_in_a_push_ends_the_run_with_its_name(tmp_path: Path) -> None:
+def test_a_rank_that_dies_in_a_weight_sync_ends_the_run_with_its_name(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         resources__ranks_per_node=2,
@@ -24,17 +24,17 @@ def test_a_rank_that_dies_in_a_push_ends_the_run_with_its_name(tmp_path: Path) -
     )
     code, output = run(config)
     assert code == 1
-    assert records(tmp_path / "run"), "of the validation after the first push"
+    assert records(tmp_path / "run"), "of the validation after the first weight sync"
     told = next(line for line in output.splitlines() if line.startswith("rlhpc: rank"))
     assert told.startswith("rlhpc: rank 1 on")
     assert "was killed" in told
 
 
 def test_log_probs_too_far_apart_end_the_run_in_one_line(tmp_path: Path) -> None:
-    config = write_config(tmp_path, reshard__max_engine_gap=1e-12)
+    config = write_config(tmp_path, reshard__max_logprob_diff=1e-12)
     code, output = run(config)
     assert code == 2
-    line = next(line for line in output.splitlines() if "max_engine_gap" in line)
+    line = next(line for line in output.splitlines() if "max_logprob_diff" in line)
     assert "in step 1 the engine's log-probs differ from the trainer's by" in line
     assert "raise the limit of 1e-12" in line
     assert "Traceback" not in output
@@ -46,9 +46,9 @@ def test_log_probs_of_a_distribution_cut_by_top_p_end_no_run() -> None:
     from rlhpc.trainer.step import _check_gap
 
     def run_with(top_p: float) -> Any:
-        config = SimpleNamespace(reshard=ReshardSection(max_engine_gap=0.1), rollout=RolloutSection(top_p=top_p))
+        config = SimpleNamespace(reshard=ReshardSection(max_logprob_diff=0.1), rollout=RolloutSection(top_p=top_p))
         return SimpleNamespace(config=config)
 
-    with pytest.raises(UserError, match=r"max_engine_gap: in step 3 .* differ from the trainer's by 0.2"):
+    with pytest.raises(UserError, match=r"max_logprob_diff: in step 3 .* differ from the trainer's by 0.2"):
         _check_gap(run_with(1.0), 0.2, 3)
     _check_gap(run_with(0.5), 0.2, 3)

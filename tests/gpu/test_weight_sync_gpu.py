@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import pushes
+from tests.helpers import weight_syncs
 from tests.helpers.distributed import run_ranks
 from tests.helpers.equality import Case
-from tests.helpers.pushes import Pair
 from tests.helpers.tiny_models import make_model
+from tests.helpers.weight_syncs import Pair
 from tests.rollout import engines
 
 pytestmark = [
@@ -30,8 +30,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model(tmp_path_factory.mktemp("model"), "qwen3", **WIDE)
 
 
-def push_beside_cached_memory(model: Path, method: str) -> bool:
-    """A second push while PyTorch holds all memory but half of what the engine's cache takes, half of that in garbage;
+def sync_beside_cached_memory(model: Path, method: str) -> bool:
+    """A second weight sync while PyTorch holds all memory but half of the engine's cache, half of that in garbage;
     whether the engine answers as after the first."""
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import join
@@ -40,7 +40,7 @@ def push_beside_cached_memory(model: Path, method: str) -> bool:
     join(RankInfo.from_environ())
     engine = engines.build(model, cuda_graphs=False, kv_cache_gib=2.0)
     actor = make_actor(model, dtype="bfloat16")
-    manager = pushes.make_manager(actor, engine, Pair(Case("qwen3"), 1), method=method)
+    manager = weight_syncs.make_manager(actor, engine, Pair(Case("qwen3"), 1), method=method)
     with manager:
         first = engines.greedy(engine)
     size = (torch.cuda.mem_get_info()[0] - (1 << 30)) // 2
@@ -53,5 +53,5 @@ def push_beside_cached_memory(model: Path, method: str) -> bool:
 
 
 @pytest.mark.parametrize("method", ["direct", "gather"])
-def test_a_push_takes_memory_that_pytorch_does_not_use(model: Path, method: str) -> None:
-    assert run_ranks(push_beside_cached_memory, 1, model, method, join=False) == [True]
+def test_a_weight_sync_takes_memory_that_pytorch_does_not_use(model: Path, method: str) -> None:
+    assert run_ranks(sync_beside_cached_memory, 1, model, method, join=False) == [True]

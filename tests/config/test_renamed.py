@@ -1,0 +1,53 @@
+"""Each old key and value gets one line with its new name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config import yaml12
+from rlhpc.config.load import load_config
+from rlhpc.config.planning import EfficiencySection, GpuEntry
+from rlhpc.config.renamed import RENAMED, RENAMED_FIGURES, RENAMED_VALUES
+from rlhpc.core.errors import UserError
+from rlhpc.plan.estimates.hardware import read_site
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
+# What a section needs before it can be written at all.
+AROUND = {
+    "train.dynamic_sampling.shortage": "train.dynamic_sampling={}",
+    "reward.model.too_long": "reward.model.path=m",
+}
+
+
+def told(*overrides: str) -> str:
+    with pytest.raises(UserError) as caught:
+        load_config(DEMO, overrides)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("old", RENAMED)
+def test_an_old_key_names_the_new_one(old: str) -> None:
+    new = RENAMED[old]
+    assert told(f"{old}=0.5") == f"command line: {old}: has another name now; write {new}"
+    assert f"{new}: unknown key" not in told(f"{new}=[]"), "the new key exists"
+
+
+@pytest.mark.parametrize(("key", "old"), [(key, old) for key, values in RENAMED_VALUES.items() for old in values])
+def test_an_old_value_names_the_new_one(key: str, old: str) -> None:
+    new, around = RENAMED_VALUES[key][old], [AROUND[key]] if key in AROUND else []
+    assert told(*around, f"{key}={old}") == f"command line: {key}: {old!r} has another name now; write {new}"
+    assert load_config(DEMO, [*around, f"{key}={new}"])
+
+
+@pytest.mark.parametrize("old", RENAMED_FIGURES)
+def test_an_old_figure_in_the_site_s_file_names_the_new_one(old: str, tmp_path: Path) -> None:
+    new = RENAMED_FIGURES[old]
+    in_efficiency = new in EfficiencySection.model_fields
+    assert in_efficiency or new in GpuEntry.model_fields
+    figures = {"efficiency": {old: 0.5}} if in_efficiency else {"gpus": {"mine": {"like": "h100", old: 0.5}}}
+    file = tmp_path / "gpus.yaml"
+    file.write_text(yaml12.dump(figures))
+    with pytest.raises(UserError, match=f"{old}: has another name now; write {new}$"):
+        read_site(load_config(DEMO, [f"planning.gpus_file={file}"]))
