@@ -1,29 +1,30 @@
 """The values that cross packages and the protocols of the executors."""
 
-from rlhpc.api.protocols import BackgroundWrite, Judge, LossFunction, RolloutEngine, TrainBackend
+from rlhpc.api.protocols import BackgroundWrite, LossFunction, RewardWorkers, RolloutEngine, TrainBackend
 from rlhpc.api.types import (
     Completion,
     LossSums,
     PackedBatch,
     Prompt,
     Request,
+    RewardResult,
     RunState,
     Sample,
     TokenStats,
     TokenValues,
     TrainStats,
-    Verdict,
 )
 
 __all__ = [
     "BackgroundWrite",
     "Completion",
-    "Judge",
     "LossFunction",
     "LossSums",
     "PackedBatch",
     "Prompt",
     "Request",
+    "RewardResult",
+    "RewardWorkers",
     "RolloutEngine",
     "RunState",
     "Sample",
@@ -31,5 +32,4 @@ __all__ = [
     "TokenValues",
     "TrainBackend",
     "TrainStats",
-    "Verdict",
 ]

@@ -15,10 +15,10 @@ from rlhpc.api.types import (
     PackedBatch,
     Prompt,
     Request,
+    RewardResult,
     TokenStats,
     TokenValues,
     TrainStats,
-    Verdict,
 )
 from rlhpc.sharding.shards import Shard
 
@@ -82,13 +82,13 @@ class TrainBackend(Protocol):
         """Restore what ``save`` wrote, bit for bit."""
 
 
-class Judge(Protocol):
+class RewardWorkers(Protocol):
     """Scores responses beside the engine: on the first rank of each engine, in processes of its own."""
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         """Begin to score a response; returns at once."""
 
-    def verdicts(self) -> dict[int, Verdict]:
+    def results(self) -> dict[int, RewardResult]:
         """Wait for every response submitted since the last call; by key."""
 
     def failures(self) -> dict[str, int]:

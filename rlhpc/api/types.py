@@ -47,11 +47,13 @@ class Completion:
     tokens: np.ndarray  # int32 [response]
     log_probs: np.ndarray  # float32 [response]
     truncated: bool  # stopped by max_tokens, not by an end token
-    routes: np.ndarray | None = None  # uint8 or int16 [prompt + response - 1, layers with experts, top_k], if asked for
+    routed_experts: np.ndarray | None = (
+        None  # uint8 or int16 [prompt + response - 1, layers with experts, top_k], if asked for
+    )
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RewardResult:
     """What the rewards say of one response: their weighted sum, and each by its name."""
 
     reward: float
@@ -64,7 +66,7 @@ class Verdict:
 class Sample:
     """A prompt with one response, scored. Samples of one ``group_id`` answer the same prompt in the same step.
 
-    A response may hold tokens that were given to the policy, such as a tool's answer: ``chosen`` is False there,
+    A response may hold tokens that were given to the policy, such as a tool's answer: ``response_mask`` is False there,
     ``log_probs`` 0, and nothing is learnt from them.
     """
 
@@ -76,10 +78,10 @@ class Sample:
     reward: float
     policy_version: int  # of the weights that drew its oldest token
     truncated: bool
-    routes: np.ndarray | None = None  # see Completion
-    chosen: np.ndarray | None = None  # bool [response]; None: all
-    reward_parts: dict[str, float] = field(default_factory=dict)  # see Verdict
-    answer: str | None = None  # see Verdict
+    routed_experts: np.ndarray | None = None  # see Completion
+    response_mask: np.ndarray | None = None  # bool [response]; None: all
+    reward_parts: dict[str, float] = field(default_factory=dict)  # see RewardResult
+    answer: str | None = None  # see RewardResult
 
     @property
     def response_len(self) -> int:
@@ -88,7 +90,7 @@ class Sample:
     @property
     def chosen_len(self) -> int:
         """Tokens of the response that the policy chose."""
-        return self.response_len if self.chosen is None else int(self.chosen.sum())
+        return self.response_len if self.response_mask is None else int(self.response_mask.sum())
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,12 @@ class PackedBatch:
     cu_seqlens: Int32[Tensor, " S+1"]
     loss_weight: Float32[Tensor, " T"]
     sample_ids: tuple[int, ...]  # one for each sequence; none in a blank batch
-    routes: Int16[Tensor, "T layers top_k"] | None = None  # 1 + an expert that the token goes to; 0: the router chooses
-    route_layers: tuple[int, ...] | None = None  # places of those layers among the ones with experts; None: all of them
+    routed_experts: Int16[Tensor, "T layers top_k"] | None = (
+        None  # 1 + an expert that the token goes to; 0: the router chooses
+    )
+    routed_layers: tuple[int, ...] | None = (
+        None  # places of those layers among the ones with experts; None: all of them
+    )
     extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> PackedBatch:

@@ -34,16 +34,16 @@ def pack_batch(
     *,
     sample_ids: Sequence[int],
     weights: Sequence[float] | None = None,
-    chosen: Sequence[np.ndarray | None] | None = None,
+    response_mask: Sequence[np.ndarray | None] | None = None,
     per_token: Mapping[str, Sequence[np.ndarray]] | None = None,
-    routes: Sequence[np.ndarray | None] | None = None,
+    routed_experts: Sequence[np.ndarray | None] | None = None,
 ) -> PackedBatch:
     """Lay (tokens [L], prompt length) sequences end to end.
 
-    ``weights`` is each sequence's loss weight of a response token (default 1), which those that are not ``chosen``
-    (bool [response], None: all are) do not have; ``per_token`` holds for each sequence
-    values over its response tokens, scattered to where those are predicted, 0 elsewhere; ``routes`` the experts of all
-    its tokens but the last (None: not known).
+    ``weights`` is each sequence's loss weight of a response token (default 1), which those that are not
+    ``response_mask`` (bool [response], None: all are) do not have; ``per_token`` holds for each sequence values over
+    its response tokens, scattered to where those are predicted, 0 elsewhere; ``routed_experts`` the experts of all its
+    tokens but the last (None: not known).
     """
     assert len(sequences) == len(sample_ids) > 0
     lengths = np.array([len(tokens) for tokens, _ in sequences])
@@ -58,9 +58,9 @@ def pack_batch(
     targets[spans.starts + lengths - 1] = 0  # what follows the last token belongs to the next sequence
     loss_weight = np.zeros(total, dtype=np.float32)
     loss_weight[spans.places] = np.repeat(np.ones(len(lengths)) if weights is None else weights, spans.response_lengths)
-    if chosen is not None:
+    if response_mask is not None:
         loss_weight[spans.places] *= np.concatenate(
-            [np.ones(n) if own is None else own for own, n in zip(chosen, spans.response_lengths, strict=True)]
+            [np.ones(n) if own is None else own for own, n in zip(response_mask, spans.response_lengths, strict=True)]
         )
 
     extra = {}
@@ -76,14 +76,16 @@ def pack_batch(
         cu_seqlens=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
         loss_weight=torch.from_numpy(loss_weight),
         sample_ids=tuple(sample_ids),
-        routes=None if routes is None else _packed_routes(routes, spans.starts, total),
+        routed_experts=None if routed_experts is None else _packed_routed_experts(routed_experts, spans.starts, total),
         extra=extra,
     )
 
 
-def _packed_routes(routes: Sequence[np.ndarray | None], starts: np.ndarray, total: int) -> Tensor | None:
+def _packed_routed_experts(
+    routed_experts: Sequence[np.ndarray | None], starts: np.ndarray, total: int
+) -> Tensor | None:
     """int16 [total, layers, top_k], 0 where no route is known; None where none is at all."""
-    known = [(start, one) for start, one in zip(starts, routes, strict=True) if one is not None]
+    known = [(start, one) for start, one in zip(starts, routed_experts, strict=True) if one is not None]
     if not known:
         return None
     packed = np.zeros((total, *known[0][1].shape[1:]), dtype=np.int16)

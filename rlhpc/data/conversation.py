@@ -16,14 +16,14 @@ Message = dict[str, Any]
 def response_messages(tokenizer: Tokenizer, sample: Sample) -> list[Message]:
     """The response as messages: a turn of the policy has the role assistant, each answer of a tool the role tool.
 
-    A response of which no token is chosen (``train.mask_truncated``) is one turn.
+    A response of which every token is masked (``train.mask_truncated``) is one turn.
     """
     response = sample.tokens[sample.prompt_len :]
-    if sample.chosen is None or not sample.chosen.any():
+    if sample.response_mask is None or not sample.response_mask.any():
         return [{"role": "assistant", "content": tokenizer.decode(response)}]
     messages: list[Message] = []
-    for chosen, part in spoken(sample):
-        if chosen:
+    for of_policy, part in spoken(sample):
+        if of_policy:
             messages.append({"role": "assistant", "content": tokenizer.decode(part)})
         else:
             messages += [{"role": "tool", "content": answer} for answer in tokenizer.tool_answers(part.tolist())]
@@ -33,11 +33,11 @@ def response_messages(tokenizer: Tokenizer, sample: Sample) -> list[Message]:
 def spoken(sample: Sample) -> list[tuple[bool, np.ndarray]]:
     """(whether the policy chose them, tokens) of the response's turns and of what it was told between them."""
     response = sample.tokens[sample.prompt_len :]
-    if sample.chosen is None:
+    if sample.response_mask is None:
         return [(True, response)]
-    edges = np.flatnonzero(np.diff(sample.chosen)) + 1
+    edges = np.flatnonzero(np.diff(sample.response_mask)) + 1
     starts = [0, *edges.tolist()]
-    return [(bool(sample.chosen[i]), part) for i, part in zip(starts, np.split(response, edges), strict=True)]
+    return [(bool(sample.response_mask[i]), part) for i, part in zip(starts, np.split(response, edges), strict=True)]
 
 
 def whole_conversation(prompt: str | Messages, response: Sequence[Message]) -> list[Message]:

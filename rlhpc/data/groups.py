@@ -14,7 +14,7 @@ import numpy as np
 from rlhpc.api import Prompt, Sample
 from rlhpc.core.storage import patiently
 
-_ARRAYS = ("tokens", "log_probs", "chosen", "routes")
+_ARRAYS = ("tokens", "log_probs", "response_mask", "routed_experts")
 _INDEX = "index"
 
 
@@ -75,8 +75,8 @@ def training_samples(groups: Sequence[Group], mask_truncated: bool) -> list[Samp
     for place, group in enumerate(groups):
         for sample in group.usable:
             masked = mask_truncated and sample.truncated
-            chosen = np.zeros(sample.response_len, bool) if masked else sample.chosen
-            samples.append(replace(sample, group_id=place, chosen=chosen))
+            response_mask = np.zeros(sample.response_len, bool) if masked else sample.response_mask
+            samples.append(replace(sample, group_id=place, response_mask=response_mask))
     return samples
 
 
@@ -94,21 +94,21 @@ def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
     patiently(lambda: _write(file, arrays), file)
 
 
-def load_groups(file: Path, routes: bool = True) -> dict[str, list[Group]]:
-    """What ``save_groups`` wrote, equal in every bit; without ``routes`` all else."""
-    names = _ARRAYS if routes else tuple(name for name in _ARRAYS if name != "routes")
+def load_groups(file: Path, routed_experts: bool = True) -> dict[str, list[Group]]:
+    """What ``save_groups`` wrote, equal in every bit; without ``routed_experts`` all else."""
+    names = _ARRAYS if routed_experts else tuple(name for name in _ARRAYS if name != "routed_experts")
     with np.load(file, allow_pickle=False) as arrays:
         index = json.loads(arrays[_INDEX].tobytes())
         return {shelf: [_group(record, arrays, names) for record in records] for shelf, records in index.items()}
 
 
-def save_routes(file: Path, groups: Iterable[Group]) -> None:
-    """Write the routes that are known here into one .npz file; none where there are none."""
+def save_routed_experts(file: Path, groups: Iterable[Group]) -> None:
+    """Write the routed experts that are known here into one .npz file; none where there are none."""
     found = {
-        f"{group.number}.{place}": sample.routes
+        f"{group.number}.{place}": sample.routed_experts
         for group in groups
         for place, sample in enumerate(group.samples)
-        if sample.routes is not None
+        if sample.routed_experts is not None
     }
     if found:
         patiently(lambda: _write(file, found), file)
@@ -121,14 +121,14 @@ def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
         os.fsync(stream.fileno())
 
 
-def with_routes_of(file: Path, groups: Sequence[Group]) -> list[Group]:
-    """The groups with the routes that ``save_routes`` wrote."""
+def with_routed_experts_of(file: Path, groups: Sequence[Group]) -> list[Group]:
+    """The groups with the routed experts that ``save_routed_experts`` wrote."""
     with np.load(file, allow_pickle=False) as arrays:
         return [
             replace(
                 group,
                 samples=tuple(
-                    replace(sample, routes=arrays.get(f"{group.number}.{place}", sample.routes))
+                    replace(sample, routed_experts=arrays.get(f"{group.number}.{place}", sample.routed_experts))
                     for place, sample in enumerate(group.samples)
                 ),
             )

@@ -13,7 +13,7 @@ BY_SET, BY_SOURCE = "by_set/", "by_source/"
 
 @dataclass(frozen=True)
 class Answer:
-    """One response. ``prompt`` is the number of its prompt, ``length`` in tokens; ``answer`` as in a ``Verdict``."""
+    """One response. ``prompt`` is the number of its prompt, ``length`` in tokens; ``answer`` as in ``RewardResult``."""
 
     prompt: int
     set_name: str

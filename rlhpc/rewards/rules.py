@@ -1,4 +1,4 @@
-"""Rules that judge an answer by the ground truth: 1 or 0."""
+"""Rules that reward workers an answer by the ground truth: 1 or 0."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """One engine's responses, from requests to scored samples.
 
-All ranks of the engine run it alike. The first of them has the judge, who scores finished responses while the engine
-goes on with the others.
+All ranks of the engine run it alike. The first of them has the reward workers, who scores finished responses while the
+engine goes on with the others.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from rlhpc.api import Completion, Judge, RolloutEngine, Sample
+from rlhpc.api import Completion, RewardWorkers, RolloutEngine, Sample
 from rlhpc.core.heartbeat import touch
 from rlhpc.rollout.requests import Sampling, Task, request_of, with_drawn, with_given
 
@@ -49,16 +49,16 @@ class Collector:
         self,
         engine: RolloutEngine,
         sampling: Sampling,
-        judge: Judge | None,
+        reward_workers: RewardWorkers | None,
         policy_version: int,
         dialogue: Dialogue | None = None,
     ) -> None:
-        """``judge`` on the engine's first rank only; ``policy_version`` is of the weights in the engine."""
-        self._engine, self._sampling, self._judge = engine, sampling, judge
+        """``reward_workers`` on the engine's first rank only; ``policy_version`` is of the weights in the engine."""
+        self._engine, self._sampling, self._reward_workers = engine, sampling, reward_workers
         self._version, self._dialogue = policy_version, dialogue
         self._requests: dict[int, Task] = {}  # in the engine
         self._asking: dict[int, Task] = {}  # in the dialogue
-        self._judged: dict[int, Task] = {}  # with the judge
+        self._being_scored: dict[int, Task] = {}  # with the reward workers
         self._left: Counter[int] = Counter()  # of each group, responses under way
         self._next = 0
         self.ended_groups = 0  # all responses that were begun have come to their end
@@ -91,19 +91,19 @@ class Collector:
             self._go_on(self._dialogue.answers(all_of_them=True))
 
     def harvest(self) -> list[Scored]:
-        """What has ended since the last call, scored, in the order of groups; waits for the judge. None on other ranks
-        than the engine's first."""
-        if self._judge is None:
+        """What has ended since the last call, scored, in the order of groups; waits for the reward workers. None on
+        other ranks than the engine's first."""
+        if self._reward_workers is None:
             return []
         touch("score")
-        verdicts = self._judge.verdicts()
+        results = self._reward_workers.results()
         found = []
-        for key, verdict in verdicts.items():
-            task = self._judged.pop(key)
-            given = {"reward": verdict.reward, "reward_parts": verdict.parts, "answer": verdict.answer}
+        for key, result in results.items():
+            task = self._being_scored.pop(key)
+            given = {"reward": result.reward, "reward_parts": result.parts, "answer": result.answer}
             sample = replace(task.draft, **given)
-            found.append(Scored(task.group, task.index, sample, verdict.dropped))
-        assert not self._judged, f"{len(self._judged)} responses without a verdict"
+            found.append(Scored(task.group, task.index, sample, result.dropped))
+        assert not self._being_scored, f"{len(self._being_scored)} responses without a result"
         return sorted(found, key=lambda scored: (scored.group, scored.index))
 
     def stop(self) -> list[Scored]:
@@ -151,16 +151,16 @@ class Collector:
                 self._end(replace(task, draft=replace(task.draft, truncated=True)), key)
 
     def _end(self, task: Task, key: int) -> None:
-        """``key`` is of its last request; the judge is the first rank's alone, and no keys are made for it."""
+        """``key`` is of its last request; the reward workers is the first rank's alone, and no keys are made for it."""
         self._leave(task)
         self._left[task.group] -= 1
         self.ended_groups += not self._left[task.group]
-        if self._judge is None:
+        if self._reward_workers is None:
             return
         draft = task.draft
-        self._judged[key] = task
+        self._being_scored[key] = task
         response = draft.tokens[draft.prompt_len :]
-        self._judge.submit(key, task.prompt, Completion(response, draft.log_probs, draft.truncated))
+        self._reward_workers.submit(key, task.prompt, Completion(response, draft.log_probs, draft.truncated))
 
     def _leave(self, task: Task) -> None:
         if self._dialogue is not None:

@@ -95,41 +95,45 @@ def request_of(task: Task, sampling: Sampling) -> Request:
 
 def with_drawn(draft: Sample, completion: Completion, policy_version: int) -> Sample:
     """The draft and what the policy drew after it."""
-    routes = completion.routes
-    if routes is not None and draft.routes is not None:  # of what was drawn before, the routes of then
-        routes = np.concatenate([draft.routes, routes[len(draft.routes) :]])
+    routed_experts = completion.routed_experts
+    if (
+        routed_experts is not None and draft.routed_experts is not None
+    ):  # of what was drawn before, the routed experts of then
+        routed_experts = np.concatenate([draft.routed_experts, routed_experts[len(draft.routed_experts) :]])
     return replace(
         draft,
         tokens=np.concatenate([draft.tokens, completion.tokens]),
         log_probs=np.concatenate([draft.log_probs, completion.log_probs]),
-        chosen=None if draft.chosen is None else np.append(draft.chosen, np.ones(len(completion.tokens), bool)),
+        response_mask=None
+        if draft.response_mask is None
+        else np.append(draft.response_mask, np.ones(len(completion.tokens), bool)),
         policy_version=draft.policy_version if draft.response_len else policy_version,
         truncated=completion.truncated,
-        routes=draft.routes if routes is None else routes,
+        routed_experts=draft.routed_experts if routed_experts is None else routed_experts,
     )
 
 
 def with_given(draft: Sample, tokens: Sequence[int]) -> Sample:
     """The draft and what the policy was told after it."""
-    chosen = np.ones(draft.response_len, bool) if draft.chosen is None else draft.chosen
+    response_mask = np.ones(draft.response_len, bool) if draft.response_mask is None else draft.response_mask
     return replace(
         draft,
         tokens=np.append(draft.tokens, np.asarray(tokens, dtype=np.int32)),
         log_probs=np.append(draft.log_probs, np.zeros(len(tokens), dtype=np.float32)),
-        chosen=np.append(chosen, np.zeros(len(tokens), bool)),
+        response_mask=np.append(response_mask, np.zeros(len(tokens), bool)),
     )
 
 
 def turns(sample: Sample) -> int:
     """How often the policy spoke, or could have: once more than it was told something."""
-    if sample.chosen is None:
+    if sample.response_mask is None:
         return 1
-    given = np.concatenate([[False], ~sample.chosen])
+    given = np.concatenate([[False], ~sample.response_mask])
     return 1 + int((given[1:] & ~given[:-1]).sum())
 
 
 def last_turn(sample: Sample) -> np.ndarray:
     """What the policy has said since it was told something."""
     response = sample.tokens[sample.prompt_len :]
-    told = np.flatnonzero(~sample.chosen) if sample.chosen is not None else ()
+    told = np.flatnonzero(~sample.response_mask) if sample.response_mask is not None else ()
     return response[told[-1] + 1 :] if len(told) else response

@@ -217,8 +217,8 @@ def answered_calls(tokenizer: Tokenizer, draft: Sample) -> list[ToolCall]:
     """What the response's former turns have called and was answered without an error, in its order."""
     found: list[ToolCall] = []
     calls: list[ToolCall | Failure] = []
-    for chosen, tokens in spoken(draft):
-        if chosen:
+    for of_policy, tokens in spoken(draft):
+        if of_policy:
             calls = parse_calls(tokenizer.decode(tokens.tolist(), special=True))
             continue
         answers: Sequence[str] = tokenizer.tool_answers(tokens.tolist())

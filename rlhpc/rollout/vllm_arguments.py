@@ -81,20 +81,21 @@ def _shape_arguments(model_path: Path, shape: ModelShape, on_gpu: bool) -> dict[
 
 
 def route_arguments(section: RolloutSection) -> dict[str, Any]:
-    """What makes vLLM return routes on a GPU."""
+    """What makes vLLM return routed experts on a GPU."""
     from vllm import EngineArgs
 
     known = EngineArgs.__dataclass_fields__
     where, remedy = "train.experts.router_replay", "set it to false"
     if "enable_return_routed_experts" not in known:
-        raise UserError("this version of vLLM does not return routes", where=where, remedy=remedy)
+        raise UserError("this version of vLLM does not return routed experts", where=where, remedy=remedy)
     if section.tp > 1:
         raise UserError(
-            f"on a GPU vLLM returns routes on the first rank of an engine alone, and rollout.tp is {section.tp}",
+            f"on a GPU vLLM returns routed experts on an engine's first rank alone, and rollout.tp is {section.tp}",
             where=where,
             remedy=f"{remedy}, or rollout.tp to 1",
         )
     arguments = {"enable_return_routed_experts": True}
     if "aux_output_config" not in known:
-        arguments["async_scheduling"] = False  # before it had that, vLLM mixed up routes of steps under way together
+        # Before it had that, vLLM mixed up routed experts of concurrent steps.
+        arguments["async_scheduling"] = False
     return arguments

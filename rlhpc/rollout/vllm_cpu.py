@@ -30,7 +30,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.rollout.cpu_experts import keep_to_held_experts
-from rlhpc.rollout.cpu_routes import RouteRecorder
+from rlhpc.rollout.cpu_routed_experts import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
 from rlhpc.rollout.token_seeds import seed_tokens
 
@@ -67,11 +67,11 @@ class Worker(CPUWorker):
         super().load_model(**options)
         self.model_runner.get_model().packed_weights.settle()
 
-    def record_routes(self) -> None:
+    def record_routed_experts(self) -> None:
         """From now on; see ``RouteRecorder``."""
         self._recorder = RouteRecorder(self.model_runner, self.cache_config.block_size)
 
-    def routes_of(self, request_id: str, tokens: int) -> np.ndarray:
+    def routed_experts_of(self, request_id: str, tokens: int) -> np.ndarray:
         return self._recorder.of(request_id, tokens)
 
     def execute_model(self, scheduler_output: Any) -> Any:

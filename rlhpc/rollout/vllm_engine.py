@@ -41,8 +41,8 @@ class VllmEngine:
 
     All ranks of the job build their engines together, after the default process group is initialised (a rank alone
     needs none). A new engine sleeps and has no weights: ``wake_weights``, ``load_weights``, ``wake_cache``, then
-    ``generate``. ``end_tokens`` end a response and are part of it. With ``routes`` each completion says to which
-    experts its tokens went. Raises UserError when vLLM refuses the model or the memory it is given.
+    ``generate``. ``end_tokens`` end a response and are part of it. With ``routed_experts`` each completion says to
+    which experts its tokens went. Raises UserError when vLLM refuses the model or the memory it is given.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class VllmEngine:
         dtype: str,
         max_model_len: int,
         end_tokens: Sequence[int],
-        routes: bool = False,
+        routed_experts: bool = False,
     ) -> None:
         self._end_tokens = list(end_tokens)
-        self._expert_layers = list(shape.experts.layers) if routes and shape.experts else []
+        self._expert_layers = list(shape.experts.layers) if routed_experts and shape.experts else []
         self._max_model_len = max_model_len
         self._on_gpu = torch.cuda.is_available()
         self._loaded = False
@@ -80,7 +80,7 @@ class VllmEngine:
             finalizer.detach()
         _forget_queue_s_name()
         if self._expert_layers and not self._on_gpu:
-            self._engine.collective_rpc("record_routes")
+            self._engine.collective_rpc("record_routed_experts")
         self._weights = self._find_weights(section)
         check_parameters(self._weights.shapes, shape, layout)
         self.sleep()
@@ -114,19 +114,21 @@ class VllmEngine:
             return []
         touch("generate")
         return [
-            (int(output.request_id), _completion(output.outputs[0], self._routes(output)))
+            (int(output.request_id), _completion(output.outputs[0], self._routed_experts(output)))
             for output in self._engine.step()
         ]
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
-        """See ``RolloutEngine``. On a GPU without routes: vLLM tells them at the end of a request alone."""
+        """See ``RolloutEngine``. On a GPU without routed experts: vLLM tells them at the end of a request alone."""
         states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
         found = {}
         for key in keys:
             state = states[str(key)]
             tokens = np.asarray(state.detokenizer.output_token_ids, dtype=np.int32)
             log_probs = np.asarray(state.logprobs_processor.logprobs.logprobs, dtype=np.float32)
-            found[key] = Completion(tokens, log_probs, truncated=False, routes=self._routes_so_far(state, len(tokens)))
+            found[key] = Completion(
+                tokens, log_probs, truncated=False, routed_experts=self._routed_experts_so_far(state, len(tokens))
+            )
             assert tokens.shape == log_probs.shape
         self._engine.abort_request([str(key) for key in keys])
         for _ in range(2):  # a step may be under way on the device, and workers have to hear of the end
@@ -210,22 +212,22 @@ class VllmEngine:
         for socket in sockets:
             socket.unlink(missing_ok=True)
 
-    def _routes(self, output: Any) -> np.ndarray | None:
+    def _routed_experts(self, output: Any) -> np.ndarray | None:
         """See ``Completion``."""
         if not self._expert_layers:
             return None
         if self._on_gpu:
-            routes: np.ndarray = output.outputs[0].routed_experts[:, self._expert_layers]
-            return routes if routes.dtype == np.uint8 else routes.astype(np.int16)
+            routed_experts: np.ndarray = output.outputs[0].routed_experts[:, self._expert_layers]
+            return routed_experts if routed_experts.dtype == np.uint8 else routed_experts.astype(np.int16)
         tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
-        return self._engine.collective_rpc("routes_of", args=(output.request_id, tokens))[0]
+        return self._engine.collective_rpc("routed_experts_of", args=(output.request_id, tokens))[0]
 
-    def _routes_so_far(self, state: Any, drawn: int) -> np.ndarray | None:
+    def _routed_experts_so_far(self, state: Any, drawn: int) -> np.ndarray | None:
         """Of a request under way; the last token drawn has not been an input yet."""
         if not self._expert_layers or self._on_gpu or not drawn:
             return None
         tokens = len(state.prompt_token_ids) + drawn - 1
-        return self._engine.collective_rpc("routes_of", args=(state.external_req_id, tokens))[0]
+        return self._engine.collective_rpc("routed_experts_of", args=(state.external_req_id, tokens))[0]
 
     def _start(self, arguments: dict[str, Any], section: RolloutSection, shape: ModelShape, dtype: str) -> Any:
         """vLLM's engine. If it refuses the memory of one rank, all raise the same error."""
@@ -374,13 +376,13 @@ def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def _completion(output: Any, routes: np.ndarray | None) -> Completion:
+def _completion(output: Any, routed_experts: np.ndarray | None) -> Completion:
     assert output.finish_reason in ("stop", "length"), output.finish_reason
     completion = Completion(
         tokens=np.asarray(output.token_ids, dtype=np.int32),
         log_probs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
         truncated=output.finish_reason == "length",
-        routes=routes,
+        routed_experts=routed_experts,
     )
     assert completion.tokens.shape == completion.log_probs.shape
     return completion

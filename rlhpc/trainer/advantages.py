@@ -75,7 +75,7 @@ def step_advantages(
     values: dict[str, PerSample],
 ) -> StepAdvantages:
     """The algorithm's advantages of the whole step."""
-    mask = _joined([np.ones(s.response_len) if s.chosen is None else s.chosen for s in samples])
+    mask = _joined([np.ones(s.response_len) if s.response_mask is None else s.response_mask for s in samples])
     penalty = divergence = None
     if kl_in_reward(section):
         ours, reference = (_joined(values[name]) for name in ("old_log_probs", "reference_log_probs"))

@@ -98,15 +98,15 @@ def _pack(
     tokens: Mapping[str, PerSample],
     ids: Sequence[int],
 ) -> PackedBatch:
-    # Routes were the actor's choices; other models make their own.
+    # Routed experts were the actor's choices; other models make their own.
     replays = run.config.train.experts.router_replay and role.model is run.actor
     batch = pack_batch(
         [(samples[i].tokens, samples[i].prompt_len) for i in ids],
         sample_ids=ids,
         weights=[weights[i] for i in ids],
-        chosen=[samples[i].chosen for i in ids],
+        response_mask=[samples[i].response_mask for i in ids],
         per_token={name: [values[i] for i in ids] for name, values in tokens.items()},
-        routes=[samples[i].routes for i in ids] if replays else None,
+        routed_experts=[samples[i].routed_experts for i in ids] if replays else None,
     )
     layers = role.expert_layers(role.layout.coord(run.info.rank)["pp"]) if replays else None
-    return replace(batch, route_layers=layers)
+    return replace(batch, routed_layers=layers)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.algo import Algorithm, find_algorithm
-from rlhpc.api import Judge, RolloutEngine
+from rlhpc.api import RewardWorkers, RolloutEngine
 from rlhpc.backends.megatron import MegatronBackend
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
@@ -24,13 +24,13 @@ from rlhpc.parallel.compat import device
 from rlhpc.parallel.groups import engine_group
 from rlhpc.reshard.manager import Job, ReshardManager
 from rlhpc.reshard.sides import sync_sides
-from rlhpc.rewards.judge import load_judge
+from rlhpc.rewards.reward_workers import start_reward_workers
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
 from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
-from rlhpc.trainer.carryover import Kept
+from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.models import Models, make_models
 from rlhpc.trainer.reward_reader import RewardReader
 
@@ -47,9 +47,9 @@ class Run:
     engine: RolloutEngine | None
     weights: ReshardManager | None  # keeps the engine's those of the actor
     algorithm: Algorithm
-    judge: Judge | None  # on the first rank of each engine
+    reward_workers: RewardWorkers | None  # on the first rank of each engine
     tools: ToolUse | None
-    kept: Kept
+    carryover: Carryover
     prompts: PromptSet | None
     validation: PromptSet | None
     sft: SFTSet | None
@@ -104,7 +104,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
 
     generates = rl or bool(config.data.validation)
     # Rewards, tools and data first: what is wrong with them shows before the models take their time.
-    judge = _judge(config, tokenizer, info) if generates else None
+    reward_workers = _reward_workers(config, tokenizer, info) if generates else None
     schemas = tool_schemas(config.rollout.tools)
     tools = _tools(config, tokenizer, info) if generates and schemas else None
     reader = RewardReader.of(config, tokenizer) if generates else None
@@ -132,9 +132,9 @@ def build(config: RunConfig, context: RankContext) -> Run:
         engine=engine,
         weights=_manager(config, shape, models, engine) if engine is not None else None,
         algorithm=algorithm,
-        judge=judge,
+        reward_workers=reward_workers,
         tools=tools,
-        kept=Kept.of(config.train),
+        carryover=Carryover.of(config.train),
         prompts=prompts,
         validation=validation,
         sft=sft,
@@ -153,10 +153,10 @@ def _readers(info: RankInfo) -> Readers:
     return Readers(info.rank, info.world_size, gather)
 
 
-def _judge(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> Judge | None:
+def _reward_workers(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> RewardWorkers | None:
     if info.rank % config.rollout.tp:
         return None
-    return load_judge(config.reward, tokenizer.decode, config.rollout.max_response_tokens)
+    return start_reward_workers(config.reward, tokenizer.decode, config.rollout.max_response_tokens)
 
 
 def _tools(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> ToolUse:
@@ -172,7 +172,7 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         end_tokens=tokenizer.end_tokens,
-        routes=config.train.experts.router_replay,
+        routed_experts=config.train.experts.router_replay,
     )
 
 

@@ -1,5 +1,5 @@
-"""What a step's rollout leaves to later steps. Equal on every rank but for routes (see ``rlhpc.trainer.routes``), and a
-part of each checkpoint."""
+"""What a step's rollout leaves to later steps. Equal on every rank but for routed experts (see
+``rlhpc.trainer.routed_experts``), and a part of each checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from rlhpc.api import Prompt
 from rlhpc.config.schema import TrainSection
 from rlhpc.core.files import names_in
 from rlhpc.core.storage import exists, patiently
-from rlhpc.data.groups import Group, load_groups, save_groups, save_routes, with_routes_of
+from rlhpc.data.groups import Group, load_groups, save_groups, save_routed_experts, with_routed_experts_of
 from rlhpc.data.replay import ReplayBuffer
 from rlhpc.trainer.sampling_plan import split_stale
 
 _FILE = "groups.npz"
-_ROUTES = "routes-{}.npz"  # of another rank than the first
+_ROUTED_EXPERTS = "routed_experts-{}.npz"  # of another rank than the first
 _log = logging.getLogger(__name__)
 
 
 @dataclass
-class Kept:
+class Carryover:
     """``ready``: finished groups worth learning from that had no place in a step; ``unfinished``: to be taken up again;
     ``replay``: groups learnt from already."""
 
@@ -32,7 +32,7 @@ class Kept:
     replay: ReplayBuffer | None = None
 
     @classmethod
-    def of(cls, section: TrainSection) -> Kept:
+    def of(cls, section: TrainSection) -> Carryover:
         """Nothing yet."""
         return cls(replay=ReplayBuffer(section.replay) if section.replay else None)
 
@@ -51,11 +51,11 @@ class Kept:
         self.ready = [*(group for group in groups if not any(group.dropped)), *self.ready]
 
     def save(self, folder: Path, rank: int = 0) -> None:
-        """Write all of it into a checkpoint's folder: the first rank all but the routes that others have. On every
-        rank."""
+        """Write all of it into a checkpoint's folder: the first rank all but the routed experts that others have. On
+        every rank."""
         replay = self.replay.groups if self.replay else []
         if rank:
-            save_routes(folder / _ROUTES.format(rank), [*self.ready, *self.unfinished, *replay])
+            save_routed_experts(folder / _ROUTED_EXPERTS.format(rank), [*self.ready, *self.unfinished, *replay])
         elif self.ready or self.unfinished or replay:
             save_groups(folder / _FILE, {"ready": self.ready, "unfinished": self.unfinished, "replay": replay})
 
@@ -75,18 +75,18 @@ class Kept:
         file = folder / _FILE
         if not exists(file):
             return
-        shelves = patiently(lambda: load_groups(file, routes=rank == 0), file)
+        shelves = patiently(lambda: load_groups(file, routed_experts=rank == 0), file)
         groups = sorted((group for shelf in shelves.values() for group in shelf), key=lambda group: group.number)
         if any(group.number >= prompt_cursor or not group.answers(prompt_at(group.number)) for group in groups):
             _log.warning("groups of other prompts than today's are let go")
             return
-        for name in names_in(folder, _ROUTES.format("*")):
+        for name in names_in(folder, _ROUTED_EXPERTS.format("*")):
             if int(Path(name).stem.partition("-")[2]) % ranks == rank:
-                shelves = patiently(functools.partial(_with_routes, folder / name, shelves), folder / name)
+                shelves = patiently(functools.partial(_with_routed_experts, folder / name, shelves), folder / name)
         self.ready, self.unfinished = shelves["ready"], shelves["unfinished"]
         if self.replay is not None:
             self.replay.add(shelves["replay"])
 
 
-def _with_routes(file: Path, shelves: dict[str, list[Group]]) -> dict[str, list[Group]]:
-    return {name: with_routes_of(file, shelf) for name, shelf in shelves.items()}
+def _with_routed_experts(file: Path, shelves: dict[str, list[Group]]) -> dict[str, list[Group]]:
+    return {name: with_routed_experts_of(file, shelf) for name, shelf in shelves.items()}

@@ -159,7 +159,7 @@ class Loop:
             shares.append(model.save(folder / name, asynchronous))
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
-        run.kept.save(folder, run.info.rank)
+        run.carryover.save(folder, run.info.rank)
         return [share for share in shares if share is not None]
 
     def _reference_is_ours(self) -> bool:
@@ -189,7 +189,7 @@ class Loop:
             self._run.critic.offload()
         if prompts is not None:
             info, prompt_at = self._run.info, functools.partial(prompt_of, self._run)
-            self._run.kept.load(saved.folder, saved.state.prompt_cursor, prompt_at, info.rank, info.world_size)
+            self._run.carryover.load(saved.folder, saved.state.prompt_cursor, prompt_at, info.rank, info.world_size)
         self._saved = saved.state.total_steps
         return saved.state
 

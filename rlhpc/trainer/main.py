@@ -39,8 +39,8 @@ def run_rank(context: RankContext, saves_end: bool = True) -> str | None:
             context.attempt.check_current()
             with ShownOnly("the report"):
                 write_report(context.run)
-    if run.judge is not None:
-        run.judge.close()
+    if run.reward_workers is not None:
+        run.reward_workers.close()
     if run.tools is not None:
         run.tools.close()
     if run.engine is not None:

@@ -1,4 +1,4 @@
-"""The models of a run on this rank: the actor, and those that judge beside it."""
+"""The models of a run on this rank: the actor, and those beside it."""
 
 from __future__ import annotations
 

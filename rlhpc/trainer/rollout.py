@@ -8,14 +8,14 @@ from rlhpc.api import Prompt, RunState
 from rlhpc.rollout.collect import Collector, Scored
 from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
 from rlhpc.trainer.build import Run
-from rlhpc.trainer.routes import without_routes
+from rlhpc.trainer.routed_experts import without_routed_experts
 
 
 def make_collector(run: Run, state: RunState, temperature: float) -> Collector:
     """Of this rank's engine, which is awake with the actor's weights."""
     section = run.config.rollout
     sampling = Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
-    return Collector(run.engine, sampling, run.judge, state.policy_version, run.tools)
+    return Collector(run.engine, sampling, run.reward_workers, state.policy_version, run.tools)
 
 
 def generate_samples(
@@ -23,7 +23,7 @@ def generate_samples(
 ) -> list[Scored]:
     """Samples of the prompts that this rank's engine answers, in the prompts' order, whose places are the group ids;
     none on other ranks than the engine's first. One whose reward failed so that it is left out has a reward of 0.
-    Nobody trains on them: they have no routes. The engine is awake with the actor's weights."""
+    Nobody trains on them: they have no routed experts. The engine is awake with the actor's weights."""
     firsts = first_samples([prompt.prompt_id for prompt in prompts], samples_per_prompt)
     collector = make_collector(run, state, temperature)
     collector.begin(
@@ -35,4 +35,4 @@ def generate_samples(
         ]
     )
     collector.advance()
-    return without_routes(collector.harvest())
+    return without_routed_experts(collector.harvest())

@@ -21,7 +21,7 @@ from rlhpc.rollout.requests import Task, blank_draft, first_samples, share_of, t
 from rlhpc.trainer.build import Run
 from rlhpc.trainer.reward_model import score_by_model
 from rlhpc.trainer.rollout import generate_samples, make_collector
-from rlhpc.trainer.routes import moved_routes, without_routes
+from rlhpc.trainer.routed_experts import moved_routed_experts, without_routed_experts
 from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
 
 Metrics = dict[str, float]
@@ -53,17 +53,17 @@ class StepSamples:
 
 def draw_samples(run: Run, state: RunState) -> Drawn:
     """Generate with the weights in the engine, which is awake. Collective."""
-    section, kept = run.config.train, run.kept
+    section, carryover = run.config.train, run.carryover
     dynamic = section.dynamic_sampling
-    stale = kept.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else 0
+    stale = carryover.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else 0
     replayed = _replayed(run, state)
     collection = _Collection(run, state, section.prompts_per_step - len(replayed))
     outcome = collection.run()
     if dynamic:
         check_shortage(dynamic, outcome, section.prompts_per_step)
     new = [collection.groups[number] for number in outcome.taken]
-    kept.ready = [collection.groups[number] for number in outcome.kept]
-    kept.unfinished = [collection.groups[number] for number in outcome.unfinished]
+    carryover.ready = [collection.groups[number] for number in outcome.kept]
+    carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
     groups = [*replayed, *new] if new else []
     samples = training_samples(groups, section.mask_truncated)
     greedy = _greedy(run, state, groups, collection.failures)
@@ -73,11 +73,11 @@ def draw_samples(run: Run, state: RunState) -> Drawn:
 def scored_by_model(run: Run, drawn: Drawn) -> Drawn:
     """With the reward model's part of all rewards. Collective."""
 
-    def judged(found: list[Sample | None]) -> list[Sample | None]:
+    def scored(found: list[Sample | None]) -> list[Sample | None]:
         known = iter(score_by_model(run, [sample for sample in found if sample is not None], run.prompts))
         return [None if sample is None else next(known) for sample in found]
 
-    samples, greedy = judged(drawn.samples), judged(drawn.greedy)
+    samples, greedy = scored(drawn.samples), scored(drawn.greedy)
     drawn.collection.failures.update(run.reward_reader.failures.take_counts())
     return replace(drawn, samples=samples, greedy=greedy)
 
@@ -85,7 +85,7 @@ def scored_by_model(run: Run, drawn: Drawn) -> Drawn:
 def step_samples(run: Run, drawn: Drawn) -> StepSamples:
     """All of it that has a reward and, where the algorithm asks for one, a baseline; too little is left to the next
     step. The same on every rank."""
-    kept, greedy = run.kept, [sample for sample in drawn.greedy if sample is not None]
+    carryover, greedy = run.carryover, [sample for sample in drawn.greedy if sample is not None]
     known = {sample.prompt_id for sample in greedy}
     good = [s is not None and (not run.algorithm.needs_greedy or s.prompt_id in known) for s in drawn.samples]
     samples = [sample for sample, is_good in zip(drawn.samples, good, strict=True) if sample is not None and is_good]
@@ -93,25 +93,25 @@ def step_samples(run: Run, drawn: Drawn) -> StepSamples:
     lacking = {place for place, is_good in zip(places, good, strict=True) if not is_good}
     new = list(enumerate(drawn.groups))[drawn.replayed :]
     if len(samples) < _least_samples(run):  # some were left out
-        kept.put_back([group for place, group in new if place not in lacking])
+        carryover.put_back([group for place, group in new if place not in lacking])
         samples = []
     elif not any(sample.chosen_len for sample in samples):
         samples = []
     learnt = {sample.group_id for sample in samples}
-    if kept.replay is not None:
-        kept.replay.add(group for place, group in new if place in learnt)
+    if carryover.replay is not None:
+        carryover.replay.add(group for place, group in new if place in learnt)
     metrics = drawn.collection.metrics(drawn.outcome, [drawn.groups[place] for place in sorted(learnt)])
     if run.config.train.dynamic_sampling:
         metrics["sampling/stale_groups"] = drawn.stale
-    if kept.replay is not None:
+    if carryover.replay is not None:
         metrics["replay/used_groups"] = drawn.replayed
-        metrics["replay/kept_groups"] = len(kept.replay)
+        metrics["replay/kept_groups"] = len(carryover.replay)
     return StepSamples(samples, greedy, metrics)
 
 
 def _replayed(run: Run, state: RunState) -> list[Group]:
     """Groups of former steps that this one learns from again."""
-    buffer, section = run.kept.replay, run.config.train.replay
+    buffer, section = run.carryover.replay, run.config.train.replay
     if buffer is None:
         return []
     buffer.forget_stale(state.policy_version)
@@ -126,7 +126,7 @@ def _greedy(run: Run, state: RunState, groups: Sequence[Group], failures: Counte
     prompts = [prompt_of(run, group.number) for group in groups]
     mine = generate_samples(run, state, prompts, 1, temperature=0.0)
     found: list[Sample | None] = []
-    for part in gather_objects((mine, run.judge.failures()) if run.leads_engine else None):
+    for part in gather_objects((mine, run.reward_workers.failures()) if run.leads_engine else None):
         for scored in part[0] if part is not None else ():
             found.append(None if scored.dropped else scored.sample)
         failures.update(part[1] if part is not None else {})
@@ -145,7 +145,7 @@ class _Collection:
         section = run.config.train.dynamic_sampling
         self._run, self._state, self._section = run, state, section
         self._keeps = make_filter(section) if section else bool
-        self.groups = {group.number: group for group in (*run.kept.ready, *run.kept.unfinished)}
+        self.groups = {group.number: group for group in (*run.carryover.ready, *run.carryover.unfinished)}
         bounds = Bounds(
             count,
             least=min(count, ceil(_least_samples(run) / run.config.rollout.samples_per_prompt)),
@@ -155,8 +155,8 @@ class _Collection:
         self._plan = StepPlan(
             bounds,
             state.prompt_cursor,
-            {group.number for group in run.kept.ready},
-            {group.number for group in run.kept.unfinished},
+            {group.number for group in run.carryover.ready},
+            {group.number for group in run.carryover.unfinished},
         )
         self._collector = make_collector(run, state, run.config.rollout.temperature)
         self._seen: Counter[int] = Counter()  # prompts asked for in this step
@@ -166,8 +166,8 @@ class _Collection:
         self.failures: Counter[str] = Counter()  # of rewards, by kind
         if run.tools is not None:  # what a validation has left
             run.tools.take_counts()
-        if run.judge is not None:
-            run.judge.failures()
+        if run.reward_workers is not None:
+            run.reward_workers.failures()
 
     def run(self) -> Outcome:
         """Batch after batch of prompts, until there is enough or the bound is reached."""
@@ -184,7 +184,7 @@ class _Collection:
                 "sampling/batches": outcome.batches,
                 "sampling/generated_groups": self._generated,
                 "sampling/dropped_groups": len(outcome.dropped),
-                "sampling/kept_groups": len(self._run.kept.ready),
+                "sampling/kept_groups": len(self._run.carryover.ready),
                 "sampling/carried_groups": len(outcome.unfinished),
                 "sampling/missing_groups": outcome.short,
             }
@@ -210,7 +210,7 @@ class _Collection:
             self.groups[number] = Group(number, self._state.step, first, drafts, (False,) * count, (False,) * count)
         self._generated += len(new)
         if len(new) < len(batch):
-            under_way = moved_routes(self._run, [self.groups[number] for number in batch])
+            under_way = moved_routed_experts(self._run, [self.groups[number] for number in batch])
             self.groups.update(zip(batch, under_way, strict=True))
         known = dict(zip(new, prompts, strict=True))
         mine = share_of(len(batch), self._run.num_engines, self._run.engine_index)
@@ -227,7 +227,7 @@ class _Collection:
             ended, left = self._totals() if steps else (0, 0)
             under_way = left > 0
             if under_way and ended < self._plan.missing:
-                continue  # the judge need not be waited for yet
+                continue  # the reward workers need not be waited for yet
             self._ended = self._collector.ended_groups
             self._judge(self._exchange(self._collector.harvest()))
         if under_way:
@@ -242,11 +242,11 @@ class _Collection:
         return int(totals[0]), int(totals[1])
 
     def _exchange(self, mine: list[Scored]) -> list[Scored]:
-        """What every engine has, on every rank; routes where they are. Collective."""
+        """What every engine has, on every rank; routed experts where they are. Collective."""
         run, report = self._run, None
         if run.leads_engine:
             counts = run.tools.take_counts() if run.tools is not None else (0, 0)
-            report = (without_routes(mine), counts, run.judge.failures())
+            report = (without_routed_experts(mine), counts, run.reward_workers.failures())
         found: list[Scored] = []
         for rank, part in enumerate(gather_objects(report)):
             if part is None:
@@ -264,7 +264,7 @@ class _Collection:
         good = [group.number for group in ended if group.usable and self._keeps(group.usable)]
         if self._section is not None and self._section.filter is not None:
             good = one_to_all(good)  # a rule of one's own may not say the same on every rank
-        self._plan.judge(good, {group.number for group in ended} - set(good))
+        self._plan.settle(good, {group.number for group in ended} - set(good))
 
     def _put(self, scored: Scored, done: bool) -> None:
         group = self.groups[scored.group]

@@ -33,14 +33,14 @@ class Outcome:
     taken: tuple[Number, ...]  # the step's batch, oldest first
     kept: tuple[Number, ...]  # finished and good, for the next step
     unfinished: tuple[Number, ...]  # to be taken up again in the next step
-    dropped: tuple[Number, ...]  # judged and not good
+    dropped: tuple[Number, ...]  # scored and not good
     batches: int
     short: int  # groups that the batch lacks
 
 
 @dataclass
 class StepPlan:
-    """One step's decisions, made one after the other as groups are judged.
+    """One step's decisions, made one after the other as groups are scored.
 
     ``good`` are finished groups kept from before, ``unfinished`` those to be taken up again; ``cursor`` is the number
     of the next prompt that nobody has asked for.
@@ -72,7 +72,7 @@ class StepPlan:
         self.batches += 1
         return again + new
 
-    def judge(self, good: Iterable[Number], bad: Iterable[Number]) -> None:
+    def settle(self, good: Iterable[Number], bad: Iterable[Number]) -> None:
         """Groups under way that have come to their end."""
         good, bad = set(good), set(bad)
         assert good | bad <= self.unfinished, f"{sorted((good | bad) - self.unfinished)} were not under way"
@@ -101,7 +101,7 @@ class StepPlan:
         )
 
     def _wanted(self) -> int:
-        """Groups under way that should fill the batch, by the share of good ones among those judged in this step; a
+        """Groups under way that should fill the batch, by the share of good ones among those scored in this step; a
         whole batch at most."""
         most = ceil(self.bounds.groups * self.bounds.oversample)
         if self._judged and not self._found:

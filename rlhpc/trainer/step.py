@@ -17,7 +17,7 @@ from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.advantages import step_advantages, token_values
 from rlhpc.trainer.batches import sft_minibatch
 from rlhpc.trainer.build import Run
-from rlhpc.trainer.routes import trained_routes
+from rlhpc.trainer.routed_experts import trained_routed_experts
 from rlhpc.trainer.sampling import draw_samples, scored_by_model, step_samples
 from rlhpc.trainer.skipped import Update, make_update
 from rlhpc.trainer.update import Metrics, sft_loss, update_actor, update_critic
@@ -62,8 +62,8 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         state.step += 1
         return {**sampled, **clock.metrics()}, []
     with clock("rollout"):
-        samples = trained_routes(run, samples)
-    del drawn, rollout  # with routes that are trained on elsewhere
+        samples = trained_routed_experts(run, samples)
+    del drawn, rollout  # with routed experts that are trained on elsewhere
     section = _section_in_force(run, state)
     touch("log_probs", step)
     with clock("log_probs"):

@@ -1,4 +1,4 @@
-"""Routes given to the routers: the model is HuggingFace's whose routers are told the same, in every layout."""
+"""Routed experts given to the routers: the model is HuggingFace's whose routers are told the same, in every layout."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Distance:
     moved: float  # how far log-probs are from those of routers that choose for themselves
 
 
-def routes_of(kind: str) -> list[np.ndarray]:
+def routed_experts_of(kind: str) -> list[np.ndarray]:
     """Experts of each sequence's tokens but the last, which the routers would hardly choose."""
     rng = np.random.default_rng(0)
     fields = KINDS[kind][1]
@@ -50,19 +50,19 @@ def routes_of(kind: str) -> list[np.ndarray]:
 
 
 def told_reference(folder: Path, kind: str) -> Path:
-    """folder/{start,gradients} and results.pt: what PyTorch computes with the routes given."""
+    """folder/{start,gradients} and results.pt: what PyTorch computes with the routed experts given."""
     import torch
     from transformers import AutoModelForCausalLM
 
     start = make_model(folder / "start", kind, num_hidden_layers=LAYERS)
     model = AutoModelForCausalLM.from_pretrained(start, dtype=torch.float32, attn_implementation="eager")
-    routes = [torch.from_numpy(r).long() for r in routes_of(kind)]
+    routed_experts = [torch.from_numpy(r).long() for r in routed_experts_of(kind)]
     current = [0]
 
     def told(place: int) -> Any:
         def hook(router: Any, _: Any, output: Any) -> Any:
             logits, _, index = output
-            index = torch.cat([routes[current[0]][:, place], index[-1:]])
+            index = torch.cat([routed_experts[current[0]][:, place], index[-1:]])
             if kind == "dsv3":
                 scores = logits.sigmoid().gather(1, index)
                 return logits, 2.5 * scores / scores.sum(-1, keepdim=True), index
@@ -71,7 +71,7 @@ def told_reference(folder: Path, kind: str) -> Path:
         return hook
 
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
-    assert len(routers) == routes[0].size(1)
+    assert len(routers) == routed_experts[0].size(1)
     for place, router in enumerate(routers):
         router.register_forward_hook(told(place))
     log_probs = []
@@ -87,23 +87,23 @@ def told_reference(folder: Path, kind: str) -> Path:
 
 
 def batches_of(kind: str, layout: Any, rank: int, told: bool = True) -> list[Any]:
-    """This rank's share of the sequences in three micro batches, which leave one place of a round of two; routes of its
-    own layers alone."""
+    """This rank's share of the sequences in three micro batches, which leave one place of a round of two; routed
+    experts of its own layers alone."""
     from rlhpc.data.collate import pack_batch
 
     places, stage = layout.layer_places(LAYERS), layout.coord(rank)["pp"]
     own = tuple(n for n, layer in enumerate(range(FIRST[kind], LAYERS)) if places[layer][0] == stage)
-    routes, mine = routes_of(kind), list(enumerate(sequences()))[layout.coord(rank)["dp"] :: layout.dp]
+    routed_experts, mine = routed_experts_of(kind), list(enumerate(sequences()))[layout.coord(rank)["dp"] :: layout.dp]
     parts = [mine[:1], mine[1:2], mine[2:]] if len(mine) > 2 else [mine]
     batches = [
         pack_batch(
             [(s.numpy(), 1) for _, s in part],
             sample_ids=[i for i, _ in part],
-            routes=[routes[i][:, own] for i, _ in part] if told else None,
+            routed_experts=[routed_experts[i][:, own] for i, _ in part] if told else None,
         )
         for part in parts
     ]
-    return [replace(batch, route_layers=own) for batch in batches]
+    return [replace(batch, routed_layers=own) for batch in batches]
 
 
 def measure(references: dict[str, Path]) -> list[Distance]:
@@ -146,7 +146,7 @@ def distances(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Distan
 
 
 @pytest.mark.parametrize("case", [f"{case} {memory}" for case, memory in CASES])
-def test_given_routes_are_taken_in_every_layout(distances: dict[str, list[Distance]], case: str) -> None:
+def test_given_routed_experts_are_taken_in_every_layout(distances: dict[str, list[Distance]], case: str) -> None:
     for distance in distances[case]:
         assert max(distance.log_probs, distance.loss) < 1e-5, distance
         assert max(distance.grad_norm, distance.gradient) < 1e-4, distance

@@ -37,7 +37,9 @@ def main(folder: Path, out: Path, kinds: Sequence[str]) -> None:
         configs = {kind: _engine_config(path) for kind, path in models.items()}
         facts["arguments"] = _unknown_arguments(models)
         facts["families"] = {kind: _family(models[kind], configs[kind]) for kind in kinds}
-        facts["routes"] = {kind: _attempt(_routes_config, models[kind], folder) for kind in kinds if kind in _EXPERTS}
+        facts["routed_experts"] = {
+            kind: _attempt(_routed_experts_config, models[kind], folder) for kind in kinds if kind in _EXPERTS
+        }
         config = configs[kinds[0]]
     facts["sampling"] = _attempt(_sampling_parameters)
     facts["memory"] = _attempt(_memory_contract)
@@ -227,7 +229,7 @@ def _holds_tensors(value: Any) -> bool:
     return own and not is_module and "Config" not in type(value).__name__
 
 
-def _routes_config(path: Path, folder: Path) -> dict[str, Any]:
+def _routed_experts_config(path: Path, folder: Path) -> dict[str, Any]:
     """What vLLM makes of the arguments for routed experts, and whether the runner that it takes captures them."""
     from rlhpc.config.schema import RolloutSection
     from rlhpc.rollout.vllm_arguments import route_arguments

@@ -68,7 +68,7 @@ def test_every_family_is_configured_to_sleep_with_graphs(facts: dict[str, Any]) 
 def test_the_runner_is_v2_or_for_models_with_experts_v1(facts: dict[str, Any]) -> None:
     """V1, whose generators rlhpc reseeds, costs a kernel for each seeded request and token: dense models avoid it."""
     for kind, family in facts["families"].items():
-        assert family["runner"] in (("V1", "V2") if kind in facts["routes"] else ("V2",)), kind
+        assert family["runner"] in (("V1", "V2") if kind in facts["routed_experts"] else ("V2",)), kind
 
 
 def test_parameters_are_those_that_a_weight_sync_writes(facts: dict[str, Any]) -> None:
@@ -132,11 +132,11 @@ def test_an_engine_wants_its_share_of_memory_free_even_if_the_cache_s_size_is_gi
 
 def test_routed_experts_are_returned(facts: dict[str, Any]) -> None:
     """With steps under way together only where vLLM keeps them apart."""
-    for kind, routes in facts["routes"].items():
-        assert "error" not in routes, (kind, routes["traceback"])
-        assert routes["arguments"]["enable_return_routed_experts"] is True
-        assert routes["captured"], kind
-        assert routes["async"] == routes["steps kept apart"], kind
+    for kind, routed_experts in facts["routed_experts"].items():
+        assert "error" not in routed_experts, (kind, routed_experts["traceback"])
+        assert routed_experts["arguments"]["enable_return_routed_experts"] is True
+        assert routed_experts["captured"], kind
+        assert routed_experts["async"] == routed_experts["steps kept apart"], kind
 
 
 def test_the_table_of_names_is_complete() -> None:

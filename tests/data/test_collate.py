@@ -27,8 +27,8 @@ def test_targets_positions_and_weights_of_two_sequences():
 
 
 def test_tokens_that_were_given_are_not_trained_on():
-    chosen = [np.array([True, False]), None]
-    batch = pack_batch(two_sequences(), sample_ids=(0, 1), weights=[0.5, 1.0], chosen=chosen)
+    response_mask = [np.array([True, False]), None]
+    batch = pack_batch(two_sequences(), sample_ids=(0, 1), weights=[0.5, 1.0], response_mask=response_mask)
     assert batch.loss_weight.tolist() == [0, 0.5, 0, 0, 1, 1, 0]
 
 
@@ -73,10 +73,10 @@ def test_thousands_of_sequences_pack_quickly():
     assert time.process_time() - began < 2
 
 
-def test_routes_are_counted_from_one_and_left_open_where_none_is_known():
-    routes = [np.array([[[0, 255]], [[3, 1]]], dtype=np.uint8), np.array([[[300, 2]]], dtype=np.int16)]
-    batch = pack_batch([(np.arange(3), 1), (np.arange(2), 1)], sample_ids=[0, 1], routes=routes)
+def test_routed_experts_are_counted_from_one_and_left_open_where_none_is_known():
+    routed_experts = [np.array([[[0, 255]], [[3, 1]]], dtype=np.uint8), np.array([[[300, 2]]], dtype=np.int16)]
+    batch = pack_batch([(np.arange(3), 1), (np.arange(2), 1)], sample_ids=[0, 1], routed_experts=routed_experts)
     expected = [[1, 256], [4, 2], [0, 0], [301, 3], [0, 0]]
-    assert batch.routes.dtype == torch.int16
-    assert batch.routes[:, 0].tolist() == expected
-    assert batch.blank(2).routes.tolist() == [[[0, 0]], [[0, 0]]]
+    assert batch.routed_experts.dtype == torch.int16
+    assert batch.routed_experts[:, 0].tolist() == expected
+    assert batch.blank(2).routed_experts.tolist() == [[[0, 0]], [[0, 0]]]

@@ -24,7 +24,7 @@ def tokenizer() -> Tokenizer:
 def make_sample(*parts: tuple[int, ...], told: bool | None) -> Sample:
     """To a prompt of two tokens; every second part was ``told``, None: nothing is said of who chose what."""
     response = [token for part in parts for token in part]
-    chosen = [place % 2 == 0 for place, part in enumerate(parts) for _ in part]
+    response_mask = [place % 2 == 0 for place, part in enumerate(parts) for _ in part]
     return Sample(
         prompt_id=0,
         group_id=0,
@@ -34,7 +34,7 @@ def make_sample(*parts: tuple[int, ...], told: bool | None) -> Sample:
         reward=0.0,
         policy_version=0,
         truncated=False,
-        chosen=None if told is None else np.array(chosen) & told,
+        response_mask=None if told is None else np.array(response_mask) & told,
     )
 
 
@@ -42,7 +42,7 @@ def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
     turn, last = tokenizer.encode_responses([CALLS[0], "49"])
     parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy has drawn the end of its turn
     sample = make_sample(*parts, told=True)
-    assert [(chosen, tuple(part)) for chosen, part in spoken(sample)] == list(
+    assert [(of_policy, tuple(part)) for of_policy, part in spoken(sample)] == list(
         zip((True, False, True), parts, strict=True)
     )
     assert response_messages(tokenizer, sample) == [
@@ -57,8 +57,8 @@ def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
 def test_a_response_of_which_nothing_is_known_or_learnt_is_one_turn(tokenizer: Tokenizer, told: bool | None) -> None:
     (response,) = tokenizer.encode_responses(["49"])
     sample = make_sample(response, told=told)
-    ((chosen, part),) = spoken(sample)
-    assert (chosen, tuple(part)) == (told is None, response)
+    ((of_policy, part),) = spoken(sample)
+    assert (of_policy, tuple(part)) == (told is None, response)
     assert response_messages(tokenizer, sample) == [{"role": "assistant", "content": "49"}]
 
 

@@ -42,8 +42,13 @@ def assert_same(ours: Sample, theirs: Sample) -> None:
 
 
 def test_a_file_gives_back_what_was_written(tmp_path):
-    routes = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
-    whole = make_group(1, chosen=np.array([True, False]), routes=routes, reward_parts={"maths": 1.0, "form": -0.5})
+    routed_experts = np.arange(12, dtype=np.uint8).reshape(3, 2, 2)
+    whole = make_group(
+        1,
+        response_mask=np.array([True, False]),
+        routed_experts=routed_experts,
+        reward_parts={"maths": 1.0, "form": -0.5},
+    )
     empty = make_group(2, tokens=np.array([5, 6], np.int32), log_probs=np.zeros(0, np.float32))
     save_groups(tmp_path / "groups.npz", {"ready": [whole, empty], "replay": []})
     found = load_groups(tmp_path / "groups.npz")

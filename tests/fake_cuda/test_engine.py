@@ -72,7 +72,7 @@ def test_a_shared_parameter_is_the_trainer_s_and_its_own_memory_is_given_back(fo
 def test_a_seed_of_each_token_reaches_the_v1_runner(found: dict[str, Any]) -> None:
     """A sampled response resumed after an abort continues its random numbers."""
     assert found["resumed"] == found["whole"]
-    assert found["routes of what is under way"] is None
+    assert found["routed experts of what is under way"] is None
 
 
 @pytest.mark.ranks
@@ -96,7 +96,10 @@ def test_derived_weights_of_latent_attention_keep_their_addresses(found: dict[st
 @pytest.mark.vllm
 def test_routed_experts_are_those_of_the_layers_that_have_some(found: dict[str, Any]) -> None:
     """vLLM counts all layers; uint8 stays what it is, wider types become int16."""
-    assert found["routes"] == {"uint8": ("uint8", [[[3, 4]], [[9, 10]]]), "int32": ("int16", [[[3, 4]], [[9, 10]]])}
+    assert found["routed_experts"] == {
+        "uint8": ("uint8", [[[3, 4]], [[9, 10]]]),
+        "int32": ("int16", [[[3, 4]], [[9, 10]]]),
+    }
 
 
 @pytest.mark.ranks
@@ -143,7 +146,7 @@ def _look(models: Path) -> dict[str, Any]:
         engine.close_weights()
         found |= _resume(engine)
         found["shared"] |= _share(engine, path)
-        found["routes"] = _routes()
+        found["routed_experts"] = _routed_experts()
         engine.shutdown()
     latent = engines.build(models / "dsv3" / "a")
     engines.sync(latent, models / "dsv3" / "a")
@@ -157,7 +160,7 @@ class _Started(Exception):
 
 def _asked(path: Path) -> dict[str, Any]:
     """The arguments that vLLM would get for a model with experts."""
-    section = {"routes": True, "kv_cache_gib": None, "gpu_memory_utilization": 0.4}
+    section = {"routed_experts": True, "kv_cache_gib": None, "gpu_memory_utilization": 0.4}
     with FakeCuda(), mock.patch.object(vllm_engine, "_build", side_effect=_Started) as build:
         with pytest.raises(_Started):
             engines.build(path, **section)
@@ -179,7 +182,7 @@ def _resume(engine: Any) -> dict[str, Any]:
     return {
         "whole": whole.tokens.tolist(),
         "resumed": tokens + resumed.tokens.tolist(),
-        "routes of what is under way": begun.routes,
+        "routed experts of what is under way": begun.routed_experts,
     }
 
 
@@ -211,7 +214,7 @@ def _share(engine: Any, path: Path) -> dict[str, Any]:
     return found | {"with graphs": captured}
 
 
-def _routes() -> dict[str, Any]:
+def _routed_experts() -> dict[str, Any]:
     """Of a request of two tokens in a model of three layers, the second with experts."""
     from vllm.outputs import CompletionOutput
 
@@ -221,8 +224,8 @@ def _routes() -> dict[str, Any]:
     for dtype in (np.uint8, np.int32):
         routed = np.arange(1, 13, dtype=dtype).reshape(2, 3, 2)
         output = CompletionOutput(0, "", [5], None, None, routed_experts=routed)
-        routes = engine._routes(SimpleNamespace(outputs=[output]))
-        found[np.dtype(dtype).name] = (routes.dtype.name, routes.tolist())
+        routed_experts = engine._routed_experts(SimpleNamespace(outputs=[output]))
+        found[np.dtype(dtype).name] = (routed_experts.dtype.name, routed_experts.tolist())
     return found
 
 
@@ -271,8 +274,9 @@ def _derived(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return values.transpose(1, 2), keys
 
 
-def test_what_is_asked_of_vllm_for_routes_follows_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vLLM that mixes up steps under way gets them one at a time; one without routes is refused, and so is tp 2."""
+def test_what_is_asked_of_vllm_for_routed_experts_follows_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vLLM that mixes up steps under way gets them one at a time; one without routed experts is refused, and so is tp
+    2."""
     both = {"enable_return_routed_experts": None, "aux_output_config": None}
     for known, expected in (
         (both, {"enable_return_routed_experts": True}),
@@ -282,7 +286,7 @@ def test_what_is_asked_of_vllm_for_routes_follows_its_features(monkeypatch: pyte
             assert vllm_arguments.route_arguments(RolloutSection(tp=1)) == expected
             with pytest.raises(UserError, match="first rank"):
                 vllm_arguments.route_arguments(RolloutSection(tp=2))
-    with _vllm_with({}), pytest.raises(UserError, match="does not return routes"):
+    with _vllm_with({}), pytest.raises(UserError, match="does not return routed experts"):
         vllm_arguments.route_arguments(RolloutSection(tp=1))
 
 

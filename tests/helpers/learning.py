@@ -18,9 +18,9 @@ def make_samples(step: int) -> list[Any]:
     samples = []
     for number in range(GROUPS * GROUP_SIZE):
         prompt, response = int(rng.integers(1, 9)), int(rng.integers(1, 30))
-        chosen = rng.random(response) < 0.7 if number % 5 == 1 else None
+        response_mask = rng.random(response) < 0.7 if number % 5 == 1 else None
         if number == 7:
-            chosen = np.zeros(response, dtype=bool)
+            response_mask = np.zeros(response, dtype=bool)
         samples.append(
             Sample(
                 prompt_id=number // GROUP_SIZE,
@@ -31,7 +31,7 @@ def make_samples(step: int) -> list[Any]:
                 reward=float(rng.random()),
                 policy_version=step,
                 truncated=False,
-                chosen=chosen,
+                response_mask=response_mask,
             )
         )
     return samples

@@ -9,8 +9,8 @@ import pytest
 
 from rlhpc.config.reward import RewardSection
 from rlhpc.rewards import pool
-from rlhpc.rewards.judge import RewardJudge, load_judge
-from tests.rewards.judging import Texts
+from rlhpc.rewards.reward_workers import FunctionRewards, start_reward_workers
+from tests.rewards.scoring import Texts
 
 
 @pytest.fixture
@@ -19,10 +19,10 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
     judges = []
 
-    def start(**section: Any) -> RewardJudge:
-        judges.append(load_judge(RewardSection(**section), Texts().decode, max_response_tokens=20))
+    def start(**section: Any) -> FunctionRewards:
+        judges.append(start_reward_workers(RewardSection(**section), Texts().decode, max_response_tokens=20))
         return judges[-1]
 
     yield start
-    for judge in judges:
-        judge.close()
+    for reward_workers in judges:
+        reward_workers.close()

@@ -12,7 +12,7 @@ from rlhpc.api import Completion, Prompt
 from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.code import Streams, last_block, python, read_tests
-from rlhpc.rewards.judge import load_judge
+from rlhpc.rewards.reward_workers import start_reward_workers
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ASSERTS = ["assert inc(1) == 2", "assert inc(2) == 3"]
@@ -129,7 +129,7 @@ def test_bad_arguments_are_refused_at_the_start():
     for arguments, told in (({"isolation": "none"}, "isolation 'none' is neither"), ({"memory": 1}, "unexpected")):
         section = RewardSection(function="rlhpc.rewards.code:python", arguments=arguments)
         with pytest.raises(UserError, match=told):
-            load_judge(section, lambda tokens: "", 20)
+            start_reward_workers(section, lambda tokens: "", 20)
 
 
 HARMFUL = {
@@ -150,12 +150,12 @@ def test_harmful_programs_are_worth_nothing_and_scoring_goes_on():
     good = "a, b = map(int, input().split())\nprint(a + b)"
     texts = [block(program) for program in (*HARMFUL.values(), good)]
     section = RewardSection(function="rlhpc.rewards.code:python", arguments={"seconds": 1.0})
-    judge = load_judge(section, lambda tokens: texts[tokens[0]], 20)
+    reward_workers = start_reward_workers(section, lambda tokens: texts[tokens[0]], 20)
     try:
         for key in range(len(texts)):
             completion = Completion(np.array([key], dtype=np.int32), np.zeros(1, dtype=np.float32), truncated=False)
-            judge.submit(key, Prompt(key, (1,), "code", SUMS, {}), completion)
-        rewards = {key: verdict.reward for key, verdict in judge.verdicts().items()}
+            reward_workers.submit(key, Prompt(key, (1,), "code", SUMS, {}), completion)
+        rewards = {key: result.reward for key, result in reward_workers.results().items()}
     finally:
-        judge.close()
+        reward_workers.close()
     assert rewards == {**dict.fromkeys(range(len(HARMFUL)), 0.0), len(HARMFUL): 1.0}

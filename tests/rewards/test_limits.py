@@ -11,13 +11,13 @@ from typing import Any
 import psutil
 import pytest
 
-from rlhpc.api import Verdict
+from rlhpc.api import RewardResult
 from rlhpc.config.reward import RewardFunctionSection, RewardSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import Entry, Failure, Score, failure_of
-from rlhpc.rewards.judge import entries_of
 from rlhpc.rewards.pool import Call, Pool
-from tests.rewards.judging import HERE, judge_all
+from rlhpc.rewards.reward_workers import entries_of
+from tests.rewards.scoring import HERE, score_all
 
 TOWER = r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}"  # sympy tries to compute it
 
@@ -25,34 +25,36 @@ TOWER = r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}"  # sympy tries to compu
 @pytest.mark.workers
 def test_a_tower_of_powers_counts_as_zero_and_the_run_goes_on(make):
     """With default settings, and so with the time limit of five seconds."""
-    judge = make()
-    verdicts = judge_all(judge, [TOWER, *[r"\boxed{42}", r"\boxed{41}"] * 10], truth="42")
-    assert [verdict.reward for verdict in verdicts.values()] == [0, *[1, 0] * 10]
-    assert judge.failures() == {"timeout": 1}
+    reward_workers = make()
+    results = score_all(reward_workers, [TOWER, *[r"\boxed{42}", r"\boxed{41}"] * 10], truth="42")
+    assert [result.reward for result in results.values()] == [0, *[1, 0] * 10]
+    assert reward_workers.failures() == {"timeout": 1}
     text = TOWER.replace("dfrac", "frac")
-    assert judge_all(judge, [text], truth=TOWER)[0] == Verdict(1.0, answer=text.removeprefix(r"\boxed{")[:-1])
+    assert score_all(reward_workers, [text], truth=TOWER)[0] == RewardResult(
+        1.0, answer=text.removeprefix(r"\boxed{")[:-1]
+    )
 
 
 @pytest.mark.parametrize("policy", ["error", "drop"])
 def test_no_policy_lets_a_response_end_the_run_by_a_built_in_function(make, policy: str):
-    judge = make(
+    reward_workers = make(
         function="rlhpc.rewards.formats:pattern",
         arguments={"regex": "(a+)+b"},  # exponential
         time_limit_seconds=0.3,
         on_failure=policy,
         on_timeout=policy,
     )
-    verdicts = judge_all(judge, ["aab", "a" * 60, "ab"])
-    assert [(verdict.reward, verdict.dropped) for verdict in verdicts.values()] == [(1, False), (0, False), (1, False)]
-    assert judge.failures() == {"timeout": 1}
+    results = score_all(reward_workers, ["aab", "a" * 60, "ab"])
+    assert [(result.reward, result.dropped) for result in results.values()] == [(1, False), (0, False), (1, False)]
+    assert reward_workers.failures() == {"timeout": 1}
 
 
 def test_a_flood_of_hanging_calls_costs_each_its_limit_and_loses_no_other(make):
-    judge = make(function=f"{HERE}:does", time_limit_seconds=0.2, workers=4)
+    reward_workers = make(function=f"{HERE}:does", time_limit_seconds=0.2, workers=4)
     began = time.monotonic()
-    verdicts = judge_all(judge, ["hang", "ab", "abc"] * 12)
-    assert [verdict.reward for verdict in verdicts.values()] == [0, 2, 3] * 12
-    assert judge.failures() == {"timeout": 12}
+    results = score_all(reward_workers, ["hang", "ab", "abc"] * 12)
+    assert [result.reward for result in results.values()] == [0, 2, 3] * 12
+    assert reward_workers.failures() == {"timeout": 12}
     assert time.monotonic() - began < 60  # 12 calls on 4 workers, each 0.2 s and a start
 
 
@@ -76,13 +78,13 @@ def test_each_function_has_its_own_time_limit(make, caplog):
         RewardFunctionSection(name="short", function=f"{HERE}:does", time_limit_seconds=0.3).model_dump(),
         RewardFunctionSection(name="long", function=f"{HERE}:sleeps").model_dump(),
     ]
-    judge = make(functions=functions, workers=1)
+    reward_workers = make(functions=functions, workers=1)
     responses = ["hang", "ab"]
-    assert [verdict.parts for verdict in judge_all(judge, responses, truth=0.6).values()] == [
+    assert [result.parts for result in score_all(reward_workers, responses, truth=0.6).values()] == [
         {"short": 0, "long": 1},
         {"short": 2, "long": 1},
     ]
-    assert judge.failures() == {"timeout": 1}
+    assert reward_workers.failures() == {"timeout": 1}
     assert "reward.functions.short tests.rewards.functions:does: took more than 0.3 s" in caplog.text
 
 
@@ -91,23 +93,23 @@ def test_each_function_has_its_own_time_limit(make, caplog):
 
 @pytest.mark.parametrize("bomb", ["grow", "grow in small pieces"])
 def test_a_call_that_exceeds_its_memory_limit_counts_as_zero(make, bomb: str):
-    judge = make(function=f"{HERE}:does", memory_limit_mib=64)
-    assert [verdict.reward for verdict in judge_all(judge, [bomb, "ab", bomb, "abc"]).values()] == [0, 2, 0, 3]
-    assert judge.failures() == {"memory": 2}
+    reward_workers = make(function=f"{HERE}:does", memory_limit_mib=64)
+    assert [result.reward for result in score_all(reward_workers, [bomb, "ab", bomb, "abc"]).values()] == [0, 2, 0, 3]
+    assert reward_workers.failures() == {"memory": 2}
 
 
 def test_the_memory_limit_ends_the_run_only_on_request(make):
-    judge = make(function=f"{HERE}:does", memory_limit_mib=128, on_failure="zero", on_timeout="error")
+    reward_workers = make(function=f"{HERE}:does", memory_limit_mib=128, on_failure="zero", on_timeout="error")
     with pytest.raises(UserError, match=r"does: ran out of memory \(limit: 128 MiB\) for prompt 11"):
-        judge_all(judge, ["ab", "grow"])
+        score_all(reward_workers, ["ab", "grow"])
 
 
 def test_an_expression_of_gigabytes_is_a_wrong_answer(make):
     """math-verify takes running out of memory for a wrong answer. Without the limit this one uses all of its time."""
-    judge = make(memory_limit_mib=64, time_limit_seconds=60)
-    verdicts = judge_all(judge, [r"\boxed{(x+1)^{100000}}", r"\boxed{1+x^2}"], truth="x^2+1")
-    assert [verdict.reward for verdict in verdicts.values()] == [0, 1]
-    assert judge.failures() == {}
+    reward_workers = make(memory_limit_mib=64, time_limit_seconds=60)
+    results = score_all(reward_workers, [r"\boxed{(x+1)^{100000}}", r"\boxed{1+x^2}"], truth="x^2+1")
+    assert [result.reward for result in results.values()] == [0, 1]
+    assert reward_workers.failures() == {}
 
 
 def test_functions_of_this_package_are_bounded_by_default_and_others_are_not():
@@ -135,9 +137,9 @@ def test_each_call_has_all_of_its_memory_whatever_former_ones_keep(built_in: boo
 
 def test_a_program_s_memory_limit_is_not_its_worker_s(make):
     """The program may allocate more than the worker itself."""
-    judge = make(function="rlhpc.rewards.code:python", memory_limit_mib=64)
+    reward_workers = make(function="rlhpc.rewards.code:python", memory_limit_mib=64)
     program = "```python\nx = bytearray(200 << 20)\nprint(3)\n```"
-    assert judge_all(judge, [program], truth={"inputs": [""], "outputs": ["3"]})[0].reward == 1
+    assert score_all(reward_workers, [program], truth={"inputs": [""], "outputs": ["3"]})[0].reward == 1
 
 
 @pytest.mark.parametrize(
@@ -162,7 +164,7 @@ def test_what_counts_as_running_out_of_memory(error: Exception, kind: str):
 
 def test_a_sandbox_that_is_killed_from_outside_counts_as_a_death(make):
     """As the kernel kills where a node's memory is short."""
-    judge = make(function="rlhpc.rewards.code:python", workers=1)
+    reward_workers = make(function="rlhpc.rewards.code:python", workers=1)
     (worker,) = [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
 
     def kill() -> None:
@@ -173,7 +175,7 @@ def test_a_sandbox_that_is_killed_from_outside_counts_as_a_death(make):
     killer = threading.Thread(target=kill)
     killer.start()
     program = "```python\nimport time\ntime.sleep(1000)\n```"
-    verdicts = judge_all(judge, [program], truth={"inputs": [""], "outputs": ["3"]})
+    results = score_all(reward_workers, [program], truth={"inputs": [""], "outputs": ["3"]})
     killer.join()
-    assert verdicts[0].reward == 0
-    assert judge.failures() == {"died": 1}
+    assert results[0].reward == 0
+    assert reward_workers.failures() == {"died": 1}

@@ -36,12 +36,17 @@ def build(
     path: Path,
     tp: int = 1,
     end_tokens: Sequence[int] = (),
-    routes: bool = False,
+    routed_experts: bool = False,
     shape: ModelShape | None = None,
     **section: Any,
 ) -> VllmEngine:
     section = {"tp": tp, "kv_cache_gib": 0.0625, "max_num_seqs": 64, **section}
-    options = {"dtype": DTYPE, "max_model_len": CONTEXT, "end_tokens": list(end_tokens), "routes": routes}
+    options = {
+        "dtype": DTYPE,
+        "max_model_len": CONTEXT,
+        "end_tokens": list(end_tokens),
+        "routed_experts": routed_experts,
+    }
     return VllmEngine(path, shape or read_model(path), RolloutSection(**section), **options)
 
 

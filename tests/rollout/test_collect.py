@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rlhpc.api import Completion, Prompt, Request, Verdict
+from rlhpc.api import Completion, Prompt, Request, RewardResult
 from rlhpc.rollout.collect import Collector
 from rlhpc.rollout.requests import (
     Sampling,
@@ -70,15 +70,15 @@ class Words:
 
 
 class Counting:
-    """A judge whose reward is the number of tokens."""
+    """A reward workers whose reward is the number of tokens."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, Verdict] = {}
+        self.waiting: dict[int, RewardResult] = {}
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
-        self.waiting[key] = Verdict(float(len(completion.tokens)), {"length": 1.0}, dropped=prompt.prompt_id == 13)
+        self.waiting[key] = RewardResult(float(len(completion.tokens)), {"length": 1.0}, dropped=prompt.prompt_id == 13)
 
-    def verdicts(self) -> dict[int, Verdict]:
+    def results(self) -> dict[int, RewardResult]:
         found, self.waiting = self.waiting, {}
         return dict(reversed(found.items()))
 
@@ -130,8 +130,16 @@ def collect(tasks: Sequence[Task], dialogue: Calls | None = None, steps: int | N
 
 def told(scored) -> tuple:
     sample = scored.sample
-    chosen = None if sample.chosen is None else sample.chosen.tolist()
-    return scored.group, scored.index, sample.tokens.tolist(), chosen, sample.reward, sample.truncated, scored.dropped
+    response_mask = None if sample.response_mask is None else sample.response_mask.tolist()
+    return (
+        scored.group,
+        scored.index,
+        sample.tokens.tolist(),
+        response_mask,
+        sample.reward,
+        sample.truncated,
+        scored.dropped,
+    )
 
 
 @pytest.mark.parametrize(("items", "parts"), [(64, 1), (64, 8), (10, 4), (3, 4), (7, 7), (0, 2)])
@@ -167,7 +175,7 @@ def test_samples_hold_prompt_response_and_verdict():
     assert (sample.prompt_id, sample.prompt_len, sample.policy_version) == (9, 2, 6)
     assert sample.log_probs.tolist() == [-t / 64 for t in sample.tokens[2:]]
     assert (sample.reward, sample.reward_parts) == (float(sample.response_len), {"length": 1.0})
-    assert sample.chosen is None
+    assert sample.response_mask is None
 
 
 def test_a_verdict_may_leave_a_response_out():
@@ -175,11 +183,11 @@ def test_a_verdict_may_leave_a_response_out():
 
 
 def test_other_ranks_of_an_engine_ask_the_same_and_have_no_samples():
-    def requests(judge: Counting | None) -> tuple[list[int], list[Request], int, int]:
+    def requests(reward_workers: Counting | None) -> tuple[list[int], list[Request], int, int]:
         engine, keys = Words(), []
         submit = engine.submit
         engine.submit = lambda key, request: (keys.append(key), submit(key, request))[1]
-        collector = Collector(engine, SAMPLING, judge, 6, Calls())
+        collector = Collector(engine, SAMPLING, reward_workers, 6, Calls())
         collector.begin([task(n, i) for n in range(6) for i in range(3)])
         collector.advance()
         return keys, engine.requests, collector.ended_groups, len(collector.harvest())
@@ -197,14 +205,14 @@ def test_turns_do_not_depend_on_when_tools_answer(steps, delay):
     dialogue = Calls(delay=delay)
     found = collect(tasks, dialogue, steps)
     assert found == collect(tasks, Calls())
-    several = [chosen for _, _, _, chosen, *_ in found if chosen is not None]
+    several = [response_mask for _, _, _, response_mask, *_ in found if response_mask is not None]
     assert several
-    for _, _, tokens, chosen, *_ in found:
+    for _, _, tokens, response_mask, *_ in found:
         response = tokens[2:]
         assert len(response) <= SAMPLING.max_tokens
-        if chosen is None:
+        if response_mask is None:
             continue
-        given = [token for token, drawn in zip(response, chosen, strict=True) if not drawn]
+        given = [token for token, drawn in zip(response, response_mask, strict=True) if not drawn]
         assert given == [98, 99] * (len(given) // 2), "the end that the policy drew is not given once more"
     assert {len(turn) > 0 for turn in dialogue.turns} == {True}
     assert sorted(dialogue.ended) == [(task.group, task.index) for task in tasks]
@@ -243,18 +251,18 @@ def test_a_blank_draft_is_of_the_weights_that_draw_it():
     assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 7).policy_version == 7
 
 
-def test_routes_of_what_was_drawn_before_stay():
-    def routes(length: int, value: int) -> np.ndarray:
+def test_routed_experts_of_what_was_drawn_before_stay():
+    def routed_experts(length: int, value: int) -> np.ndarray:
         return np.full((length, 1, 2), value, np.uint8)
 
     def drawn(tokens: Sequence[int], length: int, value: int) -> Completion:
-        return replace(completion(tokens, False), routes=routes(length, value))
+        return replace(completion(tokens, False), routed_experts=routed_experts(length, value))
 
-    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 3).routes is None
+    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 3).routed_experts is None
     first = with_drawn(blank_draft(prompt(1), 3), drawn([5, 6], 3, 1), 3)
     told_more = with_given(first, [7, 8])
     last = with_drawn(told_more, drawn([9], 6, 2), 4)
-    assert last.routes[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]
+    assert last.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_turns_are_counted_by_what_is_given():
@@ -262,7 +270,7 @@ def test_turns_are_counted_by_what_is_given():
     assert turns(draft) == 1
     twice = with_drawn(with_given(draft, [7, 8]), completion([6], False), 3)
     assert turns(twice) == 2
-    assert twice.chosen.tolist() == [True, True, False, False, True]
+    assert twice.response_mask.tolist() == [True, True, False, False, True]
     assert twice.log_probs[2:4].tolist() == [0, 0]
     assert turns(with_given(twice, [7])) == 3
 

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.vllm,
     pytest.mark.long,
     engines.cpu_only,
-]  # always: tests/rollout/test_routes.py
+]  # always: tests/rollout/test_routed_experts.py
 
 
 def sample(path: Path, tp: int) -> tuple[list[Result], str]:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.api import Completion, Prompt, Sample, Verdict
+from rlhpc.api import Completion, Prompt, RewardResult, Sample
 from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
 from rlhpc.data.conversation import spoken
@@ -32,7 +32,7 @@ LENGTH = 100
 COUNT = 32
 
 
-class Judge:
+class RewardWorkers:
     """Finds every response good."""
 
     def __init__(self) -> None:
@@ -41,8 +41,8 @@ class Judge:
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         self.keys.append(key)
 
-    def verdicts(self) -> dict[int, Verdict]:
-        found, self.keys = {key: Verdict(1.0) for key in self.keys}, []
+    def results(self) -> dict[int, RewardResult]:
+        found, self.keys = {key: RewardResult(1.0) for key in self.keys}, []
         return found
 
 
@@ -59,7 +59,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     tasks = [Task(i // 4, i % 4, prompt, blank_draft(prompt, 1), (0, 0, 0, i)) for i in range(COUNT)]
 
     def collector(version: int = 1) -> Collector:
-        return Collector(engine, Sampling(LENGTH, 1.0, 1.0), Judge(), version, tools)
+        return Collector(engine, Sampling(LENGTH, 1.0, 1.0), RewardWorkers(), version, tools)
 
     def finish(steps: int | None = None) -> list[Scored]:
         running = collector()
@@ -116,11 +116,11 @@ def log_probs_of(folder: Path, samples: Sequence[Sample]) -> list[np.ndarray]:
 def test_log_probs_are_the_model_s_where_it_chose(found, task_folder, way):
     samples = found[way]
     assert len(samples) == COUNT
-    assert sum(sample.chosen is not None for sample in samples) > 8, "tools were called"
+    assert sum(sample.response_mask is not None for sample in samples) > 8, "tools were called"
     for sample, expected in zip(samples, log_probs_of(task_folder, samples), strict=True):
-        chosen = np.ones(sample.response_len, bool) if sample.chosen is None else sample.chosen
-        np.testing.assert_allclose(sample.log_probs[chosen], expected[chosen], atol=1e-4)
-        assert not sample.log_probs[~chosen].any()
+        response_mask = np.ones(sample.response_len, bool) if sample.response_mask is None else sample.response_mask
+        np.testing.assert_allclose(sample.log_probs[response_mask], expected[response_mask], atol=1e-4)
+        assert not sample.log_probs[~response_mask].any()
         assert sample.response_len <= LENGTH
         assert len(sample.tokens) <= CONTEXT
 
@@ -129,9 +129,9 @@ def test_given_tokens_are_the_template_s(found, task_folder):
     tokenizer = Tokenizer.load(task_folder / "model", read_model(task_folder / "model").vocab_size, DataSection())
     told = []
     for sample in found["at once"]:
-        if sample.chosen is None:
+        if sample.response_mask is None:
             continue
-        given = sample.tokens[sample.prompt_len :][~sample.chosen].tolist()
+        given = sample.tokens[sample.prompt_len :][~sample.response_mask].tolist()
         text = tokenizer.decode(given, special=True)
         told += [part.removesuffix(ASSISTANT) for part in text.split(TOOL)[1:]]
         assert text.endswith(ASSISTANT)
@@ -147,8 +147,8 @@ def test_a_tool_with_state_is_each_conversation_s_own(found, task_folder, way):
     for sample in found[way]:
         counts.append([])
         calls: list[ToolCall | Failure] = []
-        for chosen, part in spoken(sample):
-            if chosen:
+        for of_policy, part in spoken(sample):
+            if of_policy:
                 calls = parse_calls(tokenizer.decode(part, special=True))
                 continue
             answers = zip(calls, tokenizer.tool_answers(part.tolist()), strict=True)
@@ -163,7 +163,7 @@ def test_a_tool_with_state_is_each_conversation_s_own(found, task_folder, way):
 def test_neither_waiting_for_tools_nor_interruptions_change_a_response(found, way):
     for one, other in zip(found["at once"], found[way], strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
-        assert np.array_equal(one.chosen, other.chosen)
+        assert np.array_equal(one.response_mask, other.response_mask)
         np.testing.assert_allclose(one.log_probs, other.log_probs, atol=1e-5)
         assert (one.truncated, one.policy_version) == (other.truncated, other.policy_version)
     assert max(sample.response_len for sample in found[way]) > 7 + 9, "some are interrupted twice"

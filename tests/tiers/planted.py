@@ -117,7 +117,7 @@ FAULTS = (
     ),
     Fault(
         "reward-weights-ignored",
-        "rlhpc/rewards/judge.py",
+        "rlhpc/rewards/reward_workers.py",
         "reward functions count alike, whatever their weights",
         "reward += function.weight * value",
         "reward += value",

@@ -36,7 +36,7 @@ def _config(folder: Path, **changes: Any) -> Path:
     return write_config(folder, **{**defaults, **changes})
 
 
-@pytest.mark.long  # always: the one of NaN, and tests/rewards/test_judge.py
+@pytest.mark.long  # always: the one of NaN, and tests/rewards/test_reward_workers.py
 def test_a_reward_that_raises_names_function_sample_and_error(tmp_path: Path) -> None:
     function = "tests.trainer.test_bad_input:raises_on_zero"
     line = _one_line(run(_config(tmp_path, reward__function=function)))

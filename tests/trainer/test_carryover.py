@@ -10,7 +10,7 @@ import pytest
 from rlhpc.api import Prompt
 from rlhpc.config.schema import TrainSection
 from rlhpc.data.groups import Group
-from rlhpc.trainer.carryover import Kept
+from rlhpc.trainer.carryover import Carryover
 from tests.data.test_groups import make_group
 
 
@@ -24,9 +24,9 @@ def same(number: int) -> Prompt:
 
 def test_a_step_that_was_too_small_is_not_too_small_for_ever():
     """Groups of which samples were left out are not taken again."""
-    kept = Kept(ready=[make_group(9)])
-    kept.put_back([make_group(3), replace(make_group(4), dropped=(False, True)), make_group(5)])
-    assert numbers(kept.ready) == [3, 5, 9]
+    carryover = Carryover(ready=[make_group(9)])
+    carryover.put_back([make_group(3), replace(make_group(4), dropped=(False, True)), make_group(5)])
+    assert numbers(carryover.ready) == [3, 5, 9]
 
 
 @pytest.mark.parametrize(
@@ -38,31 +38,31 @@ def test_a_step_that_was_too_small_is_not_too_small_for_ever():
     ],
 )
 def test_groups_of_other_prompts_are_let_go(tmp_path: Path, prompt_cursor: int, prompt_at, taken):
-    Kept(ready=[make_group(2)], unfinished=[make_group(1)]).save(tmp_path)
-    kept = Kept()
-    kept.load(tmp_path, prompt_cursor, prompt_at)
-    assert (numbers(kept.ready), numbers(kept.unfinished)) == taken
+    Carryover(ready=[make_group(2)], unfinished=[make_group(1)]).save(tmp_path)
+    carryover = Carryover()
+    carryover.load(tmp_path, prompt_cursor, prompt_at)
+    assert (numbers(carryover.ready), numbers(carryover.unfinished)) == taken
 
 
 def test_groups_of_old_weights_are_forgotten_wherever_they_lie():
-    kept = Kept(
+    carryover = Carryover(
         ready=[make_group(1, version=3), make_group(2, version=4)],
         unfinished=[make_group(3, version=5), make_group(4, version=3)],
     )
-    assert kept.forget_stale(policy_version=5, max_staleness=1) == 2
-    assert (numbers(kept.ready), numbers(kept.unfinished)) == ([2], [3])
+    assert carryover.forget_stale(policy_version=5, max_staleness=1) == 2
+    assert (numbers(carryover.ready), numbers(carryover.unfinished)) == ([2], [3])
 
 
 def test_groups_that_were_learnt_from_outlive_a_start_of_the_run(tmp_path: Path):
     section = TrainSection(steps=1, replay={"capacity": 2})
-    kept = Kept.of(section)
-    kept.save(tmp_path)
-    kept.load(tmp_path, 3, same)
+    carryover = Carryover.of(section)
+    carryover.save(tmp_path)
+    carryover.load(tmp_path, 3, same)
     assert not list(tmp_path.iterdir()), "a file of nothing"
-    kept.replay.add([make_group(0), make_group(2)])
-    kept.save(tmp_path)
-    again, without = Kept.of(section), Kept.of(TrainSection(steps=1))
+    carryover.replay.add([make_group(0), make_group(2)])
+    carryover.save(tmp_path)
+    again, without = Carryover.of(section), Carryover.of(TrainSection(steps=1))
     for each in (again, without):
         each.load(tmp_path, 3, same)
     assert numbers(again.replay.groups) == [0, 2]
-    assert without == Kept()
+    assert without == Carryover()

@@ -1,4 +1,4 @@
-"""Mixtures of experts through the whole trainer; the engine's routes in training, where the two would part."""
+"""Mixtures of experts through the whole trainer; the engine's routed experts in training, where the two would part."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # the si
 # name: (kind, axes of the training side, rollout tp, further keys). Without replay the second parts from its engine.
 RUNS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
     "mixtral": ("mixtral", {"ep": 2}, 1, {"train__experts__aux_loss": 0.01}),
-    "qwen3moe": ("qwen3moe", {"ep": 2, "expert_dispatch": "allgather"}, 2, {"train__experts__replay_routes": True}),
+    "qwen3moe": (
+        "qwen3moe",
+        {"ep": 2, "expert_dispatch": "allgather"},
+        2,
+        {"train__experts__router_replay": True},
+    ),
     "dsv3": ("dsv3", {"tp": 2, "ep": 2}, 1, {"train__minibatches": 2, "train__experts__bias_update_rate": 0.01}),
 }
 
@@ -84,7 +89,8 @@ def test_trainer_and_engine_agree_on_log_probs(tmp_path: Path, name: str) -> Non
 
 
 def replay(model: Path) -> dict[str, Any]:
-    """Largest gap of log-probs and share of choices that are others than the engine's, without its routes and with."""
+    """Largest gap of log-probs and share of choices that are others than the engine's, without its routed experts and
+    with."""
     import torch
     import torch.distributed as dist
 
@@ -103,29 +109,29 @@ def replay(model: Path) -> dict[str, Any]:
         router.register_forward_hook(lambda *call: maps.append(call[2][1]))
     options = {"dtype": "float32", "max_model_len": 256, "end_tokens": []}
     section = RolloutSection(kv_cache_gib=0.0625)
-    engine = VllmEngine(model, read_model(model), section, **options, routes=True)
+    engine = VllmEngine(model, read_model(model), section, **options, routed_experts=True)
     sync(actor, engine)
     prompts = [tuple((7 * i + j + 50 * rank) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]
     completions = engine.generate([Request(p, seed=i, max_tokens=40, temperature=1.0) for i, p in enumerate(prompts)])
     batch = pack_batch(
         [(np.array([*p, *c.tokens]), len(p)) for p, c in zip(prompts, completions, strict=True)],
         sample_ids=range(len(prompts)),
-        routes=[c.routes for c in completions],
+        routed_experts=[c.routed_experts for c in completions],
     )
     found: dict[str, Any] = {}
-    for name, given in (("free", replace(batch, routes=None)), ("replayed", batch)):
+    for name, given in (("free", replace(batch, routed_experts=None)), ("replayed", batch)):
         maps.clear()
         (stats,) = actor.log_probs([given], 1.0)
         ours = unpack(batch, stats.log_probs, [len(p) for p in prompts])
         gap = max(float(np.abs(x - c.log_probs).max()) for x, c in zip(ours, completions, strict=True))
-        routes = batch.routes.long()
-        engines = torch.zeros(*routes.shape[:2], 5, dtype=torch.bool).scatter_(2, routes, True)[..., 1:]
-        other = (torch.stack(maps, dim=1) != engines).any(-1)[(routes > 0).all(-1).all(-1)]
+        routed_experts = batch.routed_experts.long()
+        engines = torch.zeros(*routed_experts.shape[:2], 5, dtype=torch.bool).scatter_(2, routed_experts, True)[..., 1:]
+        other = (torch.stack(maps, dim=1) != engines).any(-1)[(routed_experts > 0).all(-1).all(-1)]
         found[name] = (gap, float(other.float().mean()))
     return found
 
 
-def test_routes_of_the_engine_are_taken_where_the_trainer_s_own_differ(tmp_path: Path) -> None:
+def test_routed_experts_of_the_engine_are_taken_where_the_trainer_s_own_differ(tmp_path: Path) -> None:
     model = make_model(tmp_path / "model", "qwen3moe", vocab_size=200)
     leave_to_rounding(model)
     for found in run_ranks(replay, 2, model):

@@ -27,7 +27,7 @@ def chosen_of(
     of former steps, and the groups left to the next step and in the buffer. ``lost`` are samples that a reward model
     did not score, ``greedy`` says which prompts have a baseline."""
     from rlhpc.data.replay import ReplayBuffer
-    from rlhpc.trainer.carryover import Kept
+    from rlhpc.trainer.carryover import Carryover
     from rlhpc.trainer.sampling import Drawn, step_samples
 
     groups = [finished(number) for number in range(3)]
@@ -43,12 +43,12 @@ def chosen_of(
         layout=SimpleNamespace(dp=1),
         critic=None,
         algorithm=SimpleNamespace(needs_greedy=bool(greedy)),
-        kept=Kept(replay=ReplayBuffer(ReplaySection(capacity=8))),
+        carryover=Carryover(replay=ReplayBuffer(ReplaySection(capacity=8))),
     )
     found = step_samples(some, Drawn(groups, replayed, samples, baselines, outcome, collection, stale=0))
     learnt = [sample.group_id for sample in found.samples]
     assert found.metrics["learnt"] == len(set(learnt))
-    numbers = [[group.number for group in kept] for kept in (some.kept.ready, some.kept.replay.groups)]
+    numbers = [[group.number for group in kept] for kept in (some.carryover.ready, some.carryover.replay.groups)]
     return learnt, numbers[0], numbers[1]
 
 

@@ -282,10 +282,12 @@ def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
         for turn in turns:
             if isinstance(turn, str):
                 drawn = tokenizer.encode_responses([turn])[0]
-                chosen = None if draft.chosen is None else np.append(draft.chosen, np.ones(len(drawn), bool))
+                response_mask = (
+                    None if draft.response_mask is None else np.append(draft.response_mask, np.ones(len(drawn), bool))
+                )
                 tokens = np.append(draft.tokens, np.array(drawn, dtype=np.int32))
                 zeros = np.zeros(len(tokens) - draft.prompt_len, dtype=np.float32)
-                draft = replace(draft, tokens=tokens, log_probs=zeros, chosen=chosen)
+                draft = replace(draft, tokens=tokens, log_probs=zeros, response_mask=response_mask)
             else:
                 draft = with_given(draft, tokenizer.tool_turn(turn)[1:])  # the policy has drawn the end of its turn
         samples.append(draft)

@@ -81,7 +81,7 @@ def agreements(model: Path) -> list[Agreement]:
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor
 
-    options = {"dtype": "bfloat16", "max_model_len": 256, "end_tokens": [], "routes": True}
+    options = {"dtype": "bfloat16", "max_model_len": 256, "end_tokens": [], "routed_experts": True}
     engine = VllmEngine(model, read_model(model), RolloutSection(kv_cache_gib=0.0625), **options)
     sections = [ExpertsSection(), ExpertsSection(router_dtype="float32")]
     actors = [make_actor(model, dtype="bfloat16", experts=section) for section in sections]

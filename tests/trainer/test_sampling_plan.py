@@ -14,13 +14,13 @@ def is_good(number: int, rate: float) -> bool:
 
 
 def take_step(bounds: Bounds, plan: StepPlan, rate: float, draw: random.Random) -> Outcome:
-    """A step in which groups end in any order, and are judged a few at a time."""
+    """A step in which groups end in any order, and are scored a few at a time."""
     while (batch := plan.next_batch()) is not None:
         assert set(batch) == plan.unfinished
         waiting = draw.sample(batch, len(batch))
         while waiting and not (bounds.oversample > 1 and not plan.missing):
             ended, waiting = waiting[:3], waiting[3:]
-            plan.judge(*([n for n in ended if is_good(n, rate) is kind] for kind in (True, False)))
+            plan.settle(*([n for n in ended if is_good(n, rate) is kind] for kind in (True, False)))
     return plan.finish()
 
 
@@ -65,9 +65,9 @@ def test_over_many_steps_every_group_ends_in_one_place(seed):
 def test_what_is_missing_is_asked_for_by_the_share_that_was_good():
     plan = StepPlan(Bounds(groups=8, max_batches=10), cursor=100)
     assert plan.next_batch() == list(range(100, 108))
-    plan.judge(good=range(100, 104), bad=range(104, 108))
+    plan.settle(good=range(100, 104), bad=range(104, 108))
     assert plan.next_batch() == list(range(108, 116))  # 4 are missing, and every other one is good
-    plan.judge(good=range(108, 115), bad=[115])
+    plan.settle(good=range(108, 115), bad=[115])
     assert plan.next_batch() is None
     outcome = plan.finish()
     assert outcome.taken == (100, 101, 102, 103, 108, 109, 110, 111)
@@ -81,7 +81,7 @@ def test_what_is_missing_is_asked_for_by_the_share_that_was_good():
 def test_unfinished_groups_come_first_and_count():
     plan = StepPlan(Bounds(groups=4, oversample=1.5), cursor=20, unfinished={11, 13})
     assert plan.next_batch() == [11, 13, 20, 21, 22, 23]
-    plan.judge(good=[13, 20, 22, 21], bad=[])
+    plan.settle(good=[13, 20, 22, 21], bad=[])
     assert plan.next_batch() is None
     assert plan.finish() == Outcome((13, 20, 21, 22), (), (11, 23), (), 1, 0)
 
@@ -89,16 +89,16 @@ def test_unfinished_groups_come_first_and_count():
 def test_too_few_to_learn_from_are_kept():
     plan = StepPlan(Bounds(groups=4, least=2), cursor=0)
     plan.next_batch()
-    plan.judge(good=[2], bad=[0, 1, 3])
+    plan.settle(good=[2], bad=[0, 1, 3])
     assert plan.finish() == Outcome((), (2,), (), (0, 1, 3), 1, 3)
 
 
 def test_a_group_that_was_not_asked_for_is_refused():
     plan = StepPlan(Bounds(groups=2), cursor=0)
     plan.next_batch()
-    plan.judge([0], [])
+    plan.settle([0], [])
     with pytest.raises(AssertionError, match="not under way"):
-        plan.judge([0], [])
+        plan.settle([0], [])
 
 
 def test_staleness_is_counted_in_versions():

@@ -19,7 +19,7 @@ from rlhpc.data.packing import PackPlan, pack
 pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be imported
 
 
-def make_sample(group: int, prompt: int, reward: float, chosen: list[bool] | None, response: int) -> Sample:
+def make_sample(group: int, prompt: int, reward: float, response_mask: list[bool] | None, response: int) -> Sample:
     return Sample(
         prompt_id=70 + group,
         group_id=group,
@@ -29,7 +29,7 @@ def make_sample(group: int, prompt: int, reward: float, chosen: list[bool] | Non
         reward=reward,
         policy_version=1,
         truncated=False,
-        chosen=None if chosen is None else np.array(chosen),
+        response_mask=None if response_mask is None else np.array(response_mask),
     )
 
 

@@ -295,7 +295,10 @@ class MegatronBackend:
             batch, split = next(batches)
             batch = batch.to(self._device)
             local = local_batch(batch, split, self._coord["cp"], self.rope)
-            local.params.routes, local.params.route_layers = self._own_routes(batch, local), batch.route_layers
+            local.params.routed_experts, local.params.routed_layers = (
+                self._own_routed_experts(batch, local),
+                batch.routed_layers,
+            )
             logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **output)
             return logits, functools.partial(finish, batch, local)
 
@@ -317,12 +320,16 @@ class MegatronBackend:
             )
         return results[: len(batches)]
 
-    def _own_routes(self, batch: PackedBatch, local: LocalBatch) -> Int16[Tensor, "T layers topk"] | None:
+    def _own_routed_experts(self, batch: PackedBatch, local: LocalBatch) -> Int16[Tensor, "T layers topk"] | None:
         """Of the tokens that this rank's routers see: a part of the local ones under sequence parallelism."""
-        if batch.routes is None:
+        if batch.routed_experts is None:
             return None
-        routes = local.take(batch.routes)
-        return routes.chunk(self.layout.tp)[self._coord["tp"]] if self._config.sequence_parallel else routes
+        routed_experts = local.take(batch.routed_experts)
+        return (
+            routed_experts.chunk(self.layout.tp)[self._coord["tp"]]
+            if self._config.sequence_parallel
+            else routed_experts
+        )
 
     def _weigh_aux_losses(self, batches: Sequence[PackedBatch]) -> None:
         """Tell the routers by what the update divides: the tokens of all ranks' batches."""

@@ -23,8 +23,10 @@ class PackedParams(PackedSeqParams):
     cos: Float32[Tensor, "L rope_dim"] = None
     sin: Float32[Tensor, "L rope_dim"] = None
     context: ContextIndex = None
-    routes: Int16[Tensor, "L_local layers topk"] | None = None  # as in PackedBatch, of the tokens that routers see here
-    route_layers: tuple[int, ...] | None = None
+    routed_experts: Int16[Tensor, "L_local layers topk"] | None = (
+        None  # as in PackedBatch, of the tokens that routers see here
+    )
+    routed_layers: tuple[int, ...] | None = None
 
 
 class ContextIndex:

@@ -17,19 +17,19 @@ from rlhpc.backends.megatron.packed import PackedParams
 
 
 class ReplayLayer(TransformerLayer):
-    """A layer with experts, which takes its tokens' routes from the packed parameters.
+    """A layer with experts, which takes its tokens' routed experts from the packed parameters.
 
     They go on by the name of padding_mask: the one per-token tensor that Megatron hands from layer to router, and back
     to it when activations are computed again, of the whole layer or of its experts alone.
     """
 
     def forward(self, *args: Any, packed_seq_params: PackedParams, **options: Any) -> Any:
-        routes = packed_seq_params.routes
-        if routes is not None:
+        routed_experts = packed_seq_params.routed_experts
+        if routed_experts is not None:
             place = sum(self.config.moe_layer_freq[: self.layer_number - 1])  # among the layers with experts
-            if packed_seq_params.route_layers is not None:
-                place = packed_seq_params.route_layers.index(place)
-            options["padding_mask"] = given_experts(routes[:, place], self.config.num_moe_experts).t()
+            if packed_seq_params.routed_layers is not None:
+                place = packed_seq_params.routed_layers.index(place)
+            options["padding_mask"] = given_experts(routed_experts[:, place], self.config.num_moe_experts).t()
         return super().forward(*args, packed_seq_params=packed_seq_params, **options)
 
 
@@ -54,7 +54,7 @@ class GivenRoutes:
         return scores.gather(1, index), index
 
 
-def given_experts(routes: Int16[Tensor, "T topk"], num_experts: int) -> Bool[Tensor, "T experts"]:
-    """Whether each expert is given to each token; ``routes`` as in ``PackedBatch``."""
-    given = torch.zeros(len(routes), num_experts + 1, dtype=torch.bool, device=routes.device)
-    return given.scatter_(1, routes.long(), True)[:, 1:]
+def given_experts(routed_experts: Int16[Tensor, "T topk"], num_experts: int) -> Bool[Tensor, "T experts"]:
+    """Whether each expert is given to each token; ``routed_experts`` as in ``PackedBatch``."""
+    given = torch.zeros(len(routed_experts), num_experts + 1, dtype=torch.bool, device=routed_experts.device)
+    return given.scatter_(1, routed_experts.long(), True)[:, 1:]

@@ -29,7 +29,7 @@ _INSIDE = ("tp", "etp")  # axes whose ranks exchange something in every layer
 def foresee(config: RunConfig, shape: ModelShape, layout: ParallelLayout, prepared: bool = True) -> list[str]:
     """Warnings of everything below; raises UserError for what cannot work.
 
-    ``prepared`` false: models that judge beside the actor may still be absent.
+    ``prepared`` false: models beside the actor may still be absent.
     """
     site = read_site(config)
     gpu = named_gpu(config, site)

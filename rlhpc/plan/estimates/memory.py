@@ -133,7 +133,7 @@ def _plan(
     if models[0].trained:
         phases.append(_save(models, asleep))
     phases = [replace(phase, parts={**phase.parts, "libraries": reserves.context}) for phase in phases]
-    host = _host(config, models, _routes(config, shape, layout))
+    host = _host(config, models, _routed_experts(config, shape, layout))
     return MemoryPlan(rank, tuple(phases), host, None if gpu_gib is None else int(gpu_gib * GIB), reserves)
 
 
@@ -353,7 +353,7 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
     return _largest("save", moments)
 
 
-def _host(config: RunConfig, models: Sequence[RankModel], routes: int) -> HostMemory:
+def _host(config: RunConfig, models: Sequence[RankModel], routed_experts: int) -> HostMemory:
     """What has left the GPU once keeps its pinned memory. A save in the background holds its copies until it is done,
     one at once those of one model at a time. A reference after a warm-up is saved too."""
     away = {model.name: _away(model) for model in models}
@@ -363,12 +363,12 @@ def _host(config: RunConfig, models: Sequence[RankModel], routes: int) -> HostMe
         "offloaded": sum(away.values()),
         "optimizer of the host": sum(model.state.host + model.state.staging for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
-        "routes": routes,
+        "routed_experts": routed_experts,
     }
     return HostMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
 
 
-def _routes(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
+def _routed_experts(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
     """Experts of a step's tokens, all responses of full length: what engines drew is with the first rank of each, and
     ranks have what they train on beside it, of their stage's layers. A mean over the ranks of the fullest node."""
     if not config.train.experts.router_replay or shape.experts is None or not config.train.steps:

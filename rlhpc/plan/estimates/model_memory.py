@@ -119,7 +119,7 @@ class RankModel:
 
 
 def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int) -> list[RankModel]:
-    """The actor first, then those that judge beside it. A reward model or critic of its own must be there to read."""
+    """The actor first, then those beside it. A reward model or critic of its own must be there to read."""
     train, rl = config.train, config.train.steps > 0
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     optimizer = config.sft.optimizer if config.sft else train.optimizer if rl else None

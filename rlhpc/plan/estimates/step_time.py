@@ -108,22 +108,24 @@ def predict_validation(
     work = replace(workload_of(config), samples=prompts * each, generated=prompts * each, group=each)
     generating = rollout_time(engines, work)
     phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
-    judge = _judge(config, Training(shape, layout, config.parallel, machine, ITEMSIZE[config.model.dtype]))
-    if config.reward.model is not None and judge is not None:
+    reward_model = _reward_model(
+        config, Training(shape, layout, config.parallel, machine, ITEMSIZE[config.model.dtype])
+    )
+    if config.reward.model is not None and reward_model is not None:
         tokens = config.reward.model.tokens_per_microbatch or config.train.tokens_per_microbatch
-        phases.append(pass_time(judge, work, tokens, "reward model"))
+        phases.append(pass_time(reward_model, work, tokens, "reward model"))
     return phases
 
 
 def _training_phases(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
     train = config.train
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    judge, critic = _judge(config, training), _critic(config, training) if work.critic else None
-    moving = _offload(config, training, judge, critic)
+    reward_model, critic = _reward_model(config, training), _critic(config, training) if work.critic else None
+    moving = _offload(config, training, reward_model, critic)
     if moving is not None:
         yield moving
-    if config.reward.model is not None and judge is not None:
-        yield pass_time(judge, work, config.reward.model.tokens_per_microbatch or passing, "reward model")
+    if config.reward.model is not None and reward_model is not None:
+        yield pass_time(reward_model, work, config.reward.model.tokens_per_microbatch or passing, "reward model")
     if work.policy_pass:
         yield pass_time(training, work, passing, "log-probs")
     if work.reference_pass:
@@ -137,7 +139,7 @@ def _training_phases(config: RunConfig, training: Training, work: Workload) -> I
     yield update_time(training, work, train.tokens_per_microbatch, train.optimizer, config.memory, "update")
 
 
-def _judge(config: RunConfig, training: Training) -> Training | None:
+def _reward_model(config: RunConfig, training: Training) -> Training | None:
     """The reward model, where there is one."""
     section = config.reward.model
     return None if section is None else _beside(training, section.path, section.parallel or config.parallel)
@@ -156,16 +158,16 @@ def _beside(training: Training, model: Path | None, parallel: ParallelSection) -
 
 
 def _offload(
-    config: RunConfig, training: Training, judge: Training | None, critic: Training | None
+    config: RunConfig, training: Training, reward_model: Training | None, critic: Training | None
 ) -> PhaseTime | None:
-    """Weights and optimizer go to the host while the engine generates and come back; models that only judge come."""
+    """Weights and optimizer go to the host while the engine generates and come back; frozen models come back too."""
     size = offloaded_bytes(training, config.memory, config.train.optimizer)
     if critic is not None:
         size += offloaded_bytes(critic, config.critic.memory or config.memory, config.critic.optimizer)
     if config.memory.offload.reference:
-        judges = [judge] if judge is not None else []
-        judges += [training] if config.algorithm.kl.coefficient > 0 else []
-        size += sum(_most_held(each).count * each.itemsize for each in judges)
+        frozen = [reward_model] if reward_model is not None else []
+        frozen += [training] if config.algorithm.kl.coefficient > 0 else []
+        size += sum(_most_held(each).count * each.itemsize for each in frozen)
     return PhaseTime("offload", {"host": training.machine.to_host(size)}) if size else None
 
 

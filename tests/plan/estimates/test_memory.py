@@ -260,16 +260,16 @@ def test_the_picture_says_what_the_plan_says() -> None:
     assert text.count("fits with") == 3
 
 
-def test_routes_of_a_step_are_in_the_host_s_memory() -> None:
+def test_routed_experts_of_a_step_are_in_the_host_s_memory() -> None:
     """By hand: a byte for each of 8 experts in 58 layers of a token; 96 ranks, 8 of a node, engines of 32 and of 4."""
     config, shape, layout = parts(LARGE)
-    assert "routes" not in rank_memory(config, shape, layout, 0).host.parts
+    assert "routed_experts" not in rank_memory(config, shape, layout, 0).host.parts
     tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
     whole = tokens * 58 * 8
     for tp, drawn in ((32, whole / 3 / 8), (4, whole / 24 * 2 / 8)):
         replayed = changed_config(config, {"train.experts.router_replay": True, "rollout.tp": tp})
         held = drawn + 3 * whole / (layout.dp * layout.pp)
-        assert rank_memory(replayed, shape, layout, 0).host.parts["routes"] == pytest.approx(held)
+        assert rank_memory(replayed, shape, layout, 0).host.parts["routed_experts"] == pytest.approx(held)
 
 
 def test_a_host_that_is_too_small_is_told() -> None:

@@ -117,7 +117,7 @@ class _Checks:
         )
         batches = [rig.packed_random(self._shape, self._sizes.trained)]
         applied = [rig.train(actor, batches).applied]
-        self._make_engine(routes=variant == "replay")
+        self._make_engine(routed_experts=variant == "replay")
         manager = rig.make_manager(actor, self._engine, share_weights=variant == "shared")
         if variant == "shared":
             self._check_sharing(actor, manager)
@@ -130,7 +130,7 @@ class _Checks:
         self._sync(f"{variant}, sync 2", actor, manager)
         self._report(f"{variant}, updates applied", all(applied), goal=Goal("==", True))
 
-    def _make_engine(self, routes: bool) -> None:
+    def _make_engine(self, routed_experts: bool) -> None:
         if self._engine is not None:
             return
         self._context.log("starting the engine")
@@ -142,7 +142,7 @@ class _Checks:
             cache_gib=self._sizes.cache_gib,
             max_num_seqs=self._sizes.requests,
             graphs=self._case.graphs,
-            routes=routes,
+            routed_experts=routed_experts,
         )
 
     def _sync(self, label: str, actor: Any, manager: Any) -> tuple[list[Any], list[Any]]:

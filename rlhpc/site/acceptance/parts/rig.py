@@ -102,7 +102,7 @@ def make_engine(
     cache_gib: float,
     max_num_seqs: int,
     graphs: bool = False,
-    routes: bool = False,
+    routed_experts: bool = False,
     tp: int = 1,
 ) -> Any:
     """An engine that sleeps and has no weights yet. Collective."""
@@ -116,7 +116,9 @@ def make_engine(
         cuda_graphs=graphs,
         gpu_memory_utilization=ENGINE_FRACTION,
     )
-    return VllmEngine(folder, shape, section, dtype=dtype, max_model_len=context_tokens, end_tokens=(), routes=routes)
+    return VllmEngine(
+        folder, shape, section, dtype=dtype, max_model_len=context_tokens, end_tokens=(), routed_experts=routed_experts
+    )
 
 
 def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: int = 1, ranks_per_node: int = 1) -> Any:
@@ -164,8 +166,8 @@ def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int)
     batches = []
     for start in range(0, len(sequences), each):
         own = range(start, min(start + each, len(sequences)))
-        routes = [answered[i].routes for i in own]
-        batches.append(pack_batch([sequences[i] for i in own], sample_ids=own, routes=routes))
+        routed_experts = [answered[i].routed_experts for i in own]
+        batches.append(pack_batch([sequences[i] for i in own], sample_ids=own, routed_experts=routed_experts))
     return batches
 
 

@@ -14,15 +14,15 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rlhpc.api import Prompt, Verdict
+from rlhpc.api import Prompt, RewardResult
 from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
 from rlhpc.rewards import pool
 from rlhpc.rewards.calls import UNFINISHED, Entry
-from rlhpc.rewards.judge import entries_of, load_judge
+from rlhpc.rewards.reward_workers import entries_of, start_reward_workers
 from tests.helpers.waiting import until
-from tests.rewards.judging import HERE, LIMIT, Texts, judge_all
+from tests.rewards.scoring import HERE, LIMIT, Texts, score_all
 
 
 def test_several_functions_are_summed_with_their_weights(make):
@@ -30,10 +30,10 @@ def test_several_functions_are_summed_with_their_weights(make):
         {"name": "right", "function": "rlhpc.rewards.rules:number", "weight": 2.0},
         {"name": "size", "function": f"{HERE}:tokens", "weight": -0.25},
     ]
-    verdicts = judge_all(make(functions=functions), ["it is 3", "it is 4"])
-    assert verdicts == {
-        0: Verdict(1.75, {"right": 1.0, "size": 1.0, "size/most": 20.0}, answer="3"),
-        1: Verdict(-0.25, {"right": 0.0, "size": 1.0, "size/most": 20.0}, answer="4"),
+    results = score_all(make(functions=functions), ["it is 3", "it is 4"])
+    assert results == {
+        0: RewardResult(1.75, {"right": 1.0, "size": 1.0, "size/most": 20.0}, answer="3"),
+        1: RewardResult(-0.25, {"right": 0.0, "size": 1.0, "size/most": 20.0}, answer="4"),
     }
 
 
@@ -54,21 +54,21 @@ def test_workers_are_told_of_each_function_what_the_configuration_says():
 
 
 def test_a_single_function_has_no_part_of_its_own(make):
-    judge = make(function=f"{HERE}:tokens")
-    assert judge_all(judge, ["a"]) == {0: Verdict(1.0, {"most": 20.0})}
-    assert judge.verdicts() == {}
+    reward_workers = make(function=f"{HERE}:tokens")
+    assert score_all(reward_workers, ["a"]) == {0: RewardResult(1.0, {"most": 20.0})}
+    assert reward_workers.results() == {}
 
 
 def test_every_response_is_judged_once_by_what_belongs_to_it(make):
-    judge = make(function=f"{HERE}:plus", arguments={"more": 0.5})
+    reward_workers = make(function=f"{HERE}:plus", arguments={"more": 0.5})
     for count in (300, 7):
-        verdicts = judge_all(judge, ["x" * (key % 5) for key in range(count)])
-        assert verdicts == {key: Verdict(0.5 + key % 5 + key) for key in range(count)}
+        results = score_all(reward_workers, ["x" * (key % 5) for key in range(count)])
+        assert results == {key: RewardResult(0.5 + key % 5 + key) for key in range(count)}
 
 
 def test_texts_longer_than_a_pipe_are_taken(make):
-    judge = make(function=f"{HERE}:does")
-    assert {verdict.reward for verdict in judge_all(judge, ["x" * 1_000_000] * 40).values()} == {1e6}
+    reward_workers = make(function=f"{HERE}:does")
+    assert {result.reward for result in score_all(reward_workers, ["x" * 1_000_000] * 40).values()} == {1e6}
 
 
 # ---- failures
@@ -88,14 +88,14 @@ COUNTS = {"raised": 1, "result": 1, "timeout": 1, "died": 4}
 
 @pytest.mark.workers
 def test_failures_may_count_as_zero_and_others_are_not_touched(make, caplog):
-    judge = make(function=f"{HERE}:does", on_failure="zero", time_limit_seconds=LIMIT)
+    reward_workers = make(function=f"{HERE}:does", on_failure="zero", time_limit_seconds=LIMIT)
     with caplog.at_level(logging.WARNING):
-        verdicts = judge_all(judge, [*MIXED, "raise", "raise"])
-    rewards = [verdicts[key].reward for key in range(len(MIXED) + 2)]
+        results = score_all(reward_workers, [*MIXED, "raise", "raise"])
+    rewards = [results[key].reward for key in range(len(MIXED) + 2)]
     assert rewards == [0.0 if text in FAILURES else float(len(text)) for text in [*MIXED, "raise", "raise"]]
-    assert not any(verdict.dropped for verdict in verdicts.values())
-    assert judge.failures() == {**COUNTS, "raised": 3}
-    assert judge.failures() == {}
+    assert not any(result.dropped for result in results.values())
+    assert reward_workers.failures() == {**COUNTS, "raised": 3}
+    assert reward_workers.failures() == {}
     assert len(caplog.messages) == 4  # one of each kind
     assert "raised ZeroDivisionError" in caplog.messages[0]
     assert "for prompt 11 of 'sums', response 'raise'; counted as 0" in caplog.messages[0]
@@ -103,41 +103,41 @@ def test_failures_may_count_as_zero_and_others_are_not_touched(make, caplog):
 
 def test_a_failed_function_among_several_counts_as_zero_alone(make):
     functions = [{"name": "a", "function": f"{HERE}:does"}, {"name": "b", "function": f"{HERE}:tokens"}]
-    judge = make(functions=functions, on_failure="zero")
-    assert judge_all(judge, ["raise"])[0] == Verdict(1.0, {"a": 0.0, "b": 1.0, "b/most": 20.0})
+    reward_workers = make(functions=functions, on_failure="zero")
+    assert score_all(reward_workers, ["raise"])[0] == RewardResult(1.0, {"a": 0.0, "b": 1.0, "b/most": 20.0})
 
 
 def test_failures_may_leave_the_response_out(make):
     functions = [{"name": "a", "function": f"{HERE}:does"}, {"name": "b", "function": f"{HERE}:tokens"}]
     responses = ["raise", "ab", "leave"]
-    verdicts = judge_all(make(functions=functions, on_failure="drop", on_timeout="drop"), responses)
-    assert [verdicts[key].dropped for key in range(3)] == [True, False, True]
-    assert verdicts[1] == Verdict(3.0, {"a": 2.0, "b": 1.0, "b/most": 20.0})
-    verdicts = judge_all(make(functions=functions, on_failure="drop"), responses)
-    assert [verdicts[key].dropped for key in range(3)] == [True, False, False], "a death counts as 0"
+    results = score_all(make(functions=functions, on_failure="drop", on_timeout="drop"), responses)
+    assert [results[key].dropped for key in range(3)] == [True, False, True]
+    assert results[1] == RewardResult(3.0, {"a": 2.0, "b": 1.0, "b/most": 20.0})
+    results = score_all(make(functions=functions, on_failure="drop"), responses)
+    assert [results[key].dropped for key in range(3)] == [True, False, False], "a death counts as 0"
 
 
 def test_what_a_function_raises_or_returns_ends_the_run_by_default(make):
-    judge = make(function=f"{HERE}:does")
+    reward_workers = make(function=f"{HERE}:does")
     for text in ("raise", "nan"):
         with pytest.raises(UserError, match=ends_with(text)) as caught:
-            judge_all(judge, ["ab", text, "abc"])
+            score_all(reward_workers, ["ab", text, "abc"])
         assert caught.value.remedy.endswith("set reward.on_failure")
     with pytest.raises(UserError) as caught:
-        judge_all(make(function=f"{HERE}:chosen"), ["y" * 200])
+        score_all(make(function=f"{HERE}:chosen"), ["y" * 200])
     assert "response '" + "y" * 80 + "';" in str(caught.value)
 
 
 @pytest.mark.workers
 def test_a_call_that_does_not_end_by_itself_ends_the_run_only_on_request(make):
     lost = [text for text, (kind, _) in FAILURES.items() if kind in UNFINISHED]
-    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
-    assert [verdict.reward for verdict in judge_all(judge, ["ab", *lost, "abc"]).values()] == [2, *[0.0] * 5, 3]
-    assert judge.failures() == {"timeout": 1, "died": 4}
-    judge = make(function=f"{HERE}:does", time_limit_seconds=LIMIT, on_failure="zero", on_timeout="error")
+    reward_workers = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
+    assert [result.reward for result in score_all(reward_workers, ["ab", *lost, "abc"]).values()] == [2, *[0.0] * 5, 3]
+    assert reward_workers.failures() == {"timeout": 1, "died": 4}
+    reward_workers = make(function=f"{HERE}:does", time_limit_seconds=LIMIT, on_failure="zero", on_timeout="error")
     for text in lost:
         with pytest.raises(UserError, match=ends_with(text)) as caught:
-            judge_all(judge, ["ab", text, "abc"])
+            score_all(reward_workers, ["ab", text, "abc"])
         assert caught.value.remedy.endswith("set reward.on_timeout")
 
 
@@ -157,9 +157,9 @@ def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
     monkeypatch.setattr(pool, "touch", touches.append)
     monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=clock))
     monkeypatch.setattr(pool, "_REPLACED_SECONDS", -LIMIT / 2)  # silent for the second half
-    judge = make(function=f"{HERE}:does", time_limit_seconds=2 * LIMIT)
+    reward_workers = make(function=f"{HERE}:does", time_limit_seconds=2 * LIMIT)
     began = time.monotonic()
-    judge_all(judge, ["hang"])
+    score_all(reward_workers, ["hang"])
     assert time.monotonic() - began >= 2 * LIMIT
     assert touches == ["score"] * 3, "at 0, 1 and 2 seconds"
 
@@ -167,8 +167,8 @@ def test_a_rank_that_waits_for_a_slow_reward_does_not_hang(make, monkeypatch):
 @pytest.mark.workers
 def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
     file = tmp_path / "processes"
-    judge = make(function=f"{HERE}:hangs_with_child", on_timeout="drop", time_limit_seconds=LIMIT)
-    assert judge_all(judge, [str(file)])[0].dropped
+    reward_workers = make(function=f"{HERE}:hangs_with_child", on_timeout="drop", time_limit_seconds=LIMIT)
+    assert score_all(reward_workers, [str(file)])[0].dropped
     assert [pid for pid in file.read_text().split() if runs(int(pid))] == []
 
 
@@ -178,34 +178,34 @@ def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
 def test_functions_are_called_beside_this_process_and_each_other(make, tmp_path):
     """Each of the two waits for the other, and both for what this process does after it has submitted."""
     functions = [{"name": n, "function": f"{HERE}:meets", "arguments": {"name": n}} for n in ("a", "b")]
-    judge = make(functions=functions, workers=2)
-    text = judge._decode.__self__.completion(str(tmp_path))
-    judge.submit(5, Prompt(1, (1,), "sums", ["a", "b", "here"], {}), text)
+    reward_workers = make(functions=functions, workers=2)
+    text = reward_workers._decode.__self__.completion(str(tmp_path))
+    reward_workers.submit(5, Prompt(1, (1,), "sums", ["a", "b", "here"], {}), text)
     (tmp_path / "here").touch()
-    assert judge.verdicts() == {5: Verdict(2.0, {"a": 1.0, "b": 1.0})}
+    assert reward_workers.results() == {5: RewardResult(2.0, {"a": 1.0, "b": 1.0})}
 
 
 def test_a_worker_has_neither_torch_nor_sockets_and_is_ended(make):
     """Nor gives it what it has open to programs that it starts: they would hold its pipes open beyond its end."""
-    judge = make(function=f"{HERE}:process")
-    verdict = judge_all(judge, ["a"])[0]
-    assert verdict.parts == {"torch": 0.0, "sockets": 0.0, "given": 0.0}
-    assert int(verdict.reward) in [child.pid for child in psutil.Process().children()]
-    judge.close()
-    assert not runs(int(verdict.reward))
-    judge.close()
+    reward_workers = make(function=f"{HERE}:process")
+    result = score_all(reward_workers, ["a"])[0]
+    assert result.parts == {"torch": 0.0, "sockets": 0.0, "given": 0.0}
+    assert int(result.reward) in [child.pid for child in psutil.Process().children()]
+    reward_workers.close()
+    assert not runs(int(result.reward))
+    reward_workers.close()
 
 
 def test_signals_that_ask_ranks_to_stop_leave_workers_alone(make, tmp_path):
-    judge = make(function=f"{HERE}:meets", arguments={"name": "a"})
-    text = judge._decode.__self__.completion(str(tmp_path))
-    judge.submit(0, Prompt(1, (1,), "sums", ["a", "here"], {}), text)
+    reward_workers = make(function=f"{HERE}:meets", arguments={"name": "a"})
+    text = reward_workers._decode.__self__.completion(str(tmp_path))
+    reward_workers.submit(0, Prompt(1, (1,), "sums", ["a", "here"], {}), text)
     until(lambda: (tmp_path / "a").exists())
     (worker,) = [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
         worker.send_signal(signum)
     (tmp_path / "here").touch()
-    assert judge.verdicts() == {0: Verdict(1.0)}
+    assert reward_workers.results() == {0: RewardResult(1.0)}
 
 
 _MEETING = (
@@ -269,8 +269,8 @@ def test_a_start_that_is_lost_late_in_a_run_is_made_again(make, tmp_path, monkey
     (tmp_path / "flaky.py").write_text(_FLAKY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    judge = make(function="flaky:score", workers=1, time_limit_seconds=LIMIT)
-    assert [verdict.reward for verdict in judge_all(judge, ["hang", "ab"]).values()] == [0.0, 1.0]
+    reward_workers = make(function="flaky:score", workers=1, time_limit_seconds=LIMIT)
+    assert [result.reward for result in score_all(reward_workers, ["hang", "ab"]).values()] == [0.0, 1.0]
     assert (tmp_path / "starts").read_text() == "xxx"
 
 
@@ -278,7 +278,7 @@ def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     (tmp_path / "own_reward.py").write_text("def score(data_source, solution_str, ground_truth, extra_info): return 7")
-    assert judge_all(make(function="own_reward:score"), ["a"])[0].reward == 7
+    assert score_all(make(function="own_reward:score"), ["a"])[0].reward == 7
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypat
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(UserError, match=f"^{told}"):
-        load_judge(RewardSection(function="broken:score"), Texts().decode, 20)
+        start_reward_workers(RewardSection(function="broken:score"), Texts().decode, 20)
 
 
 def runs(pid: int) -> bool:

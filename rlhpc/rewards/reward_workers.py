@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhpc.api import Completion, Prompt, Verdict
+from rlhpc.api import Completion, Prompt, RewardResult
 from rlhpc.config.reward import RewardFunctionSection, RewardSection
 from rlhpc.rewards.calls import Entry, Failure, Outcome
 from rlhpc.rewards.failures import Failures
@@ -28,12 +28,12 @@ class _Response:
     text: str
 
 
-class RewardJudge:
-    """A ``Judge`` of the configured functions. Make one on the first rank of each engine, and ``close`` it.
+class FunctionRewards:
+    """``RewardWorkers`` of the configured functions. Make one on the first rank of each engine, and ``close`` it.
 
-    ``rlhpc.rewards.failures`` handles failed calls. Parts of a verdict are the numbers of the functions that have
+    ``rlhpc.rewards.failures`` handles failed calls. Parts of a result are the numbers of the functions that have
     names, as ``name``, and the further numbers that functions return, as ``name/key``. Where a model is the only reward
-    there is no function, and every verdict is 0.
+    there is no function, and every result is 0.
     """
 
     def __init__(self, section: RewardSection, decode: Decode, max_response_tokens: int) -> None:
@@ -66,14 +66,14 @@ class RewardJudge:
         }
         self._pool.submit([Call((key, index), keywords) for index in range(len(self._functions))])
 
-    def verdicts(self) -> dict[int, Verdict]:
+    def results(self) -> dict[int, RewardResult]:
         """Wait for every response submitted since the last call; by key.
 
         A UserError if a failed call ends the run.
         """
         outcomes = self._pool.outcomes() if self._pool is not None else {}
         responses, self._responses = self._responses, {}
-        return {key: self._verdict(key, response, outcomes) for key, response in sorted(responses.items())}
+        return {key: self._result(key, response, outcomes) for key, response in sorted(responses.items())}
 
     def failures(self) -> dict[str, int]:
         """Failed calls by kind since the last call: raised, result, timeout, memory, died."""
@@ -84,7 +84,7 @@ class RewardJudge:
         if self._pool is not None:
             self._pool.close()
 
-    def _verdict(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> Verdict:
+    def _result(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> RewardResult:
         reward, parts, dropped, answer = 0.0, {}, False, None
         for index, function in enumerate(self._functions):
             outcome = outcomes[key, index]
@@ -98,7 +98,7 @@ class RewardJudge:
             if function.name:
                 parts[function.name] = value
             parts |= {f"{function.name}/{part}".lstrip("/"): number for part, number in further.items()}
-        return Verdict(0.0, dropped=True) if dropped else Verdict(reward, parts, answer=answer)
+        return RewardResult(0.0, dropped=True) if dropped else RewardResult(reward, parts, answer=answer)
 
     def _handle(self, index: int, failure: Failure, response: _Response) -> bool:
         """Whether the response is dropped."""
@@ -107,18 +107,18 @@ class RewardJudge:
         return self._failures.handle(where, failure, prompt.prompt_id, source, response.text, built_in=entry.built_in)
 
 
-def load_judge(section: RewardSection, decode: Decode, max_response_tokens: int) -> RewardJudge:
+def start_reward_workers(section: RewardSection, decode: Decode, max_response_tokens: int) -> FunctionRewards:
     """Start scoring with the configured functions; what is wrong with them is a UserError now.
 
     ``decode`` makes a response's text of its tokens.
     """
-    judge = RewardJudge(section, decode, max_response_tokens)
+    reward_workers = FunctionRewards(section, decode, max_response_tokens)
     try:
-        judge.wait_until_started()
+        reward_workers.wait_until_started()
     except BaseException:
-        judge.close()
+        reward_workers.close()
         raise
-    return judge
+    return reward_workers
 
 
 def entries_of(section: RewardSection, max_response_tokens: int) -> list[Entry]:

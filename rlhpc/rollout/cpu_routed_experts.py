@@ -14,7 +14,8 @@ from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 
 
 class RouteRecorder:
-    """Keeps routes beside the KV cache, slot by slot: a token that is found in the cache has its routes there too."""
+    """Keeps routed experts beside the KV cache, slot by slot: a token that is found in the cache has its routed experts
+    there too."""
 
     def __init__(self, model_runner: Any, block_size: int) -> None:
         self._runner, self._block_size = model_runner, block_size
@@ -25,13 +26,15 @@ class RouteRecorder:
         router = layers[0].router
         dtype = torch.uint8 if router.global_num_experts <= 256 else torch.int16
         slots = model_runner.kv_cache_config.num_blocks * block_size
-        self._routes = torch.zeros(slots, len(layers), router.top_k, dtype=dtype)
+        self._routed_experts = torch.zeros(slots, len(layers), router.top_k, dtype=dtype)
 
     def keep(self, tokens: int) -> None:
         """Keep those of the forward pass just done, over so many tokens."""
         slots = self._runner.input_batch.block_table[0].slot_mapping.gpu[:tokens]
-        routes = torch.stack([self._step[place][:tokens] for place in range(self._routes.size(1))], dim=1)
-        self._routes[slots] = routes.to(self._routes.dtype)
+        routed_experts = torch.stack(
+            [self._step[place][:tokens] for place in range(self._routed_experts.size(1))], dim=1
+        )
+        self._routed_experts[slots] = routed_experts.to(self._routed_experts.dtype)
 
     def of(self, request_id: str, tokens: int) -> np.ndarray:
         """[tokens, layers, top_k] of a request that has just finished: its blocks are not yet used for another."""
@@ -40,5 +43,5 @@ class RouteRecorder:
         blocks = torch.tensor(request.block_ids[0])
         slots = (blocks[:, None] * self._block_size + torch.arange(self._block_size)).flatten()[:tokens]
         assert len(slots) == tokens
-        routes: np.ndarray = self._routes[slots].numpy()
-        return routes
+        routed_experts: np.ndarray = self._routed_experts[slots].numpy()
+        return routed_experts

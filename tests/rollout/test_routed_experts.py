@@ -28,7 +28,7 @@ REQUESTS = [
 
 
 def generate(path: Path, tp: int, **section: Any) -> list[Completion]:
-    engine = engines.build(path, tp, routes=True, **section)
+    engine = engines.build(path, tp, routed_experts=True, **section)
     engines.sync(engine, path)
     engine.generate(REQUESTS[::3])  # another use of the same cache
     completions = engine.generate(REQUESTS)
@@ -55,16 +55,16 @@ def generate_all(models: Path) -> dict[str, list[Completion]]:
     return found
 
 
-def own_routes(path: Path, tokens: list[int]) -> np.ndarray:
+def own_routed_experts(path: Path, tokens: list[int]) -> np.ndarray:
     """HuggingFace's, [tokens, layers with experts, top_k], sorted."""
-    model, routes = reference(path), []
+    model, routed_experts = reference(path), []
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
-    hooks = [router.register_forward_hook(lambda *call: routes.append(call[2][2])) for router in routers]
+    hooks = [router.register_forward_hook(lambda *call: routed_experts.append(call[2][2])) for router in routers]
     with torch.no_grad():
         model(torch.tensor([tokens]))
     for hook in hooks:
         hook.remove()
-    return torch.stack(routes, dim=1).sort(dim=-1).values.numpy()
+    return torch.stack(routed_experts, dim=1).sort(dim=-1).values.numpy()
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +73,17 @@ def routed(models: Path) -> dict[str, list[Completion]]:
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen3moe", "dsv3", "small cache"])
-def test_routes_are_huggingface_s(routed, models, case):
+def test_routed_experts_are_huggingface_s(routed, models, case):
     path = models / ("qwen3moe" if case == "small cache" else case) / "a"
     for request, completion in zip(REQUESTS, routed[case], strict=True):
         tokens = [*request.prompt, *completion.tokens.tolist()]
-        expected = own_routes(path, tokens)[:-1]  # the last token was never given to the model
-        assert completion.routes.dtype == np.uint8
-        np.testing.assert_array_equal(np.sort(completion.routes, axis=-1), expected)
+        expected = own_routed_experts(path, tokens)[:-1]  # the last token was never given to the model
+        assert completion.routed_experts.dtype == np.uint8
+        np.testing.assert_array_equal(np.sort(completion.routed_experts, axis=-1), expected)
 
 
-def test_ranks_of_an_engine_agree_on_routes(models, routed):
+def test_ranks_of_an_engine_agree_on_routed_experts(models, routed):
     both = run_ranks(generate_over_nodes, 2, models / "qwen3moe" / "a")
     for ours, theirs, alone in zip(*both, routed["qwen3moe"], strict=True):
-        np.testing.assert_array_equal(ours.routes, theirs.routes)
-        np.testing.assert_array_equal(np.sort(ours.routes, axis=-1), np.sort(alone.routes, axis=-1))
+        np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
+        np.testing.assert_array_equal(np.sort(ours.routed_experts, axis=-1), np.sort(alone.routed_experts, axis=-1))

@@ -1,4 +1,4 @@
-"""Where the routes of samples are: on one rank each until a step learns from them, then where that is done."""
+"""Where the routed experts of samples are: on one rank each until a step learns from them, then where that is done."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 LAYERS, TOP_K, COUNT = 4, 2, 12
 
 
-def routes_of(number: int) -> np.ndarray:
+def routed_experts_of(number: int) -> np.ndarray:
     return np.random.default_rng(number).integers(0, 8, (30 + number, LAYERS, TOP_K)).astype(np.uint8)
 
 
@@ -50,36 +50,39 @@ def make_run(model: Path) -> Any:
 
 
 def moves(model: Path, folder: Path) -> tuple[list[bool], list[Any], list[Any]]:
-    """Of each sample of a step whether this rank is to have its routes; what it has; and of groups put under way."""
+    """Of each sample of a step whether this rank is to have its routed experts; what it has; and of groups put under
+    way."""
     from rlhpc.trainer.batches import passing_plans, update_plans
-    from rlhpc.trainer.carryover import Kept
-    from rlhpc.trainer.routes import moved_routes, trained_routes
+    from rlhpc.trainer.carryover import Carryover
+    from rlhpc.trainer.routed_experts import moved_routed_experts, trained_routed_experts
 
     some = make_run(model)
     rank, role = some.info.rank, some.models.actor
-    samples = [with_tokens(number, routes_of(number) if number % 4 == rank else None) for number in range(COUNT)]
+    samples = [
+        with_tokens(number, routed_experts_of(number) if number % 4 == rank else None) for number in range(COUNT)
+    ]
     plans = (*update_plans(some, role, samples), *passing_plans(some, role, samples))
     own = {i for plan in plans for ids in role.own_bins(plan, rank) for i in ids}
-    found = trained_routes(some, samples)
-    groups = [with_routes(number, rank) for number in range(6)]
-    under_way = moved_routes(some, groups)
-    Kept(ready=groups[:2], unfinished=groups[2:]).save(folder, rank)
+    found = trained_routed_experts(some, samples)
+    groups = [with_routed_experts(number, rank) for number in range(6)]
+    under_way = moved_routed_experts(some, groups)
+    Carryover(ready=groups[:2], unfinished=groups[2:]).save(folder, rank)
     return (
         [i in own for i in range(COUNT)],
-        [s.routes for s in found],
-        [[s.routes for s in g.samples] for g in under_way],
+        [s.routed_experts for s in found],
+        [[s.routed_experts for s in g.samples] for g in under_way],
     )
 
 
-def with_tokens(number: int, routes: np.ndarray | None) -> Sample:
-    return replace(make_sample(), tokens=np.zeros(31 + number, np.int32), prompt_len=1, routes=routes)
+def with_tokens(number: int, routed_experts: np.ndarray | None) -> Sample:
+    return replace(make_sample(), tokens=np.zeros(31 + number, np.int32), prompt_len=1, routed_experts=routed_experts)
 
 
-def with_routes(number: int, rank: int) -> Group:
-    """A scored sample and a draft, the routes of both on one rank."""
+def with_routed_experts(number: int, rank: int) -> Group:
+    """A scored sample and a draft, the routed experts of both on one rank."""
     group = make_group(number)
-    held = [routes_of(2 * number + i) if (number + 1) % 4 == rank else None for i in range(2)]
-    return replace(group, samples=tuple(replace(s, routes=r) for s, r in zip(group.samples, held, strict=True)))
+    held = [routed_experts_of(2 * number + i) if (number + 1) % 4 == rank else None for i in range(2)]
+    return replace(group, samples=tuple(replace(s, routed_experts=r) for s, r in zip(group.samples, held, strict=True)))
 
 
 @pytest.fixture(scope="module")
@@ -89,33 +92,37 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
     return folder, run_ranks(moves, 4, model, folder)
 
 
-def test_routes_are_where_a_sample_is_trained_on_and_nowhere_else(found: tuple[Path, list[Any]]) -> None:
+def test_routed_experts_are_where_a_sample_is_trained_on_and_nowhere_else(found: tuple[Path, list[Any]]) -> None:
     for rank, (own, have, _) in enumerate(found[1]):
         assert 0 < sum(own) < COUNT
-        for number, (is_own, routes) in enumerate(zip(own, have, strict=True)):
+        for number, (is_own, routed_experts) in enumerate(zip(own, have, strict=True)):
             stage = slice(0, 2) if rank < 2 else slice(2, 4)
-            assert equal(routes, routes_of(number)[:, stage] if is_own else None), number
+            assert equal(routed_experts, routed_experts_of(number)[:, stage] if is_own else None), number
 
 
-def test_a_response_that_is_gone_on_with_has_its_routes_there(found: tuple[Path, list[Any]]) -> None:
+def test_a_response_that_is_gone_on_with_has_its_routed_experts_there(found: tuple[Path, list[Any]]) -> None:
     """Six groups on four engines: one, two, one and two."""
     leaders = [0, 1, 1, 2, 3, 3]
     for rank, (_, _, groups) in enumerate(found[1]):
         for number, (scored, draft) in enumerate(groups):
-            assert equal(scored, routes_of(2 * number) if rank == (number + 1) % 4 else None)
-            assert equal(draft, routes_of(2 * number + 1) if rank == leaders[number] else None)
+            assert equal(scored, routed_experts_of(2 * number) if rank == (number + 1) % 4 else None)
+            assert equal(draft, routed_experts_of(2 * number + 1) if rank == leaders[number] else None)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 4])
-def test_a_checkpoint_has_all_routes_and_gives_each_to_one_rank(found: tuple[Path, list[Any]], ranks: int) -> None:
-    from rlhpc.trainer.carryover import Kept
+def test_a_checkpoint_has_all_routed_experts_and_gives_each_to_one_rank(
+    found: tuple[Path, list[Any]], ranks: int
+) -> None:
+    from rlhpc.trainer.carryover import Carryover
 
     parts = []
     for rank in range(ranks):
-        kept = Kept()
-        kept.load(found[0], 9, lambda number: Prompt(7, (5, 6), "", "", {}), rank, ranks)
-        assert [group.number for group in (*kept.ready, *kept.unfinished)] == list(range(6))
-        parts.append([sample.routes for group in (*kept.ready, *kept.unfinished) for sample in group.samples])
+        carryover = Carryover()
+        carryover.load(found[0], 9, lambda number: Prompt(7, (5, 6), "", "", {}), rank, ranks)
+        assert [group.number for group in (*carryover.ready, *carryover.unfinished)] == list(range(6))
+        parts.append(
+            [sample.routed_experts for group in (*carryover.ready, *carryover.unfinished) for sample in group.samples]
+        )
     for number, held in enumerate(zip(*parts, strict=True)):
-        (routes,) = [one for one in held if one is not None]
-        assert equal(routes, routes_of(number))
+        (routed_experts,) = [one for one in held if one is not None]
+        assert equal(routed_experts, routed_experts_of(number))

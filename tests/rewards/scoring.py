@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rlhpc.api import Completion, Prompt, Verdict
-from rlhpc.rewards.judge import RewardJudge
+from rlhpc.api import Completion, Prompt, RewardResult
+from rlhpc.rewards.reward_workers import FunctionRewards
 
 HERE = "tests.rewards.functions"
 LIMIT = 1.5
@@ -29,9 +29,9 @@ class Texts:
         return self.texts[tokens[0]]
 
 
-def judge_all(judge: RewardJudge, responses: Sequence[str], truth: Any = "3") -> dict[int, Verdict]:
-    """Verdicts by the responses' places."""
-    texts = judge._decode.__self__
+def score_all(reward_workers: FunctionRewards, responses: Sequence[str], truth: Any = "3") -> dict[int, RewardResult]:
+    """Results by the responses' places."""
+    texts = reward_workers._decode.__self__
     for key, text in enumerate(responses):
-        judge.submit(key, Prompt(10 + key, (1,), "sums", truth, {"index": key}), texts.completion(text))
-    return judge.verdicts()
+        reward_workers.submit(key, Prompt(10 + key, (1,), "sums", truth, {"index": key}), texts.completion(text))
+    return reward_workers.results()
