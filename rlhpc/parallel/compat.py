@@ -338,6 +338,7 @@ def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[
     from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 
     writer, saver = filesystem_async.FileSystemWriterAsync, common.TorchCommonSaveStrategy
+    shared_queue = filesystem_async._get_write_results_queue
 
     def deferred(act: Callable[..., Any]) -> Callable[..., Any]:
         def try_(*args: Any) -> Any:
@@ -366,4 +367,7 @@ def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[
         (writer, "prepare_local_plan", deferred(writer.prepare_local_plan)),
         (writer, "finish", deferred(writer.finish)),
         (writer, "write_preloaded_data", staticmethod(patient_writer(writer.write_preloaded_data))),
+        # All saves share one queue of results (filesystem_async.py:51). Of two models saved in the background at once,
+        # each would take the other's into its metadata if the second one's writer ends first.
+        (filesystem_async, "_get_write_results_queue", lambda: shared_queue()._manager.Queue()),
     ]
