@@ -212,9 +212,16 @@ def run_lanes(context: Context, lanes: Sequence[Sequence[Call]]) -> None:
 
 def report_failure(context: Context, call: Call, workers: Workers, error: WorkerFailed) -> None:
     """Report a call that failed as a missed goal, and log the end of its output."""
-    lines = workers.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
-    context.log("\n".join([f"{call.name}: {error}", *lines]))
+    lines = workers.log.read_text(errors="replace").splitlines()
+    context.log("\n".join([f"{call.name}: {error}", *end_of(lines)]))
     context.report(Figure(f"{call.name}: completed", False, goal=Goal("==", True), note=str(error)))
+
+
+def end_of(lines: Sequence[str]) -> Sequence[str]:
+    """The last lines; of a crash those around its first line, which the stacks of all threads follow."""
+    fatal = next((place for place, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
+    first = max(0, min(len(lines) - _LOG_LINES, fatal - _LOG_LINES // 2))
+    return lines[first : first + _LOG_LINES]
 
 
 def started_ahead(context: Context, groups: Sequence[Sequence[Call]]) -> Iterator[list[Workers]]:

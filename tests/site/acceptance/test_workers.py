@@ -54,6 +54,17 @@ def test_a_crash_is_a_missed_goal_and_the_next_case_runs(context: Context) -> No
     assert any("last words" in line for line in lines)
 
 
+@pytest.mark.parametrize("threads", [0, 100])
+def test_the_end_of_a_crash_has_what_came_before_its_stacks(threads: int) -> None:
+    before = [f"line {number}" for number in range(50)]
+    stacks = ["Fatal Python error: Segmentation fault", *(f"Thread {number}" for number in range(threads))]
+    shown = workers.end_of([*before, *stacks])
+    assert "line 49" in shown
+    assert stacks[0] in shown
+    assert workers.end_of(before)[-1] == "line 49"
+    assert workers.end_of(["one"]) == ["one"]
+
+
 def test_a_rank_that_fails_ends_the_others(context: Context) -> None:
     with Workers(context, Call("ranks", f"{FUNCTIONS}fail_on_rank_1", ranks=2)) as both:
         both.go()
