@@ -1,4 +1,4 @@
-"""The algorithm's section: what advantages and losses are made of.
+"""The algorithm's section: advantages and losses.
 
 Defaults are GRPO's; another algorithm of ours puts those of ``DEFAULTS`` in their place.
 """
@@ -37,59 +37,58 @@ class KLSection(Section):
     coefficient: NonNegativeFloat = 0.001
     """Weight of the KL term; 0: no reference model is built. dr_grpo, dapo, gspo, cispo: 0."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per-token estimator (Schulman 2020, http://joschu.net/blog/kl-approx.html). rloo, reinforce_plus_plus, remax,
+    """Per-token KL estimator (Schulman 2020, http://joschu.net/blog/kl-approx.html). rloo, reinforce_plus_plus, remax,
     ppo: k1; reinforce_plus_plus_baseline: k2."""
     placement: Literal["loss", "reward"] = "loss"
-    """Added to the loss, or taken from each token's reward before advantages are made of it. rloo,
-    reinforce_plus_plus, remax, ppo: reward."""
+    """Placement of the KL term: added to the loss, or subtracted from each token's reward before advantages are
+    computed. rloo, reinforce_plus_plus, remax, ppo: reward."""
     target: PositiveFloat | None = None
-    """Mean divergence of a token that the coefficient is steered to, step by step (Ziegler et al. 2019); default: it
-    stays as it is."""
+    """Target of the mean KL per token for the adaptive coefficient (Ziegler et al. 2019); default: constant
+    coefficient."""
     horizon: PositiveInt = 10_000
-    """With target: in so many responses the coefficient changes by a fifth at most."""
+    """Adaptive-KL horizon, in responses, with target."""
 
 
 class RolloutCorrectionSection(Section):
-    """Weights by which the policy loss makes up for responses that the engine drew a little otherwise than the trainer
-    would have: trainer's over engine's probability."""
+    """Importance weights of the policy loss, trainer's over engine's probability, that correct for their mismatch."""
 
     method: Literal["none", "truncate", "mask"] = "none"
-    """truncate: weights above high become high (TIS); mask: those outside [low, high] become 0 (IcePop)."""
+    """Method: truncate bounds weights at high (TIS); mask sets weights outside [low, high] to 0 (IcePop)."""
     level: Literal["token", "sequence"] = "token"
-    """A weight for each token, or the product of its response's for all of them."""
+    """Level of a weight: per token, or the product over the response for all of its tokens."""
     low: NonNegativeFloat = 0.5
-    """With mask: the least weight that is kept."""
+    """Lower bound of weights, with mask."""
     high: PositiveFloat = 2.0
-    """The largest weight."""
+    """Upper bound of weights."""
 
 
 class AlgorithmSection(Section):
     name: str = "grpo"
-    """grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, ppo,
-    or package.module:attribute of an algorithm of your own."""
+    """Name: grpo, dr_grpo, dapo, gspo, cispo, rloo, reinforce_plus_plus, reinforce_plus_plus_baseline, remax, ppo,
+    or package.module:attribute of your own algorithm."""
     clip_low: Fraction = 0.2
-    """The probability ratio is clipped to [1 - clip_low, 1 + clip_high]; 1: not from below. gspo: 0.0003; cispo: 1."""
+    """Lower clip range: ratios are clipped to [1 - clip_low, 1 + clip_high]; 1: none. gspo: 0.0003; cispo: 1."""
     clip_high: PositiveFloat = 0.2
-    """See clip_low. dapo: 0.28; gspo: 0.0004; cispo: 4."""
+    """Upper clip range. dapo: 0.28; gspo: 0.0004; cispo: 4."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Where the advantage is negative, most that a ratio counts (Ye et al. 2020); default: no bound."""
+    """Dual-clip bound of the ratio where the advantage is negative (Ye et al. 2020); default: none."""
     normalise_std: bool = True
-    """Divide a group's advantages by their standard deviation. dr_grpo: false."""
+    """Division of a group's advantages by their standard deviation. dr_grpo: false."""
     std_epsilon: PositiveFloat = 1e-6
-    """Added to that deviation."""
+    """Constant added to that standard deviation."""
     gamma: Share = 1.0
-    """reinforce_plus_plus, ppo: what a token's reward is worth one token earlier."""
+    """Discount factor per token, for reinforce_plus_plus and ppo."""
     gae_lambda: Share = 1.0
-    """ppo: lambda of generalised advantages (Schulman et al. 2016); 1: rewards alone, 0: the critic's word for all that
-    follows the next token."""
+    """Lambda of generalised advantage estimation, for ppo (Schulman et al. 2016); 1: rewards only, 0: bootstrapped from
+    the critic after one token."""
     aggregation: Literal["token-mean", "sequence-mean", "constant"] = "token-mean"
-    """Mean over all response tokens of the batch, over sequences of each one's token mean, or over sequences of each
-    one's token sum divided by aggregation_length. gspo: sequence-mean; dr_grpo: constant."""
+    """Aggregation of the loss: mean over all response tokens of the batch; mean over sequences of token means; or mean
+    over sequences of token sums divided by aggregation_length. gspo: sequence-mean; dr_grpo: constant."""
     aggregation_length: PositiveInt | None = None
-    """With constant: what token sums are divided by; default: rollout.max_response_tokens."""
+    """Divisor of token sums with constant; default: rollout.max_response_tokens."""
     kl: KLSection = KLSection()
     entropy_coefficient: NonNegativeFloat = 0.0
-    """Weight of the policy's entropy, which is subtracted from the loss."""
+    """Weight of the entropy bonus, which is subtracted from the loss."""
     rollout_correction: RolloutCorrectionSection = RolloutCorrectionSection()
 
     @model_validator(mode="before")

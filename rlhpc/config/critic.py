@@ -10,25 +10,24 @@ from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSecti
 
 class CriticOptimizerSection(OptimizerSection):
     learning_rate: PositiveFloat = 1e-5
-    """Highest rate of the schedule."""
+    """Peak learning rate."""
 
 
 class CriticSection(Section):
-    """A model with a value head that says what a token's sequence so far promises; algorithms other than ppo have
-    none."""
+    """Value model of ppo; other algorithms have none."""
 
     model: Path | None = None
-    """Folder of another model with the same vocabulary, such as a reward model; default: the weights that the actor
-    begins RL with, under a head of zeros."""
+    """Path to another model with the same vocabulary, such as a reward model; default: the actor's weights at the start
+    of RL, with a zero value head."""
     parallel: ParallelSection | None = None
-    """How it is cut; default: like the actor."""
+    """Parallel layout; default: the actor's."""
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     memory: MemorySection | None = None
-    """How it is made to fit; default: like the actor."""
+    """Memory savings; default: the actor's."""
     tokens_per_microbatch: PositiveInt | None = None
-    """Most tokens that a rank takes through it at once; default: train.tokens_per_microbatch."""
+    """Maximum tokens per rank in one forward and backward pass; default: train.tokens_per_microbatch."""
     warmup_steps: NonNegativeInt = 0
-    """First RL steps, in which only the critic learns."""
+    """Number of first RL steps in which only the critic is trained."""
     value_clip: PositiveFloat | None = 0.5
-    """How far a value may move from what it was before the step's updates (Schulman et al. 2017, as in their code);
-    null: as far as it will."""
+    """Clip range of a value around its value before the step's updates (Schulman et al. 2017, as in their code); null:
+    no clipping."""

@@ -1,4 +1,4 @@
-"""Which prompts a run learns from and is measured on, and how."""
+"""Sections of training and validation data."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # letters, digits and . _ -
 
 
 class DataFile(Section):
-    """A prompt file; one of which only the path is given may be written as that path."""
+    """A prompt file; the path alone will do where nothing else is set."""
 
     path: Path
-    """.parquet or .jsonl"""
+    """Path to a .parquet or .jsonl file."""
     weight: PositiveFloat | None = None
-    """Share of the training prompts that are taken from this file, relative to the others'; all of them have one, or
-    none."""
+    """Relative share of the training prompts taken from this file; given for all files or none."""
     name: Name | None = None
-    """Of the held-out set that the file belongs to, which has metrics of its own."""
+    """Name of the validation set that the file belongs to, with its own metrics."""
 
     @model_validator(mode="before")
     @classmethod
@@ -48,39 +47,38 @@ PathOrFile = Annotated[DataFile, _OrPath()]
 
 class DataSection(Section):
     train: list[PathOrFile] = []
-    """Prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model,
-    extra_info; each a path, or {path, weight} to mix files in those proportions."""
+    """Paths of prompt files for RL, .parquet or .jsonl, with columns prompt (messages), data_source, reward_model,
+    extra_info; or {path, weight} to mix files in proportion."""
     validation: list[PathOrFile] = []
-    """Held-out prompt files of the same form; each a path, or {path, name} for a set with metrics of its own."""
+    """Paths of validation prompt files of the same form; or {path, name} for a set with its own metrics."""
     max_prompt_tokens: PositiveInt = 1024
-    """Longest prompt, the chat template's tokens included."""
+    """Maximum prompt length in tokens, chat template included."""
     min_prompt_tokens: PositiveInt = 1
-    """Shorter prompts are dropped."""
+    """Minimum prompt length in tokens; shorter prompts are dropped."""
     overlong_prompts: Literal["error", "drop", "truncate_left"] = "error"
-    """What to do with a prompt longer than max_prompt_tokens; truncate_left keeps its last tokens."""
+    """Action on a prompt longer than max_prompt_tokens; truncate_left keeps its last tokens."""
     filter: ImportPath | None = None
-    """Called as function(row) with each training row as it is in the file; rows for which it is false are left out."""
+    """Import path of a filter called as function(row) with each training row; false drops the row."""
     shuffle: bool = True
-    """Take training prompts in a new order in each pass over them; false: in the files' order."""
+    """Shuffling of training prompts, anew in each epoch; false: file order."""
     chat_template: bool | Path = True
-    """Render messages with the tokenizer's chat template, or with the one in a Jinja file; false: join their contents
-    as they are."""
+    """Chat template for messages: the tokenizer's (true), a Jinja file, or none (false): contents are concatenated."""
     template_arguments: dict[str, Any] = {}
-    """Further variables of the chat template, such as enable_thinking."""
+    """Variables passed to the chat template, such as enable_thinking."""
     system_prompt: str | None = None
-    """First message of every conversation that has no system message of its own."""
+    """System prompt of conversations without one."""
     continue_final_message: bool = False
-    """A prompt whose last message is the assistant's is continued where that ends; false: it is an error."""
+    """Continuation of a final assistant message in a prompt; false: such a prompt is an error."""
 
 
 class ValidationSection(Section):
     every: PositiveInt = 10
-    """RL steps between validations; one is made before the first step and after the last as well."""
+    """Interval between validations in RL steps; one runs before the first step and after the last as well."""
     temperature: NonNegativeFloat = 0.0
-    """Of the responses; 0: always the likeliest token."""
+    """Sampling temperature; 0: greedy."""
     samples_per_prompt: PositiveInt = 1
-    """Responses to each held-out prompt; with more than one, pass@k is reckoned from them."""
+    """Number of responses per validation prompt; with several, pass@k is computed."""
     success: float = 1.0
-    """A response is correct when its reward is at least this."""
+    """Minimum reward of a correct response."""
     max_prompts: PositiveInt | None = None
-    """Use only so many prompts of each held-out set, the first ones; default: all."""
+    """Maximum prompts of each validation set, from its start; default: all."""

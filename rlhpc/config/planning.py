@@ -16,35 +16,34 @@ _Figure = Annotated[float, Field(ge=1e-6, le=1e9)]
 
 
 class EfficiencySection(Section):
-    """How much of a data sheet's figures is reached. `rlhpc plan --calibrate` fits these to a run of your own."""
+    """Fraction of data-sheet figures reached. `rlhpc plan --calibrate` fits these to a run of your own."""
 
     compute: _Share = 0.56
-    """Of the peak of matrix products, in training, log-probs and prefill."""
+    """Fraction of peak FLOP/s in training, log-prob passes and prefill."""
     memory: _Share = 0.7
-    """Of the device memory's bandwidth, in training."""
+    """Fraction of GPU memory bandwidth in training."""
     decode: _Share = 0.7
-    """The same in decoding."""
+    """Fraction of GPU memory bandwidth in decoding."""
     node: _Share = 0.7
-    """Of the bandwidth between the GPUs of a node."""
+    """Fraction of the bandwidth between GPUs of a node."""
     network: _Share = 0.6
-    """Of the network adapters' bandwidth."""
+    """Fraction of the network adapters' bandwidth."""
     weight_sync: _Share = 1.0
-    """Of the speed that all of these let a weight sync have."""
+    """Fraction of the weight-sync speed that all of these allow."""
     cpu_memory: _Share = 0.5
-    """Of the bandwidth of the host's memory and of the way to it."""
+    """Fraction of the bandwidth of CPU memory and of the link to it."""
     kernel_us: _Microseconds = 27.0
-    """Microseconds from one kernel to the next where Python starts each of them: decoding without CUDA graphs."""
+    """Time from kernel to kernel where Python launches each, in microseconds: decoding without CUDA graphs."""
     graph_us: _Microseconds = 3.0
-    """The same inside a CUDA graph."""
+    """Time from kernel to kernel inside a CUDA graph, in microseconds."""
     launch_us: _Microseconds = 8.0
-    """The same in training; counts where kernels end sooner."""
+    """Time from kernel to kernel in training, in microseconds; counts where kernels are shorter."""
     forward_compute: _Share | None = None
-    """compute in passes without gradient (log-probs, values, a reward model); default: compute."""
+    """Fraction of peak FLOP/s in forward passes (log-probs, values, reward model); default: compute."""
     forward_launch_us: _Microseconds | None = None
-    """launch_us in passes without gradient; default: launch_us."""
+    """Time from kernel to kernel in forward passes, in microseconds; default: launch_us."""
     message_us: _Microseconds = 10.0
-    """Microseconds that a collective takes beside its bytes, for each doubling of the ranks inside a node; between
-    nodes twice that."""
+    """Latency of a collective per doubling of its ranks inside a node, in microseconds; twice that between nodes."""
 
 
 class DiskSection(Section):
@@ -55,35 +54,35 @@ class DiskSection(Section):
     """
 
     node_read_gbps: _Figure = 4.0
-    """That one node reads."""
+    """Read bandwidth of one node, in GB/s."""
     node_write_gbps: _Figure = 2.0
-    """That one node writes."""
+    """Write bandwidth of one node, in GB/s."""
     read_gbps: _Figure = 15.0
-    """That all nodes of a job read at most, together."""
+    """Maximum read bandwidth of all nodes of a job together, in GB/s."""
     write_gbps: _Figure = 7.0
-    """That all nodes of a job write at most, together."""
+    """Maximum write bandwidth of all nodes of a job together, in GB/s."""
 
 
 class PlanningSection(Section):
-    """For `rlhpc plan` alone; see docs/planning.md."""
+    """Inputs of `rlhpc plan` only; see docs/planning.md."""
 
     gpu: str | None = None
-    """Which GPU the time is foretold for, such as h200; default: slurm.gpu_type where that names one."""
+    """GPU that times are predicted for, such as h200; default: slurm.gpu_type where it names one."""
     gpus_file: Path | None = None
-    """YAML file of the site with GPUs of its own, or other figures of known ones."""
+    """Path to the site's YAML file with its own GPUs, or other figures of known ones."""
     prompt_tokens: PositiveInt | None = None
     """Mean length of a prompt; default: half of data.max_prompt_tokens."""
     response_tokens: PositiveInt | None = None
     """Mean length of a response; default: half of rollout.max_response_tokens."""
     response_spread: Annotated[float, Field(ge=0, le=4)] = 0.8
-    """Standard deviation of the logarithm of a response's length: with 0 all are of one length, with 0.8 one in a
-    hundred is six times as long as the median."""
+    """Standard deviation of the logarithm of response lengths: 0: all equal; 0.8: one in a hundred is six times as long
+    as the median."""
     sampling_batches: Annotated[float, Field(ge=1)] = 1.0
-    """Mean number of batches of prompts that a step with train.dynamic_sampling asks for."""
+    """Mean number of prompt batches per step with train.dynamic_sampling."""
     efficiency: EfficiencySection = EfficiencySection()
     disk: DiskSection = DiskSection()
     start_seconds: Annotated[float, Field(ge=0, le=1e6)] = 120.0
-    """From a job's begin to its first step, reading models and checkpoints apart: programs start, engines are built."""
+    """Time from a job's start to its first step, in seconds, without reading models and checkpoints."""
 
 
 class GpuEntry(Section):

@@ -1,4 +1,4 @@
-"""The section of what scores responses."""
+"""The section of rewards."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class RewardFunctionSection(Section):
     """One of several functions whose weighted sum is the reward."""
 
     name: Annotated[str, Field(pattern=r"^\w+$")]
-    """Of its part in the metrics and in the records of samples."""
+    """Name of this part of the reward in metrics and sample records."""
     function: ImportPath
-    """As reward.function."""
+    """Import path, as reward.function."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of the function."""
     weight: float = 1.0
-    """What its number is multiplied by in the sum."""
+    """Weight in the sum."""
     time_limit_seconds: PositiveFloat | None = None
     """Time limit of one call of this function, in seconds; default: as for reward.time_limit_seconds."""
 
@@ -32,37 +32,37 @@ class RewardModelSection(Section):
     """A sequence classifier with one label, as HuggingFace saves it, over the tokens of prompt and response."""
 
     path: Path
-    """Its folder."""
+    """Path to the reward model's folder."""
     weight: float = 1.0
-    """What its number is multiplied by in the sum with those of functions."""
+    """Weight in the sum with the functions' rewards."""
     parallel: ParallelSection | None = None
-    """How it is cut; default: like the actor."""
+    """Parallel layout; default: the actor's."""
     tokens_per_microbatch: PositiveInt | None = None
-    """Most tokens that a rank takes through it at once; default: train.log_prob_tokens_per_microbatch."""
+    """Maximum tokens per rank in one forward pass; default: train.log_prob_tokens_per_microbatch."""
     own_tokenizer: bool | None = None
-    """It reads conversations as its folder's tokenizer and chat template write them, not the policy's own tokens;
-    default: where the two vocabularies differ."""
+    """Rendering of conversations with the reward model's tokenizer and chat template instead of the policy's tokens;
+    default: true where the vocabularies differ."""
     chat_template: bool | Path = True
-    """With its own tokenizer: the chat template of its folder, or a Jinja file; false: prompt and response as they
-    are."""
+    """Chat template with its own tokenizer: its folder's (true), a Jinja file, or none (false): prompt and response
+    verbatim."""
     max_tokens: PositiveInt | None = None
-    """Longest conversation that it reads; default: its positions."""
+    """Maximum tokens of a conversation; default: the model's positions."""
     too_long: Literal["error", "truncate"] = "error"
-    """A longer conversation ends the run, or loses its beginning."""
+    """Action on a longer conversation: end the run (error), or drop its beginning (truncate)."""
 
 
 class RewardSection(Section):
     function: ImportPath | None = None
-    """Called as function(data_source, solution_str, ground_truth, extra_info, **arguments); returns a number, or a
-    dict with the key score. Default: rlhpc.rewards.rules:maths."""
+    """Import path of a function called as function(data_source, solution_str, ground_truth, extra_info, **arguments),
+    which returns a number or a dict with the key score; default: rlhpc.rewards.rules:maths."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of the function."""
     functions: list[RewardFunctionSection] = []
-    """In place of function: several, each with a name, and the reward is the sum of their numbers times weights."""
+    """Several functions in place of function, each with a name; the reward is their weighted sum."""
     model: RewardModelSection | None = None
-    """A reward model; without function and functions the only reward."""
+    """Reward model; the only reward without function and functions."""
     workers: PositiveInt = 2
-    """Most processes that score the responses of one engine, beside it."""
+    """Maximum reward workers beside each engine."""
     time_limit_seconds: PositiveFloat | None = None
     """Time limit of one call, in seconds, after which its process is killed; default: 5 for the functions of
     rlhpc.rewards.rules and rlhpc.rewards.formats, 30 for any other."""
@@ -70,11 +70,11 @@ class RewardSection(Section):
     """Memory that one call may allocate, in MiB, beyond what its process has when the call begins; default: 2048 for
     the functions of rlhpc.rewards, no limit for any other."""
     on_failure: Literal["error", "zero", "drop"] = "error"
-    """When a function raises an exception or a reward is not a finite number: end the run, count that reward as 0, or
-    drop the response from training."""
+    """Action when a function raises or a reward is not finite: end the run (error), count it as 0, or drop the response
+    from training."""
     on_timeout: Literal["error", "zero", "drop"] = "zero"
-    """When a call of your own function exceeds its time or memory limit, or its process dies: the same choice. Such a
-    call of a function of rlhpc.rewards always counts as 0."""
+    """Action when a call of your own function exceeds its time or memory limit, or its process dies, as on_failure.
+    Such a call of a function of rlhpc.rewards always counts as 0."""
 
     @property
     def entries(self) -> list[RewardFunctionSection]:

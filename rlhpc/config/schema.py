@@ -1,4 +1,4 @@
-"""The whole configuration of a run: one YAML file, strict keys, each field said in a line.
+"""The whole configuration of a run: one YAML file with strict keys, each field described in a line.
 
 Field descriptions go into the JSON schema that editors complete from (``rlhpc schema``).
 """
@@ -28,46 +28,46 @@ from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSectio
 
 
 class PrepareSection(Section):
-    """Code that makes the run's inputs on the machine, run once before the checks."""
+    """User code that creates the run's inputs, called once before the checks."""
 
     function: ImportPath
-    """Called as function(**arguments); must do nothing when its output is already there."""
+    """Import path of a function called as function(**arguments); it must do nothing when its output exists."""
     arguments: dict[str, Any] = {}
     """Keyword arguments of the function."""
 
 
 class ModelSection(Section):
     path: Path
-    """Folder with config.json, safetensors and tokenizer, as HuggingFace saves them."""
+    """Path to a HuggingFace model folder: config.json, safetensors and tokenizer."""
     weights: Path | None = None
-    """Folder of the weights if they are not in path, such as checkpoints/step-00000120/actor of another run."""
+    """Path to the weights if they are not in path, such as checkpoints/step-00000120/actor of another run."""
     family: ImportPath | None = None
-    """A model family of your own, a value of type rlhpc.models.Family; default: the one that config.json names."""
+    """Import path of your own model family (rlhpc.models.Family); default: the one that config.json names."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of weights and activations in training and rollout; master weights are float32 always."""
+    """Data type of weights and activations in training and rollout; master weights are always float32."""
 
 
 class ResourcesSection(Section):
     ranks_per_node: PositiveInt = 1
-    """Processes on each node: one per GPU, or per group of CPU cores."""
+    """Number of processes per node: one per GPU, or per group of CPU cores."""
     threads_per_rank: PositiveInt | None = None
-    """CPU threads of each rank; default: in a job slurm.cpus_per_rank, else the machine's cores shared evenly."""
+    """Number of CPU threads per rank; default: slurm.cpus_per_rank in a job, else an even share of the cores."""
 
 
 class ReshardSection(Section):
-    """How weights get from training into the engines."""
+    """Weight sync from training into the engines."""
 
     method: Literal["direct", "gather"] = "direct"
-    """direct: each rank receives what it lacks; gather: whole tensors, through vLLM's own loader."""
+    """Method: direct sends each rank only the blocks it lacks; gather goes through whole tensors and vLLM's loader."""
     bucket_mib: PositiveInt = 256
-    """Most that a rank sends or receives at once, and so the memory it takes besides the weights, on each side."""
+    """Maximum that a rank sends or receives at once, in MiB: the extra memory of a weight sync on each side."""
     verify: Literal["always", "never"] | PositiveInt = 50
-    """Compare checksums of both sides at the first weight sync and at every so many after it, always or never."""
+    """Interval of checksum comparisons in weight syncs, after one at the first; or always, or never."""
     max_logprob_diff: PositiveFloat | None = 0.5
-    """Mean difference of the engine's log-probs from the trainer's, in a step, that ends the run; null: none does, nor
-    with rollout.top_p below 1."""
+    """Maximum of logprob_diff_mean before the run ends with an error; null: no maximum. Ignored with rollout.top_p
+    below 1."""
     share_weights: bool = False
-    """Engines use the trainer's memory for parameters that are the same bytes on both sides. Not with offload."""
+    """Sharing of memory for parameters that are byte-identical in trainer and engine. Excludes offloading."""
 
 
 class SFTOptimizerSection(OptimizerSection):
@@ -79,11 +79,12 @@ class SFTSection(Section):
     """Supervised warm-up before RL, on the same trainer."""
 
     data: list[Path]
-    """Files with a column messages (chat) or prompt and response; the loss is on the last assistant message."""
+    """Paths of files with a column messages (chat), or prompt and response; the loss covers the last assistant
+    message."""
     steps: PositiveInt
-    """Supervised steps of the whole run."""
+    """Number of supervised steps in the whole run."""
     sequences_per_step: PositiveInt = 64
-    """Examples in each step, over all ranks."""
+    """Number of examples per step, over all ranks."""
     optimizer: SFTOptimizerSection = SFTOptimizerSection()
 
 
@@ -91,21 +92,21 @@ class TrainSection(Section):
     """The RL phase."""
 
     steps: NonNegativeInt
-    """RL steps of the whole run; 0: only the supervised warm-up."""
+    """Number of RL steps in the whole run; 0: supervised warm-up only."""
     prompts_per_step: PositiveInt = 64
-    """Prompts in each step, over all ranks."""
+    """Number of prompts per step, over all ranks."""
     minibatches: PositiveInt = 1
-    """Optimizer updates that each step's samples are divided into."""
+    """Number of optimizer updates that each step's samples are divided into."""
     epochs: PositiveInt = 1
-    """Passes over each step's samples."""
+    """Number of passes over each step's samples."""
     tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens that a rank takes through forward and backward at once; never less than one sequence."""
+    """Maximum tokens per rank in one forward and backward pass; a longer sequence is a microbatch of its own."""
     log_prob_tokens_per_microbatch: PositiveInt | None = None
-    """The same for passes without gradient, of actor and reference model; default: tokens_per_microbatch."""
+    """Maximum tokens per rank in log-prob passes of actor and reference; default: tokens_per_microbatch."""
     mask_truncated: bool = False
-    """Learn nothing from responses that were cut off (overlong filtering), though they count among their group."""
+    """Overlong filtering: truncated responses are masked from the loss, but still count in their group's baseline."""
     max_skipped_updates: PositiveInt = 3
-    """Updates of one model skipped in a row, for gradients that are not finite, that end the run; in the supervised
+    """Maximum consecutive updates of one model skipped for non-finite gradients before the run ends; in the supervised
     warm-up too."""
     dynamic_sampling: DynamicSamplingSection | None = None
     replay: ReplaySection | None = None
@@ -115,29 +116,29 @@ class TrainSection(Section):
 
 class CheckpointSection(Section):
     every: NonNegativeInt = 20
-    """Steps (warm-up steps too) between checkpoints; 0: only at the end, and where the run must stop."""
+    """Interval between checkpoints in steps, warm-up steps included; 0: only at the end and when the run must stop."""
     keep: PositiveInt = 2
-    """Newest checkpoints kept on disk."""
+    """Number of newest checkpoints kept on disk."""
     asynchronous: bool = False
-    """Write checkpoints in the background of training; the last one, and where the run must stop, at once."""
+    """Background writing of checkpoints during training; the last one, and one before a stop, are written at once."""
 
 
 class ObserveSection(Section):
     tensorboard: bool = True
-    """Write the metrics for TensorBoard too."""
+    """Metrics for TensorBoard as well."""
     samples: NonNegativeInt = 8
-    """Samples of each validation written to samples.jsonl and shown at the end."""
+    """Number of samples per validation written to samples.jsonl and shown at the end."""
 
 
 class RunConfig(Section):
     """One run of rlhpc."""
 
     name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
-    """Letters, digits and . _ -"""
+    """Name of the run: letters, digits and . _ -"""
     run_dir: Path | None = None
-    """Where everything of the run is written; default: runs/<name>."""
+    """Path of the run folder, where everything is written; default: runs/<name>."""
     seed: NonNegativeInt = 0
-    """Of sampling and of the order of the data."""
+    """Seed for sampling and data order."""
     prepare: PrepareSection | None = None
     model: ModelSection
     resources: ResourcesSection = ResourcesSection()

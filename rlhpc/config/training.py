@@ -1,4 +1,4 @@
-"""Sections of whatever is trained: how it is cut, its optimizer, its experts, its memory."""
+"""Sections of a trained model: parallel layout, optimizer, experts, memory."""
 
 from __future__ import annotations
 
@@ -17,61 +17,61 @@ from rlhpc.config.section import (
 
 
 class ParallelSection(Section):
-    """How the training side is cut. Data parallelism takes the ranks that are left."""
+    """Parallel layout of training. Data parallelism takes the remaining ranks."""
 
     tp: PositiveInt = 1
     """Tensor parallel size."""
     pp: PositiveInt = 1
     """Pipeline parallel size."""
     vpp: PositiveInt | None = None
-    """Virtual pipeline stages on each pipeline rank: shorter pauses at the price of more messages. Needs pp > 1."""
+    """Virtual pipeline stages per pipeline rank: smaller bubbles, more messages. Needs pp > 1."""
     first_stage_layers: PositiveInt | None = None
-    """Layers on the first pipeline rank; default: as many as on each rank between first and last."""
+    """Number of layers on the first pipeline rank; default: as on each rank between first and last."""
     last_stage_layers: PositiveInt | None = None
-    """Layers on the last pipeline rank; default: as many as on each rank between first and last."""
+    """Number of layers on the last pipeline rank; default: as on each rank between first and last."""
     cp: PositiveInt = 1
-    """Context parallel size: each sequence is cut over so many ranks."""
+    """Context parallel size: number of ranks that each sequence is split over."""
     cp_method: Literal["all_gather", "ulysses"] = "all_gather"
-    """How those ranks come to attend to whole sequences: all_gather gives each one all keys and values, ulysses gives
-    it all tokens of some heads (Jacobs et al. 2023) and needs the heads of a tensor-parallel rank to divide by cp."""
+    """Exchange for attention over whole sequences: all_gather gives each rank all keys and values; ulysses gives it all
+    tokens of some heads (Jacobs et al. 2023), and cp must divide the heads of a tensor-parallel rank."""
     ep: PositiveInt = 1
-    """Expert parallel size: the experts of a layer are divided among so many ranks."""
+    """Expert parallel size: number of ranks that the experts of a layer are divided among."""
     etp: PositiveInt = 1
     """Tensor parallel size inside an expert."""
     expert_dispatch: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens reach the ranks of their experts: each to its own, or all to all of them."""
+    """Token dispatch to experts: alltoall sends each token to its experts' ranks, allgather all tokens to all ranks."""
     sequence_parallel: bool = True
-    """Cut activations along the sequence between tensor-parallel regions; used when tp > 1. Experts and latent
-    attention need it then."""
+    """Sequence parallelism: activations split along the sequence between tensor-parallel regions, when tp > 1. Required
+    then by experts and latent attention."""
 
 
 class OptimizerSection(Section):
-    """AdamW (Loshchilov and Hutter 2019) unless ``function`` says otherwise; no decay on vectors (norms and biases)."""
+    """AdamW (Loshchilov and Hutter 2019) unless ``function`` is set; no weight decay on vectors (norms and biases)."""
 
     learning_rate: PositiveFloat = 1e-6
-    """Highest rate of the schedule."""
+    """Peak learning rate."""
     beta1: Fraction = 0.9
-    """Decay of the gradient's running mean."""
+    """Decay rate of the first moment."""
     beta2: Fraction = 0.999
-    """Decay of the running mean of the gradient's square."""
+    """Decay rate of the second moment."""
     epsilon: PositiveFloat = 1e-8
-    """Added to the root of that mean."""
+    """Constant added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
-    """Decoupled, scaled by the learning rate."""
+    """Decoupled weight decay, scaled by the learning rate."""
     max_grad_norm: PositiveFloat = 1.0
-    """Bound on the global gradient norm."""
+    """Maximum global gradient norm; larger gradients are scaled down to it."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Shape after the warm-up, down to final_fraction of the rate at the last step."""
+    """Learning-rate schedule after the warm-up, down to final_fraction of the peak at the last step."""
     warmup_steps: NonNegativeInt = 0
-    """Steps in which the rate rises linearly."""
+    """Number of steps of linear warm-up."""
     final_fraction: Share = 0.0
-    """See schedule."""
+    """Final learning rate as a fraction of the peak; see schedule."""
     optimizer_offload_fraction: Share = 0.0
-    """AdamW only: this share of the parameters has moments and master weights in host memory; the CPU updates it."""
+    """Fraction of the parameters whose moments and master weights are in CPU memory and updated there; AdamW only."""
     function: ImportPath | None = None
-    """Your own in place of AdamW, called as function(param_groups, **arguments); see docs/optimizer.md."""
+    """Import path of your own optimizer, called as function(param_groups, **arguments); see docs/optimizer.md."""
     arguments: dict[str, Any] = {}
-    """Keyword arguments of the function; beta1, beta2 and epsilon are AdamW's own and not passed on."""
+    """Keyword arguments of the function; beta1, beta2 and epsilon are AdamW's and not passed on."""
 
 
 class ExpertsSection(Section):
@@ -80,37 +80,37 @@ class ExpertsSection(Section):
     aux_loss: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss (Fedus et al. 2022, section 2.2); 0: routers learn from the objective alone."""
     bias_update_rate: NonNegativeFloat = 0.0
-    """By how much an update moves each expert's bias towards equal load, in models that have one; 0: it is frozen."""
+    """Step size of each expert's bias towards equal load per update, in models that have one; 0: frozen."""
     router_dtype: Literal["engine", "float32"] = "engine"
-    """Precision of the routers' logits: that of vLLM's kernels for the model family, so that trainer and engine choose
-    the same experts, or float32."""
+    """Data type of router logits: that of vLLM's kernels for the family, so that trainer and engine choose the same
+    experts; or float32."""
     router_replay: bool = False
-    """Send each token to the experts that it went to when it was generated (routing replay, arXiv 2510.11370)."""
+    """Router replay (arXiv 2510.11370): each token trains on the experts that it was routed to in the engine."""
 
 
 class OffloadSection(Section):
-    """What leaves the training device while it is not needed. It comes back by itself before it is used."""
+    """State moved to CPU memory while unused. It returns automatically before use."""
 
     parameters: bool = False
-    """The actor's weights, while the engine generates."""
+    """Offload of the actor's weights while the engine generates."""
     gradients: bool = False
-    """Gradient buffers, outside of updates: freed, their content is not kept."""
+    """Release of gradient buffers between updates; their content is discarded."""
     optimizer: bool = False
-    """Master weights and moments, outside of updates."""
+    """Offload of master weights and moments between updates."""
     reference: bool = False
-    """The frozen reference model, except while it computes."""
+    """Offload of the frozen reference model except while it computes."""
     fraction: Share = 1.0
-    """At least this share of the chosen bytes, in whole buffers: gradients first, then optimizer, then weights."""
+    """Minimum fraction of the selected bytes to offload, in whole buffers: gradients, then optimizer, then weights."""
 
 
 class MemorySection(Section):
-    """How training is made to fit into the device's memory, in both phases; see docs/memory.md."""
+    """Memory savings in training, in both phases; see docs/memory.md."""
 
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations not kept for the backward pass but computed again: of recompute_modules, or of all layers."""
+    """Activation recomputation in the backward pass: of recompute_modules (selective), or of all layers (full)."""
     recompute_modules: list[Literal["core_attn", "mlp", "moe", "shared_experts"]] = ["core_attn", "mlp", "moe"]
-    """With selective, of those that the model has: attention without its projections, dense feed-forward, expert
-    layers, shared experts."""
+    """Modules recomputed with selective, where the model has them: core attention, dense feed-forward, expert layers,
+    shared experts."""
     recompute_layers: PositiveInt = 1
-    """With full: layers of which only the first one's input is kept."""
+    """Number of layers per recomputed group with full; only the input of each group's first layer is stored."""
     offload: OffloadSection = OffloadSection()
