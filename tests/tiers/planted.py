@@ -91,7 +91,7 @@ FAULTS = (
         "tool-tokens-in-the-denominator",
         "rlhpc/api/types.py",
         "tokens of tool answers count in the mean of the loss, so that long answers dilute the gradient",
-        "return self.response_len if self.chosen is None else int(self.chosen.sum())",
+        "return self.response_len if self.response_mask is None else int(self.response_mask.sum())",
         "return self.response_len",
     ),
     Fault(
@@ -105,7 +105,7 @@ FAULTS = (
         "tool-answers-trained-on",
         "rlhpc/data/collate.py",
         "the policy is trained to produce what tools answered",
-        "[np.ones(n) if own is None else own for own, n in zip(chosen, spans.response_lengths, strict=True)]",
+        "[np.ones(n) if own is None else own for own, n in zip(response_mask, spans.response_lengths, strict=True)]",
         "[np.ones(n) for n in spans.response_lengths]",
     ),
     Fault(
@@ -203,7 +203,7 @@ FAULTS = (
         "leftover-groups-not-saved",
         "rlhpc/trainer/loop.py",
         "a resumed run has lost surplus groups, unfinished responses and the replay buffer",
-        "        run.kept.save(folder, run.info.rank)\n",
+        "        run.carryover.save(folder, run.info.rank)\n",
         "",
     ),
     Fault(
