@@ -72,7 +72,10 @@ def unknown_keys(text: str) -> list[str]:
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_keys_in_the_pages_exist(page: Path) -> None:
-    assert not unknown_keys(prose(page))
+    text = prose(page)
+    if page.name == "coming_from.md":  # keys of other frameworks are in the other columns
+        text = re.sub(r"^(\|[^|\n]*\|).*$", r"\1", text, flags=re.M)
+    assert not unknown_keys(text)
 
 
 def test_a_key_that_is_not_there_is_seen() -> None:
