@@ -1,4 +1,4 @@
-"""Runs the demo's task with every algorithm and several seeds, and rewrites README's table of what they came to.
+"""Runs the demo's task with every algorithm and several seeds, and rewrites the table in docs/algorithms.md.
 
     python -m tools.algorithm_table [NAME ...] [--seeds 0 1 2]
 
@@ -68,7 +68,7 @@ def main() -> int:
             result = run_demo(seed, base / name / f"seed-{seed}", CONFIGS / f"{name}.yaml")
             kept.setdefault(name, {})[str(seed)] = entry(result)
             write_atomic(KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
-            rewrite(ROOT / "README.md", MARKER, table(kept))
+            rewrite(ROOT / "docs" / "algorithms.md", MARKER, table(kept))
     missed = [f"{name} {seed}" for name, of in kept.items() for seed, r in of.items() if r["after"] < LEAST_AFTER_GRPO]
     if missed:
         print(f"missed {LEAST_AFTER_GRPO}: {', '.join(missed)}", file=sys.stderr)
