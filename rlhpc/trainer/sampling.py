@@ -229,7 +229,7 @@ class _Collection:
             if under_way and ended < self._plan.missing:
                 continue  # the reward workers need not be waited for yet
             self._ended = self._collector.ended_groups
-            self._judge(self._exchange(self._collector.harvest()))
+            self._take(self._exchange(self._collector.harvest()))
         if under_way:
             for scored in self._exchange(self._collector.stop()):
                 self._put(scored, done=False)
@@ -257,7 +257,7 @@ class _Collection:
             self.failures.update(part[2])
         return found
 
-    def _judge(self, found: Sequence[Scored]) -> None:
+    def _take(self, found: Sequence[Scored]) -> None:
         for scored in found:
             self._put(scored, done=True)
         ended = [self.groups[number] for number in sorted({s.group for s in found}) if self.groups[number].finished]

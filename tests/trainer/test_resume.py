@@ -26,7 +26,7 @@ EVERY_LEVER = {
         "recompute": "full",
         "offload": {"parameters": True, "gradients": True, "optimizer": True, "reference": True},
     },
-    "train__optimizer__host_fraction": 0.5,
+    "train__optimizer__optimizer_offload_fraction": 0.5,
 }
 
 
