@@ -214,7 +214,7 @@ class Heartbeat:
     def _write_stacks(self, text: bytes) -> None:
         """Through the descriptor that faulthandler has, which goes on behind it.
 
-        The file is at no time empty: between two of these calls the interpreter's lock may be taken for good.
+        The file is never empty: between two of these calls the interpreter's lock may be taken for good.
         """
         if self._stacks is None:
             return

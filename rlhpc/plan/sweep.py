@@ -69,7 +69,7 @@ def parse_range(text: str) -> tuple[int, int]:
     """``gpus=96..1024``; a UserError for anything else."""
     found = re.fullmatch(r"gpus=(\d+)\.\.(\d+)", text)
     if not found or not 0 < int(found[1]) <= int(found[2]):
-        raise UserError(f"{text!r} is no range", where=_WHERE, remedy="write it as gpus=96..1024")
+        raise UserError(f"{text!r}: invalid range", where=_WHERE, remedy="write it as gpus=96..1024")
     return int(found[1]), int(found[2])
 
 

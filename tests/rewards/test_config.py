@@ -27,7 +27,7 @@ def test_one_function_or_several():
     [
         (functions("a", function="c:d"), "reward.functions: reward.function is given too"),
         (functions("a", arguments={"x": 1}), "reward.functions: reward.arguments is given too"),
-        (functions("a", "b", "a"), "reward.functions: 'a' is the name of two"),
+        (functions("a", "b", "a"), "reward.functions: 'a': duplicate name"),
         (functions("a", "mean"), "reward.functions: 'mean' means something else in the metrics"),
     ],
 )

@@ -24,7 +24,8 @@ def submission_error(text: str, slurm: SlurmSection) -> UserError:
         if match:
             return build(slurm, match.groupdict().get("what") or match.group(0))
     said = last_line(text).removeprefix("Batch job submission failed: ")
-    return UserError(f"sbatch refused the job: {said or 'without a word'}", where="slurm", remedy="see `man sbatch`")
+    reason = said or "no message from sbatch"
+    return UserError(f"sbatch refused the job: {reason}", where="slurm", remedy="see `man sbatch`")
 
 
 def _partition(slurm: SlurmSection, what: str) -> UserError:

@@ -80,7 +80,7 @@ def check_reward(section: RewardSection) -> None:
         raise UserError(f"reward.{key} is given too", where="reward.functions", remedy="give all of it in the list")
     twice = [name for name, count in Counter(item.name for item in section.functions).items() if count > 1]
     if twice:
-        raise UserError(f"{twice[0]!r} is the name of two", where="reward.functions", remedy="name each differently")
+        raise UserError(f"{twice[0]!r}: duplicate name", where="reward.functions", remedy="name each differently")
     taken = next((item.name for item in section.functions if item.name in _TAKEN), None)
     if taken is not None:
         raise UserError(f"{taken!r} means something else in the metrics", where="reward.functions", remedy="rename it")

@@ -53,4 +53,4 @@ def _check_tools(config: RunConfig) -> None:
         )
     twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
     if twice:
-        raise UserError(f"{twice[0]!r} is the name of two", where="rollout.tools", remedy="name each differently")
+        raise UserError(f"{twice[0]!r}: duplicate name", where="rollout.tools", remedy="name each differently")

@@ -74,7 +74,8 @@ def outline(config: RunConfig) -> Summary:
 def check_node_range(config: RunConfig) -> None:
     """The least number of nodes is not above the most."""
     if config.slurm.least_nodes > config.slurm.most_nodes:
-        raise UserError(f"{config.slurm.nodes} is no range", where="slurm.nodes", remedy="write [least, most]")
+        wrong = f"{config.slurm.nodes}: invalid range: minimum exceeds maximum"
+        raise UserError(wrong, where="slurm.nodes", remedy="write [minimum, maximum]")
 
 
 def check_own_checkpoints(config: RunConfig) -> None:

@@ -45,7 +45,7 @@ def without_slurm(monkeypatch, tmp_path):
          "slurm", "do not allow this job (Job violates"),
         (FAILED + "User's group not permitted to use this partition", "slurm.partition", "may not use partition gpu"),
         (FAILED + "Something of the future\n", "slurm", "sbatch refused the job: Something of the future"),
-        ("", "slurm", "sbatch refused the job: without a word"),
+        ("", "slurm", "sbatch refused the job: no message from sbatch"),
     ],
 )  # fmt: skip
 def test_what_sbatch_says(said, key, told):

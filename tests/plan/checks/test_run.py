@@ -102,7 +102,7 @@ def test_the_summary_names_every_axis(inputs):
             ["slurm.nodes=[1, 2]", "resources.ranks_per_node=2", "train.minibatches=4", "train.prompts_per_step=2"],
             "train.minibatches: on 2 nodes: minibatches of 2 samples cannot feed 4 data-parallel ranks; use 2",
         ),
-        (["slurm.nodes=[3, 2]"], "slurm.nodes: (3, 2) is no range; write [least, most]"),
+        (["slurm.nodes=[3, 2]"], "slurm.nodes: (3, 2): invalid range: minimum exceeds maximum; write [minimum, max"),
         (["train.steps=0"], "train.steps: 0 steps and no sft section"),
         (["data.train=[]"], "data.train: no prompt files"),
         (["sft={data: [x.jsonl], steps: 1, sequences_per_step: 1}", "resources.ranks_per_node=2"], "sft.sequences_per"),
