@@ -60,8 +60,8 @@ def ready_case(file: str, overrides: Sequence[str] = ()) -> Case:
 
 
 def published_table() -> str:
-    """Foretold beside published."""
-    rows = ["| run | figure | published | foretold | off by |", "| --- | --- | --- | --- | --- |"]
+    """Predicted vs. published."""
+    rows = ["| run | figure | published | predicted | off by |", "| --- | --- | --- | --- | --- |"]
     for row in PUBLISHED:
         rows += [
             f"| `{row.file}` | {name} | {told:,g} | {_number(found)} | {found / told - 1:+.0%} |"
@@ -77,7 +77,7 @@ def summary() -> str:
         for name, told, found in figures(row):
             off.setdefault(name.rpartition(",")[0] or name, []).append(found / told - 1)
     ranges = [f"{name.lower() if name[1].islower() else name} {_range(values)}" for name, values in off.items()]
-    return f"Foretold beside published: {'; '.join(ranges)}.\n"
+    return f"Predicted vs. published: {'; '.join(ranges)}.\n"
 
 
 def _range(values: Sequence[float]) -> str:
@@ -85,7 +85,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def ready_table() -> str:
-    """What is foretold of every ready configuration as it is."""
+    """What is predicted of every ready configuration as it is."""
     rows = [
         "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GiB of GPU | GiB of host |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",

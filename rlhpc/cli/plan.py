@@ -34,7 +34,7 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 @click.option("--network", type=_SPEED, help="With --reshard: GB/s of a rank to other nodes, one way.")
 @click.option("--node", type=_SPEED, help="With --reshard: GB/s of a rank inside its node, one way.")
 @click.option("--memory", type=_SPEED, help="With --reshard: GB/s that a rank reads and writes.")
-@click.option("--gpu", metavar="NAME", help="Foretell times for this GPU; default: planning.gpu, slurm.gpu_type.")
+@click.option("--gpu", metavar="NAME", help="Predict times for this GPU; default: planning.gpu, slurm.gpu_type.")
 @click.option("--search", "searches", is_flag=True, help="The five fastest layouts that fit, as YAML.")
 @click.option("--sweep", metavar="gpus=A..B", help="The same run on A to B GPUs, as a table and a plot.")
 @click.option("--plot", metavar="FILE", help="With --sweep: where the plot goes; default: NAME-sweep.png.")
@@ -55,9 +55,9 @@ def plan(
     calibrate: str | None,
     as_text: bool,
 ) -> None:
-    """Foretell a run of CONFIG, a YAML file, from it and the model's config.json; weights may be elsewhere.
+    """Predict a run of CONFIG, a YAML file, from it and the model's config.json; weights may be elsewhere.
 
-    See docs/planning.md for what is foretold, and how well.
+    See docs/planning.md for what is predicted, and how well.
 
     Bandwidths that --reshard is not told are those of the GPU that is named; without one, of a 400 Gb/s adapter and
     fourth-generation NVLink for each GPU and of an H100's or H200's memory.
@@ -87,7 +87,7 @@ def plan(
     elif calibrate is not None:
         lines = _calibrate(loaded, gpu, calibrate, as_text)
     else:
-        lines = _foretold(loaded, gpu, as_text)
+        lines = _predicted(loaded, gpu, as_text)
     click.echo("\n".join(lines))
 
 
@@ -108,7 +108,7 @@ def _moved(
     return _report(report, bandwidths) if rank is None else _rank_lines(report, rank)
 
 
-def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
+def _predicted(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
     """Layout, batches and model; the memory of each phase; the time of a step where a GPU is named."""
     from rlhpc.cli.plan_memory import memory_json, render_memory
     from rlhpc.cli.plan_time import run_json, step_json, step_lines
@@ -131,9 +131,9 @@ def _foretold(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
         return [json.dumps({**dict(rows), "memory": memory_json(memory, host), **times}, indent=2)]
     lines = _aligned(rows)
     if not rl:
-        lines += _aligned([("time", "is foretold of RL steps, of which there are none (train.steps)")])
+        lines += _aligned([("time", "is predicted of RL steps, of which there are none (train.steps)")])
     elif case is None or step is None:
-        lines += _aligned([("time", "of a step is foretold for a GPU that is named: --gpu h200, or planning.gpu")])
+        lines += _aligned([("time", "of a step is predicted for a GPU that is named: --gpu h200, or planning.gpu")])
     else:
         lines += step_lines(case, step)
     remedies = find_remedies(config, shape, layout, memory)

@@ -142,7 +142,7 @@ def asked_text(case: Case) -> str:
 def search_lines(config: RunConfig, gpu: Gpu, found: Found, asked: str) -> list[str]:
     """The best layouts as YAML; what is said of each is a comment."""
     lines = [
-        f"# {found.layouts:,} layouts suit; of {found.timed:,} ways to run them the time was foretold",
+        f"# {found.layouts:,} layouts suit; of {found.timed:,} ways to run them the time was predicted",
         f"# as configured: {asked}",
         f"# each is to be merged into the sections of {config.name}, or its second line pasted behind CONFIG",
     ]
@@ -216,7 +216,7 @@ def calibrated(case: Case, run: Path) -> Calibration:
 
 
 def calibrate_lines(found: Calibration) -> list[str]:
-    """YAML of what was fitted and of the run's lengths, and in comments what is foretold with it."""
+    """YAML of what was fitted and of the run's lengths, and in comments what is predicted with it."""
     return [*(f"# {line}".rstrip() for line in _calibration(found)), *yaml12.dump(_fitted(found)).splitlines()]
 
 

@@ -64,7 +64,7 @@ class Calibration:
     measured: Measured
     efficiency: EfficiencySection
     changed: Mapping[str, float]
-    before: Mapping[str, float]  # seconds foretold with what was known before, by the keys of PHASES
+    before: Mapping[str, float]  # seconds predicted with what was known before, by the keys of PHASES
     after: Mapping[str, float]
 
 
@@ -121,11 +121,11 @@ def calibrate(
     """
     config = config.model_copy(update={"planning": config.planning.model_copy(update=measured.lengths)})
 
-    def foretold(changed: EfficiencySection) -> StepTime:
+    def predicted(changed: EfficiencySection) -> StepTime:
         return predict_step(config, shape, layout, gpu, changed)
 
     def seconds(names: Sequence[str], tried: EfficiencySection) -> float:
-        return sum(phase_seconds(foretold(tried))[name] for name in names)
+        return sum(phase_seconds(predicted(tried))[name] for name in names)
 
     found = efficiency
     passes = [name for name in ("reward_model", "log_probs") if name in measured.seconds]
@@ -146,7 +146,7 @@ def calibrate(
         if value != getattr(efficiency, name)
     }
     found = efficiency.model_copy(update=changed)
-    return Calibration(measured, found, changed, phase_seconds(foretold(efficiency)), phase_seconds(foretold(found)))
+    return Calibration(measured, found, changed, phase_seconds(predicted(efficiency)), phase_seconds(predicted(found)))
 
 
 def _fitted(
@@ -157,7 +157,7 @@ def _fitted(
 
 
 def phase_seconds(step: StepTime) -> dict[str, float]:
-    """A foretold step by the names that metrics.jsonl has for its phases."""
+    """A predicted step by the names that metrics.jsonl has for its phases."""
     return {name: sum(step.phase(phase).seconds for phase in phases) for name, phases in PHASES.items()}
 
 

@@ -1,4 +1,4 @@
-"""A configuration with all that its time and memory are foretold from."""
+"""A configuration with all that its time and memory are predicted from."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Case:
         return predict_step(self.config, self.shape, self.layout, self.gpu, self.efficiency)
 
     def run(self, step: StepTime) -> RunTime:
-        """All of its steps, each as ``step`` was foretold."""
+        """All of its steps, each as ``step`` was predicted."""
         return predict_run(self.config, self.shape, self.layout, self.gpu, self.efficiency, self.disk, step)
 
 

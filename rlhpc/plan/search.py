@@ -1,4 +1,4 @@
-"""Which layout, recomputation, offload, micro batch and engine size is fastest within memory, as far as foretold."""
+"""Which layout, recomputation, offload, micro batch and engine size is fastest within memory, as far as predicted."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _VIRTUAL = (2, 3, 4, 5, 6)
 _CONTEXT = (1, 2, 4, 8)
 _ENGINES = 3  # engine sizes that are tried with each layout, the fastest ones
 _AROUND = ("load", "save")  # phases outside of steps
-_USABLE = 0.95  # of a GPU: fragments of the allocator are not foretold, and the rest not to the last percent
+_USABLE = 0.95  # of a GPU: fragments of the allocator are not predicted, and the rest not to the last percent
 _LEVELS = ("none", "selective", "full")
 _GROUPS = (1, 2, 3, 4)  # layers that are computed again together: larger ones need more than they leave behind
 _PASSES = "forward and backward"  # the phases whose memory the size of these groups changes
@@ -78,7 +78,7 @@ class Found:
 
     best: tuple[Candidate, ...]
     layouts: int  # that suit model, ranks and batches
-    timed: int  # variants of them whose time was foretold
+    timed: int  # variants of them whose time was predicted
     looked_at: int  # of layouts and variants, whose memory was
 
 

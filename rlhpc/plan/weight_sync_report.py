@@ -1,4 +1,4 @@
-"""What a weight sync moves, foretold from the config and the model's config.json alone."""
+"""What a weight sync moves, predicted from the config and the model's config.json alone."""
 
 from __future__ import annotations
 

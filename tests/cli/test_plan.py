@@ -1,4 +1,4 @@
-"""``rlhpc plan``: what it foretells of published models that nobody has here, and of a tiny one by heart."""
+"""``rlhpc plan``: what it predicts of published models that nobody has here, and of a tiny one by heart."""
 
 from __future__ import annotations
 
@@ -205,9 +205,9 @@ def test_a_search_needs_no_layout_that_suits() -> None:
     assert text.count("---\n") == 5
 
 
-def test_without_rl_steps_there_is_no_step_to_foretell(tmp_path: Path) -> None:
+def test_without_rl_steps_there_is_no_step_to_predict(tmp_path: Path) -> None:
     none = (READY, "train.steps=0")
-    assert "is foretold of RL steps, of which there are none" in plan(*none)
+    assert "is predicted of RL steps, of which there are none" in plan(*none)
     assert "time" not in json.loads(plan(*none, "--json"))
     for option in (["--search"], ["--sweep", "gpus=8..16"], ["--calibrate", str(tmp_path)]):
         done = CliRunner().invoke(cli, ["plan", *none, *option])
@@ -231,7 +231,7 @@ def test_a_plot_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> Non
     assert str(done.exception).startswith("--plot: cannot write")
 
 
-def test_a_run_calibrates_what_is_foretold(tmp_path: Path) -> None:
+def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     step = {
         "phase": "rl",
         "response/length_mean": 300.0,
@@ -279,7 +279,7 @@ def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -
         (("--plot", "x.png"), "--plot: is for a plot of several numbers of GPUs; add --sweep"),
     ],
 )
-def test_what_cannot_be_foretold_is_told(tiny: str, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_predicted_is_told(tiny: str, arguments: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(cli, ["plan", tiny, *arguments])
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)

@@ -1,4 +1,4 @@
-"""docs/memory.md has the bytes that are foretold for its model."""
+"""docs/memory.md has the bytes that are predicted for its model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tests.docs.pages import DOCS, ROOT
 TOKENS = 2048
 
 
-def foretold(memory: MemorySection, kernels: Kernels) -> float:
+def predicted(memory: MemorySection, kernels: Kernels) -> float:
     """Bytes of a token in a layer of Qwen2.5-1.5B."""
     shape = read_model(ROOT / "configs" / "ready" / "models" / "Qwen2.5-1.5B-Instruct")
     setting = Setting(shape, ParallelLayout(1), ParallelSection(), memory, "bfloat16", kernels)
     return layer_kept(setting, TOKENS, has_experts=False) / TOKENS
 
 
-def test_bytes_of_activations_are_those_foretold() -> None:
+def test_bytes_of_activations_are_those_predicted() -> None:
     rows = re.findall(r"^\| (`(?:none|selective|full)`.*?) \| [^|]+ \| ([\d,]+) \| ([\d,]+) \|", _page(), re.MULTILINE)
     assert len(rows) == 6
     for keys, on_cpu, on_gpu in rows:
@@ -30,8 +30,8 @@ def test_bytes_of_activations_are_those_foretold() -> None:
             key.removeprefix("memory."): value for text in others for key, value in yaml12.parse(text, "").items()
         }
         memory = MemorySection(recompute=recompute, **changes)
-        assert foretold(memory, "padded") == int(on_cpu.replace(",", "")), keys
-        assert foretold(memory, "fused") == int(on_gpu.replace(",", "")), keys
+        assert predicted(memory, "padded") == int(on_cpu.replace(",", "")), keys
+        assert predicted(memory, "fused") == int(on_gpu.replace(",", "")), keys
 
 
 def _page() -> str:

@@ -1,4 +1,4 @@
-"""How near is what is foretold of activations to what autograd keeps in real forward passes?
+"""How near is what is predicted of activations to what autograd keeps in real forward passes?
 
 ``python -m tests.helpers.activation_memory`` tries models and settings on real ranks, and prints a table.
 """
@@ -37,7 +37,8 @@ class ActivationCase:
 
 
 def compare(folders: dict[str, Path], cases: Sequence[ActivationCase]) -> list[tuple[int, int]]:
-    """Run on every rank of a job: for each case the bytes kept at the end of a forward pass, and the bytes foretold."""
+    """Run on every rank of a job: for each case the bytes kept at the end of a forward pass, and the bytes
+    predicted."""
     return [_compare(folders[case.kind], case) for case in cases]
 
 
@@ -176,10 +177,10 @@ def main() -> None:
             ranks = run_ranks(compare, world_size, folders, cases, timeout=1800)
             for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
                 # Ranks with experts get unequal shares of the tokens: sums are compared.
-                measured, foretold = (sum(result[i] for result in results) for i in (0, 1))
-                off = foretold / measured - 1
+                measured, predicted = (sum(result[i] for result in results) for i in (0, 1))
+                off = predicted / measured - 1
                 worst = max(worst, abs(off))
-                print(f"{world_size} ranks  {case!s:80} {measured:>12,} {foretold:>12,} {off:+.1%}", flush=True)
+                print(f"{world_size} ranks  {case!s:80} {measured:>12,} {predicted:>12,} {off:+.1%}", flush=True)
         print(f"worst {worst:.1%}")
 
 

@@ -44,7 +44,7 @@ class StateCase:
 
 
 def compare(folders: dict[str, Path], cases: Sequence[StateCase]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Run on every rank of a job: for each case what the rank has allocated, and what was foretold of it."""
+    """Run on every rank of a job: for each case what the rank has allocated, and what was predicted of it."""
     return [_compare(folders[case.kind], case) for case in cases]
 
 
@@ -76,7 +76,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
         model.reset_optimizer()
     finally:
         backend.distribute = distribute
-    foretold = state_bytes(
+    predicted = state_bytes(
         shape,
         layout,
         info.rank,
@@ -87,7 +87,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     )
     measured = measure(model)
     _drop(model)
-    return measured, asdict(foretold)
+    return measured, asdict(predicted)
 
 
 def measure(model: Any) -> dict[str, int]:
@@ -181,7 +181,7 @@ def main() -> None:
             cases = random_cases(each, world_size, options.seed + world_size)
             ranks = run_ranks(compare, world_size, folders, cases, timeout=1800)
             for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
-                different = [rank for rank, (measured, foretold) in enumerate(results) if measured != foretold]
+                different = [rank for rank, (measured, predicted) in enumerate(results) if measured != predicted]
                 wrong, total = wrong + bool(different), total + 1
                 text = f"WRONG on ranks {different}: {results[different[0]]}" if different else "equal"
                 print(f"{world_size} ranks  {case!s:90} {sum(results[0][0].values()):>12,}  {text}", flush=True)

@@ -70,7 +70,7 @@ def test_a_share_is_never_more_than_all(tmp_path: Path) -> None:
 
 
 def test_each_is_fitted_to_its_own_phase(tmp_path: Path) -> None:
-    """Updates twice as slow as foretold, passes as foretold: 3.6 s of one kind do not make up for the other."""
+    """Updates twice as slow as predicted, passes as predicted: 3.6 s of one kind do not make up for the other."""
     truth = predict_step(*case(), EfficiencySection())
     seconds = phase_seconds(truth)
     run = write_run(tmp_path, truth, **{"perf/update_seconds": 2 * seconds["update"]})
@@ -88,7 +88,7 @@ def test_passes_that_were_not_measured_are_as_fast_as_updates(tmp_path: Path) ->
     assert {"forward_compute", "forward_launch_us"}.isdisjoint(found.changed)
 
 
-def test_a_pass_that_is_not_foretold_is_fitted_to_nothing(tmp_path: Path) -> None:
+def test_a_pass_that_is_not_predicted_is_fitted_to_nothing(tmp_path: Path) -> None:
     config, *others = case()
     algorithm = config.algorithm.model_copy(update={"kl": config.algorithm.kl.model_copy(update={"coefficient": 0.0})})
     once = config.train.model_copy(update={"minibatches": 1, "epochs": 1})

@@ -51,7 +51,7 @@ def over(data: dict[str, Any], fragment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_best_layouts_suit_and_are_as_fast_as_foretold(one_node: Found, tmp_path: Path) -> None:
+def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: Found, tmp_path: Path) -> None:
     (config, shape), found = loaded(NODE), one_node
     seconds = [best.step.seconds for best in found.best]
     assert len(found.best) == 5

@@ -56,7 +56,7 @@ def test_the_ranks_together_have_every_element(shape: ModelShape, layout: Engine
 
 @pytest.mark.parametrize(("shape", "layout"), CASES)
 def test_parameters_are_filled_from_end_to_end_and_no_element_twice(shape: ModelShape, layout: EngineLayout) -> None:
-    """On every rank the parameters are those foretold. Rows that pad the vocabulary are left alone."""
+    """On every rank the parameters are those predicted. Rows that pad the vocabulary are left alone."""
     sizes = engine_parameters(shape, layout)
     for rank in range(layout.tp):
         filled = {name: np.zeros(size, np.int8) for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""The steps that a run is foretold to take, against the time limit of its job."""
+"""The steps that a run is predicted to take, against the time limit of its job."""
 
 from __future__ import annotations
 

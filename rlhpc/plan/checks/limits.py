@@ -130,20 +130,20 @@ def check_network(
     if gpu is None or not config.train.steps:
         yield f"{what}; set it to {ranks} at most if the model fits there"
         return
-    foretold: dict[int, float] = {}
+    predicted: dict[int, float] = {}
     for size in (tp, *divisors(ranks)):
         tried = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": size})})
         with suppress(UserError):
             check_engine(shape, tried.rollout)
             phase = predict_rollout(tried, shape, config.world_size, gpu, efficiency)
             if phase is not None:
-                foretold[size] = phase.seconds
-    here, best = foretold.pop(tp, None), min(foretold, key=foretold.__getitem__, default=None)
+                predicted[size] = phase.seconds
+    here, best = predicted.pop(tp, None), min(predicted, key=predicted.__getitem__, default=None)
     if best is None:
         yield f"{what}; no engine on one node of {gpu.name} holds the model: take nodes with the fastest network"
-    elif here is None or foretold[best] < here:
+    elif here is None or predicted[best] < here:
         instead = "" if here is None else f" instead of {here:,.0f} s"
-        yield f"{what}; set it to {best}, with which a rollout is foretold to take {foretold[best]:,.0f} s{instead}"
+        yield f"{what}; set it to {best}, with which a rollout is predicted to take {predicted[best]:,.0f} s{instead}"
 
 
 def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:

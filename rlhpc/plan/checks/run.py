@@ -62,7 +62,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
 def outline(config: RunConfig) -> Summary:
     """(topic, text) rows of layout, batches and model, from the config and the model's config.json alone.
 
-    Raises UserError for what nothing can be foretold of; whether there are weights and prompts is not looked at.
+    Raises UserError for what nothing can be predicted of; whether there are weights and prompts is not looked at.
     """
     check_node_range(config)
     shape = read_model(config.model.path, config.model.family)

@@ -1,4 +1,4 @@
-"""What a run needs of each GPU, phase by phase, and of each node's memory: foretold from config and model shape."""
+"""What a run needs of each GPU, phase by phase, and of each node's memory: predicted from config and model shape."""
 
 from __future__ import annotations
 

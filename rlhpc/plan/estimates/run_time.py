@@ -80,7 +80,7 @@ def predict_run(
     disk: DiskSection,
     step: StepTime,
 ) -> RunTime:
-    """All RL steps of ``config``, each as ``step`` was foretold."""
+    """All RL steps of ``config``, each as ``step`` was predicted."""
     nodes = max(1, layout.world_size // config.resources.ranks_per_node)
     reading = min(nodes * disk.node_read_gbps, disk.read_gbps) * 1e9
     writing = min(nodes * disk.node_write_gbps, disk.write_gbps) * 1e9
@@ -125,18 +125,19 @@ def validation_prompts(config: RunConfig) -> int | None:
 
 
 def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
-    """What the run is foretold to take, against its jobs' time limit. Raises UserError where no step fits in."""
+    """What the run is predicted to take, against its jobs' time limit. Raises UserError where no step fits in."""
     if limit_seconds is None or not run.steps:
         return
     if run.step > limit_seconds:
         raise UserError(
-            f"a step is foretold to take {run.step:,.0f} s, the job has {limit_seconds:,} s",
+            f"a step is predicted to take {run.step:,.0f} s, the job has {limit_seconds:,} s",
             where="slurm.time",
             remedy="raise it, take more nodes or lower train.prompts_per_step",
         )
     if run.first > limit_seconds:
         yield (
-            f"slurm.time: the first step is foretold to be saved after {run.first:,.0f} s (start {run.start:,.0f} s, "
+            f"slurm.time: the first step is predicted to be saved after {run.first:,.0f} s "
+            f"(start {run.start:,.0f} s, "
             f"step {run.step:,.0f} s, checkpoint {run.write:,.0f} s), the job has {limit_seconds:,} s: a run that ends "
             "before comes no further; raise it, take more nodes or correct planning.disk and planning.start_seconds"
         )
@@ -152,8 +153,8 @@ def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
         ]
         jobs, hours = run.jobs(limit_seconds), run.seconds / 3600
         yield (
-            f"slurm.time: {', '.join(parts[:-1])} and {parts[-1]} are foretold to take {hours:,.1f} hours, {jobs} jobs "
-            "of the limit: the run saves in time and is requeued"
+            f"slurm.time: {', '.join(parts[:-1])} and {parts[-1]} are predicted to take {hours:,.1f} hours, {jobs} "
+            "jobs of the limit: the run checkpoints before it and is requeued"
         )
 
 

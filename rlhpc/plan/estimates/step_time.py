@@ -1,4 +1,4 @@
-"""Seconds of one RL step on a named GPU, foretold from config, model shape and mean lengths."""
+"""Seconds of one RL step on a named GPU, predicted from config, model shape and mean lengths."""
 
 from __future__ import annotations
 

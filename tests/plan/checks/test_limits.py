@@ -90,12 +90,12 @@ def test_engines_over_nodes_are_told_what_the_network_costs() -> None:
     assert told(None, "rollout.tp=16") == [f"{what}set it to 8 at most if the model fits there"]
     (line,) = told("h100", "rollout.tp=16")
     found = re.fullmatch(
-        rf"{what}set it to 8, with which a rollout is foretold to take (\d+) s instead of (\d+) s", line
+        rf"{what}set it to 8, with which a rollout is predicted to take (\d+) s instead of (\d+) s", line
     )
     assert found
     assert int(found[1]) < int(found[2])
     (line,) = told("h100", "rollout.tp=24")
-    assert re.search(r"; set it to 8, with which a rollout is foretold to take \d+ s$", line), "24 do not suit it"
+    assert re.search(r"; set it to 8, with which a rollout is predicted to take \d+ s$", line), "24 do not suit it"
     (line,) = told("h20", name="deepseek-v3-671b-96gpus.yaml")
     assert line.endswith("no engine on one node of h20 holds the model: take nodes with the fastest network")
 

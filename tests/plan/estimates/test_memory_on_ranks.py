@@ -1,4 +1,4 @@
-"""What is foretold of a rank's memory, against what real ranks allocate and keep. ``tests.helpers.state_memory`` and
+"""What is predicted of a rank's memory, against what real ranks allocate and keep. ``tests.helpers.state_memory`` and
 ``tests.helpers.activation_memory`` try more."""
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 @pytest.mark.parametrize("case", STATES, ids=str)
-def test_state_is_foretold_to_the_byte(found: list[Any], case: StateCase) -> None:
+def test_state_is_predicted_to_the_byte(found: list[Any], case: StateCase) -> None:
     for states, _ in found:
-        measured, foretold = states[STATES.index(case)]
-        assert foretold == measured
+        measured, predicted = states[STATES.index(case)]
+        assert predicted == measured
     assert found[0][0][STATES.index(case)][0]["parameters"] > 0
 
 
 @pytest.mark.parametrize("case", ACTIVATIONS, ids=str)
-def test_activations_are_foretold_within_a_twentieth(found: list[Any], case: ActivationCase) -> None:
+def test_activations_are_predicted_within_a_twentieth(found: list[Any], case: ActivationCase) -> None:
     """Of all ranks together: those with experts get unequal shares of the tokens."""
     pairs = [activations[ACTIVATIONS.index(case)] for _, activations in found]
-    measured, foretold = (sum(pair[i] for pair in pairs) for i in (0, 1))
-    assert foretold == pytest.approx(measured, rel=0.05)
+    measured, predicted = (sum(pair[i] for pair in pairs) for i in (0, 1))
+    assert predicted == pytest.approx(measured, rel=0.05)
 
 
 def _both(states: dict[str, Path], activations: dict[str, Path]) -> Any:

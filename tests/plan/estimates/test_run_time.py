@@ -59,11 +59,11 @@ def test_time_limits() -> None:
     (warning,) = check_walltime(PLAIN, 6789)
     assert warning == (
         "slurm.time: 100 steps of 60 s, a start of 100 s, 11 validation(s) of 30 s and 4 checkpoint(s) of 50 s are "
-        "foretold to take 1.9 hours, 2 jobs of the limit: the run saves in time and is requeued"
+        "predicted to take 1.9 hours, 2 jobs of the limit: the run checkpoints before it and is requeued"
     )
     (warning,) = check_walltime(PLAIN, 269)
-    assert warning.startswith("slurm.time: the first step is foretold to be saved after 270 s (start 100 s, step 60 s")
-    with pytest.raises(UserError, match=r"slurm.time: a step is foretold to take 60 s, the job has 50 s; raise it"):
+    assert warning.startswith("slurm.time: the first step is predicted to be saved after 270 s (start 100 s, step 60 s")
+    with pytest.raises(UserError, match=r"slurm.time: a step is predicted to take 60 s, the job has 50 s; raise it"):
         list(check_walltime(PLAIN, 50))
     assert list(check_walltime(replace(PLAIN, steps=0), 1)) == []
 
