@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,11 +43,6 @@ def test_training_goes_on_and_none_of_it_gets_into_the_checkpoint(found: dict[st
 def test_state_that_the_cpu_updates_is_saved_as_it_was(found: dict[str, Any]) -> None:
     """Master weights and moments in memory that the writer shares, updated while it is stopped."""
     assert found["resumed from the CPU's state"] == found["straight from the CPU's state"]
-
-
-def test_models_saved_at_once_have_their_own_tensors_whichever_writer_ends_first(found: dict[str, Any]) -> None:
-    assert found["actor saved beside another"] == found["actor beside another"]
-    assert found["another saved beside it"] == found["another beside it"]
 
 
 def test_the_name_comes_when_every_rank_has_written(found: dict[str, Any]) -> None:
@@ -175,7 +169,6 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
     looks = (
         _go_on_meanwhile,
         _update_on_the_cpu_meanwhile,
-        _save_two_models,
         _save_twice,
         _fill_the_disk,
         _lose_a_writer,
@@ -231,35 +224,6 @@ def _update_on_the_cpu_meanwhile(run: _Run) -> dict[str, Any]:
     return {
         "straight from the CPU's state": straight,
         "resumed from the CPU's state": [*train(resumed, 2), digest(resumed)],
-    }
-
-
-def _save_two_models(run: _Run) -> dict[str, Any]:
-    """A trained model and a frozen one, as a run with a reference has them; the trained one's writer ends last."""
-    import torch.distributed as dist
-
-    actors = {"actor": make_actor(run.model, optimizer_section()), "another": make_actor(run.model)}
-    train(actors["actor"], 1)
-    found = {"actor beside another": digest(actors["actor"]), "another beside it": digest(actors["another"])}
-    shares = []
-    for name, actor in actors.items():
-        (run.folder / "two" / name).mkdir(parents=True, exist_ok=True)
-        dist.barrier()
-        shares.append(actor.save(run.folder / "two" / name, asynchronous=True))
-        if name == "actor":
-            os.kill(shares[0]._caller.process.pid, signal.SIGSTOP)
-    while not shares[1].done():
-        time.sleep(0.01)
-    os.kill(shares[0]._caller.process.pid, signal.SIGCONT)
-    for share in shares:
-        share.finish()
-    again = {"actor": make_actor(run.model, optimizer_section()), "another": make_actor(run.model)}
-    for name, actor in again.items():
-        actor.load(run.folder / "two" / name)
-    return {
-        **found,
-        "actor saved beside another": digest(again["actor"]),
-        "another saved beside it": digest(again["another"]),
     }
 
 
