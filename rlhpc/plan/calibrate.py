@@ -117,7 +117,7 @@ def calibrate(
 
     The share of matrix products and the pace of kernels in training, alike, are fitted to updates, and those of passes
     without gradient to these, where they were measured; that of memory and the pace of kernels in decoding, alike, to
-    the rollout; the weight sync's own share to the weight sync.
+    the rollout; weight_sync to the weight sync.
     """
     config = config.model_copy(update={"planning": config.planning.model_copy(update=measured.lengths)})
 

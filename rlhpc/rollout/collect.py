@@ -1,6 +1,6 @@
 """One engine's responses, from requests to scored samples.
 
-All ranks of the engine run it alike. The first of them has the reward workers, who scores finished responses while the
+All ranks of the engine run it alike. The first of them has the reward workers, which score finished responses while the
 engine goes on with the others.
 """
 
@@ -151,7 +151,7 @@ class Collector:
                 self._end(replace(task, draft=replace(task.draft, truncated=True)), key)
 
     def _end(self, task: Task, key: int) -> None:
-        """``key`` is of its last request; the reward workers is the first rank's alone, and no keys are made for it."""
+        """``key`` is of its last request; reward workers are the first rank's alone, and no keys are made for them."""
         self._leave(task)
         self._left[task.group] -= 1
         self.ended_groups += not self._left[task.group]

@@ -1,5 +1,5 @@
 """The samples of one step: prompts are asked for until its batch is full of groups that teach something, what is left
-over is kept for the next one. Every rank comes to the same decisions (``rlhpc.trainer.sampling_plan``)."""
+over is kept for the next one. Every rank makes the same decisions (``rlhpc.trainer.sampling_plan``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Routed experts given to the routers: the model is HuggingFace's whose routers are told the same, in every layout."""
+"""Routed experts given to the routers: in every layout the model equals HuggingFace's, given the same ones."""
 
 from __future__ import annotations
 
