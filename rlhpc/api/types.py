@@ -88,8 +88,8 @@ class Sample:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def chosen_len(self) -> int:
-        """Tokens of the response that the policy chose."""
+    def trained_len(self) -> int:
+        """Number of tokens of the response that are trained on: those that the policy sampled."""
         return self.response_len if self.response_mask is None else int(self.response_mask.sum())
 
 

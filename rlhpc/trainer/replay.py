@@ -38,7 +38,7 @@ def replay(config: RunConfig, context: RankContext) -> None:
     record = read_json(update.record)
     saved = _checkpoint(config, update)
     role = _model(config, context, record["model"], saved)
-    digest, coord = weights_digest(role, info.rank), role.layout.coord(info.rank)
+    digest, coord = weights_digest(role.model), role.coord
     touch("replay", record["step"])
     batches = load_batches(update.batches(coord["dp"], coord["pp"]))
     loss = _Watched(_loss_of(config, record))
