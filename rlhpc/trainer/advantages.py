@@ -11,7 +11,7 @@ import torch
 from rlhpc.algo import Algorithm, Responses
 from rlhpc.algo.kl import kl_divergence
 from rlhpc.api import PackedBatch, Sample
-from rlhpc.config.schema import AlgorithmSection
+from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.trainer.batches import Batching, forward_batches, kl_in_reward
 from rlhpc.trainer.roles import Models, PerSample, Role, of_samples
 

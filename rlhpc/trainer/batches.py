@@ -10,7 +10,8 @@ import numpy as np
 
 from rlhpc.algo.aggregation import shares
 from rlhpc.api import PackedBatch, Sample
-from rlhpc.config.schema import AlgorithmSection, RunConfig
+from rlhpc.config.algorithm import AlgorithmSection
+from rlhpc.config.schema import RunConfig
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.packing import PackPlan
 from rlhpc.trainer.roles import PerSample, Role

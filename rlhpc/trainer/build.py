@@ -53,7 +53,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     place = EngineRank(info.rank, info.world_size, config.rollout.tp)
     # Rewards, tools and data first: errors in them show before the models take their time to load.
     parts = _engine_parts(config, tokenizer, place) if generates else None
-    data = _load_data(config, info, tokenizer, shape, reader=parts and parts.reader)
+    data = _load_data(config, info, tokenizer, shape, reader=parts.reader if parts is not None else None)
     models = make_models(config, info, shape, algorithm if rl else None)
     batching, carryover = Batching.of(config), Carryover.of(config.train)
     run = Run(
@@ -105,8 +105,8 @@ def _add_rollouts(run: Run, shape: ModelShape, tokenizer: Tokenizer, parts: _Eng
         run.rl = Rollouts(weights, sampler)
     if data.validation is not None:
         run.evaluator = Evaluator(config, run.context, data.validation, tokenizer, rollout, weights, scorer)
-    closing = (parts.reward_workers and parts.reward_workers.close, parts.tools and parts.tools.close, engine.shutdown)
-    run.closers = (*(close for close in closing if close is not None), *run.closers)
+    users = [user for user in (parts.reward_workers, parts.tools) if user is not None]
+    run.closers = (*(user.close for user in users), engine.shutdown, *run.closers)
 
 
 def _least_samples(config: RunConfig, models: Models) -> int:

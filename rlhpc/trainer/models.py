@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rlhpc.algo import Algorithm
 from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.rank import RankInfo
@@ -26,8 +27,9 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     actor = Role(model, info.rank, train.tokens_per_microbatch, forward, train.experts.router_replay)
     if algorithm is not None or config.data.validation:
         actor.model.offload()  # makes room for the other models and the engine, which expects its share of the GPU free
-    scores = config.reward.model is not None and (algorithm is not None or bool(config.data.validation))
-    reward = _reward_model(config, info, layout, forward) if scores else None
+    generates = algorithm is not None or bool(config.data.validation)
+    scorer = config.reward.model if generates else None
+    reward = _reward_model(config, scorer, info, layout, forward) if scorer is not None else None
     if algorithm is None:
         return Models(actor, reward=reward)
     reference = critic = None
@@ -76,8 +78,9 @@ def _critic(config: RunConfig, info: RankInfo, shape: ModelShape, actor: Paralle
     return critic
 
 
-def _reward_model(config: RunConfig, info: RankInfo, actor: ParallelLayout, forward: int) -> Role:
-    section = config.reward.model
+def _reward_model(
+    config: RunConfig, section: RewardModelSection, info: RankInfo, actor: ParallelLayout, forward: int
+) -> Role:
     shape = read_model(section.path, classifier=True)
     model = _model_with_value_head(config, info, shape, section.parallel or config.parallel, actor, None, config.memory)
     model.load_pretrained(section.path)

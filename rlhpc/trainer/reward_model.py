@@ -38,7 +38,7 @@ class RewardModel:
     def _scores(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[float]:
         role = self.role
         lacking = max(0, role.layout.dp - len(samples))  # each data-parallel rank needs a sample
-        tokens = self.reader.read([*samples, *samples[:1] * lacking], prompts)
+        tokens = self.reader.read([*samples, *[samples[0]] * lacking], prompts)
         (plan,) = role.pack([len(ids) for ids in tokens], gradient=False)
         batches = filled(
             role.own_bins(plan),

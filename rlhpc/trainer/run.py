@@ -49,11 +49,11 @@ class Run:
 
     @property
     def reference(self) -> TrainBackend | None:
-        return self.models.reference and self.models.reference.model
+        return self.models.reference.model if self.models.reference is not None else None
 
     @property
     def critic(self) -> TrainBackend | None:
-        return self.models.critic and self.models.critic.model
+        return self.models.critic.model if self.models.critic is not None else None
 
     def close(self) -> None:
         """Ends reward workers, tools, the engine and background writers."""

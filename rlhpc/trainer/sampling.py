@@ -100,14 +100,15 @@ class Sampler:
 
     def scored_by_model(self, sampled: Sampled) -> Sampled:
         """The same with the reward model's part of all rewards."""
-        assert self.reward_model is not None
+        model = self.reward_model
+        assert model is not None
 
         def scored(found: list[Sample | None]) -> list[Sample | None]:
-            known = iter(self.reward_model.score([sample for sample in found if sample is not None], self.prompts))
+            known = iter(model.score([sample for sample in found if sample is not None], self.prompts))
             return [None if sample is None else next(known) for sample in found]
 
         samples, greedy = scored(sampled.samples), scored(sampled.greedy)
-        sampled.counts.reward_failures.update(self.reward_model.reader.failures.take_counts())
+        sampled.counts.reward_failures.update(model.reader.failures.take_counts())
         return replace(sampled, samples=samples, greedy=greedy)
 
     def choose(self, state: RunState, sampled: Sampled) -> StepSamples:
@@ -149,9 +150,9 @@ class Sampler:
         if not self.needs_greedy or not groups:
             return []
         prompts, rollout = [self.prompt_at(group.number) for group in groups], self.rollout
-        mine = rollout.answer(state, prompts, 1, temperature=0.0)
+        mine, workers = rollout.answer(state, prompts, 1, temperature=0.0), rollout.reward_workers
         found: list[Sample | None] = []
-        for part in gather_objects((mine, rollout.reward_workers.failures()) if rollout.place.leads else None):
+        for part in gather_objects((mine, workers.failures()) if workers is not None else None):
             for scored in part[0] if part is not None else ():
                 found.append(None if scored.dropped else scored.sample)
             counts.reward_failures.update(part[1] if part is not None else {})
@@ -267,7 +268,7 @@ class _Collection:
     def _exchange(self, mine: list[Scored]) -> list[Scored]:
         """Every engine's samples on every rank; routed experts stay where they are. Collective."""
         rollout, counts, report = self._rollout, self.counts, None
-        if rollout.place.leads:
+        if rollout.reward_workers is not None:
             calls = rollout.tools.take_counts() if rollout.tools is not None else (0, 0)
             report = (without_routed_experts(mine), calls, rollout.reward_workers.failures())
         found: list[Scored] = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 
 from rlhpc.algo.kl import adapted_coefficient, with_coefficient
 from rlhpc.api import RunState, Sample
-from rlhpc.config.schema import AlgorithmSection, RunConfig
+from rlhpc.config.algorithm import AlgorithmSection
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
@@ -34,7 +36,7 @@ def find_step(config: RunConfig) -> Step:
             where="train.step",
             remedy="name a function that is called as step(run, state)",
         )
-    return found  # type: ignore[no-any-return]  # called as a Step; what it returns is checked by the loop
+    return cast(Step, found)
 
 
 def sft_step(run: Run, state: RunState) -> Metrics:

@@ -14,7 +14,8 @@ from rlhpc.algo.kl import kl_divergence
 from rlhpc.algo.losses import negative_log_likelihood, value_loss
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues, TrainStats
-from rlhpc.config.schema import AlgorithmSection, RunConfig, SFTSection
+from rlhpc.config.algorithm import AlgorithmSection
+from rlhpc.config.schema import RunConfig, SFTSection
 from rlhpc.core.context import RankContext
 from rlhpc.data.sft import SFTSet
 from rlhpc.trainer.advantages import StepAdvantages
