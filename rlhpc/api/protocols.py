@@ -116,10 +116,7 @@ class RewardWorkers(Protocol):
         """Begins to score a response; returns at once."""
 
     def results(self) -> dict[int, RewardResult]:
-        """Waits for every response submitted since the last call; results by key."""
-
-    def failures(self) -> dict[str, int]:
-        """Calls that failed since this was asked last, by kind."""
+        """Results of every response submitted since the last call, by key; waits for them."""
 
     def close(self) -> None:
         """Ends the processes, at the end of the run."""

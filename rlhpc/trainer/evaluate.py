@@ -112,8 +112,7 @@ class Evaluator:
         """With the reward model's part, if there is one; a response that training would drop counts as 0."""
         if self.reward_model is None:
             return samples
-        scored_samples = self.reward_model.score(samples, self.prompts)
-        self.reward_model.reader.failures.take_counts()  # those of a step are counted
+        scored_samples, _ = self.reward_model.score(samples, self.prompts)
         return [
             replace(sample, reward=0.0, reward_parts={}, answer=None) if scored is None else scored
             for sample, scored in zip(samples, scored_samples, strict=True)

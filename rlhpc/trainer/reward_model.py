@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -27,13 +28,26 @@ class RewardModel:
     reader: RewardReader
     tokenizer: Tokenizer  # the policy's
 
-    def score(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[Sample | None]:
-        """The samples with the model's weighted score of their last token added to their rewards; ``prompts`` are the
-        ones they answer. None for a sample to drop because its score is not finite. Collective."""
+    def score(self, samples: Sequence[Sample], prompts: PromptSet | None) -> tuple[list[Sample | None], Counter[str]]:
+        """The samples with the model's weighted score of their last token added to their rewards, and its failures by
+        kind; ``prompts`` are the ones they answer. None for a sample to drop because its score is not finite.
+        Collective."""
+        failures: Counter[str] = Counter()
         if not samples:
-            return []
-        scores = self._scores(samples, prompts)
-        return [self._scored(sample, score, prompts) for sample, score in zip(samples, scores, strict=True)]
+            return [], failures
+        scored: list[Sample | None] = []
+        for sample, score in zip(samples, self._scores(samples, prompts), strict=True):
+            if not math.isfinite(score):
+                failure = Failure("result", f"returned {score}")
+                failures[failure.kind] += 1
+                if self._drops(sample, failure, prompts):
+                    scored.append(None)
+                    continue
+                score = 0.0
+            parts = {**sample.reward_parts, MODEL_PART: score}
+            reward = sample.reward + self.reader.section.weight * score
+            scored.append(replace(sample, reward=reward, reward_parts=parts))
+        return scored, failures
 
     def _scores(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[float]:
         role = self.role
@@ -52,15 +66,10 @@ class RewardModel:
         found = {i: score for part in gather_parts(SPLIT_BY_DATA, role.layout, mine) for i, score in part.items()}
         return [found[i] for i in range(len(samples))]
 
-    def _scored(self, sample: Sample, score: float, prompts: PromptSet | None) -> Sample | None:
-        section = self.reader.section
-        if not math.isfinite(score):
-            assert prompts is not None, "a failure is reported with its prompt"
-            failures, source = self.reader.failures, prompts.numbered(sample.prompt_id).data_source
-            text = self.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
-            failure, where = Failure("result", f"returned {score}"), f"reward.model {section.path}"
-            if failures.handle(where, failure, sample.prompt_id, source, text, log=self.role.rank == 0):
-                return None
-            score = 0.0
-        parts = {**sample.reward_parts, MODEL_PART: score}
-        return replace(sample, reward=sample.reward + section.weight * score, reward_parts=parts)
+    def _drops(self, sample: Sample, failure: Failure, prompts: PromptSet | None) -> bool:
+        """Whether a failure drops the sample; otherwise its score is 0."""
+        assert prompts is not None, "a failure is reported with its prompt"
+        source = prompts.numbered(sample.prompt_id).data_source
+        text = self.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
+        where, log = f"reward.model {self.reader.section.path}", self.role.rank == 0
+        return self.reader.failures.handle(where, failure, sample.prompt_id, source, text, log=log)

@@ -104,11 +104,12 @@ class Sampler:
         assert model is not None
 
         def scored(found: list[Sample | None]) -> list[Sample | None]:
-            known = iter(model.score([sample for sample in found if sample is not None], self.prompts))
+            results, failures = model.score([sample for sample in found if sample is not None], self.prompts)
+            sampled.counts.reward_failures.update(failures)
+            known = iter(results)
             return [None if sample is None else next(known) for sample in found]
 
         samples, greedy = scored(sampled.samples), scored(sampled.greedy)
-        sampled.counts.reward_failures.update(model.reader.failures.take_counts())
         return replace(sampled, samples=samples, greedy=greedy)
 
     def choose(self, state: RunState, sampled: Sampled) -> StepSamples:
@@ -150,12 +151,12 @@ class Sampler:
         if not self.needs_greedy or not groups:
             return []
         prompts, rollout = [self.prompt_at(group.number) for group in groups], self.rollout
-        mine, workers = rollout.answer(state, prompts, 1, temperature=0.0), rollout.reward_workers
+        mine = rollout.answer(state, prompts, 1, temperature=0.0)
         found: list[Sample | None] = []
-        for part in gather_objects((mine, workers.failures()) if workers is not None else None):
-            for scored in part[0] if part is not None else ():
+        for part in gather_objects(mine if rollout.place.leads else None):
+            for scored in part or ():
                 found.append(None if scored.dropped else scored.sample)
-            counts.reward_failures.update(part[1] if part is not None else {})
+                counts.reward_failures.update(scored.failures)
         return found
 
     def _metrics(self, state: RunState, sampled: Sampled, used: Sequence[Group]) -> Metrics:
@@ -211,10 +212,6 @@ class _Collection:
         self._seen: Counter[int] = Counter()  # prompts requested in this step
         self._ended = 0  # groups of this rank's engine that have been harvested
         self.counts = Counts()
-        if self._rollout.tools is not None:  # what a validation has left
-            self._rollout.tools.take_counts()
-        if self._rollout.reward_workers is not None:
-            self._rollout.reward_workers.failures()
 
     def run(self) -> Outcome:
         """Batch after batch of prompts, until there are enough groups or the limit is reached."""
@@ -267,18 +264,15 @@ class _Collection:
 
     def _exchange(self, mine: list[Scored]) -> list[Scored]:
         """Every engine's samples on every rank; routed experts stay where they are. Collective."""
-        rollout, counts, report = self._rollout, self.counts, None
-        if rollout.reward_workers is not None:
-            calls = rollout.tools.take_counts() if rollout.tools is not None else (0, 0)
-            report = (without_routed_experts(mine), calls, rollout.reward_workers.failures())
+        place, counts = self._rollout.place, self.counts
         found: list[Scored] = []
-        for rank, part in enumerate(gather_objects(report)):
-            if part is None:
-                continue
-            found += mine if rank == rollout.place.rank else part[0]
-            counts.tool_calls += part[1][0]
-            counts.failed_tool_calls += part[1][1]
-            counts.reward_failures.update(part[2])
+        for rank, part in enumerate(gather_objects(without_routed_experts(mine) if place.leads else None)):
+            if part is not None:
+                found += mine if rank == place.rank else part
+        for scored in found:
+            counts.tool_calls += scored.tool_calls
+            counts.failed_tool_calls += scored.failed_tool_calls
+            counts.reward_failures.update(scored.failures)
         return found
 
     def _take(self, found: Sequence[Scored]) -> None:
