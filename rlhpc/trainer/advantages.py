@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -79,9 +79,10 @@ def step_advantages(
         torch.tensor([sample.response_len for sample in samples]),
         mask=mask,
         penalty=penalty,
-        baselines=_baselines(samples, greedy) if greedy else None,
-        values=_joined(values["old_values"]) if "old_values" in values else None,
     )
+    baselines = _baselines(samples, greedy) if greedy else None
+    old_values = _joined(values["old_values"]) if "old_values" in values else None
+    responses = replace(responses, baselines=baselines, values=old_values)
     estimate = algorithm.advantage(responses, section)
     returns = None if estimate.returns is None else _parted(estimate.returns, samples)
     return StepAdvantages(_parted(estimate.advantages, samples), returns, divergence)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import cast
 
 import numpy as np
 
@@ -29,14 +28,24 @@ def find_step(config: RunConfig) -> Step:
     """The RL step: ``rl_step``, or the user's own that ``train.step`` names."""
     if config.train.step is None:
         return rl_step
-    found = import_attribute(config.train.step, where="train.step")
-    if not callable(found):
-        raise UserError(
-            f"{config.train.step} is a {type(found).__name__}",
-            where="train.step",
-            remedy="name a function that is called as step(run, state)",
-        )
-    return cast(Step, found)
+    path = config.train.step
+    own = import_attribute(path, where="train.step")
+    if not callable(own):
+        kind, remedy = type(own).__name__, "name a function that is called as step(run, state)"
+        raise UserError(f"{path} is of type {kind}", where="train.step", remedy=remedy)
+
+    def step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
+        match own(run, state):
+            case dict() as metrics, list() as samples:
+                return metrics, samples
+            case other:
+                raise UserError(
+                    f"{path} returned a value of type {type(other).__name__}",
+                    where="train.step",
+                    remedy="return (metrics, samples): a dict of numbers by name, and the list of samples trained on",
+                )
+
+    return step
 
 
 def sft_step(run: Run, state: RunState) -> Metrics:

@@ -109,6 +109,7 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
         ("algorithms", "my_algorithm"),
         ("families", "my_family"),
         ("optimizer", "my_optimizer"),
+        ("steps", "my_step"),
         ("tools", "my_tool"),
         ("tools", "my_notebook"),
     ],

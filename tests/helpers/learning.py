@@ -80,7 +80,7 @@ def make_run(config: Any, attempt: Any = None) -> Any:
 
 
 def learn(run: Any, section: Any, state: Any, samples: list[Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """The second half of a step on these samples: metrics of the updates of the critic, if there is one, and the actor."""
+    """The second half of a step on these samples: metrics of the updates of the critic, if any, and of the actor."""
     values, estimate = estimates(run, section, samples)
     critic = run.updater.update_critic(state, samples, values, estimate) if run.critic is not None else {}
     return critic, run.updater.update_actor(section, state, samples, values, estimate)
