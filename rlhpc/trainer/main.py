@@ -14,9 +14,9 @@ from rlhpc.core.shown import ShownOnly
 
 
 def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
-    """Run this rank with the resolved config of its attempt, from the newest checkpoint or, without one, the start.
+    """Runs this rank with the resolved config of its attempt, from the newest checkpoint if there is one.
 
-    A run without steps is an evaluation. ``saves_end`` false leaves out the checkpoint after the last step, for runs
+    A run without steps is an evaluation. Without ``saves_end`` there is no checkpoint after the last step, for runs
     that only measure.
 
     Returns why the ranks agreed to stop before the last step, None if they did not.
@@ -44,7 +44,7 @@ def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
 
 
 def replay_rank(context: RankContext) -> None:
-    """Replay a skipped update on this rank (rlhpc.launch.runs.replay)."""
+    """Replays a skipped update on this rank (rlhpc.launch.runs.replay)."""
     from rlhpc.parallel.groups import leave
     from rlhpc.trainer.replay import replay
 
@@ -53,7 +53,7 @@ def replay_rank(context: RankContext) -> None:
 
 
 def _join(context: RankContext) -> RunConfig:
-    """Find the other ranks; the configuration, on which all agree."""
+    """Joins the other ranks; returns the configuration, which all agree on."""
     import torch
 
     from rlhpc.parallel.agreement import check_agreement, facts_of

@@ -1,8 +1,7 @@
-"""Optimizer updates, and what happens where one is skipped: it is counted, its batch is written for `rlhpc replay`, and
-too many in a row end the run.
+"""Optimizer updates. A skipped update is counted, its batch is written for `rlhpc replay`, and too many in a row end
+the run.
 
-A back end skips an update whose gradient norm is not finite. Here only ``TrainStats.applied`` counts, whatever the
-reason was.
+A back end skips an update whose gradient norm is not finite. This file looks at ``TrainStats.applied`` alone.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _log = logging.getLogger(__name__)
 class Update:
     """One optimizer update: the ``number``-th of its model in its step, from 1.
 
-    ``prompt_ids`` has for each sample of the step, by its id, the prompt's row; in the warm-up the example's.
+    ``prompt_ids`` has the row of the prompt (in the warm-up, of the example) for each sample id of the step.
     """
 
     phase: Literal["sft", "rl"]
@@ -87,7 +86,7 @@ def make_update(
 
 
 def _report(context: RankContext, role: Role, state: RunState, update: Update, stats: TrainStats) -> None:
-    """Writes the batch and a warning. A batch that cannot be written is no reason to end the run. Collective."""
+    """Writes the batch and a warning. A batch that cannot be written does not end the run. Collective."""
     problem = _write(context, role, state, update, stats)
     if context.info.rank == 0:
         kept = f"could not be written ({problem})" if problem else f"is {context.run.skipped_updates / update.name}"
@@ -103,7 +102,7 @@ def _report(context: RankContext, role: Role, state: RunState, update: Update, s
 
 
 def _write(context: RankContext, role: Role, state: RunState, update: Update, stats: TrainStats) -> str | None:
-    """Writes the batches of all ranks into one folder; what went wrong, as far as this rank knows. Collective."""
+    """Writes the batches of all ranks into one folder; returns the problem, if this rank knows of one. Collective."""
     folder, rank, coord = context.run.skipped_updates, context.info.rank, role.coord
     record = _record(context, state, update, stats, weights_digest(role.model))
     if rank == 0:
@@ -120,7 +119,7 @@ def _write(context: RankContext, role: Role, state: RunState, update: Update, st
 
 
 def _record(context: RankContext, state: RunState, update: Update, stats: TrainStats, weights: str) -> dict[str, Any]:
-    """Numbers that may not be finite are texts: JSON has no others."""
+    """Numbers that may not be finite are strings, because JSON has no such numbers."""
     denominator = update.minibatch.denominator
     return {
         "phase": update.phase,
@@ -152,7 +151,7 @@ def weights_digest(model: TrainBackend) -> str:
 
 
 def save_batches(file: Path, batches: Sequence[PackedBatch]) -> None:
-    """Writes every field of a rank's packed batches, as tensors and plain values that need no class to be read."""
+    """Writes every field of a rank's packed batches as tensors and plain values, readable without our classes."""
     content = [{field.name: getattr(batch, field.name) for field in fields(batch)} for batch in batches]
     with open(file, "wb") as opened:
         torch.save(content, opened)
@@ -173,9 +172,9 @@ def _begin(writing: Path) -> None:
 
 
 def _finish(writing: SkippedUpdate, record: dict[str, Any], final: Path) -> None:
-    """Gives the whole folder its name; the oldest ones beyond ``NEWEST`` go."""
+    """Renames the complete folder; deletes the oldest beyond ``NEWEST``."""
     write_json(writing.record, record)
-    if final.exists():  # a resumed run takes the same step again
+    if final.exists():  # a resumed run repeats the step
         shutil.rmtree(final)
     os.replace(writing.path, final)
     named = [path for path in final.parent.iterdir() if not path.name.startswith(".")]
@@ -186,6 +185,6 @@ def _finish(writing: SkippedUpdate, record: dict[str, Any], final: Path) -> None
 def _problem(act: Callable[[], None]) -> str | None:
     try:
         act()
-    except (OSError, RuntimeError) as error:  # PyTorch makes a RuntimeError of a disk that is full
+    except (OSError, RuntimeError) as error:  # PyTorch raises RuntimeError on a full disk
         return str(error)
     return None
