@@ -7,7 +7,6 @@ import csv
 import fnmatch
 import hashlib
 import io
-import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from email.parser import HeaderParser
 from importlib.metadata import distribution
 from pathlib import Path
 
-from packaging.markers import Marker
-from packaging.requirements import Requirement
 from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
@@ -90,41 +87,18 @@ def _record(rows: Iterable[Sequence[str]]) -> str:
 
 
 def pack_rlhpc(folder: Path) -> Wheel:
-    """The running rlhpc as a wheel: all files of the package, requirements of its checkout or installation."""
-    package = Path(rlhpc.__file__).parent
-    project = package.parent / "pyproject.toml"
-    metadata, entry_points = _declared(project) if project.is_file() else _installed()
+    """The running rlhpc as a wheel: all files of the package, with the metadata of its installation."""
+    package, installed = Path(rlhpc.__file__).parent, distribution("rlhpc")
     stem, info = f"rlhpc-{rlhpc.__version__}-py3-none-any", f"rlhpc-{rlhpc.__version__}.dist-info"
     files = [
-        (f"{info}/METADATA", metadata.encode()),
+        (f"{info}/METADATA", (installed.read_text("METADATA") or "").encode()),
         (f"{info}/WHEEL", _WHEEL.encode()),
-        (f"{info}/entry_points.txt", entry_points.encode()),
+        (f"{info}/entry_points.txt", (installed.read_text("entry_points.txt") or "").encode()),
     ]
     for file in sorted(package.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
             files.append((f"rlhpc/{file.relative_to(package).as_posix()}", file.read_bytes()))
     return read_wheel(write_wheel(folder, stem, files))
-
-
-def _declared(file: Path) -> tuple[str, str]:
-    """METADATA and entry points of a checkout, whose installed metadata may be older than its pyproject.toml."""
-    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-    lines = [f"Metadata-Version: 2.1\nName: rlhpc\nVersion: {rlhpc.__version__}"]
-    lines.append(f"Requires-Python: {project['requires-python']}")
-    lines += [f"Requires-Dist: {text}" for text in project["dependencies"]]
-    for extra, requirements in project["optional-dependencies"].items():
-        lines.append(f"Provides-Extra: {extra}")
-        for requirement in map(Requirement, requirements):
-            old = f"({requirement.marker}) and " if requirement.marker else ""
-            requirement.marker = Marker(f'{old}extra == "{extra}"')
-            lines.append(f"Requires-Dist: {requirement}")
-    scripts = [f"{name} = {function}" for name, function in project["scripts"].items()]
-    return "\n".join([*lines, ""]), "\n".join(["[console_scripts]", *scripts, ""])
-
-
-def _installed() -> tuple[str, str]:
-    installed = distribution("rlhpc")
-    return installed.read_text("METADATA") or "", installed.read_text("entry_points.txt") or ""
 
 
 @dataclass(frozen=True)
