@@ -46,12 +46,12 @@ def prepare(
     no_import_check: bool,
 ) -> None:
     """Write to the folder OUT what the target lacks: wheels in pieces, a manifest and an installer."""
-    from rlhpc.site.pieces.prepare import Request
+    from rlhpc.site.pieces.prepare import PrepareOptions
     from rlhpc.site.pieces.prepare import prepare as prepare_pieces
     from rlhpc.site.pieces.summary import summary
     from rlhpc.site.pieces.target import read_target
 
     target = read_target(packages, python, platform)
-    request = Request(target, extras, bring, leave_out, replace, trim, lzma, piece_mb, not no_import_check)
+    request = PrepareOptions(target, extras, bring, leave_out, replace, trim, lzma, piece_mb, not no_import_check)
     for line in summary(prepare_pieces(request, out), out):
         click.echo(line)

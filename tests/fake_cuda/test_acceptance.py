@@ -154,5 +154,5 @@ def _train_axes(folder: Path, axes: list[dict[str, Any]], share_gpu: bool) -> tu
     install_flash_attention()
     with FakeCuda() as cuda:
         context = Context(folder, "tiny", True, lambda result: None)
-        found = several_ranks.train_axes(context, "dense", axes, share_gpu, 0)
+        found = several_ranks.train_axes(context, "dense", axes, share_gpu=share_gpu, updates=0)
         return found, cuda.backends, [call[1] for call in cuda.calls if call[0] == "set_device"]

@@ -22,7 +22,7 @@ from rlhpc.site.acceptance.fingerprint import Fingerprint, read_fingerprint
 from rlhpc.site.acceptance.logs import LOG, append_log, last_lines
 from rlhpc.site.acceptance.page import page_name, render_page
 from rlhpc.site.acceptance.part import Figure, Part, Size, Skipped
-from rlhpc.site.acceptance.process import Ended, run_part
+from rlhpc.site.acceptance.process import PartExit, run_part
 from rlhpc.site.acceptance.results import (
     STATE,
     FigureRecord,
@@ -63,7 +63,7 @@ def select(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 
 def decide(
-    part: Part, record: PartRecord | None, options: Options, size: Size, on_gpu: bool, elapsed_minutes: float
+    part: Part, record: PartRecord | None, options: Options, size: Size, *, on_gpu: bool, elapsed_minutes: float
 ) -> Decision:
     """What to do with a part. ``record`` is what an earlier start left of it."""
     if not options.names and record is not None:
@@ -123,7 +123,7 @@ class Acceptance:
     def _take(self, part: Part, title: str) -> None:
         record = self._results.parts.get(part.name)
         elapsed = (time.monotonic() - self._began) / 60
-        decision = decide(part, record, self._options, self._size, self._on_gpu, elapsed)
+        decision = decide(part, record, self._options, self._size, on_gpu=self._on_gpu, elapsed_minutes=elapsed)
         if decision == "done":
             show(f"{title}: passed before")
         elif decision == "failed":
@@ -169,7 +169,7 @@ class Acceptance:
             output = Path(scratch, "output.log")
             output.touch()
             try:
-                ended = run_part(part, self._size, self._on_gpu, Path(scratch), output, report)
+                ended = run_part(part, self._size, Path(scratch), output, report, on_gpu=self._on_gpu)
                 record.status, record.message = _outcome(ended, record)
             except BaseException as error:
                 stopped = isinstance(error, KeyboardInterrupt)
@@ -209,7 +209,7 @@ class Acceptance:
         return 1 if failed or (self._options.strict and missed) else 0
 
 
-def _outcome(ended: Ended, record: PartRecord) -> tuple[Status, str]:
+def _outcome(ended: PartExit, record: PartRecord) -> tuple[Status, str]:
     if ended.code is None:
         return "timeout", f"{ended.message} of {record.limit_minutes:g} min"
     if ended.code:

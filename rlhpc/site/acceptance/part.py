@@ -18,7 +18,7 @@ class Goal:
     op: Literal["<", "<=", ">", ">=", "=="]
     limit: float | bool
 
-    def met(self, value: float | bool) -> bool:
+    def met(self, value: float) -> bool:
         """Whether the value is within the limit. NaN never is."""
         comparisons: dict[str, bool] = {
             "<": value < self.limit,
@@ -31,6 +31,9 @@ class Goal:
 
     def __str__(self) -> str:
         return f"{self.op} {self.limit}"
+
+
+IS_TRUE = Goal("==", limit=True)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ _END_SECONDS = 10.0  # for killed processes to be gone
 
 
 @dataclass(frozen=True)
-class Ended:
+class PartExit:
     """How a part's process ended. ``code`` is negative for a signal, None when it exceeded its limit."""
 
     code: int | None
@@ -47,8 +47,8 @@ class Ended:
 
 
 def run_part(
-    part: Part, size: Size, on_gpu: bool, scratch: Path, output: Path, report: Callable[[Figure | Skipped], None]
-) -> Ended:
+    part: Part, size: Size, scratch: Path, output: Path, report: Callable[[Figure | Skipped], None], *, on_gpu: bool
+) -> PartExit:
     """Run ``part`` with ``scratch`` as its folder, its output in the file ``output``; ``report`` gets each result at
     once. Whatever ends this call, no process of the part outlives it."""
     deadline, oom_before = time.monotonic() + 60 * part.minutes, oom_kills()
@@ -64,7 +64,7 @@ def run_part(
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=_environment(on_gpu),
+            env=_environment(on_gpu=on_gpu),
         )
     lines, error = _Lines(channel), ""
 
@@ -88,7 +88,7 @@ def run_part(
     finally:
         end_tree(process, family)
     forward()
-    return Ended(process.returncode if in_time else None, error, oom_kills() > oom_before)
+    return PartExit(process.returncode if in_time else None, error, oom_kills() > oom_before)
 
 
 def end_tree(process: subprocess.Popen[bytes], family: set[ProcessId]) -> None:
@@ -133,7 +133,7 @@ def _result(line: dict[str, Any]) -> Figure | Skipped:
     return Figure(**{**fields, "goal": goal})
 
 
-def _environment(on_gpu: bool) -> dict[str, str]:
+def _environment(*, on_gpu: bool) -> dict[str, str]:
     """As ranks of a run have it, for parts that train or generate in their own process. The job or launcher that
     started this command has not started them."""
     own = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from rlhpc.site.acceptance.part import Part, Tier
 
-# Time on machines with GPUs is scarce, and each start is bare: the pieces are brought there first
-# (docs/offline_gpu.md). A tier fits into one start with them.
-PIECES_MINUTES = 4.0
-TIER_MINUTES = {"first": 24.0, "rest": 26.0}
-LONGEST_MINUTES = 8.0  # of a part
 
-
-def _part(tier: Tier, name: str, title: str, minutes: float, function: str, needs_gpu: bool = False) -> Part:
+def _part(tier: Tier, name: str, title: str, minutes: float, function: str, *, needs_gpu: bool = False) -> Part:
     """``function`` is one of this package."""
-    return Part(name, title, tier, minutes, f"rlhpc.site.acceptance.parts.{function}", needs_gpu)
+    return Part(name, title, tier, minutes, f"rlhpc.site.acceptance.parts.{function}", needs_gpu=needs_gpu)
 
 
 PARTS: tuple[Part, ...] = (

@@ -21,7 +21,7 @@ from rlhpc.core import env
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.machine import common_environment, free_port
 from rlhpc.site.acceptance.channel import result_of
-from rlhpc.site.acceptance.part import Context, Figure, Goal
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure
 
 TRAINER = ("rlhpc.backends.megatron",)
 ENGINE = ("rlhpc.rollout.vllm_engine", "vllm.v1.engine.llm_engine")
@@ -36,7 +36,7 @@ class WorkerFailed(Exception):
 
 
 @dataclass(frozen=True)
-class Call:
+class WorkerCall:
     """A function to run in ``ranks`` new processes as function(context, **arguments).
 
     ``name`` names the case; the processes' output goes to ``<name>.log`` in the part's folder. ``imports`` are loaded
@@ -54,7 +54,7 @@ class Call:
 class Workers:
     """The running processes of one call. As a context they are killed at its end."""
 
-    def __init__(self, context: Context, call: Call) -> None:
+    def __init__(self, context: Context, call: WorkerCall) -> None:
         self._context, self._call = context, call
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._closed = False
@@ -183,14 +183,14 @@ class Workers:
         )
 
 
-def run(context: Context, call: Call) -> list[Any]:
+def run(context: Context, call: WorkerCall) -> list[Any]:
     """Run one call to its end; each rank's value. Raises WorkerFailed."""
     with Workers(context, call) as workers:
         workers.go()
         return workers.finish()
 
 
-def run_each(context: Context, calls: Sequence[Call]) -> list[list[Any] | None]:
+def run_each(context: Context, calls: Sequence[WorkerCall]) -> list[list[Any] | None]:
     """Run calls one after the other. Each rank's value of each call; a failed one has None, and is a missed goal."""
     values: list[list[Any] | None] = []
     for call, (workers,) in zip(calls, started_ahead(context, [[call] for call in calls]), strict=True):
@@ -203,18 +203,18 @@ def run_each(context: Context, calls: Sequence[Call]) -> list[list[Any] | None]:
     return values
 
 
-def run_lanes(context: Context, lanes: Sequence[Sequence[Call]]) -> None:
+def run_lanes(context: Context, lanes: Sequence[Sequence[WorkerCall]]) -> None:
     """Run several sequences of calls beside each other, each as ``run_each``; what they report is interleaved."""
     with ThreadPoolExecutor(len(lanes)) as pool:
         for lane in [pool.submit(run_each, context, calls) for calls in lanes]:
             lane.result()
 
 
-def report_failure(context: Context, call: Call, workers: Workers, error: WorkerFailed) -> None:
+def report_failure(context: Context, call: WorkerCall, workers: Workers, error: WorkerFailed) -> None:
     """Report a call that failed as a missed goal, and log the end of its output."""
     lines = workers.log.read_text(errors="replace").splitlines()
     context.log("\n".join([f"{call.name}: {error}", *end_of(lines)]))
-    context.report(Figure(f"{call.name}: completed", False, goal=Goal("==", True), note=str(error)))
+    context.report(Figure(f"{call.name}: completed", value=False, goal=IS_TRUE, note=str(error)))
 
 
 def end_of(lines: Sequence[str]) -> Sequence[str]:
@@ -224,7 +224,7 @@ def end_of(lines: Sequence[str]) -> Sequence[str]:
     return lines[first : first + _LOG_LINES]
 
 
-def started_ahead(context: Context, groups: Sequence[Sequence[Call]]) -> Iterator[list[Workers]]:
+def started_ahead(context: Context, groups: Sequence[Sequence[WorkerCall]]) -> Iterator[list[Workers]]:
     """Processes of each group of calls in turn, not yet told to ``go``. A group is killed when the next one is taken.
 
     The next group's processes load their imports while the current one works: on a GPU machine that is most of their

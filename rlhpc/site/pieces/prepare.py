@@ -30,7 +30,7 @@ _MB = 1_000_000
 
 
 @dataclass(frozen=True)
-class Request:
+class PrepareOptions:
     """What to prepare, as on the command line. Names of packages in any spelling, several with commas between them."""
 
     target: Target
@@ -52,7 +52,7 @@ class Prepared:
     checks: list[str]
 
 
-def prepare(request: Request, out: Path) -> Prepared:
+def prepare(request: PrepareOptions, out: Path) -> Prepared:
     """Write manifest, installer and pieces to ``out``. Nothing is written there unless the set is complete."""
     trims = parse_trims(request.trims)
     _check_request(request)
@@ -62,7 +62,7 @@ def prepare(request: Request, out: Path) -> Prepared:
     with _scratch(out) as folder:
         (wheels := folder / "wheels").mkdir()
         _fetch(request, target, left_out, trims, folder)
-        trimmed = _repack(trims, request.lzma, wheels, folder)
+        trimmed = _repack(trims, wheels, folder, lzma=request.lzma)
         brought = [read_wheel(path) for path in sorted(wheels.glob("*.whl"))]
         closure = check_set(brought, _roots(request), target, left_out)
         offers = [Offer(wheel.name, wheel.version) for wheel in brought]
@@ -78,7 +78,7 @@ def prepare(request: Request, out: Path) -> Prepared:
     return Prepared(manifest, checks)
 
 
-def _fetch(request: Request, target: Target, left_out: set[str], trims: Sequence[Trim], folder: Path) -> None:
+def _fetch(request: PrepareOptions, target: Target, left_out: set[str], trims: Sequence[Trim], folder: Path) -> None:
     """Resolve and download into ``<folder>/wheels``."""
     own = pack_rlhpc(folder / "wheels")
     _say(f"resolving for Python {target.python} on {target.platform}: {len(target.packages)} packages are there")
@@ -105,7 +105,7 @@ def check_set(wheels: Sequence[Wheel], roots: Sequence[str], target: Target, lef
     return closure
 
 
-def _roots(request: Request) -> list[str]:
+def _roots(request: PrepareOptions) -> list[str]:
     return [f"rlhpc[{request.extras}]" if request.extras else "rlhpc", *request.bring]
 
 
@@ -114,7 +114,7 @@ def _names(texts: Sequence[str]) -> set[str]:
     return {canonicalize_name(name.strip()) for text in texts for name in text.split(",")}
 
 
-def _check_request(request: Request) -> None:
+def _check_request(request: PrepareOptions) -> None:
     if request.piece_mb * _MB < 1:
         raise UserError(f"{request.piece_mb:g} MB is no size", where="--piece-mb", remedy="use 60, for example")
     for text in request.bring:
@@ -159,7 +159,7 @@ def _check_downloaded(resolution: Resolution, folder: Path) -> None:
             raise UserError("is not the file that was resolved", where=found.path.name, remedy="prepare again")
 
 
-def _repack(trims: Sequence[Trim], lzma: bool, wheels: Path, folder: Path) -> list[Trimmed]:
+def _repack(trims: Sequence[Trim], wheels: Path, folder: Path, *, lzma: bool) -> list[Trimmed]:
     """Trim wheels in place, and compress their large files again if asked."""
     (repacked := folder / "repacked").mkdir()
     globs = {one.name: one.globs for one in trims}
@@ -167,7 +167,7 @@ def _repack(trims: Sequence[Trim], lzma: bool, wheels: Path, folder: Path) -> li
     for wheel in map(read_wheel, sorted(wheels.glob("*.whl"))):
         if wheel.name in globs or (lzma and has_large_files(wheel.path)):
             _say(f"packing {wheel.name} again")
-            results.append(trim(wheel.path, globs.get(wheel.name, ()), repacked, lzma))
+            results.append(trim(wheel.path, globs.get(wheel.name, ()), repacked, lzma=lzma))
             (repacked / wheel.path.name).replace(wheel.path)
     return [result for result in results if result.files]
 
@@ -183,7 +183,7 @@ def _notes(closure: Closure, wheels: Sequence[Wheel], target: Target) -> list[st
     return notes
 
 
-def _fields(request: Request, closure: Closure, trimmed: Sequence[Trimmed]) -> dict[str, Any]:
+def _fields(request: PrepareOptions, closure: Closure, trimmed: Sequence[Trimmed]) -> dict[str, Any]:
     target = request.target
     present = {*closure.needed, *closure.relied_on}
     return {

@@ -112,7 +112,7 @@ class Trimmed:
     unpacked_bytes: int
 
 
-def trim(path: Path, globs: Sequence[str], folder: Path, lzma: bool = False) -> Trimmed:
+def trim(path: Path, globs: Sequence[str], folder: Path, *, lzma: bool = False) -> Trimmed:
     """Write the wheel to ``folder`` without the files that match one of ``globs``, and with a RECORD that fits.
     ``lzma`` compresses large files better than wheels usually are."""
     where = "--trim"
@@ -126,7 +126,7 @@ def trim(path: Path, globs: Sequence[str], folder: Path, lzma: bool = False) -> 
             raise UserError("matches the wheel's own metadata", where=where, remedy="use a narrower glob")
         left_out = {entry.filename for entry in out}
         with zipfile.ZipFile(folder / path.name, "w", zipfile.ZIP_DEFLATED) as trimmed:
-            _copy(source, trimmed, left_out, lzma)
+            _copy(source, trimmed, left_out, lzma=lzma)
     sizes = sum(entry.compress_size for entry in out), sum(entry.file_size for entry in out)
     return Trimmed(wheel.name, tuple(globs), len(out), *sizes)
 
@@ -145,7 +145,7 @@ def _essential(name: str) -> bool:
     return name.split("/")[0].endswith(".dist-info") and name.rsplit("/")[-1] in ("METADATA", "WHEEL", "RECORD")
 
 
-def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str], lzma: bool) -> None:
+def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str], *, lzma: bool) -> None:
     """Copy all entries but ``left_out``; rows of RECORD are dropped alike. Modes of files stay, for programs."""
     for entry in source.infolist():
         if entry.filename in left_out:

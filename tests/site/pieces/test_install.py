@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.site.pieces.install_pieces import Stop, check_imports
-from rlhpc.site.pieces.prepare import Request, prepare
+from rlhpc.site.pieces.prepare import PrepareOptions, prepare
 from rlhpc.site.pieces.target import read_target
 from tests.site.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc
 
@@ -40,7 +40,7 @@ def pieces(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("PIP_FIND_LINKS", str(folder / "index"))
         patch.setenv("PIP_CONFIG_FILE", "/dev/null")
         target = read_target(folder / "target.json", HERE, THIS_MACHINE)
-        prepare(Request(target, lzma=True, piece_mb=0.25, import_check=False), folder / "out")
+        prepare(PrepareOptions(target, lzma=True, piece_mb=0.25, import_check=False), folder / "out")
     return folder / "out"
 
 

@@ -36,7 +36,7 @@ class Kernel:
         return next((kind for kind, words in _KINDS if any(word in name for word in words)), _REST)
 
 
-def kernels(action: Callable[[], Any], on_gpu: bool) -> list[Kernel]:
+def kernels(action: Callable[[], Any], *, on_gpu: bool) -> list[Kernel]:
     """The kernels that one call of ``action`` runs, by falling time. Empty where the profiler sees none.
 
     Annotated ranges, such as those of torch.compile, are left out: the profiler lists them beside the kernels in them.
@@ -51,7 +51,7 @@ def kernels(action: Callable[[], Any], on_gpu: bool) -> list[Kernel]:
             torch.cuda.synchronize()
     wanted = "CUDA" if on_gpu else "CPU"
     found = [
-        Kernel(event.key, _microseconds(event, on_gpu) / 1e6, event.count)
+        Kernel(event.key, _microseconds(event, on_gpu=on_gpu) / 1e6, event.count)
         for event in measured.key_averages()
         if event.device_type.name == wanted and not event.is_user_annotation
     ]
@@ -66,5 +66,5 @@ def by_kind(found: Sequence[Kernel]) -> dict[str, float]:
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _microseconds(event: Any, on_gpu: bool) -> float:
+def _microseconds(event: Any, *, on_gpu: bool) -> float:
     return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)

@@ -11,9 +11,9 @@ from math import prod
 from typing import Any
 
 from rlhpc.config.training import ExpertsSection, MemorySection, OffloadSection, OptimizerSection
-from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
-from rlhpc.site.acceptance.workers import BOTH, Call, run_each, run_lanes
+from rlhpc.site.acceptance.workers import BOTH, WorkerCall, run_each, run_lanes
 
 _EXACT = 1e-4  # log-probs of float32 on a CPU
 _VISIBLE_CHANGE = 0.05  # of log-probs by an update: an engine with stale weights would be off by as much
@@ -21,7 +21,7 @@ _FREED = 0.9  # share of the bytes in common that must come free
 
 
 @dataclass(frozen=True)
-class Case:
+class CorrectnessCase:
     """A model and the variants of training and weight sync that it goes through.
 
     ``layers`` None: the whole model. ``tolerance``: mean difference of log-probs in bfloat16, about twice what rounding
@@ -41,12 +41,12 @@ class Case:
 # models choose between near-equal experts, so rounding makes trainer and engine choose differently. Models other than
 # the dense one have a small vocabulary, since two cases use the GPU at a time.
 CASES = (
-    Case("dense", "1.5b", None, "tiny", ("resident", "offload"), 0.03, graphs=True),
-    Case("moe", "30b-a3b", 2, "tiny-moe", ("resident",), 0.05),
-    Case("mla", "16b-a3b-mla", 2, "tiny-mla", ("resident",), 0.05),
-    Case("routed experts", "30b-a3b", 2, "tiny-moe", ("replay",), 0.03),
-    Case("optimizer offload", "1.5b", 4, "tiny", ("optimizer offload",), 0.02),
-    Case("shared weights", "8b", 4, "tiny", ("shared",), 0.02),
+    CorrectnessCase("dense", "1.5b", None, "tiny", ("resident", "offload"), 0.03, graphs=True),
+    CorrectnessCase("moe", "30b-a3b", 2, "tiny-moe", ("resident",), 0.05),
+    CorrectnessCase("mla", "16b-a3b-mla", 2, "tiny-mla", ("resident",), 0.05),
+    CorrectnessCase("routed experts", "30b-a3b", 2, "tiny-moe", ("replay",), 0.03),
+    CorrectnessCase("optimizer offload", "1.5b", 4, "tiny", ("optimizer offload",), 0.02),
+    CorrectnessCase("shared weights", "8b", 4, "tiny", ("shared",), 0.02),
 )
 _ALONE = "shared weights"  # reads what is free on the GPU
 _VOCABULARY = 16384
@@ -69,9 +69,9 @@ def run(context: Context) -> None:
     run_each(context, [alone])
 
 
-def call(case: Case) -> Call:
+def call(case: CorrectnessCase) -> WorkerCall:
     """The process of one case."""
-    return Call(case.name, f"{__name__}:check", {"name": case.name}, imports=BOTH)
+    return WorkerCall(case.name, f"{__name__}:check", {"name": case.name}, imports=BOTH)
 
 
 def check(context: Context, name: str) -> None:
@@ -86,9 +86,9 @@ def check(context: Context, name: str) -> None:
 class _Checks:
     """A running case: the engine that all its variants share, and the requests it answers."""
 
-    def __init__(self, context: Context, case: Case) -> None:
+    def __init__(self, context: Context, case: CorrectnessCase) -> None:
         self._context, self._case = context, case
-        self._dtype = rig.dtype_of(context.on_gpu)
+        self._dtype = rig.dtype_of(context)
         folder = context.folder / "models" / case.name.replace(" ", "-")
         name, layers = (case.tiny, None) if context.tiny else (case.shape, case.layers)
         cut = {} if context.tiny or case.layers is None else {"vocab_size": _VOCABULARY}
@@ -108,13 +108,14 @@ class _Checks:
         release_cached()  # of the previous variant's trainer
         optimizer_offload_fraction = 0.5 if variant == "optimizer offload" else 0.0
         offload = OffloadSection(parameters=True, gradients=True, optimizer=True)
-        actor = rig.make_actor(
+        spec = rig.ActorSpec(
             self._shape,
             self._dtype,
-            optimizer=OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
-            memory=MemorySection(offload=offload) if variant == "offload" else None,
-            experts=ExpertsSection(router_replay=variant == "replay"),
+            OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
+            MemorySection(offload=offload) if variant == "offload" else None,
+            ExpertsSection(router_replay=variant == "replay"),
         )
+        actor = rig.make_actor(spec)
         batches = [rig.packed_random(self._shape, self._sizes.trained)]
         applied = [rig.train(actor, batches).applied]
         self._make_engine(routed_experts=variant == "replay")
@@ -128,13 +129,13 @@ class _Checks:
         change, _ = rig.differences(rig.log_probs(actor, responses, self._sizes.prompt), before)
         self._report(f"{variant}, change by training", change, goal=Goal(">", _VISIBLE_CHANGE))
         self._sync(f"{variant}, sync 2", actor, manager)
-        self._report(f"{variant}, updates applied", all(applied), goal=Goal("==", True))
+        self._report(f"{variant}, updates applied", all(applied), goal=IS_TRUE)
 
-    def _make_engine(self, routed_experts: bool) -> None:
+    def _make_engine(self, *, routed_experts: bool) -> None:
         if self._engine is not None:
             return
         self._context.log("starting the engine")
-        self._engine = rig.make_engine(
+        spec = rig.EngineSpec(
             self._folder,
             self._shape,
             self._dtype,
@@ -144,6 +145,7 @@ class _Checks:
             graphs=self._case.graphs,
             routed_experts=routed_experts,
         )
+        self._engine = rig.make_engine(spec)
 
     def _sync(self, label: str, actor: Any, manager: Any) -> tuple[list[Any], list[Any]]:
         """Sync weights, generate and compare. Returns the responses in batches, and the trainer's log-probs of them."""
@@ -169,7 +171,7 @@ class _Checks:
             manager.verify()
         except ReshardError as error:
             note = str(error)
-        self._report(f"{label}, weights equal", not note, goal=Goal("==", True), note=note)
+        self._report(f"{label}, weights equal", not note, goal=IS_TRUE, note=note)
 
     def _check_sharing(self, actor: Any, manager: Any) -> None:
         """Device memory while the engine is awake, with weights of its own and with the trainer's."""
@@ -204,7 +206,7 @@ class _Checks:
         changed = _bits(actor) != before
         writing.finish()
         actor.load(folder)
-        self._report("asynchronous save, state equal", changed and _bits(actor) == before, goal=Goal("==", True))
+        self._report("asynchronous save, state equal", changed and _bits(actor) == before, goal=IS_TRUE)
         end_writers()
 
     def _report(self, name: str, value: Any, unit: str = "", goal: Goal | None = None, note: str = "") -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
-from rlhpc.site.acceptance.workers import BOTH, Call, WorkerFailed, Workers, report_failure, started_ahead
+from rlhpc.site.acceptance.workers import BOTH, WorkerCall, WorkerFailed, Workers, report_failure, started_ahead
 
 SYSTEMS = ("rlhpc", "vllm")
 _GOAL = Goal(">=", 0.95)
@@ -23,7 +23,7 @@ _DUMMY = 1e-3  # vLLM's dummy weights are uniform between plus and minus this
 
 
 @dataclass(frozen=True)
-class Workload:
+class DecodeWorkload:
     """A shape and one batch of requests of equal lengths."""
 
     shape: str
@@ -34,15 +34,15 @@ class Workload:
     rounds: int = 3
 
 
-_FULL = (Workload("1.5b", 64, 128, 128, 0.75), Workload("8b", 64, 128, 128, 2.5))
-_TINY = (Workload("tiny", 4, 12, 12, 0.0625, rounds=2),)
+_FULL = (DecodeWorkload("1.5b", 64, 128, 128, 0.75), DecodeWorkload("8b", 64, 128, 128, 2.5))
+_TINY = (DecodeWorkload("tiny", 4, 12, 12, 0.0625, rounds=2),)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Both systems with one workload in one mode."""
 
-    workload: Workload
+    workload: DecodeWorkload
     graphs: bool
 
     @property
@@ -50,11 +50,11 @@ class Comparison:
         return f"{self.workload.shape}, {'CUDA graphs' if self.graphs else 'eager'}"
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[WorkerCall]:
         """A process for each system."""
         arguments = {"workload": asdict(self.workload), "graphs": self.graphs}
         return [
-            Call(f"{self.name}, {system}", f"{__name__}:serve", {**arguments, "system": system}, imports=BOTH)
+            WorkerCall(f"{self.name}, {system}", f"{__name__}:serve", {**arguments, "system": system}, imports=BOTH)
             for system in SYSTEMS
         ]
 
@@ -109,7 +109,7 @@ def _compare(context: Context, comparison: Comparison, pair: Sequence[Workers]) 
     _report(context, comparison.name, comparison.workload, rounds)
 
 
-def _report(context: Context, mode: str, workload: Workload, rates: Sequence[Sequence[dict[str, float]]]) -> None:
+def _report(context: Context, mode: str, workload: DecodeWorkload, rates: Sequence[Sequence[dict[str, float]]]) -> None:
     tokens = workload.count * workload.response
     ours, stock = (tokens / statistics.median(round_["seconds"] for round_ in each) for each in rates)
     seeded = tokens / statistics.median(round_["seeded"] for round_ in rates[1])
@@ -124,14 +124,14 @@ def _report(context: Context, mode: str, workload: Workload, rates: Sequence[Seq
 
 
 def serve(
-    context: Context, system: str, workload: dict[str, Any], graphs: bool
+    context: Context, system: str, workload: dict[str, Any], *, graphs: bool
 ) -> Generator[dict[str, float], None, None]:
     """Start an engine in this process; then the seconds of a batch for each item taken."""
     began = time.perf_counter()
-    work, dtype = Workload(**workload), rig.dtype_of(context.on_gpu)
+    work, dtype = DecodeWorkload(**workload), rig.dtype_of(context)
     folder, shape = rig.model_folder(context.folder / "models" / f"{work.shape}-{system}", work.shape, None, dtype)
     start = _start_ours if system == "rlhpc" else _start_stock
-    ways, stop = start(folder, shape, work, dtype, graphs)
+    ways, stop = start(folder, shape, work, dtype, graphs=graphs)
     try:
         for generate in ways.values():
             _generated(generate, work)
@@ -142,7 +142,7 @@ def serve(
         stop()
 
 
-def _generated(generate: Callable[[], int], work: Workload) -> float:
+def _generated(generate: Callable[[], int], work: DecodeWorkload) -> float:
     """Seconds of one batch."""
     found = 0
 
@@ -158,16 +158,9 @@ def _generated(generate: Callable[[], int], work: Workload) -> float:
 Started = tuple[dict[str, Callable[[], int]], Callable[[], Any]]  # ways to generate a batch, and the engine's end
 
 
-def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
-    engine = rig.make_engine(
-        folder,
-        shape,
-        dtype,
-        context_tokens=work.prompt + work.response,
-        cache_gib=work.cache_gib,
-        max_num_seqs=work.count,
-        graphs=graphs,
-    )
+def _start_ours(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, graphs: bool) -> Started:
+    longest = work.prompt + work.response
+    engine = rig.make_engine(rig.EngineSpec(folder, shape, dtype, longest, work.cache_gib, work.count, graphs=graphs))
     engine.wake_weights()
     for tensor in engine.open_weights().values():
         tensor.uniform_(-_DUMMY, _DUMMY)
@@ -177,7 +170,7 @@ def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bo
     return {"seconds": lambda: sum(len(completion.tokens) for completion in engine.generate(asked))}, engine.shutdown
 
 
-def _start_stock(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
+def _start_stock(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, graphs: bool) -> Started:
     """As a user starts it, but for sizes that both systems share, and for what would be read from disk."""
     from vllm import LLM, SamplingParams
 

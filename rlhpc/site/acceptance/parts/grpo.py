@@ -84,18 +84,18 @@ def _measure(context: Context, work: Work) -> None:
     if layers is None:
         context.report(Skipped(work.shape, f"not one layer fits into {gpu.memory_gib:g} GiB by the plan"))
         return
-    shape, config = model_shape(work.shape, layers), run_config(context.folder, work, context.on_gpu)
+    shape, config = model_shape(work.shape, layers), run_config(context.folder, work, on_gpu=context.on_gpu)
     parameters = num_parameters(shape)
     context.report(Figure("layers", float(layers), note=f"{parameters / 1e9:.2f} billion parameters"))
     _write_model(context.folder, work.shape, layers, config.model.dtype)
     _write_prompts(Path(config.data.train[0].path), work)
     before = used_memory() if context.on_gpu else None
     records = runs.run(config, entry=_ENTRY)
-    for figure in step_figures(config, shape, gpu, records, known):
+    for figure in step_figures(config, shape, gpu, records, known=known):
         context.report(figure)
-    for result in memory_figures(config, shape, gpu, before, known):
+    for result in memory_figures(config, shape, gpu, before, known=known):
         context.report(result)
-    for figure in time_figures(config, shape, gpu, records, known):
+    for figure in time_figures(config, shape, gpu, records, known=known):
         context.report(figure)
 
 
@@ -122,7 +122,7 @@ def fitting_layers(folder: Path, work: Work, gpu: Gpu) -> int | None:
     return None
 
 
-def run_config(folder: Path, work: Work, on_gpu: bool) -> RunConfig:
+def run_config(folder: Path, work: Work, *, on_gpu: bool) -> RunConfig:
     """One rank. Two updates a step, so that there is a log-prob pass; no reference model, which would take the room of
     layers."""
     mean_prompt = round(0.625 * work.prompt_tokens)
@@ -186,7 +186,7 @@ def _write_prompts(file: Path, work: Work) -> None:
 
 
 def step_figures(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], known: bool
+    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], *, known: bool
 ) -> Iterator[Figure]:
     """Medians over the steps but the first: its kernels are compiled and its weights verified."""
     steps = [record for record in records if record["phase"] == "rl" and record["step"] > 1]
@@ -211,7 +211,7 @@ def _decoded(steps: list[Record]) -> float:
 
 
 def memory_figures(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, before: int | None, known: bool
+    config: RunConfig, shape: ModelShape, gpu: Gpu, before: int | None, *, known: bool
 ) -> Iterator[Figure | Skipped]:
     """Of the device, other processes' use subtracted, beside the plan."""
     peaks = read_peaks(RunFolder(config.folder))
@@ -241,7 +241,7 @@ def _peak_note(plan: MemoryPlan, peak: int) -> str:
 
 
 def time_figures(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], known: bool
+    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], *, known: bool
 ) -> Iterator[Figure]:
     """The last step against its prediction, with the planner's defaults and fitted to the steps before it."""
     folder = config.folder

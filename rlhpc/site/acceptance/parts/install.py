@@ -6,7 +6,7 @@ import importlib
 import time
 
 import rlhpc
-from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts.models import END_TOKEN, write_model
 
 # In the order of a rank's start: each import includes what the ones before it have not imported.
@@ -36,7 +36,7 @@ def _versions(context: Context) -> None:
     if not context.on_gpu:
         context.report(Skipped("CUDA", "needs a GPU"))
         return
-    context.report(Figure("torch sees a GPU", torch.cuda.is_available(), "", Goal("==", True)))
+    context.report(Figure("torch sees a GPU", torch.cuda.is_available(), "", IS_TRUE))
     context.report(Figure("CUDA of torch", str(torch.version.cuda)))
     context.report(Figure("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version()))))
     major, minor = torch.cuda.get_device_capability()

@@ -19,7 +19,7 @@ from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.parts.breakdown import by_kind, kernels
 from rlhpc.site.acceptance.parts.fit import most_layers, planned_bytes, recomputations
 from rlhpc.site.acceptance.parts.models import model_fields, model_shape
-from rlhpc.site.acceptance.workers import TRAINER, Call, run_each
+from rlhpc.site.acceptance.workers import TRAINER, WorkerCall, run_each
 
 _DENSE, _EXPERTS = Goal(">=", 0.45), Goal(">=", 0.25)
 _USABLE = 0.94  # of the free memory; the rest is lost between blocks of PyTorch's allocator
@@ -70,12 +70,12 @@ def _run(context: Context, model: str) -> None:
     run_each(context, [call(model)])
 
 
-def call(model: str) -> Call:
+def call(model: str) -> WorkerCall:
     """The process that measures a model."""
-    return Call(model, f"{__name__}:measure", {"model": model}, imports=TRAINER)
+    return WorkerCall(model, f"{__name__}:measure", {"model": model}, imports=TRAINER)
 
 
-def packings(tiny: bool) -> Sequence[Packing]:
+def packings(*, tiny: bool) -> Sequence[Packing]:
     """What is measured, by size."""
     return _TINY if tiny else _FULL
 
@@ -83,7 +83,7 @@ def packings(tiny: bool) -> Sequence[Packing]:
 def measure(context: Context, model: str) -> None:
     """A model at every packing, in this process."""
     rig.join_ranks()
-    sizes = packings(context.tiny)
+    sizes = packings(tiny=context.tiny)
     limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
     shape, note = _shape(context, model, max(size.tokens for size in sizes), limit)
     ceilings = Ceilings.of(context)
@@ -133,7 +133,7 @@ class Ceilings:
         tflops = peak_tflops(name)
         if tflops is None:
             context.report(Skipped("MFU by the data sheet", f"no peak is known of {name}"))
-        product = timing.matrix_peak(context.tiny)
+        product = timing.matrix_peak(tiny=context.tiny)
         context.report(Figure("matrix product", product / 1e12, "TFLOP/s", note="bfloat16, random data"))
         return cls(None if tflops is None else tflops * 1e12, product)
 
@@ -164,9 +164,9 @@ class _Update:
 
         release_cached()
         self._context, self._shape, self._size, self._memory = context, shape, size, memory
-        dtype = rig.dtype_of(context.on_gpu)
         context.log(f"{size.label}: {shape.num_layers} layers, recompute {memory.recompute}")
-        self._actor = rig.make_actor(shape, dtype, optimizer=OptimizerSection(), memory=memory)
+        spec = rig.ActorSpec(shape, rig.dtype_of(context), OptimizerSection(), memory)
+        self._actor = rig.make_actor(spec)
         self._batch = rig.packed_random(shape, size.lengths)
 
     def report(self, ceilings: Ceilings, goal: Goal | None) -> float:
@@ -223,7 +223,7 @@ class _Update:
         def action() -> None:
             self._actor.differentiate([self._batch], rig.likelihood_loss, tokens, temperature=1.0)
 
-        found = kernels(action, self._context.on_gpu)
+        found = kernels(action, on_gpu=self._context.on_gpu)
         if not found:
             self._context.report(Skipped(f"{self._size.label}: kernels", "the profiler recorded none"))
             return
@@ -263,8 +263,8 @@ _PEER_TINY = (PeerSize("2 x 32", 2, 32, 2),)
 def run_peer(context: Context) -> None:
     """Qwen2.5-1.5B by rlhpc and by transformers, with the same rows."""
     calls = [
-        Call("rlhpc", f"{__name__}:measure_beside_peer", imports=TRAINER),
-        Call("transformers", "rlhpc.site.acceptance.parts.peer:measure", imports=("torch", "transformers")),
+        WorkerCall("rlhpc", f"{__name__}:measure_beside_peer", imports=TRAINER),
+        WorkerCall("transformers", "rlhpc.site.acceptance.parts.peer:measure", imports=("torch", "transformers")),
     ]
     ours, theirs = ({} if ranks is None else ranks[0] for ranks in run_each(context, calls))
     for label, rate in ours.items():
@@ -273,7 +273,7 @@ def run_peer(context: Context) -> None:
                 context.report(Figure(f"rlhpc by {name}", rate / peers, note="tokens per second"))
 
 
-def peer_sizes(tiny: bool) -> Sequence[PeerSize]:
+def peer_sizes(*, tiny: bool) -> Sequence[PeerSize]:
     """What both sides are measured at."""
     return _PEER_TINY if tiny else _PEER_FULL
 
@@ -283,7 +283,7 @@ def measure_beside_peer(context: Context) -> dict[str, float]:
     rig.join_ranks()
     limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
     shape, ceilings, rates = model_shape("tiny" if context.tiny else "1.5b"), Ceilings.of(context), {}
-    for size in peer_sizes(context.tiny):
+    for size in peer_sizes(tiny=context.tiny):
         packing = Packing(f"rlhpc, {size.label}", (size.length,) * size.rows, size.microbatches)
         rates[size.label] = _measure_packing(context, shape, packing, limit, ceilings, None)
     return rates

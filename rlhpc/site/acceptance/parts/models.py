@@ -169,28 +169,27 @@ def write_model(
     weights: bool = True,
     dtype: str = "bfloat16",
     std: float = 0.02,
-    seed: int = 0,
 ) -> Path:
     """Write a HuggingFace model folder: config.json, a tokenizer and, unless ``weights`` is false, random weights.
 
-    Matrices and biases are normal with ``std``, norms normal around 1. Weights are drawn on the GPU if there is one:
-    they repeat on the same kind of device only.
+    Matrices and biases are normal with ``std``, norms normal around 1. Weights are sampled on the GPU if there is one:
+    they repeat only on the same kind of device.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fields = model_fields(name, layers, dtype)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     _make_tokenizer(fields["vocab_size"], fields["max_position_embeddings"]).save_pretrained(folder)
     if weights:
-        _write_weights(folder, model_tensors(shape_of(fields, where=name)), dtype, std, seed)
+        _write_weights(folder, model_tensors(shape_of(fields, where=name)), dtype, std)
     return folder
 
 
-def _write_weights(folder: Path, tensors: list[TensorSpec], dtype: str, std: float, seed: int) -> None:
+def _write_weights(folder: Path, tensors: list[TensorSpec], dtype: str, std: float) -> None:
     import torch
 
     stored = [(spec.name, "F32" if spec.float32 else _STORED[dtype], spec.shape) for spec in tensors]
     files = plan_files(stored, _MOST_BYTES)
-    random = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed)
+    random = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
     for file in files:
         _write_file(folder, file, std, random)
     if torch.cuda.is_available():

@@ -27,14 +27,14 @@ def measure(context: Context) -> dict[str, float]:
         context.folder / "models" / "peer", "tiny" if context.tiny else "1.5b", None, "float32"
     )
     for way in _WAYS:
-        for size in peer_sizes(context.tiny):
+        for size in peer_sizes(tiny=context.tiny):
             label = f"transformers, {way}, {size.label}"
             context.log(label)
             if context.on_gpu:
                 timing.free_bytes()  # empties PyTorch's cache
                 torch.cuda.reset_peak_memory_stats()
             try:
-                rates[label] = _measure(context, label, _step(folder, size, way, context.on_gpu), size)
+                rates[label] = _measure(context, label, _step(folder, size, way, on_gpu=context.on_gpu), size)
             except torch.OutOfMemoryError:
                 context.report(Skipped(label, "out of memory"))
     return rates
@@ -57,7 +57,7 @@ def _measure(context: Context, label: str, step: Callable[[], Any], size: PeerSi
     return tokens / seconds
 
 
-def _step(folder: Any, size: PeerSize, way: str, on_gpu: bool) -> Callable[[], None]:
+def _step(folder: Any, size: PeerSize, way: str, *, on_gpu: bool) -> Callable[[], None]:
     """One update: forward and backward of every microbatch, clipping, AdamW."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM

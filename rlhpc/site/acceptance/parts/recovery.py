@@ -13,8 +13,8 @@ from typing import Any
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.records import Record
 from rlhpc.data import arithmetic
-from rlhpc.site.acceptance.part import Context, Figure, Goal
-from rlhpc.site.acceptance.parts import runs
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal
+from rlhpc.site.acceptance.parts import rig, runs
 from rlhpc.site.acceptance.parts.models import write_model
 
 # Relative difference of a supervised loss, in bfloat16, within a few steps.
@@ -36,7 +36,7 @@ def run_dense(context: Context) -> None:
     expected, found = _both(straight, resumed, kill_after=_SFT_STEPS + 2)
     equal = found == expected
     note = f"{_SFT_STEPS} supervised and {_RL_STEPS} RL steps, killed in RL"
-    context.report(Figure("dense: bit-equal", equal, "", Goal("==", True), note))
+    context.report(Figure("dense: bit-equal", equal, "", IS_TRUE, note))
     if not equal:  # is it the resume, or do two runs differ anyway?
         again = [_numbers(record) for record in runs.run(run_config(context, "dense-again", rl=True))]
         note = "yes: the resume is at fault; no: kernels on this machine have no fixed order"
@@ -47,7 +47,7 @@ def run_dense(context: Context) -> None:
 def run_experts(context: Context) -> None:
     """A warm-up alone: with sampled tokens a first difference in rounding would grow without bound."""
     arithmetic.make(str(context.folder / "inputs"))
-    model = write_model(context.folder / "moe", "tiny-moe", dtype=_dtype(context), std=0.1)
+    model = write_model(context.folder / "moe", "tiny-moe", dtype=rig.dtype_of(context), std=0.1)
     straight, resumed = (run_config(context, f"moe-{name}", model, rl=False) for name in ("straight", "resumed"))
     expected, found = _both(straight, resumed, kill_after=2)
     context.report(Figure("experts: bit-equal", found == expected, note=_NO_ORDER if context.on_gpu else ""))
@@ -75,17 +75,13 @@ def difference(expected: list[Record], found: list[Record]) -> float:
     return max(abs(a - b) / abs(a) for a, b in zip(*pairs, strict=True))
 
 
-def _dtype(context: Context) -> str:
-    return "bfloat16" if context.on_gpu else "float32"
-
-
 def run_config(context: Context, name: str, model: Path | None = None, *, rl: bool) -> RunConfig:
     """One rank, a checkpoint after every step. Without CUDA graphs, whose capture takes most of a start."""
     inputs = context.folder / "inputs"
     fields: dict[str, Any] = {
         "name": name,
         "run_dir": str(context.folder / name),
-        "model": {"path": str(model or inputs / "model"), "dtype": _dtype(context)},
+        "model": {"path": str(model or inputs / "model"), "dtype": rig.dtype_of(context)},
         "data": {"train": [str(inputs / "train.parquet")], "max_prompt_tokens": 16},
         "reward": {"function": "rlhpc.site.acceptance.parts.rewards:varied"},
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 12, "kv_cache_gib": 0.25, "cuda_graphs": False},

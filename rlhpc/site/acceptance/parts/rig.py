@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rlhpc.core.files import write_atomic
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.shards import model_tensors
+from rlhpc.site.acceptance.part import Context
 from rlhpc.site.acceptance.parts.models import model_fields
 
 LEARNING_RATE = 1e-3  # moves each weight by about a twentieth of its size: stale weights show in log-probs
@@ -28,12 +30,12 @@ def model_folder(folder: Path, name: str, layers: int | None, dtype: str, **chan
     return folder, shape_of(fields, where=name)
 
 
-def dtype_of(on_gpu: bool) -> str:
+def dtype_of(context: Context) -> str:
     """bfloat16 as in production; float32 on a CPU, so that rounding hides no difference."""
-    return "bfloat16" if on_gpu else "float32"
+    return "bfloat16" if context.on_gpu else "float32"
 
 
-def join_ranks(share_gpu: bool = False) -> None:
+def join_ranks(*, share_gpu: bool = False) -> None:
     """Enter the default process group and make Megatron's groups, as a run does. Collective.
 
     ``share_gpu``: all ranks use one GPU, which NCCL refuses; gloo carries device tensors through CPU memory.
@@ -53,27 +55,32 @@ def join_ranks(share_gpu: bool = False) -> None:
     build_groups(ParallelLayout(info.world_size), seed=0)
 
 
-def make_actor(
-    shape: ModelShape,
-    dtype: str,
-    *,
-    optimizer: OptimizerSection | None = None,
-    memory: MemorySection | None = None,
-    experts: ExpertsSection | None = None,
-    parallel: ParallelSection | None = None,
-    groups: Any = None,
-) -> Any:
-    """A back end with random weights, the same in every layout. Without ``optimizer`` it is frozen. Collective.
+@dataclass(frozen=True)
+class ActorSpec:
+    """Model and config sections of a trainer; without ``optimizer`` it is frozen."""
 
-    ``groups``: Megatron's for this layout, where they are not those in force.
+    shape: ModelShape
+    dtype: str
+    optimizer: OptimizerSection | None = None
+    memory: MemorySection | None = None
+    experts: ExpertsSection | None = None
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+
+
+def make_actor(spec: ActorSpec, groups: Any = None) -> Any:
+    """A back end with random weights, the same in every layout. Collective.
+
+    ``groups``: Megatron's groups for this layout; default: those in force.
     """
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.core.rank import RankInfo
 
-    info, section = RankInfo.from_environ(), parallel or ParallelSection()
-    layout = make_layout(section, info.world_size)
-    actor = MegatronBackend(shape, layout, info, dtype, section, optimizer, experts, memory, groups)
-    actor.take_tensors(random_tensors(shape, dtype))
+    info = RankInfo.from_environ()
+    layout = make_layout(spec.parallel, info.world_size)
+    actor = MegatronBackend(
+        spec.shape, layout, info, spec.dtype, spec.parallel, spec.optimizer, spec.experts, spec.memory, groups
+    )
+    actor.take_tensors(random_tensors(spec.shape, spec.dtype))
     return actor
 
 
@@ -93,31 +100,41 @@ def random_tensors(shape: ModelShape, dtype: str) -> Iterator[tuple[str, Any]]:
         yield spec.name, tensor.normal_(mean, std, generator=generator)
 
 
-def make_engine(
-    folder: Path,
-    shape: ModelShape,
-    dtype: str,
-    *,
-    context_tokens: int,
-    cache_gib: float,
-    max_num_seqs: int,
-    graphs: bool = False,
-    routed_experts: bool = False,
-    tp: int = 1,
-) -> Any:
+@dataclass(frozen=True)
+class EngineSpec:
+    """Model folder and size of an engine."""
+
+    folder: Path
+    shape: ModelShape
+    dtype: str
+    context_tokens: int  # of the longest sequence
+    cache_gib: float
+    max_num_seqs: int
+    graphs: bool = False  # CUDA graphs
+    routed_experts: bool = False  # returned with each token
+    tp: int = 1
+
+
+def make_engine(spec: EngineSpec) -> Any:
     """An engine that sleeps and has no weights yet. Collective."""
     from rlhpc.config.rollout import RolloutSection
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     section = RolloutSection(
-        tp=tp,
-        kv_cache_gib=cache_gib,
-        max_num_seqs=max_num_seqs,
-        cuda_graphs=graphs,
+        tp=spec.tp,
+        kv_cache_gib=spec.cache_gib,
+        max_num_seqs=spec.max_num_seqs,
+        cuda_graphs=spec.graphs,
         gpu_memory_utilization=ENGINE_FRACTION,
     )
     return VllmEngine(
-        folder, shape, section, dtype=dtype, max_model_len=context_tokens, end_tokens=(), routed_experts=routed_experts
+        spec.folder,
+        spec.shape,
+        section,
+        dtype=spec.dtype,
+        max_model_len=spec.context_tokens,
+        end_tokens=(),
+        routed_experts=spec.routed_experts,
     )
 
 

@@ -35,7 +35,7 @@ def median_seconds(action: Callable[[], Any], rounds: int, warm_up: int = 0) -> 
     return statistics.median(seconds(action) for _ in range(rounds))
 
 
-def matrix_peak(tiny: bool) -> float:
+def matrix_peak(*, tiny: bool) -> float:
     """FLOP/s of a square bfloat16 product of random matrices, 8192 wide on a GPU: the machine's practical ceiling."""
     import torch
 
@@ -52,7 +52,7 @@ def matrix_peak(tiny: bool) -> float:
     return 2.0 * width**3 * calls / median_seconds(products, rounds=5, warm_up=2)
 
 
-def copy_bandwidth(tiny: bool) -> float:
+def copy_bandwidth(*, tiny: bool) -> float:
     """Bytes read and written per second by one large copy within the device."""
     import torch
 
