@@ -127,7 +127,7 @@ def test_decoding_is_compared_with_and_without_graphs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("gpus", "ranks", "backend", "refused"),
     [
-        (1, 2, "gloo, shared GPU", {"pp": "gloo does not send device tensors from rank to rank"}),
+        (1, 2, "gloo, shared GPU", {"pp": "gloo cannot send device tensors"}),
         (2, 2, "nccl", {"pp": ""}),
         (8, 4, "nccl", {"pp": "", "tp x cp": ""}),
     ],

@@ -1,4 +1,4 @@
-"""Wheels as files: reads their metadata, packs the running rlhpc as one, leaves files out of one."""
+"""Wheel files: reads metadata, packs the running rlhpc as a wheel, and trims wheels."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ import rlhpc
 from rlhpc.core.errors import UserError
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: rlhpc\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-LARGE = 1 << 20  # bytes of a file that LZMA is worth its time for
+LARGE = 1 << 20  # bytes from which LZMA is worth its time
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """What a wheel's name and metadata contain."""
+    """A wheel with its name and metadata."""
 
     path: Path
     name: str  # canonical
@@ -40,7 +40,7 @@ class Wheel:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """The wheel's name, version, requirements and tags."""
+    """Read a wheel's name, version, requirements and tags."""
     try:
         name, version, _, tags = parse_wheel_filename(path.name)
         with zipfile.ZipFile(path) as archive:
@@ -57,14 +57,14 @@ def _is_metadata(entry: str) -> bool:
 
 
 def path_files(path: Path) -> list[str]:
-    """Names of the wheel's ``.pth`` files, which Python reads in ``site-packages`` only."""
+    """Names of the wheel's ``.pth`` files, which Python reads only in ``site-packages``."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     return [name for name in names if name.endswith(".pth") and (name.count("/") == 0 or ".data/" in name)]
 
 
 def write_wheel(folder: Path, stem: str, files: Iterable[tuple[str, bytes]]) -> Path:
-    """Write ``<folder>/<stem>.whl`` from (name in the wheel, content); RECORD is made here."""
+    """Write ``<folder>/<stem>.whl`` with RECORD from (name in the wheel, content)."""
     path = folder / f"{stem}.whl"
     info = "{}-{}.dist-info".format(*stem.split("-")[:2])
     rows = []
@@ -87,7 +87,7 @@ def _record(rows: Iterable[Sequence[str]]) -> str:
 
 
 def pack_rlhpc(folder: Path) -> Wheel:
-    """The running rlhpc as a wheel: all files of the package, with the metadata of its installation."""
+    """Pack the running rlhpc as a wheel: all files of the package, with the metadata of its installation."""
     package, installed = Path(rlhpc.__file__).parent, distribution("rlhpc")
     stem, info = f"rlhpc-{rlhpc.__version__}-py3-none-any", f"rlhpc-{rlhpc.__version__}.dist-info"
     files = [
@@ -103,7 +103,7 @@ def pack_rlhpc(folder: Path) -> Wheel:
 
 @dataclass(frozen=True)
 class Trimmed:
-    """Files left out of a wheel: their number, and the bytes by which packed and unpacked size shrink."""
+    """Files omitted from a wheel: their number, and their packed and unpacked bytes."""
 
     name: str
     globs: tuple[str, ...]
@@ -113,8 +113,8 @@ class Trimmed:
 
 
 def trim(path: Path, globs: Sequence[str], folder: Path, *, lzma: bool = False) -> Trimmed:
-    """Write the wheel to ``folder`` without the files that match one of ``globs``, and with a RECORD that fits.
-    ``lzma`` compresses large files better than wheels usually are."""
+    """Write the wheel to ``folder`` without the files that match ``globs``, and update its RECORD. ``lzma``: recompress
+    large files."""
     where = "--trim"
     wheel = read_wheel(path)
     with zipfile.ZipFile(path) as source:
@@ -132,7 +132,7 @@ def trim(path: Path, globs: Sequence[str], folder: Path, *, lzma: bool = False) 
 
 
 def has_large_files(path: Path) -> bool:
-    """Whether LZMA is worth its time."""
+    """Whether the wheel has files for which LZMA is worth its time."""
     with zipfile.ZipFile(path) as archive:
         return any(entry.file_size >= LARGE for entry in archive.infolist())
 
@@ -146,7 +146,7 @@ def _essential(name: str) -> bool:
 
 
 def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str], *, lzma: bool) -> None:
-    """Copy all entries but ``left_out``; rows of RECORD are dropped alike. Modes of files stay, for programs."""
+    """Copy all entries except ``left_out``, with their modes, and drop their rows of RECORD."""
     for entry in source.infolist():
         if entry.filename in left_out:
             continue

@@ -63,8 +63,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not a state of rlhpc acceptance"),
-        ("[]", "is not a state of rlhpc acceptance"),
+        ("{", "not a state of rlhpc acceptance"),
+        ("[]", "not a state of rlhpc acceptance"),
         ('{"schema_version": 7}', "schema_version is 7, this release reads 1"),
         ('{"schema_version": 1, "parts": {"a": {}}}', "parts.a.title: Field required"),
     ],
@@ -82,7 +82,7 @@ def test_the_schema_describes_every_field() -> None:
     assert schema["properties"]["schema_version"]["const"] == 1
     assert {"FigureRecord", "PartRecord", "Fingerprint"} <= schema["$defs"].keys()
     figure = schema["$defs"]["FigureRecord"]["properties"]
-    assert figure["met"]["description"] == "Whether the goal is reached; null without a goal."
+    assert figure["met"]["description"] == "Whether the goal is met; null without a goal."
 
 
 @pytest.mark.parametrize(

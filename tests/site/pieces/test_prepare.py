@@ -138,7 +138,7 @@ def test_an_older_version_is_brought_where_the_newest_ones_conflict(index: Path,
     [
         (PrepareOptions(Target(), trims=("vllm",)), "--trim: 'vllm' names no files"),
         (PrepareOptions(Target(), bring=("a b",)), "--bring: 'a b'"),
-        (PrepareOptions(Target(), piece_mb=0), "--piece-mb: 0 MB is no size"),
+        (PrepareOptions(Target(), piece_mb=0), "--piece-mb: 0 MB is too small"),
     ],
 )
 def test_options_are_refused_before_anything_is_resolved(
@@ -151,7 +151,7 @@ def test_options_are_refused_before_anything_is_resolved(
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="is not empty and holds no earlier set of pieces"):
+    with pytest.raises(UserError, match="not empty, and has no earlier set of pieces"):
         prepare(PrepareOptions(Target()), tmp_path)
 
 

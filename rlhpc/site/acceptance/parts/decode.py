@@ -1,7 +1,7 @@
-"""Decoding: tokens per second of rlhpc's engine and of vLLM's own ``LLM.generate``, with and without CUDA graphs.
+"""Decoding: tokens per second of rlhpc's engine and of vLLM's ``LLM.generate``, with and without CUDA graphs.
 
-Both have the same shape, dummy weights, prompts, response lengths and sampling, each in its own process. They take
-turns, and the median round counts.
+Both have the same shape, dummy weights, prompts, response lengths and sampling, each in its own process. They
+alternate; the median round counts.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from rlhpc.site.acceptance.workers import BOTH, WorkerCall, WorkerFailed, Worker
 
 SYSTEMS = ("rlhpc", "vllm")
 _GOAL = Goal(">=", 0.95)
-_DUMMY = 1e-3  # vLLM's dummy weights are uniform between plus and minus this
+_DUMMY = 1e-3  # vLLM's dummy weights are uniform in [-1e-3, 1e-3]
 
 
 @dataclass(frozen=True)
 class DecodeWorkload:
-    """A shape and one batch of requests of equal lengths."""
+    """A model shape and one batch of requests of equal lengths."""
 
     shape: str
     count: int
@@ -40,7 +40,7 @@ _TINY = (DecodeWorkload("tiny", 4, 12, 12, 0.0625, rounds=2),)
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both systems with one workload in one mode."""
+    """Both systems on one workload in one mode."""
 
     workload: DecodeWorkload
     graphs: bool
@@ -51,7 +51,7 @@ class Comparison:
 
     @property
     def calls(self) -> list[WorkerCall]:
-        """A process for each system."""
+        """Calls that start each system."""
         arguments = {"workload": asdict(self.workload), "graphs": self.graphs}
         return [
             WorkerCall(f"{self.name}, {system}", f"{__name__}:serve", {**arguments, "system": system}, imports=BOTH)
@@ -60,9 +60,9 @@ class Comparison:
 
 
 def run(context: Context) -> None:
-    """Every comparison. Engines that fit into the GPU together start together: compilation takes longest."""
+    """Run every comparison. Engines that fit into the GPU together start together, since compilation takes longest."""
     if not context.on_gpu:
-        context.report(Skipped("CUDA graphs", "there is no GPU"))
+        context.report(Skipped("CUDA graphs", "needs a GPU"))
     groups = comparisons(context)
     started = started_ahead(context, [[call for each in group for call in each.calls] for group in groups])
     for group, workers in zip(groups, started, strict=True):
@@ -70,14 +70,14 @@ def run(context: Context) -> None:
             one.go()
         pairs = [(comparison, workers[2 * i : 2 * i + 2]) for i, comparison in enumerate(group)]
         ready = [(comparison, pair) for comparison, pair in pairs if _ready(context, comparison, pair)]
-        for comparison, pair in ready:  # no engine compiles any more
+        for comparison, pair in ready:  # all engines have compiled
             _compare(context, comparison, pair)
         for one in workers:
-            one.close()  # and the next group's engines find the memory free
+            one.close()  # frees memory for the next group's engines
 
 
 def comparisons(context: Context) -> list[list[Comparison]]:
-    """In groups of which the engines fit into a GPU of 80 GB together, the most telling first."""
+    """Comparisons in groups whose engines fit together into a GPU of 80 GB, most informative first."""
     if not context.on_gpu:
         return [[Comparison(workload, graphs=False)] for workload in (_TINY if context.tiny else _FULL)]
     if context.tiny:
@@ -87,7 +87,7 @@ def comparisons(context: Context) -> list[list[Comparison]]:
 
 
 def _ready(context: Context, comparison: Comparison, pair: Sequence[Workers]) -> bool:
-    """Wait until both engines have answered once."""
+    """Wait for the first answer of both engines; False if one fails."""
     for call, workers in zip(comparison.calls, pair, strict=True):
         try:
             context.log(f"{call.name}: ready after {workers.answer()['start']:.0f} s")
@@ -115,18 +115,16 @@ def _report(context: Context, mode: str, workload: DecodeWorkload, rates: Sequen
     seeded = tokens / statistics.median(round_["seeded"] for round_ in rates[1])
     note = f"{workload.count} prompts of {workload.prompt} tokens, responses of {workload.response}"
     context.report(Figure(f"{mode}: rlhpc", ours, "tokens/s", note=note))
-    context.report(Figure(f"{mode}: vLLM", stock, "tokens/s", note="without seeds, as its users call it"))
-    context.report(
-        Figure(f"{mode}: vLLM with seeds", seeded, "tokens/s", note="a seed for each request, as rlhpc gives")
-    )
-    context.report(Figure(f"{mode}: rlhpc by vLLM", ours / stock, goal=None if context.tiny else _GOAL))
-    context.report(Figure(f"{mode}: rlhpc by vLLM with seeds", ours / seeded))
+    context.report(Figure(f"{mode}: vLLM", stock, "tokens/s", note="without seeds, as commonly used"))
+    context.report(Figure(f"{mode}: vLLM with seeds", seeded, "tokens/s", note="a seed per request, as in rlhpc"))
+    context.report(Figure(f"{mode}: rlhpc / vLLM", ours / stock, goal=None if context.tiny else _GOAL))
+    context.report(Figure(f"{mode}: rlhpc / vLLM with seeds", ours / seeded))
 
 
 def serve(
     context: Context, system: str, workload: dict[str, Any], *, graphs: bool
 ) -> Generator[dict[str, float], None, None]:
-    """Start an engine in this process; then the seconds of a batch for each item taken."""
+    """Start an engine in this process; each further item is the seconds of a batch."""
     began = time.perf_counter()
     work, dtype = DecodeWorkload(**workload), rig.dtype_of(context)
     folder, shape = rig.model_folder(context.folder / "models" / f"{work.shape}-{system}", work.shape, None, dtype)
@@ -143,7 +141,7 @@ def serve(
 
 
 def _generated(generate: Callable[[], int], work: DecodeWorkload) -> float:
-    """Seconds of one batch."""
+    """Seconds to generate one batch."""
     found = 0
 
     def action() -> None:
@@ -155,7 +153,7 @@ def _generated(generate: Callable[[], int], work: DecodeWorkload) -> float:
     return taken
 
 
-Started = tuple[dict[str, Callable[[], int]], Callable[[], Any]]  # ways to generate a batch, and the engine's end
+Started = tuple[dict[str, Callable[[], int]], Callable[[], Any]]  # ways to generate a batch, and the engine's shutdown
 
 
 def _start_ours(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, graphs: bool) -> Started:
@@ -171,7 +169,7 @@ def _start_ours(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, g
 
 
 def _start_stock(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, graphs: bool) -> Started:
-    """As a user starts it, but for sizes that both systems share, and for what would be read from disk."""
+    """Start vLLM with its defaults, except for sizes common to both systems and for what it would read from disk."""
     from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Builds the trainers and engines that parts measure: random weights from fixed seeds, no files but config.json."""
+"""Builds trainers and engines for the parts, with random weights from fixed seeds and no files but config.json."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from rlhpc.sharding.shards import model_tensors
 from rlhpc.site.acceptance.part import Context
 from rlhpc.site.acceptance.parts.models import model_fields
 
-LEARNING_RATE = 1e-3  # moves each weight by about a twentieth of its size: stale weights show in log-probs
-ENGINE_FRACTION = 0.1  # of the GPU that vLLM wants free when it starts; the cache's size is given
+LEARNING_RATE = 1e-3  # changes weights by about 5%, so that stale weights show in log-probs
+ENGINE_FRACTION = 0.1  # share of the GPU that vLLM requires to be free at startup; the cache has a given size
 FIRST_TOKEN = 16  # prompts avoid the ids of special tokens
 
 
 def model_folder(folder: Path, name: str, layers: int | None, dtype: str, **changes: Any) -> tuple[Path, ModelShape]:
-    """Write the ``config.json`` of a shape, the only file that an engine reads here; the folder and the shape."""
+    """Write ``config.json``, the only file that these engines read; return folder and shape."""
     fields = {**model_fields(name, layers, dtype), **changes}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "config.json", json.dumps(fields))  # every rank of a case writes it
+    write_atomic(folder / "config.json", json.dumps(fields))  # every rank writes it
     return folder, shape_of(fields, where=name)
 
 
 def dtype_of(context: Context) -> str:
-    """bfloat16 as in production; float32 on a CPU, so that rounding hides no difference."""
+    """bfloat16 on a GPU, as in production; float32 on a CPU, so that rounding hides no difference."""
     return "bfloat16" if context.on_gpu else "float32"
 
 
 def join_ranks(*, share_gpu: bool = False) -> None:
-    """Enter the default process group and make Megatron's groups, as a run does. Collective.
+    """Join the default process group and build Megatron's groups, as a run does. Collective.
 
-    ``share_gpu``: all ranks use one GPU, which NCCL refuses; gloo carries device tensors through CPU memory.
+    ``share_gpu``: all ranks use one GPU through gloo, since NCCL refuses that.
     """
     import torch
     import torch.distributed as dist
@@ -85,7 +85,7 @@ def make_actor(spec: ActorSpec, groups: Any = None) -> Any:
 
 
 def random_tensors(shape: ModelShape, dtype: str) -> Iterator[tuple[str, Any]]:
-    """Every weight of the model whole. Matrices are scaled so that logits vary by about 1 at any width."""
+    """(name, full tensor) of every weight. Matrices are scaled so that logits vary by about 1 at any width."""
     import torch
 
     from rlhpc.parallel.compat import device
@@ -116,7 +116,7 @@ class EngineSpec:
 
 
 def make_engine(spec: EngineSpec) -> Any:
-    """An engine that sleeps and has no weights yet. Collective."""
+    """A sleeping engine without weights. Collective."""
     from rlhpc.config.rollout import RolloutSection
     from rlhpc.rollout.vllm_engine import VllmEngine
 
@@ -139,7 +139,7 @@ def make_engine(spec: EngineSpec) -> Any:
 
 
 def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: int = 1, ranks_per_node: int = 1) -> Any:
-    """Weight sync from the actor to the engine, without verification: cases verify and report. Collective."""
+    """Weight sync from the actor to the engine. Cases verify explicitly and report. Collective."""
     import torch
 
     from rlhpc.config.schema import ReshardSection
@@ -156,7 +156,7 @@ def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: in
 
 
 def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[Any]:
-    """Random prompts of one length, answered at temperature 1 with responses of one length."""
+    """Requests at temperature 1 with random prompts of one length and responses of one length."""
     import numpy as np
 
     from rlhpc.api import Request
@@ -170,7 +170,7 @@ def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[
 
 
 def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int) -> list[Any]:
-    """Prompts and their responses in batches of at most ``tokens``, trained on and scored alike."""
+    """Prompts with their responses in batches of at most ``tokens``, for training and scoring."""
     import numpy as np
 
     from rlhpc.data.collate import pack_batch
@@ -189,7 +189,7 @@ def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int)
 
 
 def packed_random(shape: ModelShape, lengths: Sequence[int]) -> Any:
-    """One batch of random sequences, all of whose tokens but the first are trained on."""
+    """One batch of random sequences, trained on all tokens but the first."""
     import numpy as np
 
     from rlhpc.data.collate import pack_batch
@@ -200,7 +200,7 @@ def packed_random(shape: ModelShape, lengths: Sequence[int]) -> Any:
 
 
 def log_probs(actor: Any, batches: Sequence[Any], prompt: int) -> list[Any]:
-    """The trainer's log-probs of each response's tokens, in order."""
+    """The trainer's log-probs of the tokens of each response, in order."""
     from rlhpc.data.collate import unpack
 
     found = []
@@ -210,7 +210,7 @@ def log_probs(actor: Any, batches: Sequence[Any], prompt: int) -> list[Any]:
 
 
 def train(actor: Any, batches: Sequence[Any], rate: float = LEARNING_RATE) -> Any:
-    """One update towards the batches' tokens; its TrainStats. Every rank gives the batches of its dp index."""
+    """TrainStats of one update on the batches' tokens. Every rank passes the batches of its dp index."""
     return actor.train(batches, likelihood_loss, denominator_of(batches), temperature=1.0, rate=rate)
 
 
@@ -224,12 +224,12 @@ def likelihood_loss(stats: Any, batch: Any) -> Any:
 
 
 def denominator_of(batches: Sequence[Any]) -> float:
-    """Tokens that are trained on."""
+    """Number of tokens trained on."""
     return float(sum(batch.loss_weight.sum() for batch in batches))
 
 
 def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[float, float]:
-    """Mean and largest absolute difference of per-token values; NaN if any of them is."""
+    """Mean and maximum absolute difference of per-token values; NaN if any value is."""
     import numpy as np
 
     gap = np.abs(np.concatenate(list(ours)) - np.concatenate(list(theirs)))

@@ -1,7 +1,7 @@
-"""Several ranks: each axis of the trainer against one rank, and weight sync between layouts.
+"""Several ranks: each axis of the trainer compared with one rank, and weight sync between layouts.
 
-With several GPUs the ranks communicate through NCCL. On one GPU they share it, and gloo carries their tensors, as on a
-CPU: that checks the numbers, not the speed.
+With several GPUs the ranks communicate through NCCL. On one GPU they share it and use gloo, as on a CPU: that checks
+the numbers, not the speed.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rlhpc.site.acceptance.parts import rig
 from rlhpc.site.acceptance.workers import BOTH, TRAINER, WorkerCall, run_each
 
 _UPDATES = 2
-# With a larger epsilon: the first updates would otherwise follow the signs of gradients that are rounding alone.
+# The large epsilon keeps first updates from following the signs of gradients that are only rounding errors.
 _OPTIMIZER = OptimizerSection(learning_rate=rig.LEARNING_RATE, epsilon=1e-5)
-_SHARED_VOCABULARY = 16384  # of the model with experts, of which a GPU may hold one per rank
+_SHARED_VOCABULARY = 16384  # of the MoE model, of which a shared GPU holds one per rank
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A layout of the trainer. ``sends``: with send and receive, which gloo refuses for device tensors."""
+    """A layout of the trainer. ``sends``: uses send and receive, which gloo refuses for device tensors."""
 
     name: str
     parallel: Mapping[str, Any] = field(default_factory=dict)
@@ -73,14 +73,14 @@ class RankSetup:
         return self.backend == "gloo, shared GPU"
 
     def refusal(self, axis: Axis) -> str:
-        """Why an axis cannot run here; empty if it can."""
+        """Reason that an axis cannot run here; empty if it can."""
         if axis.ranks > self.ranks:
             return f"needs {axis.ranks} GPUs"
-        return "gloo does not send device tensors from rank to rank" if axis.sends and self.shares_gpu else ""
+        return "gloo cannot send device tensors" if axis.sends and self.shares_gpu else ""
 
 
 def run(context: Context) -> None:
-    """Every axis, then weight sync from each to engines."""
+    """Compare every axis with one rank, then sync weights from each layout to engines."""
     setup = RankSetup.of(context)
     context.report(Figure("ranks", setup.ranks, note=setup.backend))
     for kind, axes in AXES.items():
@@ -92,12 +92,12 @@ def run(context: Context) -> None:
     if setup.shares_gpu:
         reason = "gloo's coalesced all-gather reads device tensors as CPU memory"
         context.report(Skipped("updates: the distributed optimizer's all-gather", reason))
-        context.report(Skipped("weight sync to engines of tp 2", "NCCL takes one rank per GPU"))
+        context.report(Skipped("weight sync to engines of tp 2", "NCCL supports one rank per GPU"))
     run_each(context, _sync_calls(setup))
 
 
 def _compare_axes(context: Context, setup: RankSetup, kind: str, axes: Sequence[Axis]) -> None:
-    """One rank's numbers, then every axis'."""
+    """Compute the numbers of one rank and of every axis, and report their differences."""
     groups = [[Axis("one rank", ranks=1)]]
     groups += [[axis for axis in axes if axis.ranks == ranks] for ranks in sorted({axis.ranks for axis in axes})]
     calls = []
@@ -126,7 +126,7 @@ def _arguments(kind: str, axes: Sequence[Axis], setup: RankSetup) -> dict[str, A
 def _report_axis(
     context: Context, kind: str, axis: str, expected: dict[str, Any], ranks: Sequence[dict[str, Any]]
 ) -> None:
-    """``ranks``: what each rank found; a sequence's log-probs are on the ranks of its dp index."""
+    """``ranks``: results of each rank; a sequence's log-probs are on the ranks of its dp index."""
     name, tolerance = f"{kind}, {axis}", _tolerance(context, kind)
     for moment in expected["log_probs"]:
         own = {key: value for rank in ranks for key, value in rank["log_probs"][moment].items()}
@@ -140,14 +140,14 @@ def _report_axis(
 
 
 def _tolerance(context: Context, kind: str) -> float:
-    """In bfloat16 the order of sums matters, and some tokens go to other experts."""
+    """Bound of differences: in bfloat16 the order of sums matters, and some tokens go to other experts."""
     return (0.05 if kind == "moe" else 0.02) if context.on_gpu else 1e-4
 
 
 def train_axes(
     context: Context, kind: str, axes: Sequence[Mapping[str, Any]], *, share_gpu: bool, updates: int
 ) -> list[dict[str, Any]]:
-    """On every rank: for each layout log-probs, a backward pass and, with ``updates``, log-probs after these."""
+    """Runs on every rank: for each layout log-probs, a backward pass and, with ``updates``, log-probs after them."""
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.device_memory import release_cached
 
@@ -187,7 +187,7 @@ def _actor(context: Context, kind: str, parallel: ParallelSection, optimizer: Op
 
 
 def _model(context: Context, kind: str) -> tuple[Any, Any]:
-    """The folder and the shape; four layers where there may be virtual stages."""
+    """Model folder and shape; four layers if there may be virtual pipeline stages."""
     name = {"dense": "tiny" if context.tiny else "1.5b", "moe": "tiny-moe" if context.tiny else "30b-a3b"}[kind]
     layers = 4 if kind == "dense" else 2
     changes = {} if context.tiny or kind == "dense" else {"vocab_size": _SHARED_VOCABULARY}
@@ -196,7 +196,7 @@ def _model(context: Context, kind: str) -> tuple[Any, Any]:
 
 
 def _own_batches(actor: Any, lengths: Sequence[int]) -> tuple[list[Any], float]:
-    """Two microbatches of the sequences of this rank's dp index, and the tokens trained on of all ranks."""
+    """Two microbatches of the sequences of this rank's dp index, and the number of tokens trained on by all ranks."""
     import numpy as np
     import torch.distributed as dist
 
@@ -211,14 +211,14 @@ def _own_batches(actor: Any, lengths: Sequence[int]) -> tuple[list[Any], float]:
 
 
 def _scores(actor: Any, batches: Sequence[Any]) -> dict[str, list[float]]:
-    """Log-probs by the sequence's number."""
+    """Log-probs by sequence id."""
     ids = [str(i) for batch in batches for i in batch.sample_ids]
     values = rig.log_probs(actor, batches, prompt=1)
     return {key: value.tolist() for key, value in zip(ids, values, strict=True)}
 
 
 def _sync_calls(setup: RankSetup) -> list[WorkerCall]:
-    """Each engine size with each kind of model, fed from one layout after the other."""
+    """Calls for each engine size and each kind of model, synced from one layout after the other."""
     calls = []
     for kind, names in _SYNCED.items():
         chosen = [axis for axis in AXES[kind] if axis.name in names and not setup.refusal(axis)]
@@ -236,7 +236,7 @@ def _sync_calls(setup: RankSetup) -> list[WorkerCall]:
 
 
 def sync_axes(context: Context, kind: str, axes: Mapping[str, Mapping[str, Any]], *, share_gpu: bool, tp: int) -> None:
-    """On every rank: weight sync from each layout into the same engines; their log-probs against the trainer's."""
+    """Runs on every rank: weight sync from each layout to the same engines, comparing log-probs with the trainer's."""
     import torch.distributed as dist
 
     rig.join_ranks(share_gpu=share_gpu)

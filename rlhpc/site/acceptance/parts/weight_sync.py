@@ -1,4 +1,4 @@
-"""Weight sync within one device: seconds, bandwidth beside a plain copy's, and what the engine's sleep gives back."""
+"""Weight sync within one device: seconds, bandwidth relative to a plain copy, and memory freed by sleep."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.workers import BOTH, WorkerCall, run_each
 
 _ROUNDS = 5
-_GIVEN_BACK = Goal(">=", 0.95)
+_FREED = Goal(">=", 0.95)
 
 
 @dataclass(frozen=True)
 class SyncCase:
-    """A shape and the goal of its sync. ``graphs``: with CUDA graphs, whose memory sleep does not give back."""
+    """A shape and the goal of its sync. ``graphs``: with CUDA graphs, whose memory sleep does not free."""
 
     name: str
     shape: str
@@ -36,22 +36,22 @@ _TINY = (SyncCase("tiny", "tiny", 0.0625, Goal("<", 1.0)),)
 
 
 def run(context: Context) -> None:
-    """Every case, each in a process of its own."""
+    """Run every case in its own process."""
     run_each(context, [call(case) for case in cases(tiny=context.tiny)])
 
 
 def cases(*, tiny: bool) -> tuple[SyncCase, ...]:
-    """All cases of a size."""
+    """Cases of a size."""
     return _TINY if tiny else _FULL
 
 
 def call(case: SyncCase) -> WorkerCall:
-    """The process of one case."""
+    """Call that runs one case."""
     return WorkerCall(case.name, f"{__name__}:measure", {"name": case.name}, imports=BOTH)
 
 
 def measure(context: Context, name: str) -> None:
-    """One case, in this process. Both sides are uncut: every byte is read once and written once."""
+    """Run one case in this process. Neither side is sharded: every byte is read once and written once."""
     case = next(case for case in cases(tiny=context.tiny) if case.name == name)
     dtype = rig.dtype_of(context)
     folder, shape = rig.model_folder(context.folder / "models" / case.name, case.shape, None, dtype)
@@ -65,19 +65,19 @@ def measure(context: Context, name: str) -> None:
     context.log("starting the engine")
     engine = rig.make_engine(rig.EngineSpec(folder, shape, dtype, 512, case.cache_gib, 64, graphs=case.graphs))
     manager = rig.make_manager(actor, engine)
-    with manager:  # the first sync and the first tokens allocate what stays
+    with manager:  # the first sync and the first tokens make all lasting allocations
         engine.generate(rig.requests(shape, 4, 8, 8))
     medians = _phases(engine, manager)
     _report_seconds(context, case, manager.plan.copies, actor.weights.dtype.itemsize, medians)
     if not context.on_gpu:
-        context.report(Skipped(f"{case.name}: memory given back", "counted by the GPU's driver"))
+        context.report(Skipped(f"{case.name}: memory freed by sleep", "needs a GPU"))
         return
     weights = sum(prod(size) for size in engine.weight_shapes().values()) * actor.weights.dtype.itemsize
     _report_memory(context, case, manager, weights, without_engine)
 
 
 def _phases(engine: Any, manager: Any) -> dict[str, float]:
-    """Median seconds of each phase of a weight sync, and of a whole one."""
+    """Median seconds of each phase of a weight sync, and of the whole."""
     phases: dict[str, Callable[[], Any]] = {
         "wake, weights": engine.wake_weights,
         "write": manager.write,
@@ -101,7 +101,7 @@ def _report_seconds(context: Context, case: SyncCase, copies: Any, itemsize: int
 
     size = sum(copy.box.volume for copy in copies) * itemsize
     bandwidth, copy = 2 * size / medians["write"], timing.copy_bandwidth(tiny=context.tiny)
-    report("write", medians["write"], "s", case.seconds, "all weights, from the trainer's memory into the engine's")
+    report("write", medians["write"], "s", case.seconds, "all weights, from the trainer's memory to the engine's")
     report("weights", size / 1e9, "GB")
     report("bandwidth", bandwidth / 1e9, "GB/s", note="read and written")
     report("bandwidth of a plain copy", copy / 1e9, "GB/s", note="read and written")
@@ -112,7 +112,7 @@ def _report_seconds(context: Context, case: SyncCase, copies: Any, itemsize: int
 
 
 def _report_memory(context: Context, case: SyncCase, manager: Any, weights: int, without_engine: int) -> None:
-    """``without_engine``: bytes that were free before the engine started."""
+    """Report memory freed by sleep. ``without_engine``: free bytes before the engine started."""
     manager.sync()
     awake = timing.free_bytes()
     manager.sleep()
@@ -120,6 +120,6 @@ def _report_memory(context: Context, case: SyncCase, manager: Any, weights: int,
     held = weights + case.cache_gib * timing.GIB
     note = f"of {held / timing.GIB:.1f} GiB of weights and KV cache"
     share, left = (asleep - awake) / held, (without_engine - asleep) / timing.GIB
-    context.report(Figure(f"{case.name}: given back by sleep", share, "", _GIVEN_BACK, note))
-    note = "context of libraries, workspaces" + (" and CUDA graphs" if case.graphs else "")
+    context.report(Figure(f"{case.name}: memory freed by sleep", share, "", _FREED, note))
+    note = "library contexts and workspaces" + (" and CUDA graphs" if case.graphs else "")
     context.report(Figure(f"{case.name}: engine asleep", left, "GiB", note=note))
