@@ -12,7 +12,7 @@ from rlhpc.config.schema import ModelSection
 from rlhpc.core.files import LineFile, read_json, write_atomic, write_json
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.shown import ShownOnly
-from rlhpc.observe.evaluation import Answer, evaluation_metrics
+from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
 from rlhpc.trainer.batches import exchange_samples
 from rlhpc.trainer.build import Run
@@ -92,7 +92,7 @@ def _judged(run: Run, samples: list[Sample]) -> list[Sample]:
 
 def _metrics(run: Run, answered: list[Answered]) -> Metrics:
     answers = [
-        Answer(
+        ScoredResponse(
             answer.sample.group_id,
             answer.set_name,
             answer.prompt.data_source,

@@ -33,7 +33,9 @@ class Loop:
         self.state = self._restore()
         run.context.attempt.check_current()
         self._writer = (
-            MetricsWriter(run.folder, run.config.observe.tensorboard, self.state) if run.info.rank == 0 else None
+            MetricsWriter(run.folder, self.state, tensorboard=run.config.observe.tensorboard)
+            if run.info.rank == 0
+            else None
         )
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
 
