@@ -184,9 +184,8 @@ def _plot_rewards(path: Path, records: Sequence[Record]) -> None:
     """Plots training and validation reward over the RL steps: supervised ones have neither."""
     figure, axes = _figure()
     axes.plot(*_curve(records, REWARD), color="tab:blue", linewidth=1.2, label="training reward (mean)")
-    axes.plot(
-        *_curve(records, VALIDATION), color="tab:orange", marker="o", markersize=4, label="validation reward (held out)"
-    )
+    held_out = "validation reward (held out)"
+    axes.plot(*_curve(records, VALIDATION), color="tab:orange", marker="o", markersize=4, label=held_out)
     axes.set(xlabel="RL step", ylabel="reward", title="Reward of the RL phase")
     axes.set_ylim(bottom=1.05 * min([0.0, *filter(math.isfinite, _curve(records, REWARD)[1])]))
     figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
@@ -196,9 +195,8 @@ def _plot_rewards(path: Path, records: Sequence[Record]) -> None:
 def _plot_supervised_loss(path: Path, records: Sequence[Record]) -> None:
     """Plots the loss over the steps of the supervised warm-up."""
     figure, axes = _figure()
-    axes.plot(
-        *_curve([record for record in records if record["phase"] == "sft"], LOSS), color="tab:blue", linewidth=1.2
-    )
+    steps = [record for record in records if record["phase"] == "sft"]
+    axes.plot(*_curve(steps, LOSS), color="tab:blue", linewidth=1.2)
     axes.set(xlabel="supervised step", ylabel="loss in nats", title="Loss of the supervised warm-up")
     axes.set_ylim(bottom=0)
     figure.savefig(path)
