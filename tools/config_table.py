@@ -21,7 +21,7 @@ def table() -> str:
     """One row for each key, sections in the schema's order."""
     schema = RunConfig.model_json_schema()
     rows = [
-        " ".join(["|", f"`{key}` | {_kind(field)} | {_default(field)} | {_meaning(field)}", *_peers(key), "|"])
+        " ".join(["|", f"`{key}` | {_kind(field)} | {default(field)} | {_meaning(field)}", *_peers(key), "|"])
         for key, field in keys(schema)
     ]
     head = ["| key | value | default | meaning | verl | TRL |", "| --- | --- | --- | --- | --- | --- |"]
@@ -93,7 +93,7 @@ def _bounded(kind: dict[str, Any]) -> str:
     return ", ".join([str(kind["type"]), *bounds])
 
 
-def _default(field: dict[str, Any]) -> str:
+def default(field: dict[str, Any]) -> str:
     if field["required"]:
         return "required"
     value = field.get("default")

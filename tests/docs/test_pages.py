@@ -131,6 +131,15 @@ def test_peers_names_are_those_of_keys() -> None:
     assert "| `learning_rate` |" in config_table.table()
 
 
+def test_defaults_beside_the_peers_are_the_schema_s() -> None:
+    """The second column of the table in coming_from.md."""
+    table = (DOCS / "coming_from.md").read_text().partition("## Which defaults differ?")[2]
+    shown = dict(re.findall(r"^\| `([\w.]+)` \| (.+?) \|", table, re.M))
+    fields = dict(config_table.keys(RunConfig.model_json_schema()))
+    assert len(shown) > 15
+    assert shown == {key: config_table.default(fields[key]) for key in shown}
+
+
 def absent_files(text: str) -> list[str]:
     """Python files that a text names and the project does not have."""
     named = re.findall(r"`([\w/]+\.py)`", text)
