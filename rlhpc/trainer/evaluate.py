@@ -17,7 +17,7 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.core.shown import ShownOnly
 from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
-from rlhpc.observe.evaluation import Answer, evaluation_metrics
+from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.reshard.manager import ReshardManager
@@ -120,7 +120,7 @@ class Evaluator:
 
     def _metrics(self, answered: list[Answered]) -> Metrics:
         answers = [
-            Answer(
+            ScoredResponse(
                 answer.sample.group_id,
                 answer.set_name,
                 answer.prompt.data_source,

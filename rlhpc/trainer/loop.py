@@ -34,7 +34,7 @@ class Loop:
         self.state = self._restore()
         run.context.attempt.check_current()
         self._writer = (
-            MetricsWriter(run.context.run, run.config.observe.tensorboard, self.state)
+            MetricsWriter(run.context.run, self.state, tensorboard=run.config.observe.tensorboard)
             if run.context.info.rank == 0
             else None
         )
