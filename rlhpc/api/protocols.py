@@ -89,10 +89,7 @@ class RewardWorkers(Protocol):
         """Begin to score a response; returns at once."""
 
     def results(self) -> dict[int, RewardResult]:
-        """Wait for every response submitted since the last call; by key."""
-
-    def failures(self) -> dict[str, int]:
-        """Calls that failed since this was asked last, by kind."""
+        """Results of every response submitted since the last call, by key; waits for them."""
 
     def close(self) -> None:
         """End the processes, at the end of the run."""

@@ -60,6 +60,7 @@ class RewardResult:
     parts: dict[str, float] = field(default_factory=dict)
     dropped: bool = False  # a reward failed, and such responses are left out of training
     answer: str | None = None  # what the response answers, "" if nothing; None where no reward tells
+    failures: tuple[str, ...] = ()  # kind of each reward that failed: raised, result, timeout, memory, died
 
 
 @dataclass(frozen=True)

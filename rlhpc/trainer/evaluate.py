@@ -82,8 +82,7 @@ def _judged(run: Run, samples: list[Sample]) -> list[Sample]:
     """With the reward model's part, if there is one; a response that would be left out of training counts as 0."""
     if run.models.reward is None:
         return samples
-    scored_samples = score_by_model(run, samples, run.validation)
-    run.reward_reader.failures.take_counts()  # those of a step are counted
+    scored_samples, _ = score_by_model(run, samples, run.validation)
     return [
         replace(sample, reward=0.0, reward_parts={}, answer=None) if scored is None else scored
         for sample, scored in zip(samples, scored_samples, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,14 +19,18 @@ from rlhpc.trainer.build import Run
 from rlhpc.trainer.roles import Role
 
 
-def score_by_model(run: Run, samples: Sequence[Sample], prompts: PromptSet | None) -> list[Sample | None]:
-    """The samples with the model's number for their last token, weighted, added to their rewards; ``prompts`` are
-    those that they answer. None for one that is to be left out, because the number is not finite. Collective."""
+def score_by_model(
+    run: Run, samples: Sequence[Sample], prompts: PromptSet | None
+) -> tuple[list[Sample | None], Counter[str]]:
+    """The samples with the model's number for their last token, weighted, added to their rewards, and the model's
+    failures by kind; ``prompts`` are those that the samples answer. None for a sample that is left out, because the
+    number is not finite. Collective."""
     role = run.models.reward
     if role is None or not samples:
-        return list(samples)
+        return list(samples), Counter()
     scores = _scores(run, role, samples, prompts)
-    return [_scored(run, sample, score, prompts) for sample, score in zip(samples, scores, strict=True)]
+    scored = [_scored(run, sample, score, prompts) for sample, score in zip(samples, scores, strict=True)]
+    return scored, Counter("result" for score in scores if not math.isfinite(score))
 
 
 def _scores(run: Run, role: Role, samples: Sequence[Sample], prompts: PromptSet | None) -> list[float]:

@@ -74,11 +74,12 @@ def scored_by_model(run: Run, drawn: Drawn) -> Drawn:
     """With the reward model's part of all rewards. Collective."""
 
     def scored(found: list[Sample | None]) -> list[Sample | None]:
-        known = iter(score_by_model(run, [sample for sample in found if sample is not None], run.prompts))
+        results, failures = score_by_model(run, [sample for sample in found if sample is not None], run.prompts)
+        drawn.collection.failures.update(failures)
+        known = iter(results)
         return [None if sample is None else next(known) for sample in found]
 
     samples, greedy = scored(drawn.samples), scored(drawn.greedy)
-    drawn.collection.failures.update(run.reward_reader.failures.take_counts())
     return replace(drawn, samples=samples, greedy=greedy)
 
 
@@ -126,10 +127,10 @@ def _greedy(run: Run, state: RunState, groups: Sequence[Group], failures: Counte
     prompts = [prompt_of(run, group.number) for group in groups]
     mine = generate_samples(run, state, prompts, 1, temperature=0.0)
     found: list[Sample | None] = []
-    for part in gather_objects((mine, run.reward_workers.failures()) if run.leads_engine else None):
-        for scored in part[0] if part is not None else ():
+    for part in gather_objects(mine if run.leads_engine else None):
+        for scored in part or ():
             found.append(None if scored.dropped else scored.sample)
-        failures.update(part[1] if part is not None else {})
+            failures.update(scored.failures)
     return found
 
 
@@ -164,10 +165,6 @@ class _Collection:
         self._generated = 0
         self._calls = self._failed_calls = 0  # of tools
         self.failures: Counter[str] = Counter()  # of rewards, by kind
-        if run.tools is not None:  # what a validation has left
-            run.tools.take_counts()
-        if run.reward_workers is not None:
-            run.reward_workers.failures()
 
     def run(self) -> Outcome:
         """Batch after batch of prompts, until there is enough or the bound is reached."""
@@ -243,18 +240,15 @@ class _Collection:
 
     def _exchange(self, mine: list[Scored]) -> list[Scored]:
         """What every engine has, on every rank; routed experts where they are. Collective."""
-        run, report = self._run, None
-        if run.leads_engine:
-            counts = run.tools.take_counts() if run.tools is not None else (0, 0)
-            report = (without_routed_experts(mine), counts, run.reward_workers.failures())
+        run = self._run
         found: list[Scored] = []
-        for rank, part in enumerate(gather_objects(report)):
-            if part is None:
-                continue
-            found += mine if rank == run.info.rank else part[0]
-            self._calls += part[1][0]
-            self._failed_calls += part[1][1]
-            self.failures.update(part[2])
+        for rank, part in enumerate(gather_objects(without_routed_experts(mine) if run.leads_engine else None)):
+            if part is not None:
+                found += mine if rank == run.info.rank else part
+        for scored in found:
+            self._calls += scored.tool_calls
+            self._failed_calls += scored.failed_tool_calls
+            self.failures.update(scored.failures)
         return found
 
     def _take(self, found: Sequence[Scored]) -> None:

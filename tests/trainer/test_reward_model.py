@@ -140,7 +140,7 @@ def test_a_number_that_is_not_finite_is_a_reward_that_failed(found) -> None:
             expected = pytest.approx((sample.reward + (0 if bad else 0.5 * part), 0 if bad else part))
             assert zero == expected
             assert dropped == (None if bad else expected)
-        assert broken["counts"] == [{"result": 1}, {"result": sum(wrong)}, {"result": sum(wrong)}]
+        assert broken["counts"] == [{"result": sum(wrong)}] * 2
 
 
 def _answers(turn: list[str]) -> list[dict[str, str]]:
@@ -196,7 +196,7 @@ def _scores(
     values = run.models.reward.model.values
     sizes: list[int] = []
     run.models.reward.model.values = lambda batches: sizes.extend(len(b.tokens) for b in batches) or values(batches)
-    scored = score_by_model(run, make_samples(0), None)
+    scored, _ = score_by_model(run, make_samples(0), None)
     assert 64 < max(sizes) <= 80, "its own bound, not the actor's"
     broken = _broken(run, *_prompts(policy, run.config))
     data = {"system_prompt": SYSTEM}
@@ -206,8 +206,8 @@ def _scores(
     tokenizer, prompts = _prompts(policy, config)
     samples = _conversations(tokenizer, prompts)
     foreign_run.reward_reader = RewardReader.of(config, tokenizer)
-    own = score_by_model(foreign_run, samples, prompts)
-    (alone,) = score_by_model(foreign_run, samples[:1], prompts)
+    own, _ = score_by_model(foreign_run, samples, prompts)
+    (alone,), _ = score_by_model(foreign_run, samples[:1], prompts)
     assert alone.reward == pytest.approx(own[0].reward), "fewer samples than data-parallel ranks"
     refused = ""
     short = make_config(policy, {"reward": {"model": {**section, "max_tokens": 40}}, "data": data}, {"tp": 2})
@@ -247,11 +247,11 @@ def _broken(run: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
         section = run.config.reward.model_copy(update={"on_failure": policy})
         run.reward_reader = RewardReader.of(run.config.model_copy(update={"reward": section}), None)
         try:
-            scored = score_by_model(run, make_samples(0), prompts)
+            scored, failures = score_by_model(run, make_samples(0), prompts)
+            found["counts"].append(failures)
             found[policy] = [s and (s.reward, s.reward_parts["model"]) for s in scored]
         except UserError as error:
             found[policy] = error.message
-        found["counts"].append(run.reward_reader.failures.take_counts())
     return found
 
 
