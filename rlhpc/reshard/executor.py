@@ -31,19 +31,26 @@ class _Message:
 
 
 class Mover:
-    """This rank's part of a plan. ``group`` holds all ranks of both sides; None: all ranks of the job.
+    """Executes this rank's part of a plan.
 
-    Takes two send and two receive buffers of the plan's largest bucket at most, while it moves.
+    While it moves, it holds two send and two receive buffers, each at most as large as the plan's largest bucket.
     """
 
     def __init__(
-        self, plan: ReshardPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
+        self,
+        plan: ReshardPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        shared: frozenset[str] = frozenset(),
     ) -> None:
+        """``group`` holds all ranks of both sides; None: all ranks of the job. Copies inside this rank into the
+        ``shared`` parameters are left out: the engine uses the trainer's memory."""
         self._dtype, self._device, self._group = dtype, device, group
         self._lasting = device.type == "cuda"  # there the engine's memory stays where it is, and views can be kept
         self._views: tuple[list[Tensor], list[Tensor]] | None = None
         rank, members = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._local = plan.local(rank)
+        self._local = [copy for copy in plan.local(rank) if copy.target.local_name not in shared]
         self._sends = [self._message(copies, members, _receiver) for copies in plan.sends(rank)]
         self._receives = [self._message(copies, members, _sender) for copies in plan.receives(rank)]
 
@@ -64,14 +71,6 @@ class Mover:
             work.wait()
             work = self._exchange(bucket + 1, sent, received) if bucket + 1 < buckets else None
             self._unpack(bucket, write, received)
-
-    def without(self, shared: frozenset[str]) -> Mover:
-        """A mover that leaves out the copies inside this rank into the given parameters."""
-        copy = object.__new__(Mover)
-        vars(copy).update(vars(self))
-        copy._views = None
-        copy._local = [local for local in self._local if local.target.local_name not in shared]
-        return copy
 
     def _copy(self, read: View, write: View) -> None:
         """The copies inside this rank, in as few kernels as there can be."""

@@ -65,13 +65,11 @@ class ReshardManager:
             rank=rank,
         )
         self._check_plans()
-        self._mover = Mover(self.plan, job.dtype, job.device, job.group)
         self._checksums: ChecksumPlan | None = None
         self._parameters: Mapping[str, Tensor] = {}
         if section.share_weights and engine is not None:
             self._shared = self._find_shared(rank)
-        if self._shared:
-            self._mover = self._mover.without(frozenset(self._shared))
+        self._mover = Mover(self.plan, job.dtype, job.device, job.group, frozenset(self._shared))
 
     def __enter__(self) -> RolloutEngine | None:
         self.sync()
