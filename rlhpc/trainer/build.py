@@ -16,7 +16,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.rank import RankInfo
-from rlhpc.data.prompts import PromptSet, Readers
+from rlhpc.data.prompts import PromptFiles, PromptSet, Readers
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelShape, read_model
@@ -117,8 +117,8 @@ def build(config: RunConfig, context: RankContext) -> Run:
         readers=readers,
         texts=reader is not None and reader.own is not None,
     )
-    prompts = load(config.data.train, where="data.train", filtered=True) if rl else None
-    validation = load(config.data.validation, where="data.validation") if config.data.validation else None
+    prompts = load(PromptFiles(config.data.train, "data.train", filtered=True)) if rl else None
+    validation = load(PromptFiles(config.data.validation, "data.validation")) if config.data.validation else None
     longest = shape.usable_positions
     sft = SFTSet.load(config.sft.data, tokenizer, longest, readers=readers) if config.sft else None
     models = make_models(config, info, shape, algorithm if rl else None)

@@ -65,7 +65,7 @@ def draw_samples(run: Run, state: RunState) -> Drawn:
     carryover.ready = [collection.groups[number] for number in outcome.kept]
     carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
     groups = [*replayed, *new] if new else []
-    samples = training_samples(groups, section.mask_truncated)
+    samples = training_samples(groups, mask_truncated=section.mask_truncated)
     greedy = _greedy(run, state, groups, collection.failures)
     return Drawn(groups, len(replayed), [*samples], greedy, outcome, collection, stale)
 
@@ -117,7 +117,7 @@ def _replayed(run: Run, state: RunState) -> list[Group]:
         return []
     buffer.forget_stale(state.policy_version)
     count = replayed_groups(run.config.train.prompts_per_step, section.fraction, len(buffer))
-    return buffer.draw(count, run.config.seed, state.step)
+    return buffer.sample(count, run.config.seed, state.step)
 
 
 def _greedy(run: Run, state: RunState, groups: Sequence[Group], failures: Counter[str]) -> list[Sample | None]:
@@ -262,7 +262,7 @@ class _Collection:
 
     def _put(self, scored: Scored, done: bool) -> None:
         group = self.groups[scored.group]
-        self.groups[scored.group] = group.with_sample(scored.index, scored.sample, done, scored.dropped)
+        self.groups[scored.group] = group.with_sample(scored.index, scored.sample, scored=done, dropped=scored.dropped)
 
 
 def _tasks(group: Group, prompt: Prompt, seed: int) -> list[Task]:
