@@ -68,10 +68,10 @@ class TrainBackend(Protocol):
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, by HuggingFace's name, on every rank: the plain path, one tensor at a time."""
 
-    def offload(self, keep_parameters: bool = False) -> None:
+    def offload(self, *, keep_parameters: bool = False) -> None:
         """Let go of the device's memory as the configuration says. Later calls bring back what they need."""
 
-    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
         """Write weights and optimizer state into an existing empty folder, each rank its own shards.
 
         ``asynchronous``: return before they are written, with what the end of the writing is asked of. Training may go

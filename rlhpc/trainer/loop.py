@@ -156,7 +156,7 @@ class Loop:
             parts["critic"] = run.critic
         for name, model in parts.items():
             on_first_rank(functools.partial(make_folder, folder / name))
-            shares.append(model.save(folder / name, asynchronous))
+            shares.append(model.save(folder / name, asynchronous=asynchronous))
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
         run.carryover.save(folder, run.info.rank)

@@ -246,15 +246,15 @@ class MegatronBackend:
         self._offload.restore("parameters")
         return self.weights.full_tensors()
 
-    def offload(self, keep_parameters: bool = False) -> None:
+    def offload(self, *, keep_parameters: bool = False) -> None:
         """See ``TrainBackend``."""
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
     @_in_its_groups
-    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
         """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
         self._offload.restore("optimizer", "parameters")
-        return self._content.save(folder, asynchronous)
+        return self._content.save(folder, asynchronous=asynchronous)
 
     @_in_its_groups
     def load(self, folder: Path) -> None:
