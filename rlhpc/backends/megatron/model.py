@@ -14,7 +14,7 @@ from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
 from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
 from rlhpc.models import ModelShape
-from rlhpc.parallel.compat import device, hold_what_is_sent
+from rlhpc.parallel.compat import device, hold_sent_tensors
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import padded_vocab
 
@@ -131,7 +131,7 @@ def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any
 def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerConfig) -> list[GPTModel]:
     """This rank's modules, one for each virtual pipeline stage."""
     if layout.vpp:
-        hold_what_is_sent()
+        hold_sent_tensors()
     chunks = []
     for stage in range(layout.vpp or 1):
         vp_stage = stage if layout.vpp else None
