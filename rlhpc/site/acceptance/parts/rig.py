@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.files import write_atomic
 from rlhpc.models import ModelShape, shape_of
@@ -72,7 +73,8 @@ def make_actor(
 
     info, section = RankInfo.from_environ(), parallel or ParallelSection()
     layout = make_layout(section, info.world_size)
-    actor = MegatronBackend(shape, layout, info, dtype, section, optimizer, experts, memory, groups)
+    settings = ModelSettings(section, memory or MemorySection(), experts or ExpertsSection(), optimizer)
+    actor = MegatronBackend(shape, layout, info, dtype, settings, groups)
     actor.take_tensors(random_tensors(shape, dtype))
     return actor
 
