@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rlhpc.config.training import ExpertsSection, MemorySection, OffloadSection, OptimizerSection
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import ExpertsSection, MemorySection, OffloadSection, OptimizerSection, ParallelSection
 from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.workers import BOTH, WorkerCall, run_each, run_lanes
@@ -108,14 +109,13 @@ class _Checks:
         release_cached()  # of the previous variant's trainer
         optimizer_offload_fraction = 0.5 if variant == "optimizer offload" else 0.0
         offload = OffloadSection(parameters=True, gradients=True, optimizer=True)
-        spec = rig.ActorSpec(
-            self._shape,
-            self._dtype,
-            OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
-            MemorySection(offload=offload) if variant == "offload" else None,
+        settings = ModelSettings(
+            ParallelSection(),
+            MemorySection(offload=offload) if variant == "offload" else MemorySection(),
             ExpertsSection(router_replay=variant == "replay"),
+            OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
         )
-        actor = rig.make_actor(spec)
+        actor = rig.make_actor(self._shape, self._dtype, settings)
         batches = [rig.packed_random(self._shape, self._sizes.trained)]
         applied = [rig.train(actor, batches).applied]
         self._make_engine(routed_experts=variant == "replay")

@@ -10,7 +10,8 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhpc.config.training import MemorySection, OptimizerSection
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.models.flops import training_flops
 from rlhpc.plan.estimates.hardware import peak_tflops
@@ -165,8 +166,8 @@ class _Update:
         release_cached()
         self._context, self._shape, self._size, self._memory = context, shape, size, memory
         context.log(f"{size.label}: {shape.num_layers} layers, recompute {memory.recompute}")
-        spec = rig.ActorSpec(shape, rig.dtype_of(context), OptimizerSection(), memory)
-        self._actor = rig.make_actor(spec)
+        settings = ModelSettings(ParallelSection(), memory, optimizer=OptimizerSection())
+        self._actor = rig.make_actor(shape, rig.dtype_of(context), settings)
         self._batch = rig.packed_random(shape, size.lengths)
 
     def report(self, ceilings: Ceilings, goal: Goal | None) -> float:

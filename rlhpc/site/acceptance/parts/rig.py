@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.model_settings import ModelSettings
 from rlhpc.core.files import write_atomic
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.layout import ParallelLayout, make_layout
@@ -55,19 +55,7 @@ def join_ranks(*, share_gpu: bool = False) -> None:
     build_groups(ParallelLayout(info.world_size), seed=0)
 
 
-@dataclass(frozen=True)
-class ActorSpec:
-    """Model and config sections of a trainer; without ``optimizer`` it is frozen."""
-
-    shape: ModelShape
-    dtype: str
-    optimizer: OptimizerSection | None = None
-    memory: MemorySection | None = None
-    experts: ExpertsSection | None = None
-    parallel: ParallelSection = field(default_factory=ParallelSection)
-
-
-def make_actor(spec: ActorSpec, groups: Any = None) -> Any:
+def make_actor(shape: ModelShape, dtype: str, settings: ModelSettings, groups: Any = None) -> Any:
     """A back end with random weights, the same in every layout. Collective.
 
     ``groups``: Megatron's groups for this layout; default: those in force.
@@ -76,11 +64,9 @@ def make_actor(spec: ActorSpec, groups: Any = None) -> Any:
     from rlhpc.core.rank import RankInfo
 
     info = RankInfo.from_environ()
-    layout = make_layout(spec.parallel, info.world_size)
-    actor = MegatronBackend(
-        spec.shape, layout, info, spec.dtype, spec.parallel, spec.optimizer, spec.experts, spec.memory, groups
-    )
-    actor.take_tensors(random_tensors(spec.shape, spec.dtype))
+    layout = make_layout(settings.parallel, info.world_size)
+    actor = MegatronBackend(shape, layout, info, dtype, settings, groups)
+    actor.take_tensors(random_tensors(shape, dtype))
     return actor
 
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection, ParallelSection
 from rlhpc.launch.machine import gpu_count
 from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
@@ -182,8 +183,8 @@ def _actor(context: Context, kind: str, parallel: ParallelSection, optimizer: Op
 
     layout = make_layout(parallel, RankInfo.from_environ().world_size)
     _, shape = _model(context, kind)
-    spec = rig.ActorSpec(shape, rig.dtype_of(context), optimizer, parallel=parallel)
-    return rig.make_actor(spec, Groups(layout))
+    settings = ModelSettings(parallel, optimizer=optimizer)
+    return rig.make_actor(shape, rig.dtype_of(context), settings, Groups(layout))
 
 
 def _model(context: Context, kind: str) -> tuple[Any, Any]:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import ParallelSection
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.workers import BOTH, WorkerCall, run_each
@@ -56,7 +58,7 @@ def measure(context: Context, name: str) -> None:
     dtype = rig.dtype_of(context)
     folder, shape = rig.model_folder(context.folder / "models" / case.name, case.shape, None, dtype)
     rig.join_ranks()
-    actor = rig.make_actor(rig.ActorSpec(shape, dtype))
+    actor = rig.make_actor(shape, dtype, ModelSettings(ParallelSection()))
     rig.log_probs(actor, [rig.packed_random(shape, (64, 32))], prompt=1)
     without_engine = 0
     if context.on_gpu:
