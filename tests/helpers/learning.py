@@ -1,4 +1,4 @@
-"""The trainer's side of a run: models of a small config, and samples as if an engine had drawn them."""
+"""The trainer's side of a run: models of a small config, and random samples in place of an engine's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GROUPS, GROUP_SIZE = 6, 4
 
 
 def make_samples(step: int) -> list[Any]:
-    """With log-probs as an engine might have given them, and rewards that are not all the same."""
+    """Samples with plausible log-probs and varied rewards."""
     from rlhpc.api import Sample
 
     rng = np.random.default_rng(step)
@@ -38,7 +38,7 @@ def make_samples(step: int) -> list[Any]:
 
 
 def make_config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
-    """Two epochs of two minibatches of few tokens; ``case`` holds further sections, ``axes`` are the actor's."""
+    """Config of two epochs of two small minibatches. ``case``: further sections; ``axes``: the actor's layout."""
     from rlhpc.config.schema import RunConfig
 
     train = {

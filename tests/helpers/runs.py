@@ -1,4 +1,4 @@
-"""Whole runs of `rlhpc run` on the demo's task, as a user starts them."""
+"""Starts `rlhpc run` on the demo's task, as a user does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """A small arithmetic run in ``folder``; ``changes`` are dotted keys with __ for the dot."""
+    """Write the config of a small arithmetic run to ``folder``. ``changes``: dotted keys, with __ for the dot."""
     inputs = folder / "inputs"
     config: dict[str, Any] = {
         "name": "small",
@@ -53,7 +53,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def start(config: Path, *options: str) -> subprocess.Popen[str]:
-    """`rlhpc run config …`, its output piped."""
+    """Start `rlhpc run config …` with its output piped."""
     session.need("ranks", "vllm")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
@@ -67,7 +67,7 @@ def start(config: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 900) -> tuple[int, str]:
-    """Exit code and output."""
+    """Wait for the end; returns exit code and output."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -77,11 +77,11 @@ def finish(process: subprocess.Popen[str], timeout: float = 900) -> tuple[int, s
 
 
 def run(config: Path, *options: str) -> tuple[int, str]:
-    """Start and wait."""
+    """Run to the end; returns exit code and output."""
     return finish(start(config, *options))
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """Records of metrics.jsonl so far."""
     file = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
