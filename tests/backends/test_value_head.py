@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def _batches(layout: Any) -> list[Any]:
     batches = []
     for part in (own,) if len(own) < 2 else (own[::2], own[1::2]):
         batch = pack_batch([(s.numpy(), 1) for _, s in part], sample_ids=[i for i, _ in part])
-        batches.append(batch.with_extra("returns", torch.sin(batch.tokens.float())))
+        batches.append(replace(batch, extra={"returns": torch.sin(batch.tokens.float())}))
     return batches
 
 

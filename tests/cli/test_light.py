@@ -41,6 +41,7 @@ def modules_after(*arguments: str) -> set[str]:
         ["status", "--help"],
         ["plan", "--help"],
         ["acceptance", "--help"],
+        ["configs"],
     ],
 )
 def test_help_imports_only_click(arguments):

@@ -86,8 +86,8 @@ def test_of_truncated_responses_nothing_is_learnt_if_so_asked():
     groups = [make_group(5), make_group(3, truncated=True)]
     plain, masked = (training_samples(groups, mask) for mask in (False, True))
     assert [sample.group_id for sample in plain] == [0, 1], "samples that are not scored are left out"
-    assert [sample.chosen_len for sample in plain] == [2, 2]
-    assert [sample.chosen_len for sample in masked] == [2, 0]
+    assert [sample.trained_len for sample in plain] == [2, 2]
+    assert [sample.trained_len for sample in masked] == [2, 0]
     assert [sample.reward for sample in masked] == [sample.reward for sample in plain]
 
 

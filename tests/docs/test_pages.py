@@ -97,7 +97,7 @@ def test_configurations_in_the_pages_load(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", COMMANDS)
 def test_commands_in_the_pages_are_ones(line: str) -> None:
     """Options are known to the command line, overrides to the schema."""
-    name, *arguments = shlex.split(line, comments=True)[1:]
+    name, *arguments = shlex.split(line.partition(" > ")[0], comments=True)[1:]
     parameters = cli.commands[name].make_context(name, arguments).params
     words = parameters.get("overrides", ())
     config = ROOT / parameters.get("config", "")
@@ -111,6 +111,7 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
         ("algorithms", "my_algorithm"),
         ("families", "my_family"),
         ("optimizer", "my_optimizer"),
+        ("steps", "my_step"),
         ("tools", "my_tool"),
         ("tools", "my_notebook"),
     ],

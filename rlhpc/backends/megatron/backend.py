@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainStats
+from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
 from rlhpc.backends.megatron.checkpoint import BackgroundWrite, Content
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
@@ -105,6 +105,15 @@ class MegatronBackend:
             lambda kind: device_tensors(self._models, self._optimizer, kind),
         )
 
+    @property
+    def shape(self) -> ModelShape:
+        """See ``TrainBackend``."""
+        return self.weights.shape
+
+    def shards(self) -> Sequence[Shard]:
+        """See ``TrainBackend``."""
+        return self.weights.shards
+
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:
         """Take the weights of a HuggingFace folder, or of a torch_dist checkpoint; a trained model starts its
@@ -117,8 +126,9 @@ class MegatronBackend:
         self.reset_optimizer()
 
     @_in_its_groups
-    def copy_weights(self, source: MegatronBackend) -> None:
-        """Take the weights of another model of the same shape and layout."""
+    def copy_weights(self, source: TrainBackend) -> None:
+        """See ``TrainBackend``."""
+        assert isinstance(source, MegatronBackend)
         self._offload.restore("parameters")
         source._offload.restore("parameters")
         for mine, theirs in zip(self._models, source._models, strict=True):
@@ -246,15 +256,15 @@ class MegatronBackend:
         self._offload.restore("parameters")
         return self.weights.full_tensors()
 
-    def offload(self, keep_parameters: bool = False) -> None:
+    def offload(self, *, keep_parameters: bool = False) -> None:
         """See ``TrainBackend``."""
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
     @_in_its_groups
-    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
         """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
         self._offload.restore("optimizer", "parameters")
-        return self._content.save(folder, asynchronous)
+        return self._content.save(folder, asynchronous=asynchronous)
 
     @_in_its_groups
     def load(self, folder: Path) -> None:

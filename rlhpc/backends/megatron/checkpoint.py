@@ -48,7 +48,7 @@ class Content:
     models: Sequence[GPTModel]
     optimizer: MegatronOptimizer | None
 
-    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
         """Each rank writes its own shards into an existing empty folder. Collective.
 
         ``asynchronous``: what is to be written is copied, a process of its own writes it, and ``finish`` of the answer
@@ -72,7 +72,7 @@ class Content:
             raise_together(next(iter(failures), None))
             return BackgroundWrite(request, folder) if asynchronous else None
 
-    def load(self, folder: Path, without_head: bool = False) -> None:
+    def load(self, folder: Path, *, without_head: bool = False) -> None:
         """Take what was saved, in this layout or another; generators only where they are cut alike. Collective.
 
         ``without_head``: the head stays as it is, where a critic begins with the weights of another model.

@@ -37,8 +37,3 @@ def test_the_first_tier_comes_first_and_names_are_unique() -> None:
     tiers = [part.tier for part in PARTS]
     assert tiers == sorted(tiers, key=list(TIER_MINUTES).index)
     assert len({part.name for part in PARTS}) == len(PARTS)
-
-
-def test_the_demo_s_configuration_in_the_package_is_the_one_of_make_demo() -> None:
-    shipped = (ROOT / "rlhpc" / "site" / "acceptance" / "parts" / "demo.yaml").read_text()
-    assert shipped == (ROOT / "configs" / "demo.yaml").read_text(), "copy configs/demo.yaml there"

@@ -9,11 +9,12 @@ from typing import Any
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.records import Record
+from rlhpc.core.shipped import shipped
 from rlhpc.launch.machine import gpu_count
 from rlhpc.site.acceptance.part import Context, Figure, Goal
 from rlhpc.site.acceptance.parts import runs
 
-CONFIG = Path(__file__).with_name("demo.yaml")  # configs/demo.yaml, in the installed package
+CONFIG = shipped("configs/demo.yaml")
 ACCURACY = "validation/reward_mean"
 # What the demo shows with any seed: a weak start and a strong end.
 MOST_AFTER_WARM_UP, LEAST_AFTER_GRPO = 0.5, 0.9
