@@ -104,7 +104,7 @@ def _host(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
         missing = _gib(plan.host.node - limit[1])
         lines.append(
             f"DOES NOT FIT: a node's host needs {missing} GiB more than {limit[0]} says it has; raise that, take more "
-            "nodes or offload less (memory.offload, train.optimizer.optimizer_offload_fraction)"
+            "nodes or offload less (actor.memory.offload, actor.optimizer.optimizer_offload_fraction)"
         )
     return lines
 

@@ -39,7 +39,7 @@ class Experts:
     router_dtype: Literal["model", "float32"] = "model"  # of the router's logits in vLLM; model: that of the weights
 
     def float32_router(self, router_dtype: str) -> bool:
-        """Whether routers compute their logits in float32 in a model of any dtype; ``train.experts.router_dtype``."""
+        """Whether routers compute their logits in float32 in a model of any dtype; ``actor.moe.router_dtype``."""
         return router_dtype == "float32" or self.router_dtype == "float32"
 
 

@@ -99,7 +99,7 @@ def _pack(
     ids: Sequence[int],
 ) -> PackedBatch:
     # Routed experts were the actor's choices; other models make their own.
-    replays = run.config.train.experts.router_replay and role.model is run.actor
+    replays = run.config.actor.moe.router_replay and role.model is run.actor
     batch = pack_batch(
         [(samples[i].tokens, samples[i].prompt_len) for i in ids],
         sample_ids=ids,

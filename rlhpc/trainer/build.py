@@ -156,7 +156,9 @@ def _readers(info: RankInfo) -> Readers:
 def _reward_workers(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> RewardWorkers | None:
     if info.rank % config.rollout.tp:
         return None
-    return start_reward_workers(config.reward, tokenizer.decode, config.rollout.max_response_tokens)
+    return start_reward_workers(
+        config.reward_functions, config.reward_workers, tokenizer.decode, config.rollout.max_response_tokens
+    )
 
 
 def _tools(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> ToolUse:
@@ -172,7 +174,7 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         end_tokens=tokenizer.end_tokens,
-        routed_experts=config.train.experts.router_replay,
+        routed_experts=config.actor.moe.router_replay,
     )
 
 

@@ -6,8 +6,14 @@ from dataclasses import dataclass, replace
 
 from rlhpc.algo import Algorithm
 from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.model_settings import (
+    ModelSettings,
+    actor_settings,
+    critic_settings,
+    reference_settings,
+    reward_model_settings,
+)
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.groups import Groups, build_groups
@@ -32,21 +38,25 @@ class Models:
 
 def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm: Algorithm | None) -> Models:
     """Build what the phases and the algorithm (None: no RL) need. Collective."""
-    layout = make_layout(config.parallel, info.world_size)
+    layout = make_layout(config.actor.parallel, info.world_size)
     build_groups(layout, config.seed)
     train = config.train
-    optimizer = config.sft.optimizer if config.sft else train.optimizer if train.steps else None
+    optimizer = config.sft.optimizer if config.sft else config.actor.optimizer if train.steps else None
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    actor = Role(_model(config, info, shape, layout, optimizer), train.tokens_per_microbatch, passing)
+    actor = Role(
+        _model(config, info, shape, layout, replace(actor_settings(config), optimizer=optimizer)),
+        train.tokens_per_microbatch,
+        passing,
+    )
     if algorithm is not None or config.data.validation:
         actor.model.offload()  # the other models are made beside it, and an engine that wants its share of the GPU free
-    scores = config.reward.model is not None and (algorithm is not None or bool(config.data.validation))
+    scores = config.reward_model is not None and (algorithm is not None or bool(config.data.validation))
     reward = _reward_model(config, info, layout, passing) if scores else None
     if algorithm is None:
         return Models(actor, reward=reward)
     reference = critic = None
     if algorithm.needs_reference(config.algorithm):
-        reference = replace(actor, model=_model(config, info, shape, layout, None))
+        reference = replace(actor, model=_model(config, info, shape, layout, reference_settings(config)))
     if algorithm.needs_critic:
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
         critic = Role(_critic(config, info, shape, layout), tokens, tokens)
@@ -56,62 +66,68 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
 def make_trained(config: RunConfig, info: RankInfo, name: str) -> Role:
     """The actor or the critic alone, with its initial weights and an optimizer. Collective."""
     shape = read_model(config.model.path, config.model.family)
-    layout = make_layout(config.parallel, info.world_size)
+    layout = make_layout(config.actor.parallel, info.world_size)
     build_groups(layout, config.seed)
     tokens = config.train.tokens_per_microbatch
     if name == "critic":
         return Role(_critic(config, info, shape, layout), tokens, tokens)
-    return Role(_model(config, info, shape, layout, config.train.optimizer), tokens, tokens)
+    return Role(_model(config, info, shape, layout, actor_settings(config)), tokens, tokens)
 
 
 def _model(
-    config: RunConfig, info: RankInfo, shape: ModelShape, layout: ParallelLayout, optimizer: OptimizerSection | None
+    config: RunConfig, info: RankInfo, shape: ModelShape, layout: ParallelLayout, settings: ModelSettings
 ) -> MegatronBackend:
     backend = MegatronBackend(
-        shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts, config.memory
+        shape,
+        layout,
+        info,
+        config.model.dtype,
+        settings.parallel,
+        settings.optimizer,
+        settings.moe,
+        settings.memory,
     )
     backend.load_pretrained(config.model.weights or config.model.path)
-    if optimizer is None:
+    if settings.optimizer is None:
         backend.offload()
     return backend
 
 
 def _critic(config: RunConfig, info: RankInfo, shape: ModelShape, actor: ParallelLayout) -> MegatronBackend:
     """The second model that is trained."""
-    section = config.critic
-    folder = section.model or config.model.weights or config.model.path
-    if section.model is not None:
+    folder = config.critic.path or config.model.weights or config.model.path
+    if config.critic.path is not None:
         shape = read_model(folder, classifier=True)
-    memory, parallel = section.memory or config.memory, section.parallel or config.parallel
-    critic = _judging_model(config, info, shape, parallel, actor, section.optimizer, memory)
+    critic = _value_model(config, info, shape, actor, critic_settings(config))
     critic.load_pretrained(folder)
     critic.offload()
     return critic
 
 
 def _reward_model(config: RunConfig, info: RankInfo, actor: ParallelLayout, passing: int) -> Role:
-    section = config.reward.model
-    shape = read_model(section.path, classifier=True)
-    model = _judging_model(config, info, shape, section.parallel or config.parallel, actor, None, config.memory)
-    model.load_pretrained(section.path)
+    section = config.reward_model
+    shape = read_model(section.model, classifier=True)
+    model = _value_model(config, info, shape, actor, reward_model_settings(config))
+    model.load_pretrained(section.model)
     model.offload()
     tokens = section.tokens_per_microbatch or passing
     return Role(model, tokens, tokens)
 
 
-def _judging_model(
-    config: RunConfig,
-    info: RankInfo,
-    shape: ModelShape,
-    parallel: ParallelSection,
-    actor: ParallelLayout,
-    optimizer: OptimizerSection | None,
-    memory: MemorySection,
+def _value_model(
+    config: RunConfig, info: RankInfo, shape: ModelShape, actor: ParallelLayout, settings: ModelSettings
 ) -> MegatronBackend:
-    """A model with a value head, in groups of its own where it is cut otherwise than the actor."""
-    layout = make_layout(parallel, info.world_size)
-    experts = config.train.experts.model_copy(update={"router_replay": False})
+    """A model with a value head, in groups of its own where its layout is not the actor's."""
+    layout = make_layout(settings.parallel, info.world_size)
     groups = Groups(layout) if layout != actor else None
     return MegatronBackend(
-        shape.with_value_head, layout, info, config.model.dtype, parallel, optimizer, experts, memory, groups
+        shape.with_value_head,
+        layout,
+        info,
+        config.model.dtype,
+        settings.parallel,
+        settings.optimizer,
+        settings.moe,
+        settings.memory,
+        groups,
     )

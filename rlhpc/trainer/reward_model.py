@@ -10,7 +10,6 @@ from rlhpc.api import Sample
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.transfer import gather_parts
-from rlhpc.plan.checks.rewards import MODEL_PART
 from rlhpc.rewards.calls import Failure
 from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.trainer.batches import filled
@@ -46,13 +45,13 @@ def _scores(run: Run, role: Role, samples: Sequence[Sample], prompts: PromptSet 
 
 
 def _scored(run: Run, sample: Sample, score: float, prompts: PromptSet | None) -> Sample | None:
-    section = run.config.reward.model
+    section = run.config.reward_model
     if not math.isfinite(score):
         failures, source = run.reward_reader.failures, prompts.numbered(sample.prompt_id).data_source
         text = run.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
-        failure, where = Failure("result", f"returned {score}"), f"reward.model {section.path}"
+        failure, where = Failure("result", f"returned {score}"), f"{run.config.reward_model_key}.model {section.model}"
         if failures.handle(where, failure, sample.prompt_id, source, text, log=run.info.rank == 0):
             return None
         score = 0.0
-    parts = {**sample.reward_parts, MODEL_PART: score}
+    parts = {**sample.reward_parts, section.name: score}
     return replace(sample, reward=sample.reward + section.weight * score, reward_parts=parts)

@@ -27,7 +27,7 @@ def without_routed_experts(found: Sequence[Scored]) -> list[Scored]:
 def trained_routed_experts(run: Run, samples: Sequence[Sample]) -> list[Sample]:
     """A step's samples, with routed experts on the ranks that train on them, and there alone; a pipeline rank has those
     of its own layers. Collective."""
-    if not run.config.train.experts.router_replay:
+    if not run.config.actor.moe.router_replay:
         return list(samples)
     role, plans = run.models.actor, list(update_plans(run, run.models.actor, samples))
     if needs_old_log_probs(run):
@@ -47,7 +47,7 @@ def trained_routed_experts(run: Run, samples: Sequence[Sample]) -> list[Sample]:
 def moved_routed_experts(run: Run, groups: Sequence[Group]) -> list[Group]:
     """Groups that are put under way, shared out to the engines in their order, with the routed experts of what is to be
     gone on with on the first rank of the engine that goes on with it. Collective."""
-    if not run.config.train.experts.router_replay:
+    if not run.config.actor.moe.router_replay:
         return list(groups)
     tp = run.config.rollout.tp
     leaders = [engine * tp for engine in range(run.num_engines) for _ in share_of(len(groups), run.num_engines, engine)]

@@ -69,7 +69,7 @@ def _update(
 ) -> Metrics:
     """Epochs times minibatches optimizer updates."""
     section, temperature = run.config.train, run.config.rollout.temperature
-    optimizer = run.config.critic.optimizer if model == "critic" else section.optimizer
+    optimizer = run.config.critic.optimizer if model == "critic" else run.config.actor.optimizer
     role = run.models.critic if model == "critic" else run.models.actor
     rate = learning_rate(optimizer, state.step, section.steps)
     prompt_ids = [sample.prompt_id for sample in samples]

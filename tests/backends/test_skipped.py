@@ -73,7 +73,7 @@ def _try(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> dict[str,
 
 def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.schema import ExpertsSection, ParallelSection
+    from rlhpc.config.training import MoeSection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import Groups
@@ -89,7 +89,7 @@ def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
         dtype,
         section,
         optimizer_section(),
-        ExpertsSection(bias_update_rate=0.01),
+        MoeSection(bias_update_rate=0.01),
         groups=Groups(layout),
     )
     model.load_pretrained(folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from rlhpc.config import yaml12
-from rlhpc.config.schema import MemorySection, ParallelSection
+from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.models import read_model
 from rlhpc.plan.estimates.activations import Kernels, Setting, layer_kept
 from rlhpc.sharding.layout import ParallelLayout
@@ -27,7 +27,7 @@ def test_bytes_of_activations_are_those_predicted() -> None:
     for keys, on_cpu, on_gpu in rows:
         recompute, *others = re.findall("`(.*?)`", keys)
         changes = {
-            key.removeprefix("memory."): value for text in others for key, value in yaml12.parse(text, "").items()
+            key.removeprefix("actor.memory."): value for text in others for key, value in yaml12.parse(text, "").items()
         }
         memory = MemorySection(recompute=recompute, **changes)
         assert predicted(memory, "padded") == int(on_cpu.replace(",", "")), keys

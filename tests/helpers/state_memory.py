@@ -52,7 +52,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend, backend
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -129,7 +129,7 @@ def _drop(model: Any) -> None:
 
 def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> list[StateCase]:
     """Layouts of 4 layers that suit so many ranks, all kinds of models among them in turn."""
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.errors import UserError
     from rlhpc.models import read_model
     from rlhpc.plan.checks.parallelism import misfits

@@ -22,7 +22,7 @@ def make_actor(
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -38,7 +38,7 @@ def make_actor(
 
 
 def optimizer_section(**changes: Any) -> Any:
-    from rlhpc.config.schema import OptimizerSection
+    from rlhpc.config.training import OptimizerSection
 
     return OptimizerSection(
         **{"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "epsilon": 1e-5, **changes}

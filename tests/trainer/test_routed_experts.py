@@ -40,8 +40,8 @@ def make_run(model: Path) -> Any:
     from rlhpc.trainer.roles import Role
     from tests.helpers.learning import make_config
 
-    train = {"experts": {"router_replay": True}}
-    config = make_config(model, {"train": train, "rollout": {"tp": 1}}, {"pp": 2})
+    actor = {"moe": {"router_replay": True}}
+    config = make_config(model, {"actor": {"parallel": {"pp": 2}, **actor}, "rollout": {"tp": 1}}, {"pp": 2})
     shape = read_model(model)
     backend: Any = SimpleNamespace(layout=ParallelLayout(world_size=4, pp=2), weights=SimpleNamespace(shape=shape))
     actor = Role(backend, tokens_per_microbatch=64, tokens_without_gradient=128)

@@ -202,7 +202,7 @@ def update(run: Any, state: RunState, samples: list[Sample]) -> tuple[dict[str, 
 
 def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics() -> None:
     optimizer = {"learning_rate": 3.0, "schedule": "linear"}
-    run = make_run({}, train={"steps": 4, "epochs": 2, "minibatches": 2, "optimizer": optimizer})
+    run = make_run({}, train={"steps": 4, "epochs": 2, "minibatches": 2}, actor={"optimizer": optimizer})
     metrics, updates = update(run, RunState(step=1, policy_version=1), SAMPLES)
     assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
     assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.0))] * 4

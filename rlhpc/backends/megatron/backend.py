@@ -36,7 +36,7 @@ from rlhpc.backends.megatron.optimizer import (
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, ParallelSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
@@ -74,7 +74,7 @@ class MegatronBackend:
         dtype: str,
         parallel: ParallelSection,
         optimizer: OptimizerSection | None = None,
-        experts: ExpertsSection | None = None,
+        experts: MoeSection | None = None,
         memory: MemorySection | None = None,
         groups: Groups | None = None,
     ) -> None:
@@ -86,9 +86,7 @@ class MegatronBackend:
         self._kind = TokenValues if shape.head == "value" else TokenStats
         self.rope = RotaryTable(shape, self._device)
         with self._groups, megatron_device():
-            self._config = transformer_config(
-                shape, layout, DTYPES[dtype], parallel, experts or ExpertsSection(), memory
-            )
+            self._config = transformer_config(shape, layout, DTYPES[dtype], parallel, experts or MoeSection(), memory)
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
             self._models, self._routers = models, routers_of(models)

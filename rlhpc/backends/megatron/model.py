@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
-from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
+from rlhpc.config.training import MemorySection, MoeSection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, hold_what_is_sent
 from rlhpc.sharding.layout import ParallelLayout
@@ -26,7 +26,7 @@ def transformer_config(
     layout: ParallelLayout,
     dtype: torch.dtype,
     parallel: ParallelSection,
-    experts: ExpertsSection,
+    experts: MoeSection,
     memory: MemorySection,
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Without Transformer Engine and apex, Megatron's own fusions are off."""
@@ -105,7 +105,7 @@ def _recompute_options(memory: MemorySection) -> dict[str, Any]:
     }
 
 
-def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any]:
+def _expert_options(shape: ModelShape, section: MoeSection) -> dict[str, Any]:
     experts = shape.experts
     return {
         "num_moe_experts": experts.num_experts,

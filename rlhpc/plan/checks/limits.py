@@ -62,7 +62,7 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
     has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
     lower = f"set it to {fits:g} or " if enough else ""
     return (
-        f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {lower}offload more (memory.offload); "
+        f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {lower}offload more (actor.memory.offload); "
         "`rlhpc plan` shows what helps"
     )
 
@@ -149,9 +149,9 @@ def check_network(
 def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
     """A warning where ranks that exchange activations in every layer are on several nodes."""
     ranks = config.resources.ranks_per_node
-    sections = {"parallel": config.parallel, "critic.parallel": config.critic.parallel}
-    if config.reward.model is not None:
-        sections["reward.model.parallel"] = config.reward.model.parallel
+    sections = {"actor.parallel": config.actor.parallel, "critic.parallel": config.critic.parallel}
+    if config.reward_model is not None:
+        sections[f"{config.reward_model_key}.parallel"] = config.reward_model.parallel
     linked = linked_ranks(ranks, gpu)
     given = {key: section for key, section in sections.items() if section is not None}
     for key, axis in product(given, _INSIDE):
@@ -170,8 +170,8 @@ def check_host(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> Iterator
     if limit is not None and plan.host.node > limit[1]:
         yield (
             f"{limit[0]}: ranks need about {plan.host.node / GIB:,.0f} GiB of a node's memory, which has "
-            f"{limit[1] / GIB:,.0f}; raise it, take more nodes or offload less (memory.offload, "
-            "train.optimizer.optimizer_offload_fraction)"
+            f"{limit[1] / GIB:,.0f}; raise it, take more nodes or offload less (actor.memory.offload, "
+            "actor.optimizer.optimizer_offload_fraction)"
         )
 
 

@@ -371,7 +371,7 @@ def _host(config: RunConfig, models: Sequence[RankModel], routed_experts: int) -
 def _routed_experts(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
     """Experts of a step's tokens, all responses of full length: what engines drew is with the first rank of each, and
     ranks have what they train on beside it, of their stage's layers. A mean over the ranks of the fullest node."""
-    if not config.train.experts.router_replay or shape.experts is None or not config.train.steps:
+    if not config.actor.moe.router_replay or shape.experts is None or not config.train.steps:
         return 0
     itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM gives them out
     step = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlhpc.config.algorithm import WITH_CRITIC
+from rlhpc.config.model_settings import (
+    ModelSettings,
+    actor_settings,
+    critic_settings,
+    reference_settings,
+    reward_model_settings,
+)
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.plan.estimates.activations import Setting, stage_kept, under_way
 from rlhpc.plan.estimates.optimizer_memory import (
@@ -52,11 +58,10 @@ class RankModel:
     def left(self, keep_weights: bool) -> StateBytes:
         """Kinds go as the back end lets them: gradients, optimizer, weights, as whole as their buffers are."""
         section, state = self.setting.memory.offload, self.state
-        weights = section.parameters if self.trained else section.reference
         chosen = {
             "gradients": self.trained and section.gradients,
             "optimizer": self.trained and section.optimizer,
-            "parameters": weights,
+            "parameters": section.parameters,
         }
         sizes = {"gradients": state.gradients, "optimizer": state.optimizer, "parameters": state.parameters}
         wanted = section.fraction * sum(size for kind, size in sizes.items() if chosen[kind])
@@ -122,30 +127,25 @@ def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, ra
     """The actor first, then those beside it. A reward model or critic of its own must be there to read."""
     train, rl = config.train, config.train.steps > 0
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    optimizer = config.sft.optimizer if config.sft else train.optimizer if rl else None
-    if rl:
-        optimizer = train.optimizer  # a warm-up's state is as large, but for its share on the host
     make = _Maker(config, rank)
-    actor = make(
-        "actor", shape, layout, config.parallel, config.memory, optimizer, train.tokens_per_microbatch, passing
-    )
-    models = [actor]
-    if config.reward.model is not None and (rl or config.data.validation):
-        section = config.reward.model
-        parallel = section.parallel or config.parallel
-        own = value_shape(section.path)
-        cut = make_layout(parallel, layout.world_size)
-        tokens = section.tokens_per_microbatch or passing
-        models.append(make("reward model", own, cut, parallel, config.memory, None, tokens, tokens))
+    actor = actor_settings(config)
+    if not rl:  # with both phases, a warm-up's state is as large, but for its share in CPU memory
+        actor = replace(actor, optimizer=config.sft.optimizer if config.sft else None)
+    models = [make("actor", shape, layout, actor, (train.tokens_per_microbatch, passing))]
+    reward_model = config.reward_model
+    if reward_model is not None and (rl or config.data.validation):
+        own, settings = value_shape(reward_model.model), reward_model_settings(config)
+        tokens = reward_model.tokens_per_microbatch or passing
+        cut = make_layout(settings.parallel, layout.world_size)
+        models.append(make("reward model", own, cut, settings, (tokens, tokens)))
     if rl and config.algorithm.kl.coefficient > 0:
-        models.append(make("reference", shape, layout, config.parallel, config.memory, None, passing, passing))
+        models.append(make("reference", shape, layout, reference_settings(config), (passing, passing)))
     if rl and config.algorithm.name in WITH_CRITIC:
-        critic = config.critic
-        parallel, memory = critic.parallel or config.parallel, critic.memory or config.memory
-        own = value_shape(critic.model) if critic.model else shape.with_value_head
+        critic, settings = config.critic, critic_settings(config)
+        own = value_shape(critic.path) if critic.path else shape.with_value_head
         tokens = critic.tokens_per_microbatch or train.tokens_per_microbatch
-        cut = make_layout(parallel, layout.world_size)
-        models.append(make("critic", own, cut, parallel, memory, critic.optimizer, tokens, tokens))
+        cut = make_layout(settings.parallel, layout.world_size)
+        models.append(make("critic", own, cut, settings, (tokens, tokens)))
     return models
 
 
@@ -155,29 +155,22 @@ class _Maker:
     rank: int
 
     def __call__(
-        self,
-        name: str,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        parallel: ParallelSection,
-        memory: MemorySection,
-        optimizer: OptimizerSection | None,
-        trained: int,
-        passed: int,
+        self, name: str, shape: ModelShape, layout: ParallelLayout, settings: ModelSettings, limits: tuple[int, int]
     ) -> RankModel:
-        config = self.config
+        """``limits``: tokens of a microbatch with gradient and without, as configured."""
+        dtype, optimizer = self.config.model.dtype, settings.optimizer
         state = state_bytes(
             shape,
             layout,
             self.rank,
-            config.model.dtype,
+            dtype,
             trained=optimizer is not None,
             optimizer_offload_fraction=optimizer.optimizer_offload_fraction if optimizer else 0.0,
             bucket=default_bucket(layout),
         )
-        tokens = _tokens(config, layout, trained, passed)
-        in_float32 = shape.experts is not None and shape.experts.float32_router(config.train.experts.router_dtype)
-        setting = Setting(shape, layout, parallel, memory, config.model.dtype, float32_router=in_float32)
+        in_float32 = shape.experts is not None and shape.experts.float32_router(settings.moe.router_dtype)
+        setting = Setting(shape, layout, settings.parallel, settings.memory, dtype, float32_router=in_float32)
+        tokens = _tokens(self.config, layout, *limits)
         return RankModel(name, setting, self.rank, state, tokens, optimizer is not None)
 
 

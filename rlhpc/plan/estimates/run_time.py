@@ -171,11 +171,11 @@ def _read_bytes(config: RunConfig, shape: ModelShape, layout: ParallelLayout, no
 def _read_beside(config: RunConfig, layout: ParallelLayout, nodes: int) -> float:
     """Of a critic's own model and of a reward model."""
     models = []
-    if config.algorithm.name in WITH_CRITIC and config.critic.model is not None:
-        models.append((config.critic.model, config.critic.parallel))
-    if config.reward.model is not None:
-        models.append((config.reward.model.path, config.reward.model.parallel))
+    if config.algorithm.name in WITH_CRITIC and config.critic.path is not None:
+        models.append((config.critic.path, config.critic.parallel))
+    if config.reward_model is not None:
+        models.append((config.reward_model.model, config.reward_model.parallel))
     return sum(
-        _read_bytes(config, value_shape(path), make_layout(parallel or config.parallel, layout.world_size), nodes)
+        _read_bytes(config, value_shape(path), make_layout(parallel or config.actor.parallel, layout.world_size), nodes)
         for path, parallel in models
     )

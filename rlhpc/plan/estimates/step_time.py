@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhpc.config.model_settings import critic_settings, reward_model_settings
 from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
@@ -74,7 +75,7 @@ def predict_step(
     """
     work, itemsize = workload_of(config), ITEMSIZE[config.model.dtype]
     machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
-    training = Training(shape, layout, config.parallel, machine, itemsize)
+    training = Training(shape, layout, config.actor.parallel, machine, itemsize)
     generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
     engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
     phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
@@ -109,10 +110,10 @@ def predict_validation(
     generating = rollout_time(engines, work)
     phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
     reward_model = _reward_model(
-        config, Training(shape, layout, config.parallel, machine, ITEMSIZE[config.model.dtype])
+        config, Training(shape, layout, config.actor.parallel, machine, ITEMSIZE[config.model.dtype])
     )
-    if config.reward.model is not None and reward_model is not None:
-        tokens = config.reward.model.tokens_per_microbatch or config.train.tokens_per_microbatch
+    if config.reward_model is not None and reward_model is not None:
+        tokens = config.reward_model.tokens_per_microbatch or config.train.tokens_per_microbatch
         phases.append(pass_time(reward_model, work, tokens, "reward model"))
     return phases
 
@@ -124,30 +125,29 @@ def _training_phases(config: RunConfig, training: Training, work: Workload) -> I
     moving = _offload(config, training, reward_model, critic)
     if moving is not None:
         yield moving
-    if config.reward.model is not None and reward_model is not None:
-        yield pass_time(reward_model, work, config.reward.model.tokens_per_microbatch or passing, "reward model")
+    if config.reward_model is not None and reward_model is not None:
+        yield pass_time(reward_model, work, config.reward_model.tokens_per_microbatch or passing, "reward model")
     if work.policy_pass:
         yield pass_time(training, work, passing, "log-probs")
     if work.reference_pass:
         yield pass_time(training, work, passing, "reference")
     if critic is not None:
-        section = config.critic
-        tokens = section.tokens_per_microbatch or train.tokens_per_microbatch
-        memory = section.memory or config.memory
+        tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
+        settings = critic_settings(config)
         yield pass_time(critic, work, tokens, "values")
-        yield update_time(critic, work, tokens, section.optimizer, memory, "critic update")
-    yield update_time(training, work, train.tokens_per_microbatch, train.optimizer, config.memory, "update")
+        yield update_time(critic, work, tokens, config.critic.optimizer, settings.memory, "critic update")
+    actor = config.actor
+    yield update_time(training, work, train.tokens_per_microbatch, actor.optimizer, actor.memory, "update")
 
 
 def _reward_model(config: RunConfig, training: Training) -> Training | None:
     """The reward model, where there is one."""
-    section = config.reward.model
-    return None if section is None else _beside(training, section.path, section.parallel or config.parallel)
+    section = config.reward_model
+    return None if section is None else _beside(training, section.model, reward_model_settings(config).parallel)
 
 
 def _critic(config: RunConfig, training: Training) -> Training:
-    section = config.critic
-    return _beside(training, section.model, section.parallel or config.parallel)
+    return _beside(training, config.critic.path, critic_settings(config).parallel)
 
 
 def _beside(training: Training, model: Path | None, parallel: ParallelSection) -> Training:
@@ -161,13 +161,15 @@ def _offload(
     config: RunConfig, training: Training, reward_model: Training | None, critic: Training | None
 ) -> PhaseTime | None:
     """Weights and optimizer go to the host while the engine generates and come back; frozen models come back too."""
-    size = offloaded_bytes(training, config.memory, config.train.optimizer)
+    size = offloaded_bytes(training, config.actor.memory, config.actor.optimizer)
     if critic is not None:
-        size += offloaded_bytes(critic, config.critic.memory or config.memory, config.critic.optimizer)
-    if config.memory.offload.reference:
-        frozen = [reward_model] if reward_model is not None else []
-        frozen += [training] if config.algorithm.kl.coefficient > 0 else []
-        size += sum(_most_held(each).count * each.itemsize for each in frozen)
+        size += offloaded_bytes(critic, critic_settings(config).memory, config.critic.optimizer)
+    frozen = []
+    if reward_model is not None and reward_model_settings(config).memory.offload.parameters:
+        frozen.append(reward_model)
+    if config.reference.memory.offload and config.algorithm.kl.coefficient > 0:
+        frozen.append(training)
+    size += sum(_most_held(each).count * each.itemsize for each in frozen)
     return PhaseTime("offload", {"host": training.machine.to_host(size)}) if size else None
 
 

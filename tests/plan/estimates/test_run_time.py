@@ -97,11 +97,11 @@ def test_reading_and_writing_are_bytes_over_the_disk() -> None:
 def test_every_node_reads_what_its_ranks_hold() -> None:
     """Weights of 7.6 G parameters in two bytes: each of four nodes has all of them, or a quarter."""
     nodes = "qwen2.5-7b-math-4nodes"
-    whole = run_of("parallel.tp=1", "parallel.pp=1", name=nodes).read_bytes
+    whole = run_of("actor.parallel.tp=1", "actor.parallel.pp=1", name=nodes).read_bytes
     assert whole == pytest.approx(4 * 2 * 7.6e9, rel=0.01)
-    parts = run_of("parallel.tp=4", "parallel.pp=4", name=nodes).read_bytes
+    parts = run_of("actor.parallel.tp=4", "actor.parallel.pp=4", name=nodes).read_bytes
     assert 0.5 * whole < parts < 0.75 * whole, "two stages on a node, and the largest of them counts"
-    judge = f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}"
+    judge = f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]"
     judged = run_of(judge, "planning.start_seconds=0")
     assert judged.read_bytes == pytest.approx(2 * (7.6e9 + 3.1e9), rel=0.02)
     assert judged.start == pytest.approx(judged.read_bytes / 4e9)
@@ -141,7 +141,7 @@ def test_validation_takes_what_its_answers_take(tmp_path: Path) -> None:
     assert (unknown.validations, unknown.validation) == (21, None)
     none = run_of("data.validation=[]")
     assert (none.validations, none.validation) == (0, 0.0)
-    judge = f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}"
+    judge = f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]"
     judged = run_of(f"data.validation=[{file}]", judge)
     assert judged.validation is not None
     assert judged.validation > run.validation

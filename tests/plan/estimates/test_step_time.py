@@ -48,7 +48,7 @@ def test_updates_at_the_full_rate_have_full_utilisation() -> None:
     found = step(SMALL, gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "graph_us": 0, "message_us": 0})
     assert found.mfu == pytest.approx(1.0, rel=1e-3)
     recomputed = step(
-        SMALL, "memory.recompute=full", gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "message_us": 0}
+        SMALL, "actor.memory.recompute=full", gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "message_us": 0}
     )
     assert 0.7 < recomputed.mfu < 0.82  # three passes of four are counted, and the head is not computed again
 
@@ -118,13 +118,13 @@ def test_an_engine_that_does_not_fit_is_told() -> None:
 @pytest.mark.parametrize(
     ("changes", "phase", "longer"),
     [
-        (["memory.recompute=none"], "update", False),
-        (["train.optimizer.optimizer_offload_fraction=0"], "update", False),
-        (["memory.offload.parameters=false"], "offload", False),
+        (["actor.memory.recompute=none"], "update", False),
+        (["actor.optimizer.optimizer_offload_fraction=0"], "update", False),
+        (["actor.memory.offload.parameters=false"], "offload", False),
         (["rollout.cuda_graphs=false"], "rollout", True),
         (["planning.response_tokens=4000"], "rollout", True),
         (["reshard.method=gather"], "weight sync", True),
-        (["parallel.ep=1"], "update", True),
+        (["actor.parallel.ep=1"], "update", True),
     ],
 )
 def test_what_makes_a_phase_longer(changes: list[str], phase: str, longer: bool) -> None:
@@ -133,7 +133,7 @@ def test_what_makes_a_phase_longer(changes: list[str], phase: str, longer: bool)
 
 
 def test_virtual_stages_shorten_the_wait() -> None:
-    waits = [step(NODE, *more).phase("update").parts["pipeline"] for more in ([], ["parallel.vpp=2"])]
+    waits = [step(NODE, *more).phase("update").parts["pipeline"] for more in ([], ["actor.parallel.vpp=2"])]
     assert waits[1] == pytest.approx(waits[0] / 2, rel=0.1)
 
 
@@ -167,7 +167,7 @@ def test_shares_and_sums() -> None:
 
 def test_models_beside_the_actor_take_their_own_time() -> None:
     """A critic of another size is reckoned by its own shape, and a value head is no vocabulary."""
-    model = f"critic.model={READY / 'models' / 'Qwen2.5-3B-Instruct'}"
+    model = f"critic.path={READY / 'models' / 'Qwen2.5-3B-Instruct'}"
     own, larger = (step(SMALL, "algorithm.name=ppo", *more).phase("values").flops for more in ([], [model]))
     assert larger > 5 * own
     _, shape, _ = loaded(SMALL)
@@ -176,8 +176,8 @@ def test_models_beside_the_actor_take_their_own_time() -> None:
     assert policy - value == of_token
     ends = [held(each, ParallelLayout(1))[0].count for each in (shape, shape.with_value_head)]
     assert ends[0] == ends[1], "one embedding in both: tied, and no head"
-    before = step(SMALL, "memory.offload.reference=true")
-    judged = step(SMALL, f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}")
+    before = step(SMALL, "reference.memory.offload=true")
+    judged = step(SMALL, f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]")
     assert judged.phase("reward model").flops == pytest.approx(larger)
     assert judged.phase("offload").seconds > before.phase("offload").seconds
     critics = [step(SMALL, f"algorithm.name={name}").phase("offload").seconds for name in ("grpo", "ppo")]
@@ -188,7 +188,7 @@ def test_shared_experts_exchange_what_a_dense_layer_does() -> None:
     config, shape, layout = loaded(MIXED)
     assert shape.experts is not None
     machine = Machine(GPUS["h20"], config.planning.efficiency, 8)
-    training = Training(shape, layout, config.parallel, machine)
+    training = Training(shape, layout, config.actor.parallel, machine)
     without = replace(training, shape=replace(shape, experts=replace(shape.experts, shared_ffn_size=0)))
     more, less, dense = (
         _feed_forward_messages(case, 8192, experts).get("node", 0.0)
@@ -233,7 +233,7 @@ def test_messages_of_a_layer_by_hand() -> None:
     def kilobytes(
         experts: bool | None = None, method: str = "all_gather", given: ModelShape = shape, **cut: int
     ) -> float:
-        parallel = config.parallel.model_copy(update={"cp_method": method})
+        parallel = config.actor.parallel.model_copy(update={"cp_method": method})
         training = Training(given, ParallelLayout(8, **cut), parallel, machine)
         parts = (
             _attention_messages(training, 1024) if experts is None else _feed_forward_messages(training, 1024, experts)

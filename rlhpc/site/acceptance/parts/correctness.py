@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rlhpc.config.training import ExpertsSection, MemorySection, OffloadSection, OptimizerSection
+from rlhpc.config.training import MemorySection, MoeSection, OffloadSection, OptimizerSection
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.workers import BOTH, Call, run_each, run_lanes
@@ -113,7 +113,7 @@ class _Checks:
             self._dtype,
             optimizer=OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
             memory=MemorySection(offload=offload) if variant == "offload" else None,
-            experts=ExpertsSection(router_replay=variant == "replay"),
+            experts=MoeSection(router_replay=variant == "replay"),
         )
         batches = [rig.packed_random(self._shape, self._sizes.trained)]
         applied = [rig.train(actor, batches).applied]

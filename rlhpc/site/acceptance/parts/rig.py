@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, ParallelSection
 from rlhpc.core.files import write_atomic
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.layout import ParallelLayout, make_layout
@@ -59,7 +59,7 @@ def make_actor(
     *,
     optimizer: OptimizerSection | None = None,
     memory: MemorySection | None = None,
-    experts: ExpertsSection | None = None,
+    experts: MoeSection | None = None,
     parallel: ParallelSection | None = None,
     groups: Any = None,
 ) -> Any:
