@@ -17,7 +17,7 @@ from pathlib import Path
 from rlhpc.config.load import load_config
 from rlhpc.config.planning import EfficiencySection
 from rlhpc.plan.estimates.memory import predict_memory
-from rlhpc.plan.scenario import Case, case_of
+from rlhpc.plan.scenario import Scenario, make_scenario
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]
@@ -50,11 +50,11 @@ _UPDATE = ("forward and backward", "optimizer step")
 _UNSEEN = ("libraries", "engine, asleep")  # by torch's own count, which is what was published
 
 
-def ready_case(file: str, overrides: Sequence[str] = ()) -> Case:
+def ready_case(file: str, overrides: Sequence[str] = ()) -> Scenario:
     """A ready configuration, wherever this is called from."""
     config = load_config(READY / f"{file}.yaml", overrides)
     model = config.model.model_copy(update={"path": ROOT / config.model.path})
-    case = case_of(config.model_copy(update={"model": model}))
+    case = make_scenario(config.model_copy(update={"model": model}))
     assert case is not None, f"{file} names no GPU"
     return case
 
@@ -98,7 +98,7 @@ def ready_table() -> str:
             f"| [`{file.stem}`](../configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} | {step.seconds:,.0f} s "
             f"| {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
             f"| {step.tokens_per_second:,.0f} | {step.mfu:.2f} | {memory.peak / 2**30:,.0f} of {case.gpu.memory_gib:g} "
-            f"| {memory.host.node / 2**30:,.0f} |"
+            f"| {memory.cpu.node / 2**30:,.0f} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -116,8 +116,8 @@ def figures(row: Published) -> Iterator[tuple[str, float, float]]:
     allocated = sum(size for what, size in update.parts.items() if what not in _UNSEEN)
     yield "GPU memory of updates, GB", row.gpu_gb, allocated / _GB
     if row.host_gb is not None:
-        kept = memory.host.total - memory.host.parts.get("checkpoint", 0)
-        yield "host memory between saves, GB", row.host_gb, kept * memory.host.ranks_per_node / _GB
+        kept = memory.cpu.total - memory.cpu.parts.get("checkpoint", 0)
+        yield "host memory between saves, GB", row.host_gb, kept * memory.cpu.ranks_per_node / _GB
 
 
 def _number(value: float) -> str:

@@ -81,8 +81,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
         layout,
         info.rank,
         case.dtype,
-        trained=case.trained,
-        optimizer_offload_fraction=case.optimizer_offload_fraction,
+        optimizer_offload_fraction=case.optimizer_offload_fraction if case.trained else None,
         bucket=case.bucket,
     )
     measured = measure(model)
@@ -96,12 +95,12 @@ def measure(model: Any) -> dict[str, int]:
     from rlhpc.backends.megatron.offload import device_tensors
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    masters, moments, host, staging = [], [], [], []
+    masters, moments, on_cpu, staging = [], [], [], []
     for part in inner_optimizers(model._optimizer) if model._optimizer is not None else []:
         staging += [buffer for slot in part._slots for buffer in (slot._gradient, slot._weight)]
         for param, state in part.state.items():
             if param in part.on_host:
-                host += state.values()
+                on_cpu += state.values()
             else:
                 masters += [value for name, value in state.items() if name == MASTER]
                 moments += [value for name, value in state.items() if name != MASTER]
@@ -110,7 +109,7 @@ def measure(model: Any) -> dict[str, int]:
         "gradients": device_tensors(model._models, None, "gradients"),
         "master": masters,
         "moments": moments,
-        "host": host,
+        "cpu": on_cpu,
         "staging": staging,
     }
     return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}

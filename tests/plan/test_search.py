@@ -19,7 +19,7 @@ from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.step_time import predict_step
 from rlhpc.plan.remedies import changed_config
-from rlhpc.plan.search import Candidate, Found, _groups, search
+from rlhpc.plan.search import Candidate, SearchResult, _groups, search
 from rlhpc.plan.sweep import parse_range, plot, sweep
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -32,12 +32,12 @@ def loaded(name: str, *overrides: str) -> tuple[RunConfig, ModelShape]:
     return config, read_model(ROOT / config.model.path)
 
 
-def found_for(config: RunConfig, shape: ModelShape, gpu: str) -> Found:
+def found_for(config: RunConfig, shape: ModelShape, gpu: str) -> SearchResult:
     return search(config, shape, config.world_size, GPUS[gpu], config.planning.efficiency)
 
 
 @pytest.fixture(scope="module")
-def one_node() -> Found:
+def one_node() -> SearchResult:
     return found_for(*loaded(NODE), "h100")
 
 
@@ -52,7 +52,7 @@ def over(data: dict[str, Any], fragment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: Found, tmp_path: Path) -> None:
+def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: SearchResult, tmp_path: Path) -> None:
     (config, shape), found = loaded(NODE), one_node
     seconds = [best.step.seconds for best in found.best]
     assert len(found.best) == 5
@@ -82,7 +82,7 @@ def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
     assert found.best[0].memory.peak <= 0.95 * GPUS["h20"].memory_bytes, "it can be loaded and saved, too"
 
 
-def test_less_memory_means_no_faster(one_node: Found) -> None:
+def test_less_memory_means_no_faster(one_node: SearchResult) -> None:
     config, shape = loaded(NODE)
     small = replace(GPUS["h100"], memory_gib=48.0)
     tight = search(config, shape, 8, small, config.planning.efficiency)
@@ -160,7 +160,7 @@ def test_a_host_that_is_too_small_leaves_layouts_out(told_by: str) -> None:
             asked = config.model_copy(update={"slurm": config.slurm.model_copy(update={"memory": int(mib)})})
         of_node = mib / 1024 if mib is not None and told_by != "slurm.memory" else None
         found = search(asked, shape, 1, replace(gpu, cpu_memory_gib=of_node), config.planning.efficiency)
-        return [best.memory.host.node / 2**20 for best in found.best]
+        return [best.memory.cpu.node / 2**20 for best in found.best]
 
     (free,) = hosts(None)
     assert hosts(free + 1) == [free]
@@ -217,7 +217,7 @@ def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
     seconds = [point.step.seconds for point in points]
     assert seconds == sorted(seconds, reverse=True)
     assert points[-1].step.tokens_per_second < 10 * points[0].step.tokens_per_second
-    assert points[0].memory.host.node > points[-1].memory.host.node, "the optimizer, which is there, is cut further"
+    assert points[0].memory.cpu.node > points[-1].memory.cpu.node, "the optimizer, which is there, is cut further"
     assert points[0].memory.peak == pytest.approx(points[-1].memory.peak, rel=1e-3)
     plot(points, tmp_path / "sweep.png", "title")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

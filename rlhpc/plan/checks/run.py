@@ -16,7 +16,7 @@ from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.data import check_data
-from rlhpc.plan.checks.limits import check_lengths, foresee
+from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
 from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
@@ -28,7 +28,7 @@ from rlhpc.sharding.shards import num_parameters
 Summary = list[tuple[str, str]]
 
 
-def check_config(config: RunConfig, prepared: bool = True) -> Summary:
+def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
     """Refuse what cannot work, with one UserError; return (topic, text) rows that say what was found.
 
     ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
@@ -50,13 +50,13 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     if shape is not None:
         check_memory(config.actor.memory, shape, layout)
         check_experts(config.actor.moe, shape)
-    warnings = foresee(config, shape, layout, prepared) if shape is not None else []
+    warnings = check_limits(config, shape, layout, prepared=prepared) if shape is not None else []
     summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
     if shape is None and not prepared:
         summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
     else:
         summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
-    summary += [("data", text) for text in _check_data(config, prepared)]
+    summary += [("data", text) for text in _check_data(config, prepared=prepared)]
     return summary + [("warning", text) for text in warnings]
 
 
@@ -246,7 +246,7 @@ def _model_text(shape: ModelShape) -> str:
     )
 
 
-def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
+def _check_data(config: RunConfig, *, prepared: bool) -> Iterator[str]:
     groups = {
         "data.train": [file.path for file in config.data.train],
         "data.validation": [file.path for file in config.data.validation],

@@ -15,9 +15,9 @@ from rlhpc.config.model_settings import (
 )
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, value_shape
-from rlhpc.plan.estimates.activations import Setting, stage_kept, under_way
+from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
 from rlhpc.plan.estimates.optimizer_memory import (
-    Parameter,
+    LocalParameter,
     StateBytes,
     coordinates,
     default_bucket,
@@ -44,7 +44,7 @@ class RankModel:
     """A model as one rank keeps it."""
 
     name: str
-    setting: Setting
+    setting: ActivationSetting
     rank: int
     state: StateBytes
     tokens: Tokens
@@ -55,7 +55,7 @@ class RankModel:
         """What stays on the GPU when it is offloaded as configured."""
         return self.left(keep_weights=False)
 
-    def left(self, keep_weights: bool) -> StateBytes:
+    def left(self, *, keep_weights: bool) -> StateBytes:
         """Kinds go as the back end lets them: gradients, optimizer, weights, as whole as their buffers are."""
         section, state = self.setting.memory.offload, self.state
         chosen = {
@@ -78,7 +78,7 @@ class RankModel:
             state.gradients - gone["gradients"],
             master,
             state.optimizer - gone["optimizer"] - master,
-            state.host,
+            state.cpu,
             state.staging,
         )
 
@@ -89,13 +89,13 @@ class RankModel:
     @property
     def kept(self) -> int:
         """Activations at the fullest moment of an update, with those of all micro batches under way."""
-        return under_way(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
+        return in_flight_activations(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
 
     @property
     def workspace(self) -> int:
         """What is made and dropped in a backward pass: modules computed again, gradients of logits, of activations and
         of the largest weight."""
-        kept, setting = stage_kept(self.setting, self.stage, self.tokens.trained), self.setting
+        kept, setting = stage_activations(self.setting, self.stage, self.tokens.trained), self.setting
         largest = max(p.numel for chunk in self.parameters for p in chunk) * setting.itemsize
         statistics = min(_STATISTICS, 3 * _FLOAT32 * kept.logits // setting.itemsize)
         return kept.recomputed + max(kept.logits + statistics, largest + 2 * _passing(setting, self.tokens.trained))
@@ -103,20 +103,20 @@ class RankModel:
     @property
     def passing(self) -> int:
         """A pass without gradient: a layer's tensors, and at the end the logits."""
-        logits = stage_kept(self.setting, self.stage, self.tokens.passed).logits
+        logits = stage_activations(self.setting, self.stage, self.tokens.passed).logits
         statistics = min(_STATISTICS, 3 * _FLOAT32 * logits // self.setting.itemsize)
         return max(_passing(self.setting, self.tokens.passed), logits + statistics)
 
     @cached_property
-    def parameters(self) -> list[list[Parameter]]:
+    def parameters(self) -> list[list[LocalParameter]]:
         return rank_parameters(self.setting.shape, self.setting.layout, self.stage)
 
     @property
-    def saved_on_host(self) -> int:
+    def saved_on_cpu(self) -> int:
         """Copies that a checkpoint is written from: the rank's own master weights and moments, and its share of the
         weights that data-parallel ranks have alike."""
         layout, state, itemsize = self.setting.layout, self.state, self.setting.itemsize
-        optimizer = state.optimizer + state.host
+        optimizer = state.optimizer + state.cpu
         if itemsize == _FLOAT32:  # the weights, which are their own master weights, are saved as such too
             optimizer += optimizer // 2
         sizes = [(p.numel, layout.edp if p.expert else layout.dp * layout.cp) for c in self.parameters for p in c]
@@ -164,12 +164,11 @@ class _Maker:
             layout,
             self.rank,
             dtype,
-            trained=optimizer is not None,
-            optimizer_offload_fraction=optimizer.optimizer_offload_fraction if optimizer else 0.0,
+            optimizer_offload_fraction=optimizer.optimizer_offload_fraction if optimizer else None,
             bucket=default_bucket(layout),
         )
         in_float32 = shape.experts is not None and shape.experts.float32_router(settings.moe.router_dtype)
-        setting = Setting(shape, layout, settings.parallel, settings.memory, dtype, float32_router=in_float32)
+        setting = ActivationSetting(shape, layout, settings.parallel, settings.memory, dtype, float32_router=in_float32)
         tokens = _tokens(self.config, layout, *limits)
         return RankModel(name, setting, self.rank, state, tokens, optimizer is not None)
 
@@ -186,7 +185,7 @@ def _tokens(config: RunConfig, layout: ParallelLayout, trained: int, passed: int
     return Tokens(trained, passed, max(1, -(-minibatch // trained)))
 
 
-def _passing(setting: Setting, tokens: int) -> int:
+def _passing(setting: ActivationSetting, tokens: int) -> int:
     """The largest tensors of one layer at a time: the residual, what a projection takes and gives."""
     shape, e, tp = setting.shape, setting.itemsize, setting.layout.tp
     ffn = shape.ffn_size / tp

@@ -15,9 +15,9 @@ from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.rollout_time import Engines, rollout_time, weight_sync_time
-from rlhpc.plan.estimates.roofline import Machine, PhaseTime, total
-from rlhpc.plan.estimates.train_time import Held, Training, held, pass_time, update_time
-from rlhpc.plan.estimates.workload import Workload, workload_of
+from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, total
+from rlhpc.plan.estimates.train_time import StageParameters, Training, pass_time, stage_parameters, update_time
+from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 
 
@@ -26,7 +26,7 @@ class StepTime:
     """A step by its phases, in their order. ``engine_fits``: the cache holds at least one response."""
 
     phases: tuple[PhaseTime, ...]
-    work: Workload
+    work: StepWorkload
     ranks: int
     peak: float  # operations a second of one GPU
     training_flops: float
@@ -73,8 +73,8 @@ def predict_step(
 
     ``generating``: what predict_rollout said of the same engines before.
     """
-    work, itemsize = workload_of(config), ITEMSIZE[config.model.dtype]
-    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
+    machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     training = Training(shape, layout, config.actor.parallel, machine, itemsize)
     generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
     engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
@@ -89,9 +89,9 @@ def predict_rollout(
     config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
 ) -> PhaseTime | None:
     """Generating a step's responses on so many ranks; None when the engines' cache holds not one."""
-    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
-    return rollout_time(engines, workload_of(config))
+    return rollout_time(engines, step_workload(config))
 
 
 def predict_validation(
@@ -103,10 +103,10 @@ def predict_validation(
     prompts: int,
 ) -> list[PhaseTime]:
     """One round of answers to so many held-out prompts; what reward functions take is not in it."""
-    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
     each = config.validation.samples_per_prompt
-    work = replace(workload_of(config), samples=prompts * each, generated=prompts * each, group=each)
+    work = replace(step_workload(config), samples=prompts * each, generated=prompts * each, group=each)
     generating = rollout_time(engines, work)
     phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
     reward_model = _reward_model(
@@ -118,7 +118,7 @@ def predict_validation(
     return phases
 
 
-def _training_phases(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
+def _training_phases(config: RunConfig, training: Training, work: StepWorkload) -> Iterator[PhaseTime]:
     train = config.train
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     reward_model, critic = _reward_model(config, training), _critic(config, training) if work.critic else None
@@ -170,7 +170,7 @@ def _offload(
     if config.reference.memory.offload and config.algorithm.kl.coefficient > 0:
         frozen.append(training)
     size += sum(_most_held(each).count * each.itemsize for each in frozen)
-    return PhaseTime("offload", {"host": training.machine.to_host(size)}) if size else None
+    return PhaseTime("offload", {"host": training.machine.to_cpu(size)}) if size else None
 
 
 def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection) -> float:
@@ -182,6 +182,6 @@ def offloaded_bytes(training: Training, memory: MemorySection, optimizer: Optimi
     return 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
 
 
-def _most_held(training: Training) -> Held:
+def _most_held(training: Training) -> StageParameters:
     """Of the stage that holds most."""
-    return max(held(training.shape, training.layout), key=lambda part: part.count)
+    return max(stage_parameters(training.shape, training.layout), key=lambda part: part.count)

@@ -16,12 +16,12 @@ from rlhpc.models import ModelShape, Rope, read_model
 from rlhpc.plan.checks import limits
 from rlhpc.plan.checks.limits import (
     check_cache,
+    check_cpu_memory,
     check_disk,
-    check_host,
     check_lengths,
+    check_limits,
     check_network,
     check_tensor_parallel,
-    foresee,
 )
 from rlhpc.plan.checks.run import check_config
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
@@ -154,7 +154,7 @@ def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(m
 
     def reported(*changes: str) -> str:
         config, shape = parts("planning.gpu=h100", kept, reference, *changes)
-        warnings = foresee(config, shape, make_layout(config.actor.parallel, config.world_size))
+        warnings = check_limits(config, shape, make_layout(config.actor.parallel, config.world_size))
         return next((line for line in warnings if "beside the trainer" in line), "")
 
     line = reported("actor.parallel.tp=1", f"{share}=0.6")
@@ -181,7 +181,7 @@ def test_tensor_parallelism_over_nodes_is_told() -> None:
     assert list(check_tensor_parallel(config, GPUS["gb200"])) == [], "72 of them are linked"
     assert list(check_tensor_parallel(parts("slurm.nodes=2", "actor.parallel.tp=8")[0], None)) == []
     config, shape = parts("slurm.nodes=2", "actor.parallel.tp=2", "train.steps=0", name="qwen2.5-0.5b-1gpu.yaml")
-    assert warning.split()[:5] in [line.split()[:5] for line in foresee(config, shape, ParallelLayout(2, tp=2))]
+    assert warning.split()[:5] in [line.split()[:5] for line in check_limits(config, shape, ParallelLayout(2, tp=2))]
 
 
 def test_hosts_that_are_too_small_are_told() -> None:
@@ -189,29 +189,29 @@ def test_hosts_that_are_too_small_are_told() -> None:
     layout = make_layout(config.actor.parallel, config.world_size)
     gpu = replace(GPUS["h100"], cpu_memory_gib=50.0)
     plan = predict_memory(config, shape, layout, gpu.memory_gib)
-    (warning,) = check_host(config, plan, gpu)
+    (warning,) = check_cpu_memory(config, plan, gpu)
     assert warning.startswith("slurm.memory: ranks need about")
     assert "a node's memory, which has 100; raise it" in warning
-    (warning,) = check_host(parts()[0], plan, gpu)
+    (warning,) = check_cpu_memory(parts()[0], plan, gpu)
     assert warning.startswith("planning.gpus_file: ")
-    assert list(check_host(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
+    assert list(check_cpu_memory(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
 
 
 def test_a_hosts_limit_is_what_a_node_needs_and_no_more() -> None:
     config, shape = parts()
     layout = make_layout(config.actor.parallel, config.world_size)
     plan = predict_memory(config, shape, layout, GPUS["h100"].memory_gib)
-    needed = plan.host.node / 2**30
-    assert list(check_host(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 1.001))) == []
-    assert len(list(check_host(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 0.999)))) == 1
+    needed = plan.cpu.node / 2**30
+    assert list(check_cpu_memory(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 1.001))) == []
+    assert len(list(check_cpu_memory(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 0.999)))) == 1
 
 
 def test_a_run_is_warned_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
     config, shape = parts("slurm.memory=100G")
     layout = make_layout(config.actor.parallel, config.world_size)
-    assert [line for line in limits.foresee(config, shape, layout) if line.startswith("slurm.memory: ranks need")]
-    assert not [line for line in limits.foresee(config, shape, layout, prepared=False) if "ranks need" in line]
+    assert [line for line in limits.check_limits(config, shape, layout) if line.startswith("slurm.memory: ranks need")]
+    assert not [line for line in limits.check_limits(config, shape, layout, prepared=False) if "ranks need" in line]
 
 
 def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
@@ -220,6 +220,6 @@ def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
     config, shape = parts("planning.gpu=a100-40", name=small)
     layout = make_layout(config.actor.parallel, config.world_size)
     refused = "rollout.gpu_memory_utilization: vLLM starts only if"
-    assert not [line for line in foresee(config, shape, layout) if line.startswith(("memory: ", refused))]
+    assert not [line for line in check_limits(config, shape, layout) if line.startswith(("memory: ", refused))]
     config, shape = parts("planning.gpu=a100-40", f"planning.gpus_file={tmp_path}/gpus.yaml", name=small)
-    assert [line for line in foresee(config, shape, layout) if line.startswith(refused)]
+    assert [line for line in check_limits(config, shape, layout) if line.startswith(refused)]

@@ -23,7 +23,7 @@ def inputs(tmp_path):
 
 def refused(folder, *overrides: str, prepared: bool = True) -> str:
     with pytest.raises(UserError) as caught:
-        check_config(load_config(folder / "config.yaml", overrides), prepared)
+        check_config(load_config(folder / "config.yaml", overrides), prepared=prepared)
     return str(caught.value)
 
 

@@ -13,10 +13,11 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import OffloadSection
 from rlhpc.models import ModelShape, read_model, shape_of
-from rlhpc.plan.estimates.activations import Setting, stage_kept
+from rlhpc.plan.estimates.activations import ActivationSetting, stage_activations
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import (
     GIB,
+    Device,
     MemoryPlan,
     engine_bytes,
     engine_memory,
@@ -27,7 +28,7 @@ from rlhpc.plan.estimates.memory import (
     sequence_tokens,
 )
 from rlhpc.plan.estimates.model_memory import rank_models
-from rlhpc.plan.estimates.optimizer_memory import Parameter, default_bucket, lay_out, state_bytes
+from rlhpc.plan.estimates.optimizer_memory import LocalParameter, default_bucket, lay_out, state_bytes
 from rlhpc.plan.remedies import changed_config, find_remedies
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
@@ -90,26 +91,26 @@ def test_an_engine_s_passes_hold_what_a_token_s_experts_make() -> None:
 
 def test_buffers_by_hand() -> None:
     """Places are multiples of 64, ends of 128 and of the ranks; the last parameter comes first."""
-    given = [Parameter("a", 100), Parameter("b", 30), Parameter("c", 65, shared=True)]
+    given = [LocalParameter("a", 100), LocalParameter("b", 30), LocalParameter("c", 65, shared=True)]
     one = lay_out(given, ranks=3)
     assert one.places == ((0, 65), (384, 414), (448, 548))
     assert one.buckets == ((0, 384), (384, 768))
     assert one.owned(3, 0) == [(given[2], 65), (given[1], 30), (given[0], 64)]
     assert one.owned(3, 1) == [(given[0], 36)]
-    small = lay_out([Parameter(name, 100) for name in "abc"], ranks=1, bucket=150)
+    small = lay_out([LocalParameter(name, 100) for name in "abc"], ranks=1, bucket=150)
     assert small.buckets == ((0, 256), (256, 384))
 
 
 def test_what_is_let_go_is_away_while_the_engine_generates() -> None:
     config, shape, layout = parts(SMALL, *EVERYTHING)
-    away = phases(rank_memory(config, shape, layout, 0, 80.0))
+    away = phases(rank_memory(config, shape, layout, 0, Device(80.0)))
     kept = phases(
         rank_memory(
             changed_config(config, {"actor.memory.offload": OffloadSection(), "reference.memory.offload": False}),
             shape,
             layout,
             0,
-            80.0,
+            Device(80.0),
         )
     )
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
@@ -126,7 +127,7 @@ def test_what_is_let_go_is_away_while_the_engine_generates() -> None:
 def test_a_reward_model_judges_while_the_actor_is_away() -> None:
     own = f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]"
     given = parts(SMALL, own, *EVERYTHING)
-    found = phases(rank_memory(*given, 0, 80.0))
+    found = phases(rank_memory(*given, 0, Device(80.0)))
     assert {what for what in found["reward model"] if "weights" in what} == {"reward model: weights"}
     assert {what for what in found["log-probs"] if "weights" in what} == {"weights", "reference: weights"}
 
@@ -143,7 +144,7 @@ def test_a_reward_model_judges_while_the_actor_is_away() -> None:
     ],
 )
 def test_without_rl_steps_nothing_is_judged(changes: list[str], names: list[str]) -> None:
-    assert list(phases(rank_memory(*parts(SMALL, "train.steps=0", *changes), 0, 80.0))) == names
+    assert list(phases(rank_memory(*parts(SMALL, "train.steps=0", *changes), 0, Device(80.0)))) == names
 
 
 def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
@@ -158,9 +159,11 @@ def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
     """Nothing that is offloaded stands in its way; what is not does."""
     share = "rollout.gpu_memory_utilization=0.95"
     config, shape, layout = parts(SMALL, share, *EVERYTHING)
-    assert rank_memory(config, shape, layout, 0, 80.0).phases[0].total == int(0.95 * 80 * GIB) + Reserves().context
+    assert (
+        rank_memory(config, shape, layout, 0, Device(80.0)).phases[0].total == int(0.95 * 80 * GIB) + Reserves().context
+    )
     config, shape, layout = parts(SMALL, share, STAYS, "actor.memory.offload={gradients: true, optimizer: true}")
-    (load, *_) = rank_memory(config, shape, layout, 0, 80.0).phases
+    (load, *_) = rank_memory(config, shape, layout, 0, Device(80.0)).phases
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
     assert load.parts["weights"] == state.parameters
     assert not {"gradients", "optimizer"} & load.parts.keys()
@@ -172,11 +175,11 @@ def test_a_save_takes_nothing_of_the_gpu_and_of_the_host_what_the_rank_writes() 
     plan = rank_memory(config, shape, layout, 0)
     assert phases(plan)["save"] == phases(plan)["optimizer step"]
     numel = sum(prod(spec.shape) for spec in model_tensors(shape))
-    assert plan.host.parts["checkpoint"] == pytest.approx((12 + 2) * numel / 8, rel=1e-2)
-    on_host = changed_config(config, {"actor.optimizer.optimizer_offload_fraction": 1.0})
-    assert rank_memory(on_host, shape, layout, 0).host.parts["checkpoint"] == plan.host.parts["checkpoint"]
+    assert plan.cpu.parts["checkpoint"] == pytest.approx((12 + 2) * numel / 8, rel=1e-2)
+    on_cpu = changed_config(config, {"actor.optimizer.optimizer_offload_fraction": 1.0})
+    assert rank_memory(on_cpu, shape, layout, 0).cpu.parts["checkpoint"] == plan.cpu.parts["checkpoint"]
     full = changed_config(config, {"model.dtype": "float32"})
-    assert rank_memory(full, shape, layout, 0).host.parts["checkpoint"] == pytest.approx(16 * numel / 8, rel=1e-2)
+    assert rank_memory(full, shape, layout, 0).cpu.parts["checkpoint"] == pytest.approx(16 * numel / 8, rel=1e-2)
 
 
 def test_logits_of_a_pass_are_taken_apart_in_float32() -> None:
@@ -208,13 +211,13 @@ def test_stages_hold_the_micro_batches_that_are_under_way() -> None:
     kept = []
     for stage in range(4):
         (actor, *_) = rank_models(config, shape, layout, stage * 2)
-        one = stage_kept(actor.setting, stage, actor.tokens.trained)
+        one = stage_activations(actor.setting, stage, actor.tokens.trained)
         assert actor.tokens.microbatches > 8
         kept.append((actor.kept - one.head) / (one.chunks[0] + one.embedding + one.shared))
     assert kept == [4, 3, 2, 1]
     config, shape, _ = parts(SMALL, "actor.parallel={pp: 4, vpp: 7}", "train.prompts_per_step=1024")
     (actor, *_) = rank_models(config, shape, make_layout(config.actor.parallel, 8), 0)
-    one = stage_kept(actor.setting, 0, actor.tokens.trained)
+    one = stage_activations(actor.setting, 0, actor.tokens.trained)
     assert actor.kept > 4 * sum(one.chunks)
 
 
@@ -223,7 +226,9 @@ def test_recomputation_keeps_less_and_works_more() -> None:
     kept = {}
     for way in ("none", "selective", "full"):
         memory = config.actor.memory.model_copy(update={"recompute": way})
-        kept[way] = stage_kept(Setting(shape, layout, config.actor.parallel, memory, "bfloat16"), 0, 8192)
+        kept[way] = stage_activations(
+            ActivationSetting(shape, layout, config.actor.parallel, memory, "bfloat16"), 0, 8192
+        )
     assert kept["none"].chunks[0] > kept["selective"].chunks[0] > kept["full"].chunks[0]
     assert kept["none"].recomputed == 0 < kept["selective"].recomputed < kept["full"].recomputed
     assert kept["full"].chunks[0] == shape.num_layers * 2 * 8192 // layout.tp * shape.hidden_size
@@ -274,13 +279,13 @@ def test_the_picture_says_what_the_plan_says() -> None:
 def test_routed_experts_of_a_step_are_in_the_host_s_memory() -> None:
     """By hand: a byte for each of 8 experts in 58 layers of a token; 96 ranks, 8 of a node, engines of 32 and of 4."""
     config, shape, layout = parts(LARGE)
-    assert "routed_experts" not in rank_memory(config, shape, layout, 0).host.parts
+    assert "routed_experts" not in rank_memory(config, shape, layout, 0).cpu.parts
     tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
     whole = tokens * 58 * 8
     for tp, drawn in ((32, whole / 3 / 8), (4, whole / 24 * 2 / 8)):
         replayed = changed_config(config, {"actor.moe.router_replay": True, "rollout.tp": tp})
         held = drawn + 3 * whole / (layout.dp * layout.pp)
-        assert rank_memory(replayed, shape, layout, 0).host.parts["routed_experts"] == pytest.approx(held)
+        assert rank_memory(replayed, shape, layout, 0).cpu.parts["routed_experts"] == pytest.approx(held)
 
 
 def test_a_host_that_is_too_small_is_told() -> None:
@@ -288,10 +293,10 @@ def test_a_host_that_is_too_small_is_told() -> None:
 
     config, shape, layout = parts(SMALL)
     plan = predict_memory(config, shape, layout, 80.0)
-    for gib, fits in ((plan.host.node / GIB - 1, False), (plan.host.node / GIB + 1, True)):
+    for gib, fits in ((plan.cpu.node / GIB - 1, False), (plan.cpu.node / GIB + 1, True)):
         limit = ("slurm.memory", gib * GIB)
-        text = [str(line) for line in render_memory(plan, 80.0, host_limit=limit).renderables]
-        assert any(f"{plan.host.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
+        text = [str(line) for line in render_memory(plan, 80.0, cpu_memory_limit=limit).renderables]
+        assert any(f"{plan.cpu.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
         told = [line for line in text if line.startswith("DOES NOT FIT: a node's host needs 1.0 GiB more than slurm.m")]
         assert len(told) == (0 if fits else 1)
         assert memory_json(plan, limit)["host"]["limit"] == gib * GIB
@@ -301,7 +306,7 @@ def test_the_plan_of_the_worst_rank_is_of_the_worst_rank() -> None:
     config, shape, layout = parts(LARGE)
     plan = predict_memory(config, shape, layout, 141.0)
     each = layout.world_size // layout.pp
-    peaks = [rank_memory(config, shape, layout, stage * each, 141.0).peak for stage in range(layout.pp)]
+    peaks = [rank_memory(config, shape, layout, stage * each, Device(141.0)).peak for stage in range(layout.pp)]
     assert plan.peak == max(peaks)
 
 

@@ -16,7 +16,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.walltime import walltime_warnings
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
 from rlhpc.plan.estimates.run_time import RunTime, check_walltime, validation_prompts
-from rlhpc.plan.scenario import case_of
+from rlhpc.plan.scenario import make_scenario
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
 SMALL = str(READY / "qwen2.5-7b-1node.yaml")
@@ -37,7 +37,7 @@ PLAIN = RunTime(
 
 
 def run_of(*changes: str, name: str = "qwen2.5-7b-1node") -> RunTime:
-    case = case_of(load_config(READY / f"{name}.yaml", changes))
+    case = make_scenario(load_config(READY / f"{name}.yaml", changes))
     assert case is not None
     return case.run(case.step())
 
@@ -78,7 +78,7 @@ def test_each_job_starts_again() -> None:
 
 def test_reading_and_writing_are_bytes_over_the_disk() -> None:
     config = load_config(Path(SMALL))
-    case = case_of(config)
+    case = make_scenario(config)
     assert case is not None
     size = checkpoint_bytes(config, case.shape)
     quick = run_of("planning.start_seconds=0")
