@@ -121,7 +121,8 @@ def rlhpc_config(workload: Workload, plan: Plan, model: Path, prompts: Path) -> 
             "shuffle": False,
             "chat_template": False,
         },
-        "reward": {"function": "bench.workload:score"},
+        "actor": {"optimizer": {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}},
+        "rewards": [{"function": "bench.workload:score"}],
         "rollout": {
             "samples_per_prompt": workload.samples_per_prompt,
             "max_response_tokens": workload.max_response,
@@ -132,7 +133,6 @@ def rlhpc_config(workload: Workload, plan: Plan, model: Path, prompts: Path) -> 
             "steps": plan.warmup + plan.steps,
             "prompts_per_step": workload.prompts_per_step,
             "tokens_per_microbatch": RLHPC_MICRO_BATCH[workload.name],
-            "optimizer": {"learning_rate": LEARNING_RATE, "weight_decay": 0.0},
         },
         "checkpoint": {"every": 0},
         "observe": {"tensorboard": False, "samples": 0},

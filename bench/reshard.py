@@ -94,7 +94,8 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
 
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.schema import ParallelSection, ReshardSection, RolloutSection
+    from rlhpc.config.schema import ReshardSection, RolloutSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups

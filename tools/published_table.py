@@ -17,7 +17,7 @@ from pathlib import Path
 from rlhpc.config.load import load_config
 from rlhpc.config.planning import EfficiencySection
 from rlhpc.plan.estimates.memory import predict_memory
-from rlhpc.plan.scenario import Case, case_of
+from rlhpc.plan.scenario import Scenario, make_scenario
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]
@@ -49,11 +49,11 @@ _UPDATE = ("forward and backward", "optimizer step")
 _UNSEEN = ("libraries", "engine, asleep")  # not counted by torch's allocator, the source of the published figures
 
 
-def ready_case(file: str, overrides: Sequence[str] = ()) -> Case:
+def ready_case(file: str, overrides: Sequence[str] = ()) -> Scenario:
     """Scenario of a ready configuration."""
     config = load_config(READY / f"{file}.yaml", overrides)
     model = config.model.model_copy(update={"path": ROOT / config.model.path})
-    case = case_of(config.model_copy(update={"model": model}))
+    case = make_scenario(config.model_copy(update={"model": model}))
     assert case is not None, f"{file} names no GPU"
     return case
 
@@ -97,7 +97,7 @@ def ready_table() -> str:
             f"| [`{file.stem}`](../rlhpc/configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} "
             f"| {step.seconds:,.0f} s | {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
             f"| {step.tokens_per_second:,.0f} | {step.mfu:.2f} | {memory.peak / 2**30:,.0f} of {case.gpu.memory_gib:g} "
-            f"| {memory.host.node / 2**30:,.0f} |"
+            f"| {memory.cpu.node / 2**30:,.0f} |"
         )
     return "\n".join(rows) + "\n"
 

@@ -131,8 +131,8 @@ def array() -> str:
 #
 # Line N of the file CHANGES has the overrides of element N. Values must not contain blanks. For example:
 #
-#   train.optimizer.learning_rate=1e-6 algorithm.kl.coefficient=0.001
-#   train.optimizer.learning_rate=3e-6 algorithm.kl.coefficient=0.001
+#   actor.optimizer.learning_rate=1e-6 algorithm.kl.coefficient=0.001
+#   actor.optimizer.learning_rate=3e-6 algorithm.kl.coefficient=0.001
 #
 # The run folder of element N is runs/<name of CONFIG>-<job id>/N.
 """

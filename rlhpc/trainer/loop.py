@@ -81,11 +81,11 @@ class Loop:
         """RL starts from the warmed-up weights, which are its reference, with a new optimizer."""
         run = self._run
         if self._config.sft:
-            run.actor.reset_optimizer(self._config.train.optimizer)
+            run.actor.reset_optimizer(self._config.actor.optimizer)
             if run.reference is not None:
                 run.reference.copy_weights(run.actor)
                 run.reference.offload()
-            if run.critic is not None and self._config.critic.model is None:
+            if run.critic is not None and self._config.critic.path is None:
                 run.critic.take_tensors(run.actor.full_tensors())
                 run.critic.offload()
         metrics = self._validate()
@@ -162,7 +162,7 @@ class Loop:
         self._check_phases(saved.folder)
         self._check_prompts(digest)
         if saved.state.step and self._config.sft:
-            run.actor.reset_optimizer(self._config.train.optimizer)
+            run.actor.reset_optimizer(self._config.actor.optimizer)
         run.actor.load(saved.folder / "actor")
         if run.reference is not None and self._reference_is_ours():
             run.reference.load(saved.folder / "reference")

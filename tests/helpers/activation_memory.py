@@ -47,7 +47,7 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     from rlhpc.config.training import MemorySection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.data.collate import pack_batch
-    from rlhpc.plan.estimates.activations import Setting, stage_kept, under_way
+    from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
     from tests.helpers import equality
     from tests.helpers.training import make_actor, optimizer_section
 
@@ -60,15 +60,15 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     batch = pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
     measured = keep(actor, [batch] * case.microbatches)
     layout, stage = actor.layout, actor.layout.coord(RankInfo.from_environ().rank)["pp"]
-    setting = Setting(
+    setting = ActivationSetting(
         actor.weights.shape, layout, ParallelSection(**dict(case.axes)), memory, case.dtype, kernels="padded"
     )
     tokens = -(-sum(case.lengths) // layout.cp)
     # The batch always holds rotary angles; autograd holds them unless attention is recomputed.
     again = memory.recompute == "full" or setting.recomputes("core_attn")
     held = min(layout.pp - stage, case.microbatches)
-    angles = held * stage_kept(setting, stage, tokens).shared if again else 0
-    return measured, under_way(setting, stage, tokens, case.microbatches) - angles
+    angles = held * stage_activations(setting, stage, tokens).shared if again else 0
+    return measured, in_flight_activations(setting, stage, tokens, case.microbatches) - angles
 
 
 class _Ledger:

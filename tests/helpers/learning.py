@@ -46,11 +46,12 @@ def make_config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
         "minibatches": 2,
         "epochs": 2,
         "tokens_per_microbatch": 64,
-        "optimizer": {"learning_rate": 1e-3, "epsilon": 1e-4},
         **case.get("train", {}),
     }
-    fixed = {"name": "updates", "model": {"path": str(model), "dtype": "float32"}, "parallel": axes}
-    return RunConfig.model_validate({**fixed, **case, "train": train})
+    optimizer = {"learning_rate": 1e-3, "epsilon": 1e-4}
+    actor = {"parallel": axes, "optimizer": optimizer, **case.get("actor", {})}
+    fixed = {"name": "updates", "model": {"path": str(model), "dtype": "float32"}}
+    return RunConfig.model_validate({**fixed, **case, "actor": actor, "train": train})
 
 
 def make_run(config: Any, attempt: Any = None) -> Any:

@@ -29,7 +29,8 @@ def write_config(folder: Path, **changes: Any) -> Path:
             "validation": [str(inputs / "validation.jsonl")],
             "max_prompt_tokens": 16,
         },
-        "reward": {"function": "rlhpc.rewards.rules:number"},
+        "actor": {"optimizer": {"learning_rate": 5e-4}},
+        "rewards": [{"function": "rlhpc.rewards.rules:number"}],
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 6, "kv_cache_gib": 0.0625},
         "sft": {
             "data": [str(inputs / "sft.jsonl")],
@@ -37,14 +38,15 @@ def write_config(folder: Path, **changes: Any) -> Path:
             "sequences_per_step": 32,
             "optimizer": {"learning_rate": 1e-3},
         },
-        "train": {"steps": 3, "prompts_per_step": 16, "optimizer": {"learning_rate": 5e-4}},
+        "train": {"steps": 3, "prompts_per_step": 16},
         "validation": {"every": 100, "max_prompts": 32},
         "checkpoint": {"every": 0},
     }
     for key, value in changes.items():
-        section, parts = config, key.split("__")
+        section: Any = config
+        parts = key.split("__")
         for part in parts[:-1]:
-            section = section.setdefault(part, {})
+            section = section[int(part)] if isinstance(section, list) else section.setdefault(part, {})
         section[parts[-1]] = value
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"

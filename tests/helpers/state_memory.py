@@ -53,7 +53,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
 
     from rlhpc.backends.megatron import MegatronBackend, backend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -82,8 +82,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
         layout,
         info.rank,
         case.dtype,
-        trained=case.trained,
-        optimizer_offload_fraction=case.optimizer_offload_fraction,
+        optimizer_offload_fraction=case.optimizer_offload_fraction if case.trained else None,
         bucket=case.bucket,
     )
     measured = measure(model)
@@ -97,12 +96,12 @@ def measure(model: Any) -> dict[str, int]:
     from rlhpc.backends.megatron.offload import device_tensors
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    masters, moments, host, staging = [], [], [], []
+    masters, moments, on_cpu, staging = [], [], [], []
     for part in inner_optimizers(model._optimizer) if model._optimizer is not None else []:
         staging += [buffer for slot in part._slots for buffer in (slot._gradient, slot._weight)]
         for param, state in part.state.items():
             if param in part.on_host:
-                host += state.values()
+                on_cpu += state.values()
             else:
                 masters += [value for name, value in state.items() if name == MASTER]
                 moments += [value for name, value in state.items() if name != MASTER]
@@ -111,7 +110,7 @@ def measure(model: Any) -> dict[str, int]:
         "gradients": device_tensors(model._models, None, "gradients"),
         "master": masters,
         "moments": moments,
-        "host": host,
+        "cpu": on_cpu,
         "staging": staging,
     }
     return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
@@ -130,7 +129,7 @@ def _drop(model: Any) -> None:
 
 def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> list[StateCase]:
     """Random layouts of 4 layers for so many ranks, with the kinds of models in turn."""
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.errors import UserError
     from rlhpc.models import read_model
     from rlhpc.plan.checks.parallelism import misfits

@@ -23,7 +23,7 @@ def make_actor(
 
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
+    from rlhpc.config.training import MemorySection, MoeSection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -33,14 +33,14 @@ def make_actor(
     layout = make_layout(section, info.world_size)
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
-    settings = ModelSettings(section, memory or MemorySection(), experts or ExpertsSection(), optimizer)
+    settings = ModelSettings(section, memory or MemorySection(), experts or MoeSection(), optimizer)
     backend = MegatronBackend(read_model(folder, family), layout, info, dtype, settings)
     backend.load_pretrained(folder)
     return backend
 
 
 def optimizer_section(**changes: Any) -> Any:
-    from rlhpc.config.schema import OptimizerSection
+    from rlhpc.config.training import OptimizerSection
 
     return OptimizerSection(
         **{"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "epsilon": 1e-5, **changes}
