@@ -44,22 +44,25 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     def walk(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, field in node["properties"].items():
             section = next((s for s in _alternatives(field) if "$ref" in s), None)
-            lists = (s["items"] for s in _alternatives(field) if "items" in s)
-            items = (item for kind in lists for item in _alternatives(kind) if "$ref" in item)
-            item = next((s for s in items if "properties" in defined(s)), None)
             required = {"required": name in node.get("required", [])}
-            if section is None:
-                yield prefix + name, {**field, **required}
-            if section or item:
-                mark = "" if section else "[]"
-                yield from walk(defined(section or item), f"{prefix}{name}{mark}.")
+            if section is not None:
+                yield from walk(defined(section), f"{prefix}{name}.")
+                continue
+            yield prefix + name, {**field, **required}
+            lists = (s["items"] for s in _alternatives(field) if "items" in s)
+            references = (item for kind in lists for item in _alternatives(kind) if "$ref" in item)
+            items = [item for item in map(defined, references) if "properties" in item]
+            found: dict[str, dict[str, Any]] = {}
+            for item in items:  # a key of several kinds of items is listed once
+                found |= {key: one for key, one in walk(item, f"{prefix}{name}[].") if key not in found}
+            yield from found.items()
 
     yield from walk(schema, "")
 
 
 def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
     """The field itself, or its alternatives except null."""
-    return [s for s in field.get("anyOf", [field]) if s.get("type") != "null"]
+    return [s for s in field.get("anyOf", field.get("oneOf", [field])) if s.get("type") != "null"]
 
 
 def _kind(field: dict[str, Any]) -> str:
@@ -74,7 +77,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "enum" in kind:
         return " or ".join(f"`{value}`" for value in kind["enum"])
     if kind.get("type") == "array":
-        words = [_kind(item) for item in _alternatives(kind["items"])]
+        words = dict.fromkeys(_kind(item) for item in _alternatives(kind["items"]))
         return "list of " + " or ".join(f"{word}s" if word.isalpha() else word for word in words)
     if kind.get("type") == "object":
         return "keys and values"

@@ -78,7 +78,7 @@ def test_each_function_has_its_own_time_limit(make, caplog):
         RewardFunctionSection(name="short", function=f"{HERE}:does", time_limit_seconds=0.3).model_dump(),
         RewardFunctionSection(name="long", function=f"{HERE}:sleeps").model_dump(),
     ]
-    reward_workers = make(functions=functions, workers=1)
+    reward_workers = make(functions=functions, per_engine=1)
     results = score_all(reward_workers, ["hang", "ab"], truth=0.6)
     assert [result.parts for result in results.values()] == [
         {"short": 0, "long": 1},
