@@ -57,7 +57,7 @@ def told(*arguments: str) -> str:
         ),
         (("--reshard", "--network", "nan"), "--network: nan is not allowed"),
         (("--sweep", ""), "--sweep: '': invalid range; write it as gpus=96..1024"),
-        (("--sweep", "gpus=8..8", "--plot", "/tmp"), "--plot: '/tmp' has no ending; name a .png file"),
+        (("--sweep", "gpus=8..8", "--plot", "/tmp"), "--plot: '/tmp' has no suffix; name a .png file"),
         (("--sweep", "gpus=99999999999..999999999999"), "--sweep: no number of GPUs from 99999999999"),
         (("--gpu", ""), "--gpu: no GPU '' is known"),
         (("rewards=[{model: /nowhere}]",), "rewards.0.model: no config.json in '/nowhere'; correct the path"),
