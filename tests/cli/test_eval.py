@@ -53,7 +53,7 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
         (["data.validation=[]"], "rlhpc: data.validation: no held-out prompts; name at least one file"),
         (
             ["validation.samples_per_prompt=4", "--check"],
-            "rlhpc: validation.samples_per_prompt: 4 responses to a prompt would all be the likeliest one; set "
+            "rlhpc: validation.samples_per_prompt: 4 responses to a prompt would all be the greedy one; set "
             "validation.temperature above 0, such as 1.0",
         ),
     ],
@@ -73,7 +73,7 @@ def test_a_check_says_what_would_be_done_and_imports_nothing_heavy(config: Path)
     done = rlhpc("eval", str(config), "--check")
     assert done.returncode == 0, done.stderr
     rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert rows["batch"] == "1 response(s) to each held-out prompt"
+    assert rows["batch"] == "1 response(s) to each validation prompt"
     assert not modules_after("eval", str(config), "--check") & {*HEAVY, "submitit", "rich"}
 
 

@@ -87,9 +87,12 @@ def test_the_summary_names_every_axis(inputs):
         ),
         (
             ["reshard.share_weights=true", "actor.memory.offload.parameters=true"],
-            "reshard.share_weights: engines cannot use the memory of weights that are moved to the host",
+            "reshard.share_weights: engines cannot share weights that are offloaded",
         ),
-        (["reshard.share_weights=true", "reshard.method=gather"], "reshard.share_weights: nothing is shared where"),
+        (
+            ["reshard.share_weights=true", "reshard.method=gather"],
+            "reshard.share_weights: method gather copies whole tensors",
+        ),
         (["actor.moe.router_replay=true"], "actor.moe.router_replay: the model has no experts; set it to fal"),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
         (
