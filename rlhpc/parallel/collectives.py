@@ -17,6 +17,7 @@ from rlhpc.core.collectives import Collective, GroupState
 KEPT = 8  # of each group, besides those that are not finished
 # One recorder for the CPU's back ends, one for NCCL's; each build of torch has what it needs (c10d/init.cpp).
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
+_DUMP = (True, False)  # with collectives, and not only those in flight
 
 
 def last_collectives() -> list[GroupState]:
@@ -32,7 +33,7 @@ def last_collectives() -> list[GroupState]:
 
 def _entries(recorder: str) -> list[dict[str, Any]]:
     dump = getattr(torch._C._distributed_c10d, recorder, None)
-    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+    return json.loads(dump(*_DUMP)).get("entries", []) if dump is not None else []
 
 
 def _members() -> dict[str, tuple[int, ...]]:

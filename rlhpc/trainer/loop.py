@@ -145,7 +145,7 @@ class Loop:
     def _settle(self, wait: bool) -> None:
         """Let a save that is in the background come to its end, if it has."""
         touch("end of a save", self.state.total_steps)
-        self._store.settle(wait)
+        self._store.settle(wait=wait)
 
     def _write_models(self, asynchronous: bool, folder: Path) -> list[BackgroundWrite]:
         run, shares = self._run, []

@@ -111,11 +111,11 @@ def test_an_optimizer_of_one_s_own_trains_and_resumes(found: dict[str, Any]) -> 
 def test_what_megatron_cannot_save_is_refused_at_the_first_update(found: dict[str, Any]) -> None:
     told = found["told"]
     assert told["torch.optim:AdamW"] == (
-        "train.optimizer.function: torch.optim:AdamW keeps ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
-        "checkpoint cannot hold; keep exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
+        "train.optimizer.function: torch.optim:AdamW stores ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
+        "checkpoint cannot contain; store exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
     )
-    assert "made a str, which is no torch.optim.Optimizer; return one" in told["nothing"]
-    assert "cannot be called with parameter groups and ['momentum']" in told["wrong arguments"]
+    assert "returned a str, not a torch.optim.Optimizer; return a torch.optim.Optimizer" in told["nothing"]
+    assert "does not accept parameter groups and ['momentum']" in told["wrong arguments"]
 
 
 def test_bfloat16_weights_have_float32_masters_moments_and_gradients(found: dict[str, Any]) -> None:
@@ -137,7 +137,7 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
         if share == 0.4:
             _save(actor, folder / "adamw")
         losses[name] += train(actor, 2)
-        shares[name] = _share_on_host(actor)
+        shares[name] = _share_on_cpu(actor)
     for share in (0.4, 0.0, 1.0):
         actor = make_actor(model, optimizer_section(optimizer_offload_fraction=share))
         actor.load(folder / "adamw")
@@ -223,10 +223,10 @@ def _inner(actor: Any) -> Any:
     return inner
 
 
-def _share_on_host(actor: Any) -> float:
+def _share_on_cpu(actor: Any) -> float:
     inner = _inner(actor)
     params = [param for group in inner.param_groups for param in group["params"]]
-    return sum(param.numel() for param in inner.on_host) / sum(param.numel() for param in params)
+    return sum(param.numel() for param in inner.on_cpu) / sum(param.numel() for param in params)
 
 
 def _decay(actor: Any) -> dict[int, set[float]]:

@@ -105,9 +105,9 @@ def _nowhere(document: Any) -> None:
 @pytest.mark.parametrize(
     ("harm", "told"),
     [
-        (_outside, r"\.metadata: '.*' lies outside the checkpoint, in '\.\./elsewhere\.distcp'; "),
-        (_absolute, r"lies outside the checkpoint, in '/etc/passwd'; "),
-        (_twice, r"\.metadata: the chunks of '.*' do not hold each element once; "),
+        (_outside, r"\.metadata: '.*' is outside the checkpoint, in '\.\./elsewhere\.distcp'; "),
+        (_absolute, r"is outside the checkpoint, in '/etc/passwd'; "),
+        (_twice, r"\.metadata: the chunks of '.*' do not contain each element exactly once; "),
         (_nowhere, r"\.metadata: is damaged \(KeyError\); "),
     ],
 )

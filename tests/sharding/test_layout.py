@@ -117,7 +117,7 @@ def test_layers_that_do_not_divide_are_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"parallel.pp: 0 of the 4 layers do not divide into 1 other pipeline stages"):
         ParallelLayout(3, pp=3, first_stage_layers=2, last_stage_layers=2).layer_places(4)
     with pytest.raises(
-        UserError, match=r"parallel.last_stage_layers: of two ranks with virtual stages, .*; leave it out"
+        UserError, match=r"parallel.last_stage_layers: with two pipeline ranks and virtual stages, .*; leave it out"
     ):
         ParallelLayout(2, pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2).layer_places(4)
     with pytest.raises(UserError, match=r"parallel.vpp: the 3 layers of a pipeline stage do not divide into 2 virtual"):

@@ -52,7 +52,7 @@ def _check_words(config: RunConfig, section: RewardModelSection, shape: ModelSha
         raise UserError(f"the model has {limit} positions", where="reward.model.max_tokens", remedy="lower it")
     if reads_own_words(config):
         try:
-            check_tokenizer(section.path, shape.vocab_size, section.chat_template)
+            check_tokenizer(section.path, shape.vocab_size, chat_template=section.chat_template)
         except UserError as error:
             where = "reward.model.chat_template" if error.where == "data.chat_template" else error.where
             remedy = str(error.remedy).replace("set it", f"set {where}")
