@@ -82,7 +82,7 @@ def _difference(case: Case, method: str) -> float:
 
     whole = [x.requires_grad_() for x in whole]
     expected, *gradients = outcome(one_at_a_time(case, *whole), gradient, *whole)
-    return farthest(ours, [expected, *map(local.take, gradients)])
+    return farthest(ours, [expected, *map(local.select, gradients)])
 
 
 def _gathered_equal(case: Case) -> bool:

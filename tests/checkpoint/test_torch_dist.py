@@ -69,7 +69,7 @@ def test_states_that_megatron_asks_for_are_those_of_linears() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "changed"),
-    [({}, []), ({"dtype": "float32"}, []), ({"dtype": "bfloat16"}, ["tensors of float32 are rounded to BF16"])],
+    [({}, []), ({"dtype": "float32"}, []), ({"dtype": "bfloat16"}, ["float32 tensors are rounded to BF16"])],
 )
 def test_a_dry_run_tells_what_is_rounded(tmp_path: Path, dtype: dict[str, str], changed: list[str]) -> None:
     lines = describe(plan(make_model(tmp_path / "model", "qwen2"), "megatron", **dtype), 10**9, 2)

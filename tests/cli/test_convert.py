@@ -86,7 +86,7 @@ def test_pickles_are_refused_with_a_safe_way_out(tmp_path: Path, model: Path) ->
     (tmp_path / "model" / "config.json").write_bytes((model / "config.json").read_bytes())
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + b"harm'\ntR.")
     line = refusal("hf-to-megatron", tmp_path / "model", tmp_path / "target")
-    assert "holds pytorch_model.bin, a pickle" in line
+    assert "contains pytorch_model.bin, a pickle" in line
     assert "download the model's safetensors" in line
 
 

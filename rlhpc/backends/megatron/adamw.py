@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from rlhpc.parallel import host_memory
+from rlhpc.parallel import pinned_memory
 from rlhpc.plan.estimates.optimizer_memory import STAGED
 
 MASTER = "master_param"  # Megatron's name (distrib_optimizer.py:904)
@@ -100,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _empty(self, param: Tensor) -> Tensor:
         if param in self.on_cpu:
-            return host_memory.allocate(4 * param.numel(), param.device).view(torch.float32).view(param.shape)
+            return pinned_memory.allocate(4 * param.numel(), param.device).view(torch.float32).view(param.shape)
         return torch.empty_like(param, dtype=torch.float32)
 
     def _update_on_cpu(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
@@ -158,8 +158,8 @@ class _Slot:
     """Staging buffers for a gradient on its way to the CPU and the weight on its way back; pinned if there is a GPU."""
 
     def __init__(self, numel: int, like: Tensor) -> None:
-        self._gradient = host_memory.allocate(4 * numel, like.device).view(torch.float32)
-        self._weight = host_memory.allocate(like.itemsize * numel, like.device).view(like.dtype)
+        self._gradient = pinned_memory.allocate(4 * numel, like.device).view(torch.float32)
+        self._weight = pinned_memory.allocate(like.itemsize * numel, like.device).view(like.dtype)
         self._event = torch.cuda.Event() if like.is_cuda else None
         self._length = 0
 

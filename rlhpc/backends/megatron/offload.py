@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from rlhpc.backends.megatron.adamw import AdamW
 from rlhpc.backends.megatron.optimizer import inner_optimizers
 from rlhpc.config.training import OffloadSection
-from rlhpc.parallel import host_memory
+from rlhpc.parallel import pinned_memory
 
 Kind = Literal["gradients", "optimizer", "parameters"]
 KINDS: tuple[Kind, ...] = ("gradients", "optimizer", "parameters")
@@ -118,7 +118,7 @@ class Offload:
         spare = self._spare.get(size)
         if spare:
             return spare.pop()
-        return host_memory.allocate(size, storage.device)
+        return pinned_memory.allocate(size, storage.device)
 
 
 def configured_kinds(section: OffloadSection, *, trained: bool) -> list[Kind]:
@@ -146,7 +146,7 @@ def device_tensors(models: Sequence[torch.nn.Module], optimizer: MegatronOptimiz
 
 
 def _key(storage: UntypedStorage) -> int:
-    return int(storage._cdata)  # identity of the storage; Python's wrappers are created anew
+    return int(storage._cdata)  # identity of the storage; Python's wrappers are not unique
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

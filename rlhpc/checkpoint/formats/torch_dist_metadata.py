@@ -139,7 +139,7 @@ def _check(folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
             ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
     for name, end in sorted(ends.items()):
         if not (folder / name).is_file():
-            raise UserError("is missing", where=str(folder / name), remedy=_COPY_AGAIN)
+            raise UserError("missing", where=str(folder / name), remedy=_COPY_AGAIN)
         size = (folder / name).stat().st_size
         if size < end:
             raise UserError(

@@ -140,7 +140,7 @@ def test_files_that_the_index_names_must_exist(inputs):
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").rename(folder / "model-1-of-2.safetensors")
-    assert "names 2 files, of which 1 are missing: model-2-of-2.safetensors" in refused(inputs)
+    assert "lists 2 files, of which 1 are missing: model-2-of-2.safetensors" in refused(inputs)
 
 
 def test_weights_of_another_model_are_refused(inputs):
