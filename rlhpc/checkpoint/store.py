@@ -34,7 +34,7 @@ _STATE = "state.json"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
     """A complete checkpoint."""
 
@@ -42,7 +42,7 @@ class Saved:
     state: RunState
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Open:
     """A checkpoint that has not been committed."""
 

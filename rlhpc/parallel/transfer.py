@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -52,11 +52,6 @@ def gather_parts(transfer: Transfer, layout: ParallelLayout, mine: T) -> list[T]
     speakers = [transfer.speaker(layout, part) for part in range(transfer.parts(layout))]
     sent = gather_objects(mine if dist.get_rank() in speakers else None)
     return [sent[rank] for rank in speakers]  # type: ignore[misc]
-
-
-def gather_items(transfer: Transfer, layout: ParallelLayout, mine: Sequence[T]) -> list[T]:
-    """Items of all parts, concatenated: the inverse of ``Transfer.share``."""
-    return [item for part in gather_parts(transfer, layout, mine) for item in part]
 
 
 def one_to_all(value: T, speaker: int = 0) -> T:

@@ -6,13 +6,9 @@ list, and which of them sends the result.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from rlhpc.sharding.layout import ParallelLayout
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,6 @@ class Transfer:
         """First rank of a part, which sends its result: all its ranks have the same."""
         return next(rank for rank in range(layout.world_size) if self.part_of(layout, rank) == part)
 
-    def share(self, layout: ParallelLayout, rank: int, items: Sequence[T]) -> Sequence[T]:
-        """The rank's part of ``items``: contiguous; lengths of parts differ by at most one."""
-        part, parts = self.part_of(layout, rank), self.parts(layout)
-        return items[len(items) * part // parts : len(items) * (part + 1) // parts]
-
 
 SPLIT_BY_DATA = Transfer("split_by_data", ("dp",))  # training: ranks of one model copy take the same batches
 PIPELINE_AS_DATA = Transfer("pipeline_as_data", ("dp", "pp"))  # generation: each stage has a whole engine
-ONE_TO_ALL = Transfer("one_to_all", ())  # every rank receives all of the first rank's
-EACH_RANK = Transfer("each_rank", ("dp", "pp", "cp", "tp"))  # a part for every rank

@@ -75,22 +75,6 @@ class ParallelLayout:
         """The rank's index on every axis."""
         return self._coords[rank]
 
-    def groups(self, *axes: str) -> list[list[int]]:
-        """Groups of ranks that differ only along ``axes``, each in order of the axes' nesting."""
-        order = EXPERT_AXES if set(axes) & {"etp", "ep", "edp"} else DENSE_AXES
-        assert set(axes) <= set(order), f"{axes} mixes dense and expert axes"
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            coord = self.coord(rank)
-            # Groups in Megatron's order: by the remaining axes, innermost fastest.
-            key = tuple(coord[axis] for axis in reversed(order) if axis not in axes)
-            members.setdefault(key, []).append(rank)
-        return [members[key] for key in sorted(members)]
-
-    def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The group along ``axes`` that ``rank`` belongs to."""
-        return next(group for group in self.groups(*axes) if rank in group)
-
     def stage_layers(self, num_layers: int) -> list[int]:
         """Layers on each pipeline rank; raises UserError if they do not divide evenly."""
         own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers} if self.pp > 1 else {}

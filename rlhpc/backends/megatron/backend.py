@@ -82,7 +82,7 @@ class MegatronBackend:
         self.layout, self._coord = layout, layout.coord(info.rank)
         self._has_experts = shape.experts is not None
         self._kind = TokenValues if shape.head == "value" else TokenStats
-        self.rope = RotaryTable(shape, self._device)
+        self._rope = RotaryTable(shape, self._device)
         with self._groups, megatron_device():
             self._config = transformer_config(shape, layout, DTYPES[dtype], settings)
             models = build_chunks(shape, layout, self._config)
@@ -171,19 +171,6 @@ class MegatronBackend:
         return self._from_last_stage(stats, batches)
 
     @_in_its_groups
-    def logits(self, batches: Sequence[PackedBatch]) -> list[Float[Tensor, "T V"]]:
-        """Logits over the whole vocabulary for each batch, on the last pipeline stage; for tests and tools."""
-
-        def gather(batch: PackedBatch, local: LocalBatch, logits: Tensor, **_: Any) -> Tensor:
-            group = parallel_state.get_tensor_model_parallel_group()
-            parts = [torch.empty_like(logits[0]) for _ in range(group.size())]
-            dist.all_gather(parts, logits[0].contiguous(), group=group)
-            return local.gather(torch.cat(parts, dim=-1), parallel_state.get_context_parallel_group())
-
-        with torch.no_grad():
-            return self._run(batches, gather, forward_only=True, collect_non_loss_data=True)
-
-    @_in_its_groups
     def train(
         self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float
     ) -> TrainStats:
@@ -224,6 +211,8 @@ class MegatronBackend:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
+        for router in self._routers:
+            router.reset_counts()
         self._weigh_aux_losses(batches)
         metrics = self._run(batches, differentiate, forward_only=False)
         with megatron_device():
@@ -300,7 +289,7 @@ class MegatronBackend:
             touch("backward and forward" if not forward_only else "forward")
             batch, split = next(batches)
             batch = batch.to(self._device)
-            local = local_batch(batch, split, self._coord["cp"], self.rope, router_part)
+            local = local_batch(batch, split, self._coord["cp"], self._rope, router_part)
             logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **output)
             return logits, functools.partial(finish, batch, local)
 

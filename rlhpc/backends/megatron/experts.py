@@ -72,12 +72,15 @@ class Router(TopKRouter):
         self.entropy -= (log_probs.exp() * log_probs).sum()
         self.tokens += len(scores)
 
-    def take_counts(self) -> Float[Tensor, " experts+2"]:
-        """Load of each expert, sum of entropies, tokens, on this rank since the last call, which it resets."""
-        counts = torch.cat([self.load, self.entropy[None], self.tokens[None]])
+    @property
+    def counts(self) -> Float[Tensor, " experts+2"]:
+        """Load of each expert, sum of entropies, tokens, on this rank since the last reset."""
+        return torch.cat([self.load, self.entropy[None], self.tokens[None]])
+
+    def reset_counts(self) -> None:
+        """Sets the counts to zero, before an update."""
         for counter in (self.load, self.entropy, self.tokens):
             counter.zero_()
-        return counts
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -115,7 +118,7 @@ def restore_biases(routers: Sequence[Router], biases: Sequence[Tensor]) -> None:
 
 
 def routing_metrics(routers: Sequence[Router], top_k: int) -> dict[str, float]:
-    """Statistics of the routers since the last call, over all ranks and layers; equal on every rank. Collective.
+    """Statistics of the routers' counts, over all ranks and layers; equal on every rank. Collective.
 
     load_max: tokens of the busiest expert over the mean, in the worst layer; idle: share of experts without tokens;
     dropped: share of token-expert assignments that no expert processed; entropy: of a token's distribution over
@@ -123,7 +126,7 @@ def routing_metrics(routers: Sequence[Router], top_k: int) -> dict[str, float]:
     """
     sums = torch.zeros(5, device=device())  # layers, idle, dropped, entropy; then the maximum
     for router in routers:
-        counts = router.take_counts()
+        counts = router.counts
         dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         load, entropy, tokens = counts[:-2], counts[-2], counts[-1]
         choices = tokens * top_k

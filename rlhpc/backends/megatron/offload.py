@@ -87,11 +87,6 @@ class Offload:
                 del self._away[key]
                 self._reuse(part.copy)
 
-    @property
-    def bytes_away(self) -> int:
-        """Bytes of the device that are offloaded now."""
-        return sum(part.away for part in self._away.values())
-
     def _selected(self) -> list[_Part]:
         """Enough whole storages for the fraction, gradients first; each under the first kind that contains it."""
         found: dict[int, _Part] = {}
