@@ -211,13 +211,13 @@ class MegatronBackend:
         for chunk in self._chunks:
             chunk.zero_grad_buffer()
         self._optimizer.zero_grad()
-        for router in self._routers:
-            router.reset_counts()
         self._weigh_aux_losses(batches)
         metrics = self._run(batches, differentiate, forward_only=False)
         with megatron_device():
             norm = ready_gradients(self._optimizer)
         gauges = routing_metrics(self._routers, self._config.moe_router_topk) if self._has_experts else {}
+        for router in self._routers:
+            router.reset_counts()
         return TrainStats(norm, self._reduce_metrics(metrics), gauges, applied=False)
 
     @_in_its_groups

@@ -78,7 +78,7 @@ class Router(TopKRouter):
         return torch.cat([self.load, self.entropy[None], self.tokens[None]])
 
     def reset_counts(self) -> None:
-        """Sets the counts to zero, before an update."""
+        """Sets the counts to zero."""
         for counter in (self.load, self.entropy, self.tokens):
             counter.zero_()
 
