@@ -44,9 +44,9 @@ def test_which_ranks_share() -> None:
 @pytest.mark.ranks
 def test_ranks_receive_what_the_others_send() -> None:
     """An object of one rank for all takes its own room, not as much for each rank."""
-    for rank, (back, told, gathered, room, given) in enumerate(run_ranks(_share_and_gather, 4)):
+    for rank, (back, value, gathered, room, given) in enumerate(run_ranks(_share_and_gather, 4)):
         assert back == [[0], [0, 1]]
-        assert told == "rank 2"
+        assert value == "rank 2"
         assert gathered == [None, 150, "rank 2", None]
         assert room < 2.5 * _LARGE
         assert given == {source: (3_000_000, 10 * source + rank) for source in range(4) if source + rank in (2, 3)}
@@ -63,7 +63,7 @@ def _share_and_gather() -> tuple[list[list[int]], str, list[object], int, dict[i
 
     layout, rank = ParallelLayout(world_size=4, tp=2, pp=2), dist.get_rank()
     back = [gather_parts(t, layout, t.part_of(layout, rank)) for t in ALL]
-    told = one_to_all(f"rank {rank}", speaker=2)
+    value = one_to_all(f"rank {rank}", speaker=2)
     transfer._MESSAGE = 10_000_000  # the large one in several messages, the last one shorter
     mine = {1: np.full(_LARGE // 4, 150, dtype=np.int32), 2: f"rank {rank}"}.get(rank)
     gather_objects("all ranks are here")
@@ -74,4 +74,4 @@ def _share_and_gather() -> tuple[list[list[int]], str, list[object], int, dict[i
     found[1] = int(found[1].mean())
     mine = {to: np.full(3_000_000, 10 * rank + to, dtype=np.int32) for to in range(4) if rank + to in (2, 3)}
     given = {source: (len(values), int(values.mean())) for source, values in give_objects(mine).items()}
-    return back, told, found, room, given
+    return back, value, found, room, given
