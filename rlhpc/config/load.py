@@ -33,7 +33,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     text = _read(path)
     data = yaml12.parse(text, str(path))
     if not isinstance(data, dict):
-        raise UserError("contains no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`")
+        raise UserError(
+            "contains no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`"
+        )
     places = {key: f"{path}:{line}" for key, line in yaml12.key_lines(text).items()}
     for override in overrides:
         key, value = _parse_override(override)

@@ -48,7 +48,7 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
     [
         (["--step", "3"], "rlhpc: --step: is for the checkpoints of a run; add --run"),
         (["--run", "a", "--model", "b"], "rlhpc: --model: is the model of another run; leave out --model or --run"),
-        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; give a model's folder"),
+        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; pass the folder of a model"),
         (["--follow"], "rlhpc: --follow: is for a batch job; add --submit"),
         (["data.validation=[]"], "rlhpc: data.validation: no held-out prompts; name at least one file"),
         (
@@ -65,7 +65,7 @@ def test_what_cannot_work_is_one_line(config: Path, options: list[str], line: st
 def test_a_run_without_checkpoints_is_told(config: Path, tmp_path: Path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(config.read_text())
-    with pytest.raises(UserError, match="checkpoints: holds no checkpoint"):
+    with pytest.raises(UserError, match="checkpoints: contains no checkpoint"):
         evaluation_of(load_config(config), run=str(tmp_path / "run"))
 
 

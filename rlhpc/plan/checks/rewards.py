@@ -53,7 +53,7 @@ def _check_tokens(config: RunConfig, section: RewardModelSection, shape: ModelSh
         raise UserError(f"the model has {limit} positions", where=f"{key}.max_tokens", remedy="lower it")
     if uses_own_tokenizer(config):
         try:
-            check_tokenizer(section.model, shape.vocab_size, section.chat_template)
+            check_tokenizer(section.model, shape.vocab_size, chat_template=section.chat_template)
         except UserError as error:
             where = f"{key}.chat_template" if error.where == "data.chat_template" else error.where
             remedy = error.remedy.replace("set it", f"set {where}")

@@ -232,7 +232,7 @@ def _check_model(config: RunConfig, shape: ModelShape) -> str:
     """Describes the model. Refuses files that are incomplete or do not belong together."""
     folder = config.model.path
     weights = check_weights(config.model.weights or folder, shape)
-    tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
+    tokens = check_tokenizer(folder, shape.vocab_size, chat_template=config.data.chat_template)
     return (
         f"{folder}: {_model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
         f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"

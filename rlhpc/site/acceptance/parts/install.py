@@ -47,7 +47,7 @@ def _versions(context: Context) -> None:
 def _attention(context: Context) -> None:
     from rlhpc.backends.megatron.attention import kernel_name
 
-    context.report(Figure("attention in training", kernel_name(context.on_gpu)))
+    context.report(Figure("attention in training", kernel_name(on_gpu=context.on_gpu)))
 
 
 def _grouped_product(context: Context) -> None:
