@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rlhpc.api import Completion, RewardWorkers, RolloutEngine, Sample
 from rlhpc.core.heartbeat import touch
-from rlhpc.rollout.requests import Sampling, Task, request_of, with_drawn, with_given
+from rlhpc.rollout.requests import Sampling, Task, request_of, with_sampled, with_tool_tokens
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Collector:
             self._leave(task)
             draft = task.draft
             if len(completion.tokens):
-                draft = replace(with_drawn(draft, completion, self._version), truncated=False)
+                draft = replace(with_sampled(draft, completion, self._version), truncated=False)
             found.append(_scored(replace(task, draft=draft)))
         assert not self._requests
         return sorted(found, key=lambda scored: (scored.group, scored.index))
@@ -143,7 +143,7 @@ class Collector:
         self._next += 1
 
     def _turn_ends(self, task: Task, completion: Completion, key: int) -> None:
-        task = replace(task, draft=with_drawn(task.draft, completion, self._version))
+        task = replace(task, draft=with_sampled(task.draft, completion, self._version))
         if self._dialogue is not None and not completion.truncated and self._dialogue.begin(key, task):
             self._asking[key] = task
         else:
@@ -164,7 +164,7 @@ class Collector:
             if tokens[:1] == (task.draft.tokens[-1],):  # the end of the turn, which the policy has drawn
                 tokens = tokens[1:]
             if task.draft.response_len + len(tokens) < self._sampling.max_tokens:
-                self._request(replace(task, draft=with_given(task.draft, tokens)))
+                self._request(replace(task, draft=with_tool_tokens(task.draft, tokens)))
             else:  # no room for another turn
                 self._end(replace(task, draft=replace(task.draft, truncated=True)), key)
 

@@ -95,7 +95,7 @@ def request_of(task: Task, sampling: Sampling) -> Request:
     )
 
 
-def with_drawn(draft: Sample, completion: Completion, policy_version: int) -> Sample:
+def with_sampled(draft: Sample, completion: Completion, policy_version: int) -> Sample:
     """The draft and what the policy drew after it."""
     routed_experts = completion.routed_experts
     if (
@@ -115,7 +115,7 @@ def with_drawn(draft: Sample, completion: Completion, policy_version: int) -> Sa
     )
 
 
-def with_given(draft: Sample, tokens: Sequence[int]) -> Sample:
+def with_tool_tokens(draft: Sample, tokens: Sequence[int]) -> Sample:
     """The draft and what the policy was told after it."""
     response_mask = np.ones(draft.response_len, bool) if draft.response_mask is None else draft.response_mask
     return replace(

@@ -24,7 +24,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolAnswer:
     """A tool's, as text."""
 
     text: str
@@ -63,7 +63,7 @@ def _parse(body: str) -> ToolCall | Failure:
     return ToolCall(name, arguments)
 
 
-def load_tool(entry: Entry) -> Callable[[Mapping[str, Any]], Answer | Failure]:
+def load_tool(entry: Entry) -> Callable[[Mapping[str, Any]], ToolAnswer | Failure]:
     """The tool as a function of what the policy gives, which never raises. ``entry.arguments`` has the tool's own
     ``arguments`` and ``most_characters``."""
     function = import_attribute(entry.path, entry.where)
@@ -71,7 +71,7 @@ def load_tool(entry: Entry) -> Callable[[Mapping[str, Any]], Answer | Failure]:
     return lambda given: _answered(lambda: function(**given, **fixed), most)
 
 
-def load_class(entry: Entry) -> Callable[[MethodCall], Answer | Failure]:
+def load_class(entry: Entry) -> Callable[[MethodCall], ToolAnswer | Failure]:
     """The objects of a class, one for each conversation, as a function of calls, which never raises.
 
     ``entry.arguments`` as for ``load_tool``, the constructor's, and whether it takes ``extra_info``.
@@ -98,7 +98,7 @@ def load_class(entry: Entry) -> Callable[[MethodCall], Answer | Failure]:
     return lambda call: _answered(lambda: invoke(call), most)
 
 
-def _answered(ask: Callable[[], Any], most: int) -> Answer | Failure:
+def _answered(ask: Callable[[], Any], most: int) -> ToolAnswer | Failure:
     """What comes of a call of the user's, as text of at most so many characters."""
     try:
         result = ask()
@@ -107,7 +107,7 @@ def _answered(ask: Callable[[], Any], most: int) -> Answer | Failure:
         return Failure("raised", _whole(f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"))
     if len(text) > most:
         return Failure("result", f"the answer has {len(text)} characters, too many to be shown")
-    return Answer(text)
+    return ToolAnswer(text)
 
 
 def _whole(text: str) -> str:

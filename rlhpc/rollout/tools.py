@@ -17,10 +17,10 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.data.conversation import split_turns
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.rewards.calls import Failure
-from rlhpc.rewards.pool import Call, Pool
+from rlhpc.rewards.pool import Pool, PoolCall
 from rlhpc.rollout.collect import Reply
 from rlhpc.rollout.requests import Task, last_turn, turns
-from rlhpc.rollout.tool_calls import Answer, MethodCall, ToolCall, parse_calls
+from rlhpc.rollout.tool_calls import MethodCall, ToolAnswer, ToolCall, parse_calls
 from rlhpc.rollout.tool_kinds import Tool, find_tools
 
 _CHARACTERS_PER_TOKEN = 16  # no tokenizer has texts of more on average
@@ -167,12 +167,12 @@ class ToolUse:
         """Give a call to the processes; its identity."""
         self._next += 1
         home = asked.conversation if isinstance(asked, MethodCall) else None
-        self._pool.submit([Call((self._next, entry), asked, home, last)])
+        self._pool.submit([PoolCall((self._next, entry), asked, home, last)])
         return self._next
 
-    def _answer(self, turn: _Turn, place: int, outcome: Answer | Failure) -> bool:
+    def _answer(self, turn: _Turn, place: int, outcome: ToolAnswer | Failure) -> bool:
         """Note the answer to a call; false if it is an error."""
-        if isinstance(outcome, Answer):
+        if isinstance(outcome, ToolAnswer):
             count = self._tokenizer.count(outcome.text)
             if count <= self._section.max_tool_answer_tokens:
                 turn.answers[place] = outcome.text
@@ -197,7 +197,7 @@ class ToolUse:
     def _reply(self, turn: _Turn) -> Reply:
         return Reply(self._tokenizer.tool_turn(turn.answers), len(turn.answers), turn.failures)
 
-    def _settle(self, identity: int, outcome: Answer | Failure) -> None:
+    def _settle(self, identity: int, outcome: ToolAnswer | Failure) -> None:
         key = self._key_of.pop(identity)
         turn = self._turns[key]
         place, call = turn.under_way.pop(identity)

@@ -53,10 +53,10 @@ def _scores(run: Run, role: Role, samples: Sequence[Sample], prompts: PromptSet 
 def _scored(run: Run, sample: Sample, score: float, prompts: PromptSet | None) -> Sample | None:
     section = run.config.reward.model
     if not math.isfinite(score):
-        failures, source = run.reward_reader.failures, prompts.numbered(sample.prompt_id).data_source
+        failures, prompt = run.reward_reader.failures, prompts.numbered(sample.prompt_id)
         text = run.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
         failure, where = Failure("result", f"returned {score}"), f"reward.model {section.path}"
-        if failures.handle(where, failure, sample.prompt_id, source, text, log=run.info.rank == 0):
+        if failures.handle(where, failure, prompt, text, log=run.info.rank == 0):
             return None
         score = 0.0
     parts = {**sample.reward_parts, MODEL_PART: score}

@@ -72,7 +72,7 @@ NO_TESTS = [
 
 @pytest.mark.parametrize("truth", NO_TESTS, ids=repr)
 def test_other_ground_truths_are_errors(truth: Any):
-    with pytest.raises(ValueError, match="holds no tests of a known form"):
+    with pytest.raises(ValueError, match="has no tests in a known form"):
         read_tests(truth)
 
 

@@ -79,7 +79,7 @@ FAILURES = {
     "hang": ("timeout", "took more than 1.5 s"),
     "leave": ("died", "ended its process with exit code 3"),
     "crash": ("died", "ended its process by SIGSEGV"),
-    "killed": ("died", "ended its process by SIGKILL, perhaps for want of memory"),
+    "killed": ("died", "ended its process by SIGKILL, perhaps because memory ran out"),
     "killed by another": ("died", "ended its process by signal 37"),
 }
 MIXED = ["ab", "raise", "abc", "hang", "leave", "abcd", "nan", "crash", "killed", "killed by another", *["abcde"] * 60]
@@ -215,10 +215,10 @@ def test_signals_that_ask_ranks_to_stop_leave_workers_alone(make, tmp_path):
 _MEETING = (
     "import sys, time\n"
     "from rlhpc.rewards.calls import Entry\n"
-    "from rlhpc.rewards.pool import Call, Pool\n"
+    "from rlhpc.rewards.pool import Pool, PoolCall\n"
     f"pool = Pool([Entry('{HERE}:meets', {{'name': 'a'}}, '')], 1, float(sys.argv[2]))\n"
     "words = dict(data_source='', solution_str=sys.argv[1], ground_truth=['b'], extra_info={})\n"
-    "pool.submit([Call((0, 0), {**words, 'response_tokens': 0, 'max_response_tokens': 0})])\n"
+    "pool.submit([PoolCall((0, 0), {**words, 'response_tokens': 0, 'max_response_tokens': 0})])\n"
     "print(pool.outcomes())\n"
     "pool.close()\n"
 )

@@ -16,8 +16,8 @@ from rlhpc.core.errors import UserError
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.rewards import pool
 from rlhpc.rewards.calls import Entry, Failure
-from rlhpc.rollout.requests import Task, blank_draft, with_drawn, with_given
-from rlhpc.rollout.tool_calls import Answer, ToolCall, load_tool, parse_calls
+from rlhpc.rollout.requests import Task, blank_draft, with_sampled, with_tool_tokens
+from rlhpc.rollout.tool_calls import ToolAnswer, ToolCall, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
 from tests.rollout.tool_task import ASSISTANT, CALLS, END, TOOL, call, make_tokenizer, tool_sections
@@ -54,9 +54,9 @@ def tools(tokenizer: Tokenizer) -> Iterator[ToolUse]:
 def task(turn: Sequence[int], group: int = 0, after: Task | None = None, told: Sequence[int] = ()) -> Task:
     """A response whose last turn is ``turn``, after what there was of it and what was told then."""
     prompt = Prompt(group, (5,), "sums", "", {"start": 10 * group})
-    draft = blank_draft(prompt, 0) if after is None else with_given(after.draft, told)
+    draft = blank_draft(prompt, 0) if after is None else with_tool_tokens(after.draft, told)
     drawn = Completion(np.array(turn, np.int32), np.zeros(len(turn), np.float32), False)
-    return Task(group, 0, prompt, with_drawn(draft, drawn, 0), (0, 0, 0, 0))
+    return Task(group, 0, prompt, with_sampled(draft, drawn, 0), (0, 0, 0, 0))
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -162,7 +162,7 @@ def test_an_answer_is_text_that_has_tokens(tokenizer: Tokenizer):
     failing = load_tool(Entry("tests.rollout.tool_functions:reach", options, ""))
     assert failing(asked.arguments) == Failure("raised", "raised ConnectionError: ? is not there")
     told = load_tool(Entry("builtins:str", options, ""))({"object": asked.arguments["host"]})
-    assert told == Answer("?")
+    assert told == ToolAnswer("?")
     assert tokenizer.tool_turn([told.text])
 
 

@@ -119,8 +119,8 @@ FAULTS = (
         "reward-weights-ignored",
         "rlhpc/rewards/reward_workers.py",
         "reward functions count alike, whatever their weights",
-        "reward += function.weight * value",
-        "reward += value",
+        "reward += function.weight * outcome.value",
+        "reward += outcome.value",
     ),
     Fault(
         "sandbox-with-network",

@@ -274,7 +274,7 @@ def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
     """Samples as an engine would draw them, the end of the last turn included."""
     from dataclasses import replace
 
-    from rlhpc.rollout.requests import blank_draft, with_given
+    from rlhpc.rollout.requests import blank_draft, with_tool_tokens
 
     samples = []
     for place, (_, turns) in enumerate(CONVERSATIONS):
@@ -289,7 +289,8 @@ def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
                 zeros = np.zeros(len(tokens) - draft.prompt_len, dtype=np.float32)
                 draft = replace(draft, tokens=tokens, log_probs=zeros, response_mask=response_mask)
             else:
-                draft = with_given(draft, tokenizer.tool_turn(turn)[1:])  # the policy has drawn the end of its turn
+                # Without the end of the policy's turn, which it sampled itself.
+                draft = with_tool_tokens(draft, tokenizer.tool_turn(turn)[1:])
         samples.append(draft)
     return samples
 
