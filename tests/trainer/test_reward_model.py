@@ -133,7 +133,7 @@ def test_a_number_that_is_not_finite_is_a_reward_that_failed(found) -> None:
         first = given[wrong.index(True)]
         text = make_tokenizer().decode(first.tokens[first.prompt_len :].tolist(), skip_special_tokens=True)
         assert broken["error"].startswith(
-            f"returned nan for prompt {first.prompt_id} of 'sums', response {text[:5]!r}"[:-1]
+            f"returned nan for prompt {first.prompt_id + 1} of 'sums', response {text[:5]!r}"[:-1]
         )
         assert [value is None for value in broken["drop"]] == wrong
         for zero, dropped, bad, part, sample in zip(broken["zero"], broken["drop"], wrong, parts, given, strict=True):
@@ -231,6 +231,8 @@ def _scores(
 
 def _broken(run: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
     """What comes of numbers that are not finite, by what is asked for: the refusal, or reward and part of each."""
+    from dataclasses import replace
+
     import torch
 
     from rlhpc.trainer.reward_model import score_by_model
@@ -242,12 +244,13 @@ def _broken(run: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
         for name, parameter in parameters:
             if name.endswith("word_embeddings.weight"):
                 parameter[BROKEN] = float("nan")
+    samples = [replace(sample, prompt_id=sample.prompt_id + 1) for sample in make_samples(0)]  # 0 is filtered out
     found: dict[str, Any] = {"counts": []}
     for policy in ("error", "zero", "drop"):
         section = run.config.reward.model_copy(update={"on_failure": policy})
         run.reward_reader = RewardReader.of(run.config.model_copy(update={"reward": section}), None)
         try:
-            scored, failures = score_by_model(run, make_samples(0), prompts)
+            scored, failures = score_by_model(run, samples, prompts)
             found["counts"].append(failures)
             found[policy] = [s and (s.reward, s.reward_parts["model"]) for s in scored]
         except UserError as error:
