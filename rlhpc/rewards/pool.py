@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Pipe, wait
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import psutil
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
-from rlhpc.rewards.calls import Entry, Failure, Outcome, Retired
+from rlhpc.rewards.calls import Entry, Failure, Retired
 
 _START_SECONDS = 300.0  # limit for importing the functions' modules
 _REPLACED_SECONDS = 300.0  # limit for replacing a worker that was ended
@@ -34,7 +34,8 @@ _PROGRAM = (
     "from rlhpc.rewards.worker import main; main(*map(int, sys.argv[2:]))"
 )
 
-CallId = tuple[int, int]  # a response's key, the index of the function
+T = TypeVar("T")
+CallId = tuple[int, int]  # the caller's key, the index of the entry
 
 
 @dataclass(frozen=True)
@@ -95,10 +96,11 @@ class _Worker:
         return self.process.wait()
 
 
-class Pool:
+class Pool(Generic[T]):
     """Calls functions in at most ``workers`` processes, which are started on demand.
 
-    ``time_limit``: seconds per call of an entry without its own limit.
+    ``T`` is what the entries' functions return unless they fail. ``time_limit``: seconds per call of an entry without
+    its own.
     """
 
     def __init__(self, entries: Sequence[Entry], workers: int, time_limit: float) -> None:
@@ -106,7 +108,7 @@ class Pool:
         self._limits = [time_limit if e.time_limit_seconds is None else e.time_limit_seconds for e in entries]
         self._queue: deque[PoolCall] = deque()
         self._homes: dict[int, _Worker] = {}
-        self._outcomes: dict[CallId, Outcome] = {}
+        self._outcomes: dict[CallId, T | Failure] = {}
         self._open = 0  # calls without an outcome
         self._workers: list[_Worker] = []
         self._started = False
@@ -133,7 +135,7 @@ class Pool:
             self._open += len(calls)
         self._ring()
 
-    def outcomes(self) -> dict[CallId, Outcome]:
+    def outcomes(self) -> dict[CallId, T | Failure]:
         """Outcomes that were not returned before, of all calls submitted so far; waits for them."""
         with self._changed:
             left, since = -1, 0.0
@@ -148,7 +150,7 @@ class Pool:
         self._raise_error()
         return done
 
-    def ready(self) -> dict[CallId, Outcome]:
+    def ready(self) -> dict[CallId, T | Failure]:
         """Outcomes that arrived and were not returned before; does not wait."""
         with self._changed:
             done, self._outcomes = self._outcomes, {}
@@ -254,7 +256,7 @@ class Pool:
         except (EOFError, ConnectionResetError):
             self._replace(worker, _death(worker.reap()))
 
-    def _settle(self, worker: _Worker, outcome: Outcome) -> None:
+    def _settle(self, worker: _Worker, outcome: T | Failure) -> None:
         """Records the outcome of the worker's first call."""
         call = worker.calls.popleft()
         if worker.calls:

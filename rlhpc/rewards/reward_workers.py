@@ -41,7 +41,7 @@ class FunctionRewards:
         self._failures = Failures(section, _REMEDY)
         self._decode, self._max_tokens = decode, max_response_tokens
         self._entries = entries_of(section, max_response_tokens)
-        self._pool = Pool(self._entries, section.workers, _SECONDS) if self._entries else None
+        self._pool = Pool[Score](self._entries, section.workers, _SECONDS) if self._entries else None
         self._responses: dict[int, _Response] = {}
 
     def wait_until_started(self) -> None:

@@ -27,6 +27,7 @@ from rlhpc.reshard.sides import sync_sides
 from rlhpc.rewards.reward_workers import start_reward_workers
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
+from rlhpc.rollout.vllm_arguments import ServedModel
 from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
@@ -161,19 +162,13 @@ def _reward_workers(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> 
 
 def _tools(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> ToolUse:
     group = engine_group(info.world_size, info.rank, config.rollout.tp)
-    return ToolUse(config.rollout, tokenizer, info.rank % config.rollout.tp == 0, group)
+    return ToolUse(config.rollout, tokenizer, leads=info.rank % config.rollout.tp == 0, group=group)
 
 
 def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
-    return VllmEngine(
-        config.model.path,
-        shape,
-        config.rollout,
-        dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        end_tokens=tokenizer.end_tokens,
-        routed_experts=config.train.experts.router_replay,
-    )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    served = ServedModel(config.model.path, shape, config.model.dtype, longest, tokenizer.end_tokens)
+    return VllmEngine(served, config.rollout, routed_experts=config.train.experts.router_replay)
 
 
 def _manager(config: RunConfig, shape: ModelShape, models: Models, engine: RolloutEngine) -> ReshardManager:

@@ -104,7 +104,7 @@ class Calls:
         self.waiting = Counter({key: looks - 1 for key, looks in self.waiting.items()})
         return self._take([key for key, looks in self.waiting.items() if looks < 0])
 
-    def answers(self, all_of_them: bool) -> dict[int, Reply]:
+    def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
         keys = sorted(self.waiting, key=self.waiting.__getitem__)
         return self._take(keys if all_of_them else keys[:1])
 
@@ -124,7 +124,7 @@ def completion(tokens: Sequence[int], truncated: bool) -> Completion:
 def collect(tasks: Sequence[Task], dialogue: Calls | None = None, steps: int | None = None) -> list[tuple]:
     collector = Collector(Words(), SAMPLING, Counting(), 6, dialogue)
     collector.begin(tasks)
-    while collector.under_way:
+    while collector.in_flight:
         collector.advance(steps)
     assert collector.ended_groups == len({task.group for task in tasks})
     return [told(scored) for scored in collector.harvest()]

@@ -147,7 +147,7 @@ def test_ends_and_refusals(models, tmp_path):
     assert found["cut"].truncated
     assert "sleep" in found["unloaded"]
     assert "sleep" in found["asleep"]
-    assert found["unloaded again"] == "a request before load_weights()"
+    assert found["unloaded again"] == "request before load_weights()"
     assert "['kv_cache'] sleep" in found["cache asleep"]
 
 
@@ -217,6 +217,6 @@ def test_what_vllm_cannot_do_is_told_in_a_line(models, tmp_path):
     memory, heads, latent, rotated = run_ranks(build_wrongly, 1, models / "qwen3" / "a", *others)[0]
     assert heads.startswith(f"{head_16}/config.json: attention heads of size 16")
     assert latent.startswith(f"{latent_48}/config.json: latent keys (kv_lora_rank + qk_rope_head_dim) of size 48")
-    assert rotated.startswith(f"{halves}/config.json: rope_interleave = False is not supported by vLLM")
-    assert memory.startswith("rollout: vLLM refuses: No available memory")
+    assert rotated.startswith(f"{halves}/config.json: vLLM does not support rope_interleave = False")
+    assert memory.startswith("rollout: vLLM rejects the configuration: No available memory")
     assert "rollout.kv_cache_gib" in memory

@@ -77,14 +77,14 @@ def test_the_policy_is_told_of_what_it_gives():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"function": "tests.rollout.tool_functions:untold"}, "cannot be told of"),
+        ({"function": "tests.rollout.tool_functions:untold"}, "no schema can be made of"),
         ({"function": "tests.rollout.tool_functions:nothing"}, "has no 'nothing'"),
-        ({"function": "tests.rollout.tool_functions:__name__"}, "not a function"),
+        ({"function": "tests.rollout.tool_functions:__name__"}, "is not callable"),
         ({"arguments": {"c": 1}}, "no parameter 'c'"),
-        ({"function": "tests.rollout.tool_functions:Silent"}, "cannot be called"),
-        ({"function": "tests.rollout.tool_functions:Counter", "arguments": {"c": 1}}, "cannot be made with c"),
+        ({"function": "tests.rollout.tool_functions:Silent"}, "without a method __call__"),
+        ({"function": "tests.rollout.tool_functions:Counter", "arguments": {"c": 1}}, "cannot be created with c"),
         ({"function": "tests.rollout.tool_functions:Counter.run"}, "has no 'Counter.run'"),
-        ({"function": "tests.rollout.tool_functions:Counter.close"}, "cannot be told of"),
+        ({"function": "tests.rollout.tool_functions:Counter.close"}, "no schema can be made of"),
     ],
 )
 def test_tools_that_cannot_be_are_refused(changes, said):
@@ -135,10 +135,10 @@ def test_an_answer_cannot_speak_for_others(tokenizer):
     ("template", "said"),
     [
         ("{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "does not render"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "in another way"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "renders a turn differently"),
         (
             "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}",
-            "refuses",
+            "rejects",
         ),
     ],
 )

@@ -161,7 +161,7 @@ FAULTS = (
         "stale-prefix-cache",
         "rlhpc/rollout/vllm_engine.py",
         "after a weight sync, responses are generated from cached prefixes of the old weights",
-        '        assert self._engine.reset_prefix_cache(), "requests still hold cached prefixes of the old weights"\n',
+        '        assert self._engine.reset_prefix_cache(), "requests still use cached prefixes of the old weights"\n',
         "",
     ),
     Fault(

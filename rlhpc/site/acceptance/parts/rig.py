@@ -107,6 +107,7 @@ def make_engine(
 ) -> Any:
     """An engine that sleeps and has no weights yet. Collective."""
     from rlhpc.config.rollout import RolloutSection
+    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     section = RolloutSection(
@@ -116,9 +117,7 @@ def make_engine(
         cuda_graphs=graphs,
         gpu_memory_utilization=ENGINE_FRACTION,
     )
-    return VllmEngine(
-        folder, shape, section, dtype=dtype, max_model_len=context_tokens, end_tokens=(), routed_experts=routed_experts
-    )
+    return VllmEngine(ServedModel(folder, shape, dtype, context_tokens), section, routed_experts=routed_experts)
 
 
 def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: int = 1, ranks_per_node: int = 1) -> Any:
