@@ -23,7 +23,7 @@ from rlhpc.rollout.vllm_weights import load_all
 class _Plain:
     """A parameter as vLLM's loader fills it, the layers that hold it, and its memory, resized to 0 while unused."""
 
-    holders: list[tuple[nn.Module, str]]
+    owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     tensor: Tensor
     nbytes: int
@@ -32,7 +32,7 @@ class _Plain:
     @property
     def in_use(self) -> bool:
         """Whether, after packing, a layer still uses it unpacked. (vLLM 0.25 packs stacks of experts in place.)"""
-        held = any(getattr(layer, name) is self.parameter for layer, name in self.holders)
+        held = any(getattr(layer, name) is self.parameter for layer, name in self.owners)
         return held and self.parameter.data_ptr() == self.tensor.data_ptr() and self.tensor.dim() < 3
 
     def take(self) -> None:
@@ -40,7 +40,7 @@ class _Plain:
         if not self.shared:
             self.tensor.untyped_storage().resize_(self.nbytes)
         self.parameter.data = self.tensor
-        for layer, name in self.holders:
+        for layer, name in self.owners:
             layer.register_parameter(name, self.parameter)
 
     def free(self) -> None:
@@ -67,10 +67,10 @@ class PackedWeights:
                 if parameter not in known:
                     nbytes = parameter.untyped_storage().nbytes()
                     known[parameter] = self._plain[f"{prefix}.{name}"] = _Plain([], parameter, parameter.data, nbytes)
-                known[parameter].holders.append((layer, name))
+                known[parameter].owners.append((layer, name))
         self._of_layer: dict[nn.Module, list[_Plain]] = {}
         for plain in self._plain.values():
-            for layer, _ in plain.holders:
+            for layer, _ in plain.owners:
                 self._of_layer.setdefault(layer, []).append(plain)
         self.shapes = {name: tuple(plain.tensor.shape) for name, plain in self._plain.items()}
 
@@ -133,7 +133,7 @@ class PackedWeights:
             layer.cpu_linear = None
             if isinstance(layer, ParallelLMHead) or layer is self._model.lm_head:
                 (plain,) = self._of_layer[layer]
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=len(plain.holders) == 1)
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=len(plain.owners) == 1)
         elif isinstance(method, QuantizeMethodBase):
             method.process_weights_after_loading(layer)
 
@@ -146,7 +146,7 @@ class PackedWeights:
             _return_freed()
 
     def _drop_packed(self) -> None:
-        known = {holder for plain in self._plain.values() for holder in plain.holders}
+        known = {owner for plain in self._plain.values() for owner in plain.owners}
         for layer in self._model.modules():
             for name, _ in list(layer.named_parameters(recurse=False)):
                 if (layer, name) not in known:

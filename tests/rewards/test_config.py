@@ -23,7 +23,7 @@ def test_one_function_or_several():
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         (functions("a", function="c:d"), "reward.functions: reward.function is given too"),
         (functions("a", arguments={"x": 1}), "reward.functions: reward.arguments is given too"),
@@ -31,6 +31,6 @@ def test_one_function_or_several():
         (functions("a", "mean"), "reward.functions: 'mean' means something else in the metrics"),
     ],
 )
-def test_what_contradicts_itself_is_refused(section: RewardSection, told: str):
-    with pytest.raises(UserError, match=f"^{told}"):
+def test_what_contradicts_itself_is_refused(section: RewardSection, message: str):
+    with pytest.raises(UserError, match=f"^{message}"):
         check_reward(section)

@@ -232,7 +232,7 @@ def meeting(folder: Path, limit: float) -> tuple[psutil.Popen, psutil.Process]:
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    """Killed as the kernel kills, while a call is under way."""
+    """Killed as the kernel kills, while a call is running."""
     process, worker = meeting(tmp_path, 1000)
     process.kill()
     process.wait()
@@ -286,17 +286,17 @@ def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("x = 1 / 0", "reward.function: broken:score raised ZeroDivisionError: division by zero"),
         ("import nowhere", "reward.function: cannot import 'broken'"),
         ("import os; os._exit(5)", "reward.function: importing broken:score ended its process with exit code 5"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypatch, text, told):
+def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypatch, text, message):
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(UserError, match=f"^{told}"):
+    with pytest.raises(UserError, match=f"^{message}"):
         start_reward_workers(RewardSection(function="broken:score"), Texts().decode, 20)
 
 

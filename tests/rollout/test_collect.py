@@ -127,10 +127,10 @@ def collect(tasks: Sequence[Task], dialogue: Calls | None = None, steps: int | N
     while collector.in_flight:
         collector.advance(steps)
     assert collector.ended_groups == len({task.group for task in tasks})
-    return [told(scored) for scored in collector.harvest()]
+    return [summary(scored) for scored in collector.harvest()]
 
 
-def told(scored) -> tuple:
+def summary(scored) -> tuple:
     sample = scored.sample
     response_mask = None if sample.response_mask is None else sample.response_mask.tolist()
     return (
@@ -273,7 +273,7 @@ def test_a_resumed_response_is_that_of_a_run_without_interruptions():
     later.begin([replace(task(s.group, s.index), draft=s.sample) for s in unfinished])
     later.advance()
     resumed = later.harvest()
-    assert sorted(map(told, (*ended, *resumed))) == collect(tasks)
+    assert sorted(map(summary, (*ended, *resumed))) == collect(tasks)
     longer = resumed[0].sample
     assert longer.log_probs[:2].tolist() == draft.log_probs.tolist()
     assert longer.policy_version == 6, "of the weights that drew its oldest token"

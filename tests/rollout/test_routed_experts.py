@@ -1,4 +1,4 @@
-"""To which experts the engine says that tokens went: where HuggingFace sends them, whatever the cache has done."""
+"""Routed experts that the engine returns equal HuggingFace's, regardless of caching."""
 
 from __future__ import annotations
 

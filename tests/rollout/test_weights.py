@@ -83,7 +83,7 @@ def test_parameters_of_other_names_are_refused(models):
     sound = engine_parameters(shape, layout)
     check_parameters(sound, shape, layout)
     name = "model.layers.1.self_attn.qkv_proj.bias"
-    for planted, told in (
+    for planted, message in (
         ({**sound, name: (96,)}, f"{name} has shape [96], expected was shape [128]"),
         ({**sound, "model.rope.scale": (1,)}, "model.rope.scale has shape [1], expected was nothing"),
         ({key: size for key, size in sound.items() if key != name}, f"{name} has nothing, expected was shape [128]"),
@@ -91,7 +91,7 @@ def test_parameters_of_other_names_are_refused(models):
     ):
         with pytest.raises(UserError) as caught:
             check_parameters(planted, shape, layout)
-        assert told in str(caught.value)
+        assert message in str(caught.value)
 
 
 def by_experts(models: Path, tp: int) -> dict[str, dict[str, Any]]:
@@ -132,12 +132,12 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
     expected = engines.greedy(engine)
     engine._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, engine._parameters(Request((5, 6, 7), 0, 4, 0.0)))
     engine._engine.step()
-    found: dict[str, Any] = {"unfinished": engine.unfinished, "told": []}
+    found: dict[str, Any] = {"unfinished": engine.unfinished, "refusals": []}
     for write in (engine.wake_weights, engine.open_weights, lambda: engine.load_weights(engines.weights(b))):
         try:
             write()
         except RuntimeError as error:
-            found["told"].append(str(error))
+            found["refusals"].append(str(error))
     while engine._engine.has_unfinished_requests():
         engine._engine.step()
     found["finished"] = engine.unfinished
@@ -159,7 +159,7 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
 def test_weights_are_not_written_beneath_requests(models):
     (found,) = run_ranks(write_beneath_requests, 1, models / "qwen2" / "a", models / "qwen2" / "b")
     assert found["unfinished"] == 1
-    assert found["told"] == ["1 requests are in flight: finish or abort them before weights are synced"] * 3
+    assert found["refusals"] == ["1 requests are in flight: finish or abort them before weights are synced"] * 3
     assert found["finished"] == 0
     assert found["same"]
     assert found["padding"].shape == (256 - VOCAB, 128)
