@@ -63,7 +63,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     def finish(steps: int | None = None) -> list[Scored]:
         running = collector()
         running.begin(tasks)
-        while running.under_way:
+        while running.in_flight:
             running.advance(steps)
         return running.harvest()
 
