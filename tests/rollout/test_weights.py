@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhpc.api import Request
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
+from rlhpc.rollout.vllm_engine import sampling_parameters
 from rlhpc.rollout.vllm_weights import check_parameters
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from tests.helpers.distributed import run_ranks
@@ -130,7 +131,8 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
     engine = engines.build(a)
     engines.write(engine, a)
     expected = engines.greedy(engine)
-    engine._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, engine._parameters(Request((5, 6, 7), 0, 4, 0.0)))
+    parameters = sampling_parameters(Request((5, 6, 7), 0, 4, 0.0), [])
+    engine._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, parameters)
     engine._engine.step()
     found: dict[str, Any] = {"unfinished": engine.unfinished, "refusals": []}
     for write in (engine.wake_weights, engine.open_weights, lambda: engine.load_weights(engines.weights(b))):
