@@ -1,4 +1,4 @@
-"""What is read from a response is read in time linear in its length, whatever it contains."""
+"""What is read from a response is read in time linear in its length, regardless of its contents."""
 
 from __future__ import annotations
 
