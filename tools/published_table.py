@@ -86,7 +86,7 @@ def _range(values: Sequence[float]) -> str:
 def ready_table() -> str:
     """Markdown of the predictions for every ready configuration."""
     rows = [
-        "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GiB of GPU | GiB of host |",
+        "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GPU, GiB | CPU memory, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for file in sorted(READY.glob("*.yaml")):
@@ -116,7 +116,7 @@ def figures(row: Published) -> Iterator[tuple[str, float, float]]:
     yield "GPU memory of updates, GB", row.gpu_gb, allocated / _GB
     if row.cpu_memory_gb is not None:
         held = memory.cpu.total - memory.cpu.parts.get("checkpoint", 0)
-        yield "host memory between saves, GB", row.cpu_memory_gb, held * memory.cpu.ranks_per_node / _GB
+        yield "CPU memory between saves, GB", row.cpu_memory_gb, held * memory.cpu.ranks_per_node / _GB
 
 
 def _number(value: float) -> str:
