@@ -1,4 +1,4 @@
-"""``rlhpc acceptance``. Little is imported before it runs."""
+"""``rlhpc acceptance``. Imports little at startup."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.argument("folder", required=False)
-@click.option("--part", "names", multiple=True, metavar="NAME", help="Only this part, again if it has run; repeatable.")
+@click.option(
+    "--part", "names", multiple=True, metavar="NAME", help="Run only this part, even if it is done; repeatable."
+)
 @click.option(
     "--minutes",
     type=click.FloatRange(min=0, min_open=True),
     metavar="M",
-    help="Time for this start: a part starts only if its limit still fits.",
+    help="Time available: a part starts only if its limit still fits.",
 )
 @click.option(
     "--size", type=click.Choice(["full", "tiny"]), help="Size of the cases; default: full with a GPU, tiny without."
 )
-@click.option("--retry", is_flag=True, help="Run failed parts again.")
-@click.option("--strict", is_flag=True, help="Exit with 1 for a missed goal too.")
-@click.option("--list", "lists", is_flag=True, help="List the parts with their limits, and run nothing.")
-@click.option("--schema", is_flag=True, help="Print the JSON schema of the results, and run nothing.")
+@click.option("--retry", is_flag=True, help="Rerun failed parts.")
+@click.option("--strict", is_flag=True, help="Also exit with 1 for a missed goal.")
+@click.option("--list", "lists", is_flag=True, help="List the parts and their limits without running them.")
+@click.option("--schema", is_flag=True, help="Print the JSON schema of the results.")
 def acceptance(
     folder: str | None,
     names: tuple[str, ...],
@@ -42,8 +44,8 @@ def acceptance(
 ) -> None:
     """Measure what works on this machine and how fast, with results in FOLDER.
 
-    FOLDER gets a page, the results as JSON and a log. A later start with the same FOLDER, on another machine too,
-    continues with the parts that are not done. See docs/acceptance.md.
+    FOLDER receives a page, the results as JSON, and a log. A later run with the same FOLDER, possibly on another
+    machine, continues with the parts that are not done. See docs/acceptance.md.
     """
     from rlhpc.site.acceptance.driver import Options, accept, select
     from rlhpc.site.acceptance.results import json_schema
@@ -58,6 +60,6 @@ def acceptance(
             click.echo(f"{part.name:<15}{part.tier:<7}{part.minutes:>4g} min  {gpu:<10}{part.title}")
         return
     if folder is None:
-        raise UserError("no folder is given", where="rlhpc acceptance", remedy="name one for the results")
+        raise UserError("FOLDER is missing", where="rlhpc acceptance", remedy="name a folder for the results")
     options = Options(names, minutes, cast("Size | None", size), retry, strict)
     sys.exit(accept(Path(folder), PARTS, options))

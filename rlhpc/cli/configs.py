@@ -1,4 +1,4 @@
-"""``rlhpc configs``. Imports click only; the rest when it runs."""
+"""``rlhpc configs``. Imports only click at startup."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from rlhpc.api import Sample
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.heartbeat import touch
-from rlhpc.data.conversation import spoken
+from rlhpc.data.conversation import split_turns
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.rewards.calls import Failure
 from rlhpc.rewards.pool import Call, Pool
@@ -217,7 +217,7 @@ def answered_calls(tokenizer: Tokenizer, draft: Sample) -> list[ToolCall]:
     """What the response's former turns have called and was answered without an error, in its order."""
     found: list[ToolCall] = []
     calls: list[ToolCall | Failure] = []
-    for of_policy, tokens in spoken(draft):
+    for of_policy, tokens in split_turns(draft):
         if of_policy:
             calls = parse_calls(tokenizer.decode(tokens.tolist(), special=True))
             continue

@@ -16,7 +16,7 @@ from rlhpc.backends.megatron import end_writers
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.core.rank import RankInfo
-from rlhpc.data.prompts import PromptSet, Readers
+from rlhpc.data.prompts import PromptFiles, PromptSet, Readers
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelShape, read_model
@@ -138,8 +138,8 @@ def _load_data(
     )
     section = config.data
     return _Data(
-        load(section.train, where="data.train", filtered=True) if config.train.steps else None,
-        load(section.validation, where="data.validation") if section.validation else None,
+        load(PromptFiles(section.train, "data.train", filtered=True)) if config.train.steps else None,
+        load(PromptFiles(section.validation, "data.validation")) if section.validation else None,
         SFTSet.load(config.sft.data, tokenizer, shape.usable_positions, readers=readers) if config.sft else None,
     )
 

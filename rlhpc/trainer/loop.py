@@ -33,8 +33,11 @@ class Loop:
         self._saved = -1
         self.state = self._restore()
         run.context.attempt.check_current()
-        first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
-        self._writer = MetricsWriter(run.context.run, self.state, tensorboard=tensorboard) if first else None
+        self._writer = (
+            MetricsWriter(run.context.run, self.state, tensorboard=run.config.observe.tensorboard)
+            if run.context.info.rank == 0
+            else None
+        )
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
 
     def run(self) -> Reason | None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from rlhpc.algo import Algorithm
 from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
@@ -56,9 +57,8 @@ def make_trained(config: RunConfig, info: RankInfo, name: str) -> Role:
 def _model(
     config: RunConfig, info: RankInfo, shape: ModelShape, layout: ParallelLayout, optimizer: OptimizerSection | None
 ) -> MegatronBackend:
-    backend = MegatronBackend(
-        shape, layout, info, config.model.dtype, config.parallel, optimizer, config.train.experts, config.memory
-    )
+    settings = ModelSettings(config.parallel, config.memory, config.train.experts, optimizer)
+    backend = MegatronBackend(shape, layout, info, config.model.dtype, settings)
     backend.load_pretrained(config.model.weights or config.model.path)
     if optimizer is None:
         backend.offload()
@@ -102,6 +102,5 @@ def _model_with_value_head(
     layout = make_layout(parallel, info.world_size)
     experts = config.train.experts.model_copy(update={"router_replay": False})
     groups = Groups(layout) if layout != actor else None
-    return MegatronBackend(
-        shape.with_value_head, layout, info, config.model.dtype, parallel, optimizer, experts, memory, groups
-    )
+    settings = ModelSettings(parallel, memory, experts, optimizer)
+    return MegatronBackend(shape.with_value_head, layout, info, config.model.dtype, settings, groups)

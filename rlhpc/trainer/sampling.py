@@ -94,7 +94,7 @@ class Sampler:
         carryover.ready = [collection.groups[number] for number in outcome.kept]
         carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
         groups = [*replayed, *new] if new else []
-        samples = training_samples(groups, section.mask_truncated)
+        samples = training_samples(groups, mask_truncated=section.mask_truncated)
         greedy = self._greedy(state, groups, collection.counts)
         return Sampled(groups, len(replayed), [*samples], greedy, outcome, collection.counts)
 
@@ -144,7 +144,7 @@ class Sampler:
             return []
         buffer.forget_stale(state.policy_version)
         count = replayed_groups(self.config.train.prompts_per_step, section.fraction, len(buffer))
-        return buffer.draw(count, self.config.seed, state.step)
+        return buffer.sample(count, self.config.seed, state.step)
 
     def _greedy(self, state: RunState, groups: Sequence[Group], counts: Counts) -> list[Sample | None]:
         """Adds failures of rewards to ``counts``."""
@@ -286,7 +286,7 @@ class _Collection:
 
     def _put(self, scored: Scored, *, done: bool) -> None:
         group = self.groups[scored.group]
-        self.groups[scored.group] = group.with_sample(scored.index, scored.sample, done, scored.dropped)
+        self.groups[scored.group] = group.with_sample(scored.index, scored.sample, scored=done, dropped=scored.dropped)
 
 
 def _tasks(group: Group, prompt: Prompt, seed: int) -> list[Task]:

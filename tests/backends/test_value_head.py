@@ -85,6 +85,7 @@ def _values(critic: Any, batches: list[Any]) -> np.ndarray:
 
 def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.model_settings import ModelSettings
     from rlhpc.config.schema import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
@@ -100,9 +101,8 @@ def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) 
         layout,
         info,
         "float32",
-        section,
-        optimizer_section(),
-        groups=Groups(layout) if groups else None,
+        ModelSettings(section, optimizer=optimizer_section()),
+        Groups(layout) if groups else None,
     )
     backend.load_pretrained(folder)
     return backend

@@ -134,7 +134,7 @@ def test_an_answer_cannot_speak_for_others(tokenizer):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "does not show"),
+        ("{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "does not render"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "in another way"),
         (
             "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}",

@@ -257,13 +257,13 @@ def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, A
 
 def _prompts(policy: Path, config: Any) -> tuple[Any, Any]:
     from rlhpc.config.data import DataFile
-    from rlhpc.data.prompts import PromptSet
+    from rlhpc.data.prompts import PromptFiles, PromptSet
     from rlhpc.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(policy, 64, config.data)
     section = config.data.model_copy(update={"filter": "tests.trainer.test_reward_model:is_sum"})
     files = [DataFile(path=policy / "train.jsonl")]
-    return tokenizer, PromptSet.load(files, section, tokenizer, "data.train", filtered=True, texts=True)
+    return tokenizer, PromptSet.load(PromptFiles(files, "data.train", filtered=True), section, tokenizer, texts=True)
 
 
 def is_sum(row: dict[str, Any]) -> bool:

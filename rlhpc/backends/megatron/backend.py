@@ -36,7 +36,8 @@ from rlhpc.backends.megatron.optimizer import (
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import OptimizerSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
@@ -61,9 +62,9 @@ def _in_its_groups(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MegatronBackend:
-    """Implements ``rlhpc.api.TrainBackend``. Without an optimizer section the model is frozen: a reference.
+    """Implements ``rlhpc.api.TrainBackend``. Without optimizer settings the model is frozen.
 
-    ``groups``: of a model that is cut otherwise than the groups in force.
+    ``groups``: process groups of a model whose layout differs from that of the active groups.
     """
 
     def __init__(
@@ -72,36 +73,31 @@ class MegatronBackend:
         layout: ParallelLayout,
         info: RankInfo,
         dtype: str,
-        parallel: ParallelSection,
-        optimizer: OptimizerSection | None = None,
-        experts: ExpertsSection | None = None,
-        memory: MemorySection | None = None,
+        settings: ModelSettings,
         groups: Groups | None = None,
     ) -> None:
-        memory = memory or MemorySection()
-        self._section, self._groups = optimizer, groups or contextlib.nullcontext()
+        trained, offload = settings.optimizer is not None, settings.memory.offload
+        self._section, self._groups = settings.optimizer, groups or contextlib.nullcontext()
         self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
         self._has_experts = shape.experts is not None
         self._kind = TokenValues if shape.head == "value" else TokenStats
         self.rope = RotaryTable(shape, self._device)
         with self._groups, megatron_device():
-            self._config = transformer_config(
-                shape, layout, DTYPES[dtype], parallel, experts or ExpertsSection(), memory
-            )
+            self._config = transformer_config(shape, layout, DTYPES[dtype], settings)
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
             self._models, self._routers = models, routers_of(models)
             self._chunks = wrap_chunks(self._config, models)
-            if optimizer is None:
-                for chunk in self._chunks:
-                    chunk.requires_grad_(False).eval()
-            else:
+            if trained:
                 self._chunks = distribute(self._config, self._chunks)
+            else:
+                for chunk in self._chunks:
+                    chunk.requires_grad_(requires_grad=False).eval()
         self._optimizer: Any = None
         self._offload = Offload(
-            configured_kinds(memory.offload, trained=optimizer is not None),
-            memory.offload.fraction,
+            configured_kinds(offload, trained=trained),
+            offload.fraction,
             lambda kind: device_tensors(self._models, self._optimizer, kind),
         )
 

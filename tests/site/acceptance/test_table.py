@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlhpc.site.acceptance.part import Part
-from rlhpc.site.acceptance.table import LONGEST_MINUTES, PARTS, PIECES_MINUTES, TIER_MINUTES
+from rlhpc.site.acceptance.table import PARTS
 
 ROOT = Path(__file__).parents[3]
+# A start on a bare machine of half an hour: pieces are brought there first (docs/offline_gpu.md), then a tier runs.
+PIECES_MINUTES = 4.0
+TIER_MINUTES = {"first": 24.0, "rest": 26.0}
+LONGEST_MINUTES = 8.0  # of a part
 
 
 def function_arguments(part: Part) -> list[str]:
