@@ -43,7 +43,7 @@ def test_shellcheck_finds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_options_come_before_the_first_command(name: str) -> None:
-    """sbatch reads none after it, without a word."""
+    """sbatch ignores options after it, without a message."""
     lines = (FOLDER / name).read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert not [line for line in lines[first:] if line.startswith("#SBATCH")]
