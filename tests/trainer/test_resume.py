@@ -1,5 +1,5 @@
-"""kill -9 and resume: every step's loss is bit-equal to that of an undisturbed run. Its steps carry over surplus groups,
-unfinished responses and groups to replay."""
+"""kill -9 and resume: every step's loss is bit-equal to that of an undisturbed run. Its steps carry over surplus
+groups, unfinished responses and groups to replay."""
 
 from __future__ import annotations
 
