@@ -113,19 +113,19 @@ def _predicted(config: RunConfig, gpu: str | None, as_text: bool) -> list[str]:
     from rlhpc.cli.plan_memory import memory_json, render_memory
     from rlhpc.cli.plan_time import run_json, step_json, step_lines
     from rlhpc.plan.checks.run import check_layout, outline
-    from rlhpc.plan.estimates.hardware import Reserves, host_limit
+    from rlhpc.plan.estimates.hardware import Reserves, cpu_memory_limit
     from rlhpc.plan.estimates.memory import predict_memory
     from rlhpc.plan.remedies import find_remedies
-    from rlhpc.plan.scenario import case_of
+    from rlhpc.plan.scenario import make_scenario
 
-    rows, case = outline(config), case_of(config, gpu)
+    rows, case = outline(config), make_scenario(config, gpu)
     rl = config.train.steps > 0
     shape = case.shape if case else _read_shape(config)
     layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
     step = case.step() if case and rl else None
     gib, reserves = (case.gpu.memory_gib, case.gpu.reserves) if case else (None, Reserves())
     memory = predict_memory(config, shape, layout, gib, reserves)
-    host = host_limit(config, case.gpu if case else None)
+    host = cpu_memory_limit(config, case.gpu if case else None)
     if as_text:
         times = {"time": step_json(step), "run": run_json(case.run(step))} if case and step else {}
         return [json.dumps({**dict(rows), "memory": memory_json(memory, host), **times}, indent=2)]

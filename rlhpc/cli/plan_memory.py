@@ -36,10 +36,10 @@ def render_memory(
     plan: MemoryPlan,
     gpu_gib: float | None = None,
     remedies: Sequence[Remedy] = (),
-    host_limit: tuple[str, float] | None = None,
+    cpu_memory_limit: tuple[str, float] | None = None,
 ) -> RenderableType:
-    """For a terminal. ``gpu_gib`` is what bars are drawn against; without it, the fullest phase. ``host_limit``: what a
-    node's host has, as the key that says so and the bytes."""
+    """For a terminal. Bars are drawn against ``gpu_gib``, without it against the fullest phase; ``cpu_memory_limit`` is
+    what a node has, as the key that says so and the bytes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -57,18 +57,18 @@ def render_memory(
     lines = [_LEGEND, *_verdict(plan, limit), *(_remedy(remedy) for remedy in remedies)]
     if plan.first_too_large is not None and not remedies:
         lines.append("  none of the usual changes is enough; --search tries other layouts, or take more nodes")
-    lines += _host(plan, host_limit)
+    lines += _host(plan, cpu_memory_limit)
     return Group(table, *(Text(line) for line in lines))
 
 
-def memory_json(plan: MemoryPlan, host_limit: tuple[str, float] | None = None) -> dict[str, object]:
+def memory_json(plan: MemoryPlan, cpu_memory_limit: tuple[str, float] | None = None) -> dict[str, object]:
     """For programs, in bytes."""
     too_large = plan.first_too_large
-    limit = host_limit[1] if host_limit else None
+    limit = cpu_memory_limit[1] if cpu_memory_limit else None
     return {
         "rank": plan.rank,
         "phases": {phase.name: {**phase.parts, "total": phase.total} for phase in plan.phases},
-        "host": {**plan.host.parts, "node": plan.host.node, "limit": limit},
+        "host": {**plan.cpu.parts, "node": plan.cpu.node, "limit": limit},
         "first_too_large": too_large.name if too_large else None,
     }
 
@@ -97,14 +97,14 @@ def _verdict(plan: MemoryPlan, limit: int | None) -> list[str]:
 
 
 def _host(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
-    parts = ", ".join(f"{what} {_gib(size)}" for what, size in plan.host.parts.items())
-    ranks, of = plan.host.ranks_per_node, f" of {_gib(limit[1])}" if limit else ""
-    lines = [f"host: {_gib(plan.host.node)}{of} GiB a node, {ranks} rank(s) of {_gib(plan.host.total)}: {parts}"]
-    if limit and plan.host.node > limit[1]:
-        missing = _gib(plan.host.node - limit[1])
+    parts = ", ".join(f"{what} {_gib(size)}" for what, size in plan.cpu.parts.items())
+    ranks, of = plan.cpu.ranks_per_node, f" of {_gib(limit[1])}" if limit else ""
+    lines = [f"host: {_gib(plan.cpu.node)}{of} GiB a node, {ranks} rank(s) of {_gib(plan.cpu.total)}: {parts}"]
+    if limit and plan.cpu.node > limit[1]:
+        missing = _gib(plan.cpu.node - limit[1])
         lines.append(
             f"DOES NOT FIT: a node's host needs {missing} GiB more than {limit[0]} says it has; raise that, take more "
-            "nodes or offload less (memory.offload, train.optimizer.optimizer_offload_fraction)"
+            "nodes or offload less (actor.memory.offload, actor.optimizer.optimizer_offload_fraction)"
         )
     return lines
 

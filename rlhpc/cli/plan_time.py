@@ -15,12 +15,12 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
 from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
-from rlhpc.plan.estimates.hardware import Gpu, Site, host_limit, named_gpu, read_site
+from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
 from rlhpc.plan.estimates.roofline import LIMITS
 from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.estimates.step_time import StepTime
-from rlhpc.plan.scenario import Case
-from rlhpc.plan.search import Found, search
+from rlhpc.plan.scenario import Scenario
+from rlhpc.plan.search import SearchResult, search
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
 
 
@@ -38,14 +38,14 @@ def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[Mode
     return read_model(config.model.path, config.model.family), found, site
 
 
-def needed_case(config: RunConfig, gpu: str | None, where: str) -> Case:
+def needed_case(config: RunConfig, gpu: str | None, where: str) -> Scenario:
     """The same with the layout, which has to suit."""
     shape, found, site = needed_machine(config, gpu, where)
     layout = check_plannable(config, shape)
-    return Case(config, shape, layout, found, site.efficiency, site.disk)
+    return Scenario(config, shape, layout, found, site.efficiency, site.disk)
 
 
-def step_lines(case: Case, step: StepTime) -> list[str]:
+def step_lines(case: Scenario, step: StepTime) -> list[str]:
     """A line of the whole and a table of the phases."""
     work = step.work
     if not step.engine_fits:
@@ -112,7 +112,7 @@ def step_json(step: StepTime) -> dict[str, Any]:
     }
 
 
-def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> Found:
+def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
     """The best layouts; a UserError when none fits."""
     found = search(config, shape, config.world_size, gpu, efficiency)
     if not found.layouts:
@@ -122,7 +122,7 @@ def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: Efficie
             remedy="take another number of nodes, or raise train.prompts_per_step",
         )
     if not found.best:
-        limit = host_limit(config, gpu)
+        limit = cpu_memory_limit(config, gpu)
         host = f" and a host of {limit[1] / 2**30:,.0f} GiB ({limit[0]})" if limit else ""
         raise UserError(
             f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{host}",
@@ -132,14 +132,14 @@ def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: Efficie
     return found
 
 
-def asked_text(case: Case) -> str:
+def asked_text(case: Scenario) -> str:
     """Time and layout of the configuration as it is."""
     step = case.step()
     time = f"{_seconds(step.seconds)} a step" if step.engine_fits else "no room for a response in the engines' cache"
     return f"{time}, {case.layout.text}"
 
 
-def search_lines(config: RunConfig, gpu: Gpu, found: Found, asked: str) -> list[str]:
+def search_lines(config: RunConfig, gpu: Gpu, found: SearchResult, asked: str) -> list[str]:
     """The best layouts as YAML; what is said of each is a comment."""
     lines = [
         f"# {found.layouts:,} layouts suit; of {found.timed:,} ways to run them the time was predicted",
@@ -170,14 +170,14 @@ def _overrides(fragment: Mapping[str, Any], above: str = "") -> str:
     return " ".join(told)
 
 
-def search_json(found: Found) -> list[dict[str, Any]]:
+def search_json(found: SearchResult) -> list[dict[str, Any]]:
     return [
         {"seconds": best.step.seconds, "peak_bytes": best.memory.peak, "layout": best.layout.text, **best.fragment}
         for best in found.best
     ]
 
 
-def swept(case: Case, text: str, file: Path) -> tuple[list[Point], str]:
+def swept(case: Scenario, text: str, file: Path) -> tuple[list[Point], str]:
     """A point for each number of GPUs, and what became of the plot in ``file``: a login node may lack matplotlib."""
     points = sweep(case.config, case.shape, case.gpu, case.efficiency, *parse_range(text))
     try:
@@ -210,7 +210,7 @@ def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
     return [*_table(rows), "", plotted]
 
 
-def calibrated(case: Case, run: Path) -> Calibration:
+def calibrated(case: Scenario, run: Path) -> Calibration:
     """By the run in that folder; a UserError when it has no step."""
     return calibrate(case.config, case.shape, case.layout, case.gpu, case.efficiency, read_run(run))
 
