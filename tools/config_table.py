@@ -78,7 +78,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "enum" in kind:
         return " or ".join(f"`{value}`" for value in kind["enum"])
     if kind.get("type") == "array":
-        words = [_kind(item) for item in _alternatives(kind["items"])]
+        words = dict.fromkeys(_kind(item) for item in _alternatives(kind["items"]))
         return "list of " + " or ".join(f"{word}s" if word.isalpha() else word for word in words)
     if kind.get("type") == "object":
         return "keys and values"
