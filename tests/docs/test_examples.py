@@ -77,7 +77,7 @@ def test_the_tool_answers_the_pages_call() -> None:
 def test_each_conversation_has_a_notebook() -> None:
     section = ToolSection(name="write_note", function="my_notebook:Notebook.write", arguments={"most_lines": 2})
     entry = find_tools([section])[0].entry(100)
-    ask, anew = load_class(entry), load_class(entry)
+    ask, rebuilt = load_class(entry), load_class(entry)
     write = {"method": "write", "past": (), "extra_info": {}}
     assert ask(MethodCall(1, given={"line": "a"}, **write)) == ToolAnswer("line 1")
     assert ask(MethodCall(1, given={"line": "b"}, **write)) == ToolAnswer("line 2")
@@ -86,7 +86,7 @@ def test_each_conversation_has_a_notebook() -> None:
     )
     assert ask(MethodCall(2, given={"line": "c"}, **write)) == ToolAnswer("line 1")
     past = (("write", {"line": "a"}), ("write", {"line": "b"}))
-    assert anew(MethodCall(1, "read", {}, past, {})) == ToolAnswer("a\nb"), "what is lost is made anew"
+    assert rebuilt(MethodCall(1, "read", {}, past, {})) == ToolAnswer("a\nb"), "a lost object is rebuilt"
 
 
 def test_the_step_masks_all_but_correct_responses() -> None:

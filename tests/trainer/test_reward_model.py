@@ -125,7 +125,7 @@ def test_a_model_with_other_words_reads_the_conversation_in_them(folders: tuple[
 
 
 def test_a_number_that_is_not_finite_is_a_reward_that_failed(found) -> None:
-    """Told with its sample, ended by, counted as 0 or left out; every other sample keeps its number."""
+    """Reported with its sample; ends the run, counts as 0 or is dropped; every other sample keeps its number."""
     given = make_samples(0)
     wrong = [BROKEN in sample.tokens.tolist() for sample in given]
     assert 0 < sum(wrong) < len(given) / 2
@@ -225,7 +225,7 @@ def _scores(
 
 
 def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
-    """What comes of scores that are not finite, by reward_workers.on_failure: the error, or reward and part of each."""
+    """The result of non-finite scores by reward_workers.on_failure: the refusal, or reward and part of each."""
     from dataclasses import replace
 
     import torch
