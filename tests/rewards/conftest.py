@@ -1,4 +1,4 @@
-"""Reward workers that end with the test."""
+"""Judges that end with the test."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.rewards.scoring import Texts
 
 @pytest.fixture
 def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Start reward workers, whose short time limits exclude time in which the machine stalls."""
+    """Start judges. Their short time limits exclude any time in which the machine stalls."""
     monkeypatch.setattr(pool, "_LATE_SECONDS", 0.02)
-    started = []
+    judges = []
 
     def start(**section: Any) -> FunctionRewards:
-        started.append(start_reward_workers(RewardSection(**section), Texts().decode, max_response_tokens=20))
-        return started[-1]
+        judges.append(start_reward_workers(RewardSection(**section), Texts().decode, max_response_tokens=20))
+        return judges[-1]
 
     yield start
-    for reward_workers in started:
+    for reward_workers in judges:
         reward_workers.close()
