@@ -112,7 +112,7 @@ def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
 
 
 def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
-    """Groups of two keep half the inputs of ten layers of eight micro batches, and need one layer's tensors more."""
+    """Groups of two keep half the inputs of ten layers of eight microbatches, and need one layer's tensors more."""
     best, shape = long_sequences(54.0)
     assert best.fragment["actor"]["memory"]["recompute_layers"] == 2
     ungrouped = changed_config(best.config, {"actor.memory.recompute_layers": 1})

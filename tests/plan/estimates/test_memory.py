@@ -352,7 +352,7 @@ def test_remedies_that_help_together_differ_in_the_dearest_and_what_helps_a_litt
 
 
 def test_a_last_micro_batch_that_is_not_full_is_under_way_too() -> None:
-    """Three samples of the longest on a rank, of which a micro batch takes two: two micro batches, not one."""
+    """Three samples of the longest on a rank, of which a microbatch takes two: two microbatches, not one."""
     longest = "data.max_prompt_tokens=512"
     config, shape, _ = parts(
         SMALL,
