@@ -71,7 +71,7 @@ efficiency: {compute: 0.4, memory: 0.5}
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("gpus: {h200: {memory_gb: 3}}", "gpus.h200.memory_gb: unknown key; did you mean 'memory_gib'"),
         ("gpu: {}", "gpu: unknown key; did you mean 'gpus'"),
@@ -86,10 +86,10 @@ efficiency: {compute: 0.4, memory: 0.5}
         ("gpus: {", "gpus.yaml:1"),
     ],
 )
-def test_what_is_wrong_in_it_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_what_is_wrong_in_it_is_told(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         read_site(config(planning=site_file(tmp_path, text)))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert "gpus.yaml" in str(caught.value)
 
 
