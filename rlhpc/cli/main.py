@@ -59,11 +59,12 @@ def run(config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_
 
 
 @cli.command()
-def schema() -> None:
+@click.option("--site", is_flag=True, help="Print the schema of the site file instead.")
+def schema(*, site: bool) -> None:
     """Print the JSON schema of the configuration, for editors."""
-    from rlhpc.config.load import json_schema
+    from rlhpc.config import load, site_file
 
-    click.echo(json_schema(), nl=False)
+    click.echo(site_file.json_schema() if site else load.json_schema(), nl=False)
 
 
 for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, convert, acceptance, pieces):

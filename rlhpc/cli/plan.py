@@ -38,7 +38,7 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
 @click.option("--search", "searches", is_flag=True, help="The five fastest layouts that fit, as YAML.")
 @click.option("--sweep", metavar="gpus=A..B", help="The same run on A to B GPUs, as a table and a plot.")
 @click.option("--plot", metavar="FILE", help="With --sweep: where the plot goes; default: NAME-sweep.png.")
-@click.option("--calibrate", metavar="RUN", help="Fit planning.efficiency to the finished run in this folder.")
+@click.option("--calibrate", metavar="RUN", help="Fit site.efficiency to the finished run in this folder.")
 @click.option("--json", "as_text", is_flag=True, help="Print JSON, for programs.")
 def plan(
     config: str,

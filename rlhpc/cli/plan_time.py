@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.config import yaml12
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
@@ -81,7 +81,7 @@ def _run_lines(run: RunTime) -> list[str]:
     known = "" if run.validation is not None else "; validations are not counted: their files cannot be read here"
     time = f"{run.seconds / 3600:,.1f} hours" if run.seconds >= 3600 else f"{run.seconds / 60:,.1f} minutes"
     whole = f"run       {time} for {run.steps:,} step(s) of RL"
-    return [*_table(rows), "", f"{whole} (planning.disk, planning.start_seconds){known}"]
+    return [*_table(rows), "", f"{whole} (site.disk, planning.start_seconds){known}"]
 
 
 def run_json(run: RunTime) -> dict[str, Any]:

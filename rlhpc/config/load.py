@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from pydantic_core import ErrorDetails
 from rlhpc.config import yaml12
 from rlhpc.config.renamed import RENAMED, RENAMED_VALUES
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site_file import SiteValues, expand_site, take_site
 from rlhpc.core.errors import UserError, did_you_mean, nearest
 from rlhpc.core.files import read_text
 from rlhpc.core.storage import StorageError
@@ -21,26 +23,45 @@ COMMAND_LINE = "command line"
 _SHOWN_ERRORS = 3
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration merged with the site file, and what it takes from there; None without a site file."""
+
+    config: RunConfig
+    site: SiteValues | None
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in ``path`` with ``key.sub=value`` overrides laid over it.
+    """The configuration in ``path``, with ``key.sub=value`` overrides laid over it and the site file's values under it.
 
     Relative paths inside the file are relative to the working folder, not to the file. Raises one UserError that
     names the first faults, each with file and line, dotted key, value and what is allowed.
     """
+    return load_with_site(path, overrides).config
+
+
+def load_with_site(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The same, with the keys that come from the site file."""
     text = _read(path)
     data = yaml12.parse(text, str(path))
     if not isinstance(data, dict):
         raise UserError("holds no keys", where=str(path), remedy="write it as 'key: value' lines, see configs/")
     places = {key: f"{path}:{line}" for key, line in yaml12.key_lines(text).items()}
+    expand_site(data)
     for override in overrides:
         key, value = _parse_override(override)
         _lay_over(data, key, value)
         places = {other: place for other, place in places.items() if not f"{other}.".startswith(f"{key}.")}
         for part in _parents(key):
             places.setdefault(part, COMMAND_LINE)
+    site = take_site(data)
+    if site is not None:
+        for key, line in site.keys.items():
+            for part in _parents(key):
+                places.setdefault(part, f"{site.path}:{line}")
     try:
         # JSON mode takes a text for a path and an integer for a float, and is strict about everything else.
-        return RunConfig.model_validate_json(json.dumps(data), strict=True)
+        return Loaded(RunConfig.model_validate_json(json.dumps(data), strict=True), site)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         raise _told(details, places, str(path)) from None

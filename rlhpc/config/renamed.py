@@ -8,7 +8,7 @@ _OPTIMIZER = {"clip_gradient": "max_grad_norm", "host_fraction": "optimizer_offl
 _SECTIONS = {
     "algorithm": {"correction": "rollout_correction", "discount": "gamma", "gae_decay": "gae_lambda"},
     "critic.optimizer": _OPTIMIZER,
-    "planning.efficiency": {
+    "site.efficiency": {
         "host": "cpu_memory",
         "pass_compute": "forward_compute",
         "pass_launch_us": "forward_launch_us",
@@ -23,11 +23,14 @@ _SECTIONS = {
 }
 # Dotted key before: dotted key now.
 RENAMED: Mapping[str, str] = {
-    f"{section}.{old}": f"{section}.{new}" for section, keys in _SECTIONS.items() for old, new in keys.items()
+    **{f"{section}.{old}": f"{section}.{new}" for section, keys in _SECTIONS.items() for old, new in keys.items()},
+    "planning.disk": "site.disk",
+    "planning.efficiency": "site.efficiency",
+    "planning.gpus_file": "site.file",
 }
-# In the file that planning.gpus_file names: of a GPU's entry and of efficiency.
+# Keys of efficiency and of a GPU's entry in the site file.
 RENAMED_FIGURES: Mapping[str, str] = {
-    **_SECTIONS["planning.efficiency"],
+    **_SECTIONS["site.efficiency"],
     "host_gbps": "cpu_link_gbps",
     "host_gib": "cpu_memory_gib",
     "host_memory_gbps": "cpu_memory_gbps",

@@ -24,6 +24,7 @@ from rlhpc.config.section import (
     PositiveInt,
     Section,
 )
+from rlhpc.config.site import PathOrSection, SiteSection
 from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
 
 
@@ -158,6 +159,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
     planning: PlanningSection = PlanningSection()
+    site: Annotated[SiteSection, PathOrSection()] = SiteSection()
 
     @property
     def world_size(self) -> int:

@@ -77,7 +77,7 @@ def check_planned_driver(config: RunConfig) -> None:
     if gpu is None or not gpu.driver or cuda is None:
         return
     if (least := too_old(gpu.driver, cuda)) is not None:
-        where = f"{config.planning.gpus_file}: gpus.{gpu.name}.driver"
+        where = f"site.gpus.{gpu.name}.driver"
         raise _refusal(gpu.driver, cuda, least, where)
 
 

@@ -10,8 +10,8 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.run import check_layout

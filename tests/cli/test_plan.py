@@ -253,7 +253,7 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     assert efficiency["compute"] < 0.4
     site = tmp_path / "site.yaml"
     site.write_text(yaml12.dump({"efficiency": efficiency}))
-    phases = json.loads(plan(READY, fewer, f"planning.gpus_file={site}", "--json"))["time"]["phases"]
+    phases = json.loads(plan(READY, fewer, f"site.file={site}", "--json"))["time"]["phases"]
     assert phases["rollout"]["seconds"] == pytest.approx(20, rel=0.02)
     assert phases["weight sync"]["seconds"] == pytest.approx(1, rel=0.02)
 
@@ -261,7 +261,7 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
 def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("gpus: {h100: {context_gib: 3.5, sleeping_engine_gib: 2.5}}\n")
-    phases = json.loads(plan(READY, f"planning.gpus_file={site}", "--json"))["memory"]["phases"]
+    phases = json.loads(plan(READY, f"site.file={site}", "--json"))["memory"]["phases"]
     assert {parts["libraries"] for parts in phases.values()} == {int(3.5 * 2**30)}
     assert phases["optimizer step"]["engine, asleep"] == int(2.5 * 2**30)
 

@@ -192,7 +192,7 @@ def test_hosts_that_are_too_small_are_told() -> None:
     assert warning.startswith("slurm.memory: ranks need about")
     assert "a node's memory, which has 100; raise it" in warning
     (warning,) = check_host(parts()[0], plan, gpu)
-    assert warning.startswith("planning.gpus_file: ")
+    assert warning.startswith("site.gpus: ")
     assert list(check_host(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
 
 
@@ -220,5 +220,5 @@ def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
     layout = make_layout(config.parallel, config.world_size)
     refused = "rollout.gpu_memory_utilization: vLLM starts only if"
     assert not [line for line in foresee(config, shape, layout) if line.startswith(("memory: ", refused))]
-    config, shape = parts("planning.gpu=a100-40", f"planning.gpus_file={tmp_path}/gpus.yaml", name=small)
+    config, shape = parts("planning.gpu=a100-40", f"site.file={tmp_path}/gpus.yaml", name=small)
     assert [line for line in foresee(config, shape, layout) if line.startswith(refused)]
