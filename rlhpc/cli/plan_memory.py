@@ -56,7 +56,9 @@ def render_memory(
         table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak)), told)
     lines = [_LEGEND, *_verdict(plan, limit), *(_remedy(remedy) for remedy in remedies)]
     if plan.first_too_large is not None and not remedies:
-        lines.append("  none of the usual changes is enough; --search tries other layouts, or take more nodes")
+        lines.append(
+            "  none of the usual changes is enough; `rlhpc plan search` tries other layouts, or take more nodes"
+        )
     lines += _host(plan, host_limit)
     return Group(table, *(Text(line) for line in lines))
 

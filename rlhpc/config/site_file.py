@@ -18,7 +18,7 @@ from rlhpc.config.site import SiteFigures, SiteFile
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.files import read_text
-from rlhpc.core.storage import StorageError
+from rlhpc.core.storage import StorageError, exists
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ def _find(section: Mapping[str, Any]) -> tuple[Path | None, str]:
     if (variable := os.environ.get(env.RLHPC_SITE)) is not None:
         return (Path(variable) if variable else None), env.RLHPC_SITE
     base = os.environ.get(env.XDG_CONFIG_HOME) or ""
-    path = (Path(base) if Path(base).is_absolute() else Path.home() / ".config") / "rlhpc" / "site.yaml"
-    return (path if path.exists() else None), "the file's permissions"
+    path = (Path(base) if Path(base).is_absolute() else Path("~/.config").expanduser()) / "rlhpc" / "site.yaml"
+    return (path if exists(path) else None), "its permissions"
 
 
 def _read(path: Path, given_by: str) -> tuple[dict[str, Any], dict[str, int]]:

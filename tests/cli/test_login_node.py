@@ -27,7 +27,7 @@ def call(folder: Path, *arguments: str) -> tuple[int, str, str]:
 def test_a_sweep_is_a_table_without_its_plot(tmp_path: Path) -> None:
     config = ROOT / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
     model = f"model.path={ROOT}/configs/ready/models/Qwen2.5-7B"
-    code, output, errors = call(tmp_path, "plan", str(config), model, "--sweep", "gpus=8..16")
+    code, output, errors = call(tmp_path, "plan", "sweep", str(config), model, "--gpus", "8..16")
     assert (code, errors) == (0, "")
     header, first, second, *_, last = output.splitlines()
     assert [line.split()[0] for line in (header, first, second)] == ["GPUs", "8", "16"]

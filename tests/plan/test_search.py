@@ -188,16 +188,16 @@ def test_nothing_that_suits_or_fits_is_told(tmp_path: Path) -> None:
     from rlhpc.cli.main import cli
 
     def told(*arguments: str) -> str:
-        done = CliRunner().invoke(cli, ["plan", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments, "--search"])
+        done = CliRunner().invoke(cli, ["plan", "search", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments])
         assert isinstance(done.exception, UserError), done.output
         return str(done.exception)
 
     few = ("train.prompts_per_step=1", "rollout.samples_per_prompt=8", "train.minibatches=1")
     assert told("resources.ranks_per_node=11", "rollout.tp=1", *few).startswith(
-        "--search: no layout of 11 ranks suits model, batches and h100; take another number of nodes"
+        "rlhpc plan search: no layout of 11 ranks suits model, batches and h100; take another number of nodes"
     )
     line = told("slurm.memory=1G")
-    assert " layouts fits into 79.6 GiB and a host of 1 GiB (slurm.memory); use more" in line
+    assert " layouts fits into 79.6 GiB and 1 GiB of CPU memory per node (slurm.memory); use more" in line
 
 
 def test_engines_too_large_for_every_size_are_told() -> None:
@@ -220,9 +220,9 @@ def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("text", ["96..1024", "gpus=96", "gpus=1024..96", "gpus=0..8", "gpu=1..2"])
+@pytest.mark.parametrize("text", ["gpus=96..1024", "96", "1024..96", "0..8", "1-2"])
 def test_ranges_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="write it as gpus=96"):
+    with pytest.raises(UserError, match=r"--gpus: .*: invalid range; write it as 96\.\.1024"):
         parse_range(text)
 
 

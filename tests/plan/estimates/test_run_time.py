@@ -188,7 +188,7 @@ def test_a_job_that_is_too_short_is_told_at_submission(tmp_path: Path) -> None:
 
 def test_a_plan_shows_what_is_outside_of_steps(tmp_path: Path) -> None:
     def plan(*arguments: str) -> str:
-        done = CliRunner().invoke(cli, ["plan", SMALL, *arguments], catch_exceptions=False)
+        done = CliRunner().invoke(cli, ["plan", "run", SMALL, *arguments], catch_exceptions=False)
         assert done.exit_code == 0
         return done.stdout
 

@@ -255,7 +255,7 @@ def time_figures(
 
 
 def _measured(folder: Path, records: list[Record]) -> Measured:
-    """As ``rlhpc plan --calibrate`` reads a run with these records."""
+    """As ``rlhpc plan calibrate`` reads a run with these records."""
     folder.mkdir()
     text = "".join(json.dumps(record) + "\n" for record in records)
     RunFolder(folder).metrics.write_text(text, encoding="utf-8")
