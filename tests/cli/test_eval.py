@@ -46,10 +46,10 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--step", "3"], "rlhpc: --step: is for the checkpoints of a run; add --run"),
-        (["--run", "a", "--model", "b"], "rlhpc: --model: is the model of another run; leave out --model or --run"),
+        (["--step", "3"], "rlhpc: --step: applies to checkpoints of a run; add --run"),
+        (["--run", "a", "--model", "b"], "rlhpc: --model: excludes --run; leave out one of them"),
         (["--model", "nowhere"], "rlhpc: nowhere: no such folder; give a model's folder"),
-        (["--follow"], "rlhpc: --follow: is for a batch job; add --submit"),
+        (["--follow"], "rlhpc: --follow: applies to batch jobs only; add --submit"),
         (["data.validation=[]"], "rlhpc: data.validation: no held-out prompts; name at least one file"),
         (
             ["validation.samples_per_prompt=4", "--check"],

@@ -66,7 +66,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(config, tmp_path):
     other.mkdir()
     (other / "metrics.jsonl").write_text("{}\n")
     line = told("run", config, "--run-dir", str(other))
-    assert line.endswith("already holds a run; continue it with --resume, or choose another folder with --run-dir")
+    assert line.endswith("already contains a run; resume it with --resume, or choose another folder with --run-dir")
     assert (other / "metrics.jsonl").read_text() == "{}\n"
 
 

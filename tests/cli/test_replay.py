@@ -55,5 +55,5 @@ def test_what_is_not_there_is_one_line(run: RunFolder) -> None:
     with pytest.raises(UserError, match="--step: no checkpoint of step 3; choose one of: none"):
         replay_of(str(run.path), step=3)
     run.skipped_updates.rename(run.path / "elsewhere")
-    line = f"rlhpc: {run.path}: no skipped updates; replay a run whose log warns of one"
+    line = f"rlhpc: {run.path}: no skipped updates; replay a run whose log reports one"
     assert told("replay", str(run.path)) == line

@@ -47,7 +47,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
         machine.check_resources(config(4))
     machine.check_resources(config(2))
     over_nodes = config(2).model_copy(update={"slurm": SlurmSection(nodes=2)})
-    with pytest.raises(UserError, match=r"^slurm\.nodes: .* this machine only, 2 nodes are asked for"):
+    with pytest.raises(UserError, match=r"^slurm\.nodes: .* this machine only, not on 2 nodes"):
         machine.check_resources(over_nodes)
 
 

@@ -162,7 +162,7 @@ def test_failures_in_a_row_are_bounded(cluster, tmp_path):
     job = submit(cluster, tmp_path, "dies", retries=2, bad_node="retry")
     cluster.wait_state(job, "FAILED")
     assert [action for _, action in told(tmp_path)] == ["retry", "retry", "stop"]
-    assert "3 starts in a row without a newer checkpoint" in history(tmp_path)[-1][1].message
+    assert "3 attempts in a row without a newer checkpoint" in history(tmp_path)[-1][1].message
     assert history(tmp_path)[0][1].rank == 1
 
 

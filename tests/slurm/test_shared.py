@@ -166,9 +166,9 @@ def test_a_stranger_on_the_node_gets_nothing_from_the_store(alice) -> None:
         "except Refused as error: print(error)\n"
     )
     said = as_bob(alice.cluster, code, address).splitlines()
-    assert said == ["True", "b'\\x00'", "it refuses our secret"]
+    assert said == ["True", "b'\\x00'", "it rejects our secret"]
     log = (alice.folder / f"grpo-{job}.log").read_text()
-    assert log.count("was refused: it does not know the job's secret") == 2, log
+    assert log.count("was refused: wrong secret") == 2, log
     end_meeting(alice, job)
 
 

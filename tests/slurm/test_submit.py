@@ -92,7 +92,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(front):
     front.cluster.wait_state(front.submit("succeed"), "COMPLETED")
     before = (front.run_dir / "config.yaml").read_text()
     line = front.told(*front.submission("train.steps=9"))
-    assert "already holds a run; continue it with `rlhpc resume" in line
+    assert "already contains a run; resume it with `rlhpc resume" in line
     assert (front.run_dir / "config.yaml").read_text() == before
 
 
@@ -106,7 +106,7 @@ def test_resume_goes_on_in_the_same_folder(front):
     assert "steps: 4" in (front.run_dir / "config.yaml").read_text()
     assert not (front.run_dir / "stop-requested").exists()
     assert "finished" in front.ok("status", "tiny")
-    assert "the run has finished; ask for more steps" in front.told("resume", second)
+    assert "the run has finished; request more steps" in front.told("resume", second)
 
 
 def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(front):
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_the_job_running(front):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
-    assert out.endswith(f"rlhpc: job {job} goes on unwatched; end it with `rlhpc cancel {job}`\n")
+    assert out.endswith(f"rlhpc: job {job} keeps running; end it with `rlhpc cancel {job}`\n")
     assert "Traceback" not in err
     assert front.cluster.job(job)["JobState"] == "RUNNING"
 
@@ -219,7 +219,7 @@ def test_a_real_run_is_saved_cancelled_and_resumed(front):
         timeout=900,
     )
     front.ok("cancel", str(folder), "--save")
-    wait(lambda: "stopped as asked" in front.ok("status", str(folder)), "the ranks have saved", interval=1)
+    wait(lambda: "stopped on request" in front.ok("status", str(folder)), "the ranks have saved", interval=1)
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
     last = runs.records(folder)[-1]
     assert (last["phase"], saved) == ("rl", 3 + last["step"]), "three of the warm-up and these: not one step is lost"

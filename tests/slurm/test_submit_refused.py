@@ -42,7 +42,7 @@ def accounted(accounted_cluster, tmp_path):
         (["slurm.exclude=[node99]"], "slurm.exclude: one of the nodes 'node99' does not exist"),
         (["slurm.sbatch_options.gres=tpu:1"], "slurm.gpus_per_node: this cluster has no such GPUs (gres)"),
         (["slurm.sbatch_options.mem-per-cpu=99G"], "slurm.memory: no node has so much memory"),
-        (["slurm.sbatch_options.licenses=a:1"], "slurm.sbatch_options.licenses: no such licence"),
+        (["slurm.sbatch_options.licenses=a:1"], "slurm.sbatch_options.licenses: no such license"),
         (["slurm.sbatch_options.bogus=1"], "slurm.sbatch_options: this cluster's sbatch has no option 'bogus'"),
         (["slurm.sbatch_options.mail-type=XX"], "slurm.sbatch_options.mail-type: sbatch does not allow this value"),
         (["slurm.sbatch_options.distribution=XX"], "slurm.sbatch_options.distribution: sbatch does not allow this"),
@@ -60,7 +60,7 @@ def test_a_job_that_can_never_start_is_cancelled_and_told(front):
     # A QoS may allow longer jobs than the partition, so this is left to Slurm to judge.
     words = ["slurm.time=9-0", "slurm.qos=long"]
     line = front.told(*front.submission(*words))
-    assert "could never start, it has a longer time than its partition allows (PartitionTimeLimit)" in line
+    assert "could never start, because it has a longer time than its partition allows (PartitionTimeLimit)" in line
     assert line.startswith("slurm.time: ")
     assert line.endswith("lower it; --keep leaves such a job in the queue")
     wait(lambda: front.queue() == [], "the job is gone")
@@ -71,7 +71,7 @@ def test_a_job_that_can_never_start_is_cancelled_and_told(front):
 
 def test_a_job_that_slurm_gives_up_at_once_is_told(front):
     line = front.told(*front.submission("slurm.sbatch_options.deadline=now+1minutes"))
-    assert "could never start, it cannot meet its deadline" in line
+    assert "could never start, because it cannot meet its deadline" in line
 
 
 def test_nodes_that_are_only_drained_are_waited_for(front):
@@ -98,7 +98,7 @@ def test_gpus_are_asked_for_by_count_and_type(slurm, tmp_path):
         )
         line = front.told(*words, "slurm.sbatch_options={gpus-per-task: 9, gpu-bind: none}")
         assert line.startswith(
-            "slurm: no node of the partition can give what is asked for; ask for less: its nodes have"
+            "slurm: no node of the partition has the requested resources; request less: its nodes have"
         )
         assert line.endswith("8 CPUs, 8,000 MiB, 2 h100 GPUs")
         job = front.ok(*words, "slurm.gpu_type=h100").split()[2].rstrip(":")
@@ -109,7 +109,7 @@ def test_runs_that_ask_for_different_things_are_no_array(front):
     first, second = write_inputs(front.folder / "a"), write_inputs(front.folder / "b")
     second.write_text(second.read_text() + "slurm: {time: 30}\n")
     line = front.told("submit", "--array", str(first), str(second), "slurm.gpus_per_node=0")
-    assert line.startswith("slurm.time: None in 'tiny', 30 in 'tiny', but an array asks once for all its jobs")
+    assert line.startswith("slurm.time: None in 'tiny', 30 in 'tiny', but all jobs of an array have the same")
     line = front.told("submit", "--array", str(first), str(first), "slurm.gpus_per_node=0")
     assert line.startswith("run_dir: 'tiny' and 'tiny' would both write to ")
     assert front.queue() == []
@@ -122,7 +122,7 @@ def test_runs_that_ask_for_different_things_are_no_array(front):
     ("fault", "repair", "told"),
     [
         ("stop_controller", "start_controller", "slurm: the controller does not answer (down: login); wait until it"),
-        ("stop_munge", "start_munge", "login: munge, by which Slurm knows users, does not run on this machine"),
+        ("stop_munge", "start_munge", "login: munge, Slurm's authentication service, does not run on this machine"),
     ],
 )
 def test_a_controller_that_is_down_is_told_within_two_seconds(front, fault, repair, told):
@@ -170,10 +170,10 @@ def test_a_wrong_slurm_conf_is_told_at_once(front):
 
 def test_accounts_and_qos_are_named(accounted):
     line = accounted.told(*accounted.submission("slurm.account=projcet"))
-    told = "slurm.account: account 'projcet' is unknown, or not yours in this partition; did you mean 'project'"
+    told = "slurm.account: account 'projcet' is unknown, or not available to you in this partition; did you mean 'project'"
     assert line.startswith(told)
     line = accounted.told(*accounted.submission("slurm.qos=hgih"))
-    assert line.startswith("slurm.qos: QoS 'hgih' is unknown, or not yours; ")
+    assert line.startswith("slurm.qos: QoS 'hgih' is unknown, or not available to you; ")
     assert "normal" in line
 
 
@@ -183,7 +183,7 @@ def test_a_limit_that_the_job_alone_exceeds_is_told_from_one_that_is_shared(acco
     try:
         line = accounted.told(*accounted.submission("slurm.cpus_per_rank=4"))
         assert line.startswith("slurm.cpus_per_rank: job ")
-        assert "could never start, it waits: its QoS limits the CPUs of all your jobs together" in line
+        assert "could never start, because it waits: its QoS limits the CPUs of all your jobs together" in line
         wait(lambda: accounted.queue() == [], "the job is gone")
         first = accounted.submit("sleep", "slurm.cpus_per_rank=2")
         accounted.cluster.wait_state(first, "RUNNING")

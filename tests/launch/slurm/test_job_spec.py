@@ -124,7 +124,7 @@ def test_what_would_break_the_script_is_refused(overrides, told, tmp_path):
 
 
 def test_a_folder_that_slurm_would_rewrite_is_refused():
-    with pytest.raises(UserError, match="has a % or a backslash in it"):
+    with pytest.raises(UserError, match="contains a % or a backslash"):
         check_folder_name(Path("/runs/100%j"))
 
 

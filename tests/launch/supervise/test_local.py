@@ -52,7 +52,7 @@ def starts(run: RunFolder) -> dict[int, StartRecord]:
 def launch(folder: Path, program: str, ranks: int, resume: bool = False) -> int:
     run = RunFolder(folder / "run")
     try:
-        return run_local(make_config(folder, ranks), run, resume, entry=f"{PROGRAMS}:{program}")
+        return run_local(make_config(folder, ranks), run, resume=resume, entry=f"{PROGRAMS}:{program}")
     finally:
         assert not [start for start in starts(run).values() if start.process.is_alive()]
 
@@ -163,7 +163,7 @@ def test_a_program_that_cannot_be_imported_is_a_user_error(tmp_path):
 
 def test_a_folder_with_a_run_wants_resume(tmp_path):
     assert launch(tmp_path, "write_environment", 1) == 0
-    with pytest.raises(UserError, match="already holds a run; continue it with --resume"):
+    with pytest.raises(UserError, match="already contains a run; resume it with --resume"):
         launch(tmp_path, "write_environment", 1)
     (tmp_path / "run" / "report" / "report.txt").unlink()
     (tmp_path / "run" / "report").rmdir()
@@ -171,7 +171,7 @@ def test_a_folder_with_a_run_wants_resume(tmp_path):
 
 
 def test_resume_wants_a_run(tmp_path):
-    with pytest.raises(UserError, match="holds no run; start it without --resume"):
+    with pytest.raises(UserError, match="contains no run; start it without --resume"):
         launch(tmp_path, "write_environment", 1, resume=True)
 
 

@@ -86,9 +86,9 @@ def test_a_member_sets_and_gets(server):
 
 
 def test_a_wrong_secret_is_told_on_both_sides(server, capfd):
-    with pytest.raises(UserError, match=r"store at 127\.0\.0\.1:\d+: it refuses our secret; take RLHPC_STORE"):
+    with pytest.raises(UserError, match=r"store at 127\.0\.0\.1:\d+: it rejects our secret; take RLHPC_STORE"):
         reach(address(server, new_secret()), PATIENCE)
-    wait_for_text(capfd, "a connection from 127.0.0.1 was refused: it does not know the job's secret")
+    wait_for_text(capfd, "a connection from 127.0.0.1 was refused: wrong secret")
 
 
 def wait_for_text(capfd, text: str) -> str:
@@ -256,7 +256,7 @@ def test_another_unix_user_connects_and_reads_nothing(server):
         assert done.returncode == 0, done.stderr
         raw, refused = done.stdout.splitlines()
         assert raw == "raw: True"
-        assert "it refuses our secret" in refused
+        assert "it rejects our secret" in refused
         assert connection.call(Op.GET, [seconds(1), b"key"])[1] == [b"value"]
 
 
@@ -362,7 +362,7 @@ def test_a_closed_server_ends_connections_and_answers_nobody(server):
     server.close()
     assert receive(connection._socket, 1) == b""
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"no connection within 0\.5 s \(Connection refused\); see whether"):
+    with pytest.raises(UserError, match=r"no connection within 0\.5 s \(Connection refused\); check whether"):
         reach(address(server), 0.5)
     assert time.monotonic() - began < 10
 

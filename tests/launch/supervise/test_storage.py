@@ -17,7 +17,7 @@ import pytest
 from rlhpc.core.attempts import folders, read_verdict
 from rlhpc.core.exits import read_exits, read_starts
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.launch.supervise.hang_watch import HangWatch
+from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from tests.helpers.failing_storage import FailingStorage, possible
 from tests.helpers.waiting import PATIENCE, until
 from tests.launch.supervise.test_hang_watch import Clock, write
@@ -126,7 +126,7 @@ def readable(folder: Path, touches: int) -> None:
 
 def test_time_in_which_heartbeats_cannot_be_read_is_no_silence(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 2, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 2, HangLimits(100.0, 500.0), clock=clock)
     for rank in (0, 1):
         write(tmp_path, rank, 1)
     clock.pass_by(watch, 50)
@@ -142,7 +142,7 @@ def test_time_in_which_heartbeats_cannot_be_read_is_no_silence(tmp_path: Path) -
 
 def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
     write(tmp_path, 0, 1)
     clock.pass_by(watch, 103)
     assert (tmp_path / "dump").read_text() == "request-1\n"
@@ -155,7 +155,7 @@ def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None
 
 def test_heartbeats_that_stay_unreadable_are_a_hang_at_last(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
     write(tmp_path, 0, 1)
     clock.pass_by(watch, 50)
     unreadable(tmp_path)
@@ -165,7 +165,7 @@ def test_heartbeats_that_stay_unreadable_are_a_hang_at_last(tmp_path: Path) -> N
 
 def test_a_request_that_cannot_be_written_is_made_later(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
     write(tmp_path, 0, 1)
     (tmp_path / "dump").unlink()
     (tmp_path / "dump").symlink_to("/dev/full")

@@ -112,7 +112,7 @@ def test_a_node_that_does_not_know_its_own_name():
 
 def test_a_run_folder_that_is_not_there(tmp_path):
     with pytest.raises(
-        NodeError, match=r"the run folder '.*/gone' is not there; put run_dir on a file system that all"
+        NodeError, match=r"the run folder '.*/gone' does not exist; put run_dir on a file system that all"
     ):
         check_node(tmp_path / "gone", HOST, environ={"TMPDIR": "/tmp", "HOME": "/"})
 
@@ -171,7 +171,7 @@ def test_empty_folders_of_old_jobs_are_removed():
         (
             "mkdir -p /tmp/" + "x" * 60,
             "/tmp/" + "x" * 60,
-            "is too long for unix sockets (65 characters, 60 are possible)",
+            "is too long for unix sockets (65 characters, at most 60)",
         ),
         ("", "/tmp/gone", "does not exist"),
         ("mkdir /tmp/ro; mount -t tmpfs -o ro tmpfs /tmp/ro", "/tmp/ro", "is not writable (Read-only file system)"),
@@ -213,7 +213,7 @@ def test_without_any_folder_for_temporary_files():
     setup = "mount -t tmpfs tmpfs /mnt; mkdir /mnt/run; mount -o remount,ro /tmp"
     found = on_node(setup, CHECK.replace("/tmp", "/mnt/run"), SLURM_JOB_ID="77")
     assert found.error.startswith(
-        "node localhost: /tmp/rlhpc-0-77 cannot be made (Read-only file system); set TMPDIR in"
+        "node localhost: /tmp/rlhpc-0-77 cannot be created (Read-only file system); set TMPDIR in"
     )
 
 
@@ -248,7 +248,7 @@ mkdir /dev/infiniband; mknod /dev/infiniband/uverbs0 c 231 192
 def test_infiniband_needs_locked_memory():
     found = on_node(INFINIBAND + "ulimit -l 64", CHECK)
     assert found.error.startswith(
-        "node localhost: only 64 KiB of memory may be locked, InfiniBand needs it without a limit;"
+        "node localhost: only 64 KiB of memory may be locked, but InfiniBand needs no limit;"
     )
     assert on_node("ulimit -l 64", CHECK).error == ""
 
@@ -266,10 +266,10 @@ def test_shared_memory_that_is_too_small_for_its_ranks():
     call = "check_node(Path('/tmp'), 'localhost', ranks_here={})"
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
     found = on_node(small, call.format(8))
-    assert found.error.startswith("node localhost: 64 MiB are free in /dev/shm, 8 ranks need 128; enlarge it")
+    assert found.error.startswith("node localhost: 64 MiB are free in /dev/shm, but 8 ranks need 128; enlarge it")
     assert on_node(small, call.format(2)).error == ""
     smaller = small.replace("64m", "20m")
-    assert "20 MiB are free in /dev/shm, 2 ranks need 32" in on_node(smaller, call.format(2)).error
+    assert "20 MiB are free in /dev/shm, but 2 ranks need 32" in on_node(smaller, call.format(2)).error
     assert on_node(smaller, call.format(1)).error == "", "alone on its node it shares nothing"
 
 
@@ -310,7 +310,7 @@ def test_the_interface_that_leads_to_the_master(setup, master, interface):
 def test_an_interface_that_cannot_be_told():
     found = on_node(NETWORK + SECOND, "network_interface('loopback')", name="node1")
     assert found.error == (
-        "node node1: cannot tell which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is 127.0.1.1"
+        "node node1: cannot determine which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is 127.0.1.1"
         " here; name it in slurm.interface"
     )
 
