@@ -93,6 +93,7 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     import torch
 
     from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.model_settings import ModelSettings
     from rlhpc.config.schema import ParallelSection, ReshardSection, RolloutSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
@@ -106,7 +107,7 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     info, shape, parallel = RankInfo.from_environ(), read_model(model), ParallelSection(**axes)
     layout = make_layout(parallel, info.world_size)
     build_groups(layout, seed=0)
-    actor = MegatronBackend(shape, layout, info, "float32", parallel, None)
+    actor = MegatronBackend(shape, layout, info, "float32", ModelSettings(parallel))
     actor.load_pretrained(model)
     section = RolloutSection(tp=tp, kv_cache_gib=0.0625, max_num_seqs=8)
     engine = VllmEngine(model, shape, section, dtype="float32", max_model_len=256, end_tokens=())

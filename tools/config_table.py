@@ -1,4 +1,4 @@
-"""Rewrites the table of keys in docs/configuration.md from the configuration's schema.
+"""Rewrites the table of keys in docs/configuration.md from the configuration's schema and the peers' names.
 
 python -m tools.config_table
 """
@@ -11,6 +11,7 @@ from typing import Any
 
 from rlhpc.config.schema import RunConfig
 from tools.markers import rewrite
+from tools.peer_keys import PEERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "config-table"
@@ -19,11 +20,22 @@ MARKER = "config-table"
 def table() -> str:
     """One row for each key, sections in the schema's order."""
     schema = RunConfig.model_json_schema()
-    rows = [f"| `{key}` | {_kind(field)} | {_default(field)} | {_meaning(field)} |" for key, field in _keys(schema)]
-    return "\n".join(["| key | value | default | meaning |", "| --- | --- | --- | --- |", *rows]) + "\n"
+    rows = [
+        " ".join(["|", f"`{key}` | {_kind(field)} | {default(field)} | {_meaning(field)}", *_peers(key), "|"])
+        for key, field in keys(schema)
+    ]
+    head = ["| key | value | default | meaning | verl | TRL |", "| --- | --- | --- | --- | --- | --- |"]
+    return "\n".join([*head, *rows]) + "\n"
 
 
-def _keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def _peers(key: str) -> Iterator[str]:
+    """Cells with the peers' names of the key."""
+    for names in PEERS.get(key, ("", "")):
+        words = (f"{'' if name[:4] != 'not ' else 'not '}`{name.removeprefix('not ')}`" for name in names.split(", "))
+        yield f"| {', '.join(words)}" if names else "|"
+
+
+def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """(dotted key, JSON schema) of every key that is not a section; those of a list's items have [] for the index."""
 
     def defined(reference: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +93,7 @@ def _bounded(kind: dict[str, Any]) -> str:
     return ", ".join([str(kind["type"]), *bounds])
 
 
-def _default(field: dict[str, Any]) -> str:
+def default(field: dict[str, Any]) -> str:
     if field["required"]:
         return "required"
     value = field.get("default")

@@ -95,8 +95,8 @@ def ready_table() -> str:
         step = case.step()
         memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
         rows.append(
-            f"| [`{file.stem}`](../configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} | {step.seconds:,.0f} s "
-            f"| {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
+            f"| [`{file.stem}`](../rlhpc/configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} "
+            f"| {step.seconds:,.0f} s | {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
             f"| {step.tokens_per_second:,.0f} | {step.mfu:.2f} | {memory.peak / 2**30:,.0f} of {case.gpu.memory_gib:g} "
             f"| {memory.host.node / 2**30:,.0f} |"
         )

@@ -1,4 +1,4 @@
-"""Rewrites the job scripts in sbatch/, whose common parts are here once.
+"""Rewrites the job scripts in rlhpc/sbatch/, whose common parts are here once.
 
 python -m tools.sbatch_templates
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-FOLDER = Path(__file__).parents[1] / "sbatch"
+FOLDER = Path(__file__).parents[1] / "rlhpc" / "sbatch"
 PROGRAM = "exec python -u -m rlhpc.launch.runs.direct"
 
 Option = tuple[str, str]  # of sbatch, and what it means here
@@ -15,7 +15,7 @@ Option = tuple[str, str]  # of sbatch, and what it means here
 _USAGE = """\
 # Edit the options below, or give others on the command line, in front of this file: they win. What CONFIG leaves open
 # (nodes, ranks, GPUs, cores of a rank) is as the job is; where both say something, they must agree.
-# To go on with a run that has ended: sbatch sbatch/{again} <its run folder>/config.yaml. More: docs/sbatch.md
+# To go on with a run that has ended: sbatch {again} <its run folder>/config.yaml. More: docs/sbatch.md
 """
 _SIZE: tuple[Option, ...] = (
     ("ntasks-per-node=8", "ranks on each node, one for each GPU"),
@@ -65,7 +65,7 @@ def grpo() -> str:
     about = """\
 # A run on one node:
 #
-#   sbatch sbatch/grpo.sbatch CONFIG [KEY.SUB=VALUE]...
+#   sbatch grpo.sbatch CONFIG [KEY.SUB=VALUE]...
 """
     return script(about, header("grpo", 1), f'{PROGRAM} "$@"\n', "grpo.sbatch")
 
@@ -74,7 +74,7 @@ def multi_node() -> str:
     about = """\
 # A run on several nodes, one rank for each GPU:
 #
-#   sbatch sbatch/multi_node.sbatch CONFIG [KEY.SUB=VALUE]...
+#   sbatch multi_node.sbatch CONFIG [KEY.SUB=VALUE]...
 #
 # For as many of 2 to 4 nodes as are free: --nodes=2-4, with slurm.nodes: [2, 4], resources.ranks_per_node and
 # slurm.cpus_per_rank in CONFIG, and --mincpus=96 in the place of --ntasks-per-node and --cpus-per-task, with which a
@@ -85,9 +85,9 @@ def multi_node() -> str:
 
 def container() -> str:
     about = """\
-# The ranks run in a container; the launcher runs outside, where `pip install .` without PyTorch is enough for it:
+# The ranks run in a container, the launcher outside, where rlhpc without PyTorch is enough:
 #
-#   sbatch sbatch/container.sbatch CONFIG [KEY.SUB=VALUE]...
+#   sbatch container.sbatch CONFIG [KEY.SUB=VALUE]...
 #
 # The image has rlhpc with all it trains with. Run folder, model and data are mounted by themselves, at their own paths.
 """
@@ -111,7 +111,7 @@ def heterogeneous() -> str:
     about = """\
 # One run on two kinds of nodes, as one heterogeneous job:
 #
-#   sbatch sbatch/heterogeneous.sbatch CONFIG [KEY.SUB=VALUE]...
+#   sbatch heterogeneous.sbatch CONFIG [KEY.SUB=VALUE]...
 #
 # The ranks of both groups are one world, numbered through group 0 and then group 1, and every rank both trains and
 # generates: a group for rollout alone is not executed yet, and the faster group waits for the slower one. The groups
@@ -127,7 +127,7 @@ def array() -> str:
     about = """\
 # One configuration with different values, each a run of its own:
 #
-#   sbatch --array=1-4 sbatch/array.sbatch CONFIG CHANGES [KEY.SUB=VALUE]...
+#   sbatch --array=1-4 array.sbatch CONFIG CHANGES [KEY.SUB=VALUE]...
 #
 # Line N of the file CHANGES is what element N changes. Values have no blanks in them. For example:
 #

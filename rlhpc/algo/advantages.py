@@ -13,12 +13,12 @@ _WHITEN_EPSILON = 1e-8  # added to the variance
 
 
 def group_relative(
-    rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"], normalise_std: bool, epsilon: float
+    rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"], epsilon: float, *, normalise_std: bool
 ) -> Float[Tensor, " B"]:
-    """Reward less the mean of its group, over the group's standard deviation + epsilon if asked.
+    """Reward less the mean of its group, divided by the group's standard deviation + epsilon if ``normalise_std``.
 
     GRPO (Shao et al. 2024, section 4.1.2); without the division Dr. GRPO (Liu et al. 2025). A group of one keeps its
-    reward as it is, as the field does (mean 0, deviation 1).
+    reward, as in verl (mean 0, deviation 1).
     """
     mean, count, inverse = _group_means(rewards, groups)
     centred = rewards - torch.where(count > 1, mean, 0.0)[inverse]
@@ -39,7 +39,7 @@ def leave_one_out(rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]) -> 
 def discounted_returns(
     token_rewards: Float[Tensor, " N"], mask: Float[Tensor, " N"], lengths: Int64[Tensor, " B"], gamma: float
 ) -> Float[Tensor, " N"]:
-    """Sum of each token's and all later rewards, those a token later times ``gamma``; given tokens take no part."""
+    """Sum of each token's and all later rewards, discounted by ``gamma`` per token; tokens with mask 0 do not count."""
     decay = torch.where(mask > 0, gamma, 1.0).to(token_rewards.dtype)
     return accumulate_backwards(token_rewards * mask, decay, lengths) * mask
 
@@ -52,9 +52,9 @@ def generalised(
     gamma: float,
     decay: float,
 ) -> Estimate:
-    """GAE (Schulman et al. 2016) with lambda ``decay``, not whitened, and the returns a critic learns.
+    """GAE (Schulman et al. 2016) with lambda ``decay``, not whitened, and the returns that are the critic's targets.
 
-    The step from a token leads to the next one that the policy chose: those given in between are passed over.
+    The next state of a token is the next token that the policy sampled: tokens with mask 0 in between are skipped.
     """
     own = mask > 0
     following = shift_back(accumulate_backwards(values * mask, (~own).to(values.dtype), lengths), lengths)
@@ -64,15 +64,14 @@ def generalised(
     return Estimate(advantages, (advantages + values) * mask)
 
 
-def whiten(values: Float[Tensor, " N"], mask: Float[Tensor, " N"], shift_mean: bool = True) -> Float[Tensor, " N"]:
-    """To mean 0 (or the mean it has) and deviation 1 over the masked tokens, 0 elsewhere. A single token stays."""
+def whiten(values: Float[Tensor, " N"], mask: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
+    """Scales values to mean 0 and deviation 1 over the masked tokens, 0 elsewhere. A single token keeps its value."""
     count = mask.sum()
     if count < 2:
         return values * mask
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / (count - 1)
-    whitened = (values - mean) * torch.rsqrt(variance + _WHITEN_EPSILON)
-    return (whitened if shift_mean else whitened + mean) * mask
+    return (values - mean) * torch.rsqrt(variance + _WHITEN_EPSILON) * mask
 
 
 def _group_means(

@@ -1,4 +1,4 @@
-"""From sums over tokens to a mean that no packing and no number of ranks changes."""
+"""Means over tokens that do not depend on packing or the number of ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Shares:
-    """What a token of each response weighs in a loss sum, and what the sum over all ranks is divided by."""
+    """Weight of a token of each response in the loss sum, and the denominator of the sum over all ranks."""
 
     weights: tuple[float, ...]
     denominator: float
 
 
 def shares(lengths: Sequence[int], aggregation: str, constant: int) -> Shares:
-    """Of a minibatch's responses of ``lengths`` tokens trained on. A response without any has no share.
+    """For a minibatch of responses with ``lengths`` trained tokens. A response with none has no share.
 
     token-mean: over tokens (DAPO); sequence-mean: over responses of their token means (GRPO, GSPO as published);
     constant: over responses of their token sums over ``constant`` (Dr. GRPO).

@@ -1,7 +1,7 @@
 """GRPO: group-relative advantages, clipped surrogate, KL to a reference in the loss (Shao et al. 2024).
 
-Two of its kin differ in the configuration alone: Dr. GRPO (Liu et al. 2025) neither divides by the deviation nor by the
-responses' lengths, DAPO (Yu et al. 2025) clips higher above than below.
+Two variants differ in configuration alone: Dr. GRPO (Liu et al. 2025) divides neither by the deviation nor by the
+responses' lengths; DAPO (Yu et al. 2025) has a larger clip range above 1 than below.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from rlhpc.config.algorithm import AlgorithmSection
 
 
 def group_advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
-    """Every token has its response's advantage over the others of the group."""
-    advantages = group_relative(responses.rewards, responses.groups, section.normalise_std, section.std_epsilon)
+    """Gives every token its response's advantage over the others of the group."""
+    advantages = group_relative(
+        responses.rewards, responses.groups, section.std_epsilon, normalise_std=section.normalise_std
+    )
     return Estimate(responses.spread(advantages))
 
 

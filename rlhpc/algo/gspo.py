@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rlhpc.algo.algorithm import Algorithm
 from rlhpc.algo.grpo import group_advantage
-from rlhpc.algo.losses import sequence_surrogate
+from rlhpc.algo.losses import Clip, sequence_surrogate
 from rlhpc.algo.objective import Sums, Tokens, objective
 from rlhpc.config.algorithm import AlgorithmSection
 
@@ -17,8 +17,7 @@ def _loss(tokens: Tokens, section: AlgorithmSection) -> Sums:
         tokens["advantages"],
         (weight > 0).to(weight.dtype),
         tokens["sequence"],
-        section.clip_low,
-        section.clip_high,
+        Clip.of(section),
     )
     return objective(terms, tokens, section)
 

@@ -1,4 +1,4 @@
-"""Divergence from the reference model: estimates of it, and the coefficient that weighs it."""
+"""KL divergence from the reference model: its estimators, and its adaptive coefficient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def kl_divergence(
         case "k2":
             return difference.square() / 2
         case "k3":
-            # The reverse log-ratio bounded as the field does, lest one token's exponential drown the batch.
+            # The reverse log-ratio bounded as in verl, so that one token's exponential cannot dominate the batch.
             reverse = (-difference).clamp(-20, 20)
             return (reverse.exp() - reverse - 1).clamp(-10, 10)
     raise AssertionError(f"unknown estimator {estimator}")
@@ -37,5 +37,5 @@ def adapted_coefficient(coefficient: float, divergence: float, responses: int, s
 
 
 def with_coefficient(section: AlgorithmSection, coefficient: float) -> AlgorithmSection:
-    """The section with the coefficient that is in force now."""
+    """The section with the current coefficient."""
     return section.model_copy(update={"kl": section.kl.model_copy(update={"coefficient": coefficient})})

@@ -1,4 +1,4 @@
-"""Losses of tokens [T]. Policy losses are per token; ``objective`` sums them up. A sum is divided by the caller."""
+"""Losses of tokens [T]. Policy losses are per token; ``objective`` sums them. The caller divides the sums."""
 
 from __future__ import annotations
 
@@ -9,9 +9,24 @@ from jaxtyping import Float, Int64
 from torch import Tensor
 
 from rlhpc.algo.rollout_correction import sequence_sums
+from rlhpc.config.algorithm import AlgorithmSection
 
-_LARGEST_LOG_RATIO = 20.0  # bounds the exponential, as the field does
+_LARGEST_LOG_RATIO = 20.0  # bounds the exponential, as verl and TRL do
 _LARGEST_SEQUENCE_LOG_RATIO = 10.0
+
+
+class Clip(NamedTuple):
+    """Bounds of a probability ratio: 1 - low, 1 + high."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, section: AlgorithmSection) -> Clip:
+        return cls(section.clip_low, section.clip_high)
+
+    def bound(self, ratio: Float[Tensor, " T"]) -> Float[Tensor, " T"]:
+        return ratio.clamp(1 - self.low, 1 + self.high)
 
 
 class PolicyTerms(NamedTuple):
@@ -31,13 +46,13 @@ def clipped_surrogate(
     log_probs: Float[Tensor, " T"],
     old_log_probs: Float[Tensor, " T"],
     advantages: Float[Tensor, " T"],
-    clip_low: float,
-    clip_high: float,
+    clip: Clip,
     dual_clip: float | None = None,
 ) -> PolicyTerms:
-    """PPO's (Schulman et al. 2017) with separate bounds (DAPO, Yu et al. 2025), dual clip (Ye et al. 2020, eq. 5)."""
+    """PPO's loss (Schulman et al. 2017) with separate bounds (DAPO, Yu et al. 2025) and dual clip (Ye et al. 2020,
+    eq. 5)."""
     ratio = (log_probs - old_log_probs).clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    terms = _pessimistic(ratio, advantages, clip_low, clip_high)
+    terms = _pessimistic(ratio, advantages, clip)
     if dual_clip is None:
         return terms
     most = -advantages * dual_clip
@@ -51,32 +66,30 @@ def sequence_surrogate(
     advantages: Float[Tensor, " T"],
     mask: Float[Tensor, " T"],
     sequence: Int64[Tensor, " T"],
-    clip_low: float,
-    clip_high: float,
+    clip: Clip,
 ) -> PolicyTerms:
-    """GSPO's (Zheng et al. 2025, eq. 14): every token has its response's ratio, the geometric mean over its tokens,
+    """GSPO's loss (Zheng et al. 2025, eq. 14): every token has its response's ratio, the geometric mean of its tokens',
     and the gradient of its own log-prob. With one advantage a response this is the gradient of the ratio itself."""
     length = sequence_sums(mask, sequence).clamp(min=1)
     mean = sequence_sums((log_probs - old_log_probs).detach() * mask, sequence) / length
     ratio = (log_probs - log_probs.detach() + mean).clamp(max=_LARGEST_SEQUENCE_LOG_RATIO).exp()
-    return _pessimistic(ratio, advantages, clip_low, clip_high)
+    return _pessimistic(ratio, advantages, clip)
 
 
 def weighted_log_likelihood(
     log_probs: Float[Tensor, " T"],
     old_log_probs: Float[Tensor, " T"],
     advantages: Float[Tensor, " T"],
-    clip_low: float,
-    clip_high: float,
+    clip: Clip,
 ) -> PolicyTerms:
-    """CISPO's (MiniMax 2025, eq. 4): the policy gradient times a bounded ratio, so that every token has a gradient."""
+    """CISPO's loss (MiniMax 2025, eq. 4): policy gradient times a bounded ratio, so every token has a gradient."""
     ratio = (log_probs - old_log_probs).detach().clamp(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO).exp()
-    bounded = ratio.clamp(1 - clip_low, 1 + clip_high)
+    bounded = clip.bound(ratio)
     return PolicyTerms(-bounded * advantages * log_probs, (ratio != bounded).to(ratio.dtype))
 
 
 def policy_gradient(log_probs: Float[Tensor, " T"], advantages: Float[Tensor, " T"]) -> PolicyTerms:
-    """REINFORCE's (Williams 1992): right for the policy that drew the tokens, so for a step's first update."""
+    """REINFORCE's loss (Williams 1992): exact for the policy that sampled the tokens, so for a step's first update."""
     return PolicyTerms(-advantages * log_probs, torch.zeros_like(log_probs))
 
 
@@ -87,7 +100,7 @@ def value_loss(
     weight: Float[Tensor, " T"],
     clip: float | None,
 ) -> ClippedSums:
-    """A critic's: half the square of its error, of the worse of ``values`` and of those within ``clip`` of the old."""
+    """A critic's loss: half its squared error, the larger of that with and without the clip around the old values."""
     error = (values - returns).square()
     if clip is None:
         return ClippedSums(0.5 * (error * weight).sum(), torch.zeros_like(weight).sum())
@@ -101,10 +114,8 @@ def negative_log_likelihood(log_probs: Float[Tensor, " T"], weight: Float[Tensor
     return -(log_probs * weight).sum()
 
 
-def _pessimistic(
-    ratio: Float[Tensor, " T"], advantages: Float[Tensor, " T"], clip_low: float, clip_high: float
-) -> PolicyTerms:
-    """The worse of free and clipped ratio."""
+def _pessimistic(ratio: Float[Tensor, " T"], advantages: Float[Tensor, " T"], clip: Clip) -> PolicyTerms:
+    """The larger loss of the free and the clipped ratio."""
     free = -advantages * ratio
-    bounded = -advantages * ratio.clamp(1 - clip_low, 1 + clip_high)
+    bounded = -advantages * clip.bound(ratio)
     return PolicyTerms(torch.maximum(free, bounded), (bounded > free).to(ratio.dtype))

@@ -1,4 +1,4 @@
-"""What is differentiated: policy loss, KL and entropy terms, summed over a packed batch."""
+"""The objective: policy loss, KL and entropy terms, summed over a packed batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rlhpc.algo.kl import kl_divergence
-from rlhpc.algo.losses import PolicyTerms, clipped_surrogate
+from rlhpc.algo.losses import Clip, PolicyTerms, clipped_surrogate
 from rlhpc.algo.rollout_correction import importance_weights
 from rlhpc.config.algorithm import AlgorithmSection
 
@@ -17,7 +17,7 @@ Sums = dict[str, Float[Tensor, ""]]
 
 
 def objective(terms: PolicyTerms, tokens: Tokens, section: AlgorithmSection) -> Sums:
-    """Policy loss, corrected if asked, plus KL (unless it is in the reward), less entropy."""
+    """Policy loss, with rollout correction if configured, plus KL (unless it is in the reward), less entropy."""
     weight = tokens["weight"]
     policy, sums = terms.loss, {}
     if section.rollout_correction.method != "none":
@@ -50,8 +50,7 @@ def clipped_loss(tokens: Tokens, section: AlgorithmSection) -> Sums:
         tokens["log_probs"],
         tokens["old_log_probs"],
         tokens["advantages"],
-        section.clip_low,
-        section.clip_high,
+        Clip.of(section),
         section.dual_clip,
     )
     return objective(terms, tokens, section)

@@ -22,7 +22,7 @@ def accumulate_backwards(
 ) -> Float[Tensor, " N"]:
     """y[t] = values[t] + decay[t] y[t + 1] within each row, in log2(longest row) passes over all of them."""
     result, decay = values.clone(), decay.clone()
-    decay[lengths.cumsum(0)[lengths > 0] - 1] = 0.0  # nothing comes from the next row
+    decay[lengths.cumsum(0)[lengths > 0] - 1] = 0.0  # rows do not mix
     longest = int(lengths.max()) if len(lengths) else 0
     step = 1
     while step < longest:

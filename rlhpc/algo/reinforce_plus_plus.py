@@ -15,7 +15,7 @@ def _advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
 
 
 def _baseline_advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
-    centred = group_relative(responses.rewards, responses.groups, normalise_std=False, epsilon=section.std_epsilon)
+    centred = group_relative(responses.rewards, responses.groups, section.std_epsilon, normalise_std=False)
     return Estimate(whiten(responses.spread(centred), responses.mask))
 
 

@@ -1,4 +1,4 @@
-"""ReMax: the baseline is the reward of the likeliest response to the same prompt (Li et al. 2024)."""
+"""ReMax: the baseline is the reward of the greedy response to the same prompt (Li et al. 2024)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhpc.config.algorithm import AlgorithmSection
 
 
 def _advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
-    assert responses.baselines is not None, "the trainer draws them, for needs_greedy"
+    assert responses.baselines is not None, "the trainer generates them, for needs_greedy"
     returns = discounted_returns(responses.token_rewards, responses.mask, responses.lengths, gamma=1.0)
     return Estimate(returns - responses.spread(responses.baselines))
 

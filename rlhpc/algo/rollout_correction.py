@@ -1,4 +1,4 @@
-"""The gap between engine and trainer, made up for by importance weights."""
+"""Importance weights that correct for the difference between engine and trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The values that cross packages and the protocols of the executors."""
+"""Values that packages exchange, and the protocols of back end, engine and reward workers."""
 
 from rlhpc.api.protocols import BackgroundWrite, LossFunction, RewardWorkers, RolloutEngine, TrainBackend
 from rlhpc.api.types import (

@@ -1,9 +1,9 @@
-"""What the trainer asks of a training back end and of a rollout engine. All calls are collective over the ranks that
-share the object's model, unless said."""
+"""The interfaces between the trainer, a training back end, a rollout engine and reward workers. Every call is
+collective over the ranks that share the object's model unless stated otherwise."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,9 +20,12 @@ from rlhpc.api.types import (
     TokenValues,
     TrainStats,
 )
+from rlhpc.config.training import OptimizerSection
+from rlhpc.models import ModelShape
+from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Shard
 
-# Of what the model's head says of each token, and the batch.
+# From the output of the model's head for each token, and the batch.
 LossFunction = Callable[[TokenStats, PackedBatch], LossSums] | Callable[[TokenValues, PackedBatch], LossSums]
 
 
@@ -30,95 +33,116 @@ class BackgroundWrite(Protocol):
     """A part of a checkpoint that is being written."""
 
     def done(self) -> bool:
-        """This rank's share is written, or never will be. Not collective."""
+        """Whether this rank's share is written or has failed. Not collective."""
 
     def finish(self) -> None:
-        """Wait for the end; an OSError on every rank if a share could not be written."""
+        """Waits for the end; raises OSError on every rank if a share could not be written."""
 
 
 class TrainBackend(Protocol):
-    """A model cut over ranks, with its optimizer when it is trained."""
+    """A model sharded over ranks, with its optimizer if it is trained. A frozen model (a reference, a reward model) has
+    no optimizer, and is never passed to ``train`` or ``differentiate``."""
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's architecture."""
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The parallel layout that the model is sharded by."""
+
+    def shards(self) -> Sequence[Shard]:
+        """The shards of the weights that this rank holds. Not collective."""
+
+    def load_pretrained(self, folder: Path) -> None:
+        """Loads weights from a HuggingFace folder or a checkpoint of ``save``, and resets the optimizer."""
+
+    def take_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Loads whole tensors by HuggingFace's names, from a model in any layout, and resets the optimizer."""
+
+    def copy_weights(self, source: TrainBackend) -> None:
+        """Copies the weights of another model of the same back end, shape and layout."""
+
+    def reset_optimizer(self, section: OptimizerSection | None = None) -> None:
+        """Starts a new optimizer from the present weights: no moments, step count 0; by ``section`` if given."""
 
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
         """Log-probs and entropy of each batch's targets at logits / temperature, without gradient."""
 
     def values(self, batches: Sequence[PackedBatch]) -> list[TokenValues]:
-        """Of a model with a value head: its number for each token, without gradient."""
+        """The value head's output for each token, without gradient."""
 
     def train(
         self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float
     ) -> TrainStats:
         """One optimizer update on the sum of ``loss(...).total`` over all ranks' batches, divided by ``denominator``.
 
-        Every data-parallel rank passes the same number of batches. Where the norm of the gradients is not finite the
-        update is skipped, on all ranks alike: weights and optimizer stay as they are, bit for bit.
+        Every data-parallel rank passes the same number of batches. If the gradient norm is not finite, the update is
+        skipped on all ranks: weights and optimizer state stay bit-equal.
         """
 
     def differentiate(
         self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float
     ) -> TrainStats:
-        """As ``train``, without the update: for a replay."""
+        """Forward and backward of ``train`` without the update, for a replay."""
 
     def has_finite_weights(self) -> bool:
-        """Whether every weight of every rank is a finite number. Collective over all ranks."""
+        """Whether every weight of every rank is finite. Collective over all ranks."""
 
     def view(self, shard: Shard) -> Tensor:
-        """This rank's live weights of a shard, in the tensor's own number of dimensions."""
+        """This rank's live weights of a shard, with the tensor's own number of dimensions."""
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every weight whole, by HuggingFace's name, on every rank: the plain path, one tensor at a time."""
 
-    def offload(self, keep_parameters: bool = False) -> None:
-        """Let go of the device's memory as the configuration says. Later calls bring back what they need."""
+    def offload(self, *, keep_parameters: bool = False) -> None:
+        """Releases device memory as configured. Later calls restore what they need."""
 
-    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
-        """Write weights and optimizer state into an existing empty folder, each rank its own shards.
+    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
+        """Writes weights and optimizer state into an existing empty folder, each rank its own shards.
 
-        ``asynchronous``: return before they are written, with what the end of the writing is asked of. Training may go
-        on meanwhile, and changes nothing of what is written.
+        ``asynchronous``: returns before they are written, with a handle to wait on. Training may continue meanwhile
+        without changing what is written.
         """
 
     def load(self, folder: Path) -> None:
-        """Restore what ``save`` wrote, bit for bit."""
+        """Restores what ``save`` wrote, bit for bit."""
 
 
 class RewardWorkers(Protocol):
     """Scores responses beside the engine: on the first rank of each engine, in processes of its own."""
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
-        """Begin to score a response; returns at once."""
+        """Begins to score a response; returns at once."""
 
     def results(self) -> dict[int, RewardResult]:
-        """Wait for every response submitted since the last call; by key."""
-
-    def failures(self) -> dict[str, int]:
-        """Calls that failed since this was asked last, by kind."""
+        """Results of every response submitted since the last call, by key; waits for them."""
 
     def close(self) -> None:
-        """End the processes, at the end of the run."""
+        """Ends the processes, at the end of the run."""
 
 
 class RolloutEngine(Protocol):
-    """An inference engine in this process; the ranks of one engine call it alike."""
+    """An inference engine in this process; the ranks of one engine make the same calls."""
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order; equal on all ranks of the engine."""
 
     def submit(self, key: int, request: Request) -> None:
-        """Put a request under way; ``step`` tells of its end by ``key``."""
+        """Adds a request; ``step`` reports its completion by ``key``."""
 
     def step(self) -> list[tuple[int, Completion]]:
-        """Draw the next token of what is under way; the requests that are finished by it."""
+        """Samples the next token of each request in flight; returns the requests that finish with it."""
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
-        """Take requests back; what each one has come to, unfinished."""
+        """Withdraws requests; returns what each has generated so far."""
 
     @property
     def unfinished(self) -> int:
-        """Requests under way, which weights must not change beneath."""
+        """Number of requests in flight, during which weights must not change."""
 
     def wake_weights(self) -> None:
-        """Take back the memory of the weights; their values are undefined until they are written."""
+        """Allocates the memory of the weights; their values are undefined until they are written."""
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Each parameter of this rank as it is before the engine repacks it. Also while the weights sleep."""
@@ -127,22 +151,22 @@ class RolloutEngine(Protocol):
         """Those parameters, to be written in place; undefined until every one is written."""
 
     def close_weights(self) -> None:
-        """All are written: renew what is derived from them, free what is needed no more, drop cached prefixes."""
+        """Ends the writing: renews what is derived from the weights, frees temporary memory, drops cached prefixes."""
 
     def shareable(self) -> frozenset[str]:
         """Parameters that the engine uses as they are, so that ``share`` may put other memory in their place."""
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Use ``tensor``, of the same shape and dtype, as that parameter from now on, and free its own memory."""
+        """Uses ``tensor``, of the same shape and dtype, as that parameter from now on, and frees its own memory."""
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Take whole tensors by HuggingFace's names through the engine's own loader; drops cached prefixes."""
+        """Loads whole tensors by HuggingFace's names through the engine's own loader; drops cached prefixes."""
 
     def wake_cache(self) -> None:
-        """Take back the KV cache."""
+        """Allocates the KV cache."""
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back to the device, as far as the device can."""
+        """Frees the memory of weights and KV cache, as far as the device can."""
 
     def shutdown(self) -> None:
-        """Free everything at the end of the run; the ranks' default process group stays."""
+        """Frees everything at the end of the run; the ranks' default process group stays."""

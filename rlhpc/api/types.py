@@ -1,4 +1,4 @@
-"""What flows through a step. T is the number of tokens of a packed batch, S of its sequences."""
+"""The values that flow through a step. T is the number of tokens of a packed batch, S of its sequences."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of a prompt file, tokenized. ``prompt_id`` is its row number over all files. ``text`` is what it was
-    tokenized from, a plain text or messages, where that is kept."""
+    """One row of a prompt file, tokenized. ``prompt_id`` is its row number over all files. ``text`` is its source,
+    plain text or messages; None if nothing needs it."""
 
     prompt_id: int
     tokens: tuple[int, ...]
@@ -27,10 +27,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Request:
-    """A response to generate, or the rest of one. The seed makes it independent of the engine and the batch it runs in.
+    """A response to generate, or the rest of one. The seed makes it independent of the engine and of its batch.
 
-    The random numbers of a token depend on the seed and on the token's position, prompt included: aborted and resumed
-    with the same seed, a response is what it would be without the interruption.
+    The random numbers of a token depend on the seed and the token's position, prompt included: a response that is
+    aborted and resumed with the same seed equals an uninterrupted one.
     """
 
     prompt: tuple[int, ...]
@@ -54,20 +54,21 @@ class Completion:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """What the rewards say of one response: their weighted sum, and each by its name."""
+    """Reward of one response: the weighted sum of all rewards, and each by name."""
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    dropped: bool = False  # a reward failed, and such responses are left out of training
-    answer: str | None = None  # what the response answers, "" if nothing; None where no reward tells
+    dropped: bool = False  # a reward failed, and reward.on_failure is drop
+    answer: str | None = None  # the answer extracted from the response, "" if none; None if no reward extracts it
+    failures: tuple[str, ...] = ()  # kind of each reward that failed: raised, result, timeout, memory, died
 
 
 @dataclass(frozen=True)
 class Sample:
     """A prompt with one response, scored. Samples of one ``group_id`` answer the same prompt in the same step.
 
-    A response may hold tokens that were given to the policy, such as a tool's answer: ``response_mask`` is False there,
-    ``log_probs`` 0, and nothing is learnt from them.
+    A response may contain tokens that the policy did not sample, such as a tool's answer: there ``response_mask`` is
+    False and ``log_probs`` 0, and they are not trained on.
     """
 
     prompt_id: int
@@ -76,7 +77,7 @@ class Sample:
     prompt_len: int
     log_probs: np.ndarray  # float32 [response], the engine's
     reward: float
-    policy_version: int  # of the weights that drew its oldest token
+    policy_version: int  # of the weights that sampled its oldest token
     truncated: bool
     routed_experts: np.ndarray | None = None  # see Completion
     response_mask: np.ndarray | None = None  # bool [response]; None: all
@@ -88,8 +89,8 @@ class Sample:
         return len(self.tokens) - self.prompt_len
 
     @property
-    def chosen_len(self) -> int:
-        """Tokens of the response that the policy chose."""
+    def trained_len(self) -> int:
+        """Number of tokens of the response that are trained on: those that the policy sampled."""
         return self.response_len if self.response_mask is None else int(self.response_mask.sum())
 
 
@@ -117,7 +118,7 @@ class PackedBatch:
     extra: dict[str, Float32[Tensor, " T"]] = field(default_factory=dict)
 
     def to(self, device: torch.device) -> PackedBatch:
-        """The same batch on another device."""
+        """Copies the batch to another device."""
         moved = {
             f.name: getattr(self, f.name).to(device, non_blocking=True)
             for f in fields(self)
@@ -125,10 +126,6 @@ class PackedBatch:
         }
         extra = {name: tensor.to(device, non_blocking=True) for name, tensor in self.extra.items()}
         return replace(self, **moved, extra=extra)
-
-    def with_extra(self, name: str, values: Float32[Tensor, " T"]) -> PackedBatch:
-        """The same batch with one more per-token tensor."""
-        return replace(self, extra={**self.extra, name: values})
 
     def blank(self, length: int) -> PackedBatch:
         """A batch of the same fields with one sequence of zeros that is not trained on."""
@@ -144,7 +141,7 @@ class PackedBatch:
 
     @property
     def sequence(self) -> Int64[Tensor, " T"]:
-        """Which of the batch's sequences each token belongs to."""
+        """Index of the sequence that each token belongs to."""
         count = torch.arange(len(self.cu_seqlens) - 1, device=self.cu_seqlens.device)
         return torch.repeat_interleave(count, self.cu_seqlens.diff(), output_size=len(self.tokens))
 
@@ -156,7 +153,7 @@ class PackedBatch:
 
 @dataclass(frozen=True)
 class TokenStats:
-    """Of one packed batch, on every rank that holds it."""
+    """Output of a language-model head for one packed batch, on every rank that holds it."""
 
     log_probs: Float32[Tensor, " T"]
     entropy: Float32[Tensor, " T"]
@@ -164,7 +161,7 @@ class TokenStats:
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Of one packed batch by a model with a value head: what each token's sequence up to it promises."""
+    """Output of a value head for one packed batch: the predicted return at each token."""
 
     values: Float32[Tensor, " T"]
 
@@ -179,10 +176,9 @@ class LossSums:
 
 @dataclass(frozen=True)
 class TrainStats:
-    """Of one optimizer update, equal on every rank. ``sums`` are LossSums.metrics reduced over all ranks.
+    """Statistics of one optimizer update, equal on every rank. ``sums`` are LossSums.metrics reduced over all ranks.
 
-    ``gauges`` are finished values of the back end's own, such as what routers of experts did. ``applied`` is false
-    where the update was skipped.
+    ``gauges`` are the back end's own metrics, such as expert load. ``applied`` is false if the update was skipped.
     """
 
     grad_norm: float
@@ -193,21 +189,21 @@ class TrainStats:
 
 @dataclass
 class RunState:
-    """The one mutable value of a run: what a checkpoint restores besides weights and optimizer."""
+    """The one mutable value of a run, restored from a checkpoint with weights and optimizer."""
 
     sft_step: int = 0  # supervised steps done
     sft_cursor: int = 0  # supervised examples taken
     step: int = 0  # RL steps done
-    prompt_cursor: int = 0  # prompts taken
+    prompt_cursor: int = 0  # prompts requested
     policy_version: int = 0  # weight syncs to the engine
-    kl_coefficient: float | None = None  # the one in force, where it is adapted
+    kl_coefficient: float | None = None  # the present one, if adaptive
     prompts_digest: str = ""  # of the prompts that prompt_cursor counts
-    actor_skipped: int = 0  # the actor's updates that were skipped since its last good one
-    critic_skipped: int = 0  # the same of the critic
+    actor_skipped: int = 0  # the actor's consecutive skipped updates
+    critic_skipped: int = 0  # the critic's
 
     @property
     def total_steps(self) -> int:
-        """Optimizer-bearing steps done in both phases."""
+        """Steps done in both phases."""
         return self.sft_step + self.step
 
     def to_json(self) -> dict[str, Any]:

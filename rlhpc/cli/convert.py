@@ -203,9 +203,9 @@ def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, A
     share = _share(options["share"])
     line = ProgressLine(sys.stderr)
     try:
-        done = execute(plan, dst, workers, options["force"], share, line.show, line.tell)
+        done = execute(plan, dst, workers, force=options["force"], share=share, progress=line)
     except KeyboardInterrupt:
-        line.tell("stopped; the same command continues from what is finished")
+        line.note("stopped; the same command continues from what is finished")
         sys.exit(130)
     finally:
         line.end()

@@ -8,6 +8,7 @@ import click
 
 from rlhpc import __version__
 from rlhpc.cli.acceptance import acceptance
+from rlhpc.cli.configs import configs
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
 from rlhpc.cli.options import CONFIG, OVERRIDES
@@ -73,7 +74,8 @@ def schema(*, site: bool) -> None:
     click.echo(site_file.json_schema() if site else load.json_schema(), nl=False)
 
 
-for command in (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, convert, acceptance, pieces):
+_RUNS = (plan, submit, status, logs, cancel, resume, evaluate, samples, replay)
+for command in (*_RUNS, configs, convert, acceptance, pieces):
     cli.add_command(command)
 
 

@@ -68,12 +68,12 @@ def prepare(*, out: Path, target: _Target, choice: _Choice) -> None:
 
     OUT gets wheels in pieces, a manifest and an installer.
     """
-    from rlhpc.site.pieces.prepare import Request
+    from rlhpc.site.pieces.prepare import PrepareOptions
     from rlhpc.site.pieces.prepare import prepare as prepare_pieces
     from rlhpc.site.pieces.summary import summary
     from rlhpc.site.pieces.target import read_target
 
-    request = Request(
+    options = PrepareOptions(
         target=read_target(target.packages, target.python, target.platform),
         extras=choice.extras,
         bring=choice.bring,
@@ -84,5 +84,5 @@ def prepare(*, out: Path, target: _Target, choice: _Choice) -> None:
         piece_mb=choice.piece_mb,
         import_check=not choice.no_import_check,
     )
-    for line in summary(prepare_pieces(request, out), out):
+    for line in summary(prepare_pieces(options, out), out):
         click.echo(line)

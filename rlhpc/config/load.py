@@ -45,7 +45,7 @@ def load_with_site(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     text = _read(path)
     data = yaml12.parse(text, str(path))
     if not isinstance(data, dict):
-        raise UserError("holds no keys", where=str(path), remedy="write it as 'key: value' lines, see configs/")
+        raise UserError("holds no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`")
     places = {key: f"{path}:{line}" for key, line in yaml12.key_lines(text).items()}
     expand_site(data)
     for override in overrides:

@@ -109,6 +109,8 @@ class TrainSection(Section):
     max_skipped_updates: PositiveInt = 3
     """Maximum consecutive updates of one model skipped for non-finite gradients before the run ends; in the supervised
     warm-up too."""
+    step: ImportPath | None = None
+    """Import path of your own RL step, called as step(run, state); default: rlhpc.trainer.step:rl_step."""
     dynamic_sampling: DynamicSamplingSection | None = None
     replay: ReplaySection | None = None
     optimizer: OptimizerSection = OptimizerSection()

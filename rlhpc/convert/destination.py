@@ -1,4 +1,4 @@
-"""Where a conversion may write: not over its source, and in place of nothing but the result of a conversion."""
+"""Checks the target of a conversion: it must not overlap the source, and replaces only results of conversions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.convert.sides import RECORD, Side
-from rlhpc.convert.staging import Workshop
+from rlhpc.convert.staging import Staging
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json
 from rlhpc.core.folder import RunFolder
@@ -16,26 +16,28 @@ from rlhpc.core.overlap import contains, is_same, resolved
 
 
 def check_overlap(source: Side, target: Path) -> None:
-    """Refuse a target that is the source, lies in it or holds any of it; the same for the folder beside the target in
-    which the conversion is written. Raises UserError."""
-    root, staging, links = _source_root(source), Workshop.beside(target), list(_linked_files(source))
+    """Refuses a target, or its staging folder, that is the source, is inside it or contains any of it.
+
+    Raises UserError.
+    """
+    root, staging, links = _source_root(source), Staging.beside(target), list(_linked_files(source))
     for path in (target, staging.path, *staging.folders):
         for folder in dict.fromkeys((root, source.folder, source.model_folder)):
             if is_same(path, folder):
                 raise _overlap(target, path, f"is the source {str(folder)!r}")
             if contains(path, folder):
-                raise _overlap(target, path, f"holds the source {str(folder)!r}")
+                raise _overlap(target, path, f"contains the source {str(folder)!r}")
         if contains(root, path):
             raise _overlap(target, path, f"is inside the source {str(root)!r}")
         for file in links:
             if contains(path, file):
-                raise _overlap(target, path, f"holds {str(file)!r}, to which the source {str(root)!r} links")
+                raise _overlap(target, path, f"contains {str(file)!r}, a link target of the source {str(root)!r}")
 
 
 def check_replaceable(target: Path) -> None:
-    """Refuse to replace anything but an empty folder or one that holds nothing but files of a conversion.
+    """Refuses to replace anything but an empty folder or one that contains only files of a conversion.
 
-    A subfolder is always foreign, so nothing is ever removed recursively. Raises UserError.
+    A subfolder is always foreign, so nothing is removed recursively. Raises UserError.
     """
     if not os.path.lexists(target):
         return
@@ -53,22 +55,24 @@ def check_replaceable(target: Path) -> None:
 
 
 def is_replaceable(target: Path) -> bool:
-    """Whether --force may replace what is there."""
+    """Whether --force may replace the target."""
     return not os.path.ismount(target) and not _foreign(target)
 
 
 def record_of(target: Path) -> dict[str, Any]:
-    """The record of the conversion that wrote the folder; empty for any other."""
+    """Record of the conversion that wrote the folder; empty for any other folder."""
     try:
         record = read_json(target / RECORD)
     except (OSError, ValueError):
         return {}
-    whole = isinstance(record, dict) and isinstance(record.get("files"), dict) and isinstance(record.get("digest"), str)
-    return record if whole else {}
+    complete = (
+        isinstance(record, dict) and isinstance(record.get("files"), dict) and isinstance(record.get("digest"), str)
+    )
+    return record if complete else {}
 
 
 def _foreign(target: Path) -> str:
-    """What of it no conversion wrote; empty if there is no such thing."""
+    """Reason why the target is not the result of a conversion; empty if it is."""
     if not target.is_dir():
         return "is not a folder"
     entries = sorted(os.scandir(target), key=lambda entry: entry.name)
@@ -80,24 +84,24 @@ def _foreign(target: Path) -> str:
     known = {RECORD, *record["files"]}
     for entry in entries:
         if entry.name not in known or entry.is_dir(follow_symlinks=False):
-            return f"holds {entry.name!r}, which no conversion wrote"
+            return f"contains {entry.name!r}, which no conversion wrote"
     return ""
 
 
 def _source_root(source: Side) -> Path:
-    """The source's folder; for a checkpoint of a run the folder of all its checkpoints."""
+    """Folder of the source; for a checkpoint of a run, the folder of all its checkpoints."""
     folder = resolved(source.folder)
     above = folder.parent.parent
     return above if folder.name == "actor" and above == RunFolder(above.parent).checkpoints else folder
 
 
 def _linked_files(source: Side) -> Iterator[Path]:
-    """What the links in the source's folders lead to, such as the blobs of HuggingFace's cache."""
+    """Targets of the links in the source's folders, such as the blobs of HuggingFace's cache."""
     for folder in dict.fromkeys((source.folder, source.model_folder)):
         yield from (resolved(Path(entry.path)) for entry in os.scandir(folder) if entry.is_symlink())
 
 
 def _overlap(target: Path, path: Path, reason: str) -> UserError:
     if path != target:
-        reason = f"{str(path)!r}, where the conversion is written, {reason}"
+        reason = f"the staging folder {str(path)!r} {reason}"
     return UserError(reason, where=str(target), remedy="choose a destination that does not overlap the source")

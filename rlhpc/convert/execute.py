@@ -1,93 +1,94 @@
-"""Carrying out a plan: worker processes each take pieces, and the folder gets its name when all are there."""
+"""Executes a plan: worker processes write its pieces, and the folder gets its name when all are written."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import shutil
-import signal
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.torch_dist import cut_box
-from rlhpc.convert.arrays import NUMPY, Array, reuse_memory
+from rlhpc.convert.arrays import NUMPY, Array
 from rlhpc.convert.destination import check_overlap, check_replaceable, is_replaceable, record_of
 from rlhpc.convert.metadata import write_rest
 from rlhpc.convert.plan import CHUNK_BYTES, ConversionPlan, NewChunk, NewTensor, Piece, check_disk
+from rlhpc.convert.pool import WorkerKilled, run_tasks
+from rlhpc.convert.progress import SILENT, Progress
 from rlhpc.convert.readers import Reader, check_tied, reader_of
-from rlhpc.convert.staging import Items, Workshop
+from rlhpc.convert.staging import Items, Staging
 from rlhpc.convert.stream import Stream
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
 from rlhpc.core.overlap import resolved
-from rlhpc.core.process import ProcessId, die_with
 from rlhpc.sharding.shards import Box
 
-Progress = Callable[[int, int], None]  # bytes written in this run, and of all that it has to write
-_AGAIN = "run the same command again: what is finished is kept"
+_AGAIN = "run the same command again: finished pieces are kept"
 
 
 @dataclass(frozen=True)
 class Share:
-    """One of ``count`` equal parts of the pieces, to be done apart from the others."""
+    """One of ``count`` equal parts of the pieces, written by a job of its own."""
 
     index: int
     count: int
+
+    def of(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Its pieces among these."""
+        return [piece for piece in pieces if piece.number % self.count == self.index]
 
 
 def convert(
     plan: ConversionPlan,
     target: Path,
     workers: int,
+    *,
     force: bool = False,
     share: Share | None = None,
-    progress: Progress = lambda done, total: None,
-    notice: Callable[[str], None] = lambda text: None,
+    progress: Progress = SILENT,
 ) -> bool:
-    """Write the target folder, or one share of it; False if it was there already, made by the same plan.
+    """Writes the target folder, or one share of it; False if the same plan had already written it.
 
-    Raises UserError; what was finished until then is kept for the next try.
+    Raises UserError; the finished pieces are kept for the next run.
     """
     target = resolved(target)
-    workshop = Workshop.beside(target)
-    with _plainly(target):
+    staging = Staging.beside(target)
+    with _user_errors(target):
         check_overlap(plan.source, target)
         if not force and is_done(plan, target):
             return False
         check_replaceable(target)
-        workshop.check()
-        if not workshop.path.exists():
+        staging.check()
+        if not staging.path.exists():
             _check_disk(target, plan.pieces)
-        with workshop.locked(f"{share.index}" if share else ""):
-            if workshop.prepare(plan):
-                notice("the source or the options have changed since the last try: starting afresh")
-            todo = [piece for piece in plan.pieces if workshop.done(piece) is None]
+        with staging.locked(f"{share.index}" if share else ""):
+            if staging.prepare(plan):
+                progress.note("the source or the options have changed since the last run: starting over")
+            left = [piece for piece in plan.pieces if staging.items_of(piece) is None]
             if share is not None:
-                todo = [piece for piece in todo if piece.number % share.count == share.index]
-            elif len(todo) < len(plan.pieces):
-                notice(f"{len(plan.pieces) - len(todo)} of {len(plan.pieces)} pieces are there from before")
-            _check_disk(target, todo)
+                left = share.of(left)
+            elif len(left) < len(plan.pieces):
+                progress.note(f"{len(plan.pieces) - len(left)} of {len(plan.pieces)} pieces exist already")
+            _check_disk(target, left)
             check_tied(plan.source)
-            _do(plan, workshop, todo, workers, progress)
+            _write_pieces(plan, staging, left, workers, progress)
             if share is None:
-                write_rest(plan, workshop)
-                _publish(plan, workshop, target, force)
+                write_rest(plan, staging)
+                _publish(plan, staging, target, force=force)
     return True
 
 
-def _publish(plan: ConversionPlan, workshop: Workshop, target: Path, force: bool) -> None:
-    """Give the result its name, unless something else has taken it since the beginning."""
+def _publish(plan: ConversionPlan, staging: Staging, target: Path, *, force: bool) -> None:
+    """Gives the result its name, unless something else has taken it in the meantime."""
     check_overlap(plan.source, target)
     if force:
         check_replaceable(target)
     else:
         _check_free(target)
-    workshop.publish(target)
+    staging.publish(target)
 
 
 def _check_disk(target: Path, pieces: Sequence[Piece]) -> None:
@@ -96,7 +97,7 @@ def _check_disk(target: Path, pieces: Sequence[Piece]) -> None:
 
 
 def is_done(plan: ConversionPlan, target: Path) -> bool:
-    """The target was made by the same plan; a UserError if something else is in its place."""
+    """Whether the same plan has written the target; raises UserError if the path is taken by something else."""
     if _is_free(target):
         return False
     record = record_of(target)
@@ -104,7 +105,7 @@ def is_done(plan: ConversionPlan, target: Path) -> bool:
     if record.get("digest") == plan.digest:
         if all((target / n).is_file() and (target / n).stat().st_size == s for n, s in record["files"].items()):
             return True
-        damaged = ", and is damaged"
+        damaged = " and is damaged"
     raise _taken(target, damaged)
 
 
@@ -119,71 +120,39 @@ def _check_free(target: Path) -> None:
 
 def _taken(target: Path, damaged: str = "") -> UserError:
     force = ", or replace it with --force" if is_replaceable(target) else ""
-    return UserError(f"exists already{damaged}", where=str(target), remedy=f"choose another folder{force}")
+    return UserError(f"already exists{damaged}", where=str(target), remedy=f"choose another folder{force}")
 
 
 @contextlib.contextmanager
-def _plainly(target: Path) -> Iterator[None]:
-    """What the file system or the machine refuses is one line for the user."""
+def _user_errors(target: Path) -> Iterator[None]:
+    """Turns errors of the file system, and killed workers, into one line for the user."""
     try:
         yield
-    except BrokenProcessPool:
-        message = "a worker process was killed, perhaps for want of memory"
+    except WorkerKilled:
+        message = "a worker process was killed, perhaps because memory ran out"
         raise UserError(message, where=str(target), remedy=_AGAIN) from None
     except OSError as error:
         where = str(error.filename or target)
         raise UserError(error.strerror or str(error), where=where, remedy=_AGAIN) from error
 
 
-def _do(plan: ConversionPlan, workshop: Workshop, todo: Sequence[Piece], workers: int, progress: Progress) -> None:
-    total, written = sum(piece.size for piece in todo), 0
-    progress(0, total)
-    for piece in _work(plan, workshop, todo, min(workers, len(todo))):
-        written += piece.size
-        progress(written, total)
+def _write_pieces(
+    plan: ConversionPlan, staging: Staging, pieces: Sequence[Piece], workers: int, progress: Progress
+) -> None:
+    total, written = sum(piece.size for piece in pieces), 0
+    progress.update(0, total)
+
+    def prepare() -> Callable[[Piece], None]:
+        return functools.partial(write_piece, reader_of(plan.source), staging)
+
+    for index, _ in run_tasks(prepare, pieces, workers):
+        written += pieces[index].size
+        progress.update(written, total)
 
 
-def _work(plan: ConversionPlan, workshop: Workshop, todo: Sequence[Piece], workers: int) -> Iterator[Piece]:
-    """Each piece as it is finished."""
-    if workers <= 1:
-        reuse_memory()
-        reader = reader_of(plan.source)
-        for piece in todo:
-            write_piece(reader, workshop, piece)
-            yield piece
-        return
-    parent = ProcessId.own()
-    # Forked, so that they start at once and share the plan; there is neither torch nor a thread in this process.
-    pool = ProcessPoolExecutor(workers, get_context("fork"), initializer=_begin, initargs=(plan, workshop, parent))
-    try:
-        futures = {pool.submit(_take, index): piece for piece in todo for index in [plan.pieces.index(piece)]}
-        for future in as_completed(futures):
-            future.result()
-            yield futures[future]
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_state: tuple[ConversionPlan, Workshop, Reader] | None = None
-
-
-def _begin(plan: ConversionPlan, workshop: Workshop, parent: ProcessId) -> None:
-    global _state
-    reuse_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to answer
-    die_with(parent)
-    _state = plan, workshop, reader_of(plan.source)
-
-
-def _take(index: int) -> None:
-    assert _state is not None
-    plan, workshop, reader = _state
-    write_piece(reader, workshop, plan.pieces[index])
-
-
-def write_piece(reader: Reader, workshop: Workshop, piece: Piece) -> None:
-    """Write one piece, force it to disk, and note that it is there."""
-    path = workshop.target / piece.file
+def write_piece(reader: Reader, staging: Staging, piece: Piece) -> None:
+    """Writes one piece, flushes it to disk, and records it."""
+    path = staging.target / piece.file
     chunks = isinstance(piece.items[0], NewChunk)
     items: Items = []
     with Stream(path, truncate=chunks) as stream:
@@ -192,7 +161,7 @@ def write_piece(reader: Reader, workshop: Workshop, piece: Piece) -> None:
                 items.append(_write_chunk(stream, reader, item))
             else:
                 items.append(_write_tensor(stream, reader, item))
-    workshop.finish(piece, items)
+    staging.record(piece, items)
 
 
 def _write_chunk(stream: Stream, reader: Reader, item: NewChunk) -> list[int]:
@@ -208,7 +177,7 @@ def _write_chunk(stream: Stream, reader: Reader, item: NewChunk) -> list[int]:
 
 
 def _write_tensor(stream: Stream, reader: Reader, item: NewTensor) -> list[int]:
-    """A slab of rows at a time."""
+    """Writes a slab of rows at a time."""
     checksum = 0
     stream.seek(item.start)
     shape = item.spec.shape

@@ -63,6 +63,7 @@ def _by_megatron(folder: Path, shape: ModelShape, sequences: list[list[int]]) ->
     import torch.distributed as dist
 
     from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.model_settings import ModelSettings
     from rlhpc.config.training import ParallelSection
     from rlhpc.data.collate import pack_batch
     from rlhpc.parallel.groups import build_groups, join, leave
@@ -74,7 +75,7 @@ def _by_megatron(folder: Path, shape: ModelShape, sequences: list[list[int]]) ->
         join(info)
         build_groups(layout, seed=0)
     try:
-        backend = MegatronBackend(shape, layout, info, "float32", ParallelSection())
+        backend = MegatronBackend(shape, layout, info, "float32", ModelSettings(ParallelSection()))
         backend.load_pretrained(folder)
         batches = [pack_batch([(np.array(tokens), 1)], sample_ids=[i]) for i, tokens in enumerate(sequences)]
         stats = backend.log_probs(batches, temperature=1.0)

@@ -1,4 +1,4 @@
-"""What a converted folder holds besides weights: index, config, tokenizer, and the record of the conversion."""
+"""Writes what a converted folder contains besides weights: index, config, tokenizer, record of the conversion."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rlhpc.checkpoint.formats.safetensors_headers import INDEX, index_text
 from rlhpc.checkpoint.formats.torch_dist_metadata import Chunk
 from rlhpc.convert.plan import DTYPES, FORMAT, ConversionPlan, NewChunk, objects_of
 from rlhpc.convert.sides import RECORD, MegatronSide, unquantised
-from rlhpc.convert.staging import Items, Workshop
+from rlhpc.convert.staging import Items, Staging
 from rlhpc.convert.torch_files import archive, index_bytes
 from rlhpc.core.files import write_json
 
 _FORMAT_FILES = {".metadata", "metadata.json", "common.pt", RECORD, INDEX, "pytorch_model.bin.index.json"}
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack", ".onnx", ".distcp"}
 _NAMES = {safe: name for name, safe in DTYPES.items()}
-_MOST_BYTES = 1 << 28  # a tokenizer is smaller
+_MAX_BYTES = 1 << 28  # a tokenizer is smaller
 
 
-def write_rest(plan: ConversionPlan, workshop: Workshop) -> None:
-    """Complete the target, whose pieces are all there."""
-    folder, done = workshop.target, [workshop.done(piece) for piece in plan.pieces]
-    items: list[Items] = [found for found in done if found is not None]
+def write_rest(plan: ConversionPlan, staging: Staging) -> None:
+    """Completes the target, whose pieces have all been written."""
+    folder, recorded = staging.target, [staging.items_of(piece) for piece in plan.pieces]
+    items: list[Items] = [found for found in recorded if found is not None]
     assert len(items) == len(plan.pieces), "pieces are missing"
     _copy_model_files(plan, folder)
     if plan.target == "megatron":
@@ -56,7 +56,7 @@ def write_rest(plan: ConversionPlan, workshop: Workshop) -> None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """What belongs to a model besides its weights: config, tokenizer, generation config, templates, licence."""
+    """Files of a model besides its weights: config, tokenizer, generation config, templates, license."""
     return sorted(
         file
         for file in folder.iterdir()
@@ -64,12 +64,12 @@ def model_files(folder: Path) -> list[Path]:
         and not file.name.startswith(".")
         and file.name not in _FORMAT_FILES
         and file.suffix not in _WEIGHTS
-        and file.stat().st_size <= _MOST_BYTES
+        and file.stat().st_size <= _MAX_BYTES
     )
 
 
 def new_fields(plan: ConversionPlan) -> dict[str, Any] | None:
-    """Of config.json, if its type of elements or its quantisation changes."""
+    """Fields of config.json if their dtype or quantization changes; None to copy the file."""
     source = plan.source
     fields = unquantised(source.fields, source.model_folder)
     counted: Counter[str] = Counter()
@@ -105,7 +105,7 @@ def _write_safetensors(plan: ConversionPlan, folder: Path) -> None:
 
 
 def _write_torch_dist(plan: ConversionPlan, folder: Path, items: list[Items]) -> None:
-    """The index, the values that are no tensors, and the two small files of megatron.core.dist_checkpointing."""
+    """Writes the index, the values other than tensors, and the two small files of megatron.core.dist_checkpointing."""
     tensors: dict[str, tuple[str, tuple[int, ...], list[Chunk]]] = {}
     for piece, found in zip(plan.pieces, items, strict=True):
         for item, (start, length, _) in zip(piece.items, found, strict=True):
@@ -125,7 +125,7 @@ def _write_torch_dist(plan: ConversionPlan, folder: Path, items: list[Items]) ->
 
 
 def _write_objects(plan: ConversionPlan, folder: Path) -> dict[str, tuple[str, int, int]]:
-    """Those of a checkpoint go over as they are; those of parallel linears are nothing, in a list."""
+    """Copies the objects of a checkpoint, or writes the empty ones of parallel linears; their places."""
     name, empty, places = f"__{len(plan.pieces)}_0.distcp", archive([None]), {}
     with open(folder / name, "wb") as file:
         for key in objects_of(plan):
@@ -144,7 +144,7 @@ def _write_objects(plan: ConversionPlan, folder: Path) -> dict[str, tuple[str, i
 
 
 def header_digest(path: Path) -> str:
-    """SHA-256 of a safetensors file's header, its length included."""
+    """SHA-256 of a safetensors file's header, including its length."""
     with open(path, "rb") as file:
         length = file.read(8)
         return hashlib.sha256(length + file.read(min(int.from_bytes(length, "little"), 100_000_000))).hexdigest()

@@ -1,23 +1,44 @@
-"""How far a conversion is, how fast, and how long it will take."""
+"""Progress of a conversion: bytes written, rate, time left."""
 
 from __future__ import annotations
 
 import time
-from typing import TextIO
+from typing import Protocol, TextIO
 
 from rlhpc.core.shown import show
 
-_EVERY = {True: 0.2, False: 10.0}  # seconds between lines: on a terminal one line is written over
+_EVERY = {True: 0.2, False: 10.0}  # seconds between lines; on a terminal one line is overwritten
+
+
+class Progress(Protocol):
+    """Receives the progress of a conversion."""
+
+    def update(self, done: int, total: int) -> None:
+        """Bytes written so far in this run, and to be written in all."""
+
+    def note(self, text: str) -> None:
+        """A remark for the user."""
+
+
+class _Silent:
+    def update(self, done: int, total: int) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+
+SILENT: Progress = _Silent()
 
 
 class ProgressLine:
+    """``Progress`` on a terminal or in a log."""
+
     def __init__(self, out: TextIO) -> None:
         self._out, self._terminal = out, out.isatty()
         self._began, self._last, self._open = time.monotonic(), 0.0, False
         self._done = 0
 
-    def show(self, done: int, total: int) -> None:
-        """Bytes written, of all."""
+    def update(self, done: int, total: int) -> None:
+        """Shows bytes written and their total, not more often than is readable."""
         now = time.monotonic()
         if not done:
             self._began = now
@@ -31,19 +52,19 @@ class ProgressLine:
         )
         self._write(text)
 
-    def tell(self, text: str) -> None:
-        """A line that stays."""
+    def note(self, text: str) -> None:
+        """Shows a line that is not overwritten."""
         self.end()
         show(text, file=self._out)
 
     def end(self) -> None:
-        """Leave the line."""
+        """Ends the overwritten line."""
         if self._open:
             show("", file=self._out)
         self._open = False
 
     def summary(self) -> str:
-        """Of the whole time, the last flush to disk too."""
+        """Time and rate of the whole conversion, the last flush to disk included."""
         seconds = max(time.monotonic() - self._began, 1e-9)
         return f"{seconds:,.1f} s, {self._done / seconds / 1e9:.2f} GB/s"
 

@@ -1,9 +1,9 @@
-"""Where a conversion is written until it is whole: a hidden folder beside the target.
+"""Hidden folder beside the target, in which a conversion is written until it is complete.
 
-.NAME.converting/plan.json    which plan the pieces are of
-                 pieces/7.json  written when piece 7 is on disk: where its items lie, and their CRC-32
-                 target/      what will be the target
-                 former/      what the target replaces, for a moment
+.NAME.converting/plan.json      digest of the plan that the pieces belong to
+                 pieces/7.json  written when piece 7 is on disk: place and CRC-32 of its items
+                 target/        becomes the target
+                 former/        briefly, the folder that the target replaces
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from rlhpc.convert.plan import ConversionPlan, Piece
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import read_json
 
-_NOTE = "plan.json"
-Items = list[list[int]]  # of each item of a piece: start in the file, length, CRC-32 of its elements
+_PLAN = "plan.json"
+Items = list[list[int]]  # for each item of a piece: start in the file, length, CRC-32 of its elements
 
 
 @dataclass(frozen=True)
-class Workshop:
+class Staging:
+    """Such a folder, by its path."""
+
     path: Path
 
     @classmethod
-    def beside(cls, target: Path) -> Workshop:
-        """The one of a target folder."""
+    def beside(cls, target: Path) -> Staging:
+        """Staging folder of a target."""
         return cls(target.absolute().parent / f".{target.name}.converting")
 
     @property
@@ -49,36 +51,38 @@ class Workshop:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """Where files are written and removed."""
+        """Folders in which files are written and removed."""
         return self.pieces, self.target, self.former
 
     def check(self) -> None:
-        """Refuse a folder of this name that holds anything but a conversion's own plain files: what is in it is written
-        in place and removed. Raises UserError."""
+        """Refuses an existing folder that contains anything but a conversion's own plain files.
+
+        Its contents will be overwritten and removed. Raises UserError.
+        """
         if not os.path.lexists(self.path):
             return
         foreign = next(self._foreign(), None)
         if foreign is not None:
             raise UserError(
-                f"{foreign.name!r} in it is a link, has a second name, or was not written by a conversion",
+                f"{foreign.name!r} in it is a link, has a second hard link, or was not written by a conversion",
                 where=str(self.path),
-                remedy="move this folder away; the conversion then starts afresh",
+                remedy="move this folder away; the conversion then starts over",
             )
 
     def prepare(self, plan: ConversionPlan) -> bool:
-        """Make the folders; what is there of another plan goes. Returns whether there was any."""
+        """Creates the folders and removes the pieces of another plan; returns whether there were any."""
         with open(self.path / "lock-prepare", "w") as handle:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # shares begin together, and one must not empty what another fills
+            fcntl.flock(handle, fcntl.LOCK_EX)  # shares start together: one must not empty what another fills
             return self._prepare(plan)
 
     def _prepare(self, plan: ConversionPlan) -> bool:
-        note = self.path / _NOTE
-        known = _read(note).get("digest") if note.is_file() else None
+        file = self.path / _PLAN
+        known = _read(file).get("digest") if file.is_file() else None
         other = known is not None and known != plan.digest
         if known != plan.digest or not self.target.is_dir():
-            for folder in (self.pieces, self.target):  # in this order: a piece that counts as done has its file
+            for folder in (self.pieces, self.target):  # in this order: a recorded piece always has its file
                 _empty(folder)
-            _write(note, {"digest": plan.digest})
+            _write(file, {"digest": plan.digest})
         self.pieces.mkdir(exist_ok=True)
         self.target.mkdir(exist_ok=True)
         for file in plan.files:
@@ -88,7 +92,7 @@ class Workshop:
 
     @contextlib.contextmanager
     def locked(self, share: str = "") -> Iterator[None]:
-        """Nobody else works on the same target; with a share's name, nobody else on the same share."""
+        """Locks out other conversions to the same target; with a share's name, only of the same share."""
         self.path.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
             for name, kind in [("lock", fcntl.LOCK_SH if share else fcntl.LOCK_EX), (f"lock-{share}", fcntl.LOCK_EX)]:
@@ -101,17 +105,17 @@ class Workshop:
                     ) from None
             yield
 
-    def done(self, piece: Piece) -> Items | None:
-        """Where the items of a finished piece lie; None for one that is still to be done."""
+    def items_of(self, piece: Piece) -> Items | None:
+        """Places of a finished piece's items; None for a piece that is not finished."""
         found: Items | None = _read(self.pieces / f"{piece.number}.json").get("items")
         return found if (self.target / piece.file).is_file() else None
 
-    def finish(self, piece: Piece, items: Items) -> None:
-        """Note that a piece is on disk."""
+    def record(self, piece: Piece, items: Items) -> None:
+        """Records that a piece is on disk."""
         _write(self.pieces / f"{piece.number}.json", {"items": items})
 
     def publish(self, target: Path) -> None:
-        """Give what is written its name, in the place of what had it. Chunks are on disk since their piece was."""
+        """Renames the result to the target and replaces what had that name. Chunks were flushed with their pieces."""
         for file in self.target.iterdir():
             if file.suffix != ".distcp":
                 flush(file)
@@ -125,23 +129,23 @@ class Workshop:
             self._discard()
 
     def _discard(self) -> None:
-        """Remove the folder, the note by which it is known last."""
+        """Removes the folder, and last the file that identifies it."""
         for folder in self.folders:
             _remove(folder)
-        for name in sorted(os.listdir(self.path), key=lambda name: name == _NOTE):
+        for name in sorted(os.listdir(self.path), key=lambda name: name == _PLAN):
             os.unlink(self.path / name)
         os.rmdir(self.path)
 
     def _foreign(self) -> Iterator[Path]:
-        """What in it no conversion has made."""
+        """Entries that no conversion has written."""
         if not _is_folder(self.path):
             yield self.path
             return
         folders = [folder for folder in self.folders if _is_folder(folder)]
-        noted = (self.path / _NOTE).is_file()
+        identified = (self.path / _PLAN).is_file()
         for path in sorted(self.path.iterdir()):
             if path in folders:
-                if not noted:
+                if not identified:
                     yield path
             elif not (path.name.startswith(("lock", "plan.")) and _is_plain(path)):
                 yield path
@@ -152,7 +156,7 @@ class Workshop:
 
 
 def _write(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all while the machine runs. What it loses when it stops is done again, so nothing waits here."""
+    """Writes a file atomically, without fsync: a piece whose record a crash of the machine loses is written again."""
     temporary = path.with_suffix(f".{os.getpid()}.tmp")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     os.replace(temporary, path)
@@ -166,7 +170,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def flush(path: Path) -> None:
-    """Force a file or folder to disk."""
+    """Flushes a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -179,7 +183,7 @@ def _is_folder(path: Path) -> bool:
 
 
 def _is_plain(path: Path) -> bool:
-    """A file of one name, or one that another job has removed meanwhile."""
+    """Whether it is a file with one hard link, or was removed by another job in the meantime."""
     try:
         status = path.lstat()
     except FileNotFoundError:
@@ -188,14 +192,14 @@ def _is_plain(path: Path) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    """Remove the files of a folder, if it is there; a folder in it is an OSError."""
+    """Removes the files of a folder, if it exists; raises OSError if it contains a folder."""
     if folder.exists():
         for path in folder.iterdir():
             path.unlink(missing_ok=True)
 
 
 def _remove(folder: Path) -> None:
-    """Remove a folder of files, if it is there."""
+    """Removes a folder of files, if it exists."""
     _empty(folder)
     with contextlib.suppress(FileNotFoundError):
         folder.rmdir()

@@ -1,15 +1,12 @@
-"""Is the model in one folder the model in another? Answered from the files on disk, whatever wrote them."""
+"""Compares the model in one folder with the model in another, by the files on disk, whichever program wrote them."""
 
 from __future__ import annotations
 
 import hashlib
-import signal
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +14,10 @@ import numpy as np
 
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES
 from rlhpc.checkpoint.formats.torch_dist import cut_box, tiles
-from rlhpc.convert.arrays import CAST_ELEMENTS, reuse_memory
+from rlhpc.convert.arrays import CAST_ELEMENTS
 from rlhpc.convert.checksum import add, checksum
 from rlhpc.convert.metadata import crc_of, header_digest, model_files
+from rlhpc.convert.pool import WorkerKilled, run_tasks
 from rlhpc.convert.readers import Reader, reader_of
 from rlhpc.convert.sides import (
     RECORD,
@@ -33,7 +31,6 @@ from rlhpc.convert.sides import (
 )
 from rlhpc.convert.torch_files import wrap
 from rlhpc.core.errors import UserError
-from rlhpc.core.process import ProcessId, die_with
 from rlhpc.sharding.shards import Box
 
 _MAY_DIFFER = {"dtype", "torch_dtype", "transformers_version", "_name_or_path"}
@@ -42,7 +39,7 @@ _TASK_BYTES = 256 << 20
 
 @dataclass
 class Report:
-    """``faults``: one line each, naming file, tensor or field. The sides are None where they could not be read."""
+    """``faults``: one line each, naming file, tensor or field. A side that could not be read is None."""
 
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
@@ -52,7 +49,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Compared:
-    """A tensor on both sides: its checksums, and the first row in which they differ."""
+    """A tensor's checksums on both sides, and the first row in which they differ."""
 
     name: str
     source: int
@@ -69,23 +66,24 @@ def verify(
     model: Path | None = None,
     family: str | None = None,
 ) -> Report:
-    """Compare two folders; ``step`` and ``model`` are of the one that is a training checkpoint."""
+    """Compares two folders; ``step`` and ``model`` apply to the one that is a training checkpoint."""
     report = Report()
-    for name, path in (("source", source), ("target", target)):
-        is_run = (path / "checkpoints").is_dir()
+
+    def read(path: Path) -> Side | None:
+        is_run, has_config = (path / "checkpoints").is_dir(), (path / "config.json").is_file()
         try:
-            setattr(
-                report, name, read_side(path, step if is_run else None, model if _needs_model(path) else None, family)
-            )
+            return read_side(path, step if is_run else None, None if has_config else model, family)
         except UserError as error:
             report.faults.append(str(error))
-    first, second = report.source, report.target
+            return None
+
+    first, second = report.source, report.target = read(source), read(target)
     for side in (first, second):
         if side is not None:
             report.faults += _record_faults(side)
     homes = [side.model_folder if side else path for side, path in ((first, source), (second, target))]
     if all((home / "config.json").is_file() for home in homes):
-        report.faults += _config_faults(*homes)  # which also tells why a side cannot be read
+        report.faults += _config_faults(*homes)  # may also explain why a side cannot be read
     if first is None or second is None:
         return report
     if first.specs != second.specs:
@@ -100,11 +98,7 @@ def verify(
     return report
 
 
-def _needs_model(path: Path) -> bool:
-    return not any((path / name).is_file() for name in ("config.json",))
-
-
-# --- what a conversion has noted of the files it wrote
+# --- the record of the conversion that wrote the files
 
 
 def _record_faults(side: Side) -> list[str]:
@@ -113,7 +107,7 @@ def _record_faults(side: Side) -> list[str]:
         record = read_record(folder)
         return list(_recorded(side, record)) if record else []
     except (UserError, KeyError, TypeError, ValueError) as error:
-        return [f"{folder / RECORD}: is damaged ({error})"]
+        return [f"{folder / RECORD}: damaged ({error})"]
 
 
 def _recorded(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
@@ -121,15 +115,15 @@ def _recorded(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
     for name, size in record["files"].items():
         path = folder / name
         if not path.is_file():
-            yield f"{path}: is missing"
+            yield f"{path}: missing"
         elif path.stat().st_size != size:
             yield f"{path}: has {path.stat().st_size} bytes, {size} were written"
     for name, digest in record["sha256"].items():
         if (folder / name).is_file() and hashlib.sha256((folder / name).read_bytes()).hexdigest() != digest:
-            yield f"{folder / name}: is not what was written"
+            yield f"{folder / name}: changed since it was written"
     for name, digest in record["headers"].items():
         if (folder / name).is_file() and header_digest(folder / name) != digest:
-            yield f"{folder / name}: its header is not what was written"
+            yield f"{folder / name}: header changed since it was written"
     keys = _keys(side)
     for piece in record["items"].values():
         path = folder / piece["file"]
@@ -137,11 +131,11 @@ def _recorded(side: Side, record: Mapping[str, Any]) -> Iterator[str]:
             if path.is_file():
                 key, kind, shape = keys.get((piece["file"], start), ("", "", ()))
                 if not _as_written(path, start, length, crc, kind, shape):
-                    yield f"{path}: {key or 'bytes from ' + str(start)} is not what was written"
+                    yield f"{path}: {key or 'bytes from ' + str(start)} changed since it was written"
 
 
 def _keys(side: Side) -> dict[tuple[str, int], tuple[str, str, tuple[int, ...]]]:
-    """(file, start) -> (key, dtype, shape of the chunk; none for safetensors)."""
+    """(file, start) -> (key, dtype, shape of the chunk); dtype and shape are empty for safetensors."""
     if isinstance(side, HuggingFaceSide):
         return {(tensor.file.name, tensor.start): (name, "", ()) for name, tensor in side.tensors.items()}
     return {
@@ -172,21 +166,21 @@ def _as_written(path: Path, start: int, length: int, crc: int, dtype: str, shape
 def _config_faults(first: Path, second: Path) -> list[str]:
     try:
         one, two = (unquantised(read_fields(folder), folder) for folder in (first, second))
-    except UserError:  # is told already
+    except UserError:  # reported already
         return []
     files = f"{first / 'config.json'} and {second / 'config.json'}"
     faults = [
-        f"{files}: {name!r} is {one.get(name)!r} in the one, {two.get(name)!r} in the other"
+        f"{files}: {name!r} is {one.get(name)!r} in the first, {two.get(name)!r} in the second"
         for name in sorted(one.keys() | two.keys())
         if name not in _MAY_DIFFER and one.get(name) != two.get(name)
     ]
-    there = {file.name for file in model_files(second)}
+    present = {file.name for file in model_files(second)}
     for file in model_files(first):
         other = second / file.name
-        if file.name not in there:
-            faults.append(f"{other}: is missing")
+        if file.name not in present:
+            faults.append(f"{other}: missing")
         elif file.name != "config.json" and file.read_bytes() != other.read_bytes():
-            faults.append(f"{other}: is not that of {first}")
+            faults.append(f"{other}: differs from that in {first}")
     return faults
 
 
@@ -199,17 +193,17 @@ def _spec_faults(first: Side, second: Side) -> list[str]:
 
 
 def _coverage_faults(side: Side) -> list[str]:
-    """Each element of each tensor has one place, and each place one element."""
+    """Checks that elements and places of a checkpoint correspond one to one."""
     if isinstance(side, HuggingFaceSide):
         return []
     faults = []
     for name, places in side.places.items():
         if not tiles(side.specs[name].shape, [shard.box for _, shard in places]):
-            faults.append(f"{name}: its elements are not each in one place of {side.folder}")
+            faults.append(f"{name}: not every element has exactly one place in {side.folder}")
     for parameter in side.parameters:
         rows = max(shard.local_box.stop[0] for shard in parameter.shards)
         if not tiles((rows, *parameter.shape[1:]), [shard.local_box for shard in parameter.shards]):
-            faults.append(f"{parameter.key}: its elements do not each come from one place")
+            faults.append(f"{parameter.key}: not every element comes from exactly one place")
     return faults
 
 
@@ -225,39 +219,28 @@ def _compare_all(first: Side, second: Side, workers: int) -> list[Compared]:
         if size > _TASK_BYTES:
             tasks.append([])
             size = 0
-    if workers <= 1 or len(tasks) == 1:
+
+    def prepare() -> Callable[[list[str]], list[Compared]]:
         readers = reader_of(first), reader_of(second)
-        return [_compare(first, second, readers, name) for names in tasks for name in names]
-    context, own = get_context("fork"), ProcessId.own()
-    with ProcessPoolExecutor(workers, context, initializer=_begin, initargs=(first, second, own)) as pool:
-        return [item for found in pool.map(_take, tasks) for item in found]
+        return lambda names: [_compare(first, second, readers, name) for name in names]
 
-
-_state: tuple[Side, Side, tuple[Reader, Reader]] | None = None
-
-
-def _begin(first: Side, second: Side, parent: ProcessId) -> None:
-    global _state
-    reuse_memory()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with(parent)
-    _state = first, second, (reader_of(first), reader_of(second))
-
-
-def _take(names: list[str]) -> list[Compared]:
-    assert _state is not None
-    return [_compare(*_state, name) for name in names]
+    try:
+        found = dict(run_tasks(prepare, tasks, workers))
+    except WorkerKilled:
+        message = "a worker process was killed, perhaps because memory ran out"
+        raise UserError(message, where="--workers", remedy="pass a smaller number") from None
+    return [item for index in range(len(tasks)) for item in found[index]]
 
 
 def stored_dtype(side: Side, name: str) -> str:
-    """The type in which a tensor lies in the files; bfloat16 for fp8, which is compared dequantised."""
+    """Type of a tensor in the files; bfloat16 for fp8, which is compared dequantised."""
     if isinstance(side, MegatronSide):
         return side.tensors[side.places[name][0][0].key].dtype
     return side.dtype_of(name)
 
 
 def _compare(first: Side, second: Side, readers: tuple[Reader, Reader], name: str) -> Compared:
-    """The source's elements in the target's type against the target's, bit by bit."""
+    """Compares the source's elements, cast to the target's type, with the target's, bit by bit."""
     dtype, shape = stored_dtype(second, name), first.specs[name].shape
     sums, row = [0, 0], None
     try:
@@ -273,28 +256,28 @@ def _compare(first: Side, second: Side, readers: tuple[Reader, Reader], name: st
 
 
 def _difference(item: Compared, compared: list[Compared]) -> str:
-    """What is wrong with a tensor; of an expert, which one is in its place."""
+    """Description of a tensor's fault; for an expert, which one is in its place."""
     other = next((one for one in compared if one.source == item.target and _kin(one.name) == _kin(item.name)), None)
     if other is not None and "*" in _kin(item.name):
-        return f"{item.name}: holds what belongs into {other.name}"
-    return f"{item.name}: differs, first in row {item.row}"
+        return f"{item.name}: contains {other.name}"
+    return f"{item.name}: first difference in row {item.row}"
 
 
 def _kin(name: str) -> str:
-    """The name with ``*`` for the number of an expert."""
+    """Name with ``*`` in place of the expert's number."""
     parts = name.split(".")
     at = parts.index("experts") + 1 if "experts" in parts else None
     return ".".join("*" if i == at else part for i, part in enumerate(parts))
 
 
 def _same_experts(compared: list[Compared], side: Side) -> list[str]:
-    """Experts of a layer that are alike in the target and not in the source."""
+    """Faults of a layer's experts that are equal in the target but not in the source."""
     found: dict[tuple[str, int], list[Compared]] = defaultdict(list)
     for item in compared:
         if side.specs[item.name].expert is not None:
             found[_kin(item.name), item.target].append(item)
     return [
-        f"{items[1].name}: is the same as {items[0].name}"
+        f"{items[1].name}: equal to {items[0].name}"
         for items in found.values()
         if len(items) > 1 and len({item.source for item in items}) > 1
     ]
@@ -311,8 +294,8 @@ def _notes(first: Side, second: Side, compared: list[Compared]) -> list[str]:
     changed = [n for n in first.specs if stored_dtype(first, n) != stored_dtype(second, n)]
     if changed:
         kinds = sorted({f"{stored_dtype(first, name)} to {stored_dtype(second, name)}" for name in changed})
-        notes[0] = notes[0].replace("bit for bit", f"once {len(changed)} of them are made {', '.join(kinds)}")
+        notes[0] = notes[0].replace("bit for bit", f"after casting {len(changed)} of them, {', '.join(kinds)}")
     if experts:
-        notes.append(f"{experts} tensors of experts are each in their place")
-    notes.append("config and tokenizer agree field by field")
+        notes.append(f"all {experts} expert tensors are in their places")
+    notes.append("config and tokenizer are equal field by field")
     return notes

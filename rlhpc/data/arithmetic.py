@@ -1,8 +1,8 @@
-"""The demo's inputs, made from nothing: adding two numbers of two digits, a tokenizer of single characters, a small
-Qwen2 with random weights.
+"""The demo's generated inputs: sums of two two-digit numbers, a tokenizer of single characters, a small Qwen2 with
+random weights.
 
-The demonstrations for the supervised warm-up come from a sloppy teacher who often forgets to carry, so that the
-warmed-up model mostly answers 47+38 with 75. RL knows only whether an answer is right.
+The demonstrations for the supervised warm-up often forget to carry, so that the warmed-up model mostly answers 47+38
+with 75. RL then rewards correct answers only.
 """
 
 from __future__ import annotations
@@ -28,28 +28,19 @@ CHAT_TEMPLATE = (
 )
 _RECIPE = "recipe.json"
 _MAX_POSITIONS = 64
+_MODEL = {"layers": 2, "hidden": 128, "heads": 4, "kv_heads": 2, "ffn": 512}
 
 Problem = tuple[int, int]
 
 
-def make(
-    folder: str,
-    seed: int = 0,
-    validation: int = 256,
-    forgotten_carries: float = 0.6,
-    layers: int = 2,
-    hidden: int = 128,
-    heads: int = 4,
-    kv_heads: int = 2,
-    ffn: int = 512,
-) -> None:
-    """Make ``model/``, ``train.parquet``, ``validation.jsonl`` and ``sft.jsonl`` in ``folder``, whole or not at all.
+def make(folder: str, seed: int = 0, validation: int = 256, forgotten_carries: float = 0.6) -> None:
+    """Creates ``model/``, ``train.parquet``, ``validation.jsonl`` and ``sft.jsonl`` in ``folder``, atomically.
 
-    Does nothing where they are already; raises UserError where they were made with other arguments.
-    ``validation`` is the number of problems held out; they are in neither of the other files, nor is b+a for an a+b.
-    ``forgotten_carries`` is the share of demonstrations that forget to carry.
+    Does nothing if they exist; raises UserError if they were created with other arguments. ``validation`` is the number
+    of held-out problems; neither a+b nor b+a of these is in the other files. ``forgotten_carries`` is the share of
+    demonstrations without carries.
     """
-    recipe = {name: value for name, value in locals().items() if name != "folder"}
+    recipe = {"seed": seed, "validation": validation, "forgotten_carries": forgotten_carries, **_MODEL}
     target = Path(folder)
     if target.exists():
         _check_recipe(target, recipe)
@@ -57,12 +48,12 @@ def make(
     target.parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        _save_model(work / "model", seed, layers, hidden, heads, kv_heads, ffn)
+        _save_model(work / "model", seed)
         _save_data(work, seed, validation, forgotten_carries)
         write_json(work / _RECIPE, recipe)
         os.rename(work, target)
     except OSError:
-        # Another process may have been first: a rename onto a folder that is not empty fails.
+        # Renaming onto a folder that is not empty fails: another process may have created it first.
         if not (target / _RECIPE).is_file():
             raise
     finally:
@@ -70,18 +61,18 @@ def make(
 
 
 def split_problems(seed: int, validation: int) -> tuple[list[Problem], list[Problem]]:
-    """(training, held-out) problems, each shuffled; a+b and b+a are on the same side, and only one is held out."""
-    draw = random.Random(seed)
+    """(training, held-out) problems, each shuffled. For a held-out a+b, b+a is in neither list."""
+    generator = random.Random(seed)
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
-    held_out = [pair if draw.random() < 0.5 else pair[::-1] for pair in draw.sample(pairs, validation)]
+    held_out = [pair if generator.random() < 0.5 else pair[::-1] for pair in generator.sample(pairs, validation)]
     excluded = {tuple(sorted(pair)) for pair in held_out}
     training = [(a, b) for a in range(10, 100) for b in range(10, 100) if tuple(sorted((a, b))) not in excluded]
-    draw.shuffle(training)
+    generator.shuffle(training)
     return training, held_out
 
 
 def add_without_carrying(a: int, b: int) -> int:
-    """Each column's last digit, the carry forgotten: 47+38 gives 75."""
+    """Sum without carries: 47+38 gives 75."""
     return (a // 10 + b // 10) % 10 * 10 + (a + b) % 10
 
 
@@ -89,12 +80,14 @@ def _check_recipe(target: Path, recipe: dict[str, Any]) -> None:
     file = target / _RECIPE
     if not file.is_file():
         raise UserError(
-            f"{str(target)!r} is there but was not made here", where="prepare.arguments", remedy="name another folder"
+            f"{str(target)!r} exists, but was not created by this function",
+            where="prepare.arguments",
+            remedy="name another folder",
         )
-    for name, made_with in read_json(file).items():
-        if recipe.get(name) != made_with:
+    for name, former in read_json(file).items():
+        if recipe.get(name) != former:
             raise UserError(
-                f"{name} is {recipe.get(name)!r}, but {str(target)!r} was made with {made_with!r}",
+                f"{name} is {recipe.get(name)!r}, but {str(target)!r} was created with {former!r}",
                 where="prepare.arguments",
                 remedy="name another folder, or remove this one",
             )
@@ -105,7 +98,7 @@ def _save_data(folder: Path, seed: int, validation: int, forgotten_carries: floa
     from pyarrow import parquet
 
     training, held_out = split_problems(seed, validation)
-    draw = random.Random(seed)
+    generator = random.Random(seed)
     parquet.write_table(
         pyarrow.Table.from_pylist([_prompt_row(problem, "train", i) for i, problem in enumerate(training)]),
         folder / "train.parquet",
@@ -113,7 +106,7 @@ def _save_data(folder: Path, seed: int, validation: int, forgotten_carries: floa
     _write_lines(folder / "validation.jsonl", [_prompt_row(p, "validation", i) for i, p in enumerate(held_out)])
     demonstrations = []
     for a, b in training:
-        answer = add_without_carrying(a, b) if draw.random() < forgotten_carries else a + b
+        answer = add_without_carrying(a, b) if generator.random() < forgotten_carries else a + b
         demonstrations.append({"messages": [_question(a, b), {"role": "assistant", "content": str(answer)}]})
     _write_lines(folder / "sft.jsonl", demonstrations)
 
@@ -137,7 +130,7 @@ def _write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def _save_model(folder: Path, seed: int, layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> None:
+def _save_model(folder: Path, seed: int) -> None:
     import torch
     from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -146,13 +139,13 @@ def _save_model(folder: Path, seed: int, layers: int, hidden: int, heads: int, k
     end, none = VOCABULARY.index(END), VOCABULARY.index(NONE)
     config = Qwen2Config(
         vocab_size=len(VOCABULARY),
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        intermediate_size=ffn,
+        num_hidden_layers=_MODEL["layers"],
+        hidden_size=_MODEL["hidden"],
+        num_attention_heads=_MODEL["heads"],
+        num_key_value_heads=_MODEL["kv_heads"],
+        intermediate_size=_MODEL["ffn"],
         max_position_embeddings=_MAX_POSITIONS,
-        initializer_range=0.05,  # a small model learns sooner than with the 0.02 of large ones
+        initializer_range=0.05,  # small models learn faster than with the usual 0.02
         eos_token_id=end,
         pad_token_id=none,
         dtype="float32",
@@ -166,7 +159,7 @@ def _save_model(folder: Path, seed: int, layers: int, hidden: int, heads: int, k
 
 
 def make_tokenizer(tokens: Sequence[str], max_length: int) -> Any:
-    """Tokenizer without merges: one token for each character, and NONE, USER, ASSISTANT and END among ``tokens``."""
+    """Tokenizer without merges; ``tokens`` are single characters and NONE, USER, ASSISTANT and END."""
     from transformers import Qwen2Tokenizer
 
     return Qwen2Tokenizer(

@@ -1,4 +1,4 @@
-"""Work divided into parts of nearly equal cost, with or without equal counts. Every rank divides it alike."""
+"""Divides work into parts of nearly equal cost, with or without equal counts. Deterministic, so every rank agrees."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Sequence
 
 _Part = list[tuple[int, int]]  # (cost, item), the cheapest first
 
-_ROUNDS = 8  # most exchanges for each item
-_DIFFERENCED = 16_384  # items times parts up to which a second start is worth its time
+_ROUNDS = 8  # maximum exchanges per item
+_DIFFERENCED = 16_384  # maximum items times parts for which largest differencing is also tried
 
 
-def balance(costs: Sequence[int], ids: Sequence[int], parts: int, equal: bool = False) -> list[list[int]]:
-    """Divide ``ids`` into ``parts`` of nearly equal total cost; ``equal``: of counts that differ by one at most.
+def balance(costs: Sequence[int], ids: Sequence[int], parts: int, *, equal: bool = False) -> list[list[int]]:
+    """Divides ``ids`` into ``parts`` of nearly equal total cost; with ``equal``, their counts differ by at most one.
 
-    The dearest first, each to the cheapest part with a place left (Graham 1969), then exchanges between the dearest
-    part and cheaper ones for as long as they lower it. Where it takes little time, largest differencing (Karmarkar and
-    Karp 1982) is another start, and the better end is taken.
+    Assigns the most expensive item first, each to the cheapest part with room (Graham 1969), then exchanges items
+    between the most expensive part and cheaper ones while that lowers it. Small problems are also started from largest
+    differencing (Karmarkar and Karp 1982), and the better result is returned.
     """
     order = sorted(ids, key=lambda i: (-costs[i], i))
-    starts = [_deal_equally if equal else _deal]
+    initial = [_deal_equally if equal else _deal]
     if len(order) * parts <= _DIFFERENCED and not (equal and len(order) % parts):
-        starts.append(_difference_equally if equal else _difference)
-    ends = (_improve(costs, start(costs, order, parts), moves=not equal) for start in starts)
-    return min(ends, key=lambda members: max(sum(costs[i] for i in part) for part in members))
+        initial.append(_difference_equally if equal else _difference)
+    divisions = (_improve(costs, divide(costs, order, parts), moves=not equal) for divide in initial)
+    return min(divisions, key=lambda members: max(sum(costs[i] for i in part) for part in members))
 
 
 def _deal(costs: Sequence[int], order: Sequence[int], parts: int) -> list[list[int]]:
@@ -38,7 +38,7 @@ def _deal(costs: Sequence[int], order: Sequence[int], parts: int) -> list[list[i
 
 
 def _deal_equally(costs: Sequence[int], order: Sequence[int], parts: int) -> list[list[int]]:
-    """In rounds of one to each part, the dearest to the cheapest so far."""
+    """Assigns one item to each part per round, the most expensive item to the cheapest part."""
     members: list[list[int]] = [[] for _ in range(parts)]
     totals = [0] * parts
     for start in range(0, len(order), parts):
@@ -60,8 +60,8 @@ def _difference_equally(costs: Sequence[int], order: Sequence[int], parts: int) 
 
 
 def _merge(partial: list[list[tuple[int, list[int]]]]) -> list[list[int]]:
-    """Divisions of a few items, the dearest part first, joined two at a time, dearest part to cheapest; those whose
-    parts differ most go first."""
+    """Merges partial divisions (parts sorted by falling cost) in pairs, most expensive part with cheapest; those with
+    the largest cost difference first."""
     heap = [(sets[-1][0] - sets[0][0], place, sets) for place, sets in enumerate(partial)]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -73,33 +73,33 @@ def _merge(partial: list[list[tuple[int, list[int]]]]) -> list[list[int]]:
     return [members for _, members in heap[0][2]]
 
 
-def _improve(costs: Sequence[int], members: list[list[int]], moves: bool) -> list[list[int]]:
-    """Lower the dearest part by exchanging one item for a cheaper one of another part (or for none)."""
+def _improve(costs: Sequence[int], members: list[list[int]], *, moves: bool) -> list[list[int]]:
+    """Lowers the most expensive part by exchanging items for cheaper ones of another part; ``moves``: or for none."""
     parts = [sorted((costs[i], i) for i in part) for part in members]
     totals = [sum(cost for cost, _ in part) for part in parts]
     least = -(-sum(totals) // len(parts))
     for _ in range(_ROUNDS * sum(map(len, parts))):
         dearest = max(range(len(parts)), key=totals.__getitem__)
-        if totals[dearest] <= least or not _exchange(parts, totals, dearest, moves):
+        if totals[dearest] <= least or not _exchange(parts, totals, dearest, moves=moves):
             break
     return [[i for _, i in part] for part in parts]
 
 
-def _exchange(parts: list[_Part], totals: list[int], dearest: int, moves: bool) -> bool:
-    """One exchange that brings the dearest part and a cheaper one nearer to each other; false when there is none."""
+def _exchange(parts: list[_Part], totals: list[int], dearest: int, *, moves: bool) -> bool:
+    """Makes one exchange that brings the most expensive part and a cheaper one closer; false if there is none."""
     for other in sorted(range(len(parts)), key=totals.__getitem__):
         gap = totals[dearest] - totals[other]
         if gap < 2:
             return False
-        found = _best_pair(parts[dearest], parts[other], gap, moves)
+        found = _best_pair(parts[dearest], parts[other], gap, moves=moves)
         if found is not None:
             _swap(parts, totals, dearest, other, *found)
             return True
     return False
 
 
-def _best_pair(mine: _Part, theirs: _Part, gap: int, moves: bool) -> tuple[int, int | None] | None:
-    """Places of an item of mine and of a cheaper one of theirs (None: nothing) that differ by nearly half the gap."""
+def _best_pair(mine: _Part, theirs: _Part, gap: int, *, moves: bool) -> tuple[int, int | None] | None:
+    """Places of an item of mine and a cheaper one of theirs (None: none) whose costs differ by nearly half the gap."""
     half, enough, distance = gap / 2, gap / 16, gap / 2
     best: tuple[int, int | None] | None = None
     for place in range(len(mine) - 1, -1, -1):

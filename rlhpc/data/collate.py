@@ -1,4 +1,4 @@
-"""Sequences to a packed batch and per-token results back to samples. Vectorised: this runs on every step's samples."""
+"""Packs sequences into a batch, and unpacks per-token results. Vectorized, since it runs on every step's samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rlhpc.api import PackedBatch
 
 @dataclass(frozen=True)
 class _Spans:
-    """Where the response tokens of some sequences are predicted in their packed batch."""
+    """Positions of a packed batch at which the response tokens of its sequences are predicted."""
 
     starts: np.ndarray  # [S] first token of each sequence
     response_lengths: np.ndarray  # [S]
@@ -38,24 +38,25 @@ def pack_batch(
     per_token: Mapping[str, Sequence[np.ndarray]] | None = None,
     routed_experts: Sequence[np.ndarray | None] | None = None,
 ) -> PackedBatch:
-    """Lay (tokens [L], prompt length) sequences end to end.
+    """Packs (tokens [L], prompt length) sequences end to end.
 
-    ``weights`` is each sequence's loss weight of a response token (default 1), which those that are not
-    ``response_mask`` (bool [response], None: all are) do not have; ``per_token`` holds for each sequence values over
-    its response tokens, scattered to where those are predicted, 0 elsewhere; ``routed_experts`` the experts of all its
-    tokens but the last (None: not known).
+    ``weights``: loss weight per response token of each sequence (default 1), 0 where ``response_mask`` (bool
+    [response], None: all true) is false. ``per_token``: named values per response token, placed where that token is
+    predicted, 0 elsewhere. ``routed_experts``: experts of all tokens of a sequence but the last; None: unknown.
     """
     assert len(sequences) == len(sample_ids) > 0
     lengths = np.array([len(tokens) for tokens, _ in sequences])
     prompt_lengths = np.array([prompt_len for _, prompt_len in sequences])
-    assert ((prompt_lengths > 0) & (prompt_lengths <= lengths)).all(), "a prompt needs a token, and fits its sequence"
+    assert ((prompt_lengths > 0) & (prompt_lengths <= lengths)).all(), (
+        "a prompt has at least one token and fits its sequence"
+    )
     spans = _Spans.of(lengths, prompt_lengths)
     total = int(lengths.sum())
 
     tokens = np.concatenate([tokens for tokens, _ in sequences]).astype(np.int64)
     targets = np.zeros(total, dtype=np.int64)
     targets[:-1] = tokens[1:]
-    targets[spans.starts + lengths - 1] = 0  # what follows the last token belongs to the next sequence
+    targets[spans.starts + lengths - 1] = 0  # the following token belongs to the next sequence
     loss_weight = np.zeros(total, dtype=np.float32)
     loss_weight[spans.places] = np.repeat(np.ones(len(lengths)) if weights is None else weights, spans.response_lengths)
     if response_mask is not None:
@@ -63,7 +64,7 @@ def pack_batch(
             [np.ones(n) if own is None else own for own, n in zip(response_mask, spans.response_lengths, strict=True)]
         )
 
-    extra = {}
+    extra: dict[str, Tensor] = {}
     for name, values in (per_token or {}).items():
         assert [len(v) for v in values] == spans.response_lengths.tolist(), f"{name}: one value per response token"
         scattered = np.zeros(total, dtype=np.float32)
@@ -84,7 +85,7 @@ def pack_batch(
 def _packed_routed_experts(
     routed_experts: Sequence[np.ndarray | None], starts: np.ndarray, total: int
 ) -> Tensor | None:
-    """int16 [total, layers, top_k], 0 where no route is known; None where none is at all."""
+    """int16 [total, layers, top_k], 0 where the expert is unknown; None if all are unknown."""
     known = [(start, one) for start, one in zip(starts, routed_experts, strict=True) if one is not None]
     if not known:
         return None
@@ -95,7 +96,7 @@ def _packed_routed_experts(
 
 
 def unpack(batch: PackedBatch, values: Tensor, prompt_lengths: Sequence[int]) -> list[np.ndarray]:
-    """Per-token ``values`` [T] of a packed batch as one float32 array [response] for each of its samples, in order."""
+    """Per-token ``values`` [T] of a packed batch as one float32 array [response] per sample, in order."""
     assert len(prompt_lengths) == len(batch.sample_ids)
     if not batch.sample_ids:
         return []
@@ -106,7 +107,7 @@ def unpack(batch: PackedBatch, values: Tensor, prompt_lengths: Sequence[int]) ->
 
 
 def scatter(batch: PackedBatch, values: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> Tensor:
-    """The other way round: one array [response] for each sample of the batch, in order, to float32 [T], 0 elsewhere."""
+    """Inverse of ``unpack``: arrays [response], one per sample of the batch, as float32 [T]; 0 elsewhere."""
     lengths = np.diff(batch.cu_seqlens.cpu().numpy())[: len(batch.sample_ids)]
     spans = _Spans.of(lengths, np.asarray(prompt_lengths))
     assert [len(v) for v in values] == spans.response_lengths.tolist(), "one value per response token"
@@ -116,6 +117,6 @@ def scatter(batch: PackedBatch, values: Sequence[np.ndarray], prompt_lengths: Se
 
 
 def _counted(lengths: np.ndarray) -> np.ndarray:
-    """0, 1, … for each length, one after the other, int64."""
+    """int64 counters 0, 1, … for each length, concatenated."""
     starts = np.cumsum(lengths) - lengths
     return np.arange(int(lengths.sum()), dtype=np.int64) - np.repeat(starts, lengths)

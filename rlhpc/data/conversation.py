@@ -1,4 +1,4 @@
-"""A response in the words of its conversation: what the policy said, and what tools answered."""
+"""A response as chat messages: turns of the policy and answers of tools."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ Message = dict[str, Any]
 
 
 def response_messages(tokenizer: Tokenizer, sample: Sample) -> list[Message]:
-    """The response as messages: a turn of the policy has the role assistant, each answer of a tool the role tool.
+    """The response as messages: turns of the policy with the role assistant, answers of tools with the role tool.
 
-    A response of which every token is masked (``train.mask_truncated``) is one turn.
+    A response whose tokens are all masked (``train.mask_truncated``) is one turn.
     """
     response = sample.tokens[sample.prompt_len :]
     if sample.response_mask is None or not sample.response_mask.any():
         return [{"role": "assistant", "content": tokenizer.decode(response)}]
     messages: list[Message] = []
-    for of_policy, part in spoken(sample):
+    for of_policy, part in split_turns(sample):
         if of_policy:
             messages.append({"role": "assistant", "content": tokenizer.decode(part)})
         else:
@@ -30,8 +30,8 @@ def response_messages(tokenizer: Tokenizer, sample: Sample) -> list[Message]:
     return messages
 
 
-def spoken(sample: Sample) -> list[tuple[bool, np.ndarray]]:
-    """(whether the policy chose them, tokens) of the response's turns and of what it was told between them."""
+def split_turns(sample: Sample) -> list[tuple[bool, np.ndarray]]:
+    """(sampled by the policy, tokens) of each turn of the response, and of the tools' answers between turns."""
     response = sample.tokens[sample.prompt_len :]
     if sample.response_mask is None:
         return [(True, response)]
@@ -41,7 +41,7 @@ def spoken(sample: Sample) -> list[tuple[bool, np.ndarray]]:
 
 
 def whole_conversation(prompt: str | Messages, response: Sequence[Message]) -> list[Message]:
-    """Prompt and response; a prompt that ends in the model's own words goes on in them."""
+    """Messages of prompt and response; a prompt that ends in an assistant's message is continued by the first turn."""
     messages: list[Any] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
     if messages[-1]["role"] == "assistant":
         first, *response = response

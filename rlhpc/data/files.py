@@ -1,4 +1,4 @@
-"""Rows of data files with the place each came from, and the one way rows are taken from a data set."""
+"""Reads rows of data files with their places, and orders the rows of a data set."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Row = dict[str, Any]
 
 
 def read_rows(path: Path, where: str) -> Iterator[tuple[str, Row]]:
-    """(place, row) of every row of a .jsonl or .parquet file; ``where`` is the config key that names it.
+    """Yields (place, row) for every row of a .jsonl or .parquet file; ``where`` is the config key that names it.
 
-    The place is ``file:line`` for JSONL and ``file: row n`` (from 1) for parquet.
+    The place is ``file:line`` for JSONL and ``file: row n`` (from 1) for Parquet.
     """
     if not path.is_file():
         raise UserError(f"no such file {str(path)!r}", where=where, remedy="correct it")
@@ -28,7 +28,7 @@ def read_rows(path: Path, where: str) -> Iterator[tuple[str, Row]]:
 
 
 def need(row: Row, column: str, place: str) -> Any:
-    """The row's value in ``column``; absent or null is a UserError."""
+    """The row's value in ``column``; a UserError if it is missing or null."""
     if row.get(column) is None:
         state = "is null" if column in row else "is missing"
         raise UserError(
@@ -40,9 +40,9 @@ def need(row: Row, column: str, place: str) -> Any:
 
 
 def check_messages(value: Any, column: str, place: str) -> list[Row]:
-    """``value`` as chat messages with text contents; fields that are null (parquet fills them in) are left out.
+    """``value`` as chat messages with text contents, without null fields (Parquet adds them).
 
-    A message that calls tools (``tool_calls``) may have no content.
+    A message with ``tool_calls`` may have no content.
     """
     if not isinstance(value, list) or not value or not all(_is_message(message) for message in value):
         raise UserError(
@@ -56,13 +56,13 @@ def check_messages(value: Any, column: str, place: str) -> list[Row]:
     return messages
 
 
-def check_asks(messages: list[Row], column: str, place: str) -> list[Row]:
-    """The messages end where the model's answer begins."""
+def check_open(messages: list[Row], column: str, place: str) -> list[Row]:
+    """The messages, if they end where the model's response begins; else a UserError."""
     if messages[-1]["role"] == "assistant":
         raise UserError(
-            f"column {column!r} ends with a message of the assistant, not with one to be answered",
+            f"column {column!r} ends with an assistant message, which leaves nothing to respond to",
             where=place,
-            remedy="remove that message, or set data.continue_final_message to have prompts continued",
+            remedy="remove that message, or set data.continue_final_message to continue it",
         )
     return messages
 
@@ -75,15 +75,15 @@ def _is_message(value: Any) -> bool:
 
 
 class Order:
-    """Endless passes over ``size`` items, each pass in its own order; a pure function of seed and cursor."""
+    """Order of endless epochs over ``size`` items, each shuffled on its own; determined by seed and cursor."""
 
-    def __init__(self, size: int, shuffle: bool = True) -> None:
+    def __init__(self, size: int, *, shuffle: bool = True) -> None:
         self._size, self._shuffle = size, shuffle
         self._epoch: tuple[int | str, int] | None = None
         self._items: list[int] = list(range(size))
 
     def take(self, cursor: int, count: int, seed: int | str) -> tuple[list[int], int]:
-        """The indices of the ``count`` items from ``cursor`` on, and the cursor after them."""
+        """Indices of the next ``count`` items from ``cursor``, and the cursor after them."""
         taken = []
         for position in range(cursor, cursor + count):
             epoch, place = divmod(position, self._size)
@@ -103,9 +103,9 @@ def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
             place = f"{path}:{number}"
             try:
                 row = json.loads(line)
-                if b"\\ud" in line.lower():  # half of a pair of surrogates is no text that can be written
+                if b"\\ud" in line.lower():  # a lone surrogate cannot be encoded
                     json.dumps(row, ensure_ascii=False).encode()
-            except ValueError as error:  # bytes that are no UTF-8 too
+            except ValueError as error:  # invalid UTF-8 too
                 raise UserError(f"broken JSON ({error})", where=place, remedy="correct or remove the line") from None
             if not isinstance(row, dict):
                 raise UserError(f"is {_shown(row)}", where=place, remedy='write one {"column": value, …} per line')

@@ -1,4 +1,4 @@
-"""Which groups teach something."""
+"""Selects groups with a non-zero advantage."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _WHERE = "train.dynamic_sampling.filter"
 
 
 def make_filter(section: DynamicSamplingSection) -> Filter:
-    """Whether a group's samples teach something."""
+    """Filter that accepts a group if its samples' metric differs, or by the user's function."""
     if section.filter is not None:
         return functools.partial(_ask, import_attribute(section.filter, _WHERE), section)
     return lambda samples: len({_score(sample, section.metric) for sample in samples}) > 1
 
 
 def _ask(own: Callable[..., object], section: DynamicSamplingSection, samples: Sequence[Sample]) -> bool:
-    """The user's rule."""
+    """Calls the user's filter."""
     try:
         return bool(own(samples, **section.arguments))
     except Exception as error:  # the user's code may raise anything
-        told = one_line(f"{type(error).__name__}: {error}")
-        raise UserError(f"{section.filter} raised {told}", where=_WHERE, remedy="mend it, or its arguments") from error
+        what = one_line(f"{type(error).__name__}: {error}")
+        raise UserError(f"{section.filter} raised {what}", where=_WHERE, remedy="fix it, or its arguments") from error
 
 
 def _score(sample: Sample, metric: str) -> float:
@@ -47,9 +47,9 @@ def _score(sample: Sample, metric: str) -> float:
 
 
 def _has_failed(sample: Sample, function: str) -> bool:
-    """The function of that name ("" for a single one) may have failed, so that its number counts as 0 and it gave no
-    further ones."""
+    """Whether the reward function of that name ("" for a single one) may have failed: its reward is 0 and it returned
+    no further parts."""
     if not function:
         return not sample.reward_parts and not sample.reward
-    gave_more = any(name.startswith(f"{function}/") for name in sample.reward_parts)
-    return sample.reward_parts.get(function) == 0 and not gave_more
+    has_more = any(name.startswith(f"{function}/") for name in sample.reward_parts)
+    return sample.reward_parts.get(function) == 0 and not has_more

@@ -1,4 +1,4 @@
-"""The samples of one prompt together, and the file in which groups outlive a start of the run."""
+"""Groups of samples of one prompt, and the files that carry groups over to the next attempt."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ _INDEX = "index"
 
 @dataclass(frozen=True)
 class Group:
-    """Responses to one prompt that are compared with one another.
+    """Responses to one prompt that are compared with each other.
 
-    ``number`` is the place of the prompt in the run's order of prompts: no other group has it. ``step`` is the one in
-    which it was first asked for, and ``first_sample`` counts the prompt's samples in that step before these; they
-    seed what is drawn. Of a response that is not yet scored ``samples`` holds what there is of it, with no meaning of
-    its reward.
+    ``number`` is the prompt's unique place in the run's order of prompts. ``step`` is the step in which the group was
+    first requested, ``first_sample`` the number of earlier samples of the prompt in that step; both seed the sampling.
+    Until a response is scored, ``samples`` holds its draft, whose reward is undefined.
     """
 
     number: int
@@ -33,7 +32,7 @@ class Group:
     first_sample: int
     samples: tuple[Sample, ...]
     scored: tuple[bool, ...]
-    dropped: tuple[bool, ...]  # a reward failed, and the sample is left out
+    dropped: tuple[bool, ...]  # excluded from training because a reward failed
 
     @property
     def prompt_id(self) -> int:
@@ -45,21 +44,21 @@ class Group:
 
     @property
     def usable(self) -> tuple[Sample, ...]:
-        """The scored samples that are not left out."""
+        """The scored samples that are not dropped."""
         return tuple(s for s, scored, out in zip(self.samples, self.scored, self.dropped, strict=True) if scored > out)
 
     @property
     def policy_version(self) -> int:
-        """Of the weights that drew its oldest token."""
+        """Policy version that sampled its oldest token."""
         return min(sample.policy_version for sample in self.samples)
 
     def answers(self, prompt: Prompt) -> bool:
-        """The responses are to this prompt."""
+        """Whether the responses are to this prompt."""
         first = self.samples[0]
         return prompt.prompt_id == first.prompt_id and prompt.tokens == tuple(first.tokens[: first.prompt_len].tolist())
 
-    def with_sample(self, index: int, sample: Sample, scored: bool, dropped: bool = False) -> Group:
-        """The same with another sample in a place."""
+    def with_sample(self, index: int, sample: Sample, *, scored: bool, dropped: bool = False) -> Group:
+        """The group with the sample at ``index`` replaced."""
         return replace(
             self,
             samples=(*self.samples[:index], sample, *self.samples[index + 1 :]),
@@ -68,9 +67,9 @@ class Group:
         )
 
 
-def training_samples(groups: Sequence[Group], mask_truncated: bool) -> list[Sample]:
-    """What a step learns from, group after group, whose places are the group ids. ``mask_truncated``: nothing from
-    responses that were cut off, though they count among their group."""
+def training_samples(groups: Sequence[Group], *, mask_truncated: bool) -> list[Sample]:
+    """The usable samples, group by group, with the group's place as group id. ``mask_truncated`` masks all tokens of
+    truncated responses, which still count in their group."""
     samples = []
     for place, group in enumerate(groups):
         for sample in group.usable:
@@ -81,7 +80,7 @@ def training_samples(groups: Sequence[Group], mask_truncated: bool) -> list[Samp
 
 
 def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
-    """Write groups, each list of them under its name, into one .npz file."""
+    """Writes named lists of groups into one .npz file."""
     arrays: dict[str, np.ndarray] = {}
     index: dict[str, list[dict[str, Any]]] = {}
     for shelf, groups in shelves.items():
@@ -94,8 +93,8 @@ def save_groups(file: Path, shelves: Mapping[str, Sequence[Group]]) -> None:
     patiently(lambda: _write(file, arrays), file)
 
 
-def load_groups(file: Path, routed_experts: bool = True) -> dict[str, list[Group]]:
-    """What ``save_groups`` wrote, equal in every bit; without ``routed_experts`` all else."""
+def load_groups(file: Path, *, routed_experts: bool = True) -> dict[str, list[Group]]:
+    """Reads bit for bit what ``save_groups`` wrote; ``routed_experts``: these too."""
     names = _ARRAYS if routed_experts else tuple(name for name in _ARRAYS if name != "routed_experts")
     with np.load(file, allow_pickle=False) as arrays:
         index = json.loads(arrays[_INDEX].tobytes())
@@ -103,7 +102,7 @@ def load_groups(file: Path, routed_experts: bool = True) -> dict[str, list[Group
 
 
 def save_routed_experts(file: Path, groups: Iterable[Group]) -> None:
-    """Write the routed experts that are known here into one .npz file; none where there are none."""
+    """Writes the routed experts present on this rank into one .npz file; no file if there are none."""
     found = {
         f"{group.number}.{place}": sample.routed_experts
         for group in groups
@@ -122,7 +121,7 @@ def _write(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def with_routed_experts_of(file: Path, groups: Sequence[Group]) -> list[Group]:
-    """The groups with the routed experts that ``save_routed_experts`` wrote."""
+    """The groups, with routed experts read from the file that ``save_routed_experts`` wrote."""
     with np.load(file, allow_pickle=False) as arrays:
         return [
             replace(
@@ -137,7 +136,7 @@ def with_routed_experts_of(file: Path, groups: Sequence[Group]) -> list[Group]:
 
 
 def _pack(sample: Sample, arrays: dict[str, np.ndarray]) -> dict[str, Any]:
-    """The sample's plain fields; its arrays are added to ``arrays`` under names that begin with its key."""
+    """The sample's plain fields; adds its arrays to ``arrays`` under names that begin with its key."""
     key = str(len(arrays))
     record = {f.name: getattr(sample, f.name) for f in fields(sample) if f.name not in _ARRAYS}
     record["key"] = key

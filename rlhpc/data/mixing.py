@@ -1,4 +1,4 @@
-"""Several sources taken in given proportions: which one every position of an endless sequence belongs to."""
+"""Interleaves several sources by weight into one endless sequence."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from fractions import Fraction
 from functools import cached_property
 from math import gcd, lcm
 
-_MOST = 10_000  # positions after which the sequence repeats; weights that need more are rounded to parts of it
+_MOST = 10_000  # maximum period; weights that would need a longer one are rounded
 
 
 class Mixture:
-    """An endless interleaving of sources by weight, each position a function of its number alone.
+    """Endless interleaving of sources by weight; the source of a position depends on the position alone.
 
-    Among the first n positions every source has its share of n to less than one, for any n, and exactly at multiples
-    of ``period``: the schedule of Baruah et al. 1996 ("Proportionate progress"), whose j-th item of a source with
-    share p must come at one of the positions floor(j / p) to ceil((j + 1) / p) - 1, by the earliest end first.
+    Among the first n positions, each source's count differs from its share of n by less than one, and by zero at
+    multiples of ``period``. Schedule of Baruah et al. 1996 ("Proportionate progress"): item j of a source with share p
+    must be placed between floor(j / p) and ceil((j + 1) / p) - 1, earliest deadline first.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -23,14 +23,14 @@ class Mixture:
         self.period = sum(self.parts)
 
     def place(self, position: int) -> tuple[int, int]:
-        """The source at ``position``, and how many of its items come before."""
+        """The source at ``position``, and the number of its earlier items."""
         passes, rest = divmod(position, self.period)
         source, before = self._sequence[rest]
         return source, passes * self.parts[source] + before
 
     @cached_property
     def _sequence(self) -> list[tuple[int, int]]:
-        """``place`` of the first period."""
+        """``place`` of each position in the first period."""
         period, parts = self.period, self.parts
         taken, sequence = [0] * len(parts), []
         for position in range(period):
@@ -46,7 +46,7 @@ class Mixture:
 
 
 def _parts(weights: Sequence[float]) -> tuple[int, ...]:
-    """Whole numbers in the proportion of the weights as they are written, none 0."""
+    """Positive integers in proportion to the weights, exact for decimal weights."""
     shares = [Fraction(str(weight)) for weight in weights]
     assert min(shares) > 0, "weights are positive"
     scale = lcm(*(share.denominator for share in shares))

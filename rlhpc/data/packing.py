@@ -1,4 +1,4 @@
-"""Which samples go to which data-parallel rank and micro batch. Every rank makes the same plans."""
+"""Assigns samples to data-parallel ranks and microbatches. Deterministic, so every rank makes the same plan."""
 
 from __future__ import annotations
 
@@ -13,31 +13,26 @@ Bin = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PackPlan:
-    """One minibatch: ``bins[dp_rank][microbatch]`` holds sample ids, ``cost[dp_rank]`` is the rank's work: its tokens,
-    or the sum of the costs that were given.
+    """Plan of one minibatch: ``bins[dp_rank][microbatch]`` holds sample ids; ``cost[dp_rank]`` is the rank's work in
+    tokens, or the sum of the given costs.
 
-    Every rank has the same number of micro batches; the last ones are empty where samples are too few for that. A micro
-    batch has at most ``capacity`` tokens, unless it is a single longer sample.
+    Every rank has the same number of microbatches; with few samples the last ones are empty. A microbatch has at most
+    ``capacity`` tokens, unless it is a single longer sample.
     """
 
     capacity: int
     bins: tuple[tuple[Bin, ...], ...]
     cost: tuple[int, ...]
 
-    @property
-    def imbalance(self) -> float:
-        """Work of the rank with most over the mean of all ranks; 1 is perfect."""
-        return max(self.cost) * len(self.cost) / sum(self.cost)
-
 
 def pack(
     lengths: Sequence[int], dp: int, capacity: int, minibatches: int = 1, costs: Sequence[int] | None = None
 ) -> tuple[PackPlan, ...]:
-    """Pack samples of ``lengths`` tokens; one plan for each minibatch, sample ids being indices into ``lengths``.
+    """Packs samples of ``lengths`` tokens, one plan per minibatch; sample ids are indices into ``lengths``.
 
-    Work is balanced by ``costs`` (see ``sample_costs``), by default the lengths, over ranks and their micro batches.
-    Minibatches are contiguous and as equal in samples as can be, so that the samples of one prompt stay together when
-    their number divides a minibatch's. Raises UserError when a minibatch cannot feed all ranks.
+    Work is balanced by ``costs`` (see ``sample_costs``; default: the lengths) over ranks and their microbatches.
+    Minibatches are contiguous, with sample counts as equal as possible, so that the samples of a prompt stay together
+    if their number divides a minibatch's. Raises UserError if a minibatch has fewer samples than ranks.
     """
     assert min(lengths, default=1) > 0, "a sample without tokens"
     ends = [len(lengths) * (index + 1) // minibatches for index in range(minibatches)]
@@ -48,7 +43,7 @@ def pack(
 
 
 def sample_costs(lengths: Sequence[int], linear: float, quadratic: float) -> list[int]:
-    """Of sequences: so much for each token, and for each pair of a token and one that it attends to."""
+    """Cost of each sequence: ``linear`` per token, ``quadratic`` per pair of a token and one that it attends to."""
     return [round(linear * length + quadratic * (length * (length + 1) // 2)) for length in lengths]
 
 
@@ -59,7 +54,7 @@ def _pack_minibatch(
         raise UserError(
             f"{len(ids)} samples in a minibatch cannot feed {dp} data-parallel ranks",
             where="train.minibatches",
-            remedy="use fewer minibatches or more samples a step",
+            remedy="use fewer minibatches or more samples per step",
         )
     shares = balance(costs, ids, dp)
     ranks = _divide_alike(lengths, costs, shares, capacity) or _pack_globally(lengths, costs, ids, dp, capacity)
@@ -70,7 +65,7 @@ def _pack_minibatch(
 def _divide_alike(
     lengths: Sequence[int], costs: Sequence[int], shares: Sequence[list[int]], capacity: int
 ) -> list[list[list[int]]] | None:
-    """Each share in the same number of bins, the fewest that is found; None where a share has too few samples."""
+    """Divides each share into the same, smallest number of bins; None if a share has too few samples."""
     firsts = [_first_fit(lengths, share, capacity) for share in shares]
     most = max(map(len, firsts))
     least = max(_fewest(lengths, share, capacity) for share in shares)
@@ -82,11 +77,11 @@ def _divide_alike(
         ]
         if all(bins is not None for bins in divided):
             return [bins for bins in divided if bins is not None]
-    raise AssertionError("first fit needs no more than so many")
+    raise AssertionError("first fit needs at most this many bins")
 
 
 def _fewest(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> int:
-    """No division has fewer bins: those of samples beyond capacity, and what the tokens of the others fill."""
+    """Lower bound of bins: one per sample longer than capacity, plus what the tokens of the others fill."""
     beyond = sum(lengths[i] > capacity for i in ids)
     return max(1, beyond - (-sum(lengths[i] for i in ids if lengths[i] <= capacity) // capacity))
 
@@ -94,8 +89,8 @@ def _fewest(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> int:
 def _divide(
     lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], first: list[list[int]], count: int, capacity: int
 ) -> list[list[int]] | None:
-    """Exactly ``count`` bins, balanced by costs if capacity allows, else by tokens, else as first fit has it; None if
-    none of these is within capacity."""
+    """Exactly ``count`` bins, balanced by costs if they fit the capacity, else by tokens, else from first fit; None if
+    none fits."""
     for weights in (costs, lengths):
         bins = balance(weights, ids, count)
         if all(bins) and all(len(members) == 1 or sum(lengths[i] for i in members) <= capacity for members in bins):
@@ -104,7 +99,7 @@ def _divide(
 
 
 def _first_fit(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> list[list[int]]:
-    """Few bins of at most ``capacity``: longest first, each into the first bin with room, or a new one."""
+    """Bins of at most ``capacity``: longest sample first, each into the first bin with room, else into a new one."""
     bins: list[list[int]] = []
     room: list[int] = []
     for i in sorted(ids, key=lambda i: (-lengths[i], i)):
@@ -119,7 +114,7 @@ def _first_fit(lengths: Sequence[int], ids: Sequence[int], capacity: int) -> lis
 
 
 def _split(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[list[int]]:
-    """Halve the fullest bin of several samples until there are ``count`` bins."""
+    """Halves the fullest bin of several samples until there are ``count`` bins."""
     bins = list(bins)
     while len(bins) < count:
         fullest = max((b for b in bins if len(b) > 1), key=lambda members: sum(lengths[i] for i in members))
@@ -131,9 +126,9 @@ def _split(lengths: Sequence[int], bins: list[list[int]], count: int) -> list[li
 def _pack_globally(
     lengths: Sequence[int], costs: Sequence[int], ids: Sequence[int], dp: int, capacity: int
 ) -> list[list[list[int]]]:
-    """For samples so long that a rank's fair share has fewer samples than another rank needs micro batches.
+    """Packing for samples so long that one rank's share has fewer samples than another rank needs microbatches.
 
-    Micro batches are made first, over all ranks, then dealt out, as many to each; ranks are less well balanced.
+    Forms microbatches over all ranks first, then assigns equal numbers of them; ranks are less evenly loaded.
     """
     bins = _first_fit(lengths, ids, capacity)
     count = -(-len(bins) // dp)

@@ -1,7 +1,7 @@
-"""Prompts for RL and validation, in the schema that users of other RL trainers already have.
+"""Prompts for RL and validation, in the schema that verl and other RL trainers read.
 
-A row's columns: ``data_source`` (a name that rewards may choose by), ``prompt`` (chat messages, or a plain text),
-``reward_model`` ({"ground_truth": …}); ``extra_info`` and ``tools`` are optional, further columns are not looked at.
+Columns: ``data_source`` (a name that rewards may depend on), ``prompt`` (chat messages, or a plain text),
+``reward_model`` ({"ground_truth": …}); ``extra_info`` and ``tools`` are optional, others are ignored.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from rlhpc.config.data import DataFile, DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
-from rlhpc.data.files import Order, Row, check_asks, check_messages, need, read_rows
+from rlhpc.data.files import Order, Row, check_messages, check_open, need, read_rows
 from rlhpc.data.mixing import Mixture
 from rlhpc.data.tokenizer import Chat, Text, Tokenizer, Tools, with_tools
 
 _log = logging.getLogger(__name__)
 _CHUNK = 4096  # texts tokenized at a time
-_SAME = "give all nodes the same files, and let data.filter ask for nothing but the row"
+_SAME = "give all nodes the same files, and let data.filter depend on the row alone"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Readers:
-    """The ranks that load the same files at the same time: each tokenizes its part, ``gather`` returns all parts."""
+    """Ranks that load the same files together: each tokenizes its share, ``gather`` returns all shares."""
 
     index: int = 0
     count: int = 1
@@ -47,18 +47,27 @@ class Readers:
         return slice(items * self.index // self.count, items * (self.index + 1) // self.count)
 
 
+@dataclass(frozen=True)
+class PromptFiles:
+    """Files of a prompt set; ``where`` is the config key that names them. ``filtered``: data.filter applies."""
+
+    files: Sequence[DataFile]
+    where: str
+    filtered: bool = False
+
+
 class Prompts(Sequence[Prompt]):
-    """Many prompts, their tokens in one array: as tuples of numbers they would take nine times the memory."""
+    """Prompts with all tokens in one array, which takes a ninth of the memory of tuples."""
 
     def __init__(self, rows: Sequence[Prompt], tokens: np.ndarray, ends: np.ndarray) -> None:
-        """``rows`` without tokens; those of row i are ``tokens[ends[i] : ends[i + 1]]``."""
+        """``rows`` are without tokens; those of row i are ``tokens[ends[i] : ends[i + 1]]``."""
         self._rows, self.tokens, self.ends = rows, tokens, ends
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def id_of(self, index: int) -> int:
-        """The row of a prompt; they rise."""
+        """Row number of a prompt; strictly increasing."""
         return self._rows[index].prompt_id
 
     @overload
@@ -73,12 +82,12 @@ class Prompts(Sequence[Prompt]):
         return replace(row, tokens=tuple(tokens.tolist()))
 
 
-@dataclass(frozen=True)
+@dataclass
 class PromptSet:
-    """Tokenized prompts. ``dropped`` counts those left out for their length or by the user's filter.
+    """Tokenized prompts. ``dropped`` counts those excluded by their length or the user's filter.
 
-    ``files`` are the ranges of prompts that each file has, ``names`` the sets that the files belong to ("" for none).
-    With a ``mixture`` the files are passed through side by side, each in an order of its own.
+    ``files`` holds each file's range of prompts, ``names`` the set that each file belongs to ("" for none). With a
+    ``mixture`` the files are interleaved, each in its own order.
     """
 
     prompts: Prompts
@@ -87,29 +96,29 @@ class PromptSet:
     names: tuple[str, ...] = ()
     mixture: Mixture | None = None
     shuffle: bool = True
-    _orders: dict[int, Order] = field(default_factory=dict, compare=False)
+    _orders: tuple[Order, ...] = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        sizes = [len(self)] if self.mixture is None else [len(places) for places in self.files]
+        self._orders = tuple(Order(size, shuffle=self.shuffle) for size in sizes)
 
     @classmethod
     def load(
         cls,
-        files: Sequence[DataFile],
+        source: PromptFiles,
         section: DataSection,
         tokenizer: Tokenizer,
-        where: str,
         *,
-        filtered: bool = False,
         tools: Tools | None = None,
         readers: Readers | None = None,
         texts: bool = False,
     ) -> PromptSet:
-        """Read and tokenize files; ``where`` is the config key that names them.
-
-        ``filtered``: leave out what data.filter says; ``tools`` are shown in prompts that name none of their own;
-        ``texts``: prompts keep what they were tokenized from.
-        """
-        keep = import_attribute(section.filter, "data.filter") if filtered and section.filter else None
-        reader = _Reader(section, keep, texts)
-        with _uncollected():
+        """Reads and tokenizes files. ``tools`` are shown in prompts without tools of their own; ``texts``: prompts keep
+        the text or messages that they were tokenized from."""
+        files, where = source.files, source.where
+        keep = import_attribute(section.filter, "data.filter") if source.filtered and section.filter else None
+        reader = _Reader(section, keep, keeps_texts=texts)
+        with _gc_disabled():
             for index, file in enumerate(files):
                 reader.read(read_rows(file.path, f"{where}.{index}"))
         if not reader.total:
@@ -120,7 +129,7 @@ class PromptSet:
         mixture = Mixture([file.weight or 1.0 for file in files]) if any(file.weight for file in files) else None
         for file, found in zip(files, loaded.files, strict=True):
             if mixture is not None and not found:
-                raise UserError(f"{str(file.path)!r} has a weight, but no prompts are left of it", where=where)
+                raise UserError(f"{str(file.path)!r} has a weight, but none of its prompts remain", where=where)
         names = tuple(file.name or "" for file in files)
         return cls(loaded.prompts, reader.total - len(loaded.prompts), loaded.files, names, mixture, section.shuffle)
 
@@ -128,11 +137,11 @@ class PromptSet:
         return len(self.prompts)
 
     def take(self, cursor: int, count: int, seed: int) -> tuple[list[Prompt], int]:
-        """The next ``count`` prompts and the new cursor; the same for the same arguments, in every process."""
+        """The next ``count`` prompts and the new cursor. Determined by the arguments."""
         return [self.prompts[self._index(position, seed)] for position in range(cursor, cursor + count)], cursor + count
 
     def first(self, count: int | None) -> list[tuple[str, Prompt]]:
-        """(name, prompt) of the first ``count`` prompts of each named set, in the files' order; None: of all."""
+        """(name, prompt) of the first ``count`` prompts (None: all) of each named set, in the files' order."""
         left: dict[str, int] = {}
         chosen = []
         for name, places in zip(self.names, self.files, strict=True):
@@ -143,31 +152,26 @@ class PromptSet:
         return chosen
 
     def numbered(self, prompt_id: int) -> Prompt:
-        """The prompt of that row."""
+        """The prompt of row ``prompt_id``."""
         return self.prompts[bisect_left(range(len(self)), prompt_id, key=self.prompts.id_of)]
 
     @property
     def digest(self) -> str:
-        """Equal where a cursor means the same: prompts, their order, the files' weights."""
-        told = hashlib.blake2b(digest_size=12)
-        told.update(self.prompts.tokens.tobytes())
-        told.update(self.prompts.ends.tobytes())
+        """Digest of the prompts, their order and the files' weights: with an equal one, cursors are interchangeable."""
+        digest = hashlib.blake2b(digest_size=12)
+        digest.update(self.prompts.tokens.tobytes())
+        digest.update(self.prompts.ends.tobytes())
         if self.mixture is not None:
-            told.update(repr((self.mixture.parts, [len(places) for places in self.files])).encode())
-        told.update(repr(self.shuffle).encode())
-        return told.hexdigest()
+            digest.update(repr((self.mixture.parts, [len(places) for places in self.files])).encode())
+        digest.update(repr(self.shuffle).encode())
+        return digest.hexdigest()
 
     def _index(self, position: int, seed: int) -> int:
         if self.mixture is None:
-            return self._order(-1, len(self)).take(position, 1, seed)[0][0]
+            return self._orders[0].take(position, 1, seed)[0][0]
         file, before = self.mixture.place(position)
-        (place,), _ = self._order(file, len(self.files[file])).take(before, 1, f"{seed}:file {file}")
+        (place,), _ = self._orders[file].take(before, 1, f"{seed}:file {file}")
         return self.files[file][place]
-
-    def _order(self, key: int, size: int) -> Order:
-        if key not in self._orders:
-            self._orders[key] = Order(size, self.shuffle)
-        return self._orders[key]
 
 
 @dataclass(frozen=True)
@@ -177,9 +181,9 @@ class _Loaded:
 
 
 class _Reader:
-    """Rows of files on their way to prompts."""
+    """Turns rows of files into prompts."""
 
-    def __init__(self, section: DataSection, keep: Callable[[Row], Any] | None, keeps_texts: bool) -> None:
+    def __init__(self, section: DataSection, keep: Callable[[Row], Any] | None, *, keeps_texts: bool) -> None:
         self._section, self._keep, self._keeps_texts = section, keep, keeps_texts
         self.total = 0
         self.texts: list[Text] = []
@@ -187,14 +191,14 @@ class _Reader:
         self._num_files = 0
 
     def read(self, rows: Iterable[tuple[str, Row]]) -> None:
-        """The next file's rows; ``prompt_id`` counts them over all files, also those left out."""
+        """Adds the next file's rows. ``prompt_id`` numbers all rows of all files, including excluded ones."""
         for place, row in rows:
             number, self.total = self.total, self.total + 1
             if number % _CHUNK == 0:
                 touch("reading data")
-            if self._keep is not None and not _asked(self._keep, row, place):
+            if self._keep is not None and not _passes(self._keep, row, place):
                 continue
-            text = _text_of(row, place, self._section.continue_final_message)
+            text = _text_of(row, place, continues=self._section.continue_final_message)
             self.texts.append(text)
             prompt = _make_prompt(number, row, place)
             if self._keeps_texts:
@@ -203,38 +207,39 @@ class _Reader:
         self._num_files += 1
 
     def finish(self, tokens: Sequence[np.ndarray], where: str) -> _Loaded:
-        """Those that are left by their lengths."""
-        section, kept, rows, sizes = self._section, [], [], [0] * self._num_files
+        """The prompts of usable length."""
+        section, usable, rows, sizes = self._section, [], [], [0] * self._num_files
         for (file, place, row), ids in zip(self._rows, tokens, strict=True):
             if _is_usable(len(ids), section, place):
-                kept.append(ids[-section.max_prompt_tokens :])
+                usable.append(ids[-section.max_prompt_tokens :])
                 rows.append(row)
                 sizes[file] += 1
-        self._tell(where, tokens, len(kept))
-        ends = np.cumsum([0, *map(len, kept)])
+        self._report(where, tokens, len(usable))
+        ends = np.cumsum([0, *map(len, usable)])
         bounds = list(itertools.accumulate(sizes, initial=0))
         files = tuple(range(*bound) for bound in itertools.pairwise(bounds))
-        return _Loaded(Prompts(rows, np.concatenate(kept), ends), files)
+        return _Loaded(Prompts(rows, np.concatenate(usable), ends), files)
 
-    def _tell(self, where: str, tokens: Sequence[np.ndarray], kept: int) -> None:
+    def _report(self, where: str, tokens: Sequence[np.ndarray], usable: int) -> None:
+        """Logs what was excluded; a UserError if nothing remains."""
         limits = f"data.min_prompt_tokens {self._section.min_prompt_tokens}"
         longest = f"data.max_prompt_tokens {self._section.max_prompt_tokens}"
         if not self._rows:
             raise UserError(
-                f"{self._section.filter} leaves none of {self.total} prompts", where="data.filter", remedy="correct it"
+                f"{self._section.filter} accepts none of {self.total} prompts", where="data.filter", remedy="fix it"
             )
-        if not kept:
+        if not usable:
             limit = self._section.max_prompt_tokens
             too_long = sum(len(ids) > limit for ids in tokens)
             wrong = f"longer than {longest}" if too_long else f"shorter than {limits}"
             wrong = f"all {len(tokens)} prompts are {wrong}"
             raise UserError(wrong, where=where, remedy="change the limit")
         if len(tokens) < self.total:
-            left_out = self.total - len(tokens)
-            _log.warning("%s: %d of %d prompts left out by %s", where, left_out, self.total, self._section.filter)
+            excluded = self.total - len(tokens)
+            _log.warning("%s: %d of %d prompts excluded by %s", where, excluded, self.total, self._section.filter)
         too_long = sum(len(ids) > self._section.max_prompt_tokens for ids in tokens)
         too_short = sum(len(ids) < self._section.min_prompt_tokens for ids in tokens)
-        done = "cut" if self._section.overlong_prompts == "truncate_left" else "dropped"
+        done = "truncated" if self._section.overlong_prompts == "truncate_left" else "dropped"
         if too_long:
             _log.warning("%s: %d of %d prompts %s, longer than %s", where, too_long, self.total, done, longest)
         if too_short:
@@ -242,8 +247,8 @@ class _Reader:
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's search for cycles, which is most of the time where many small objects are made and kept."""
+def _gc_disabled() -> Iterator[None]:
+    """Disables garbage collection, which takes most of the time when many small objects are created."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -261,8 +266,8 @@ def tokenize(
     what: str,
     remedy: str,
 ) -> list[np.ndarray]:
-    """int32 tokens of each text; every reader encodes its part, and has all. ``what`` they are, and ``remedy`` where
-    the readers have not the same number of them, are for the user."""
+    """int32 tokens of each text. Every reader encodes its share and returns all. ``what`` names the texts, ``remedy``
+    the fix in the error that is raised if readers have different numbers of texts."""
     mine = texts[readers.share(len(texts))]
     found: list[np.ndarray] = []
     for start in range(0, len(mine), _CHUNK):
@@ -272,8 +277,8 @@ def tokenize(
     parts = readers.gather((len(texts), flat, np.array([len(ids) for ids in found], dtype=np.int64)))
     counts = [count for count, _, _ in parts]
     if len(set(counts)) > 1:
-        told = f"some ranks have found {min(counts)} {what} in it, others {max(counts)}"
-        raise UserError(told, where=where, remedy=remedy)
+        message = f"some ranks found {min(counts)} {what} in it, others {max(counts)}"
+        raise UserError(message, where=where, remedy=remedy)
     return [ids for _, flat, lengths in parts for ids in _cut(flat, lengths)]
 
 
@@ -282,25 +287,25 @@ def _cut(flat: np.ndarray, lengths: np.ndarray) -> Iterator[np.ndarray]:
     return (flat[start:stop] for start, stop in itertools.pairwise(ends))
 
 
-def _asked(keep: Callable[[Row], Any], row: Row, place: str) -> bool:
-    """The user's filter on a row."""
+def _passes(keep: Callable[[Row], Any], row: Row, place: str) -> bool:
+    """Applies the user's filter to a row."""
     try:
         return bool(keep(row))
     except Exception as error:  # the user's code may raise anything
         raise UserError(f"raised {type(error).__name__}: {error}", where=f"data.filter at {place}") from error
 
 
-def _text_of(row: Row, place: str, continues: bool) -> Text:
+def _text_of(row: Row, place: str, *, continues: bool) -> Text:
     prompt = need(row, "prompt", place)
     if not isinstance(prompt, str):
         prompt = check_messages(prompt, "prompt", place)
         if not continues:
-            check_asks(prompt, "prompt", place)
+            check_open(prompt, "prompt", place)
     return with_tools(prompt, row, place)
 
 
 def _is_usable(length: int, section: DataSection, place: str) -> bool:
-    """The prompt may be used; a longer one is an error unless told otherwise. So is one without tokens."""
+    """Whether the prompt's length is within the limits; a UserError if data.overlong_prompts says so, or if it is 0."""
     if not length:
         raise UserError("the prompt has no tokens", where=place, remedy="remove the row")
     limit = section.max_prompt_tokens

@@ -1,4 +1,4 @@
-"""Groups of former steps, kept to be learnt from again."""
+"""Replay buffer: groups of earlier steps, to be trained on again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rlhpc.data.groups import Group
 
 
 class ReplayBuffer:
-    """The newest ``capacity`` groups, oldest first. Every rank keeps the same ones."""
+    """The newest ``capacity`` groups, oldest first. The same on every rank."""
 
     def __init__(self, section: ReplaySection, groups: Iterable[Group] = ()) -> None:
         self._section = section
@@ -21,16 +21,16 @@ class ReplayBuffer:
         return len(self.groups)
 
     def add(self, groups: Iterable[Group]) -> None:
-        """Keep the groups of a step; those beyond the capacity leave, the oldest first."""
+        """Adds the groups of a step; drops the oldest beyond the capacity."""
         self.groups = [*self.groups, *groups][-self._section.capacity :]
 
     def forget_stale(self, policy_version: int) -> None:
-        """Let go of what today's weights must not learn from any more."""
+        """Drops groups with more than the maximum staleness."""
         oldest = policy_version - self._section.max_staleness
         self.groups = [group for group in self.groups if group.policy_version >= oldest]
 
-    def draw(self, count: int, seed: int, step: int) -> list[Group]:
-        """``count`` different groups, oldest first; they stay in the buffer. The same for the same arguments."""
+    def sample(self, count: int, seed: int, step: int) -> list[Group]:
+        """``count`` distinct groups, oldest first, which stay in the buffer. Determined by the arguments."""
         assert count <= len(self.groups), f"{count} of {len(self.groups)} groups"
         if self._section.order == "newest":
             return self.groups[len(self.groups) - count :]

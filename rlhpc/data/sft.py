@@ -1,4 +1,4 @@
-"""Supervised examples: rows with ``messages`` (the last one is learnt), or ``prompt`` and ``response``."""
+"""Supervised examples: rows with ``messages`` (the last one is the response), or ``prompt`` and ``response``."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 import numpy as np
 
 from rlhpc.core.errors import UserError
-from rlhpc.data.files import Order, Row, check_asks, check_messages, need, read_rows
+from rlhpc.data.files import Order, Row, check_messages, check_open, need, read_rows
 from rlhpc.data.prompts import Readers, tokenize
 from rlhpc.data.tokenizer import Text, Tokenizer, with_tools
 
 Example = tuple[np.ndarray, int]  # tokens int32 [prompt + response], prompt length
 
 
-@dataclass(frozen=True)
+@dataclass
 class SFTSet:
-    """Tokenized examples; each response is closed by an end token."""
+    """Tokenized examples; each response ends with an end token."""
 
     sequences: tuple[Example, ...]
     order: Order
@@ -32,7 +32,7 @@ class SFTSet:
         where: str = "sft.data",
         readers: Readers | None = None,
     ) -> SFTSet:
-        """Read and tokenize files; ``where`` is the config key that names them, ``longest`` the model's positions."""
+        """Reads and tokenizes files; ``where`` is the config key that names them, ``longest`` the model's positions."""
         rows = [row for index, path in enumerate(paths) for row in read_rows(path, f"{where}.{index}")]
         if not rows:
             raise UserError("holds no examples", where=where, remedy="name files with at least one row")
@@ -46,7 +46,7 @@ class SFTSet:
                 raise UserError("the prompt has no tokens", where=place, remedy="remove the row")
             if longest is not None and len(prompt) + len(response) > longest:
                 raise UserError(
-                    f"the example has {len(prompt) + len(response)} tokens, the model {longest} positions",
+                    f"the example has {len(prompt) + len(response)} tokens, but the model has {longest} positions",
                     where=place,
                     remedy="shorten or remove the row",
                 )
@@ -57,12 +57,12 @@ class SFTSet:
         return len(self.sequences)
 
     def take(self, cursor: int, count: int, seed: int) -> tuple[list[int], int]:
-        """The next ``count`` rows and the new cursor; the same for the same arguments, in every process."""
+        """Indices of the next ``count`` examples and the new cursor. Determined by the arguments."""
         return self.order.take(cursor, count, seed)
 
 
 def _split(row: Row, place: str) -> tuple[Text, str]:
-    """Prompt, with the row's tools, and response."""
+    """Prompt, with the row's tools, and response of a row."""
     prompt, response = _prompt_and_response(row, place)
     return with_tools(prompt, row, place), response
 
@@ -72,7 +72,7 @@ def _prompt_and_response(row: Row, place: str) -> tuple[str | list[Row], str]:
         messages = check_messages(row["messages"], "messages", place)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise UserError(
-                "the messages do not end with an assistant's answer to something",
+                "the messages do not end with an assistant's response",
                 where=place,
                 remedy='end them with {"role": "assistant", "content": "…"}',
             )
@@ -88,4 +88,4 @@ def _prompt_and_response(row: Row, place: str) -> tuple[str | list[Row], str]:
         raise UserError(f"column 'response' is {response!r:.80}", where=place, remedy="write it as a text")
     if isinstance(prompt, str):
         return prompt, response
-    return check_asks(check_messages(prompt, "prompt", place), "prompt", place), response
+    return check_open(check_messages(prompt, "prompt", place), "prompt", place), response

@@ -1,4 +1,4 @@
-"""The model's HuggingFace tokenizer: prompts to token ids and back."""
+"""The model's HuggingFace tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError, one_line
@@ -17,7 +19,7 @@ Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation with the tools that it may call, none or None for those of every conversation."""
+    """A conversation with its own tools; without any, the run's tools apply."""
 
     messages: Messages
     tools: Tools | None = None
@@ -27,9 +29,9 @@ Text = str | Messages | Chat
 
 
 class Tokenizer:
-    """Renders prompts with the chat template, or joins their contents as they are.
+    """Renders prompts with the chat template, or concatenates their contents without one.
 
-    ``end_tokens`` are the ids that end a response, the first one being what supervised responses are closed with.
+    ``end_tokens`` are the ids that end a response; supervised responses end with the first one.
     """
 
     def __init__(self, inner: Any, end_tokens: tuple[int, ...], section: DataSection) -> None:
@@ -37,14 +39,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, vocab_size: int, section: DataSection) -> Tokenizer:
-        """From the files in a model folder; ``vocab_size`` is the model's."""
+        """Loads the tokenizer of a model folder; ``vocab_size`` is the model's."""
         from transformers import AutoTokenizer
 
         try:
             inner = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-        except Exception as error:  # transformers raises whatever its many formats raise
+        except Exception as error:  # the formats that transformers reads raise errors of many types
             raise UserError(
-                f"no tokenizer can be loaded ({type(error).__name__}: {one_line(str(error))[:200]})",
+                f"the tokenizer cannot be loaded ({type(error).__name__}: {one_line(str(error))[:200]})",
                 where=str(folder),
                 remedy="save the tokenizer into the model folder with save_pretrained",
             ) from error
@@ -67,40 +69,38 @@ class Tokenizer:
         return cls(inner, end_tokens, section)
 
     def encode_prompts(self, prompts: Sequence[Text], tools: Tools | None = None) -> list[tuple[int, ...]]:
-        """Token ids of each prompt, up to where the model's answer begins.
-
-        ``tools`` are shown in every conversation that has none of its own.
-        """
+        """Token ids of each prompt, up to where the response begins. ``tools`` are shown in conversations without their
+        own."""
         return self._encode(
             [self._render(prompt, tools) for prompt in prompts], special=not self._section.chat_template
         )
 
     def encode_responses(self, responses: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token ids of each response as the model should give it, closed by the end token."""
+        """Token ids of each response, with the end token."""
         return [(*tokens, self.end_tokens[0]) for tokens in self._encode(responses, special=False)]
 
     def encode_conversations(self, conversations: Sequence[Messages]) -> list[tuple[int, ...]]:
-        """Token ids of whole conversations, the model's last turn with its end."""
+        """Token ids of whole conversations, including the end of the last turn."""
         if not self._section.chat_template:
             return self._encode([self._join(messages, None) for messages in conversations], special=True)
-        texts = [self._apply(self._with_system_prompt(messages), None, False) for messages in conversations]
+        texts = [self._apply(self._with_system_prompt(messages), None, generate=False) for messages in conversations]
         return self._encode(texts, special=False)
 
-    def decode(self, tokens: Sequence[int], special: bool = False) -> str:
-        """The text of token ids, without special tokens unless asked for."""
+    def decode(self, tokens: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
+        """Text of token ids; ``special``: with special tokens."""
         return str(self._inner.decode(list(tokens), skip_special_tokens=not special))
 
     def count(self, text: str) -> int:
-        """Tokens of a text."""
+        """Number of tokens of a text."""
         return len(self._encode([text], special=False)[0])
 
     def tool_turn(self, answers: Sequence[str]) -> tuple[int, ...]:
-        """What the chat template puts between a turn that called tools and the model's next one: the first one's end,
-        which the model may have drawn itself, the answers, and all around them."""
+        """Tokens from a turn that called tools to the next turn: the end of the first, which the model may have sampled
+        itself, then the answers as the chat template frames them."""
         return self._encode([self._between_turns([self.defused(answer) for answer in answers])], special=False)[0]
 
     def tool_answers(self, tokens: Sequence[int]) -> list[str]:
-        """The answers of which ``tool_turn`` made the tokens, which may lack their first, the end of a turn."""
+        """Inverse of ``tool_turn``, also without its first token, the end of the turn."""
         one, other = "answer1", "answer2"
         before, _, rest = self._between_turns([one, other]).partition(one)
         between, _, after = rest.partition(other)
@@ -111,55 +111,58 @@ class Tokenizer:
         return text.split(between) if between else [text]
 
     def defused(self, text: str) -> str:
-        """Without the names of special tokens, which would be taken for these."""
+        """The text with a space in the names of special tokens, so that they are not encoded as such."""
         for name in self._inner.all_special_tokens:
             text = text.replace(name, f"{name[0]} {name[1:]}")
         return text
 
     def check_tool_turns(self) -> None:
-        """A UserError unless the chat template knows of tools' answers."""
+        """Raises a UserError unless the chat template renders tools' answers."""
         if not self._section.chat_template:
             raise UserError(
                 "tools need a chat template", where="data.chat_template", remedy="set it to true, or to a Jinja file"
             )
         if "42" not in self._between_turns(["42"]):
             raise UserError(
-                "the chat template does not show what tools answer",
+                "the chat template does not render tools' answers",
                 where="data.chat_template",
-                remedy="use one that has messages of the role tool",
+                remedy="use one that supports messages of the role tool",
             )
 
     def _between_turns(self, answers: Sequence[str]) -> str:
-        """From the end of a turn's text to where the next one's begins."""
-        said = "a call"
-        before = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": said}]
+        """Text from the end of one turn to the beginning of the next."""
+        call = "a call"
+        before = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": call}]
         opened, whole = (
-            self._apply([*before, *[{"role": "tool", "content": answer} for answer in shown]], None, shown != [])
-            for shown in ([], list(answers))
+            self._apply(
+                [*before, *[{"role": "tool", "content": answer} for answer in given]], None, generate=bool(given)
+            )
+            for given in ([], list(answers))
         )
-        start = opened.rfind(said) + len(said)
-        if start < len(said) or not whole.startswith(opened[:start]):
+        start = opened.rfind(call) + len(call)
+        if start < len(call) or not whole.startswith(opened[:start]):
             raise UserError(
-                "the chat template writes a turn in another way once tools have answered it",
+                "the chat template renders a turn differently once tools have answered it",
                 where="data.chat_template",
                 remedy="use one that only appends messages of the role tool",
             )
         return whole[start:]
 
     def _render(self, prompt: Text, tools: Tools | None) -> str:
-        """The text that is tokenized; for the template a plain text is one user message."""
+        """Text of a prompt; for the template, a plain text is one user message."""
         if isinstance(prompt, Chat):
-            prompt, tools = prompt.messages, prompt.tools or tools
+            tools = prompt.tools or tools
+            prompt = prompt.messages
         if not self._section.chat_template:
             return self._join(prompt, tools)
         messages = self._with_system_prompt(
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         )
         continues = self._section.continue_final_message and messages[-1]["role"] == "assistant"
-        return self._apply(messages, self._shown(tools), not continues, continues)
+        return self._apply(messages, self._for_template(tools), generate=not continues, continues=continues)
 
-    def _apply(self, messages: Messages, tools: Tools | None, generate: bool, continues: bool = False) -> str:
-        """The chat template's text of messages; ``generate``: up to where the model's turn begins."""
+    def _apply(self, messages: Messages, tools: Tools | None, *, generate: bool, continues: bool = False) -> str:
+        """Messages rendered by the chat template; ``generate``: up to where the model's turn begins."""
         from jinja2 import TemplateError
 
         try:
@@ -175,7 +178,7 @@ class Tokenizer:
             )
         except (TemplateError, ValueError, TypeError) as error:
             raise UserError(
-                f"the chat template refuses {str(messages)[:80]} ({one_line(str(error))[:200]})",
+                f"the chat template rejects {str(messages)[:80]} ({one_line(str(error))[:200]})",
                 where="data.chat_template",
                 remedy="correct the messages or data.template_arguments, or set it to false",
             ) from None
@@ -183,7 +186,7 @@ class Tokenizer:
     def _join(self, prompt: str | Messages, tools: Tools | None) -> str:
         if tools:
             raise UserError(
-                "tools are shown to the model by a chat template, and there is none", where="data.chat_template"
+                "tools need a chat template", where="data.chat_template", remedy="set it to true, or to a Jinja file"
             )
         before = self._section.system_prompt or ""
         if isinstance(prompt, str):
@@ -196,25 +199,25 @@ class Tokenizer:
             return list(messages)
         return [{"role": "system", "content": text}, *messages]
 
-    def _shown(self, tools: Tools | None) -> list[Mapping[str, Any]] | None:
-        """What the template gets; one that says nothing of tools would leave them out without a word."""
+    def _for_template(self, tools: Tools | None) -> list[Mapping[str, Any]] | None:
+        """The tools; a UserError if the template would silently ignore them."""
         if not tools:
             return None
         if "tools" not in str(self._inner.chat_template):
             raise UserError(
-                "the chat template does not show tools", where="data.chat_template", remedy="use one that does"
+                "the chat template does not render tools", where="data.chat_template", remedy="use one that does"
             )
         return list(tools)
 
-    def _encode(self, texts: Sequence[str], special: bool) -> list[tuple[int, ...]]:
+    def _encode(self, texts: Sequence[str], *, special: bool) -> list[tuple[int, ...]]:
         if not texts:
             return []
         return [tuple(ids) for ids in self._inner(list(texts), add_special_tokens=special)["input_ids"]]
 
 
 def with_tools(prompt: str | Messages, row: Mapping[str, Any], place: str) -> Text:
-    """The prompt with what the row's column ``tools`` says: schemas, or the JSON text of them, since parquet gives
-    every schema of a column the fields of all."""
+    """The prompt with the schemas in the row's column ``tools``, a list or its JSON text. (In Parquet only the text
+    works: a list's schemas would all get the fields of each other.)"""
     value = row.get("tools")
     if not value:
         return prompt
@@ -224,7 +227,7 @@ def with_tools(prompt: str | Messages, row: Mapping[str, Any], place: str) -> Te
         tools = None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise UserError(
-            f"column 'tools' is {value!r:.80}", where=place, remedy="write a list of JSON schemas, or it as a text"
+            f"column 'tools' is {value!r:.80}", where=place, remedy="write a list of JSON schemas, or its JSON text"
         )
     return Chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt, tools)
 

@@ -1,4 +1,4 @@
-"""How good the answers to held-out prompts are: pure functions of their rewards."""
+"""Metrics of the responses to held-out prompts, as pure functions of their rewards."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ BY_SET, BY_SOURCE = "by_set/", "by_source/"
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One response. ``prompt`` is the number of its prompt, ``length`` in tokens; ``answer`` as in ``RewardResult``."""
+class ScoredResponse:
+    """A response with its reward. ``prompt`` numbers the prompts, ``length`` is in tokens, ``answer`` as in
+    ``RewardResult``."""
 
     prompt: int
     set_name: str
@@ -25,18 +26,17 @@ class Answer:
 
 
 def pass_at(n: int, correct: int, count: int) -> float:
-    """The chance that one of n responses, drawn from ``count`` of which ``correct`` are, is correct.
-
-    Chen et al. 2021 (arXiv 2107.03374), equation 1, which is unbiased.
+    """Probability that at least one of n responses is correct, estimated from ``count`` responses of which ``correct``
+    are. Unbiased: Chen et al. 2021 (arXiv 2107.03374), equation 1.
     """
     return 1.0 - comb(count - correct, n) / comb(count, n)
 
 
 def majority(answers: Sequence[tuple[str | None, bool]]) -> float:
-    """How good the answer is that most of a prompt's responses give: the share of these that are correct, which is 1 or
-    0 if equal answers are judged alike. Of answers given equally often the mean; 0 where there is none.
+    """Share of correct responses among those with a prompt's most frequent answer: 1 or 0 if equal answers have equal
+    rewards. The mean over answers that tie; 0 without any answer.
 
-    ``answers``: each response's, and whether it is correct.
+    ``answers``: each response's answer, and whether it is correct.
     """
     votes: dict[str, list[bool]] = {}
     for answer, correct in answers:
@@ -47,12 +47,12 @@ def majority(answers: Sequence[tuple[str | None, bool]]) -> float:
     return sum(first) / len(first) if first else 0.0
 
 
-def evaluation_metrics(answers: Sequence[Answer], success: float) -> Metrics:
-    """Metrics of all answers, and after ``by_set/NAME/`` and ``by_source/NAME/`` those of the named sets and of the
-    data sources, where there are several. Every prompt has the same number of answers.
+def evaluation_metrics(answers: Sequence[ScoredResponse], success: float) -> Metrics:
+    """Metrics of all responses, and with the prefixes ``by_set/NAME/`` and ``by_source/NAME/`` those of named sets and,
+    if there are several, of data sources. Every prompt has the same number k of responses.
 
-    ``reward_mean`` is that of all responses; ``pass@n`` for 1, 2, 4 … and all of a prompt's answers counts those of a
-    reward of at least ``success``, and so does ``maj@k`` of all k of them, where rewards tell answers.
+    A response is correct if its reward is at least ``success``. ``pass@n`` is for n = 1, 2, 4 … and k; ``maj@k`` is
+    there if rewards return answers.
     """
     return {
         group + name: value
@@ -61,7 +61,7 @@ def evaluation_metrics(answers: Sequence[Answer], success: float) -> Metrics:
     }
 
 
-def _groups(answers: Sequence[Answer]) -> Iterator[tuple[str, list[Answer]]]:
+def _groups(answers: Sequence[ScoredResponse]) -> Iterator[tuple[str, list[ScoredResponse]]]:
     yield OVERALL, list(answers)
     for name in sorted({answer.set_name for answer in answers} - {""}):
         yield f"{BY_SET}{name}/", [answer for answer in answers if answer.set_name == name]
@@ -70,7 +70,7 @@ def _groups(answers: Sequence[Answer]) -> Iterator[tuple[str, list[Answer]]]:
         yield f"{BY_SOURCE}{name}/", [answer for answer in answers if answer.source == name]
 
 
-def _metrics_of(answers: Sequence[Answer], success: float) -> Metrics:
+def _metrics_of(answers: Sequence[ScoredResponse], success: float) -> Metrics:
     by_prompt: dict[int, list[tuple[str | None, bool]]] = {}
     for answer in answers:
         by_prompt.setdefault(answer.prompt, []).append((answer.answer, answer.reward >= success))
@@ -81,13 +81,13 @@ def _metrics_of(answers: Sequence[Answer], success: float) -> Metrics:
     return {
         "reward_mean": mean_reward,
         **({f"mean@{count}": mean_reward} if count > 1 else {}),
-        **{f"pass@{n}": sum(pass_at(n, c, count) for c in correct.values()) / len(correct) for n in _draws(count)},
+        **{f"pass@{n}": sum(pass_at(n, c, count) for c in correct.values()) / len(correct) for n in _pass_sizes(count)},
         **({f"maj@{count}": sum(map(majority, by_prompt.values())) / len(correct)} if votes else {}),
         "response_length": sum(answer.length for answer in answers) / len(answers),
         "truncated_fraction": sum(answer.truncated for answer in answers) / len(answers),
     }
 
 
-def _draws(count: int) -> list[int]:
+def _pass_sizes(count: int) -> list[int]:
     """1, 2, 4 … and ``count`` itself."""
     return sorted({*(1 << power for power in range(count.bit_length())), count})

@@ -1,4 +1,4 @@
-"""Metrics of every step on disk, and the clock of a step's phases."""
+"""Writes and reads the metrics of each step; measures the phases of a step."""
 
 from __future__ import annotations
 
@@ -21,46 +21,46 @@ from rlhpc.core.storage import exists, patiently
 
 
 class MetricsWriter:
-    """Appends one JSON object per step to metrics.jsonl, and to TensorBoard if asked.
+    """Appends one JSON object per step to metrics.jsonl, and its values to TensorBoard if asked.
 
-    A run that resumes takes steps again that were done after its checkpoint: what ``state`` does not know of is cut
-    from metrics.jsonl and samples.jsonl first, so that each step is there once.
+    A resumed run repeats the steps after its checkpoint: records of steps beyond ``state`` are first removed from
+    metrics.jsonl and samples.jsonl, so that each step has one record.
     """
 
-    def __init__(self, folder: RunFolder, tensorboard: bool, state: RunState) -> None:
+    def __init__(self, folder: RunFolder, state: RunState, *, tensorboard: bool) -> None:
         _cut(folder.metrics, state)
         _cut(folder.samples, state, phase="rl")
         self._sft_steps = state.sft_step
         self._guard, self._board = ShownOnly("TensorBoard"), None
         if tensorboard:
             writer = _import_board()
-            with self._guard:  # points of steps that are taken again are hidden
+            with self._guard:  # hides the points of steps that are repeated
                 purge_step = state.total_steps + 1 if state.total_steps else None
                 self._board = writer(str(folder.tensorboard), purge_step=purge_step)
         self._file = LineFile(folder.metrics)
 
     def write(self, phase: str, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
-        """Add the metrics of ``step`` of ``total_steps`` in ``phase`` ("sft" or "rl"); on disk when it returns."""
+        """Appends the metrics of ``step`` of ``total_steps`` in ``phase`` ("sft" or "rl"); on disk when it returns."""
         record = {"phase": phase, "step": step, "total_steps": total_steps, "time": time.time(), **metrics}
         self._file.append(json.dumps(record) + "\n")
         if phase == "sft":
             self._sft_steps = step
         if self._board is not None:
-            # One axis for both phases: RL goes on where the supervised steps end.
+            # One axis for both phases: RL steps follow the supervised ones.
             place = step if phase == "sft" else self._sft_steps + step
             for name, value in metrics.items():
                 with self._guard:
                     self._board.add_scalar(f"{phase}/{name}", value, place)
 
     def close(self) -> None:
-        """Close TensorBoard's file."""
+        """Closes TensorBoard's file."""
         if self._board is not None:
             with self._guard:
                 self._board.close()
 
 
 class Stopwatch:
-    """Seconds of a step's phases: ``with clock("rollout"): …``; a phase entered twice is summed."""
+    """Seconds per phase of a step: ``with clock("rollout"): …``; sums the times of a phase entered twice."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -79,7 +79,7 @@ class Stopwatch:
 
 
 def read_records(path: Path) -> list[Record]:
-    """The JSON objects of a .jsonl file; none if it is absent. A line cut short by a crash is left out."""
+    """JSON objects of a .jsonl file; none if it is absent. Skips a line truncated by a crash."""
     try:
         return parse_records(patiently(path.read_bytes, path))
     except FileNotFoundError:
@@ -87,15 +87,15 @@ def read_records(path: Path) -> list[Record]:
 
 
 def _cut(path: Path, state: RunState, **phase: str) -> None:
-    """Keep the records of steps that the state is past. ``phase`` is that of records that do not name it."""
+    """Removes the records of steps beyond the state. ``phase`` is that of records that do not name it."""
     if exists(path):
         steps = [(record, {**phase, **record}) for record in read_records(path)]
-        kept = [record for record, named in steps if is_step(named) and _is_done(named["phase"], named["step"], state)]
-        write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
+        done = [record for record, named in steps if is_step(named) and _is_done(named["phase"], named["step"], state)]
+        write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in done))
 
 
 def _is_done(phase: str, step: int, state: RunState) -> bool:
-    """The state is past the record. RL's step 0, the first validation, is made anew as long as step 1 is not done."""
+    """Whether the state includes the step. RL's step 0, the first validation, is repeated until step 1 is done."""
     return step <= state.sft_step if phase == "sft" else 0 < state.step >= step
 
 
@@ -113,7 +113,7 @@ def _import_board() -> Any:
 
 
 def _now() -> float:
-    """The time when the device has done what it was given, so that a phase is charged for its own work."""
+    """Time after the device has finished its queued work, so that a phase is charged for its own work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()

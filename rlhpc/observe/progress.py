@@ -1,25 +1,22 @@
-"""The line that says how a run goes, from the metrics its trainer writes."""
+"""Progress line of a run, from the metrics that its trainer writes."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from rlhpc.core.records import is_step, number, parse_records
+from rlhpc.core.records import Record, is_step, number, parse_records
 from rlhpc.core.shown import ShownOnly, show
 
-Record = Mapping[str, Any]
-
-# Metric, phases that show it, how it is shown; the last value counts.
+# Metric, phases that show it, format; the newest value is shown.
 _SHOWN = (
     ("loss", ("sft",), "loss {:.3f}"),
     ("reward/mean", ("rl",), "reward {:.3f}"),
@@ -31,7 +28,7 @@ PLAIN_SECONDS = 5.0
 
 
 def progress_line(records: Sequence[Record]) -> str:
-    """One line from the records so far: phase, step, metrics, time left of the phase."""
+    """One line: phase, step, metrics and remaining time of the phase."""
     if not records:
         return "starting"
     phase, step, total = (records[-1].get(name) for name in ("phase", "step", "total_steps"))
@@ -66,7 +63,7 @@ def duration(seconds: float) -> str:
 
 
 def _seconds_left(records: Sequence[Record]) -> float | None:
-    """Of the phase: steps left times the recent time of a step, validations and saves included."""
+    """Remaining steps of the phase times the recent time per step, validations and saves included."""
     last = records[-1]
     recent = [record for record in records[-_RECENT_STEPS:] if record.get("phase") == last.get("phase")]
     step, total, seconds = number(last.get("step")), number(last.get("total_steps")), _seconds_per_step(recent)
@@ -77,7 +74,7 @@ def _seconds_left(records: Sequence[Record]) -> float | None:
 
 
 def _seconds_per_step(records: Sequence[Record]) -> float | None:
-    """From the first record to the last, or what the last one says of itself."""
+    """From the times of the first and last record, else the last record's own figure."""
     steps, seconds = (_difference(records, name) for name in ("step", "time"))
     if steps is not None and seconds is not None and steps > 0:
         return seconds / steps
@@ -90,11 +87,11 @@ def _difference(records: Sequence[Record], name: str) -> float | None:
 
 
 class MetricsFollower:
-    """Reads what is appended to a file of JSON lines after its construction, each record once.
+    """Follows a file of JSON lines from its construction on; yields each appended record once.
 
-    A run that resumes replaces the file by one that lacks the steps to be taken again. By the next look that file may
-    be longer than the former one was: it is recognized by its inode, and read from its start. Records that the former
-    file had, by phase, step and time, are left out.
+    A resumed run replaces the file by one without the steps to be repeated. The new file, which may already be longer
+    than the old one, is recognized by its inode and read from its beginning, without the records (by phase, step and
+    time) that the old one had.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +101,7 @@ class MetricsFollower:
         self.read_new()
 
     def read_new(self) -> list[Record]:
-        """Records of the lines completed since the last call; lines that are no JSON objects are left out."""
+        """Records of the lines completed since the last call; skips lines that are not JSON objects."""
         found: list[Record] = []
         with self._guard:
             for record in parse_records(self._read()):
@@ -115,9 +112,9 @@ class MetricsFollower:
         return found
 
     def _read(self) -> bytes:
-        """Complete lines that were not read before, of this file."""
+        """Complete lines that were not read before."""
         try:
-            file = open(self._path, "rb")  # noqa: SIM115 - closed below; opened anew, as other NFS clients see it
+            file = open(self._path, "rb")  # noqa: SIM115 - closed below; reopened to see what other NFS clients wrote
         except FileNotFoundError:
             return b""
         with file:
@@ -133,9 +130,9 @@ class MetricsFollower:
 
 
 class Display:
-    """Shows the progress line: rewritten in place on a terminal, else a new line every few seconds.
+    """Shows the progress line: updated in place on a terminal, else as a new line every few seconds.
 
-    Validations stay on the terminal as lines of their own. A terminal that fails ends nothing.
+    Validations stay on the terminal as separate lines. A failing terminal does not end the run.
     """
 
     def __init__(self, plain_seconds: float = PLAIN_SECONDS) -> None:
@@ -164,10 +161,10 @@ class Display:
                 self._print(progress_line(self._records))
 
     def update(self, new: Sequence[Record]) -> None:
-        """Take the records that came since the last call, possibly none, and show how things stand."""
+        """Adds the records since the last call, possibly none, and refreshes the line."""
         with self._guard:
             self._update(new)
-        if self._guard.failed and self._live:  # its console would keep what it could not write, and try again
+        if self._guard.failed and self._live:  # its console would buffer what it could not write, and retry
             self._stop_live()
 
     def _stop_live(self) -> None:
@@ -196,5 +193,5 @@ class Display:
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Rich would end the process."""
-        raise BrokenPipeError("nobody reads the output")
+        """Raises, where rich would end the process."""
+        raise BrokenPipeError("the reader of the output has closed it")

@@ -1,9 +1,9 @@
-"""What a finished run looked like: a plot, and a text of its final metrics and last samples."""
+"""Report of a finished run: plots, and a text with its final metrics and last samples."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +16,35 @@ from rlhpc.observe.metrics import read_records
 
 WIDTH = 110
 REWARD, VALIDATION, LOSS = "reward/mean", "validation/reward_mean", "loss"
-_PLOT = "reward.png"
+REWARD_PLOT, LOSS_PLOT = "reward.png", "sft_loss.png"
 
 
 def write_report(folder: RunFolder) -> None:
-    """Write report/reward.png and report/report.txt from metrics.jsonl and samples.jsonl."""
+    """Writes report/report.txt and a plot of each phase from metrics.jsonl and samples.jsonl."""
     records = [record for record in read_records(folder.metrics) if is_step(record)]
     samples = [sample for sample in read_records(folder.samples) if is_step({**sample, "phase": "rl"})]
     folder.report.mkdir(parents=True, exist_ok=True)
     write_atomic(folder.report_text, _text(folder, records, samples))
-    if records:
-        _plot(folder.report / _PLOT, records)
+    plot_phases(folder.report, records)
+
+
+def plot_phases(folder: Path, records: Sequence[Record]) -> None:
+    """Plots the reward of the RL phase and the loss of the warm-up, of those that the records have."""
+    phases = {record["phase"] for record in records}
+    if "rl" in phases:
+        _plot_rewards(folder / REWARD_PLOT, records)
+    if "sft" in phases:
+        _plot_supervised_loss(folder / LOSS_PLOT, records)
 
 
 def write_evaluation(folder: RunFolder, metrics: Mapping[str, float]) -> None:
-    """Write report/report.txt with the metrics of an evaluation, a column for each set of prompts."""
+    """Writes report/report.txt with the metrics of an evaluation, one column per set of prompts."""
     folder.report.mkdir(parents=True, exist_ok=True)
     write_atomic(folder.report_text, _printed([_evaluation(metrics)], folder.samples))
 
 
 def write_replay(folder: RunFolder, result: Mapping[str, Any]) -> None:
-    """Write report/report.txt with what a replay of a skipped update found (rlhpc.trainer.replay)."""
+    """Writes report/report.txt with the result of replaying a skipped update (rlhpc.trainer.replay)."""
     folder.report.mkdir(parents=True, exist_ok=True)
     tables = (_replayed(result), _not_finite(result))
     write_atomic(folder.report_text, _printed(tables, folder.replayed, _finding(result)))
@@ -65,7 +73,7 @@ def _not_finite(result: Mapping[str, Any]) -> Any:
 
 
 def _finding(result: Mapping[str, Any]) -> str:
-    """In words, where no sequence is at fault."""
+    """Explains the case in which every sequence is finite."""
     if result["not_finite"]:
         return "Details"
     if not math.isfinite(float(result["grad_norm"]["replayed"])):
@@ -75,11 +83,11 @@ def _finding(result: Mapping[str, Any]) -> str:
 
 def _text(folder: RunFolder, records: Sequence[Record], samples: Sequence[Record]) -> str:
     tables = (_final_metrics(records), _validations(records), _last_samples(samples))
-    return _printed(tables, folder.report / _PLOT, "Plot")
+    return _printed(tables, folder.report, "Plots")
 
 
 def _printed(tables: Iterable[Any], file: Path, what: str = "Samples") -> str:
-    """Tables that have rows, and where there is more."""
+    """Tables that have rows, and the path of further details."""
     from rich.console import Console
 
     console = Console(width=WIDTH, record=True, file=_Nowhere(), color_system=None)
@@ -91,7 +99,7 @@ def _printed(tables: Iterable[Any], file: Path, what: str = "Samples") -> str:
 
 
 def _evaluation(metrics: Mapping[str, float]) -> Any:
-    """One row for each metric, one column for all prompts and for each group of them."""
+    """One row per metric, one column for all prompts and for each group of them."""
     groups: dict[str, dict[str, float]] = {}
     for path, value in metrics.items():
         group, _, name = path.rpartition("/")
@@ -104,7 +112,7 @@ def _evaluation(metrics: Mapping[str, float]) -> Any:
 
 
 class _Nowhere:
-    """A file that keeps nothing: the console's own record is used."""
+    """Discards text: the console records it."""
 
     def write(self, text: str) -> int:
         return len(text)
@@ -113,7 +121,7 @@ class _Nowhere:
 
 
 def _final_metrics(records: Sequence[Record]) -> Any:
-    """One row per metric: its value in the last record of each phase that has it."""
+    """One row per metric: its last value in each phase."""
     phases = [phase for phase in ("sft", "rl") if any(r["phase"] == phase for r in records)]
     last: dict[str, dict[str, Any]] = {}
     for record in records:
@@ -157,7 +165,7 @@ def _table(title: str, *columns: str) -> Any:
 
 
 def _shortened(text: str, limit: int = 400) -> Any:
-    """The text as it is, not as console markup; of a long one the beginning and the end."""
+    """Text without console markup; of a long one the beginning and the end."""
     from rich.text import Text
 
     text = printable(text)
@@ -165,42 +173,48 @@ def _shortened(text: str, limit: int = 400) -> Any:
 
 
 def _number(value: object) -> Any:
-    """Four digits; what is not a number as it is."""
+    """Number with four digits; other values as text."""
     known = number(value)
     if known is None:
         return "" if value is None else _shortened(str(value), 40)
     return f"{known:,.0f}" if abs(known) >= 1e4 else f"{known:,.4g}"
 
 
-def _plot(path: Path, records: Sequence[Record]) -> None:
-    """Training and validation reward over the steps of both phases, the supervised part shaded."""
-    # Figure and canvas by hand: pyplot would keep state and look for a display.
+def _plot_rewards(path: Path, records: Sequence[Record]) -> None:
+    """Plots training and validation reward over the RL steps: supervised ones have neither."""
+    figure, axes = _figure()
+    axes.plot(*_curve(records, REWARD), color="tab:blue", linewidth=1.2, label="training reward (mean)")
+    held_out = "validation reward (held out)"
+    axes.plot(*_curve(records, VALIDATION), color="tab:orange", marker="o", markersize=4, label=held_out)
+    axes.set(xlabel="RL step", ylabel="reward", title="Reward of the RL phase")
+    axes.set_ylim(bottom=1.05 * min([0.0, *filter(math.isfinite, _curve(records, REWARD)[1])]))
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small", frameon=False)
+    figure.savefig(path)
+
+
+def _plot_supervised_loss(path: Path, records: Sequence[Record]) -> None:
+    """Plots the loss over the steps of the supervised warm-up."""
+    figure, axes = _figure()
+    steps = [record for record in records if record["phase"] == "sft"]
+    axes.plot(*_curve(steps, LOSS), color="tab:blue", linewidth=1.2)
+    axes.set(xlabel="supervised step", ylabel="loss in nats", title="Loss of the supervised warm-up")
+    axes.set_ylim(bottom=0)
+    figure.savefig(path)
+
+
+def _figure() -> tuple[Any, Any]:
+    """Figure with one pair of axes, without pyplot, which keeps state and looks for a display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-
-    sft_steps = max((r["step"] for r in records if r["phase"] == "sft"), default=0)
-
-    def curve(name: str, keep: Callable[[Record], bool] = lambda _: True) -> tuple[list[int], list[float]]:
-        chosen = [r for r in records if number(r.get(name)) is not None and keep(r)]
-        return [r["step"] + (sft_steps if r["phase"] == "rl" else 0) for r in chosen], [number(r[name]) for r in chosen]
 
     figure = Figure(figsize=(9, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.plot(*curve(REWARD), color="tab:blue", linewidth=1.2, label="training reward (mean)")
-    axes.plot(*curve(VALIDATION), color="tab:orange", marker="o", markersize=4, label="validation reward (held out)")
-    axes.set(xlabel="step (supervised, then RL)", ylabel="reward", title="Reward over the run")
-    lowest = min([0.0, *filter(math.isfinite, curve(REWARD)[1])])
-    axes.set_ylim(bottom=1.05 * lowest)
     axes.grid(alpha=0.3)
-    handles, labels = axes.get_legend_handles_labels()
-    if sft_steps:
-        handles.append(axes.axvspan(0, sft_steps, color="0.92"))
-        labels.append("supervised warm-up")
-        loss_axes = axes.twinx()
-        handles += loss_axes.plot(*curve(LOSS, lambda r: r["phase"] == "sft"), color="0.5", linewidth=1)
-        labels.append("supervised loss")
-        loss_axes.set_ylabel("supervised loss")
-        loss_axes.set_ylim(bottom=0)
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize="small", frameon=False)
-    figure.savefig(path)
+    return figure, axes
+
+
+def _curve(records: Sequence[Record], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of the records that have a number for the metric."""
+    values = [(record["step"], number(record.get(name))) for record in records]
+    return [step for step, value in values if value is not None], [value for _, value in values if value is not None]

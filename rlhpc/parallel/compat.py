@@ -1,8 +1,8 @@
-"""Everything that is patched, each with its reason and the upstream line (megatron-core 0.16.1).
+"""All changes to Megatron's (0.16.1), vLLM's and PyTorch's own state, each with its reason and the upstream line.
 
-On a machine with a GPU only ``hide_extensions``, ``adopt_optimizer``, ``hold_what_is_sent`` and
-``exchange_megatron_globals`` change anything. The rest makes Megatron's unconditional CUDA calls answer for the CPU,
-inside ``megatron_device()`` and nowhere else.
+Nothing else in this package assigns to a module or object of theirs, or calls Megatron's setters of global state. On
+a machine with a GPU ``megatron_device`` does nothing; elsewhere, within it, Megatron's unconditional CUDA calls run on
+the CPU (``cpu_stand_ins.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import contextlib
 import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,21 +19,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.overrides import TorchFunctionMode
 
 from rlhpc.core.storage import patiently
+from rlhpc.parallel import cpu_stand_ins
 from rlhpc.parallel.saving import patient_writer, write_archive
-
-CPU = torch.device("cpu")
-_ONEDNN_PRODUCTS = 1 << 22  # multiplications below which MKL is as fast
+from rlhpc.sharding.layout import ParallelLayout
 
 
 def device() -> torch.device:
-    """Where tensors of this rank live. The rank has chosen its GPU before."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else CPU
+    """Device of this rank's tensors: the GPU that the rank has selected, or the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else cpu_stand_ins.CPU
 
 
-# Optional packages that Megatron tries, by the names that it imports; NVIDIA's images have most of them.
+# Optional packages that Megatron imports, by the names it uses; NVIDIA's images have most of them.
 _EXTENSIONS = frozenset(
     {
         "amp_C",
@@ -55,14 +52,15 @@ _EXTENSIONS = frozenset(
 
 @functools.cache
 def hide_extensions() -> None:
-    """Let Megatron find none of its optional packages, in any image. Called before anything imports Megatron.
+    """Hides Megatron's optional packages from it, in any image. Called before anything imports Megatron.
 
-    Each changes what runs: FusedAdam and the master weights' owner (optimizer/__init__.py:12, distrib_optimizer.py:20),
-    norm and clipping of gradients (clip_grads.py:10, optimizer.py:16), the router's product (moe_utils.py:1192), the
-    rng tracker (random.py:366/434), fp8 tensors in checkpoints (strategies/torch.py:66), weight gradients
-    (layers.py:45), attention (attention.py:60-115), norms (fused_layer_norm.py:15, transformer_block.py:37). We bring
-    modules of our own for these. Packages that do not suit the installed PyTorch also fail with other errors than
-    ImportError, which Megatron does not expect. flash-attn is used by rlhpc itself (backends/megatron/attention.py).
+    Each changes what runs: FusedAdam and the owner of the master weights (optimizer/__init__.py:12,
+    distrib_optimizer.py:20), norm and clipping of gradients (clip_grads.py:10, optimizer.py:16), the router's product
+    (moe_utils.py:1192), the RNG tracker (random.py:366/434), fp8 tensors in checkpoints (strategies/torch.py:66),
+    weight gradients (layers.py:45), attention (attention.py:60-115), norms (fused_layer_norm.py:15,
+    transformer_block.py:37). rlhpc brings its own modules for these. Builds that do not match the installed PyTorch
+    also fail with errors other than ImportError, which Megatron does not expect. rlhpc itself uses flash-attn
+    (backends/megatron/attention.py).
     """
     import_ = builtins.__import__
 
@@ -80,193 +78,47 @@ hide_extensions()
 
 @contextlib.contextmanager
 def megatron_device() -> Iterator[None]:
-    """Within it, megatron-core runs on this rank's device. With a GPU it does nothing; nested use is free."""
-    if torch.cuda.is_available() or _CpuForCuda.active:
+    """Runs megatron-core on this rank's device within it. No effect with a GPU; may be nested."""
+    if torch.cuda.is_available() or cpu_stand_ins.CpuForCuda.active:
         yield
         return
-    stand_ins = _stand_ins()
-    originals = [(module, name, getattr(module, name)) for module, name, _ in stand_ins]
-    try:
-        for module, name, stand_in in stand_ins:
-            setattr(module, name, stand_in)
-        with _CpuForCuda():
-            yield
-    finally:
-        for module, name, original in originals:
-            setattr(module, name, original)
+    with _replaced(_stand_ins()), cpu_stand_ins.CpuForCuda():
+        yield
 
 
-class _Stream:
-    """A stream of a device that runs everything in order at once."""
-
-    device = CPU
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def record_event(self) -> _Stream:
-        return self
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *args: Any) -> None: ...
-
-
-# Called by name at about 20 places: layers, mappings, p2p communication, param_and_grad_buffer.py:800/806.
-_CUDA_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "current_device": lambda: CPU,
-    "current_stream": lambda *args, **kwargs: _Stream(),
-    "stream": contextlib.nullcontext,
-    "Stream": _Stream,
-    "synchronize": lambda *args, **kwargs: None,
-    "manual_seed": torch.manual_seed,
-    "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
-}
-
-
-def _splits_on_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Upstream (moe_utils.py:1093) converts what is on a GPU only; all_to_all_single refuses tensors as splits."""
-    return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-
-def _all_gather(outputs: list[torch.Tensor], part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
-    """Parts of unequal length too (mappings.py:150), which NCCL takes and gloo does not."""
-    if async_op or len({len(output) for output in outputs}) == 1:
-        return _torch_all_gather(outputs, part, group=group, async_op=async_op)
-    padded = part.new_zeros(max(map(len, outputs)), *part.shape[1:])
-    padded[: len(part)] = part
-    gathered = [torch.empty_like(padded) for _ in outputs]
-    _torch_all_gather(gathered, padded, group=group)
-    for output, whole in zip(outputs, gathered, strict=True):
-        output.copy_(whole[: len(output)])
-    return None
-
-
-def _reduce_scatter(
-    output: torch.Tensor, parts: list[torch.Tensor], op: Any = dist.ReduceOp.SUM, group: Any = None, **options: Any
-) -> Any:
-    """The way back of ``_all_gather`` (mappings.py:196): gloo has no reduce_scatter of unequal parts."""
-    if options.get("async_op") or len({len(part) for part in parts}) == 1:
-        return _torch_reduce_scatter(output, parts, op=op, group=group, **options)
-    whole = torch.cat(parts)
-    dist.all_reduce(whole, op=op, group=group)
-    output.copy_(whole.split([len(part) for part in parts])[dist.get_rank(group)])
-    return None
-
-
-_torch_all_gather, _torch_reduce_scatter = dist.all_gather, dist.reduce_scatter
-# Only where expert tensor parallelism and expert parallelism meet.
-_UNEVEN_COLLECTIVES: dict[str, Callable[..., Any]] = {"all_gather": _all_gather, "reduce_scatter": _reduce_scatter}
-
-# Compared as strings in distrib_optimizer.py:361/420/582, clip_grads.py:167 and optimizer.py:671.
-_CUDA_TYPE_NAMES = {
-    torch.float32: "torch.cuda.FloatTensor",
-    torch.bfloat16: "torch.cuda.BFloat16Tensor",
-    torch.float16: "torch.cuda.HalfTensor",
-}
-
-
-class _CpuForCuda(TorchFunctionMode):
-    """What no attribute reaches: device="cuda" literals (schedules.py:596/2138, optimizer.py:481/485,
-    clip_grads.py:103/174, utils.py:1207), pin_memory, ``Tensor.cuda()`` and ``Tensor.type()``.
-
-    Only calls made by megatron.core are changed.
-    """
-
-    active = False
-
-    def __enter__(self) -> _CpuForCuda:
-        _CpuForCuda.active = True
-        return super().__enter__()
-
-    def __exit__(self, *args: Any) -> None:
-        _CpuForCuda.active = False
-        super().__exit__(*args)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.autograd.backward and kwargs.get("grad_tensors") and not kwargs.get("inputs"):
-            return self._backward(args[0], kwargs["grad_tensors"])
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("megatron.core"):
-            return func(*args, **kwargs)
-        if _is_cuda(kwargs.get("device")):
-            kwargs = {**kwargs, "device": CPU}
-        if kwargs.get("pin_memory"):
-            kwargs = {**kwargs, "pin_memory": False}
-        if func is torch.matmul or func is torch.Tensor.matmul:
-            return _matmul(*args)
-        if func is torch.Tensor.cuda:
-            return args[0]
-        if func is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], CPU, *args[2:])
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return _CUDA_TYPE_NAMES.get(args[0].dtype) or func(*args)
-        return func(*args, **kwargs)
-
-    def _backward(self, tensors: tuple[torch.Tensor, ...], gradients: tuple[torch.Tensor, ...]) -> None:
-        """torch.autograd.backward would leave this mode in the middle of a pass, where recomputation calls it
-        (tensor_parallel/random.py:566/614)."""
-        super().__enter__()
-        try:
-            torch.autograd.Variable._execution_engine.run_backward(
-                tensors, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-        finally:
-            super().__exit__(None, None, None)
-
-
-def _matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The product, float32 ones by oneDNN: PyTorch gives them to MKL, which takes half its speed on AMD's processors.
-
-    For the linear layers' products (tensor_parallel/layers.py:341/351/488/531/614), which run outside autograd. Those
-    of the backward pass are seen because deallocate_pipeline_outputs makes Megatron call the autograd engine itself,
-    and in recomputation because ``_backward`` does.
-    """
-    suits = a.dtype is torch.float32 and b.dtype is torch.float32 and b.dim() == 2 and not torch.is_grad_enabled()
-    if not (suits and a.numel() * b.size(1) >= _ONEDNN_PRODUCTS and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return torch.matmul(a, b)
-    return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
-
-
-def _is_cuda(value: Any) -> bool:
-    return (isinstance(value, str) and value.startswith("cuda")) or (
-        isinstance(value, torch.device) and value.type == "cuda"
-    )
-
-
-# random.py binds torch.cuda's internals at import: the rng tracker's fork() needs the CPU generator instead.
-_RNG_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "_get_cuda_rng_state": lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state(),
-    "_set_cuda_rng_state": lambda state, device=-1, graph_safe=False: torch.set_rng_state(state),
-}
-
-
-def _stand_ins() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """(module, name, what it is while Megatron runs)."""
+def _stand_ins() -> list[tuple[Any, str, Any]]:
+    """(module, name, value while Megatron runs)."""
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import token_dispatcher
 
     return [
-        *((torch.cuda, *item) for item in _CUDA_FUNCTIONS.items()),
-        *((random, *item) for item in _RNG_FUNCTIONS.items()),
-        *((dist, *item) for item in _UNEVEN_COLLECTIVES.items()),
-        (token_dispatcher, "maybe_move_tensor_to_cpu", _splits_on_host),
+        *((torch.cuda, *item) for item in cpu_stand_ins.CUDA_FUNCTIONS.items()),
+        *((random, *item) for item in cpu_stand_ins.RNG_FUNCTIONS.items()),
+        *((dist, *item) for item in cpu_stand_ins.UNEVEN_COLLECTIVES.items()),
+        (token_dispatcher, "maybe_move_tensor_to_cpu", cpu_stand_ins.cpu_splits),
     ]
 
 
+@contextlib.contextmanager
+def _replaced(stand_ins: list[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Sets attributes of modules and classes within it, and restores them as they were defined."""
+    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in stand_ins]
+    try:
+        for owner, name, stand_in in stand_ins:
+            setattr(owner, name, stand_in)
+        yield
+    finally:
+        for owner, name, original in originals:
+            setattr(owner, name, original)
+
+
 def adopt_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
-    """Let Megatron build ``make(params=groups, lr=…, betas=…, …)``, which keeps ``step`` in its parameter groups, where
-    it takes the FusedAdam that it finds (optimizer/__init__.py:357).
+    """Makes Megatron build ``make(params=groups, lr=…, betas=…, …)``, which keeps ``step`` in its parameter groups, in
+    place of the FusedAdam that it would import (optimizer/__init__.py:357).
 
     Megatron's path for torch.optim.AdamW breaks on checkpoints (distrib_optimizer.py:642 asserts one step, :940 misses
     the key, :818-822 alias one step tensor so that Adam advances once per parameter after a resume); its check of the
-    class (:515) knows no others.
+    class (:515) accepts no others.
     """
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.distrib_optimizer as distributed
@@ -276,12 +128,12 @@ def adopt_optimizer(make: Callable[..., torch.optim.Optimizer]) -> None:
 
 
 @functools.cache
-def hold_what_is_sent() -> None:
-    """Let a send that is under way hold its tensor's memory. For interleaved stages, whose schedule sends and goes on.
+def hold_sent_tensors() -> None:
+    """Keeps the memory of a tensor until its send has finished. For interleaved stages, whose schedule does not wait.
 
-    Before the schedule waits for a send it takes the data out of the tensor sent (schedules.py:1600; upstream waits
-    first in later versions). The send has the tensor, not its memory, and that is used again: over gloo, and over NCCL
-    since PyTorch records no streams for it, the next stage gets what comes to lie there. Wrong losses, and no error.
+    The schedule empties a sent tensor before it waits for the send (schedules.py:1600; later versions wait first). The
+    send refers to the tensor, not to its memory, which is reused: over gloo, and over NCCL since PyTorch records no
+    streams for it, the next stage receives the new contents. Wrong losses, and no error.
     """
     from megatron.core.pipeline_parallel import p2p_communication
 
@@ -299,11 +151,31 @@ def hold_what_is_sent() -> None:
 MegatronGlobals = dict[str, Any]
 
 
-def exchange_megatron_globals(values: MegatronGlobals) -> MegatronGlobals:
-    """Put other groups in force, none at all for an empty dict; the answer is those that were.
+def initialize_model_parallel(layout: ParallelLayout) -> None:
+    """Creates Megatron's process groups for a layout in its globals. Collective.
 
-    Megatron finds its groups in globals (parallel_state.py:27-142), of which there are one set: two models that are
-    cut in different ways take turns.
+    Its order of axes is that of ``ParallelLayout``; there is no second set of groups on gloo.
+    """
+    from megatron.core import parallel_state
+
+    with megatron_device():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=layout.tp,
+            pipeline_model_parallel_size=layout.pp,
+            virtual_pipeline_model_parallel_size=layout.vpp,
+            context_parallel_size=layout.cp,
+            expert_model_parallel_size=layout.ep,
+            expert_tensor_parallel_size=layout.etp,
+            order="tp-cp-ep-dp-pp",
+            create_gloo_process_groups=False,
+        )
+
+
+def exchange_megatron_globals(values: MegatronGlobals) -> MegatronGlobals:
+    """Activates other process groups, none at all for an empty dict, and returns those active before.
+
+    Megatron finds its groups in globals (parallel_state.py:27-142), of which there is one set: two models with
+    different layouts take turns.
     """
     from megatron.core import parallel_state
 
@@ -313,24 +185,57 @@ def exchange_megatron_globals(values: MegatronGlobals) -> MegatronGlobals:
     return former
 
 
+def seed_rng_tracker(seed: int) -> None:
+    """Seeds Megatron's random-number tracker, of which a process has one (random.py:282), for the active groups."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    with megatron_device():
+        model_parallel_cuda_manual_seed(seed)
+
+
+def rng_states() -> dict[str, Any]:
+    """States of torch's generators and of Megatron's tracker, for a checkpoint."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    return {
+        "host": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_rng_states(states: dict[str, Any]) -> None:
+    """Sets what ``rng_states`` returned; the GPU's generator only in a process that uses one."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    torch.set_rng_state(states["host"])
+    if states["device"] is not None and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(states["device"])
+    get_cuda_rng_tracker().set_states(states["tracker"])
+
+
+def end_writers() -> None:
+    """Ends the process that Megatron keeps for the results of checkpoint writers (filesystem_async.py:55). Killed with
+    its rank it would leave a folder in TMPDIR."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    queue = filesystem_async._results_queue
+    if queue is not None:
+        queue._manager.shutdown()
+        filesystem_async._results_queue = None
+
+
 @contextlib.contextmanager
 def patient_saves(folder: Path, failures: list[OSError]) -> Iterator[None]:
-    """Within it, dist_checkpointing waits for a file system that fails (rlhpc.core.storage) and writes files again from
-    memory, because after a failed fsync the kernel may have dropped their data.
+    """Makes dist_checkpointing wait for a failing file system (rlhpc.core.storage), and rewrite files from memory,
+    because after a failed fsync the kernel may have dropped their data.
 
-    Upstream each rank's shards are tried once (filesystem_async.py:342). What rank 0 alone reads and writes, between
-    collectives, raises on rank 0 alone while the others wait for it for ever (serialization.py:383/411/422,
-    state_dict_saver.py:112/243). Here such errors go into ``failures`` instead, for the ranks to agree on afterwards.
+    Upstream writes each rank's shards once (filesystem_async.py:342). An error in what rank 0 alone reads and writes
+    between collectives is raised on rank 0 alone, and the others wait for it forever (serialization.py:383/411/422,
+    state_dict_saver.py:112/243). Here such errors are appended to ``failures``, for the ranks to agree on afterwards.
     """
-    stand_ins = _patient_stand_ins(folder, failures)
-    originals = [(owner, name, vars(owner)[name]) for owner, name, _ in stand_ins]
-    try:
-        for owner, name, stand_in in stand_ins:
-            setattr(owner, name, stand_in)
+    with _replaced(_patient_stand_ins(folder, failures)):
         yield
-    finally:
-        for owner, name, original in originals:
-            setattr(owner, name, original)
 
 
 def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[Any, str, Any]]:
@@ -346,7 +251,7 @@ def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[
                 return patiently(lambda: act(*args), checkpoint)
             except OSError as error:
                 failures.append(error)
-                return args[-1]  # what prepare_local_plan answers; the others answer nothing
+                return args[-1]  # the result of prepare_local_plan; the other functions return nothing
 
         return try_
 
@@ -360,7 +265,7 @@ def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[
             os.fsync(file.fileno())
 
     return [
-        # Only asked whether the folder is empty, for a warning. Ours is new.
+        # Called only to warn if the folder is not empty. Ours is new.
         (serialization, "Path", lambda path: SimpleNamespace(iterdir=lambda: iter(()))),
         (serialization, "save_config", deferred(save_config)),
         (saver, "save_common", deferred(save_common)),
@@ -368,6 +273,48 @@ def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[
         (writer, "finish", deferred(writer.finish)),
         (writer, "write_preloaded_data", staticmethod(patient_writer(writer.write_preloaded_data))),
         # All saves share one queue of results (filesystem_async.py:51). Of two models saved in the background at once,
-        # each would take the other's into its metadata if the second one's writer ends first.
+        # each would put the other's results into its metadata if the second one's writer ends first.
         (filesystem_async, "_get_write_results_queue", lambda: shared_queue()._manager.Queue()),
     ]
+
+
+@contextlib.contextmanager
+def thread_setter_restored() -> Iterator[None]:
+    """Restores ``torch.set_num_threads``, which vLLM's CPU worker replaces by a no-op for the whole process
+    (v1/worker/cpu_worker.py:145)."""
+    set_num_threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_num_threads = set_num_threads
+
+
+def unlink_engine_queue() -> None:
+    """Unlinks the shared memory of the queue between an engine's ranks, once all have opened it: its name would outlive
+    ranks that are killed. No effect for an engine of one rank.
+
+    vLLM unlinks it only when the creator is destroyed (shm_broadcast.py), which must not happen a second time.
+    """
+    from vllm.distributed.parallel_state import get_tp_group
+
+    buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)
+    if buffer is not None and buffer.is_creator:
+        buffer.shared_memory.unlink()
+        buffer.is_creator = False
+
+
+def unmap_vllm_allocation(address: int) -> bool:
+    """Unmaps one allocation of vLLM's pool and removes it from the pool's records; False if it was unmapped before.
+
+    vLLM's pool keeps what PyTorch frees in it, and maps it again at every wake-up (device_allocator/cumem.py).
+    """
+    from vllm.device_allocator import cumem, get_mem_allocator_instance
+
+    allocations = get_mem_allocator_instance().pointer_to_data
+    data = allocations.get(address)
+    if data is None:
+        return False
+    assert not data.is_asleep, "memory freed while the engine sleeps"
+    del allocations[address]
+    cumem.unmap_and_release(data.handle)
+    return True

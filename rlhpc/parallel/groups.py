@@ -10,7 +10,12 @@ import torch.distributed as dist
 
 from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.compat import MegatronGlobals, exchange_megatron_globals, megatron_device
+from rlhpc.parallel.compat import (
+    MegatronGlobals,
+    exchange_megatron_globals,
+    initialize_model_parallel,
+    seed_rng_tracker,
+)
 from rlhpc.parallel.store import open_store
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -54,7 +59,7 @@ class Groups:
         self._former: list[MegatronGlobals] = []
         self._own: MegatronGlobals = {}
         with self:
-            _initialise(layout)
+            initialize_model_parallel(layout)
 
     def __enter__(self) -> Groups:
         self._former.append(exchange_megatron_globals(self._own))
@@ -66,29 +71,10 @@ class Groups:
 
 def build_groups(layout: ParallelLayout, seed: int) -> Groups:
     """The groups that are in force for the rest of the process, and Megatron's random-number tracker. Collective."""
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
     groups = Groups(layout)
     groups.__enter__()
-    with megatron_device():
-        model_parallel_cuda_manual_seed(seed)
+    seed_rng_tracker(seed)
     return groups
-
-
-def _initialise(layout: ParallelLayout) -> None:
-    from megatron.core import parallel_state
-
-    with megatron_device():
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=layout.tp,
-            pipeline_model_parallel_size=layout.pp,
-            virtual_pipeline_model_parallel_size=layout.vpp,
-            context_parallel_size=layout.cp,
-            expert_model_parallel_size=layout.ep,
-            expert_tensor_parallel_size=layout.etp,
-            order="tp-cp-ep-dp-pp",
-            create_gloo_process_groups=False,
-        )
 
 
 def engine_group(world_size: int, rank: int, tp: int) -> dist.ProcessGroup | None:

@@ -5,9 +5,9 @@
     engine_shards (engine's layout) ────┘                                      │
     checksum_plan.py: terms from the layouts alone ─> verify.py <──────────────┘ engine's own parameters
 
-In: the trainer's parameters, sharded. Out: the engine's parameters, written in place; no whole tensor is ever made.
-``plan.py`` intersects the boxes of both layouts: each block comes from the rank itself if it has it, else from its
-node, else from the rank that has sent the least, and no rank sends or receives more than ``reshard.bucket_mib`` in a
-bucket. Every rank makes the whole plan, keeps its part and compares the digest. While a bucket travels the next one is
-packed. ``gather.py`` is the plain way through whole tensors and vLLM's own loader: the oracle of the tests.
+In: the trainer's parameters, sharded. Out: the engine's parameters, written in place; no whole tensor is ever built.
+``plan.py`` intersects the boxes of both layouts. Each block is copied from the rank itself if it holds it, else from
+its node, else from the rank that has sent the fewest bytes. No rank sends or receives more than ``reshard.bucket_mib``
+per bucket. Every rank computes the whole plan, keeps its own part and compares the digest. While one bucket is in
+flight, the next one is packed. ``gather.py`` syncs whole tensors through vLLM's own loader; tests compare against it.
 """

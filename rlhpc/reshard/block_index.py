@@ -1,4 +1,4 @@
-"""Who holds a block that another rank wants: the geometry of boxes, worked out once for all layers that share it."""
+"""Finds the ranks that hold a block. The geometry of boxes is computed once for all layers that share it."""
 
 from __future__ import annotations
 
@@ -10,35 +10,35 @@ from typing import NamedTuple
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
 Cells = tuple[tuple[Box, tuple[int, ...]], ...]  # disjoint boxes, each with the indices of the boxes that contain it
-_Key = tuple[tuple[int, ...], ...]  # starts and stops of boxes, which are quicker to look up by
+_Key = tuple[tuple[int, ...], ...]  # starts and stops of boxes, faster to hash than the boxes
 
 
 class Block(NamedTuple):
-    """Part of a wanted box that lies whole in one shard of each of its holders; sizes are in bytes."""
+    """Part of a wanted box that each of its holders has in a single shard. Sizes are in bytes."""
 
     box: Box
     size: int
-    pieces: tuple[tuple[Box, int], ...]  # the same in parts that each fit a bucket
+    pieces: tuple[tuple[Box, int], ...]  # the box cut so that each piece fits a bucket
 
 
-class Held(NamedTuple):
-    """Who has a block: ``shards`` by rank, and its ranks in order, of all and of each node."""
+class BlockHolders(NamedTuple):
+    """Holders of a block: its shards by rank, and the ranks in order, of the job and per node."""
 
     shards: dict[int, Shard]
     ranks: tuple[int, ...]
-    near: dict[int, tuple[int, ...]]
+    by_node: dict[int, tuple[int, ...]]
 
 
-class Found(NamedTuple):
-    """A wanted box in blocks, with their holders. ``cut``: boxes overlap, so that blocks may be finer than need be."""
+class Located(NamedTuple):
+    """A wanted box in blocks, with their holders. ``cut``: boxes overlap, so blocks may be finer than necessary."""
 
     blocks: tuple[Block, ...]
-    held: tuple[Held, ...]
+    held: tuple[BlockHolders, ...]
     cut: bool
 
 
-class Holders:
-    """Finds the holders of what is wanted among the shards of the source side."""
+class BlockIndex:
+    """Index of the source side's shards."""
 
     def __init__(
         self, source: Mapping[int, Sequence[Shard]], ranks_per_node: int, bucket_bytes: int, itemsize: int
@@ -48,17 +48,17 @@ class Holders:
         for rank in sorted(source):
             for shard in source[rank]:
                 self._shards[shard.tensor][shard.box].setdefault(rank, shard)
-        self._found: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Found] = {}
-        self._held: dict[tuple[TensorSpec, tuple[int, ...]], Held] = {}
+        self._located: dict[tuple[str, tuple[int, ...], tuple[int, ...]], Located] = {}
+        self._known_holders: dict[tuple[TensorSpec, tuple[int, ...]], BlockHolders] = {}
         self._cells: dict[_Key, Cells] = {}
         self._blocks: dict[tuple[_Key, Box, bool], tuple[tuple[Block, tuple[int, ...]], ...]] = {}
 
-    def of(self, wanted: Shard) -> Found:
-        """The blocks that make up a wanted box, with who has them; an AssertionError when no rank has a part of it."""
+    def of(self, wanted: Shard) -> Located:
+        """The blocks that make up a wanted box, with their holders. Asserts that the ranks hold all of it."""
         key = (wanted.tensor.name, wanted.box.start, wanted.box.stop)
-        found = self._found.get(key)
+        found = self._located.get(key)
         if found is None:
-            found = self._found[key] = self._find(wanted)
+            found = self._located[key] = self._find(wanted)
         return found
 
     def block(self, box: Box, tensor: TensorSpec) -> Block:
@@ -68,7 +68,7 @@ class Holders:
         pieces = ((piece, piece.volume * each) for piece in _pieces(box, self._bucket_bytes // each))
         return Block(box, box.volume * each, tuple(pieces))
 
-    def _find(self, wanted: Shard) -> Found:
+    def _find(self, wanted: Shard) -> Located:
         tensor = wanted.tensor
         assert tensor in self._shards, f"no rank holds {tensor.name} of shape {tensor.shape}"
         by_box = self._shards[tensor]
@@ -81,7 +81,7 @@ class Holders:
         if blocks is None:
             blocks = self._blocks[geometry, wanted.box, tensor.float32] = tuple(self._cut(cells, wanted))
         held = tuple(self._holders(tensor, inside, [by_box[boxes[index]] for index in inside]) for _, inside in blocks)
-        return Found(tuple(block for block, _ in blocks), held, len(cells) > len(boxes))
+        return Located(tuple(block for block, _ in blocks), held, len(cells) > len(boxes))
 
     def _cut(self, cells: Cells, wanted: Shard) -> Iterator[tuple[Block, tuple[int, ...]]]:
         volume = 0
@@ -92,23 +92,23 @@ class Holders:
                 yield self.block(part, wanted.tensor), inside
         assert volume == wanted.box.volume, f"{wanted.box} of {wanted.tensor.name} is not held whole"
 
-    def _holders(self, tensor: TensorSpec, inside: tuple[int, ...], shards: list[dict[int, Shard]]) -> Held:
-        """Those of one cell: the ranks that have any of the boxes it is in."""
-        held = self._held.get((tensor, inside))
+    def _holders(self, tensor: TensorSpec, inside: tuple[int, ...], shards: list[dict[int, Shard]]) -> BlockHolders:
+        """Holders of one cell: the ranks that hold any of the boxes ``inside`` which it lies."""
+        held = self._known_holders.get((tensor, inside))
         if held is None:
             by_rank: dict[int, Shard] = {}
             for ranks in shards:
                 by_rank = {**ranks, **by_rank}
-            near: dict[int, list[int]] = defaultdict(list)
+            nodes: dict[int, list[int]] = defaultdict(list)
             for rank in sorted(by_rank):
-                near[rank // self._ranks_per_node].append(rank)
-            by_node = {node: tuple(ranks) for node, ranks in near.items()}
-            held = self._held[tensor, inside] = Held(by_rank, tuple(sorted(by_rank)), by_node)
+                nodes[rank // self._ranks_per_node].append(rank)
+            by_node = {node: tuple(ranks) for node, ranks in nodes.items()}
+            held = self._known_holders[tensor, inside] = BlockHolders(by_rank, tuple(sorted(by_rank)), by_node)
         return held
 
 
 def size_of(tensor: TensorSpec, itemsize: int) -> int:
-    """Bytes of an element; ``itemsize`` is of the model's dtype."""
+    """Bytes per element; ``itemsize`` is that of the model's dtype."""
     return 4 if tensor.float32 else itemsize
 
 
@@ -128,7 +128,7 @@ def cells_of(boxes: Sequence[Box]) -> Cells:
 
 
 def joined(first: Box, second: Box) -> Box | None:
-    """The two boxes as one, the second beginning in one dimension where the first ends; None if they are not one."""
+    """The union of two boxes if the second continues the first along one dimension, else None."""
     dims = range(len(first.start))
     apart = [i for i in dims if (first.start[i], first.stop[i]) != (second.start[i], second.stop[i])]
     if len(apart) == 1 and first.stop[apart[0]] == second.start[apart[0]]:
@@ -137,7 +137,7 @@ def joined(first: Box, second: Box) -> Box | None:
 
 
 def joined_shards(shards: Sequence[Shard]) -> list[Shard]:
-    """The same with neighbours made one that go on in their tensor and in their parameter alike."""
+    """The shards, with neighbors merged that are contiguous both in the tensor and in the local parameter."""
     found: list[Shard] = []
     for shard in shards:
         while found and (whole := _continued(found[-1], shard)) is not None:

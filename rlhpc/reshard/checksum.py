@@ -1,7 +1,7 @@
-"""A checksum that adds up over disjoint boxes of a tensor, however it is cut.
+"""A checksum that adds up over disjoint boxes of a tensor, regardless of how it is cut.
 
-Each element's bits, as a whole number, times an odd weight that depends on its coordinates in the whole tensor, modulo
-2^64: one changed element always changes the sum, and elements, rows or experts that changed places all but always do.
+Sums each element's bits, read as an integer, times an odd weight that depends on its coordinates in the whole tensor,
+modulo 2^64. One changed element always changes the sum; swapped elements, rows or experts almost always do.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rlhpc.reshard.checksum_plan import is_stack
 from rlhpc.sharding.shards import Shard
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 20  # elements that are widened to 64 bits at once
-_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # of xxHash64, odd
+_CHUNK = 1 << 20  # elements widened to 64 bits at a time
+_MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)  # odd primes of xxHash64
 
 
 def checksum(block: Tensor, shard: Shard) -> Int64[Tensor, " sums"]:
-    """Of a box of a tensor: one number, or one for each expert of a stack. ``block`` holds its elements."""
+    """Checksum of a shard whose elements are in ``block``: one number, or one per expert of a stack."""
     stack = is_stack(shard.tensor)
     block = block if stack else block[None]
     matrices = block.view(_BITS[block.element_size()]).reshape(block.shape[0], -1, block.shape[-1])
@@ -31,14 +31,14 @@ def checksum(block: Tensor, shard: Shard) -> Int64[Tensor, " sums"]:
 
 
 def _matrix_sum(matrix: Tensor, row_weights: Tensor, weights: Tensor) -> Int64[Tensor, ""]:
-    """A few rows at a time, so that little memory is taken."""
+    """Processes a few rows at a time to limit memory."""
     step = max(1, _CHUNK // matrix.shape[1])
     sums = [(part.to(torch.int64) * weights).sum(-1) for part in matrix.split(step)]
     return (torch.cat(sums) * row_weights).sum()
 
 
 def _weights(start: int, count: int, seed: int, device: torch.device) -> Int64[Tensor, " count"]:
-    """Odd numbers that look random, for indices from ``start``; multiplied and shifted as in splitmix64."""
+    """Odd pseudo-random numbers for the indices from ``start``, mixed as in splitmix64."""
     mixed = (torch.arange(start, start + count, device=device) + 1) * _MULTIPLIERS[0] + seed * _MULTIPLIERS[2]
     for multiplier in _MULTIPLIERS[1:]:
         mixed = (mixed ^ (mixed >> 29)) * multiplier

@@ -1,6 +1,6 @@
-"""What is summed where, so that both sides of a weight sync can be compared however they cut a tensor.
+"""Plan of the checksums that compare both sides of a weight sync, regardless of how each cuts a tensor.
 
-Made from the two layouts alone: a plan that copies wrongly does not make its own check wrong too.
+Computed from the two layouts alone, so that a wrong reshard plan cannot make its own check wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Side = Mapping[int, Sequence[Shard]]
 
 @dataclass(frozen=True)
 class Sum:
-    """The checksum of ``shard`` is a part of slot ``slot``; one slot per expert from there on, if it stacks experts."""
+    """Adds the checksum of ``shard`` to slot ``slot``; for a stack of experts, to one slot per expert from there on."""
 
     slot: int
     shard: Shard
@@ -25,9 +25,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class ChecksumPlan:
-    """A slot is one box that some rank of the target side keeps (of a stack: one expert's part of it).
+    """Slots and this rank's terms. A slot is one box of the target side (for a stack: one expert's part of it).
 
-    ``expected``: what this rank adds to slots, each source element once; ``actual``: slots that it must agree with.
+    ``expected``: terms that this rank adds, each source element once over all ranks; ``actual``: slots that its own
+    engine parameters must match.
     """
 
     num_slots: int
@@ -36,7 +37,7 @@ class ChecksumPlan:
 
 
 def plan_checksums(source: Side, target: Side, rank: int) -> ChecksumPlan:
-    """The part of ``rank``. Of ranks that hold the same source box each takes its share of the sums."""
+    """The plan of one rank. Ranks that hold the same source box divide its sums among them."""
     boxes: dict[TensorSpec, dict[Box, list[tuple[int, Shard]]]] = defaultdict(lambda: defaultdict(list))
     for holder in sorted(source):
         for shard in source[holder]:
@@ -55,17 +56,17 @@ def plan_checksums(source: Side, target: Side, rank: int) -> ChecksumPlan:
 
 
 def is_stack(tensor: TensorSpec) -> bool:
-    """The tensor is a layer's experts, one for each index of its first dimension."""
+    """Whether the tensor stacks a layer's experts along its first dimension."""
     return len(tensor.shape) == 3
 
 
 def slots_of(tensor: TensorSpec, box: Box) -> int:
-    """Slots that a box takes."""
+    """Number of slots of a box."""
     return box.shape[0] if is_stack(tensor) else 1
 
 
 def _slots(target: Side) -> dict[tuple[TensorSpec, Box], int]:
-    """The first slot of every box of the target side. Ranks that are cut alike have theirs in common."""
+    """The first slot of each box of the target side. Ranks with equal boxes share slots."""
     slots: dict[tuple[TensorSpec, Box], int] = {}
     count, seen = 0, set()
     for rank in sorted(target):
@@ -82,7 +83,7 @@ def _slots(target: Side) -> dict[tuple[TensorSpec, Box], int]:
 
 @lru_cache(maxsize=1 << 16)
 def _common(boxes: tuple[Box, ...], wanted: Box) -> tuple[tuple[Box, Box], ...]:
-    """(box, part of it that is wanted) for the boxes that have one; they must make up the wanted box."""
+    """(box, its overlap with ``wanted``) for all boxes that overlap. Asserts that they cover ``wanted``."""
     met = ((box, box.meet(wanted)) for box in boxes)
     found = tuple((box, part) for box, part in met if part is not None)
     assert sum(part.volume for _, part in found) == wanted.volume, f"{wanted} is not made up of {boxes}"

@@ -1,4 +1,4 @@
-"""Carries out a reshard plan on live tensors: packs, exchanges and writes, bucket by bucket."""
+"""Executes a reshard plan on live tensors: packs, exchanges and writes, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.plan import Copy, ReshardPlan
 from rlhpc.sharding.shards import Shard, TensorSpec
 
-View = Callable[[Shard], Tensor]  # the live memory of a shard on this rank
+View = Callable[[Shard], Tensor]  # live memory of a shard on this rank
 
 
 @dataclass(frozen=True)
 class _Message:
-    """What one rank sends (or receives) in one bucket: copies ordered by the other rank, and bytes for each rank."""
+    """One rank's data to send (or receive) in one bucket: copies ordered by peer, and bytes per peer."""
 
     copies: tuple[Copy, ...]
     splits: list[int]
@@ -31,27 +31,34 @@ class _Message:
 
 
 class Mover:
-    """This rank's part of a plan. ``group`` holds all ranks of both sides; None: all ranks of the job.
+    """Executes this rank's part of a plan.
 
-    Takes two send and two receive buffers of the plan's largest bucket at most, while it moves.
+    While it moves, it holds two send and two receive buffers, each at most as large as the plan's largest bucket.
     """
 
     def __init__(
-        self, plan: ReshardPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None = None
+        self,
+        plan: ReshardPlan,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        shared: frozenset[str] = frozenset(),
     ) -> None:
+        """``group`` holds all ranks of both sides; None: all ranks of the job. Copies inside this rank into the
+        ``shared`` parameters are left out: the engine uses the trainer's memory."""
         self._dtype, self._device, self._group = dtype, device, group
-        self._lasting = device.type == "cuda"  # there the engine's memory stays where it is, and views can be kept
+        self._lasting = device.type == "cuda"  # the engine's memory keeps its address there: views stay valid
         self._views: tuple[list[Tensor], list[Tensor]] | None = None
         rank, members = dist.get_rank(), dist.get_process_group_ranks(group or dist.group.WORLD)
-        self._local = plan.local(rank)
+        self._local = [copy for copy in plan.local(rank) if copy.target.local_name not in shared]
         self._sends = [self._message(copies, members, _receiver) for copies in plan.sends(rank)]
         self._receives = [self._message(copies, members, _sender) for copies in plan.receives(rank)]
 
     @torch.no_grad()
     def move(self, read: View, write: View) -> None:
-        """Write every target shard of this rank with what its source holds. Collective over the group.
+        """Writes every target shard of this rank. Collective over the group.
 
-        While a bucket is under way, the next one is packed and copies inside the rank are made.
+        While a bucket is in flight, the next one is packed, and copies inside the rank are made.
         """
         buckets = len(self._sends)
         sent, received = self._buffers(self._sends), self._buffers(self._receives)
@@ -61,34 +68,27 @@ class Mover:
             touch("weight sync")
             if bucket + 1 < buckets:
                 self._pack(bucket + 1, read, sent)
+            assert work is not None
             work.wait()
             work = self._exchange(bucket + 1, sent, received) if bucket + 1 < buckets else None
             self._unpack(bucket, write, received)
 
-    def without(self, shared: frozenset[str]) -> Mover:
-        """A mover that leaves out the copies inside this rank into the given parameters."""
-        copy = object.__new__(Mover)
-        vars(copy).update(vars(self))
-        copy._views = None
-        copy._local = [local for local in self._local if local.target.local_name not in shared]
-        return copy
-
     def _copy(self, read: View, write: View) -> None:
-        """The copies inside this rank, in as few kernels as there can be."""
+        """Makes the copies inside this rank, in as few kernels as possible."""
         if not self._local:
             return
-        read(self._local[0].source)  # brings back what the trainer has put aside; views of it are still good
+        read(self._local[0].source)  # reloads what the trainer has offloaded; existing views stay valid
         if self._views is None or not self._lasting:
             self._views = [write(c.target) for c in self._local], [read(c.source) for c in self._local]
         torch._foreach_copy_(*self._views)
 
     def _message(self, copies: Sequence[Copy], members: Sequence[int], peer: Callable[[Copy], int]) -> _Message:
-        ordered = sorted(copies, key=peer)  # stable: both ends have the copies between them in the plan's order
+        ordered = sorted(copies, key=peer)  # stable: both ends order the copies between them as in the plan
         sizes = {rank: sum(map(self._bytes, group)) for rank, group in groupby(ordered, key=peer)}
         return _Message(tuple(ordered), [sizes.get(rank, 0) for rank in members])
 
     def _buffers(self, messages: Sequence[_Message]) -> tuple[Tensor, Tensor]:
-        """Two, each as large as the messages that pass through it need."""
+        """Two buffers for alternate buckets, each as large as its largest message."""
         even, odd = (
             torch.empty(max((m.size for m in messages[i::2]), default=0), dtype=torch.uint8, device=self._device)
             for i in (0, 1)
@@ -125,7 +125,7 @@ class Mover:
             start += size
 
     def wire_dtype(self, tensor: TensorSpec) -> torch.dtype:
-        """What a tensor's elements are sent as."""
+        """Dtype that a tensor is sent in."""
         return torch.float32 if tensor.float32 else self._dtype
 
     def _bytes(self, copy: Copy) -> int:
@@ -141,7 +141,7 @@ def _sender(copy: Copy) -> int:
 
 
 def _put(place: Tensor, block: Tensor, dtype: torch.dtype) -> None:
-    """Write a block's elements into bytes, which a float32 among bfloat16 may leave unaligned."""
+    """Writes a block into bytes, which may be unaligned where float32 and bfloat16 tensors share a bucket."""
     if place.storage_offset() % dtype.itemsize == 0:
         place.view(dtype).view(block.shape).copy_(block)
     else:
@@ -149,7 +149,7 @@ def _put(place: Tensor, block: Tensor, dtype: torch.dtype) -> None:
 
 
 def _get(place: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The block in those bytes."""
+    """The block stored in those bytes."""
     if place.storage_offset() % dtype.itemsize:
         place = place.clone()
     return place.view(dtype).view(shape)

@@ -1,6 +1,6 @@
-"""The plain way from trainer to engine: every tensor gathered whole, then cut by the engine's own loader.
+"""Weight sync through whole tensors: each is gathered, then cut by the engine's own loader.
 
-Simple and slow: the oracle that any faster way is tested against.
+Simple and slow; the faster method is tested against it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from rlhpc.api import RolloutEngine, TrainBackend
 
 
 def sync(actor: TrainBackend, engine: RolloutEngine) -> None:
-    """Wake the engine with the actor's weights. Collective over all ranks.
+    """Wakes the engine with the actor's weights. Collective over all ranks.
 
-    The weights come first and the KV cache after, so that gathered tensors and cache never need memory together; what
-    only training needs leaves before, and the actor's weights between the two.
+    Order of device memory: training-only state is offloaded, the engine's weights are filled, the actor's weights are
+    offloaded, and only then is the KV cache allocated. Gathered tensors and cache never need memory at the same time.
     """
     actor.offload(keep_parameters=True)
     engine.wake_weights()

@@ -1,10 +1,11 @@
-"""Keeps the engine's weights equal to the trainer's: plans once, syncs when asked, and verifies itself."""
+"""Weight sync from the trainer to the engine: plans once, syncs on request, verifies with checksums."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,12 +22,16 @@ from rlhpc.reshard.verify import differing
 from rlhpc.sharding.shards import Shard
 
 MIB = 1 << 20
-_NAMED = 4  # weights that an error names on each rank
+_COLOCATED = "reshard.method gather needs an actor and an engine on every rank"
+_NAMED = 4  # ranks that an error names, and weights per rank
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Job:
-    """What the manager has to know of the job. ``group`` holds the ranks of both sides; None: all of the job."""
+    """The job's ranks and device, as far as the manager needs them. ``group`` holds the ranks of both sides; None: all
+    ranks of the job."""
 
     ranks_per_node: int
     dtype: torch.dtype
@@ -37,8 +42,8 @@ class Job:
 class ReshardManager:
     """Syncs the actor's weights into the engine on this rank. All calls are collective over both sides' ranks.
 
-    A rank of the training side alone has no engine, one of the rollout side alone no actor. As a context the engine is
-    awake with the newest weights inside, and sleeps after.
+    A rank that only trains has no engine, one that only generates has no actor. As a context manager it syncs on entry,
+    which wakes the engine, and puts the engine to sleep on exit.
     """
 
     def __init__(
@@ -54,7 +59,8 @@ class ReshardManager:
         self.sides, self._weight_syncs = sides, 0
         self._shared: dict[str, Shard] = {}
         if section.method == "gather":
-            assert actor is not None, "whole tensors are gathered where both sides are on the same ranks"
+            assert actor is not None, _COLOCATED
+            assert engine is not None, _COLOCATED
             return
         rank = dist.get_rank()
         self.plan = plan_weight_sync(
@@ -65,13 +71,11 @@ class ReshardManager:
             rank=rank,
         )
         self._check_plans()
-        self._mover = Mover(self.plan, job.dtype, job.device, job.group)
         self._checksums: ChecksumPlan | None = None
         self._parameters: Mapping[str, Tensor] = {}
         if section.share_weights and engine is not None:
-            self._shared = self._find_shared(rank)
-        if self._shared:
-            self._mover = self._mover.without(frozenset(self._shared))
+            self._shared = self._find_shared(engine, rank)
+        self._mover = Mover(self.plan, job.dtype, job.device, job.group, frozenset(self._shared))
 
     def __enter__(self) -> RolloutEngine | None:
         self.sync()
@@ -83,13 +87,15 @@ class ReshardManager:
         self.sleep()
 
     def sync(self) -> None:
-        """Wake the engine with the actor's weights; the weights first and the KV cache after.
+        """Wakes the engine with the actor's weights, then its KV cache.
 
-        What only training needs leaves the device before the engine grows, the actor's weights before the cache comes
-        back. Raises ReshardError on every rank, with nothing written, when requests are under way on one.
+        Training-only state leaves the device before the engine's weights are allocated, the actor's weights before the
+        cache is. Raises ReshardError on every rank, with nothing written, if requests are in flight on any.
         """
         self._refuse_unfinished()
         if self._section.method == "gather":
+            assert self._actor is not None, _COLOCATED
+            assert self._engine is not None, _COLOCATED
             gather.sync(self._actor, self._engine)
         else:
             self._sync_directly()
@@ -97,7 +103,7 @@ class ReshardManager:
         self.policy_version += 1
 
     def sleep(self) -> None:
-        """Give the memory of the engine back, weights and cache."""
+        """Frees the engine's weights and KV cache."""
         if self._engine is not None:
             self._engine.sleep()
 
@@ -118,15 +124,15 @@ class ReshardManager:
             self._engine.wake_cache()
 
     def write(self) -> None:
-        """Move the weights into the engine's open parameters."""
+        """Writes the weights into the engine's open parameters."""
         if self._engine is not None:
             for name, source in self._shared.items():
-                self._engine.share(name, self._actor.view(source))
+                self._engine.share(name, self._read(source))
             self._parameters = self._engine.open_weights()
         self._mover.move(self._read, self._written)
 
     def verify(self) -> None:
-        """Compare both sides' checksums; a ReshardError on every rank names weights that differ and their ranks."""
+        """Compares both sides' checksums. Raises a ReshardError on every rank that names the differing weights."""
         if self._checksums is None:
             self._checksums = plan_checksums(self.sides.source, self.sides.target, dist.get_rank())
         wrong = differing(
@@ -136,7 +142,7 @@ class ReshardManager:
 
     @property
     def shared_parameters(self) -> frozenset[str]:
-        """The engine's parameters on this rank that lie in the trainer's memory."""
+        """Parameters of the engine on this rank that use the trainer's memory."""
         return frozenset(self._shared)
 
     @property
@@ -145,6 +151,7 @@ class ReshardManager:
         return every == "always" or (isinstance(every, int) and self._weight_syncs % every == 0)
 
     def _read(self, shard: Shard) -> Tensor:
+        assert self._actor is not None, "only a rank that trains has source shards"
         return self._actor.view(shard)
 
     def _written(self, shard: Shard) -> Tensor:
@@ -153,35 +160,37 @@ class ReshardManager:
     def _refuse_unfinished(self) -> None:
         count = self._engine.unfinished if self._engine is not None else 0
         self._raise_together(
-            "weights cannot be synced beneath requests under way (finish or abort them first)",
+            "weights cannot be synced while requests are in flight (finish or abort them first)",
             [f"{count} requests"] if count else [],
         )
 
     def _check_plans(self) -> None:
-        """Every rank has made the same plan."""
+        """Raises a ReshardError unless every rank computed the same plan."""
         digests = self._gather(self.plan.digest)
         common = max(set(digests.values()), key=list(digests.values()).count)
         others = sorted(rank for rank, digest in digests.items() if digest != common)
         if others:
-            raise ReshardError(f"ranks {others} plan another movement of weights than the others")
+            raise ReshardError(f"ranks {others} computed another weight sync plan than the others")
 
-    def _find_shared(self, rank: int) -> dict[str, Shard]:
-        """Parameters of the engine that are a contiguous block of the trainer's memory, and that it takes as is."""
-        found, allowed, shapes = {}, self._engine.shareable(), self._engine.weight_shapes()
+    def _find_shared(self, engine: RolloutEngine, rank: int) -> dict[str, Shard]:
+        """Parameters that the engine can use in the trainer's memory: contiguous blocks of it."""
+        found, allowed, shapes = {}, engine.shareable(), engine.weight_shapes()
         for alias in aliases(self.plan.local(rank), shapes):
             if alias.name in allowed and self._read(alias.source).is_contiguous():
                 found[alias.name] = alias.source
         return found
 
     def _raise_together(self, what: str, mine: list[str]) -> None:
-        """A ReshardError on all ranks if one has something to tell."""
-        told = {rank: names for rank, names in self._gather(mine[:_NAMED]).items() if names}
-        if told:
-            where = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in list(told.items())[:_NAMED])
-            raise ReshardError(f"{what}: {where}" + (f"; and {len(told) - _NAMED} ranks more" * (len(told) > _NAMED)))
+        """Raises a ReshardError on all ranks if ``mine`` is not empty on any."""
+        by_rank = {rank: names for rank, names in self._gather(mine[:_NAMED]).items() if names}
+        if by_rank:
+            where = "; ".join(f"rank {rank}: {', '.join(names)}" for rank, names in list(by_rank.items())[:_NAMED])
+            more = len(by_rank) - _NAMED
+            raise ReshardError(f"{what}: {where}" + (f"; and {more} more ranks" if more > 0 else ""))
 
-    def _gather(self, value: object) -> dict[int, object]:
+    def _gather(self, value: T) -> dict[int, T]:
+        """Every rank's value, by rank."""
         group = self._job.group or dist.group.WORLD
-        values: list[object] = [None] * dist.get_world_size(group)
+        values: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(values, value, group=group)
         return dict(zip(dist.get_process_group_ranks(group), values, strict=True))

@@ -1,8 +1,8 @@
-"""Who sends which block to whom, so that weights get from one layout of shards into another.
+"""Plan of the copies that move weights from one layout of shards into another.
 
-Knows boxes and ranks, neither models nor torch. Every block that a rank needs is copied from the nearest rank that has
-it: itself, one of its node, else the one that has sent the least. What must cross ranks is dealt into buckets, in each
-of which no rank sends or receives more than a given number of bytes.
+Works on boxes and ranks, without models or torch. Every block that a rank needs is copied from the nearest rank that
+holds it: itself, one of its node, else the one that has sent the fewest bytes. Copies between ranks are assigned to
+buckets; in each bucket no rank sends or receives more than a given number of bytes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rlhpc.reshard.block_index import Block, Found, Held, Holders, cells_of, joined, joined_shards, size_of
+from rlhpc.reshard.block_index import Block, BlockHolders, BlockIndex, Located, cells_of, joined, joined_shards, size_of
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
-Side = Mapping[int, Sequence[Shard]]  # what each rank keeps
+Side = Mapping[int, Sequence[Shard]]  # each rank's shards
 
-_FULL = 0.8  # of a bucket: when another piece like the last does not fit either, it is left as it is
+_FULL = 0.8  # fill level above which a bucket is closed once a piece as large as the last would not fit
 
 
 @dataclass(frozen=True)
 class Copy:
-    """``source`` and ``target`` are the same box of a tensor, where the two ranks keep it.
+    """Copy of one box of a tensor, from where the source rank keeps it to where the target rank does.
 
-    ``bucket`` counts the exchanges from 0; -1 for a copy inside one rank.
+    ``bucket`` is the number of the exchange, from 0; -1 for a copy inside one rank.
     """
 
     source_rank: int
@@ -44,9 +44,9 @@ class Copy:
         return self.target.box
 
 
-@dataclass
+@dataclass(frozen=True)
 class Traffic:
-    """Bytes of one rank."""
+    """Bytes that one rank copies locally, and sends and receives within its node and across nodes."""
 
     local: int = 0
     sent_within: int = 0
@@ -65,27 +65,27 @@ class Traffic:
 
 @dataclass(frozen=True)
 class ReshardPlan:
-    """``copies`` of the ranks that were asked for, in the order in which both sides pack and unpack a bucket."""
+    """``copies`` of the requested ranks, in the order in which both sides pack and unpack a bucket."""
 
     copies: tuple[Copy, ...]
     traffic: Mapping[int, Traffic]  # of every rank of either side
     num_copies: int  # of all ranks
     num_buckets: int
     bucket_bytes: int
-    largest_bucket: int  # most bytes that a rank sends or receives in one
-    digest: str  # of both sides and of all ranks' copies
+    largest_bucket: int  # maximum bytes that a rank sends or receives in one bucket
+    digest: str  # over both sides and all ranks' copies
 
     def local(self, rank: int) -> list[Copy]:
         """Copies that never leave the rank."""
         return [copy for copy in self.copies if copy.bucket < 0 and copy.target_rank == rank]
 
     def sends(self, rank: int) -> list[list[Copy]]:
-        """For each bucket what the rank sends, by receiver."""
+        """Copies that the rank sends in each bucket, ordered by receiver."""
         mine = [copy for copy in self.copies if copy.bucket >= 0 and copy.source_rank == rank]
         return self._by_bucket(sorted(mine, key=lambda copy: copy.target_rank))
 
     def receives(self, rank: int) -> list[list[Copy]]:
-        """For each bucket what the rank receives, by sender."""
+        """Copies that the rank receives in each bucket, ordered by sender."""
         mine = [copy for copy in self.copies if copy.bucket >= 0 and copy.target_rank == rank]
         return self._by_bucket(sorted(mine, key=lambda copy: copy.source_rank))
 
@@ -105,23 +105,24 @@ def plan_reshard(
     itemsize: int,
     keep: Iterable[int] | None = None,
 ) -> ReshardPlan:
-    """Copies that write every element of ``target`` once. ``keep``: whose copies the plan shall hold; default all.
+    """Copies that write every element of ``target`` once. ``keep``: ranks whose copies the plan holds; default: all.
 
-    ``itemsize`` is of the model's dtype. A rank without shards on one side takes part on the other only. The plan is
-    the same on every rank, whatever ``keep`` is: its digest says so. Ranks that share one list of shards cost less.
+    ``itemsize`` is that of the model's dtype. A rank without shards on one side takes part on the other only. Every
+    rank computes the same plan regardless of ``keep``, which the digest proves. Ranks whose shards are one list object
+    are processed once.
     """
     ranks = sorted({*source, *target})
     source, target = _joined_side(source), _joined_side(target)
     digest = _digest_of(source, target, (ranks_per_node, bucket_bytes, itemsize))
-    holders = Holders(source, ranks_per_node, bucket_bytes, itemsize)
+    index = BlockIndex(source, ranks_per_node, bucket_bytes, itemsize)
     chooser, buckets = _Chooser(ranks_per_node), _Buckets(bucket_bytes, ranks)
     kept, count = None if keep is None else frozenset(keep), 0
     copies: list[Copy] = []
     for rank, wanted in _in_turn(target):
-        found = holders.of(wanted)
+        found = index.of(wanted)
         senders = chooser.choose(rank, found)
         if found.cut and len(senders) > 1:
-            found, senders = _rejoined(holders, wanted.tensor, found, senders)
+            found, senders = _rejoined(index, wanted.tensor, found, senders)
         numbers = buckets.place(rank, found.blocks, senders)
         digest.update(array("q", senders + numbers))
         count += len(numbers)
@@ -139,7 +140,7 @@ def plan_reshard(
 
 
 def lower_bound(source: Side, target: Side, itemsize: int) -> dict[int, int]:
-    """The least bytes that each rank can receive: what it needs and does not hold."""
+    """Minimum bytes that each rank must receive: what it needs and does not hold."""
     least = {}
     for rank, wanted in target.items():
         held: dict[TensorSpec, set[Box]] = defaultdict(set)
@@ -150,7 +151,7 @@ def lower_bound(source: Side, target: Side, itemsize: int) -> dict[int, int]:
 
 
 def _lacking(wanted: Shard, held: set[Box]) -> int:
-    """Elements of the wanted box that are in none of the boxes held."""
+    """Number of elements of the wanted box outside all boxes held."""
     if not held:
         return wanted.box.volume
     common = {box for box in (box.meet(wanted.box) for box in held) if box is not None}
@@ -159,13 +160,14 @@ def _lacking(wanted: Shard, held: set[Box]) -> int:
 
 
 def _joined_side(side: Side) -> Side:
-    """Neighbouring shards made one; ranks that share a list go on sharing one."""
+    """The side with neighboring shards merged; ranks that share a list object still do."""
     lists = {id(shards): joined_shards(shards) for shards in side.values()}
     return {rank: lists[id(shards)] for rank, shards in side.items() if shards}
 
 
 def _in_turn(target: Side) -> Iterator[tuple[int, Shard]]:
-    """A shard of each rank in turn, every rank beginning elsewhere in the model: no sender is asked by all at once."""
+    """One shard of each rank in turn. Ranks begin at different places of the model, so that no sender is requested by
+    all of them at once."""
     ranks = sorted(target)
     for step in range(max((len(target[rank]) for rank in ranks), default=0)):
         for place, rank in enumerate(ranks):
@@ -175,7 +177,7 @@ def _in_turn(target: Side) -> Iterator[tuple[int, Shard]]:
 
 
 class _Chooser:
-    """Picks the sender of each block, and keeps the count of bytes that the choice is made by."""
+    """Chooses the sender of each block by the bytes that each rank has sent."""
 
     def __init__(self, ranks_per_node: int) -> None:
         self._ranks_per_node = ranks_per_node
@@ -185,7 +187,7 @@ class _Chooser:
         self._received: dict[int, int] = defaultdict(int)
         self._received_within: dict[int, int] = defaultdict(int)
 
-    def choose(self, rank: int, found: Found) -> list[int]:
+    def choose(self, rank: int, found: Located) -> list[int]:
         """The sender of each block: the rank itself, the least loaded of its node, or the least loaded of all."""
         node, sent, senders = rank // self._ranks_per_node, self._sent, []
         received = within = 0
@@ -195,7 +197,7 @@ class _Chooser:
                 senders.append(rank)
                 self._local[rank] += size
                 continue
-            near = held.near.get(node)
+            near = held.by_node.get(node)
             ranks = near or held.ranks
             sender = ranks[0] if len(ranks) == 1 else min(ranks, key=sent.__getitem__)
             senders.append(sender)
@@ -215,19 +217,19 @@ class _Chooser:
 
 
 class _Buckets:
-    """Each copy goes into the first bucket in which both its ranks have room."""
+    """Assigns each copy to the first bucket in which both its ranks have room."""
 
     def __init__(self, bucket_bytes: int, ranks: Collection[int]) -> None:
         self._bytes = bucket_bytes
-        # What each rank sends and receives in each bucket, with an empty one after the last.
+        # Bytes that each rank sends and receives in each bucket, with an empty bucket after the last.
         self._sent = {rank: [0] for rank in ranks}
         self._received = {rank: [0] for rank in ranks}
-        # The first bucket of each rank that is not as good as full.
+        # The first bucket of each rank that is not yet (almost) full.
         self._first_sent, self._first_received = dict.fromkeys(ranks, 0), dict.fromkeys(ranks, 0)
         self.count = 0
 
     def place(self, rank: int, blocks: Sequence[Block], senders: Sequence[int]) -> list[int]:
-        """The bucket of each piece of the blocks that the rank gets; -1 for a block of its own."""
+        """The bucket of each piece that the rank receives; -1 for a block that it holds itself."""
         numbers = []
         received, limit, enough = self._received[rank], self._bytes, int(_FULL * self._bytes)
         for block, sender in zip(blocks, senders, strict=True):
@@ -253,7 +255,7 @@ class _Buckets:
 
     @property
     def largest(self) -> int:
-        """The most bytes that a rank sends or receives in one."""
+        """Maximum bytes that a rank sends or receives in one bucket."""
         return max((max(filled) for side in (self._sent, self._received) for filled in side.values()), default=0)
 
     def _add(self) -> None:
@@ -263,24 +265,25 @@ class _Buckets:
             self._received[rank].append(0)
 
 
-def _rejoined(holders: Holders, tensor: TensorSpec, found: Found, senders: list[int]) -> tuple[Found, list[int]]:
-    """Neighbouring blocks that come out of one shard of one sender made one."""
-    blocks: list[tuple[Block, Held, int]] = []
+def _rejoined(index: BlockIndex, tensor: TensorSpec, found: Located, senders: list[int]) -> tuple[Located, list[int]]:
+    """The blocks, with neighbors merged that come from one shard of one sender."""
+    blocks: list[tuple[Block, BlockHolders, int]] = []
     for block, held, sender in zip(found.blocks, found.held, senders, strict=True):
         while blocks and blocks[-1][2] == sender and blocks[-1][1].shards[sender] is held.shards[sender]:
             whole = joined(blocks[-1][0].box, block.box)
             if whole is None:
                 break
             blocks.pop()
-            block = holders.block(whole, tensor)
+            block = index.block(whole, tensor)
         blocks.append((block, held, sender))
-    return Found(tuple(b for b, _, _ in blocks), tuple(h for _, h, _ in blocks), True), [s for _, _, s in blocks]
+    merged = Located(tuple(b for b, _, _ in blocks), tuple(h for _, h, _ in blocks), cut=True)
+    return merged, [sender for _, _, sender in blocks]
 
 
 def _copies(
-    rank: int, wanted: Shard, found: Found, senders: list[int], numbers: list[int], kept: frozenset[int] | None
+    rank: int, wanted: Shard, found: Located, senders: list[int], numbers: list[int], kept: frozenset[int] | None
 ) -> Iterator[Copy]:
-    """The copies of a rank's wanted shard that are kept."""
+    """The copies into a rank's wanted shard that the plan keeps."""
     buckets = iter(numbers)
     for block, held, sender in zip(found.blocks, found.held, senders, strict=True):
         pieces = [block.box] if sender == rank else [box for box, _ in block.pieces]
@@ -291,7 +294,7 @@ def _copies(
 
 
 def _digest_of(source: Side, target: Side, numbers: tuple[int, ...]) -> hashlib.blake2b:
-    """Of what the plan is made from, which its senders and buckets are added to."""
+    """Digest of the plan's inputs; senders and buckets are added later."""
     digest = hashlib.blake2b(struct.pack("<3q", *numbers), digest_size=16)
     for side in (source, target):
         lists = {id(shards): _encoded(shards) for shards in side.values()}
@@ -302,7 +305,7 @@ def _digest_of(source: Side, target: Side, numbers: tuple[int, ...]) -> hashlib.
 
 
 def _encoded(shards: Sequence[Shard]) -> bytes:
-    """What stands for a rank's shards in the digest."""
+    """Digest of a rank's shards."""
     digest = hashlib.blake2b(digest_size=16)
     for shard in shards:
         tensor, box = shard.tensor, shard.box

@@ -1,4 +1,4 @@
-"""The two sides of a weight sync: the training layout's shards and the engines', by the job's ranks."""
+"""The two sides of a weight sync: shards of the training layout and of the engines, by rank of the job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rlhpc.sharding.shards import Box, Shard, megatron_shards
 
 @dataclass(frozen=True)
 class SyncSides:
-    """Which of the job's ranks keeps what. Where training and rollout share ranks, a rank is on both sides."""
+    """Shards of each rank of the job. A rank that both trains and generates is on both sides."""
 
     source: Side
     target: Side
@@ -32,10 +32,10 @@ def sync_sides(
     training_ranks: Sequence[int] | None = None,
     rollout_ranks: Sequence[int] | None = None,
 ) -> SyncSides:
-    """Training on the given ranks (those of ``training`` by default) and engines on blocks of the given ranks.
+    """Sides with training on ``training_ranks`` and engines on consecutive blocks of ``rollout_ranks``; both default to
+    all ranks of ``training``.
 
-    Without ``rollout_ranks`` the engines are on the ranks of the training side. Ranks of a side that are fewer than
-    its layout's are its first ones, and must hold the whole model between them.
+    If a side has fewer ranks than its layout, they are the layout's first ranks and must hold the whole model together.
     """
     trainers = range(training.world_size) if training_ranks is None else training_ranks
     rollouts = range(training.world_size) if rollout_ranks is None else rollout_ranks
@@ -49,9 +49,9 @@ def sync_sides(
 def plan_weight_sync(
     sides: SyncSides, *, ranks_per_node: int, bucket_bytes: int, itemsize: int, rank: int | None = None
 ) -> ReshardPlan:
-    """What moves; ``rank``: keep its copies alone. ``bucket_bytes`` bounds what a rank takes for buffers on each side.
+    """Plan of a weight sync; with ``rank``, its copies only. ``bucket_bytes`` limits a rank's buffers per direction.
 
-    The executor fills one buffer while the other is under way: a bucket of the plan is half of it.
+    The executor packs one buffer while the other is in flight, so a bucket of the plan is half of it.
     """
     return plan_reshard(
         sides.source,
@@ -65,14 +65,14 @@ def plan_weight_sync(
 
 @dataclass(frozen=True)
 class Alias:
-    """The engine's parameter ``name`` is, element for element, ``source``: a block of one of the trainer's."""
+    """The engine's parameter ``name`` equals, element by element, ``source``: a block of a trainer's parameter."""
 
     name: str
     source: Shard
 
 
 def aliases(copies: Sequence[Copy], parameters: Mapping[str, tuple[int, ...]]) -> list[Alias]:
-    """Parameters of the engine that copies inside one rank fill whole from one place; ``parameters``: their shapes."""
+    """Engine parameters filled completely from one place by copies inside one rank. ``parameters``: their shapes."""
     by_name: dict[str, list[Copy]] = {}
     for copy in copies:
         by_name.setdefault(copy.target.local_name, []).append(copy)
@@ -88,7 +88,7 @@ def aliases(copies: Sequence[Copy], parameters: Mapping[str, tuple[int, ...]]) -
 
 
 def _distance(copy: Copy) -> tuple[int, str, tuple[int, ...]]:
-    """From where and how far in each dimension the copy moves; no distance if the numbers of dimensions differ."""
+    """Source parameter and offset per dimension; an empty offset if the numbers of dimensions differ."""
     source, target = copy.source.local_start, copy.target.local_start
     far = tuple(a - b for a, b in zip(source, target, strict=True)) if len(source) == len(target) else ()
     return copy.source.chunk, copy.source.local_name, far

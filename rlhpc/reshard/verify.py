@@ -1,4 +1,4 @@
-"""Are the weights in the engine those of the trainer? Checksums of both sides, compared slot by slot."""
+"""Compares checksums of the engine's weights with the trainer's, slot by slot."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def differing(
     device: torch.device,
     group: dist.ProcessGroup | None,
 ) -> list[str]:
-    """Names of the weights of this rank's engine that are not the trainer's. Collective over the group."""
+    """Names of the weights of this rank's engine that differ from the trainer's. Collective over the group."""
     expected = torch.zeros(plan.num_slots, dtype=torch.int64, device=device)
     for part in plan.expected:
         sums = checksum(read(part.shard).to(wire_dtype(part.shard.tensor)), part.shard)
@@ -37,9 +37,9 @@ def differing(
 
 
 def name_of(shard: Shard, index: int) -> str:
-    """The weight as HuggingFace names it, and which part of it where a rank has not the whole.
+    """HuggingFace's name of the weight, with the index ranges where the rank holds only a part of it.
 
-    ``index`` counts the experts of a stack's box.
+    ``index`` is the expert within a stack's box.
     """
     name, box, shape = shard.tensor.name, shard.box, shard.tensor.shape
     start, stop = box.start, box.stop

@@ -1,9 +1,8 @@
-"""Decides what becomes of a response that a reward failed on, and counts such failures by kind."""
+"""Decides what becomes of a response that a reward failed on."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from typing import Literal
 
 from rlhpc.config.reward import RewardSection
@@ -16,12 +15,11 @@ _REMEDY_UNFINISHED = "raise its limits (reward.time_limit_seconds, reward.memory
 
 
 class Failures:
-    """Handles and counts failures, and logs the first of each kind."""
+    """Handles failures as configured, and logs the first of each kind."""
 
     def __init__(self, section: RewardSection, remedy: str) -> None:
         """``remedy`` for a user whose run ends because a function raised or returned no finite number."""
         self._on_failure, self._on_timeout, self._remedy = section.on_failure, section.on_timeout, remedy
-        self._counts: Counter[str] = Counter()
         self._logged: set[tuple[str, str]] = set()
 
     def handle(
@@ -35,11 +33,10 @@ class Failures:
         log: bool = True,
         built_in: bool = False,
     ) -> bool:
-        """Count a failure of the reward at ``where`` for a response; true if the response is dropped.
+        """Whether a response is dropped because the reward at ``where`` failed on it.
 
         Otherwise that reward counts as 0. A UserError where the failure ends the run.
         """
-        self._counts[failure.kind] += 1
         unfinished = failure.kind in UNFINISHED
         action = self._action(unfinished, built_in)
         what = f"{failure.what} for prompt {prompt_id} of {source!r}, response {text[:_SHOWN]!r}"
@@ -50,11 +47,6 @@ class Failures:
             handled = {"zero": "counted as 0", "drop": "dropped from training"}[action]
             _log.warning("%s: %s; %s, like further failures of this kind, which are not logged", where, what, handled)
         return action == "drop"
-
-    def take_counts(self) -> dict[str, int]:
-        """Failures by kind since the last call."""
-        counts, self._counts = dict(self._counts), Counter()
-        return counts
 
     def _action(self, unfinished: bool, built_in: bool) -> Literal["error", "zero", "drop"]:
         """No response can end a run or leave it by making one of our own functions slow."""

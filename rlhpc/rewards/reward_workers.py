@@ -67,7 +67,7 @@ class FunctionRewards:
         self._pool.submit([Call((key, index), keywords) for index in range(len(self._functions))])
 
     def results(self) -> dict[int, RewardResult]:
-        """Wait for every response submitted since the last call; by key.
+        """Results of every response submitted since the last call, by key; waits for them.
 
         A UserError if a failed call ends the run.
         """
@@ -75,20 +75,17 @@ class FunctionRewards:
         responses, self._responses = self._responses, {}
         return {key: self._result(key, response, outcomes) for key, response in sorted(responses.items())}
 
-    def failures(self) -> dict[str, int]:
-        """Failed calls by kind since the last call: raised, result, timeout, memory, died."""
-        return self._failures.take_counts()
-
     def close(self) -> None:
         """End the processes."""
         if self._pool is not None:
             self._pool.close()
 
     def _result(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> RewardResult:
-        reward, parts, dropped, answer = 0.0, {}, False, None
+        reward, parts, dropped, answer, failures = 0.0, {}, False, None, []
         for index, function in enumerate(self._functions):
             outcome = outcomes[key, index]
             if isinstance(outcome, Failure):
+                failures.append(outcome.kind)
                 dropped = self._handle(index, outcome, response) or dropped
                 value, further = 0.0, {}
             else:
@@ -98,7 +95,9 @@ class FunctionRewards:
             if function.name:
                 parts[function.name] = value
             parts |= {f"{function.name}/{part}".lstrip("/"): number for part, number in further.items()}
-        return RewardResult(0.0, dropped=True) if dropped else RewardResult(reward, parts, answer=answer)
+        if dropped:
+            return RewardResult(0.0, dropped=True, failures=tuple(failures))
+        return RewardResult(reward, parts, answer=answer, failures=tuple(failures))
 
     def _handle(self, index: int, failure: Failure, response: _Response) -> bool:
         """Whether the response is dropped."""

@@ -16,16 +16,25 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.rollout.requests import Sampling, Task, request_of, with_drawn, with_given
 
 
+@dataclass(frozen=True)
+class Reply:
+    """What tools answered to one turn: its tokens, the number of calls, and of those that failed."""
+
+    tokens: tuple[int, ...]
+    calls: int = 0
+    failures: int = 0
+
+
 class Dialogue(Protocol):
     """What goes on between two turns of the policy; all ranks of the engine ask it alike."""
 
     def begin(self, key: int, task: Task) -> bool:
         """Answer the last turn of a task's draft, which is finished; false if it asks for nothing."""
 
-    def answers(self, all_of_them: bool) -> dict[int, tuple[int, ...]]:
-        """Tokens of what has been answered since the last call, by key; waits for one at least, or for all."""
+    def answers(self, all_of_them: bool) -> dict[int, Reply]:
+        """Replies that came since the last call, by key; waits for one at least, or for all."""
 
-    def ready(self) -> dict[int, tuple[int, ...]]:
+    def ready(self) -> dict[int, Reply]:
         """The same without waiting."""
 
     def end(self, task: Task) -> None:
@@ -34,12 +43,19 @@ class Dialogue(Protocol):
 
 @dataclass(frozen=True)
 class Scored:
-    """A finished response; ``dropped`` if it is to be left out."""
+    """A finished response; ``dropped`` if it is to be left out.
+
+    ``failures`` are the kinds of its rewards' failures. A response that is taken back has those counts of tool calls
+    that were made until then, and begins with none when it is resumed.
+    """
 
     group: int
     index: int
     sample: Sample
     dropped: bool = False
+    failures: tuple[str, ...] = ()
+    tool_calls: int = 0
+    failed_tool_calls: int = 0
 
 
 class Collector:
@@ -102,7 +118,7 @@ class Collector:
             task = self._being_scored.pop(key)
             given = {"reward": result.reward, "reward_parts": result.parts, "answer": result.answer}
             sample = replace(task.draft, **given)
-            found.append(Scored(task.group, task.index, sample, result.dropped))
+            found.append(_scored(replace(task, draft=sample), result.dropped, result.failures))
         assert not self._being_scored, f"{len(self._being_scored)} responses without a result"
         return sorted(found, key=lambda scored: (scored.group, scored.index))
 
@@ -117,7 +133,7 @@ class Collector:
             draft = task.draft
             if len(completion.tokens):
                 draft = replace(with_drawn(draft, completion, self._version), truncated=False)
-            found.append(Scored(task.group, task.index, draft))
+            found.append(_scored(replace(task, draft=draft)))
         assert not self._requests
         return sorted(found, key=lambda scored: (scored.group, scored.index))
 
@@ -140,9 +156,11 @@ class Collector:
         elif not in_steps:
             self._go_on(self._dialogue.ready())
 
-    def _go_on(self, answers: dict[int, tuple[int, ...]]) -> None:
-        for key in sorted(answers):
-            task, tokens = self._asking.pop(key), answers[key]
+    def _go_on(self, replies: dict[int, Reply]) -> None:
+        for key in sorted(replies):
+            task, reply = self._asking.pop(key), replies[key]
+            tokens, calls, failed = reply.tokens, task.tool_calls + reply.calls, task.failed_tool_calls + reply.failures
+            task = replace(task, tool_calls=calls, failed_tool_calls=failed)
             if tokens[:1] == (task.draft.tokens[-1],):  # the end of the turn, which the policy has drawn
                 tokens = tokens[1:]
             if task.draft.response_len + len(tokens) < self._sampling.max_tokens:
@@ -165,3 +183,7 @@ class Collector:
     def _leave(self, task: Task) -> None:
         if self._dialogue is not None:
             self._dialogue.end(task)
+
+
+def _scored(task: Task, dropped: bool = False, failures: tuple[str, ...] = ()) -> Scored:
+    return Scored(task.group, task.index, task.draft, dropped, failures, task.tool_calls, task.failed_tool_calls)

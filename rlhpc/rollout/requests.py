@@ -33,6 +33,8 @@ class Task:
     prompt: Prompt
     draft: Sample
     root: SeedRoot
+    tool_calls: int = 0  # made for it since it was begun or resumed
+    failed_tool_calls: int = 0  # those of them answered with an error
 
 
 def share_of(items: int, parts: int, index: int) -> range:

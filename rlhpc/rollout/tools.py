@@ -14,10 +14,11 @@ import torch.distributed as dist
 from rlhpc.api import Sample
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.heartbeat import touch
-from rlhpc.data.conversation import spoken
+from rlhpc.data.conversation import split_turns
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.rewards.calls import Failure
 from rlhpc.rewards.pool import Call, Pool
+from rlhpc.rollout.collect import Reply
 from rlhpc.rollout.requests import Task, last_turn, turns
 from rlhpc.rollout.tool_calls import Answer, MethodCall, ToolCall, parse_calls
 from rlhpc.rollout.tool_kinds import Tool, find_tools
@@ -45,6 +46,7 @@ class _Turn:
 
     task: Task
     answers: list[str | None]
+    failures: int = 0  # answers that are errors
     under_way: dict[int, tuple[int, ToolCall]] = field(default_factory=dict)  # by identity: place in the turn, call
     waiting: deque[tuple[int, ToolCall]] = field(default_factory=deque)
 
@@ -72,7 +74,6 @@ class ToolUse:
         self._conversations: dict[tuple[int, int], _Conversation] = {}
         self._closing: set[int] = set()
         self._next = 0
-        self._calls = self._failures = 0
 
     def begin(self, key: int, task: Task) -> bool:
         """See ``Dialogue``. What the last turn calls is not run."""
@@ -86,14 +87,14 @@ class ToolUse:
             self._go_on(key, turn)
         return bool(calls)
 
-    def ready(self) -> dict[int, tuple[int, ...]]:
+    def ready(self) -> dict[int, Reply]:
         """See ``Dialogue``. Collective over the engine's ranks."""
         return self._shared(self._finished)
 
-    def answers(self, all_of_them: bool) -> dict[int, tuple[int, ...]]:
+    def answers(self, all_of_them: bool) -> dict[int, Reply]:
         """See ``Dialogue``. Collective over the engine's ranks."""
 
-        def wait() -> dict[int, tuple[int, ...]]:
+        def wait() -> dict[int, Reply]:
             found = self._finished()
             while self._turns and (all_of_them or not found):
                 time.sleep(_LOOK_SECONDS)
@@ -111,11 +112,6 @@ class ToolUse:
             asked = MethodCall(conversation.number, None, {}, (), {})
             self._closing.add(self._submit(entry, asked, last=entry == entries[-1]))
 
-    def take_counts(self) -> tuple[int, int]:
-        """(calls, those of them that failed) since this was asked last, of the engine's first rank."""
-        counts, self._calls, self._failures = (self._calls, self._failures), 0, 0
-        return counts
-
     def close(self) -> None:
         """End the processes, when objects of conversations that have ended are closed."""
         if self._pool is not None:
@@ -125,14 +121,13 @@ class ToolUse:
             self._pool.close()
 
     def _call(self, key: int, turn: _Turn, place: int, call: ToolCall | Failure) -> None:
-        self._calls += 1
         most = self._section.max_calls_per_turn
         if place >= most:
             call = Failure("result", f"only {most} calls of a turn are run")
         elif isinstance(call, ToolCall) and call.name not in self._tools:
             call = Failure("result", f"there is no tool {call.name!r:.80}, only {', '.join(self._tools)}")
         if isinstance(call, Failure):
-            turn.answers[place] = self._told(call)
+            self._answer(turn, place, call)
         elif self._tools[call.name].owner is not None:
             turn.waiting.append((place, call))
         else:
@@ -175,17 +170,20 @@ class ToolUse:
         self._pool.submit([Call((self._next, entry), asked, home, last)])
         return self._next
 
-    def _told(self, outcome: Answer | Failure) -> str:
-        if isinstance(outcome, Failure):
-            self._failures += 1
-            return f"{_ERROR}{outcome.what}"
-        count = self._tokenizer.count(outcome.text)
-        if count > self._section.max_tool_answer_tokens:
-            return self._told(Failure("result", f"the answer has {count} tokens, too many to be shown"))
-        return outcome.text
+    def _answer(self, turn: _Turn, place: int, outcome: Answer | Failure) -> bool:
+        """Note the answer to a call; false if it is an error."""
+        if isinstance(outcome, Answer):
+            count = self._tokenizer.count(outcome.text)
+            if count <= self._section.max_tool_answer_tokens:
+                turn.answers[place] = outcome.text
+                return not outcome.text.startswith(_ERROR)
+            outcome = Failure("result", f"the answer has {count} tokens, too many to be shown")
+        turn.failures += 1
+        turn.answers[place] = f"{_ERROR}{outcome.what}"
+        return False
 
-    def _finished(self) -> dict[int, tuple[int, ...]]:
-        """Turns whose last call has been answered, as tokens."""
+    def _finished(self) -> dict[int, Reply]:
+        """Turns whose last call has been answered."""
         for (identity, _), outcome in self._pool.ready().items():
             if identity in self._closing:
                 self._closing.remove(identity)
@@ -194,18 +192,20 @@ class ToolUse:
                 continue
             self._settle(identity, outcome)
         done = [key for key, turn in self._turns.items() if not turn.under_way]
-        return {key: self._tokenizer.tool_turn(self._turns.pop(key).answers) for key in done}
+        return {key: self._reply(self._turns.pop(key)) for key in done}
+
+    def _reply(self, turn: _Turn) -> Reply:
+        return Reply(self._tokenizer.tool_turn(turn.answers), len(turn.answers), turn.failures)
 
     def _settle(self, identity: int, outcome: Answer | Failure) -> None:
         key = self._key_of.pop(identity)
         turn = self._turns[key]
         place, call = turn.under_way.pop(identity)
-        text = turn.answers[place] = self._told(outcome)
-        if self._tools[call.name].owner is not None and not text.startswith(_ERROR):
+        if self._answer(turn, place, outcome) and self._tools[call.name].owner is not None:
             self._conversation(turn.task).past.append(call)
         self._go_on(key, turn)
 
-    def _shared(self, find: Callable[[], Mapping[int, tuple[int, ...]]]) -> dict[int, tuple[int, ...]]:
+    def _shared(self, find: Callable[[], Mapping[int, Reply]]) -> dict[int, Reply]:
         """What the first rank finds, on every rank of the engine."""
         found = [find() if self._pool is not None else None]
         if self._group is not None:
@@ -217,7 +217,7 @@ def answered_calls(tokenizer: Tokenizer, draft: Sample) -> list[ToolCall]:
     """What the response's former turns have called and was answered without an error, in its order."""
     found: list[ToolCall] = []
     calls: list[ToolCall | Failure] = []
-    for of_policy, tokens in spoken(draft):
+    for of_policy, tokens in split_turns(draft):
         if of_policy:
             calls = parse_calls(tokenizer.decode(tokens.tolist(), special=True))
             continue

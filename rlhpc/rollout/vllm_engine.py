@@ -25,6 +25,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
+from rlhpc.parallel.compat import thread_setter_restored, unlink_engine_queue
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
@@ -78,7 +79,7 @@ class VllmEngine:
         finalizer = getattr(self._engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        _forget_queue_s_name()
+        unlink_engine_queue()
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routed_experts")
         self._weights = self._find_weights(section)
@@ -328,14 +329,6 @@ def _build(arguments: dict[str, Any]) -> Any:
         ) from error
 
 
-def _forget_queue_s_name() -> None:
-    """All ranks have vLLM's queue in shared memory open now; with its name it would outlive ranks that are killed."""
-    buffer = getattr(_queue(), "buffer", None)
-    if buffer is not None and buffer.is_creator:
-        buffer.shared_memory.unlink()
-        buffer.is_creator = False  # or it would be unlinked a second time
-
-
 def _sockets() -> list[Path]:
     """Files in TMPDIR by which the queue's readers came to it; vLLM leaves them."""
     handle = getattr(_queue(), "handle", None)
@@ -358,15 +351,14 @@ def _process_kept() -> Iterator[None]:
     resets PyTorch's allocator options (0.25).
     """
     environ = dict(os.environ)
-    python_state, numpy_state, set_num_threads = random.getstate(), np.random.get_state(), torch.set_num_threads
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=devices), vllm_memory.allocator_settings_kept():
+        with torch.random.fork_rng(devices=devices), vllm_memory.allocator_settings_kept(), thread_setter_restored():
             yield
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-        torch.set_num_threads = set_num_threads
         for name in _LAUNCHER_VARIABLES:
             os.environ.pop(name, None)
         os.environ.update(environ)

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhpc.config.schema import RolloutSection
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.rank import RankInfo
+from rlhpc.parallel.compat import unmap_vllm_allocation
 from rlhpc.plan.estimates.memory import EngineMemory
 
 _GIB = 1 << 30
@@ -87,22 +88,17 @@ def explain(refused: EngineRefused, section: RolloutSection, memory: EngineMemor
 def free_weights(replaced: Sequence[Tensor], used: Sequence[Tensor]) -> None:
     """Return the memory of vLLM's weights that others have replaced, but for what is ``used``. vLLM must be awake.
 
-    vLLM's pool keeps what PyTorch frees in it, and maps it again at every wake-up (device_allocator/cumem.py). So
-    memory is unmapped here, where nothing else shares an allocation with it. The tensors stay, for PyTorch to neither
-    reuse their addresses nor unmap them a second time: its statistics still count them, those of the GPU do not.
+    Memory is unmapped where nothing else shares an allocation with it (``compat.unmap_vllm_allocation``). The tensors
+    stay, for PyTorch to neither reuse their addresses nor unmap them a second time: its statistics still count them,
+    those of the GPU do not.
     """
-    from vllm.device_allocator import cumem, get_mem_allocator_instance
+    from vllm.device_allocator import get_mem_allocator_instance
 
-    allocator = get_mem_allocator_instance()
     torch.cuda.synchronize()
     addresses = {_address(tensor) for tensor in replaced} - {_address(tensor) for tensor in used}
-    for address, blocks in unused_segments(_segments(allocator), addresses).items():
-        data = allocator.pointer_to_data.get(address)
-        if data is not None:  # not unmapped before
-            assert not data.is_asleep, "memory freed while the engine sleeps"
+    for address, blocks in unused_segments(_segments(get_mem_allocator_instance()), addresses).items():
+        if unmap_vllm_allocation(address):
             _unmapped.extend(tensor for tensor in replaced if _address(tensor) in blocks)
-            del allocator.pointer_to_data[address]
-            cumem.unmap_and_release(data.handle)
 
 
 def unused_segments(segments: Iterable[Mapping[str, Any]], replaced: set[int]) -> dict[int, set[int]]:

@@ -1,1 +1,1 @@
-"""What a site runs once on a machine: acceptance of GPUs, and wheels for machines without network."""
+"""Tools a site runs once per machine: acceptance of GPUs, and wheels for machines without network."""

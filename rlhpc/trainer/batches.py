@@ -10,103 +10,120 @@ import numpy as np
 
 from rlhpc.algo.aggregation import shares
 from rlhpc.api import PackedBatch, Sample
+from rlhpc.config.algorithm import AlgorithmSection
+from rlhpc.config.schema import RunConfig
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.packing import PackPlan
-from rlhpc.parallel.transfer import gather_objects
-from rlhpc.trainer.build import Run
 from rlhpc.trainer.roles import PerSample, Role
 
 
 @dataclass(frozen=True)
+class Batching:
+    """How a step's samples become minibatches, and what a token of each weighs."""
+
+    minibatches: int
+    aggregation: str
+    aggregation_length: int  # tokens that "constant" aggregation divides by, per response
+    old_log_probs: bool  # a forward pass of the actor over the samples precedes the step's first update
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Batching:
+        """As configured."""
+        section = config.algorithm
+        several_updates = config.train.minibatches * config.train.epochs > 1
+        return cls(
+            config.train.minibatches,
+            section.aggregation,
+            section.aggregation_length or config.rollout.max_response_tokens,
+            several_updates or kl_in_reward(section),
+        )
+
+
+@dataclass(frozen=True)
 class Minibatch:
-    """One optimizer update's data: this rank's packed micro batches, and what all ranks' losses are divided by."""
+    """One optimizer update's data: this rank's microbatches, and the denominator of all ranks' loss sums."""
 
     batches: tuple[PackedBatch, ...]
     denominator: float
 
 
-def exchange_samples(run: Run, samples: list[Sample]) -> list[Sample]:
-    """Every engine's samples on every rank, in the order of the step's prompts."""
-    return [sample for part in gather_objects(samples if run.leads_engine else None) for sample in part or ()]
+def kl_in_reward(section: AlgorithmSection) -> bool:
+    """Whether the reward has a KL penalty, so that advantages need log-probs."""
+    return section.kl.placement == "reward" and section.kl.coefficient > 0
 
 
 def filled(bins: Sequence[Sequence[int]], make: Callable[[Sequence[int]], PackedBatch]) -> tuple[PackedBatch, ...]:
-    """A rank's micro batches; blank ones where it has no samples while others have."""
+    """A rank's microbatches; blank ones where it has no samples while others have."""
     batches = [make(ids) for ids in bins if ids]
     return (*batches, *(batches[0].blank(1) for _ in range(len(bins) - len(batches))))
 
 
-def update_plans(run: Run, role: Role, samples: Sequence[Sample]) -> tuple[PackPlan, ...]:
-    """Who takes which samples through a role's updates: a plan for each minibatch."""
-    return role.pack([len(sample.tokens) for sample in samples], run.config.train.minibatches)
+def update_plans(role: Role, batching: Batching, samples: Sequence[Sample]) -> tuple[PackPlan, ...]:
+    """Which rank trains on which samples: a plan for each minibatch."""
+    return role.pack([len(sample.tokens) for sample in samples], batching.minibatches)
 
 
-def passing_plans(run: Run, role: Role, samples: Sequence[Sample]) -> tuple[PackPlan, ...]:
-    """The same of a pass without gradient.
+def forward_plans(role: Role, batching: Batching, samples: Sequence[Sample]) -> tuple[PackPlan, ...]:
+    """The same for a pass without gradient.
 
-    Where its bound on tokens is the same, its batches are those of the updates, of which rounding then is the same too.
+    With the same token limit its batches are those of the updates, so that rounding is the same too.
     """
     same = role.tokens_per_microbatch == role.tokens_without_gradient
     lengths = [len(sample.tokens) for sample in samples]
-    return role.pack(lengths, run.config.train.minibatches if same else 1, gradient=False)
+    return role.pack(lengths, batching.minibatches if same else 1, gradient=False)
 
 
-def rl_minibatches(run: Run, role: Role, samples: Sequence[Sample], tokens: Mapping[str, PerSample]) -> list[Minibatch]:
-    """Pack a step's samples into a role's minibatches, with values for each of their tokens."""
+def rl_minibatches(
+    role: Role, batching: Batching, samples: Sequence[Sample], tokens: Mapping[str, PerSample]
+) -> list[Minibatch]:
+    """Packs a step's samples into a role's minibatches, with values for each of their tokens."""
     minibatches = []
-    for plan in update_plans(run, role, samples):
-        weights, denominator = _weights(run, plan, samples)
-        make = functools.partial(_pack, run, role, samples, weights, tokens)
-        minibatches.append(Minibatch(filled(role.own_bins(plan, run.info.rank), make), denominator))
+    for plan in update_plans(role, batching, samples):
+        weights, denominator = token_weights(batching, plan, samples)
+        make = functools.partial(packed, role, samples, weights, tokens)
+        minibatches.append(Minibatch(filled(role.own_bins(plan), make), denominator))
     return minibatches
 
 
-def passing_batches(run: Run, role: Role, samples: Sequence[Sample]) -> list[PackedBatch]:
+def forward_batches(role: Role, batching: Batching, samples: Sequence[Sample]) -> list[PackedBatch]:
     """This rank's batches for a pass without gradient."""
-    batches = []
-    for plan in passing_plans(run, role, samples):
-        weights, _ = _weights(run, plan, samples)
-        make = functools.partial(_pack, run, role, samples, weights, {})
-        batches += filled(role.own_bins(plan, run.info.rank), make)
+    batches: list[PackedBatch] = []
+    for plan in forward_plans(role, batching, samples):
+        weights, _ = token_weights(batching, plan, samples)
+        make = functools.partial(packed, role, samples, weights, {})
+        batches += filled(role.own_bins(plan), make)
     return batches
 
 
-def sft_minibatch(run: Run, sequences: Sequence[tuple[np.ndarray, int]]) -> Minibatch:
-    """Pack supervised (tokens, prompt length) sequences; the loss is a mean over response tokens."""
-    (plan,) = run.models.actor.pack([len(tokens) for tokens, _ in sequences])
-    batches = filled(
-        run.models.actor.own_bins(plan, run.info.rank),
-        lambda ids: pack_batch([sequences[i] for i in ids], sample_ids=ids),
-    )
+def sft_minibatch(role: Role, sequences: Sequence[tuple[np.ndarray, int]]) -> Minibatch:
+    """Packs supervised (tokens, prompt length) sequences; the loss is a mean over response tokens."""
+    (plan,) = role.pack([len(tokens) for tokens, _ in sequences])
+    batches = filled(role.own_bins(plan), lambda ids: pack_batch([sequences[i] for i in ids], sample_ids=ids))
     return Minibatch(batches, float(sum(len(tokens) - prompt_len for tokens, prompt_len in sequences)))
 
 
-def _weights(run: Run, plan: PackPlan, samples: Sequence[Sample]) -> tuple[dict[int, float], float]:
-    """What a token of each of the plan's samples weighs, and what the sum over all is divided by."""
-    section = run.config.algorithm
+def token_weights(batching: Batching, plan: PackPlan, samples: Sequence[Sample]) -> tuple[dict[int, float], float]:
+    """The loss weight of a token of each of the plan's samples, and the denominator of the sum over all."""
     ids = [i for bins in plan.bins for bin_ids in bins for i in bin_ids]
-    constant = section.aggregation_length or run.config.rollout.max_response_tokens
-    share = shares([samples[i].chosen_len for i in ids], section.aggregation, constant)
+    lengths = [samples[i].trained_len for i in ids]
+    share = shares(lengths, batching.aggregation, batching.aggregation_length)
     return dict(zip(ids, share.weights, strict=True)), share.denominator
 
 
-def _pack(
-    run: Run,
+def packed(
     role: Role,
     samples: Sequence[Sample],
     weights: Mapping[int, float],
     tokens: Mapping[str, PerSample],
     ids: Sequence[int],
 ) -> PackedBatch:
-    # Routed experts were the actor's choices; other models make their own.
-    replays = run.config.train.experts.router_replay and role.model is run.actor
+    """One microbatch of the samples ``ids``. Routed experts are the actor's; other models route by themselves."""
     batch = pack_batch(
         [(samples[i].tokens, samples[i].prompt_len) for i in ids],
         sample_ids=ids,
         weights=[weights[i] for i in ids],
         response_mask=[samples[i].response_mask for i in ids],
         per_token={name: [values[i] for i in ids] for name, values in tokens.items()},
-        routed_experts=[samples[i].routed_experts for i in ids] if replays else None,
+        routed_experts=[samples[i].routed_experts for i in ids] if role.router_replay else None,
     )
-    layers = role.expert_layers(role.layout.coord(run.info.rank)["pp"]) if replays else None
-    return replace(batch, routed_layers=layers)
+    return replace(batch, routed_layers=role.expert_layers(role.coord["pp"]) if role.router_replay else None)

@@ -1,4 +1,5 @@
-"""The composition root: the only place that asks which back end and which engine are configured."""
+"""The composition root: the only place, with ``models.py``, that names the concrete back end, engine and reward
+workers."""
 
 from __future__ import annotations
 
@@ -9,14 +10,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rlhpc.algo import Algorithm, find_algorithm
+from rlhpc.algo import find_algorithm
 from rlhpc.api import RewardWorkers, RolloutEngine
-from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.backends.megatron import end_writers
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
-from rlhpc.core.folder import RunFolder
 from rlhpc.core.rank import RankInfo
-from rlhpc.data.prompts import PromptSet, Readers
+from rlhpc.data.prompts import PromptFiles, PromptSet, Readers
 from rlhpc.data.sft import SFTSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import ModelShape, read_model
@@ -29,121 +29,123 @@ from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
 from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.sharding.engine_shards import EngineLayout
-from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
-from rlhpc.trainer.models import Models, make_models
+from rlhpc.trainer.evaluate import Evaluator
+from rlhpc.trainer.models import make_models
+from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.reward_reader import RewardReader
-
-
-@dataclass
-class Run:
-    """Everything that a rank works with."""
-
-    config: RunConfig
-    context: RankContext
-    shape: ModelShape
-    tokenizer: Tokenizer
-    models: Models
-    engine: RolloutEngine | None
-    weights: ReshardManager | None  # keeps the engine's those of the actor
-    algorithm: Algorithm
-    reward_workers: RewardWorkers | None  # on the first rank of each engine
-    tools: ToolUse | None
-    carryover: Carryover
-    prompts: PromptSet | None
-    validation: PromptSet | None
-    sft: SFTSet | None
-    reward_reader: RewardReader | None
-
-    @property
-    def info(self) -> RankInfo:
-        return self.context.info
-
-    @property
-    def folder(self) -> RunFolder:
-        return self.context.run
-
-    @property
-    def layout(self) -> ParallelLayout:
-        return self.models.layout
-
-    @property
-    def actor(self) -> MegatronBackend:
-        return self.models.actor.model
-
-    @property
-    def reference(self) -> MegatronBackend | None:
-        return self.models.reference and self.models.reference.model
-
-    @property
-    def critic(self) -> MegatronBackend | None:
-        return self.models.critic and self.models.critic.model
-
-    @property
-    def engine_index(self) -> int:
-        """Which of the job's engines this rank belongs to: engines are blocks of rollout.tp ranks."""
-        return self.info.rank // self.config.rollout.tp
-
-    @property
-    def num_engines(self) -> int:
-        return self.layout.world_size // self.config.rollout.tp
-
-    @property
-    def leads_engine(self) -> bool:
-        """The first rank of its engine speaks for the others."""
-        return self.info.rank % self.config.rollout.tp == 0
+from rlhpc.trainer.roles import EngineRank, Models
+from rlhpc.trainer.rollout import Rollout
+from rlhpc.trainer.run import Rollouts, Run
+from rlhpc.trainer.sampling import Sampler
+from rlhpc.trainer.update import Updater
 
 
 def build(config: RunConfig, context: RankContext) -> Run:
-    """Build models, data and engine on this rank; the ranks have joined. Collective."""
+    """Builds models, data and engine on this rank; the ranks have joined. Collective."""
     info = context.info
     shape = read_model(config.model.path, config.model.family)
     tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
     algorithm = find_algorithm(config.algorithm)
     rl = config.train.steps > 0
-
     generates = rl or bool(config.data.validation)
-    # Rewards, tools and data first: what is wrong with them shows before the models take their time.
-    reward_workers = _reward_workers(config, tokenizer, info) if generates else None
-    schemas = tool_schemas(config.rollout.tools)
-    tools = _tools(config, tokenizer, info) if generates and schemas else None
-    reader = RewardReader.of(config, tokenizer) if generates else None
+    place = EngineRank(info.rank, info.world_size, config.rollout.tp)
+    # Rewards, tools and data first: errors in them show before the models take their time to load.
+    parts = _engine_parts(config, tokenizer, place) if generates else None
+    data = _load_data(config, info, tokenizer, shape, reader=parts.reader if parts is not None else None)
+    models = make_models(config, info, shape, algorithm if rl else None)
+    batching, carryover = Batching.of(config), Carryover.of(config.train)
+    run = Run(
+        config=config,
+        context=context,
+        models=models,
+        algorithm=algorithm,
+        batching=batching,
+        updater=Updater(config, context, models, batching, algorithm),
+        carryover=carryover,
+        sft=data.sft,
+        closers=(end_writers,),
+    )
+    if parts is not None:
+        _add_rollouts(run, shape, tokenizer, parts, data)
+    return run
+
+
+@dataclass
+class _EngineParts:
+    """What answers to an engine, and what reads for a reward model."""
+
+    place: EngineRank
+    reward_workers: RewardWorkers | None  # on the engine's first rank
+    tools: ToolUse | None
+    reader: RewardReader | None
+
+
+@dataclass
+class _Data:
+    prompts: PromptSet | None
+    validation: PromptSet | None
+    sft: SFTSet | None
+
+
+def _add_rollouts(run: Run, shape: ModelShape, tokenizer: Tokenizer, parts: _EngineParts, data: _Data) -> None:
+    """The engine, and what generates with it."""
+    config, models = run.config, run.models
+    engine = _engine(config, shape, tokenizer)
+    rollout = Rollout(engine, parts.place, config.rollout, config.seed, parts.reward_workers, parts.tools)
+    weights = _manager(config, shape, models, engine)
+    scorer = None
+    if models.reward is not None:
+        assert parts.reader is not None
+        scorer = RewardModel(models.reward, parts.reader, tokenizer)
+    if data.prompts is not None:
+        needs_greedy, least = run.algorithm.needs_greedy, _least_samples(config, models)
+        sampler = Sampler(config, rollout, data.prompts, run.carryover, scorer, least, needs_greedy)
+        run.rl = Rollouts(weights, sampler)
+    if data.validation is not None:
+        run.evaluator = Evaluator(config, run.context, data.validation, tokenizer, rollout, weights, scorer)
+    users = [user for user in (parts.reward_workers, parts.tools) if user is not None]
+    run.closers = (*(user.close for user in users), engine.shutdown, *run.closers)
+
+
+def _least_samples(config: RunConfig, models: Models) -> int:
+    """Fewer samples cannot feed every data-parallel rank in every minibatch."""
+    return config.train.minibatches * max(role.layout.dp for role in models.trained.values())
+
+
+def _engine_parts(config: RunConfig, tokenizer: Tokenizer, place: EngineRank) -> _EngineParts:
+    limit = config.rollout.max_response_tokens
+    workers = start_reward_workers(config.reward, tokenizer.decode, limit) if place.leads else None
+    tools = None
+    if config.rollout.tools:
+        group = engine_group(place.world_size, place.rank, place.tp)
+        tools = ToolUse(config.rollout, tokenizer, place.leads, group)
+    return _EngineParts(place, workers, tools, RewardReader.of(config, tokenizer))
+
+
+def _load_data(
+    config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: ModelShape, *, reader: RewardReader | None
+) -> _Data:
     readers = _readers(info)
     load = functools.partial(
         PromptSet.load,
         section=config.data,
         tokenizer=tokenizer,
-        tools=schemas,
+        tools=tool_schemas(config.rollout.tools),
         readers=readers,
         texts=reader is not None and reader.own is not None,
     )
-    prompts = load(config.data.train, where="data.train", filtered=True) if rl else None
-    validation = load(config.data.validation, where="data.validation") if config.data.validation else None
-    longest = shape.usable_positions
-    sft = SFTSet.load(config.sft.data, tokenizer, longest, readers=readers) if config.sft else None
-    models = make_models(config, info, shape, algorithm if rl else None)
-    engine = _engine(config, shape, tokenizer) if generates else None
-    return Run(
-        config=config,
-        context=context,
-        shape=shape,
-        tokenizer=tokenizer,
-        models=models,
-        engine=engine,
-        weights=_manager(config, shape, models, engine) if engine is not None else None,
-        algorithm=algorithm,
-        reward_workers=reward_workers,
-        tools=tools,
-        carryover=Carryover.of(config.train),
-        prompts=prompts,
-        validation=validation,
-        sft=sft,
-        reward_reader=reader,
+    section = config.data
+    return _Data(
+        load(PromptFiles(section.train, "data.train", filtered=True)) if config.train.steps else None,
+        load(PromptFiles(section.validation, "data.validation")) if section.validation else None,
+        SFTSet.load(config.sft.data, tokenizer, shape.usable_positions, readers=readers) if config.sft else None,
     )
 
 
 def _readers(info: RankInfo) -> Readers:
-    """All ranks read the data, and tokenize a part of it each."""
+    """All ranks read the data; each tokenizes a part of it."""
 
     def gather(part: Any) -> list[Any]:
         parts = [None] * info.world_size
@@ -151,17 +153,6 @@ def _readers(info: RankInfo) -> Readers:
         return parts
 
     return Readers(info.rank, info.world_size, gather)
-
-
-def _reward_workers(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> RewardWorkers | None:
-    if info.rank % config.rollout.tp:
-        return None
-    return start_reward_workers(config.reward, tokenizer.decode, config.rollout.max_response_tokens)
-
-
-def _tools(config: RunConfig, tokenizer: Tokenizer, info: RankInfo) -> ToolUse:
-    group = engine_group(info.world_size, info.rank, config.rollout.tp)
-    return ToolUse(config.rollout, tokenizer, info.rank % config.rollout.tp == 0, group)
 
 
 def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
@@ -179,4 +170,4 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
 def _manager(config: RunConfig, shape: ModelShape, models: Models, engine: RolloutEngine) -> ReshardManager:
     cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
     job = Job(config.resources.ranks_per_node, getattr(torch, config.model.dtype), device())
-    return ReshardManager(models.actor.model, engine, sync_sides(shape, models.layout, cut), config.reshard, job)
+    return ReshardManager(models.actor.model, engine, sync_sides(shape, models.actor.layout, cut), config.reshard, job)

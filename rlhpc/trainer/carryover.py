@@ -1,5 +1,5 @@
-"""What a step's rollout leaves to later steps. Equal on every rank but for routed experts (see
-``rlhpc.trainer.routed_experts``), and a part of each checkpoint."""
+"""Groups that a step leaves to later steps. Equal on every rank except for routed experts (see
+``rlhpc.trainer.routed_experts``); part of each checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from rlhpc.data.replay import ReplayBuffer
 from rlhpc.trainer.sampling_plan import split_stale
 
 _FILE = "groups.npz"
-_ROUTED_EXPERTS = "routed_experts-{}.npz"  # of another rank than the first
+_ROUTED_EXPERTS = "routed_experts-{}.npz"  # of a rank other than the first
 _log = logging.getLogger(__name__)
 
 
 @dataclass
 class Carryover:
-    """``ready``: finished groups worth learning from that had no place in a step; ``unfinished``: to be taken up again;
-    ``replay``: groups learnt from already."""
+    """``ready``: finished surplus groups; ``unfinished``: groups to resume; ``replay``: groups of former steps."""
 
     ready: list[Group] = field(default_factory=list)
     unfinished: list[Group] = field(default_factory=list)
@@ -33,11 +32,11 @@ class Carryover:
 
     @classmethod
     def of(cls, section: TrainSection) -> Carryover:
-        """Nothing yet."""
+        """Empty, with a replay buffer if configured."""
         return cls(replay=ReplayBuffer(section.replay) if section.replay else None)
 
     def forget_stale(self, policy_version: int, max_staleness: int) -> int:
-        """Let go of groups for the next step whose oldest token is of too old weights; how many they were."""
+        """Drops groups for the next step whose oldest token exceeds the maximum staleness; returns their number."""
         groups = {group.number: group for group in (*self.ready, *self.unfinished)}
         versions = {number: group.policy_version for number, group in groups.items()}
         fresh, stale = split_stale(versions, policy_version, max_staleness)
@@ -46,13 +45,13 @@ class Carryover:
         return len(stale)
 
     def put_back(self, groups: Sequence[Group]) -> None:
-        """Leave the groups of a step that had too few samples to the next one, before all others. Not those of which
-        samples were left out: with them the next one would have too few again."""
+        """Returns the groups of a step with too few samples, to be the first of the next step. Groups with dropped
+        samples are left out, because with them the next step would have too few again."""
         self.ready = [*(group for group in groups if not any(group.dropped)), *self.ready]
 
     def save(self, folder: Path, rank: int = 0) -> None:
-        """Write all of it into a checkpoint's folder: the first rank all but the routed experts that others have. On
-        every rank."""
+        """Writes them into a checkpoint's folder: the first rank everything but the routed experts of other ranks.
+        Called on every rank."""
         replay = self.replay.groups if self.replay else []
         if rank:
             save_routed_experts(folder / _ROUTED_EXPERTS.format(rank), [*self.ready, *self.unfinished, *replay])
@@ -67,10 +66,9 @@ class Carryover:
         rank: int = 0,
         ranks: int = 1,
     ) -> None:
-        """Take up what ``save`` wrote on as many ranks or others; nothing of it where the prompts have begun anew
-        since, or have another order.
+        """Restores what ``save`` wrote, on any number of ranks; nothing if the prompts or their order have changed.
 
-        ``prompt_at`` gives the prompt in a place of today's order.
+        ``prompt_at`` gives the prompt at a place of the present order.
         """
         file = folder / _FILE
         if not exists(file):
@@ -78,7 +76,7 @@ class Carryover:
         shelves = patiently(lambda: load_groups(file, routed_experts=rank == 0), file)
         groups = sorted((group for shelf in shelves.values() for group in shelf), key=lambda group: group.number)
         if any(group.number >= prompt_cursor or not group.answers(prompt_at(group.number)) for group in groups):
-            _log.warning("groups of other prompts than today's are let go")
+            _log.warning("groups of the checkpoint are dropped: the prompts or their order have changed")
             return
         for name in names_in(folder, _ROUTED_EXPERTS.format("*")):
             if int(Path(name).stem.partition("-")[2]) % ranks == rank:

@@ -1,23 +1,28 @@
-"""Held-out prompts answered with the present weights: in the course of training, and as a run of its own."""
+"""Held-out prompts answered with the present weights: during training, and as a run of its own."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlhpc.api import Prompt, RunState, Sample
-from rlhpc.config.schema import ModelSection
+from rlhpc.api import Prompt, RunState, Sample, TrainBackend
+from rlhpc.config.schema import ModelSection, RunConfig
+from rlhpc.core.context import RankContext
+from rlhpc.core.errors import NonFiniteError
 from rlhpc.core.files import LineFile, read_json, write_atomic, write_json
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.shown import ShownOnly
-from rlhpc.observe.evaluation import Answer, evaluation_metrics
+from rlhpc.data.prompts import PromptSet
+from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics
 from rlhpc.observe.report import write_evaluation
-from rlhpc.trainer.batches import exchange_samples
-from rlhpc.trainer.build import Run
-from rlhpc.trainer.reward_model import score_by_model
-from rlhpc.trainer.rollout import generate_samples
+from rlhpc.parallel.transfer import gather_objects
+from rlhpc.reshard.manager import ReshardManager
+from rlhpc.trainer.reward_model import RewardModel
+from rlhpc.trainer.rollout import Rollout
 
 Metrics = dict[str, float]
 
@@ -31,105 +36,126 @@ class Answered:
     sample: Sample
 
 
-def validate(run: Run, state: RunState) -> Metrics:
-    """``validation/…`` metrics of the present weights; the first samples are kept. Leaves the engine asleep."""
-    answered = _answer(run, state)
-    if run.info.rank == 0:
-        run.context.attempt.check_current()
-        LineFile(run.folder.samples).append("".join(_lines(run, state, answered[: run.config.observe.samples])))
-    return {f"validation/{name}": value for name, value in _metrics(run, answered).items()}
+def check_finite_weights(models: Mapping[str, TrainBackend], state: RunState) -> None:
+    """Refuses to validate or save weights that are not finite, which an optimizer or a device may cause although the
+    gradients are finite. Collective."""
+    for name, model in models.items():
+        if not model.has_finite_weights():
+            phase, step = ("rl", state.step) if state.step else ("sft", state.sft_step)
+            place = f"after {phase} step {step}" if state.total_steps else "before the first step"
+            raise NonFiniteError(
+                f"the weights of the {name} are not finite {place} and are neither validated nor saved; check the "
+                f"weights at model.path, the optimizer's function and rate and the devices, and resume the run"
+            )
 
 
-def evaluate(run: Run) -> None:
-    """Answer the held-out prompts once, and write samples.jsonl, metrics.json and the report."""
-    state = _state_of(run.config.model)
-    answered = _answer(run, state)
-    if run.info.rank:
-        return
-    run.context.attempt.check_current()
-    write_atomic(run.folder.samples, "".join(_lines(run, state, answered)))
-    metrics = _metrics(run, answered)
-    model = run.config.model
-    write_json(
-        run.folder.evaluation,
-        {
-            "model": str(model.weights or model.path),
-            "step": state.step,
-            "prompts": len({answer.sample.group_id for answer in answered}),
-            "samples_per_prompt": run.config.validation.samples_per_prompt,
-            "temperature": run.config.validation.temperature,
-            "metrics": metrics,
-        },
-    )
-    with ShownOnly("the report"):
-        write_evaluation(run.folder, metrics)
+@dataclass
+class Evaluator:
+    """Answers the held-out prompts. Its methods are collective and leave the engine asleep."""
 
+    config: RunConfig
+    context: RankContext
+    prompts: PromptSet
+    tokenizer: Tokenizer
+    rollout: Rollout
+    weights: ReshardManager
+    reward_model: RewardModel | None
 
-def _answer(run: Run, state: RunState) -> list[Answered]:
-    """Equal on every rank, in the prompts' order."""
-    section = run.config.validation
-    chosen = run.validation.first(section.max_prompts)
-    prompts = [prompt for _, prompt in chosen]
-    touch("validation", state.step)
-    with run.weights:
-        state.policy_version = run.weights.policy_version
-        mine = generate_samples(run, state, prompts, section.samples_per_prompt, section.temperature)
-        samples = exchange_samples(run, [scored.sample for scored in mine])
-    return [Answered(*chosen[sample.group_id], sample) for sample in _judged(run, samples)]
+    def validate(self, actor: TrainBackend, state: RunState) -> Metrics:
+        """``validation/…`` metrics of the present weights; writes the first samples."""
+        check_finite_weights({"actor": actor}, state)
+        answered = self._answer(state)
+        if self.context.info.rank == 0:
+            self.context.attempt.check_current()
+            lines = self._lines(state, answered[: self.config.observe.samples])
+            LineFile(self.context.run.samples).append("".join(lines))
+        return {f"validation/{name}": value for name, value in self._metrics(answered).items()}
 
-
-def _judged(run: Run, samples: list[Sample]) -> list[Sample]:
-    """With the reward model's part, if there is one; a response that would be left out of training counts as 0."""
-    if run.models.reward is None:
-        return samples
-    scored_samples = score_by_model(run, samples, run.validation)
-    run.reward_reader.failures.take_counts()  # those of a step are counted
-    return [
-        replace(sample, reward=0.0, reward_parts={}, answer=None) if scored is None else scored
-        for sample, scored in zip(samples, scored_samples, strict=True)
-    ]
-
-
-def _metrics(run: Run, answered: list[Answered]) -> Metrics:
-    answers = [
-        Answer(
-            answer.sample.group_id,
-            answer.set_name,
-            answer.prompt.data_source,
-            answer.sample.reward,
-            answer.sample.response_len,
-            answer.sample.truncated,
-            answer.sample.answer,
+    def evaluate(self) -> None:
+        """Answers the held-out prompts once, and writes samples.jsonl, metrics.json and the report."""
+        model, section, folder = self.config.model, self.config.validation, self.context.run
+        state = _state_of(model)
+        answered = self._answer(state)
+        if self.context.info.rank:
+            return
+        self.context.attempt.check_current()
+        write_atomic(folder.samples, "".join(self._lines(state, answered)))
+        metrics = self._metrics(answered)
+        write_json(
+            folder.evaluation,
+            {
+                "model": str(model.weights or model.path),
+                "step": state.step,
+                "prompts": len({answer.sample.group_id for answer in answered}),
+                "samples_per_prompt": section.samples_per_prompt,
+                "temperature": section.temperature,
+                "metrics": metrics,
+            },
         )
-        for answer in answered
-    ]
-    return evaluation_metrics(answers, run.config.validation.success)
+        with ShownOnly("the report"):
+            write_evaluation(folder, metrics)
 
+    def _answer(self, state: RunState) -> list[Answered]:
+        """Equal on every rank, in the prompts' order."""
+        section = self.config.validation
+        asked = self.prompts.first(section.max_prompts)
+        prompts = [prompt for _, prompt in asked]
+        touch("validation", state.step)
+        with self.weights:
+            state.policy_version = self.weights.policy_version
+            mine = self.rollout.answer(state, prompts, section.samples_per_prompt, section.temperature)
+            own = [scored.sample for scored in mine] if self.rollout.place.leads else None
+            samples = [sample for part in gather_objects(own) for sample in part or ()]
+        return [Answered(*asked[sample.group_id], sample) for sample in self._scored_by_model(samples)]
 
-def _lines(run: Run, state: RunState, answered: list[Answered]) -> list[str]:
-    """Samples in words, one JSON object each."""
-    return [json.dumps(_record(run, state, answer), ensure_ascii=False) + "\n" for answer in answered]
+    def _scored_by_model(self, samples: list[Sample]) -> list[Sample]:
+        """With the reward model's part, if there is one; a response that training would drop counts as 0."""
+        if self.reward_model is None:
+            return samples
+        scored_samples, _ = self.reward_model.score(samples, self.prompts)
+        return [
+            replace(sample, reward=0.0, reward_parts={}, answer=None) if scored is None else scored
+            for sample, scored in zip(samples, scored_samples, strict=True)
+        ]
 
+    def _metrics(self, answered: list[Answered]) -> Metrics:
+        answers = [
+            ScoredResponse(
+                answer.sample.group_id,
+                answer.set_name,
+                answer.prompt.data_source,
+                answer.sample.reward,
+                answer.sample.response_len,
+                answer.sample.truncated,
+                answer.sample.answer,
+            )
+            for answer in answered
+        ]
+        return evaluation_metrics(answers, self.config.validation.success)
 
-def _record(run: Run, state: RunState, answer: Answered) -> dict[str, Any]:
-    sample = answer.sample
-    return {
-        "step": state.step,
-        "set": answer.set_name,
-        "source": answer.prompt.data_source,
-        "prompt": run.tokenizer.decode(sample.tokens[: sample.prompt_len]),
-        "response": run.tokenizer.decode(sample.tokens[sample.prompt_len :]),
-        "expected": answer.prompt.ground_truth,
-        "answer": sample.answer,
-        "reward": sample.reward,
-        "parts": sample.reward_parts,
-        "correct": sample.reward >= run.config.validation.success,
-        "truncated": sample.truncated,
-    }
+    def _lines(self, state: RunState, answered: list[Answered]) -> list[str]:
+        """Samples as text, one JSON object each."""
+        return [json.dumps(self._record(state, answer), ensure_ascii=False) + "\n" for answer in answered]
+
+    def _record(self, state: RunState, answer: Answered) -> dict[str, Any]:
+        sample = answer.sample
+        return {
+            "step": state.step,
+            "set": answer.set_name,
+            "source": answer.prompt.data_source,
+            "prompt": self.tokenizer.decode(sample.tokens[: sample.prompt_len].tolist()),
+            "response": self.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist()),
+            "expected": answer.prompt.ground_truth,
+            "answer": sample.answer,
+            "reward": sample.reward,
+            "parts": sample.reward_parts,
+            "correct": sample.reward >= self.config.validation.success,
+            "truncated": sample.truncated,
+        }
 
 
 def _state_of(model: ModelSection) -> RunState:
-    """Of the checkpoint whose weights are used, so that what is drawn is what its run drew; else the first one."""
+    """State of the checkpoint whose weights are used, so that sampling repeats that of its run; else a new one."""
     known = (model.weights or Path()).parent / "state.json"
     if model.weights is None or not known.is_file():
         return RunState()

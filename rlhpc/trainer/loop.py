@@ -1,4 +1,4 @@
-"""The run from its first step to its last: phases, validation, checkpoints, what is reported."""
+"""The run from its first step to its last: phases, validation, checkpoints, metrics."""
 
 from __future__ import annotations
 
@@ -6,39 +6,42 @@ import functools
 import time
 from pathlib import Path
 
-from rlhpc.api import BackgroundWrite, RunState, TrainBackend
+from rlhpc.api import BackgroundWrite, RunState
 from rlhpc.checkpoint.store import CheckpointStore
-from rlhpc.core.errors import NonFiniteError, UserError
+from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
 from rlhpc.observe.metrics import MetricsWriter
 from rlhpc.parallel.agreement import check_agreement, on_first_rank
-from rlhpc.trainer.build import Run
-from rlhpc.trainer.evaluate import validate
-from rlhpc.trainer.sampling import prompt_of
-from rlhpc.trainer.step import Metrics, rl_step, sft_step
+from rlhpc.trainer.evaluate import check_finite_weights
+from rlhpc.trainer.run import Run
+from rlhpc.trainer.step import find_step, sft_step
 from rlhpc.trainer.stop import Stopper
+from rlhpc.trainer.update import Metrics
 
 
 class Loop:
-    """Carries a run forward from a state. ``saves_end``: it writes a checkpoint after the last step."""
+    """Continues a run from its newest checkpoint. ``saves_end``: it writes a checkpoint after the last step."""
 
-    def __init__(self, run: Run, saves_end: bool = True) -> None:
+    def __init__(self, run: Run, *, saves_end: bool = True) -> None:
         self._run, self._config, self._saves_end = run, run.config, saves_end
+        self._rl_step = find_step(run.config)
         self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
         self._stopper = Stopper(run.context)
         self._saved = -1
         self.state = self._restore()
         run.context.attempt.check_current()
         self._writer = (
-            MetricsWriter(run.folder, run.config.observe.tensorboard, self.state) if run.info.rank == 0 else None
+            MetricsWriter(run.context.run, self.state, tensorboard=run.config.observe.tensorboard)
+            if run.context.info.rank == 0
+            else None
         )
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
 
     def run(self) -> Reason | None:
-        """All steps that are left, or until the ranks agree to stop; the answer is why they did. Saved at the end."""
+        """Runs all remaining steps, or until the ranks agree to stop; returns the reason. Saves at the end."""
         try:
             reason = self._run_phases()
             if self._saved != self.state.total_steps and (self._saves_end or reason is not None):
@@ -55,6 +58,7 @@ class Loop:
             self._stopper.begin()
             began = time.perf_counter()
             metrics = sft_step(self._run, state)
+            state.sft_step += 1
             if state.sft_step == sft.steps and not train.steps:
                 metrics = {**metrics, **self._validate()}
             self._report("sft", state.sft_step, sft.steps, metrics, began)
@@ -65,7 +69,8 @@ class Loop:
         while state.step < train.steps:
             self._stopper.begin()
             began = time.perf_counter()
-            metrics, _ = rl_step(self._run, state)
+            metrics = {**self._rl_step(self._run, state)[0]}
+            state.step += 1
             if state.step % self._config.validation.every == 0 or state.step == train.steps:
                 seconds = time.perf_counter() - began
                 metrics = {**metrics, **self._validate()}
@@ -76,7 +81,7 @@ class Loop:
         return None
 
     def _begin_rl(self) -> None:
-        """RL starts from the warmed-up weights: its reference is what they are now, its optimizer is new."""
+        """RL starts from the warmed-up weights, which are its reference, with a new optimizer."""
         run = self._run
         if self._config.sft:
             run.actor.reset_optimizer(self._config.train.optimizer)
@@ -91,10 +96,8 @@ class Loop:
             self._report("rl", 0, self._config.train.steps, metrics, time.perf_counter())
 
     def _validate(self) -> Metrics:
-        if self._run.validation is None:
-            return {}
-        self._check_weights(actor=self._run.actor)
-        return validate(self._run, self.state)
+        evaluator = self._run.evaluator
+        return evaluator.validate(self._run.actor, self.state) if evaluator is not None else {}
 
     def _report(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
         seconds = time.perf_counter() - began
@@ -107,7 +110,7 @@ class Loop:
         self._writer.write(phase, step, total, metrics)
 
     def _after_step(self) -> Reason:
-        """Save if it is due, and agree with the other ranks whether to stop; after the last step there is no need."""
+        """Saves if due, and agrees with the other ranks whether to stop; not after the last step."""
         self._stopper.stepped()
         self._settle(wait=False)
         every = self._config.checkpoint.every
@@ -120,93 +123,77 @@ class Loop:
             self._save()  # at the first step it shows that saving works, and how long it takes
         return reason
 
-    def _save(self, asynchronous: bool = False) -> None:
+    def _save(self, *, asynchronous: bool = False) -> None:
         began = time.monotonic()
         touch("save", self.state.total_steps)
-        trained = {"actor": self._run.actor, "critic": self._run.critic}
-        self._check_weights(**{name: model for name, model in trained.items() if model is not None})
-        self._store.save(self.state, functools.partial(self._write_models, asynchronous))
+        check_finite_weights({name: role.model for name, role in self._run.models.trained.items()}, self.state)
+        self._store.save(self.state, functools.partial(self._write_models, asynchronous=asynchronous))
         self._saved = self.state.total_steps
         if not asynchronous:  # how long a save takes where the run must stop
             self._stopper.saved(time.monotonic() - began)
 
-    def _check_weights(self, **models: TrainBackend) -> None:
-        """Refuses to validate or save weights that are not finite: an optimizer or a device may spoil them although the
-        gradients are finite. Collective."""
-        for name, model in models.items():
-            if not model.has_finite_weights():
-                phase, step = ("rl", self.state.step) if self.state.step else ("sft", self.state.sft_step)
-                place = f"after {phase} step {step}" if self.state.total_steps else "before the first step"
-                raise NonFiniteError(
-                    f"the weights of the {name} are not finite {place} and are neither validated nor saved; check the "
-                    f"weights at model.path, the optimizer's function and rate and the devices, and resume the run"
-                )
-
-    def _settle(self, wait: bool) -> None:
-        """Let a save that is in the background come to its end, if it has."""
+    def _settle(self, *, wait: bool) -> None:
+        """Ends a background save that is written; with ``wait`` waits for it."""
         touch("end of a save", self.state.total_steps)
         self._store.settle(wait)
 
-    def _write_models(self, asynchronous: bool, folder: Path) -> list[BackgroundWrite]:
+    def _write_models(self, folder: Path, *, asynchronous: bool) -> list[BackgroundWrite]:
         run, shares = self._run, []
-        parts = {"actor": run.actor}
-        if self._reference_is_ours():
+        parts = {name: role.model for name, role in run.models.trained.items()}
+        if run.reference is not None and self._reference_is_ours():
             parts["reference"] = run.reference
-        if run.critic is not None:
-            parts["critic"] = run.critic
         for name, model in parts.items():
             on_first_rank(functools.partial(make_folder, folder / name))
-            shares.append(model.save(folder / name, asynchronous))
+            shares.append(model.save(folder / name, asynchronous=asynchronous))
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
-        run.carryover.save(folder, run.info.rank)
+        run.carryover.save(folder, run.context.info.rank)
         return [share for share in shares if share is not None]
 
     def _reference_is_ours(self) -> bool:
-        """After a warm-up the reference model is on no disk but in our checkpoints."""
+        """After a warm-up the reference model exists only in the run's checkpoints."""
         return self._run.reference is not None and self._config.sft is not None and self.state.step > 0
 
     def _restore(self) -> RunState:
         saved = self._store.latest()
-        prompts = self._run.prompts
-        digest = prompts.digest if prompts is not None else ""
-        check_agreement(self._run.info, {"training prompts of digest": digest})
+        run, rl = self._run, self._run.rl
+        digest = rl.sampler.prompts.digest if rl is not None else ""
+        check_agreement(run.context.info, {"training prompts of digest": digest})
         if saved is None:
             return RunState(prompts_digest=digest)
         self.state = saved.state
         self._check_phases(saved.folder)
         self._check_prompts(digest)
         if saved.state.step and self._config.sft:
-            self._run.actor.reset_optimizer(self._config.train.optimizer)
-        self._run.actor.load(saved.folder / "actor")
-        if self._run.weights is not None:
-            self._run.weights.policy_version = saved.state.policy_version
-        if self._reference_is_ours():
-            self._run.reference.load(saved.folder / "reference")
-            self._run.reference.offload()
-        if self._run.critic is not None:
-            self._run.critic.load(saved.folder / "critic")
-            self._run.critic.offload()
-        if prompts is not None:
-            info, prompt_at = self._run.info, functools.partial(prompt_of, self._run)
-            self._run.carryover.load(saved.folder, saved.state.prompt_cursor, prompt_at, info.rank, info.world_size)
+            run.actor.reset_optimizer(self._config.train.optimizer)
+        run.actor.load(saved.folder / "actor")
+        if run.reference is not None and self._reference_is_ours():
+            run.reference.load(saved.folder / "reference")
+            run.reference.offload()
+        if run.critic is not None:
+            run.critic.load(saved.folder / "critic")
+            run.critic.offload()
+        if rl is not None:
+            rl.weights.policy_version = saved.state.policy_version
+            info, cursor = run.context.info, saved.state.prompt_cursor
+            run.carryover.load(saved.folder, cursor, rl.sampler.prompt_at, info.rank, info.world_size)
         self._saved = saved.state.total_steps
         return saved.state
 
     def _check_prompts(self, digest: str) -> None:
-        """Refuse other training prompts than those that the cursor counts."""
+        """Refuses other training prompts than those that the cursor counts."""
         known = self.state.prompts_digest
         self.state.prompts_digest = digest or known
         if self.state.prompt_cursor and digest and known and known != digest:
             raise UserError(
-                "the training prompts are not those that the run has begun with: other files, another order of them, "
-                "other weights, limits or templates",
+                "the training prompts differ from those that the run began with: other files, another order of them, "
+                "other mixture weights, limits or templates",
                 where="data.train",
                 remedy="put them back, or start a new run from the weights of this one",
             )
 
     def _check_phases(self, folder: Path) -> None:
-        """Refuse a changed config under which the checkpoint has no meaning."""
+        """Refuses a changed config that the checkpoint does not fit."""
         steps = self._config.sft.steps if self._config.sft else 0
         if self.state.step and self.state.sft_step != steps:
             raise UserError(
@@ -216,13 +203,13 @@ class Loop:
             )
         if self._run.critic is not None and not exists(folder / "critic"):
             raise UserError(
-                f"{self._config.algorithm.name} has a critic, but the run has kept none",
+                f"{self._config.algorithm.name} has a critic, but the checkpoint has none",
                 where="algorithm.name",
                 remedy="set it back to what it was, or start a new run",
             )
         if self._reference_is_ours() and not exists(folder / "reference"):
             raise UserError(
-                "a KL term now, but the run has kept no reference model of its beginning",
+                "there is a KL term now, but the checkpoint has no reference model",
                 where="algorithm.kl.coefficient",
                 remedy="set it back to 0, or start a new run",
             )

@@ -13,45 +13,38 @@ from rlhpc.core.context import RankContext
 from rlhpc.core.shown import ShownOnly
 
 
-def run_rank(context: RankContext, saves_end: bool = True) -> str | None:
-    """Run this rank with the resolved config of its attempt, from the newest checkpoint or, without one, the start.
+def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
+    """Runs this rank with the resolved config of its attempt, from the newest checkpoint if there is one.
 
-    A run without steps is an evaluation. ``saves_end`` false leaves out the checkpoint after the last step, for runs
+    A run without steps is an evaluation. Without ``saves_end`` there is no checkpoint after the last step, for runs
     that only measure.
 
     Returns why the ranks agreed to stop before the last step, None if they did not.
     """
-    from rlhpc.backends.megatron import end_writers
     from rlhpc.observe.report import write_report
     from rlhpc.parallel.groups import leave
     from rlhpc.trainer.build import build
-    from rlhpc.trainer.evaluate import evaluate
     from rlhpc.trainer.loop import Loop
 
     config = _join(context)
     run = build(config, context)
     stopped = None
     if config.evaluates_only:
-        evaluate(run)
+        assert run.evaluator is not None, "a run without steps has held-out prompts"
+        run.evaluator.evaluate()
     else:
-        stopped = Loop(run, saves_end).run()
+        stopped = Loop(run, saves_end=saves_end).run()
         if context.info.rank == 0 and stopped is None:
             context.attempt.check_current()
             with ShownOnly("the report"):
                 write_report(context.run)
-    if run.reward_workers is not None:
-        run.reward_workers.close()
-    if run.tools is not None:
-        run.tools.close()
-    if run.engine is not None:
-        run.engine.shutdown()
-    end_writers()
+    run.close()
     leave()
     return stopped
 
 
 def replay_rank(context: RankContext) -> None:
-    """Replay a skipped update on this rank (rlhpc.launch.runs.replay)."""
+    """Replays a skipped update on this rank (rlhpc.launch.runs.replay)."""
     from rlhpc.parallel.groups import leave
     from rlhpc.trainer.replay import replay
 
@@ -60,7 +53,7 @@ def replay_rank(context: RankContext) -> None:
 
 
 def _join(context: RankContext) -> RunConfig:
-    """Find the other ranks; the configuration, on which all agree."""
+    """Joins the other ranks; returns the configuration, which all agree on."""
     import torch
 
     from rlhpc.parallel.agreement import check_agreement, facts_of

@@ -1,4 +1,4 @@
-"""``rlhpc replay``: the batch of a skipped update once more, forward and backward, without an update."""
+"""``rlhpc replay``: repeats forward and backward of a skipped update, without the update."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ Record = dict[str, Any]
 
 
 def replay(config: RunConfig, context: RankContext) -> None:
-    """Differentiates the batch in the folder above this one by ``config.model``, and writes what is found. Collective
-    over as many ranks in the same layout as made the update."""
+    """Differentiates the batch in the folder above this one by ``config.model``, and writes the result. Collective over
+    the same number of ranks and layout as the update."""
     update, info = SkippedUpdate(context.run.path.parent), context.info
     record = read_json(update.record)
     saved = _checkpoint(config, update)
     role = _model(config, context, record["model"], saved)
-    digest, coord = weights_digest(role, info.rank), role.layout.coord(info.rank)
+    digest, coord = weights_digest(role.model), role.coord
     touch("replay", record["step"])
     batches = load_batches(update.batches(coord["dp"], coord["pp"]))
     loss = _Watched(_loss_of(config, record))
@@ -67,7 +67,7 @@ def replay(config: RunConfig, context: RankContext) -> None:
 
 
 def _checkpoint(config: RunConfig, update: SkippedUpdate) -> Path | None:
-    """The run's own checkpoint that the weights are of; None where they are those that the run began with."""
+    """The run's checkpoint that holds the weights; None if they are the initial ones."""
     folder = config.model.weights.parent if config.model.weights else None
     run = RunFolder(update.path.parent.parent)
     return folder if folder is not None and folder.parent == run.checkpoints else None
@@ -81,7 +81,7 @@ def _model(config: RunConfig, context: RankContext, name: str, saved: Path | Non
 
 
 def _loss_of(config: RunConfig, record: Record) -> LossFunction:
-    """The loss of the update, with the KL coefficient that was in force."""
+    """The loss of the update, with its KL coefficient."""
     if record["model"] == "critic":
         return functools.partial(critic_loss, clip=config.critic.value_clip)
     if record["phase"] == "sft":
@@ -94,8 +94,8 @@ def _loss_of(config: RunConfig, record: Record) -> LossFunction:
 
 @dataclass(frozen=True)
 class _Sequence:
-    """One sequence: its sample's id, the number of tokens trained on, its part of the loss sum, and by the name of a
-    per-token value the number of tokens at which it is not finite. Those of weight 0 count: they spoil a sum too."""
+    """One sequence: its sample id, number of trained tokens, part of the loss sum, and for each per-token value the
+    number of tokens at which it is not finite. Tokens of weight 0 count: they spoil a sum too."""
 
     sample: int
     tokens: int
@@ -109,7 +109,7 @@ class _Sequence:
 
 @dataclass
 class _Watched:
-    """A loss that also looks at each sequence on its own."""
+    """A loss that also evaluates each sequence alone."""
 
     loss: LossFunction
     sequences: list[_Sequence] = field(default_factory=list)
@@ -132,7 +132,7 @@ class _Watched:
 
 
 def _cut(batch: PackedBatch, own: slice, sample: int) -> PackedBatch:
-    """A batch of one of a batch's sequences."""
+    """A batch of a single sequence of a batch."""
     parts: dict[str, Tensor] = {
         part.name: getattr(batch, part.name)[own]
         for part in fields(batch)
@@ -154,5 +154,5 @@ def _described(sequence: _Sequence, record: Record) -> Record:
 
 
 def _changed(recorded: Mapping[str, str], present: Mapping[str, str]) -> dict[str, list[str]]:
-    """Packages that have another version than at the update, with both."""
+    """Packages whose version differs from that at the update, with both versions."""
     return {name: [old, present.get(name, "")] for name, old in recorded.items() if old != present.get(name)}

@@ -1,58 +1,75 @@
-"""Scores of a step's samples by a reward model, which is cut over the ranks like any other."""
+"""Scores samples by a reward model, which is sharded over the ranks like any other model."""
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from rlhpc.api import Sample
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.prompts import PromptSet
+from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.parallel.transfer import gather_parts
 from rlhpc.plan.checks.rewards import MODEL_PART
 from rlhpc.rewards.calls import Failure
 from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.trainer.batches import filled
-from rlhpc.trainer.build import Run
+from rlhpc.trainer.reward_reader import RewardReader
 from rlhpc.trainer.roles import Role
 
 
-def score_by_model(run: Run, samples: Sequence[Sample], prompts: PromptSet | None) -> list[Sample | None]:
-    """The samples with the model's number for their last token, weighted, added to their rewards; ``prompts`` are
-    those that they answer. None for one that is to be left out, because the number is not finite. Collective."""
-    role = run.models.reward
-    if role is None or not samples:
-        return list(samples)
-    scores = _scores(run, role, samples, prompts)
-    return [_scored(run, sample, score, prompts) for sample, score in zip(samples, scores, strict=True)]
+@dataclass
+class RewardModel:
+    """A reward model and what it reads of a sample."""
 
+    role: Role
+    reader: RewardReader
+    tokenizer: Tokenizer  # the policy's
 
-def _scores(run: Run, role: Role, samples: Sequence[Sample], prompts: PromptSet | None) -> list[float]:
-    lacking = max(0, role.layout.dp - len(samples))  # each of its ranks needs a sample
-    tokens = run.reward_reader.read([*samples, *samples[:1] * lacking], prompts)
-    (plan,) = role.pack([len(ids) for ids in tokens], gradient=False)
-    batches = filled(
-        role.own_bins(plan, run.info.rank),
-        lambda ids: pack_batch([(tokens[i], len(tokens[i])) for i in ids], sample_ids=ids),
-    )
-    mine: dict[int, float] = {}
-    for batch, stats in zip(batches, role.model.values(batches), strict=True):
-        last = stats.values[batch.cu_seqlens[1:].long() - 1][: len(batch.sample_ids)]
-        mine.update(zip(batch.sample_ids, last.tolist(), strict=True))
-    role.model.offload()
-    found = {i: score for part in gather_parts(SPLIT_BY_DATA, role.layout, mine) for i, score in part.items()}
-    return [found[i] for i in range(len(samples))]
+    def score(self, samples: Sequence[Sample], prompts: PromptSet | None) -> tuple[list[Sample | None], Counter[str]]:
+        """The samples with the model's weighted score of their last token added to their rewards, and its failures by
+        kind; ``prompts`` are the ones they answer. None for a sample to drop because its score is not finite.
+        Collective."""
+        failures: Counter[str] = Counter()
+        if not samples:
+            return [], failures
+        scored: list[Sample | None] = []
+        for sample, score in zip(samples, self._scores(samples, prompts), strict=True):
+            if not math.isfinite(score):
+                failure = Failure("result", f"returned {score}")
+                failures[failure.kind] += 1
+                if self._drops(sample, failure, prompts):
+                    scored.append(None)
+                    continue
+                score = 0.0
+            parts = {**sample.reward_parts, MODEL_PART: score}
+            reward = sample.reward + self.reader.section.weight * score
+            scored.append(replace(sample, reward=reward, reward_parts=parts))
+        return scored, failures
 
+    def _scores(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[float]:
+        role = self.role
+        lacking = max(0, role.layout.dp - len(samples))  # each data-parallel rank needs a sample
+        tokens = self.reader.read([*samples, *[samples[0]] * lacking], prompts)
+        (plan,) = role.pack([len(ids) for ids in tokens], gradient=False)
+        batches = filled(
+            role.own_bins(plan),
+            lambda ids: pack_batch([(tokens[i], len(tokens[i])) for i in ids], sample_ids=ids),
+        )
+        mine: dict[int, float] = {}
+        for batch, stats in zip(batches, role.model.values(batches), strict=True):
+            last = stats.values[batch.cu_seqlens[1:].long() - 1][: len(batch.sample_ids)]
+            mine.update(zip(batch.sample_ids, last.tolist(), strict=True))
+        role.model.offload()
+        found = {i: score for part in gather_parts(SPLIT_BY_DATA, role.layout, mine) for i, score in part.items()}
+        return [found[i] for i in range(len(samples))]
 
-def _scored(run: Run, sample: Sample, score: float, prompts: PromptSet | None) -> Sample | None:
-    section = run.config.reward.model
-    if not math.isfinite(score):
-        failures, source = run.reward_reader.failures, prompts.numbered(sample.prompt_id).data_source
-        text = run.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
-        failure, where = Failure("result", f"returned {score}"), f"reward.model {section.path}"
-        if failures.handle(where, failure, sample.prompt_id, source, text, log=run.info.rank == 0):
-            return None
-        score = 0.0
-    parts = {**sample.reward_parts, MODEL_PART: score}
-    return replace(sample, reward=sample.reward + section.weight * score, reward_parts=parts)
+    def _drops(self, sample: Sample, failure: Failure, prompts: PromptSet | None) -> bool:
+        """Whether a failure drops the sample; otherwise its score is 0."""
+        assert prompts is not None, "a failure is reported with its prompt"
+        source = prompts.numbered(sample.prompt_id).data_source
+        text = self.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
+        where, log = f"reward.model {self.reader.section.path}", self.role.rank == 0
+        return self.reader.failures.handle(where, failure, sample.prompt_id, source, text, log=log)

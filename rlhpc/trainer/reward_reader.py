@@ -1,4 +1,4 @@
-"""What a reward model reads of a sample: the policy's own tokens, or the conversation in words of its own."""
+"""What a reward model reads of a sample: the policy's tokens, or the conversation by its own tokenizer."""
 
 from __future__ import annotations
 
@@ -26,10 +26,13 @@ from rlhpc.rewards.failures import Failures
 _REMEDY = "look at the model and its weights, or set reward.on_failure"
 
 
-@dataclass(frozen=True)
+@dataclass
 class RewardReader:
-    """``own`` is the reward model's tokenizer, None where it reads the policy's tokens; ``padding`` its padding token,
-    at which transformers never scores; ``failures`` are of the model's numbers."""
+    """Prepares samples for a reward model.
+
+    ``own`` is the reward model's tokenizer, None if it reads the policy's tokens; ``most`` its maximum tokens;
+    ``padding`` its padding token, at which transformers never scores; ``failures`` handles scores that are not finite.
+    """
 
     section: RewardModelSection
     policy: Tokenizer | None
@@ -40,7 +43,7 @@ class RewardReader:
 
     @classmethod
     def of(cls, config: RunConfig, policy: Tokenizer | None) -> RewardReader | None:
-        """As the configuration says; None without a reward model."""
+        """As configured; None without a reward model."""
         section = config.reward.model
         if section is None:
             return None
@@ -52,30 +55,36 @@ class RewardReader:
     def read(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[np.ndarray]:
         """int32 tokens of each sample, up to the one to score; ``prompts`` are those that the samples answer, with
         their texts. Collective over the whole job."""
-        found = [sample.tokens for sample in samples] if self.own is None else self._encoded(samples, prompts)
+        if self.own is None:
+            found = [sample.tokens for sample in samples]
+        else:
+            assert prompts is not None, "another tokenizer encodes the prompts' texts"
+            found = self._encoded(self.own, samples, prompts)
         return [self._fitting(self._to_last(tokens)) for tokens in found]
 
-    def _encoded(self, samples: Sequence[Sample], prompts: PromptSet) -> list[np.ndarray]:
+    def _encoded(self, own: Tokenizer, samples: Sequence[Sample], prompts: PromptSet) -> list[np.ndarray]:
         """Each rank encodes a part of them."""
         ranks, rank = dist.get_world_size(), dist.get_rank()
-        mine = samples[rank::ranks]
-        conversations = [
-            whole_conversation(prompts.numbered(sample.prompt_id).text, self._response(sample)) for sample in mine
-        ]
+        conversations = []
+        for sample in samples[rank::ranks]:
+            text = prompts.numbered(sample.prompt_id).text
+            assert text is not None, "prompts are loaded with their texts"
+            conversations.append(whole_conversation(text, self._response(own, sample)))
         try:
-            encoded = self.own.encode_conversations(conversations)
+            encoded = own.encode_conversations(conversations)
         except UserError as error:
             raise UserError(error.message, where="reward.model.chat_template", remedy=error.remedy) from None
         parts = gather_objects([np.array(ids, dtype=np.int32) for ids in encoded])
         return [parts[i % ranks][i // ranks] for i in range(len(samples))]
 
-    def _response(self, sample: Sample) -> list[Message]:
-        """The response's messages, which cannot speak for others."""
+    def _response(self, own: Tokenizer, sample: Sample) -> list[Message]:
+        """The response's messages, without tokens that would end or begin another speaker's message."""
+        assert self.policy is not None, "responses are decoded by the policy's tokenizer"
         messages = response_messages(self.policy, sample)
-        return [{**message, "content": self.own.defused(message["content"])} for message in messages]
+        return [{**message, "content": own.defused(message["content"])} for message in messages]
 
     def _to_last(self, tokens: np.ndarray) -> np.ndarray:
-        """Without padding tokens at the end, which a template may write."""
+        """Without padding tokens at the end, which a chat template may write."""
         if self.padding is None:
             return tokens
         words = np.flatnonzero(tokens != self.padding)

@@ -1,4 +1,4 @@
-"""The models of a run in their parts: who is cut how, and in what sizes it takes its batches."""
+"""What this rank is in a run: a rank of each model, with the sizes of its batches, and of one engine."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from rlhpc.api import PackedBatch, Sample
-from rlhpc.backends.megatron import MegatronBackend
+from rlhpc.api import PackedBatch, Sample, TrainBackend
 from rlhpc.data.collate import unpack
 from rlhpc.data.packing import PackPlan, pack, sample_costs
 from rlhpc.models.flops import forward_terms
 from rlhpc.parallel.transfer import gather_parts
+from rlhpc.rollout.requests import share_of
 from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -21,33 +21,90 @@ PerSample = list[np.ndarray]  # for each sample of the step an array [response];
 
 
 @dataclass(frozen=True)
-class Role:
-    """A model and the most tokens that a rank takes through it at once, with gradient and without."""
+class EngineRank:
+    """This rank's place among the engines, which are blocks of ``tp`` ranks."""
 
-    model: MegatronBackend
+    rank: int
+    world_size: int
+    tp: int
+
+    @property
+    def index(self) -> int:
+        """Which of the engines the rank belongs to."""
+        return self.rank // self.tp
+
+    @property
+    def engines(self) -> int:
+        """Number of engines in the job."""
+        return self.world_size // self.tp
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is its engine's first rank, which speaks for the others."""
+        return self.rank % self.tp == 0
+
+    def own(self, items: int) -> range:
+        """The places of those items that its engine handles."""
+        return share_of(items, self.engines, self.index)
+
+    def leaders(self, items: int) -> list[int]:
+        """For each item the first rank of the engine that handles it."""
+        return [engine * self.tp for engine in range(self.engines) for _ in share_of(items, self.engines, engine)]
+
+
+@dataclass
+class Role:
+    """A model of the run on this rank, and the maximum tokens per rank of its microbatches, with gradient and without.
+
+    ``router_replay``: it trains on the experts that the engine routed tokens to.
+    """
+
+    model: TrainBackend
+    rank: int
     tokens_per_microbatch: int
     tokens_without_gradient: int
+    router_replay: bool = False
 
     @property
     def layout(self) -> ParallelLayout:
         return self.model.layout
 
-    def pack(self, lengths: Sequence[int], minibatches: int = 1, gradient: bool = True) -> tuple[PackPlan, ...]:
-        """Micro batches bounded by their tokens, which context-parallel ranks share, balanced by their arithmetic."""
+    @property
+    def coord(self) -> dict[str, int]:
+        """This rank's place on each axis of the model's layout."""
+        return self.layout.coord(self.rank)
+
+    def pack(self, lengths: Sequence[int], minibatches: int = 1, *, gradient: bool = True) -> tuple[PackPlan, ...]:
+        """Microbatches bounded by their tokens, which context-parallel ranks share, and balanced by their FLOPs."""
         tokens = self.tokens_per_microbatch if gradient else self.tokens_without_gradient
-        costs = sample_costs(lengths, *forward_terms(self.model.weights.shape))
+        costs = sample_costs(lengths, *forward_terms(self.model.shape))
         return pack(lengths, self.layout.dp, tokens * self.layout.cp, minibatches, costs)
 
-    def own_bins(self, plan: PackPlan, rank: int) -> tuple[tuple[int, ...], ...]:
-        """Sample ids of the micro batches that a rank takes through the model."""
-        return plan.bins[SPLIT_BY_DATA.part_of(self.layout, rank)]
+    def own_bins(self, plan: PackPlan) -> tuple[tuple[int, ...], ...]:
+        """Sample ids of this rank's microbatches."""
+        return plan.bins[SPLIT_BY_DATA.part_of(self.layout, self.rank)]
 
     def expert_layers(self, stage: int) -> tuple[int, ...]:
-        """The layers with experts that a pipeline rank has, by their places among all that have some."""
-        shape = self.model.weights.shape
+        """The layers with experts on a pipeline rank, by their places among all layers with experts."""
+        shape = self.model.shape
         places = self.layout.layer_places(shape.num_layers)
         layers = shape.experts.layers if shape.experts else ()
         return tuple(place for place, layer in enumerate(layers) if places[layer][0] == stage)
+
+
+@dataclass
+class Models:
+    """The models of a run, each with its own layout."""
+
+    actor: Role
+    reference: Role | None = None  # frozen
+    critic: Role | None = None
+    reward: Role | None = None  # frozen
+
+    @property
+    def trained(self) -> dict[str, Role]:
+        """Those with an optimizer, by name."""
+        return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})
 
 
 def of_samples(
@@ -56,7 +113,7 @@ def of_samples(
     batches: Sequence[PackedBatch],
     evaluate: Callable[[Sequence[PackedBatch]], list[Tensor]],
 ) -> PerSample:
-    """What ``evaluate`` says of this rank's batches, token by token, for every sample on every rank. Collective."""
+    """Evaluates this rank's batches, and gives every rank the values of each sample's response tokens. Collective."""
     mine: dict[int, np.ndarray] = {}
     for batch, values in zip(batches, evaluate(batches), strict=True):
         prompts = [samples[i].prompt_len for i in batch.sample_ids]

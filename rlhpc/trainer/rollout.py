@@ -1,38 +1,51 @@
-"""This rank's share of a rollout: its engine's prompts, answered and scored."""
+"""This rank's engine with its reward workers and tools: prompts in, scored samples out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rlhpc.api import Prompt, RunState
+from rlhpc.api import Prompt, RewardWorkers, RolloutEngine, RunState
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.rollout.collect import Collector, Scored
-from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
-from rlhpc.trainer.build import Run
+from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples
+from rlhpc.rollout.tools import ToolUse
+from rlhpc.trainer.roles import EngineRank
 from rlhpc.trainer.routed_experts import without_routed_experts
 
 
-def make_collector(run: Run, state: RunState, temperature: float) -> Collector:
-    """Of this rank's engine, which is awake with the actor's weights."""
-    section = run.config.rollout
-    sampling = Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
-    return Collector(run.engine, sampling, run.reward_workers, state.policy_version, run.tools)
+@dataclass
+class Rollout:
+    """An engine in this process. It must be awake with the actor's weights whenever it generates."""
 
+    engine: RolloutEngine
+    place: EngineRank
+    section: RolloutSection
+    seed: int
+    reward_workers: RewardWorkers | None  # on the engine's first rank
+    tools: ToolUse | None
 
-def generate_samples(
-    run: Run, state: RunState, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float
-) -> list[Scored]:
-    """Samples of the prompts that this rank's engine answers, in the prompts' order, whose places are the group ids;
-    none on other ranks than the engine's first. One whose reward failed so that it is left out has a reward of 0.
-    Nobody trains on them: they have no routed experts. The engine is awake with the actor's weights."""
-    firsts = first_samples([prompt.prompt_id for prompt in prompts], samples_per_prompt)
-    collector = make_collector(run, state, temperature)
-    collector.begin(
-        [
-            Task(place, index, prompts[place], blank_draft(prompts[place], state.policy_version, place), root)
-            for place in share_of(len(prompts), run.num_engines, run.engine_index)
-            for index in range(samples_per_prompt)
-            for root in [(run.config.seed, state.step, prompts[place].prompt_id, firsts[place] + index)]
-        ]
-    )
-    collector.advance()
-    return without_routed_experts(collector.harvest())
+    def collector(self, state: RunState, temperature: float) -> Collector:
+        """Collects responses at a temperature; 0 is greedy."""
+        section = self.section
+        sampling = Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
+        return Collector(self.engine, sampling, self.reward_workers, state.policy_version, self.tools)
+
+    def answer(
+        self, state: RunState, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float
+    ) -> list[Scored]:
+        """Samples of the prompts that this rank's engine answers, in the prompts' order, whose places are the group
+        ids; none on other ranks than the engine's first. A dropped sample has a reward of 0. They have no routed
+        experts: these samples are not trained on."""
+        firsts = first_samples([prompt.prompt_id for prompt in prompts], samples_per_prompt)
+        collector = self.collector(state, temperature)
+        collector.begin(
+            [
+                Task(place, index, prompts[place], blank_draft(prompts[place], state.policy_version, place), root)
+                for place in self.place.own(len(prompts))
+                for index in range(samples_per_prompt)
+                for root in [(self.seed, state.step, prompts[place].prompt_id, firsts[place] + index)]
+            ]
+        )
+        collector.advance()
+        return without_routed_experts(collector.harvest())

@@ -1,5 +1,5 @@
-"""Where the routed experts of samples are. They are most of what a sample weighs, so a sample's stay on one rank, the
-first of the engine that drew it, until a step learns from it: then those ranks get them that train on it."""
+"""Moves the routed experts of samples. They are the largest part of a sample, so they stay on one rank, the first of
+the engine that generated it, until a step trains on it: then the ranks get them that train on it."""
 
 from __future__ import annotations
 
@@ -12,54 +12,50 @@ from rlhpc.api import Sample
 from rlhpc.data.groups import Group
 from rlhpc.parallel.transfer import give_objects, give_parts
 from rlhpc.rollout.collect import Scored
-from rlhpc.rollout.requests import share_of
 from rlhpc.sharding.dispatch import PIPELINE_AS_DATA
-from rlhpc.trainer.advantages import needs_old_log_probs
-from rlhpc.trainer.batches import passing_plans, update_plans
-from rlhpc.trainer.build import Run
+from rlhpc.trainer.batches import Batching, forward_plans, update_plans
+from rlhpc.trainer.roles import EngineRank, Role
 
 
 def without_routed_experts(found: Sequence[Scored]) -> list[Scored]:
-    """As they go to all ranks."""
+    """The samples as they are sent to all ranks."""
     return [replace(scored, sample=replace(scored.sample, routed_experts=None)) for scored in found]
 
 
-def trained_routed_experts(run: Run, samples: Sequence[Sample]) -> list[Sample]:
-    """A step's samples, with routed experts on the ranks that train on them, and there alone; a pipeline rank has those
-    of its own layers. Collective."""
-    if not run.config.train.experts.router_replay:
+def trained_routed_experts(role: Role, batching: Batching, samples: Sequence[Sample]) -> list[Sample]:
+    """A step's samples, with routed experts only on the ranks that train on them; a pipeline rank has those of its own
+    layers. Collective."""
+    if not role.router_replay:
         return list(samples)
-    role, plans = run.models.actor, list(update_plans(run, run.models.actor, samples))
-    if needs_old_log_probs(run):
-        plans += passing_plans(run, role, samples)
+    plans = list(update_plans(role, batching, samples))
+    if batching.old_log_probs:
+        plans += forward_plans(role, batching, samples)
     mine: dict[int, dict[int, np.ndarray]] = {}
     for part in range(PIPELINE_AS_DATA.parts(role.layout)):
         share, stage = divmod(part, role.layout.pp)
-        held = {i for plan in plans for ids in plan.bins[share] for i in ids if samples[i].routed_experts is not None}
         layers = role.expert_layers(stage)
+        here = {i: samples[i].routed_experts for plan in plans for ids in plan.bins[share] for i in ids}
+        held = {i: experts[:, layers] for i, experts in sorted(here.items()) if experts is not None}
         if held and layers:
-            mine[part] = {i: samples[i].routed_experts[:, layers] for i in sorted(held)}
+            mine[part] = held
     parts = give_parts(PIPELINE_AS_DATA, role.layout, mine).values()
     given = {i: routed_experts for part in parts for i, routed_experts in part.items()}
     return [replace(sample, routed_experts=given.get(i)) for i, sample in enumerate(samples)]
 
 
-def moved_routed_experts(run: Run, groups: Sequence[Group]) -> list[Group]:
-    """Groups that are put under way, shared out to the engines in their order, with the routed experts of what is to be
-    gone on with on the first rank of the engine that goes on with it. Collective."""
-    if not run.config.train.experts.router_replay:
-        return list(groups)
-    tp = run.config.rollout.tp
-    leaders = [engine * tp for engine in range(run.num_engines) for _ in share_of(len(groups), run.num_engines, engine)]
+def moved_routed_experts(place: EngineRank, groups: Sequence[Group]) -> list[Group]:
+    """Groups that are shared out to the engines in their order; the routed experts of their unfinished responses move
+    to the first rank of the engine that resumes them. Collective."""
     mine: dict[int, dict[tuple[int, int], np.ndarray]] = {}
-    for place, (leader, group) in enumerate(zip(leaders, groups, strict=True)):
+    for number, (leader, group) in enumerate(zip(place.leaders(len(groups)), groups, strict=True)):
         for index in _drafts(group):
-            if group.samples[index].routed_experts is not None:
-                mine.setdefault(leader, {})[place, index] = group.samples[index].routed_experts
+            routed_experts = group.samples[index].routed_experts
+            if routed_experts is not None:
+                mine.setdefault(leader, {})[number, index] = routed_experts
     given = {key: routed_experts for part in give_objects(mine).values() for key, routed_experts in part.items()}
     return [
-        _with_routed_experts(group, {index: given.get((place, index)) for index in _drafts(group)})
-        for place, group in enumerate(groups)
+        _with_routed_experts(group, {index: given.get((number, index)) for index in _drafts(group)})
+        for number, group in enumerate(groups)
     ]
 
 

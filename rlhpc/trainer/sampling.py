@@ -1,11 +1,11 @@
-"""The samples of one step: prompts are asked for until its batch is full of groups that teach something, what is left
-over is kept for the next one. Every rank makes the same decisions (``rlhpc.trainer.sampling_plan``)."""
+"""The samples of one step: prompts are requested until the batch is full of groups to train on; surplus groups are kept
+for the next step. Every rank makes the same decisions (``rlhpc.trainer.sampling_plan``)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
 
 import numpy as np
@@ -13,248 +13,266 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.api import Prompt, RunState, Sample
+from rlhpc.config.schema import RunConfig
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
+from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.rollout.collect import Scored
-from rlhpc.rollout.requests import Task, blank_draft, first_samples, share_of, turns
-from rlhpc.trainer.build import Run
-from rlhpc.trainer.reward_model import score_by_model
-from rlhpc.trainer.rollout import generate_samples, make_collector
+from rlhpc.rollout.requests import Task, blank_draft, first_samples, turns
+from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.reward_model import RewardModel
+from rlhpc.trainer.rollout import Rollout
 from rlhpc.trainer.routed_experts import moved_routed_experts, without_routed_experts
 from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
 
 Metrics = dict[str, float]
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What the engines have brought for a step, equal on every rank: ``groups``, of which the first ``replayed`` are of
-    former steps; their ``samples``, group after group; ``greedy``, the likeliest responses to their prompts where the
-    algorithm asks for them. None among samples stands for one that is left out because a reward failed."""
+@dataclass
+class Counts:
+    """What a step's rollout counts over all engines."""
+
+    generated_groups: int = 0
+    stale_groups: int = 0
+    tool_calls: int = 0
+    failed_tool_calls: int = 0
+    reward_failures: Counter[str] = field(default_factory=Counter)  # by kind
+
+
+@dataclass
+class Sampled:
+    """What the engines generated for a step, equal on every rank: ``groups``, the first ``replayed`` of which are of
+    former steps; their ``samples``, group after group; ``greedy``, the greedy responses to their prompts if the
+    algorithm needs them. None in place of a sample that is dropped because a reward failed."""
 
     groups: list[Group]
     replayed: int
     samples: list[Sample | None]
     greedy: list[Sample | None]
     outcome: Outcome
-    collection: _Collection
-    stale: int
+    counts: Counts
 
 
-@dataclass(frozen=True)
+@dataclass
 class StepSamples:
-    """What a step learns from, and the baselines of its prompts. No samples at all where there is too little."""
+    """The samples that a step trains on, and the greedy ones that are their baselines. No samples at all if there are
+    too few."""
 
     samples: list[Sample]
     greedy: list[Sample]
     metrics: Metrics
 
 
-def draw_samples(run: Run, state: RunState) -> Drawn:
-    """Generate with the weights in the engine, which is awake. Collective."""
-    section, carryover = run.config.train, run.carryover
-    dynamic = section.dynamic_sampling
-    stale = carryover.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else 0
-    replayed = _replayed(run, state)
-    collection = _Collection(run, state, section.prompts_per_step - len(replayed))
-    outcome = collection.run()
-    if dynamic:
-        check_shortage(dynamic, outcome, section.prompts_per_step)
-    new = [collection.groups[number] for number in outcome.taken]
-    carryover.ready = [collection.groups[number] for number in outcome.kept]
-    carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
-    groups = [*replayed, *new] if new else []
-    samples = training_samples(groups, section.mask_truncated)
-    greedy = _greedy(run, state, groups, collection.failures)
-    return Drawn(groups, len(replayed), [*samples], greedy, outcome, collection, stale)
+@dataclass
+class Sampler:
+    """Generates and chooses the samples of a run's steps. All methods are collective.
 
+    ``least_samples``: the number below which a step has too few samples to train on.
+    """
 
-def scored_by_model(run: Run, drawn: Drawn) -> Drawn:
-    """With the reward model's part of all rewards. Collective."""
+    config: RunConfig
+    rollout: Rollout
+    prompts: PromptSet
+    carryover: Carryover
+    reward_model: RewardModel | None
+    least_samples: int
+    needs_greedy: bool
 
-    def scored(found: list[Sample | None]) -> list[Sample | None]:
-        known = iter(score_by_model(run, [sample for sample in found if sample is not None], run.prompts))
-        return [None if sample is None else next(known) for sample in found]
+    def sample(self, state: RunState) -> Sampled:
+        """Generates with the engine's present weights; it must be awake."""
+        section, carryover = self.config.train, self.carryover
+        dynamic = section.dynamic_sampling
+        stale = carryover.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else 0
+        replayed = self._replayed(state)
+        collection = _Collection(self, state, section.prompts_per_step - len(replayed))
+        collection.counts.stale_groups = stale
+        outcome = collection.run()
+        if dynamic:
+            check_shortage(dynamic, outcome, section.prompts_per_step)
+        new = [collection.groups[number] for number in outcome.taken]
+        carryover.ready = [collection.groups[number] for number in outcome.kept]
+        carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
+        groups = [*replayed, *new] if new else []
+        samples = training_samples(groups, mask_truncated=section.mask_truncated)
+        greedy = self._greedy(state, groups, collection.counts)
+        return Sampled(groups, len(replayed), [*samples], greedy, outcome, collection.counts)
 
-    samples, greedy = scored(drawn.samples), scored(drawn.greedy)
-    drawn.collection.failures.update(run.reward_reader.failures.take_counts())
-    return replace(drawn, samples=samples, greedy=greedy)
+    def scored_by_model(self, sampled: Sampled) -> Sampled:
+        """The same with the reward model's part of all rewards."""
+        model = self.reward_model
+        assert model is not None
 
+        def scored(found: list[Sample | None]) -> list[Sample | None]:
+            results, failures = model.score([sample for sample in found if sample is not None], self.prompts)
+            sampled.counts.reward_failures.update(failures)
+            known = iter(results)
+            return [None if sample is None else next(known) for sample in found]
 
-def step_samples(run: Run, drawn: Drawn) -> StepSamples:
-    """All of it that has a reward and, where the algorithm asks for one, a baseline; too little is left to the next
-    step. The same on every rank."""
-    carryover, greedy = run.carryover, [sample for sample in drawn.greedy if sample is not None]
-    known = {sample.prompt_id for sample in greedy}
-    good = [s is not None and (not run.algorithm.needs_greedy or s.prompt_id in known) for s in drawn.samples]
-    samples = [sample for sample, is_good in zip(drawn.samples, good, strict=True) if sample is not None and is_good]
-    places = [place for place, group in enumerate(drawn.groups) for _ in group.usable]
-    lacking = {place for place, is_good in zip(places, good, strict=True) if not is_good}
-    new = list(enumerate(drawn.groups))[drawn.replayed :]
-    if len(samples) < _least_samples(run):  # some were left out
-        carryover.put_back([group for place, group in new if place not in lacking])
-        samples = []
-    elif not any(sample.chosen_len for sample in samples):
-        samples = []
-    learnt = {sample.group_id for sample in samples}
-    if carryover.replay is not None:
-        carryover.replay.add(group for place, group in new if place in learnt)
-    metrics = drawn.collection.metrics(drawn.outcome, [drawn.groups[place] for place in sorted(learnt)])
-    if run.config.train.dynamic_sampling:
-        metrics["sampling/stale_groups"] = drawn.stale
-    if carryover.replay is not None:
-        metrics["replay/used_groups"] = drawn.replayed
-        metrics["replay/kept_groups"] = len(carryover.replay)
-    return StepSamples(samples, greedy, metrics)
+        samples, greedy = scored(sampled.samples), scored(sampled.greedy)
+        return replace(sampled, samples=samples, greedy=greedy)
 
+    def choose(self, state: RunState, sampled: Sampled) -> StepSamples:
+        """The samples that have a reward and, if the algorithm needs one, a baseline; too few are left to the next
+        step."""
+        carryover, greedy = self.carryover, [sample for sample in sampled.greedy if sample is not None]
+        known = {sample.prompt_id for sample in greedy}
+        good = [s is not None and (not self.needs_greedy or s.prompt_id in known) for s in sampled.samples]
+        samples = [s for s, is_good in zip(sampled.samples, good, strict=True) if s is not None and is_good]
+        places = [place for place, group in enumerate(sampled.groups) for _ in group.usable]
+        lacking = {place for place, is_good in zip(places, good, strict=True) if not is_good}
+        new = list(enumerate(sampled.groups))[sampled.replayed :]
+        if len(samples) < self.least_samples:
+            carryover.put_back([group for place, group in new if place not in lacking])
+            samples = []
+        elif not any(sample.trained_len for sample in samples):
+            samples = []
+        used = {sample.group_id for sample in samples}
+        if carryover.replay is not None:
+            carryover.replay.add(group for place, group in new if place in used)
+        metrics = self._metrics(state, sampled, [sampled.groups[place] for place in sorted(used)])
+        return StepSamples(samples, greedy, metrics)
 
-def _replayed(run: Run, state: RunState) -> list[Group]:
-    """Groups of former steps that this one learns from again."""
-    buffer, section = run.carryover.replay, run.config.train.replay
-    if buffer is None:
-        return []
-    buffer.forget_stale(state.policy_version)
-    count = replayed_groups(run.config.train.prompts_per_step, section.fraction, len(buffer))
-    return buffer.draw(count, run.config.seed, state.step)
+    def prompt_at(self, number: int) -> Prompt:
+        """The prompt in a place of the run's order."""
+        return self.prompts.take(number, 1, self.config.seed)[0][0]
 
+    def _replayed(self, state: RunState) -> list[Group]:
+        """Groups of former steps that this step trains on again."""
+        buffer, section = self.carryover.replay, self.config.train.replay
+        if buffer is None or section is None:
+            return []
+        buffer.forget_stale(state.policy_version)
+        count = replayed_groups(self.config.train.prompts_per_step, section.fraction, len(buffer))
+        return buffer.sample(count, self.config.seed, state.step)
 
-def _greedy(run: Run, state: RunState, groups: Sequence[Group], failures: Counter[str]) -> list[Sample | None]:
-    """``failures`` of rewards are added to."""
-    if not run.algorithm.needs_greedy or not groups:
-        return []
-    prompts = [prompt_of(run, group.number) for group in groups]
-    mine = generate_samples(run, state, prompts, 1, temperature=0.0)
-    found: list[Sample | None] = []
-    for part in gather_objects((mine, run.reward_workers.failures()) if run.leads_engine else None):
-        for scored in part[0] if part is not None else ():
-            found.append(None if scored.dropped else scored.sample)
-        failures.update(part[1] if part is not None else {})
-    return found
+    def _greedy(self, state: RunState, groups: Sequence[Group], counts: Counts) -> list[Sample | None]:
+        """Adds failures of rewards to ``counts``."""
+        if not self.needs_greedy or not groups:
+            return []
+        prompts, rollout = [self.prompt_at(group.number) for group in groups], self.rollout
+        mine = rollout.answer(state, prompts, 1, temperature=0.0)
+        found: list[Sample | None] = []
+        for part in gather_objects(mine if rollout.place.leads else None):
+            for scored in part or ():
+                found.append(None if scored.dropped else scored.sample)
+                counts.reward_failures.update(scored.failures)
+        return found
 
-
-def prompt_of(run: Run, number: int) -> Prompt:
-    """The prompt in a place of the run's order."""
-    return run.prompts.take(number, 1, run.config.seed)[0][0]
+    def _metrics(self, state: RunState, sampled: Sampled, used: Sequence[Group]) -> Metrics:
+        train, counts, outcome = self.config.train, sampled.counts, sampled.outcome
+        samples = [sample for group in used for sample in group.usable]
+        found: Metrics = {f"reward/failures/{kind}": n for kind, n in sorted(counts.reward_failures.items())}
+        if train.dynamic_sampling is not None:
+            found |= {
+                "sampling/batches": outcome.batches,
+                "sampling/generated_groups": counts.generated_groups,
+                "sampling/dropped_groups": len(outcome.dropped),
+                "sampling/kept_groups": len(self.carryover.ready),
+                "sampling/carried_groups": len(outcome.unfinished),
+                "sampling/missing_groups": outcome.short,
+                "sampling/stale_groups": counts.stale_groups,
+            }
+        if samples and (train.dynamic_sampling is not None or train.replay is not None):
+            ages = [state.policy_version - sample.policy_version for sample in samples]
+            found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}
+        if self.config.rollout.tools:
+            found |= {"tools/calls": counts.tool_calls, "tools/failures": counts.failed_tool_calls}
+            if samples:
+                found["tools/turns_mean"] = float(np.mean([turns(sample) for sample in samples]))
+        if self.carryover.replay is not None:
+            found["replay/used_groups"] = sampled.replayed
+            found["replay/kept_groups"] = len(self.carryover.replay)
+        return found
 
 
 class _Collection:
-    """A step's groups while they come together."""
+    """A step's groups while they are generated."""
 
-    def __init__(self, run: Run, state: RunState, count: int) -> None:
-        section = run.config.train.dynamic_sampling
-        self._run, self._state, self._section = run, state, section
+    def __init__(self, sampler: Sampler, state: RunState, count: int) -> None:
+        config, carryover = sampler.config, sampler.carryover
+        section = config.train.dynamic_sampling
+        self._sampler, self._rollout, self._config, self._state = sampler, sampler.rollout, config, state
+        self._section = section
         self._keeps = make_filter(section) if section else bool
-        self.groups = {group.number: group for group in (*run.carryover.ready, *run.carryover.unfinished)}
+        self.groups = {group.number: group for group in (*carryover.ready, *carryover.unfinished)}
         bounds = Bounds(
             count,
-            least=min(count, ceil(_least_samples(run) / run.config.rollout.samples_per_prompt)),
+            least=min(count, ceil(sampler.least_samples / config.rollout.samples_per_prompt)),
             oversample=section.oversample if section else 1.0,
             max_batches=section.max_batches if section else 1,
         )
         self._plan = StepPlan(
             bounds,
             state.prompt_cursor,
-            {group.number for group in run.carryover.ready},
-            {group.number for group in run.carryover.unfinished},
+            {group.number for group in carryover.ready},
+            {group.number for group in carryover.unfinished},
         )
-        self._collector = make_collector(run, state, run.config.rollout.temperature)
-        self._seen: Counter[int] = Counter()  # prompts asked for in this step
+        self._collector = self._rollout.collector(state, config.rollout.temperature)
+        self._seen: Counter[int] = Counter()  # prompts requested in this step
         self._ended = 0  # groups of this rank's engine that have been harvested
-        self._generated = 0
-        self._calls = self._failed_calls = 0  # of tools
-        self.failures: Counter[str] = Counter()  # of rewards, by kind
-        if run.tools is not None:  # what a validation has left
-            run.tools.take_counts()
-        if run.reward_workers is not None:
-            run.reward_workers.failures()
+        self.counts = Counts()
 
     def run(self) -> Outcome:
-        """Batch after batch of prompts, until there is enough or the bound is reached."""
+        """Batch after batch of prompts, until there are enough groups or the limit is reached."""
         while (batch := self._plan.next_batch()) is not None:
-            self._ask(batch)
+            self._request(batch)
             self._generate()
         return self._plan.finish()
 
-    def metrics(self, outcome: Outcome, groups: Sequence[Group]) -> Metrics:
-        samples = [sample for group in groups for sample in group.usable]
-        found: Metrics = {f"reward/failures/{kind}": count for kind, count in sorted(self.failures.items())}
-        if self._section is not None:
-            found |= {
-                "sampling/batches": outcome.batches,
-                "sampling/generated_groups": self._generated,
-                "sampling/dropped_groups": len(outcome.dropped),
-                "sampling/kept_groups": len(self._run.carryover.ready),
-                "sampling/carried_groups": len(outcome.unfinished),
-                "sampling/missing_groups": outcome.short,
-            }
-        if samples and (self._section is not None or self._run.config.train.replay is not None):
-            ages = [self._state.policy_version - sample.policy_version for sample in samples]
-            found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}
-        if self._run.config.rollout.tools:
-            found |= {"tools/calls": self._calls, "tools/failures": self._failed_calls}
-            if samples:
-                found["tools/turns_mean"] = float(np.mean([turns(sample) for sample in samples]))
-        return found
-
-    def _ask(self, batch: Sequence[int]) -> None:
-        """Put the groups of a batch under way, each on one engine."""
+    def _request(self, batch: Sequence[int]) -> None:
+        """Starts the groups of a batch, each on one engine."""
+        config, state, place = self._config, self._state, self._rollout.place
         new = [number for number in batch if number not in self.groups]
-        prompts, self._state.prompt_cursor = self._run.prompts.take(
-            self._state.prompt_cursor, len(new), self._run.config.seed
-        )
-        count = self._run.config.rollout.samples_per_prompt
+        prompts, state.prompt_cursor = self._sampler.prompts.take(state.prompt_cursor, len(new), config.seed)
+        count = config.rollout.samples_per_prompt
         firsts = first_samples([prompt.prompt_id for prompt in prompts], count, self._seen)
         for number, prompt, first in zip(new, prompts, firsts, strict=True):
-            drafts = (blank_draft(prompt, self._state.policy_version),) * count
-            self.groups[number] = Group(number, self._state.step, first, drafts, (False,) * count, (False,) * count)
-        self._generated += len(new)
-        if len(new) < len(batch):
-            under_way = moved_routed_experts(self._run, [self.groups[number] for number in batch])
-            self.groups.update(zip(batch, under_way, strict=True))
+            drafts = (blank_draft(prompt, state.policy_version),) * count
+            self.groups[number] = Group(number, state.step, first, drafts, (False,) * count, (False,) * count)
+        self.counts.generated_groups += len(new)
+        if len(new) < len(batch) and config.train.experts.router_replay:
+            moved = moved_routed_experts(place, [self.groups[number] for number in batch])
+            self.groups.update(zip(batch, moved, strict=True))
         known = dict(zip(new, prompts, strict=True))
-        mine = share_of(len(batch), self._run.num_engines, self._run.engine_index)
-        for number in (batch[place] for place in mine):
-            prompt = known[number] if number in known else prompt_of(self._run, number)
-            self._collector.begin(_tasks(self.groups[number], prompt, self._run.config.seed))
+        for number in (batch[index] for index in place.own(len(batch))):
+            prompt = known[number] if number in known else self._sampler.prompt_at(number)
+            self._collector.begin(_tasks(self.groups[number], prompt, config.seed))
 
     def _generate(self) -> None:
-        """To the end of all that is under way; where more was asked for than is missing, until enough is good."""
+        """Until all requested responses have ended or, with oversampling, until enough groups are good."""
         steps = self._section.check_every if self._section and self._section.oversample > 1 else None
-        under_way = True
-        while under_way and self._plan.missing:
+        in_flight = True
+        while in_flight and self._plan.missing:
             self._collector.advance(steps)
             ended, left = self._totals() if steps else (0, 0)
-            under_way = left > 0
-            if under_way and ended < self._plan.missing:
-                continue  # the reward workers need not be waited for yet
+            in_flight = left > 0
+            if in_flight and ended < self._plan.missing:
+                continue  # no need to wait for the reward workers yet
             self._ended = self._collector.ended_groups
             self._take(self._exchange(self._collector.harvest()))
-        if under_way:
+        if in_flight:
             for scored in self._exchange(self._collector.stop()):
                 self._put(scored, done=False)
 
     def _totals(self) -> tuple[int, int]:
-        """Over all engines: groups that have ended and were not harvested, responses under way. Collective."""
+        """Over all engines: groups that have ended and are not harvested, responses in flight. Collective."""
         mine = [self._collector.ended_groups - self._ended, self._collector.under_way]
-        totals = torch.tensor(mine if self._run.leads_engine else [0, 0])
+        totals = torch.tensor(mine if self._rollout.place.leads else [0, 0])
         dist.all_reduce(totals)
         return int(totals[0]), int(totals[1])
 
     def _exchange(self, mine: list[Scored]) -> list[Scored]:
-        """What every engine has, on every rank; routed experts where they are. Collective."""
-        run, report = self._run, None
-        if run.leads_engine:
-            counts = run.tools.take_counts() if run.tools is not None else (0, 0)
-            report = (without_routed_experts(mine), counts, run.reward_workers.failures())
+        """Every engine's samples on every rank; routed experts stay where they are. Collective."""
+        place, counts = self._rollout.place, self.counts
         found: list[Scored] = []
-        for rank, part in enumerate(gather_objects(report)):
-            if part is None:
-                continue
-            found += mine if rank == run.info.rank else part[0]
-            self._calls += part[1][0]
-            self._failed_calls += part[1][1]
-            self.failures.update(part[2])
+        for rank, part in enumerate(gather_objects(without_routed_experts(mine) if place.leads else None)):
+            if part is not None:
+                found += mine if rank == place.rank else part
+        for scored in found:
+            counts.tool_calls += scored.tool_calls
+            counts.failed_tool_calls += scored.failed_tool_calls
+            counts.reward_failures.update(scored.failures)
         return found
 
     def _take(self, found: Sequence[Scored]) -> None:
@@ -263,24 +281,18 @@ class _Collection:
         ended = [self.groups[number] for number in sorted({s.group for s in found}) if self.groups[number].finished]
         good = [group.number for group in ended if group.usable and self._keeps(group.usable)]
         if self._section is not None and self._section.filter is not None:
-            good = one_to_all(good)  # a rule of one's own may not say the same on every rank
+            good = one_to_all(good)  # a user's filter may not give the same result on every rank
         self._plan.settle(good, {group.number for group in ended} - set(good))
 
-    def _put(self, scored: Scored, done: bool) -> None:
+    def _put(self, scored: Scored, *, done: bool) -> None:
         group = self.groups[scored.group]
-        self.groups[scored.group] = group.with_sample(scored.index, scored.sample, done, scored.dropped)
+        self.groups[scored.group] = group.with_sample(scored.index, scored.sample, scored=done, dropped=scored.dropped)
 
 
 def _tasks(group: Group, prompt: Prompt, seed: int) -> list[Task]:
-    """What is left to draw of a group."""
+    """The responses of a group that are not finished."""
     return [
         Task(group.number, index, prompt, draft, (seed, group.step, prompt.prompt_id, group.first_sample + index))
         for index, (draft, scored) in enumerate(zip(group.samples, group.scored, strict=True))
         if not scored
     ]
-
-
-def _least_samples(run: Run) -> int:
-    """Fewer cannot feed every data-parallel rank in every minibatch."""
-    layouts = (run.layout, run.critic.layout if run.critic else run.layout)
-    return run.config.train.minibatches * max(layout.dp for layout in layouts)

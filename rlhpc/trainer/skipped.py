@@ -1,8 +1,7 @@
-"""Optimizer updates, and what happens where one is skipped: it is counted, its batch is written for `rlhpc replay`, and
-too many in a row end the run.
+"""Optimizer updates. A skipped update is counted, its batch is written for `rlhpc replay`, and too many in a row end
+the run.
 
-A back end skips an update whose gradient norm is not finite. Here only ``TrainStats.applied`` counts, whatever the
-reason was.
+A back end skips an update whose gradient norm is not finite. This file looks at ``TrainStats.applied`` alone.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from rlhpc.api import LossFunction, PackedBatch, RunState, TrainStats
+from rlhpc.api import LossFunction, PackedBatch, RunState, TrainBackend, TrainStats
+from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NonFiniteError
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import SkippedUpdate
@@ -27,12 +27,10 @@ from rlhpc.parallel.agreement import facts_of
 from rlhpc.parallel.compat import device
 from rlhpc.parallel.transfer import gather_objects
 from rlhpc.reshard.checksum import checksum
-from rlhpc.sharding.shards import megatron_shards
 from rlhpc.trainer.batches import Minibatch
-from rlhpc.trainer.build import Run
 from rlhpc.trainer.roles import Role
 
-KEPT = 8  # batches on disk, the newest ones
+NEWEST = 8  # batches on disk
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ _log = logging.getLogger(__name__)
 class Update:
     """One optimizer update: the ``number``-th of its model in its step, from 1.
 
-    ``prompt_ids`` has for each sample of the step, by its id, the prompt's row; in the warm-up the example's.
+    ``prompt_ids`` has the row of the prompt (in the warm-up, of the example) for each sample id of the step.
     """
 
     phase: Literal["sft", "rl"]
@@ -63,10 +61,12 @@ class Update:
         return f"{section}.optimizer.learning_rate"
 
 
-def make_update(run: Run, role: Role, state: RunState, update: Update, loss: LossFunction) -> TrainStats:
+def make_update(
+    context: RankContext, max_skipped: int, role: Role, state: RunState, update: Update, loss: LossFunction
+) -> TrainStats:
     """Trains on the update's minibatch. Collective.
 
-    Raises NonFiniteError, before anything else may use the weights, where it is one skipped update in a row too many.
+    Raises NonFiniteError, before anything else may use the weights, at the ``max_skipped``-th skipped update in a row.
     """
     batches, denominator = update.minibatch.batches, update.minibatch.denominator
     stats = role.model.train(batches, loss, denominator, update.temperature, update.rate)
@@ -74,23 +74,22 @@ def make_update(run: Run, role: Role, state: RunState, update: Update, loss: Los
     in_a_row = 0 if stats.applied else getattr(state, counter) + 1
     setattr(state, counter, in_a_row)
     if in_a_row:
-        _report(run, role, state, update, stats)
-    most = run.config.train.max_skipped_updates
-    if in_a_row >= most:
+        _report(context, role, state, update, stats)
+    if in_a_row >= max_skipped:
         raise NonFiniteError(
             f"{update.phase} step {update.step}: {in_a_row} update(s) of the {update.model} in a row were skipped, "
-            f"their gradients are not finite (train.max_skipped_updates: {most}); the batches are in "
-            f"{run.folder.skipped_updates}, `rlhpc replay {run.folder.path}` shows which sequences are at fault; "
+            f"their gradients are not finite (train.max_skipped_updates: {max_skipped}); the batches are in "
+            f"{context.run.skipped_updates}, `rlhpc replay {context.run.path}` shows which sequences are at fault; "
             f"correct data, rewards or loss, or lower {update.rate_key}, and resume the run"
         )
     return stats
 
 
-def _report(run: Run, role: Role, state: RunState, update: Update, stats: TrainStats) -> None:
-    """Writes the batch and a warning. A batch that cannot be written is no reason to end the run. Collective."""
-    problem = _write(run, role, state, update, stats)
-    if run.info.rank == 0:
-        kept = f"could not be written ({problem})" if problem else f"is {run.folder.skipped_updates / update.name}"
+def _report(context: RankContext, role: Role, state: RunState, update: Update, stats: TrainStats) -> None:
+    """Writes the batch and a warning. A batch that cannot be written does not end the run. Collective."""
+    problem = _write(context, role, state, update, stats)
+    if context.info.rank == 0:
+        kept = f"could not be written ({problem})" if problem else f"is {context.run.skipped_updates / update.name}"
         _log.warning(
             "%s step %d, update %d of the %s: skipped, its gradient norm is %s; its batch %s",
             update.phase,
@@ -102,13 +101,13 @@ def _report(run: Run, role: Role, state: RunState, update: Update, stats: TrainS
         )
 
 
-def _write(run: Run, role: Role, state: RunState, update: Update, stats: TrainStats) -> str | None:
-    """Writes the batches of all ranks into one folder; what went wrong, as far as this rank knows. Collective."""
-    folder, rank, coord = run.folder.skipped_updates, run.info.rank, role.layout.coord(run.info.rank)
-    record = _record(run, state, update, stats, weights_digest(role, rank))
+def _write(context: RankContext, role: Role, state: RunState, update: Update, stats: TrainStats) -> str | None:
+    """Writes the batches of all ranks into one folder; returns the problem, if this rank knows of one. Collective."""
+    folder, rank, coord = context.run.skipped_updates, context.info.rank, role.coord
+    record = _record(context, state, update, stats, weights_digest(role.model))
     if rank == 0:
-        run.context.attempt.check_current()
-    writing = SkippedUpdate(folder / f".writing-{run.context.attempt.path.name}")
+        context.attempt.check_current()
+    writing = SkippedUpdate(folder / f".writing-{context.attempt.path.name}")
     problem = _problem(lambda: _begin(writing.path)) if rank == 0 else None
     dist.barrier()
     if problem is None and coord["tp"] == coord["cp"] == 0:  # the others have the same batches
@@ -119,8 +118,8 @@ def _write(run: Run, role: Role, state: RunState, update: Update, stats: TrainSt
     return _problem(lambda: _finish(writing, record, folder / update.name))
 
 
-def _record(run: Run, state: RunState, update: Update, stats: TrainStats, weights: str) -> dict[str, Any]:
-    """Numbers that may not be finite are texts: JSON has no others."""
+def _record(context: RankContext, state: RunState, update: Update, stats: TrainStats, weights: str) -> dict[str, Any]:
+    """Numbers that may not be finite are strings, because JSON has no such numbers."""
     denominator = update.minibatch.denominator
     return {
         "phase": update.phase,
@@ -128,8 +127,8 @@ def _record(run: Run, state: RunState, update: Update, stats: TrainStats, weight
         "model": update.model,
         "update": update.number,
         "time": time.time(),
-        "attempt": run.context.attempt.number,
-        "world_size": run.info.world_size,
+        "attempt": context.attempt.number,
+        "world_size": context.info.world_size,
         "grad_norm": str(stats.grad_norm),
         "loss": str(stats.sums["loss"] / denominator),
         "denominator": denominator,
@@ -142,17 +141,17 @@ def _record(run: Run, state: RunState, update: Update, stats: TrainStats, weight
     }
 
 
-def weights_digest(role: Role, rank: int) -> str:
-    """Of all weights of a model in its layout, bit by bit. Collective."""
+def weights_digest(model: TrainBackend) -> str:
+    """Digest of all weights' bits, of the same layout. Collective."""
     total = torch.zeros((), dtype=torch.int64, device=device())
-    for shard in megatron_shards(role.model.weights.shape, role.layout, rank):
-        total += checksum(role.model.view(shard), shard).sum()
+    for shard in model.shards():
+        total += checksum(model.view(shard), shard).sum()
     dist.all_reduce(total)
     return f"{int(total) % 2**64:016x}"
 
 
 def save_batches(file: Path, batches: Sequence[PackedBatch]) -> None:
-    """Writes every field of a rank's packed batches, as tensors and plain values that need no class to be read."""
+    """Writes every field of a rank's packed batches as tensors and plain values, readable without our classes."""
     content = [{field.name: getattr(batch, field.name) for field in fields(batch)} for batch in batches]
     with open(file, "wb") as opened:
         torch.save(content, opened)
@@ -173,19 +172,19 @@ def _begin(writing: Path) -> None:
 
 
 def _finish(writing: SkippedUpdate, record: dict[str, Any], final: Path) -> None:
-    """Gives the whole folder its name; the oldest ones beyond ``KEPT`` go."""
+    """Renames the complete folder; deletes the oldest beyond ``NEWEST``."""
     write_json(writing.record, record)
-    if final.exists():  # a resumed run takes the same step again
+    if final.exists():  # a resumed run repeats the step
         shutil.rmtree(final)
     os.replace(writing.path, final)
     named = [path for path in final.parent.iterdir() if not path.name.startswith(".")]
-    for old in sorted(named, key=lambda path: path.stat().st_mtime)[:-KEPT]:
+    for old in sorted(named, key=lambda path: path.stat().st_mtime)[:-NEWEST]:
         shutil.rmtree(old)
 
 
 def _problem(act: Callable[[], None]) -> str | None:
     try:
         act()
-    except (OSError, RuntimeError) as error:  # PyTorch makes a RuntimeError of a disk that is full
+    except (OSError, RuntimeError) as error:  # PyTorch raises RuntimeError on a full disk
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""When to stop: asked by a signal, or because the job's time is nearly over. Agreed by all ranks, between two steps."""
+"""When to stop: on a signal, or shortly before the job's time limit. All ranks agree, between two steps."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhpc.core.files import read_json
 from rlhpc.core.stop import REASONS, Reason
 from rlhpc.core.storage import NONE
 
-# A save and a step may take longer than they have; the rest is for leaving and for the clocks of two machines.
+# A save or a step may take longer than before; the rest is for the exit and for clock skew between machines.
 _SAVE_FACTOR, _STEP_FACTOR, _REST_SECONDS = 2.0, 1.5, 8.0
 _RECENT_STEPS = 10
 
 
 class Stopper:
-    """Keeps the time that steps and saves take, and answers after each step whether the run goes on."""
+    """Records how long steps and saves take, and decides after each step whether the run continues."""
 
     def __init__(self, context: RankContext) -> None:
         self._context = context
@@ -29,22 +29,22 @@ class Stopper:
         self._known_end: float | None = None
 
     def saved(self, seconds: float) -> None:
-        """A checkpoint took so long."""
+        """Records the time of a checkpoint."""
         self._save = max(self._save or 0.0, seconds)
 
     def stepped(self) -> None:
-        """A step has ended, its validation with it."""
+        """Records the end of a step and its validation."""
         now = time.monotonic()
         self._steps = [*self._steps[1 - _RECENT_STEPS :], now - self._last]
 
     def begin(self) -> None:
-        """The next step begins: what was saved before it is not a part of it."""
+        """Records the start of a step, after a save."""
         self._last = time.monotonic()
 
     def agree(self) -> tuple[Reason, bool]:
-        """Why the run should stop now, and whether to save so that the time of a save is known; the same on every rank.
+        """The reason to stop now, and whether to save in order to measure a save; the same on every rank.
 
-        Collective, two numbers on the host.
+        Collective: two numbers in CPU memory.
         """
         reason, end = self._context.stop.reason, self._end() if self._context.info.rank == 0 else None
         if reason == "none" and end is not None and self._is_too_late(end):
@@ -54,12 +54,12 @@ class Stopper:
         return REASONS[int(codes[0])], bool(codes[1])
 
     def _end(self) -> float | None:
-        """When Slurm ends the job, as last read; None without a limit. Read after each step, so no wait is needed."""
+        """Time at which Slurm ends the job, as last read, without waiting; None without a limit."""
         with contextlib.suppress(OSError):
             self._known_end = float(read_json(self._context.attempt.deadline, NONE)["end"])
         return self._known_end
 
     def _is_too_late(self, end: float) -> bool:
-        """Another step and a save after it would not fit."""
+        """Whether another step and a save would exceed the limit."""
         step = _STEP_FACTOR * max(self._steps, default=0.0)
         return time.time() + step + _SAVE_FACTOR * (self._save or 0.0) + _REST_SECONDS > end

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
@@ -13,76 +14,105 @@ from rlhpc.algo.kl import kl_divergence
 from rlhpc.algo.losses import negative_log_likelihood, value_loss
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues, TrainStats
-from rlhpc.config.schema import AlgorithmSection
+from rlhpc.config.algorithm import AlgorithmSection
+from rlhpc.config.schema import RunConfig, SFTSection
+from rlhpc.core.context import RankContext
+from rlhpc.data.sft import SFTSet
 from rlhpc.trainer.advantages import StepAdvantages
-from rlhpc.trainer.batches import rl_minibatches
-from rlhpc.trainer.build import Run
-from rlhpc.trainer.roles import PerSample
+from rlhpc.trainer.batches import Batching, rl_minibatches, sft_minibatch
+from rlhpc.trainer.roles import Models, PerSample
 from rlhpc.trainer.skipped import Update, make_update
 
 Metrics = dict[str, float]
-_WEIGHT = "weight"  # the sum of the loss weights among a loss's metrics
+_WEIGHT = "weight"  # metric of a loss: the sum of its loss weights
 
 
-def update_actor(
-    run: Run,
-    section: AlgorithmSection,
-    state: RunState,
-    samples: Sequence[Sample],
-    values: Mapping[str, PerSample],
-    estimate: StepAdvantages,
-) -> Metrics:
-    """Nothing while only the critic learns."""
-    if run.critic is not None and state.step < run.config.critic.warmup_steps:
-        return {}
-    names = ("engine_log_probs", "old_log_probs", "reference_log_probs")
-    tokens = {name: values[name] for name in names if name in values}
-    loss = functools.partial(policy_loss, algorithm=run.algorithm, section=section)
-    tokens["advantages"] = estimate.advantages
-    fresh = [sample.policy_version == state.policy_version for sample in samples]
-    if not all(fresh):  # engine and trainer are compared where both had the same weights
-        tokens["fresh"] = [
-            np.full(sample.response_len, flag, np.float32) for sample, flag in zip(samples, fresh, strict=True)
-        ]
-    return _update(run, "actor", state, samples, tokens, loss)
+@dataclass
+class Updater:
+    """Makes a run's optimizer updates. All methods are collective."""
 
+    config: RunConfig
+    context: RankContext
+    models: Models
+    batching: Batching
+    algorithm: Algorithm
 
-def update_critic(
-    run: Run, state: RunState, samples: Sequence[Sample], values: Mapping[str, PerSample], estimate: StepAdvantages
-) -> Metrics:
-    """Metrics are named critic/…"""
-    assert estimate.returns is not None, f"{run.algorithm.name} has a critic and no returns for it"
-    tokens = {"old_values": values["old_values"], "returns": estimate.returns}
-    loss = functools.partial(critic_loss, clip=run.config.critic.value_clip)
-    metrics = _update(run, "critic", state, samples, tokens, loss)
-    run.critic.offload()
-    return {f"critic/{name}": value for name, value in metrics.items()}
+    def update_actor(
+        self,
+        section: AlgorithmSection,
+        state: RunState,
+        samples: Sequence[Sample],
+        values: Mapping[str, PerSample],
+        estimate: StepAdvantages,
+    ) -> Metrics:
+        """The step's updates by the algorithm's loss; none during the critic's warm-up."""
+        if self.models.critic is not None and state.step < self.config.critic.warmup_steps:
+            return {}
+        names = ("engine_log_probs", "old_log_probs", "reference_log_probs")
+        tokens = {name: values[name] for name in names if name in values}
+        tokens["advantages"] = estimate.advantages
+        fresh = [sample.policy_version == state.policy_version for sample in samples]
+        if not all(fresh):  # engine and trainer are compared where both had the same weights
+            tokens["fresh"] = [
+                np.full(sample.response_len, flag, np.float32) for sample, flag in zip(samples, fresh, strict=True)
+            ]
+        loss = functools.partial(policy_loss, algorithm=self.algorithm, section=section)
+        return self.update("actor", state, samples, tokens, loss)
 
+    def update_critic(
+        self, state: RunState, samples: Sequence[Sample], values: Mapping[str, PerSample], estimate: StepAdvantages
+    ) -> Metrics:
+        """The step's updates of the critic; metrics are named critic/…"""
+        assert estimate.returns is not None, f"{self.algorithm.name} has a critic and no returns for it"
+        tokens = {"old_values": values["old_values"], "returns": estimate.returns}
+        loss = functools.partial(critic_loss, clip=self.config.critic.value_clip)
+        metrics = self.update("critic", state, samples, tokens, loss)
+        self.models.trained["critic"].model.offload()
+        return {f"critic/{name}": value for name, value in metrics.items()}
 
-def _update(
-    run: Run,
-    model: Literal["actor", "critic"],
-    state: RunState,
-    samples: Sequence[Sample],
-    tokens: Mapping[str, PerSample],
-    loss: LossFunction,
-) -> Metrics:
-    """Epochs times minibatches optimizer updates."""
-    section, temperature = run.config.train, run.config.rollout.temperature
-    optimizer = run.config.critic.optimizer if model == "critic" else section.optimizer
-    role = run.models.critic if model == "critic" else run.models.actor
-    rate = learning_rate(optimizer, state.step, section.steps)
-    prompt_ids = [sample.prompt_id for sample in samples]
-    minibatches = rl_minibatches(run, role, samples, tokens)
-    made: list[tuple[TrainStats, float]] = []
-    for number, minibatch in enumerate(minibatches * section.epochs, 1):
-        update = Update("rl", state.step + 1, model, number, minibatch, temperature, rate, prompt_ids)
-        made.append((make_update(run, role, state, update, loss), minibatch.denominator))
-    return {**_step_metrics(made), "learning_rate": rate}
+    def update(
+        self,
+        model: Literal["actor", "critic"],
+        state: RunState,
+        samples: Sequence[Sample],
+        tokens: Mapping[str, PerSample],
+        loss: LossFunction,
+    ) -> Metrics:
+        """train.epochs × train.minibatches updates of a model on a step's samples. ``loss`` finds each of ``tokens`` in
+        the batch's ``extra``; its sums are divided by weights that count the tokens of each minibatch over all ranks.
+        """
+        section, temperature = self.config.train, self.config.rollout.temperature
+        optimizer = self.config.critic.optimizer if model == "critic" else section.optimizer
+        role = self.models.trained[model]
+        rate = learning_rate(optimizer, state.step, section.steps)
+        prompt_ids = [sample.prompt_id for sample in samples]
+        minibatches = rl_minibatches(role, self.batching, samples, tokens)
+        made: list[tuple[TrainStats, float]] = []
+        for number, minibatch in enumerate(minibatches * section.epochs, 1):
+            update = Update("rl", state.step + 1, model, number, minibatch, temperature, rate, prompt_ids)
+            made.append((self._make(state, update, loss), minibatch.denominator))
+        return {**_step_metrics(made), "learning_rate": rate}
+
+    def supervised(self, section: SFTSection, state: RunState, sequences: SFTSet) -> Metrics:
+        """One update of the actor in the warm-up, on the next examples."""
+        rows, state.sft_cursor = sequences.take(state.sft_cursor, section.sequences_per_step, self.config.seed)
+        minibatch = sft_minibatch(self.models.actor, [sequences.sequences[row] for row in rows])
+        rate = learning_rate(section.optimizer, state.sft_step, section.steps)
+        update = Update("sft", state.sft_step + 1, "actor", 1, minibatch, 1.0, rate, rows)
+        stats = self._make(state, update, sft_loss)
+        metrics = {"learning_rate": rate, "tokens": minibatch.denominator, "skipped_updates": float(not stats.applied)}
+        if stats.applied:
+            loss = stats.sums["loss"] / minibatch.denominator
+            metrics |= {**stats.gauges, "loss": loss, "grad_norm": stats.grad_norm}
+        return metrics
+
+    def _make(self, state: RunState, update: Update, loss: LossFunction) -> TrainStats:
+        role, most = self.models.trained[update.model], self.config.train.max_skipped_updates
+        return make_update(self.context, most, role, state, update, loss)
 
 
 def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
-    """Means over the updates that were applied, each with its denominator; none of them where all were skipped."""
+    """Means over the applied updates, each given with its denominator; empty if all were skipped."""
     applied = [(stats, denominator) for stats, denominator in made if stats.applied]
     totals: Metrics = {}
     for stats, denominator in applied:
@@ -96,7 +126,7 @@ def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
 
 
 def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
-    """Losses by what the loss is divided by, all else by its tokens' weights: the same but for a constant."""
+    """Losses divided by the loss's denominator, all other sums by their tokens' weights."""
     means = {}
     for name, value in sums.items():
         if "/" not in name and name != _WEIGHT:
@@ -106,13 +136,13 @@ def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
 
 
 def sft_loss(stats: TokenStats, batch: PackedBatch) -> LossSums:
-    """The supervised warm-up's: minus the log-likelihood of the responses."""
+    """Negative log-likelihood of the responses: the loss of the supervised warm-up."""
     loss = negative_log_likelihood(stats.log_probs, batch.loss_weight)
     return LossSums(loss, {"loss": loss.detach()})
 
 
 def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, section: AlgorithmSection) -> LossSums:
-    """The algorithm's loss on one packed batch, and how far the engine's log-probs are from the trainer's."""
+    """The algorithm's loss on one packed batch, and the difference of log-probs between engine and trainer."""
     before = batch.extra.get("old_log_probs", stats.log_probs.detach())
     tokens = {
         **batch.extra,
@@ -137,7 +167,7 @@ def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, sec
 
 
 def critic_loss(stats: TokenValues, batch: PackedBatch, clip: float | None) -> LossSums:
-    """Half the squared error of the values."""
+    """Half the squared error of the values, clipped around the old ones."""
     returns, weight = batch.extra["returns"], batch.loss_weight
     sums = value_loss(stats.values, returns, batch.extra["old_values"], weight, clip)
     metrics = {

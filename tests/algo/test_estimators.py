@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def responses(**fields: torch.Tensor) -> Responses:
     )
 
 
-def test_a_reward_stands_at_the_last_token_that_the_policy_chose() -> None:
+def test_the_reward_is_at_the_last_token_that_the_policy_sampled() -> None:
     mask = torch.tensor([1, 0, 1, 1, 0, 1], dtype=torch.float64)
     penalty = torch.tensor([0.1, 5.0, 0.2, 0.3, 5.0, 0.4], dtype=torch.float64)
     found = responses(mask=mask, penalty=penalty)
@@ -34,7 +35,7 @@ def test_a_reward_stands_at_the_last_token_that_the_policy_chose() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_a_response_that_teaches_nothing_counts_among_its_group(name: str) -> None:
+def test_a_response_that_is_not_trained_on_counts_in_its_group(name: str) -> None:
     """As one that was cut off: the other one is compared with its reward, and it has no advantage itself."""
     lengths, groups, mask = torch.tensor([2, 3]), torch.tensor([0, 0]), torch.tensor([1.0, 1, 0, 0, 0])
 
@@ -44,9 +45,9 @@ def test_a_response_that_teaches_nothing_counts_among_its_group(name: str) -> No
             groups,
             lengths,
             mask=mask.double(),
-            baselines=torch.zeros(2, dtype=torch.float64),
-            values=torch.zeros(5, dtype=torch.float64),
         )
+        zeros = {"baselines": torch.zeros(2, dtype=torch.float64), "values": torch.zeros(5, dtype=torch.float64)}
+        found = replace(found, **zeros)
         assert found.rewards.tolist() == [1.0, reward]
         section = AlgorithmSection(name=name, normalise_std=False)
         advantages = ALGORITHMS[name].advantage(found, section).advantages.tolist()
@@ -114,13 +115,11 @@ def test_whitened_values_have_mean_0_and_deviation_1_over_the_mask() -> None:
     found = whiten(values, mask)
     assert float(found.sum()) == pytest.approx(0, abs=1e-12)
     assert float(found[mask > 0].std()) == pytest.approx(1, abs=1e-6)
-    kept = whiten(values, mask, shift_mean=False)
-    assert float(kept[mask > 0].mean()) == pytest.approx(float(values[mask > 0].mean()))
     assert whiten(torch.tensor([3.0]), torch.ones(1)).tolist() == [3.0]
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_equal_rewards_teach_nothing_and_better_ones_are_raised(name: str) -> None:
+def test_equal_rewards_give_no_advantage_and_better_ones_do(name: str) -> None:
     """Over two groups of four: advantages point from the worse to the better response of a prompt."""
     section = AlgorithmSection(name=name)
     groups, lengths = torch.arange(2).repeat_interleave(4), torch.tensor([3, 1, 2, 4] * 2)
@@ -128,9 +127,8 @@ def test_equal_rewards_teach_nothing_and_better_ones_are_raised(name: str) -> No
     def advantages(rewards: list[float]) -> torch.Tensor:
         given = torch.tensor(rewards, dtype=torch.float64)
         doubles = {"dtype": torch.float64}
-        found = Responses.of(
-            given, groups, lengths, baselines=torch.ones(8, **doubles), values=torch.full((20,), 0.5, **doubles)
-        )
+        more = {"baselines": torch.ones(8, **doubles), "values": torch.full((20,), 0.5, **doubles)}
+        found = replace(Responses.of(given, groups, lengths), **more)
         estimate = find_algorithm(section).advantage(found, section)
         assert len(estimate.advantages) == 20
         return estimate.advantages
@@ -143,7 +141,7 @@ def test_equal_rewards_teach_nothing_and_better_ones_are_raised(name: str) -> No
 
 def test_ppo_whitens_advantages_and_teaches_its_critic_the_returns() -> None:
     values = torch.tensor([0.5, 0.1, -0.3, 0.2, 0.0, 0.7], dtype=torch.float64)
-    found, section = responses(values=values), AlgorithmSection(name="ppo", gamma=0.9, gae_lambda=1.0)
+    found, section = replace(responses(), values=values), AlgorithmSection(name="ppo", gamma=0.9, gae_lambda=1.0)
     estimate = find_algorithm(section).advantage(found, section)
     ones = torch.ones(6, dtype=torch.float64)
     returns = discounted_returns(found.token_rewards, ones, found.lengths, 0.9)

@@ -11,7 +11,7 @@ from rlhpc.algo import find_algorithm
 from rlhpc.algo.advantages import group_relative
 from rlhpc.algo.grpo import GRPO
 from rlhpc.algo.kl import kl_divergence
-from rlhpc.algo.losses import clipped_surrogate
+from rlhpc.algo.losses import Clip, clipped_surrogate
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.schema import OptimizerSection
@@ -29,7 +29,7 @@ def test_advantages_equal_the_fields_published_numbers() -> None:
     assert torch.equal(plain, torch.tensor([0.5, -0.5, 0.25, -0.25]))
 
 
-def test_a_group_of_equal_rewards_teaches_nothing_and_a_group_of_one_keeps_its_reward() -> None:
+def test_a_group_of_equal_rewards_has_no_advantage_and_a_group_of_one_keeps_its_reward() -> None:
     rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.5]), torch.tensor([0, 0, 0, 1])
     advantages = group_relative(rewards, groups, normalise_std=True, epsilon=1e-6)
     assert torch.allclose(advantages, torch.tensor([0.0, 0.0, 0.0, 0.5]), atol=1e-5)
@@ -40,7 +40,7 @@ def test_clip_has_separate_bounds_and_stops_the_gradient() -> None:
     ratio = torch.tensor([1.5, 0.5, 1.25, 0.5])
     log_probs = ratio.log().requires_grad_()
     advantages = torch.tensor([1.0, -1.0, 1.0, 1.0])
-    terms = clipped_surrogate(log_probs, old, advantages, clip_low=0.2, clip_high=0.28)
+    terms = clipped_surrogate(log_probs, old, advantages, Clip(0.2, 0.28))
     # -min(A r, A clip(r)): 1.28 and -0.8 are clipped; 1.25 lies inside; a falling ratio of a good token is not held.
     assert terms.loss.tolist() == pytest.approx([-1.28, 0.8, -1.25, -0.5])
     assert terms.clipped.tolist() == [1, 1, 0, 0]

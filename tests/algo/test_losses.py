@@ -11,6 +11,7 @@ import torch
 from rlhpc.algo import ALGORITHMS, find_algorithm
 from rlhpc.algo.aggregation import shares
 from rlhpc.algo.losses import (
+    Clip,
     clipped_surrogate,
     negative_log_likelihood,
     sequence_surrogate,
@@ -70,7 +71,7 @@ def test_gspos_gradient_is_that_of_the_sequence_ratio() -> None:
     sequence, ones = tokens["sequence"], torch.ones(12, dtype=torch.float64)
     advantages = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     log_probs = tokens["log_probs"].requires_grad_()
-    terms = sequence_surrogate(log_probs, tokens["old_log_probs"], advantages[sequence], ones, sequence, 1.0, 1e9)
+    terms = sequence_surrogate(log_probs, tokens["old_log_probs"], advantages[sequence], ones, sequence, Clip(1.0, 1e9))
     (found,) = torch.autograd.grad(terms.loss.sum(), log_probs)
     means = (log_probs - tokens["old_log_probs"]).view(3, 4).mean(1)
     (expected,) = torch.autograd.grad(-(advantages * means.exp() * 4).sum(), log_probs)
@@ -111,10 +112,10 @@ def test_the_exponents_of_ratios_are_bounded(difference: float, bounded: list[fl
     )
     advantage = -one if difference > 0 else one  # what the clip does not hold
     ratios = [
-        clipped_surrogate(now, old, advantage, 0.2, 0.2).loss,
-        weighted_log_likelihood(now, old, advantage, 1.0, 1e12).loss / now,
+        clipped_surrogate(now, old, advantage, Clip(0.2, 0.2)).loss,
+        weighted_log_likelihood(now, old, advantage, Clip(1.0, 1e12)).loss / now,
         importance_weights(now, old, one, sequence, wide).weights,
-        sequence_surrogate(now, old, advantage, one, sequence, 0.2, 0.2).loss,
+        sequence_surrogate(now, old, advantage, one, sequence, Clip(0.2, 0.2)).loss,
     ]
     assert [float(ratio.abs().log()) for ratio in ratios] == pytest.approx(bounded)
 

@@ -132,7 +132,7 @@ class _Run:
                 if before is not None:
                     before(folder / "actor")
             dist.barrier()
-            share = self.actor.save(folder / "actor", asynchronous)
+            share = self.actor.save(folder / "actor", asynchronous=asynchronous)
             if share is None:
                 return []
             self._held.append(share)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def _batches(layout: Any) -> list[Any]:
     batches = []
     for part in (own,) if len(own) < 2 else (own[::2], own[1::2]):
         batch = pack_batch([(s.numpy(), 1) for _, s in part], sample_ids=[i for i, _ in part])
-        batches.append(batch.with_extra("returns", torch.sin(batch.tokens.float())))
+        batches.append(replace(batch, extra={"returns": torch.sin(batch.tokens.float())}))
     return batches
 
 
@@ -84,6 +85,7 @@ def _values(critic: Any, batches: list[Any]) -> np.ndarray:
 
 def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.model_settings import ModelSettings
     from rlhpc.config.schema import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
@@ -99,9 +101,8 @@ def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) 
         layout,
         info,
         "float32",
-        section,
-        optimizer_section(),
-        groups=Groups(layout) if groups else None,
+        ModelSettings(section, optimizer=optimizer_section()),
+        Groups(layout) if groups else None,
     )
     backend.load_pretrained(folder)
     return backend

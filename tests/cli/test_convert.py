@@ -60,7 +60,7 @@ def test_a_fault_is_printed_and_the_exit_code_says_so(tmp_path: Path, model: Pat
         file.write(b"\x55\xaa")
     other = convert("verify", model, there)
     assert other.returncode == 1
-    assert "fault: model.embed_tokens.weight: differs, first in row" in other.stdout
+    assert "fault: model.embed_tokens.weight: first difference in row" in other.stdout
 
 
 def test_a_second_time_there_is_nothing_to_do(tmp_path: Path, model: Path) -> None:

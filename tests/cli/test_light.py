@@ -42,6 +42,7 @@ def modules_after(*arguments: str) -> set[str]:
         ["plan", "--help"],
         ["plan", "weight-sync", "--help"],
         ["acceptance", "--help"],
+        ["configs"],
     ],
 )
 def test_help_imports_only_click(arguments):

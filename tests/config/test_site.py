@@ -160,7 +160,7 @@ def test_the_shipped_example_is_read_and_each_of_its_comments_is_a_key(home: Pat
         {**load_config(run).model_dump(), "site": load_config(run).site}
     ), "it changes nothing until lines are uncommented"
     lines = example.read_text().splitlines()
-    keys = write(tmp_path / "site.yaml", "\n".join(line.removeprefix("# ") for line in lines[4:]))
+    keys = write(tmp_path / "site.yaml", "\n".join(line.removeprefix("# ") for line in lines[5:]))
     loaded = load_with_site(run, [f"site={keys}"])
     assert loaded.site is not None
     assert len(loaded.site.keys) > 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,21 @@ from rlhpc.convert.plan import DTYPES, ConversionPlan, plan_conversion, plan_lay
 from rlhpc.convert.sides import read_side
 
 PIECE_BYTES = 200_000  # several pieces of a tiny model
+
+
+class Notes:
+    """``Progress`` that keeps the remarks, and calls ``at_start`` before the first piece."""
+
+    def __init__(self, at_start: Callable[[], None] = lambda: None) -> None:
+        self.texts: list[str] = []
+        self._at_start = at_start
+
+    def update(self, done: int, total: int) -> None:
+        if not done:
+            self._at_start()
+
+    def note(self, text: str) -> None:
+        self.texts.append(text)
 
 
 def plan(

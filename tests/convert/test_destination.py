@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rlhpc.convert.execute import Share, convert
-from rlhpc.convert.staging import Workshop
+from rlhpc.convert.staging import Staging
 from rlhpc.core.errors import UserError
-from tests.convert.helpers import plan
+from tests.convert.helpers import Notes, plan
 from tests.helpers.plain_model import write_model
 
 ROOT = Path(__file__).parents[2]
@@ -46,7 +46,7 @@ def refused(source: Path, target: Path, force: bool, match: str) -> None:
     made = plan(source, "megatron", tp=2)
     with pytest.raises(UserError, match=match) as caught:
         convert(made, target, workers=1, force=force)
-    assert caught.value.where in (str(target.resolve()), str(Workshop.beside(target.resolve()).path))
+    assert caught.value.where in (str(target.resolve()), str(Staging.beside(target.resolve()).path))
     assert caught.value.remedy
     assert contents(Path.cwd()) == before
     assert not list(Path.cwd().rglob(".*.converting/lock"))
@@ -61,8 +61,8 @@ def refused(source: Path, target: Path, force: bool, match: str) -> None:
         ("models/../models/{}/.", "is the source"),
         ("models/{}/new", "is inside the source"),
         ("models/{}/new/deeper", "is inside the source"),
-        ("models", "holds the source"),
-        (".", "holds the source"),
+        ("models", "contains the source"),
+        (".", "contains the source"),
     ],
 )
 def test_the_source_is_refused_by_path(home: Path, source: str, target: str, match: str, force: bool) -> None:
@@ -71,7 +71,7 @@ def test_the_source_is_refused_by_path(home: Path, source: str, target: str, mat
 
 @FORCE
 @pytest.mark.parametrize("which", ["source", "target"])
-@pytest.mark.parametrize(("target", "match"), [("converted", "is"), ("converted/new", "is inside"), ("", "holds")])
+@pytest.mark.parametrize(("target", "match"), [("converted", "is"), ("converted/new", "is inside"), ("", "contains")])
 def test_the_source_is_refused_through_a_link(home: Path, which: str, target: str, match: str, force: bool) -> None:
     (home / "link").symlink_to(home / "models")
     models = {"source": home / "models", "target": home / "models"}
@@ -85,7 +85,7 @@ def test_the_blobs_that_the_source_links_to_are_refused(home: Path, force: bool)
     (home / "snapshot").mkdir()
     for file in (home / "models" / "converted").iterdir():
         (home / "snapshot" / file.name).symlink_to(file)
-    refused(home / "snapshot", home / "models" / "converted", force, "to which the source .* links")
+    refused(home / "snapshot", home / "models" / "converted", force, "a link target of the source")
 
 
 @FORCE
@@ -93,7 +93,7 @@ def test_a_folder_of_a_run_s_checkpoints_is_refused(home: Path, force: bool) -> 
     checkpoints = home / "run" / "checkpoints"
     for step in (1, 2):
         shutil.copytree(home / "models" / "converted", checkpoints / f"step-0000000{step}" / "actor")
-    match = "is inside the source|holds the source|is the source"
+    match = "is inside the source|contains the source|is the source"
     for target in (checkpoints / "step-00000001" / "actor", checkpoints / "new", checkpoints, checkpoints.parent):
         refused(home / "run", target, force, match)
 
@@ -101,10 +101,10 @@ def test_a_folder_of_a_run_s_checkpoints_is_refused(home: Path, force: bool) -> 
 @FORCE
 def test_a_source_in_the_staging_folder_is_refused(home: Path, force: bool) -> None:
     target = home / "target"
-    staging = Workshop.beside(target)
+    staging = Staging.beside(target)
     staging.path.mkdir()
     (home / "models" / "converted").rename(staging.target)
-    refused(staging.target, target, force, "where the conversion is written")
+    refused(staging.target, target, force, "the staging folder")
 
 
 def test_the_source_is_refused_through_bind_mounts(home: Path) -> None:
@@ -119,12 +119,12 @@ for one, other in ((original, bound), (bound, original)):
     for force in (False, True):
         refused(one / "converted", other / "converted", force, "is the source")
         refused(one / "converted", other / "converted" / "new", force, "is inside the source")
-        refused(one / "converted", other, force, "holds the source")
+        refused(one / "converted", other, force, "contains the source")
         # Above under another name: no parent of the source's path is this folder.
-        refused(Path("alone"), original, force, "no conversion wrote|not written by|exists already")
+        refused(Path("alone"), original, force, "no conversion wrote|not written by|already exists")
         # What a conversion wrote, in which the source is mounted.
-        refused(Path("alone"), Path("other"), force, "holds 'mounted'|exists already; choose another folder$")
-        refused(Path("models/converted"), Path("staged"), force, "where the conversion is written")
+        refused(Path("alone"), Path("other"), force, "contains 'mounted'|already exists; choose another folder$")
+        refused(Path("models/converted"), Path("staged"), force, "the staging folder")
         refused(Path("models/source"), Path("disk"), force, "is a mount point, which cannot be replaced; name a new")
 print("refused")
 """
@@ -172,9 +172,9 @@ def lose_record(target: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (add_file, "holds 'notes.txt', which no conversion wrote; --force replaces only"),
-        (add_folder, "holds 'data', which no conversion wrote"),
-        (replace_by_folder, "holds 'config.json', which no conversion wrote"),
+        (add_file, "contains 'notes.txt', which no conversion wrote; --force replaces only"),
+        (add_folder, "contains 'data', which no conversion wrote"),
+        (replace_by_folder, "contains 'config.json', which no conversion wrote"),
         (lose_record, "was not written by a conversion"),
     ],
 )
@@ -182,7 +182,7 @@ def test_force_replaces_only_what_a_conversion_wrote(home: Path, change: Callabl
     target = home / "models" / "converted"
     change(target)
     refused(home / "models" / "source", target, True, match)
-    refused(home / "models" / "source", target, False, "exists already(, and is damaged)?; choose another folder$")
+    refused(home / "models" / "source", target, False, "already exists( and is damaged)?; choose another folder$")
 
 
 def test_a_file_is_not_replaced(home: Path) -> None:
@@ -193,19 +193,19 @@ def test_a_file_is_not_replaced(home: Path) -> None:
 def test_a_target_that_changes_meanwhile_is_not_replaced(home: Path) -> None:
     """Somebody else takes the name while the conversion works; the next try goes on from what is finished."""
     source, target = home / "models" / "source", home / "models" / "new"
-    made, told = plan(source, "megatron", tp=2), []
+    made, notes = plan(source, "megatron", tp=2), Notes()
 
-    def take(done: int, total: int) -> None:
+    def take() -> None:
         target.mkdir(exist_ok=True)
         add_file(target)
 
-    for force, match in ((False, "exists already"), (True, "not written by a conversion")):
+    for force, match in ((False, "already exists"), (True, "not written by a conversion")):
         with pytest.raises(UserError, match=match):
-            convert(made, target, workers=1, force=force, progress=take)
+            convert(made, target, workers=1, force=force, progress=Notes(take))
         assert (target / "notes.txt").read_text() == "years of work"
         (target / "notes.txt").unlink()
-    assert convert(made, target, workers=1, notice=told.append)
-    assert told == [f"{len(made.pieces)} of {len(made.pieces)} pieces are there from before"]
+    assert convert(made, target, workers=1, progress=notes)
+    assert notes.texts == [f"{len(made.pieces)} of {len(made.pieces)} pieces exist already"]
 
 
 @pytest.mark.parametrize("link", [os.symlink, os.link], ids=["symbolic", "hard"])
@@ -214,10 +214,10 @@ def test_a_resumed_conversion_writes_through_no_link(home: Path, link: Callable[
     source, target = home / "models" / "source", home / "models" / "new"
     made, before = plan(source, "hf"), contents(source)
     convert(made, target, workers=1, share=Share(0, 2))
-    staged = Workshop.beside(target)
+    staged = Staging.beside(target)
     (staged.target / "model.safetensors").unlink()
     link(source / "model.safetensors", staged.target / "model.safetensors")
-    with pytest.raises(UserError, match=r"'model\.safetensors' in it is a link, has a second name"):
+    with pytest.raises(UserError, match=r"'model\.safetensors' in it is a link, has a second hard link"):
         convert(made, target, workers=1)
     assert contents(source) == before
     shutil.rmtree(staged.path)
@@ -228,7 +228,7 @@ def test_pieces_whose_files_are_gone_are_done_again(home: Path) -> None:
     """As after a kill between the end of a conversion and the removal of its staging folder."""
     made, target = plan(home / "models" / "converted", "hf"), home / "models" / "back"
     convert(made, target, workers=1, share=Share(0, 1))
-    shutil.rmtree(Workshop.beside(target).target)
+    shutil.rmtree(Staging.beside(target).target)
     assert convert(made, target, workers=1)
     assert contents(target)["model.safetensors"].endswith(
         contents(home / "models" / "source")["model.safetensors"][-64:]
@@ -237,10 +237,12 @@ def test_pieces_whose_files_are_gone_are_done_again(home: Path) -> None:
 
 def test_a_staging_folder_of_somebody_else_is_not_emptied(home: Path) -> None:
     target = home / "models" / "new"
-    theirs = Workshop.beside(target).target / "thesis.tex"
+    theirs = Staging.beside(target).target / "thesis.tex"
     theirs.parent.mkdir(parents=True)
     theirs.write_text("years of work")
-    refused(home / "models" / "source", target, True, "'target' in it is a link, has a second name, or was not written")
+    refused(
+        home / "models" / "source", target, True, "'target' in it is a link, has a second hard link, or was not written"
+    )
 
 
 def test_hard_links_of_the_source_are_replaced_by_name(home: Path) -> None:

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 
 from rlhpc.convert.execute import Share, convert
-from rlhpc.convert.staging import Workshop
+from rlhpc.convert.staging import Staging
 from rlhpc.convert.verify import verify
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
-from tests.convert.helpers import differing, plan, to_huggingface, to_megatron
+from tests.convert.helpers import Notes, differing, plan, to_huggingface, to_megatron
 from tests.helpers.cases import long_but
 from tests.helpers.tiny_models import make_model
 from tests.helpers.waiting import PATIENCE, until
@@ -56,12 +56,12 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(tmp_path: Path, large
     source = larger if way == "hf-to-megatron" else to_megatron(larger, tmp_path / "source", piece_bytes=8 * MIB)
     target, chance, kept = tmp_path / "target", random.Random(3), []
     call = command(way, source, target, "--workers", 2, "--piece-mib", 1)
-    workshop = Workshop.beside(target)
+    staging = Staging.beside(target)
     for _ in range(12):
         process = subprocess.Popen(call, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        before = len(list(workshop.pieces.glob("*.json"))) if workshop.pieces.is_dir() else 0
+        before = len(list(staging.pieces.glob("*.json"))) if staging.pieces.is_dir() else 0
         wanted = before + chance.randrange(1, 8)
-        while process.poll() is None and len(list(workshop.pieces.glob("*.json"))) < wanted:
+        while process.poll() is None and len(list(staging.pieces.glob("*.json"))) < wanted:
             time.sleep(0.005)
         workers = children(process.pid) if process.poll() is None else []
         process.send_signal(signal.SIGKILL)
@@ -72,7 +72,7 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(tmp_path: Path, large
                 break
             shutil.rmtree(target)
             continue
-        done = {file.name: file.stat().st_mtime_ns for file in workshop.pieces.glob("*.json")}
+        done = {file.name: file.stat().st_mtime_ns for file in staging.pieces.glob("*.json")}
         assert all(done[name] == at for name, at in (kept[-1].items() if kept else ())), "a piece was done twice"
         kept.append(done)
         if len(kept) == 4:
@@ -80,8 +80,8 @@ def test_killed_at_any_moment_it_goes_on_and_ends_the_same(tmp_path: Path, large
     assert kept, "it was never hit half-way"
     last = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
     assert target.exists()
-    assert "pieces are there from before" in last.stderr or "is there already" in last.stdout
-    assert not workshop.path.exists()
+    assert "pieces exist already" in last.stderr or "is there already" in last.stdout
+    assert not staging.path.exists()
     assert not verify(source, target, workers=1).faults
 
 
@@ -90,7 +90,7 @@ def test_what_is_there_is_kept_unless_forced(tmp_path: Path, tiny: Path) -> None
     before = {file.name: file.stat().st_mtime_ns for file in target.iterdir()}
     assert not convert(plan(tiny, "megatron"), target, workers=1), "made by the same plan: nothing to do"
     assert {file.name: file.stat().st_mtime_ns for file in target.iterdir()} == before
-    with pytest.raises(UserError, match="exists already; choose another folder, or replace it with --force"):
+    with pytest.raises(UserError, match="already exists; choose another folder, or replace it with --force"):
         convert(plan(tiny, "megatron", tp=2), target, workers=1)
     assert {file.name: file.stat().st_mtime_ns for file in target.iterdir()} == before
     assert convert(plan(tiny, "megatron", tp=2), target, workers=1, force=True)
@@ -101,7 +101,7 @@ def test_what_is_there_is_kept_unless_forced(tmp_path: Path, tiny: Path) -> None
 def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path, tiny: Path) -> None:
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "thesis.tex").write_text("years of work")
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         convert(plan(tiny, "megatron"), tmp_path / "target", workers=1)
     assert (tmp_path / "target" / "thesis.tex").read_text() == "years of work"
 
@@ -109,29 +109,29 @@ def test_a_folder_of_someone_else_is_not_touched(tmp_path: Path, tiny: Path) -> 
 def test_pieces_of_another_source_are_not_taken(tmp_path: Path, tiny: Path) -> None:
     """The source changes between two tries: nothing of the first is in the end."""
     source = make_model(tmp_path / "model", "qwen3moe", seed=1)
-    target, told = tmp_path / "target", []
+    target, notes = tmp_path / "target", Notes()
     convert(plan(source, "megatron"), target, workers=1, share=Share(0, 2))
     for file in tiny.iterdir():
         (source / file.name).write_bytes(file.read_bytes())
-    convert(plan(source, "megatron"), target, workers=1, notice=told.append)
-    assert told == ["the source or the options have changed since the last try: starting afresh"]
+    convert(plan(source, "megatron"), target, workers=1, progress=notes)
+    assert notes.texts == ["the source or the options have changed since the last run: starting over"]
     assert not verify(tiny, target, workers=1).faults
 
 
 def test_shares_make_it_together(tmp_path: Path, tiny: Path) -> None:
-    whole, target, told = plan(tiny, "megatron", ep=2), tmp_path / "target", []
+    whole, target, notes = plan(tiny, "megatron", ep=2), tmp_path / "target", Notes()
     assert len(whole.pieces) > 3
     for index in (2, 0, 1):
         convert(whole, target, workers=1, share=Share(index, 3))
         assert not target.exists()
-    convert(whole, target, workers=1, notice=told.append)
-    assert told == [f"{len(whole.pieces)} of {len(whole.pieces)} pieces are there from before"]
+    convert(whole, target, workers=1, progress=notes)
+    assert notes.texts == [f"{len(whole.pieces)} of {len(whole.pieces)} pieces exist already"]
     assert not differing(tiny, to_huggingface(target, tmp_path / "back"))
 
 
 def test_two_at_once_do_not_meet(tmp_path: Path, tiny: Path) -> None:
     target = tmp_path / "target"
-    with Workshop.beside(target).locked(), pytest.raises(UserError, match="another conversion is writing here"):
+    with Staging.beside(target).locked(), pytest.raises(UserError, match="another conversion is writing here"):
         convert(plan(tiny, "megatron"), target, workers=1)
 
 
@@ -234,7 +234,7 @@ def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path: Path, larger: Pat
         call = command("hf-to-megatron", larger, target, "--workers", 2, "--piece-mib", 1)
         process = subprocess.Popen(call, cwd=ROOT, stderr=subprocess.PIPE, text=True)
         while process.poll() is None:
-            done = Workshop.beside(target).pieces
+            done = Staging.beside(target).pieces
             below = _descendants(process.pid)
             if below and done.is_dir() and any(done.iterdir()):
                 os.kill(below[0], signal.SIGKILL)
@@ -244,5 +244,5 @@ def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path: Path, larger: Pat
         if not target.exists():  # else it was quicker than this test
             break
     assert process.returncode == 2, error
-    assert "a worker process was killed, perhaps for want of memory; run the same command again" in error
+    assert "a worker process was killed, perhaps because memory ran out; run the same command again" in error
     assert "Traceback" not in error

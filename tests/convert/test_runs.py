@@ -67,5 +67,5 @@ def test_a_run_may_start_from_a_converted_folder(tmp_path: Path) -> None:
     texts = [dict(check_config(c))["model"] for c in (config, converted)]
     assert texts[1].startswith(str(there))
     (there / "__0_0.distcp").unlink()
-    with pytest.raises(UserError, match=r"__0_0\.distcp: is missing"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp: missing"):
         check_config(converted)

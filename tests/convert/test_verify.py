@@ -81,7 +81,7 @@ def test_a_flipped_byte_of_a_weight_is_named_without_any_record(
     flip(file, file.stat().st_size // 2)
     (fault,) = faults(folders, target)
     assert fault.startswith("model.layers.")
-    assert "differs, first in row" in fault
+    assert "first difference in row" in fault
 
 
 @pytest.mark.parametrize("name", ["source", "megatron", "back"])
@@ -127,8 +127,8 @@ def test_swapped_experts_are_named(
     if way == "megatron":
         target = to_megatron(target, tmp_path / "swapped", ep=4)
     assert sorted(faults(folders, target)) == [
-        f"{EXPERT.format(2)}: holds what belongs into {EXPERT.format(5)}",
-        f"{EXPERT.format(5)}: holds what belongs into {EXPERT.format(2)}",
+        f"{EXPERT.format(2)}: contains {EXPERT.format(5)}",
+        f"{EXPERT.format(5)}: contains {EXPERT.format(2)}",
     ]
 
 
@@ -136,8 +136,8 @@ def test_an_expert_that_is_there_twice_is_named(folders: dict[str, Path], copy: 
     target = copy("bare back")
     swap(target, EXPERT.format(2), EXPERT.format(5), copy_only=True)
     found = faults(folders, target)
-    assert f"{EXPERT.format(5)}: holds what belongs into {EXPERT.format(2)}" in found
-    assert f"{EXPERT.format(5)}: is the same as {EXPERT.format(2)}" in found
+    assert f"{EXPERT.format(5)}: contains {EXPERT.format(2)}" in found
+    assert f"{EXPERT.format(5)}: equal to {EXPERT.format(2)}" in found
 
 
 def test_another_head_count_of_the_same_shapes_is_named(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_another_head_count_of_the_same_shapes_is_named(tmp_path: Path) -> None:
     (target / "config.json").write_text(json.dumps(changed))
     (target / RECORD).unlink()
     found = verify(source, target, workers=1).faults
-    assert any("'num_attention_heads' is 4 in the one, 8 in the other" in fault for fault in found)
+    assert any("'num_attention_heads' is 4 in the first, 8 in the second" in fault for fault in found)
 
 
 @pytest.mark.parametrize("name", ["megatron", "back", "bare megatron", "bare back"])
@@ -160,7 +160,7 @@ def test_another_head_count_in_the_config_is_named(
     fields = json.loads((target / "config.json").read_text())
     changed = {**fields, "num_attention_heads": 8}
     (target / "config.json").write_text(json.dumps(changed))
-    assert any("'num_attention_heads' is 4 in the one, 8 in the other" in fault for fault in faults(folders, target))
+    assert any("'num_attention_heads' is 4 in the first, 8 in the second" in fault for fault in faults(folders, target))
 
 
 def test_a_field_that_changes_the_function_alone_is_named(
@@ -170,7 +170,7 @@ def test_a_field_that_changes_the_function_alone_is_named(
     fields = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**fields, "routed_scaling_factor": 1.0}))
     (fault,) = faults(folders, target)
-    assert "'routed_scaling_factor' is 2.5 in the one, 1.0 in the other" in fault
+    assert "'routed_scaling_factor' is 2.5 in the first, 1.0 in the second" in fault
 
 
 def test_checksums_add_up_and_are_those_of_the_weight_sync() -> None:

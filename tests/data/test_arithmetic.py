@@ -73,13 +73,15 @@ def test_a_second_call_changes_nothing(demo_folder: Path):
 
 
 def test_other_arguments_for_a_folder_that_is_there_are_refused(demo_folder: Path):
-    with pytest.raises(UserError, match=r"prepare.arguments: seed is 4, but .* was made with 3; name another folder"):
+    with pytest.raises(
+        UserError, match=r"prepare.arguments: seed is 4, but .* was created with 3; name another folder"
+    ):
         make(str(demo_folder), seed=4)
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path):
     (tmp_path / "thesis.txt").write_text("x")
-    with pytest.raises(UserError, match="was not made here; name another folder"):
+    with pytest.raises(UserError, match="was not created by this function; name another folder"):
         make(str(tmp_path))
     assert os.listdir(tmp_path) == ["thesis.txt"]
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlhpc.api import Sample
 from rlhpc.config.data import DataSection
-from rlhpc.data.conversation import response_messages, spoken, whole_conversation
+from rlhpc.data.conversation import response_messages, split_turns, whole_conversation
 from rlhpc.data.tokenizer import Tokenizer
 from tests.rollout.tool_task import CALLS, make_tokenizer
 
@@ -42,7 +42,7 @@ def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
     turn, last = tokenizer.encode_responses([CALLS[0], "49"])
     parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy has drawn the end of its turn
     sample = make_sample(*parts, told=True)
-    assert [(of_policy, tuple(part)) for of_policy, part in spoken(sample)] == list(
+    assert [(of_policy, tuple(part)) for of_policy, part in split_turns(sample)] == list(
         zip((True, False, True), parts, strict=True)
     )
     assert response_messages(tokenizer, sample) == [
@@ -57,7 +57,7 @@ def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
 def test_a_response_of_which_nothing_is_known_or_learnt_is_one_turn(tokenizer: Tokenizer, told: bool | None) -> None:
     (response,) = tokenizer.encode_responses(["49"])
     sample = make_sample(response, told=told)
-    ((of_policy, part),) = spoken(sample)
+    ((of_policy, part),) = split_turns(sample)
     assert (of_policy, tuple(part)) == (told is None, response)
     assert response_messages(tokenizer, sample) == [{"role": "assistant", "content": "49"}]
 

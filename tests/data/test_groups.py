@@ -84,10 +84,10 @@ def test_what_a_group_says_of_its_samples():
 
 def test_of_truncated_responses_nothing_is_learnt_if_so_asked():
     groups = [make_group(5), make_group(3, truncated=True)]
-    plain, masked = (training_samples(groups, mask) for mask in (False, True))
+    plain, masked = (training_samples(groups, mask_truncated=mask) for mask in (False, True))
     assert [sample.group_id for sample in plain] == [0, 1], "samples that are not scored are left out"
-    assert [sample.chosen_len for sample in plain] == [2, 2]
-    assert [sample.chosen_len for sample in masked] == [2, 0]
+    assert [sample.trained_len for sample in plain] == [2, 2]
+    assert [sample.trained_len for sample in masked] == [2, 0]
     assert [sample.reward for sample in masked] == [sample.reward for sample in plain]
 
 
@@ -96,7 +96,7 @@ def test_the_buffer_keeps_the_newest():
     buffer.add([make_group(n) for n in (1, 2)])
     buffer.add([make_group(n) for n in (3, 4)])
     assert [group.number for group in buffer.groups] == [2, 3, 4]
-    assert [group.number for group in buffer.draw(2, seed=0, step=1)] == [3, 4]
+    assert [group.number for group in buffer.sample(2, seed=0, step=1)] == [3, 4]
 
 
 def test_stale_groups_are_forgotten():
@@ -110,8 +110,8 @@ def test_uniform_draws_depend_on_seed_and_step_alone(step):
     def buffer() -> ReplayBuffer:
         return ReplayBuffer(ReplaySection(capacity=50, order="uniform"), [make_group(n) for n in range(50)])
 
-    drawn = [group.number for group in buffer().draw(10, seed=1, step=step)]
-    assert drawn == [group.number for group in buffer().draw(10, seed=1, step=step)]
+    drawn = [group.number for group in buffer().sample(10, seed=1, step=step)]
+    assert drawn == [group.number for group in buffer().sample(10, seed=1, step=step)]
     assert drawn == sorted(set(drawn))
-    assert drawn != [group.number for group in buffer().draw(10, seed=1, step=step + 1)]
-    assert drawn != [group.number for group in buffer().draw(10, seed=2, step=step)]
+    assert drawn != [group.number for group in buffer().sample(10, seed=1, step=step + 1)]
+    assert drawn != [group.number for group in buffer().sample(10, seed=2, step=step)]

@@ -13,7 +13,7 @@ import pytest
 
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
-from rlhpc.data.prompts import Prompts, PromptSet, Readers
+from rlhpc.data.prompts import PromptFiles, Prompts, PromptSet, Readers
 from rlhpc.data.tokenizer import Tokenizer
 from tests.helpers.waiting import PATIENCE
 
@@ -37,7 +37,7 @@ def write(path: Path, *rows: dict[str, Any]) -> Path:
 def load(tokenizer: Tokenizer, *paths: Path | dict[str, Any], **section: Any) -> PromptSet:
     """``paths`` may be entries of data.train as a configuration has them."""
     parsed = DataSection.model_validate({"train": list(paths), **section})
-    return PromptSet.load(parsed.train, parsed, tokenizer, "data.train", filtered=True)
+    return PromptSet.load(PromptFiles(parsed.train, "data.train", filtered=True), parsed, tokenizer)
 
 
 def test_a_row_becomes_a_prompt(tokenizer: Tokenizer, tmp_path: Path):
@@ -214,7 +214,7 @@ def test_files_of_one_size_are_not_in_the_same_order(tokenizer: Tokenizer, tmp_p
 def test_a_weighted_file_without_prompts_left_is_named(tokenizer: Tokenizer, tmp_path: Path):
     long = write(tmp_path / "long.jsonl", row("1" * 30))
     files = [{"path": str(write(tmp_path / "a.jsonl", row())), "weight": 1}, {"path": str(long), "weight": 1}]
-    with pytest.raises(UserError, match=r"data.train: '.*long.jsonl' has a weight, but no prompts are left"):
+    with pytest.raises(UserError, match=r"data.train: '.*long.jsonl' has a weight, but none of its prompts remain"):
         load(tokenizer, *files, max_prompt_tokens=20, overlong_prompts="drop")
 
 
@@ -248,9 +248,9 @@ def test_the_users_filter_sees_whole_rows_of_training_files(
     path = write(tmp_path / "a.jsonl", *[row(reward_model={"ground_truth": str(i)}) for i in range(5)])
     own = f"{__name__}:is_even"
     assert [p.prompt_id for p in load(tokenizer, path, filter=own).prompts] == [0, 2, 4]
-    assert f"data.train: 2 of 5 prompts left out by {own}" in caplog.text
+    assert f"data.train: 2 of 5 prompts excluded by {own}" in caplog.text
     section = DataSection.model_validate({"validation": [path], "filter": own})
-    assert len(PromptSet.load(section.validation, section, tokenizer, "data.validation")) == 5
+    assert len(PromptSet.load(PromptFiles(section.validation, "data.validation"), section, tokenizer)) == 5
 
 
 def test_a_filter_that_fails_names_the_row(tokenizer: Tokenizer, tmp_path: Path):
@@ -260,7 +260,7 @@ def test_a_filter_that_fails_names_the_row(tokenizer: Tokenizer, tmp_path: Path)
 
 
 def test_a_filter_that_leaves_nothing_is_told(tokenizer: Tokenizer, tmp_path: Path):
-    with pytest.raises(UserError, match=r"data.filter: .*is_even leaves none of 1 prompts"):
+    with pytest.raises(UserError, match=r"data.filter: .*is_even accepts none of 1 prompts"):
         load(tokenizer, write(tmp_path / "a.jsonl", row()), filter=f"{__name__}:is_even")
 
 
@@ -295,6 +295,7 @@ def test_named_sets_are_cut_one_by_one(tokenizer: Tokenizer, tmp_path: Path):
 def test_ranks_that_tokenize_a_part_each_have_the_same_prompts(tokenizer: Tokenizer, tmp_path: Path, count: int):
     path = write(tmp_path / "a.jsonl", *[row("1" * size) for size in (3, 1, 30, 2, 5)])
     section = DataSection.model_validate({"train": [path], "max_prompt_tokens": 20, "overlong_prompts": "drop"})
+    source = PromptFiles(section.train, "data.train")
 
     parts: list[Any] = [None] * count
     barrier = threading.Barrier(count)
@@ -305,11 +306,11 @@ def test_ranks_that_tokenize_a_part_each_have_the_same_prompts(tokenizer: Tokeni
             barrier.wait(timeout=PATIENCE)
             return parts
 
-        return PromptSet.load(section.train, section, tokenizer, "data.train", readers=Readers(rank, count, gather))
+        return PromptSet.load(source, section, tokenizer, readers=Readers(rank, count, gather))
 
     with ThreadPoolExecutor(count) as ranks:
         everyone = list(ranks.map(read, range(count)))
-    alone = PromptSet.load(section.train, section, tokenizer, "data.train")
+    alone = PromptSet.load(source, section, tokenizer)
     assert [prompt.prompt_id for prompt in alone.prompts] == [0, 1, 3, 4]
     for prompts in everyone:
         assert list(prompts.prompts) == list(alone.prompts)
@@ -323,16 +324,14 @@ def test_ranks_that_find_other_prompts_are_refused(tokenizer: Tokenizer, tmp_pat
     def gather(part: Any) -> list[Any]:
         return [part, (1, *part[1:])]
 
-    with pytest.raises(
-        UserError, match=r"^data.train: some ranks have found 1 prompts in it, others 2; give all nodes"
-    ):
-        PromptSet.load(section.train, section, tokenizer, "data.train", readers=Readers(0, 2, gather))
+    with pytest.raises(UserError, match=r"^data.train: some ranks found 1 prompts in it, others 2; give all nodes"):
+        PromptSet.load(PromptFiles(section.train, "data.train"), section, tokenizer, readers=Readers(0, 2, gather))
 
 
 def test_a_prompt_that_ends_with_an_answer_is_refused(tokenizer: Tokenizer, tmp_path: Path):
     ended = [{"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}]
     path = write(tmp_path / "a.jsonl", row(prompt=ended))
-    with pytest.raises(UserError, match=r"a\.jsonl:1: column 'prompt' ends with a message of the assistant"):
+    with pytest.raises(UserError, match=r"a\.jsonl:1: column 'prompt' ends with an assistant message"):
         load(tokenizer, path)
 
 
@@ -341,7 +340,7 @@ def test_a_row_may_bring_its_own_tools(tokenizer: Tokenizer, tmp_path: Path):
     with pytest.raises(UserError, match=r"a\.jsonl:2: column 'tools' is '\[\{\]'; write a list of JSON schemas"):
         load(tokenizer, path)
     path = write(tmp_path / "a.jsonl", row(tools=json.dumps([{"name": "add"}])))
-    with pytest.raises(UserError, match="the chat template does not show tools"):
+    with pytest.raises(UserError, match="the chat template does not render tools"):
         load(tokenizer, path)
 
 

@@ -90,7 +90,7 @@ def test_an_example_longer_than_the_model_names_its_row(tokenizer: Tokenizer, tm
     tokens = 1 + 4 + 1 + 1 + 1  # of the first one: user, question, assistant, answer, end
     assert len(SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, longest=tokens + 1)) == 2
     with pytest.raises(
-        UserError, match=rf"sft.jsonl:2: the example has {tokens + 1} tokens, the model {tokens} positions"
+        UserError, match=rf"sft.jsonl:2: the example has {tokens + 1} tokens, but the model has {tokens} positions"
     ):
         SFTSet.load([tmp_path / "sft.jsonl"], tokenizer, longest=tokens)
 
@@ -98,9 +98,9 @@ def test_an_example_longer_than_the_model_names_its_row(tokenizer: Tokenizer, tm
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": CHAT[:1]}, "do not end with an assistant's answer"),
-        ({"messages": [*CHAT, CHAT[0]]}, "do not end with an assistant's answer"),
-        ({"messages": CHAT[1:]}, "do not end with an assistant's answer"),
+        ({"messages": CHAT[:1]}, "do not end with an assistant's response"),
+        ({"messages": [*CHAT, CHAT[0]]}, "do not end with an assistant's response"),
+        ({"messages": CHAT[1:]}, "do not end with an assistant's response"),
         ({"messages": "1+2="}, "column 'messages' is '1\\+2='"),
         ({"text": "1+2=3"}, "neither a column 'messages' nor 'prompt' and 'response'; add them; the row has 'text'"),
         ({"prompt": "1"}, "column 'response' is missing"),

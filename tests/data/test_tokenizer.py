@@ -69,7 +69,7 @@ def test_end_tokens_come_from_tokenizer_then_generation_config(folder: Path):
 
 
 def test_no_tokenizer_names_the_folder(tmp_path: Path):
-    with pytest.raises(UserError, match=f"^{tmp_path}: no tokenizer can be loaded .*; save the tokenizer"):
+    with pytest.raises(UserError, match=f"^{tmp_path}: the tokenizer cannot be loaded .*; save the tokenizer"):
         Tokenizer.load(tmp_path, 16, DataSection())
 
 
@@ -145,9 +145,9 @@ def test_tools_of_all_or_of_a_conversation_are_shown(folder: Path):
 
 
 def test_tools_that_nothing_would_show_are_refused(tokenizer: Tokenizer, folder: Path):
-    with pytest.raises(UserError, match="the chat template does not show tools"):
+    with pytest.raises(UserError, match="the chat template does not render tools"):
         tokenizer.encode_prompts(["1"], tools=[{"name": "3"}])
-    with pytest.raises(UserError, match="tools are shown to the model by a chat template"):
+    with pytest.raises(UserError, match="tools need a chat template"):
         load(folder, chat_template=False).encode_prompts(["1"], tools=[{"name": "3"}])
 
 
@@ -199,8 +199,8 @@ def test_only_texts_without_a_template_are_begun_by_the_tokenizer():
     ("template", "told"),
     [
         (None, "tools need a chat template"),
-        ("{{ m.content if m.role != 'tool' }}", "the chat template does not show what tools answer"),
-        ("{{ m.content if loop.last or m.role == 'tool' else '+' }}", "writes a turn in another way once tools"),
+        ("{{ m.content if m.role != 'tool' }}", "the chat template does not render tools' answers"),
+        ("{{ m.content if loop.last or m.role == 'tool' else '+' }}", "renders a turn differently once tools"),
     ],
 )
 def test_templates_that_cannot_tell_what_tools_answer_are_refused(template: str | None, told: str):

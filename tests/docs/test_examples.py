@@ -12,10 +12,12 @@ from rlhpc.algo import Responses, find_algorithm
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 from rlhpc.config.load import load_config
 from rlhpc.config.rollout import ToolSection
+from rlhpc.core.imports import import_attribute
 from rlhpc.launch.runs.submit import make_plan
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
 from rlhpc.rollout.tool_calls import Answer, Failure, MethodCall, ToolCall, load_class, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import find_tools, tool_schemas
+from tests.data.test_groups import make_sample
 from tests.docs.pages import DOCS, ROOT, blocks
 
 
@@ -23,7 +25,7 @@ from tests.docs.pages import DOCS, ROOT, blocks
 def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DOCS / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in ("my_reward", "my_algorithm", "my_family", "my_tool", "my_notebook"):
+    for module in ("my_reward", "my_algorithm", "my_family", "my_step", "my_tool", "my_notebook"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
@@ -85,6 +87,13 @@ def test_each_conversation_has_a_notebook() -> None:
     assert ask(MethodCall(2, given={"line": "c"}, **write)) == Answer("line 1")
     past = (("write", {"line": "a"}), ("write", {"line": "b"}))
     assert anew(MethodCall(1, "read", {}, past, {})) == Answer("a\nb"), "what is lost is made anew"
+
+
+def test_the_step_masks_all_but_correct_responses() -> None:
+    masked = import_attribute("my_step:masked", where="train.step")
+    right, wrong = make_sample(reward=1.0), make_sample(reward=0.9)
+    assert masked(right) is right
+    assert (wrong.trained_len, masked(wrong).trained_len) == (2, 0)
 
 
 def test_the_slurm_example_makes_a_job(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from tests.slurm.test_shared import KNOWN
 
 def test_every_template_is_on_the_page() -> None:
     templates, options = table_names(DOCS / "sbatch.md")
-    assert set(templates) == {file.name for file in (ROOT / "sbatch").iterdir()}
+    assert set(templates) == {file.name for file in (ROOT / "rlhpc" / "sbatch").iterdir()}
     assert options == [names[0] for names in (job_shape._NODES, job_shape._RANKS, job_shape._CPUS, job_shape._GPUS)]
 
 

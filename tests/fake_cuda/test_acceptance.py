@@ -42,8 +42,8 @@ def test_weight_sync_reports_what_sleep_gives_back(tmp_path: Path) -> None:
     assert not skipped(results)
     assert (found["tiny: libraries"].value, found["tiny: libraries"].unit) == (CONTEXT_GIB, "GiB")
     assert found["tiny: weights"].value == pytest.approx(WEIGHTS / 1e9)
-    given_back = found["tiny: given back by sleep"]
-    assert (given_back.value, given_back.goal, given_back.unit) == (pytest.approx(1.0), Goal(">=", 0.95), "")
+    freed = found["tiny: memory freed by sleep"]
+    assert (freed.value, freed.goal, freed.unit) == (pytest.approx(1.0), Goal(">=", 0.95), "")
     asleep = found["tiny: engine asleep"]
     assert asleep.unit == "GiB"
     assert 0 <= asleep.value < 0.0625, "the engine's cache is not held"
@@ -56,11 +56,11 @@ def test_sharing_frees_the_engine_s_own_weights(tmp_path: Path) -> None:
     found = figures(results)
     assert not missed(results)
     assert not skipped(results)
-    common = found["shared weights: share of weights in common"].value
+    common = found["shared weights: share of weights shared"].value
     assert 0.5 < common < 1
     freed = found["shared weights: memory freed by sharing"]
     assert (freed.value, freed.unit) == (pytest.approx(common * WEIGHTS / GIB), "GiB")
-    whole = found["shared weights: memory freed of what is in common"]
+    whole = found["shared weights: freed share of the shared weights"]
     assert (whole.value, whole.goal) == (pytest.approx(1.0), None), "no goal at tiny sizes"
     for number in (1, 2):
         difference = found[f"shared weights: shared, sync {number}, logprob_diff_mean"]
@@ -80,7 +80,7 @@ def test_installation_names_what_was_chosen_for_the_gpu(tmp_path: Path) -> None:
     assert (values["NCCL of torch"], values["compute capability"]) == ("2.27.5", "9.0")
     assert isinstance(values["CUDA of torch"], str)
     assert values["attention in training"] == "flash-attn"
-    assert found["grouped product against single ones"].met
+    assert found["grouped product vs. single products"].met
 
 
 def test_mfu_reports_memory_kernels_and_the_data_sheet_s_peak(tmp_path: Path) -> None:
@@ -154,5 +154,5 @@ def _train_axes(folder: Path, axes: list[dict[str, Any]], share_gpu: bool) -> tu
     install_flash_attention()
     with FakeCuda() as cuda:
         context = Context(folder, "tiny", True, lambda result: None)
-        found = several_ranks.train_axes(context, "dense", axes, share_gpu, 0)
+        found = several_ranks.train_axes(context, "dense", axes, share_gpu=share_gpu, updates=0)
         return found, cuda.backends, [call[1] for call in cuda.calls if call[0] == "set_device"]

@@ -46,6 +46,7 @@ def test_nothing_of_torch_is_patched_while_megatron_runs() -> None:
 
 def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
+    from rlhpc.config.model_settings import ModelSettings
     from rlhpc.config.schema import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
@@ -55,7 +56,8 @@ def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
     info, layout = RankInfo.from_environ(), ParallelLayout(1)
     join(info)
     build_groups(layout, seed=1)
-    backend = MegatronBackend(read_model(folder), layout, info, dtype, ParallelSection(), optimizer)
+    settings = ModelSettings(ParallelSection(), optimizer=optimizer)
+    backend = MegatronBackend(read_model(folder), layout, info, dtype, settings)
     backend.load_pretrained(folder)
     return backend
 

@@ -38,13 +38,13 @@ def test_shared_weights_free_the_engine_s_own(tmp_path: Path) -> None:
     """At full width, 10 GB: tiny weights are less than a page of the driver."""
     results = on_gpu(tmp_path, "correctness:check", "full", name="shared weights")
     assert not missed(results)
-    assert "shared weights: memory freed of what is in common" in with_goal(results)
+    assert "shared weights: freed share of the shared weights" in with_goal(results)
 
 
 def test_sleep_gives_memory_back(tmp_path: Path) -> None:
     results = on_gpu(tmp_path, "weight_sync:measure", name="tiny")
     assert not missed(results)
-    assert "tiny: given back by sleep" in with_goal(results)
+    assert "tiny: memory freed by sleep" in with_goal(results)
 
 
 @pytest.mark.parametrize("model", ["1.5b", "moe"])

@@ -53,21 +53,42 @@ def make_config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
     return RunConfig.model_validate({**fixed, **case, "train": train})
 
 
-def make_run(config: Any) -> Any:
-    """The trainer's side of a run."""
-    from types import SimpleNamespace
+def make_run(config: Any, attempt: Any = None) -> Any:
+    """The trainer's side of a run, without an engine; ``attempt`` is the folder that skipped updates are written in."""
+    from pathlib import Path
 
     from rlhpc.algo import find_algorithm
+    from rlhpc.core.context import RankContext
+    from rlhpc.core.folder import RunFolder
+    from rlhpc.core.heartbeat import Heartbeat
     from rlhpc.core.rank import RankInfo
+    from rlhpc.core.stop import StopRequest
     from rlhpc.models import read_model
-    from rlhpc.trainer.build import Run
+    from rlhpc.trainer.batches import Batching
+    from rlhpc.trainer.carryover import Carryover
     from rlhpc.trainer.models import make_models
-    from rlhpc.trainer.reward_reader import RewardReader
+    from rlhpc.trainer.run import Run
+    from rlhpc.trainer.update import Updater
 
     info, shape = RankInfo.from_environ(), read_model(config.model.path)
-    algorithm = find_algorithm(config.algorithm)
+    algorithm, batching = find_algorithm(config.algorithm), Batching.of(config)
     models = make_models(config, info, shape, algorithm)
-    rest = dict.fromkeys(Run.__dataclass_fields__)
-    context = SimpleNamespace(info=info)
-    own = {"config": config, "context": context, "shape": shape, "algorithm": algorithm, "models": models}
-    return Run(**{**rest, **own, "reward_reader": RewardReader.of(config, None)})
+    attempt = attempt or RunFolder(Path("nowhere")).attempt(1)
+    context = RankContext(attempt, info, StopRequest(), Heartbeat(attempt.heartbeats, info.rank))
+    updater = Updater(config, context, models, batching, algorithm)
+    return Run(config, context, models, algorithm, batching, updater, Carryover())
+
+
+def learn(run: Any, section: Any, state: Any, samples: list[Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """The second half of a step on these samples: metrics of the updates of the critic, if any, and of the actor."""
+    values, estimate = estimates(run, section, samples)
+    critic = run.updater.update_critic(state, samples, values, estimate) if run.critic is not None else {}
+    return critic, run.updater.update_actor(section, state, samples, values, estimate)
+
+
+def estimates(run: Any, section: Any, samples: list[Any]) -> tuple[Any, Any]:
+    """Values and advantages of the samples' tokens."""
+    from rlhpc.trainer.advantages import step_advantages, token_values
+
+    values = token_values(run.models, run.batching, samples, run.config.rollout.temperature)
+    return values, step_advantages(run.algorithm, section, samples, [], values)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -142,9 +143,8 @@ def _advantages(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         t["lengths"],
         mask=t["mask"],
         penalty=penalty,
-        baselines=t["baselines"],
-        values=t["values"],
     )
+    responses = replace(responses, baselines=t["baselines"], values=t["values"])
 
     def named(name: str, **keys: object) -> torch.Tensor:
         section = AlgorithmSection(name=name, **keys)
@@ -153,7 +153,7 @@ def _advantages(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     # Of groups without a penalty, whose rounding the division by a small deviation would enlarge.
     plain = Responses.of(t["rewards"], t["groups"], t["lengths"], mask=t["mask"])
     results = {
-        "advantage/grpo": plain.spread(group_relative(plain.rewards, plain.groups, True, STD_EPSILON)),
+        "advantage/grpo": plain.spread(group_relative(plain.rewards, plain.groups, STD_EPSILON, normalise_std=True)),
         "advantage/dr_grpo": named("dr_grpo"),
         "advantage/rloo": named("rloo"),
         "advantage/remax": named("remax"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "peer_balance.npz"
@@ -13,3 +14,8 @@ def make_batch(seed: int) -> tuple[list[int], int]:
     draw = random.Random(seed)
     parts = draw.choice([2, 4, 8, 16, 32])
     return [int(draw.lognormvariate(7.5, 0.9)) + 1 for _ in range(parts * draw.randint(1, 24))], parts
+
+
+def imbalance(work: Sequence[int]) -> float:
+    """Maximum over mean; 1 is perfect balance."""
+    return max(work) * len(work) / sum(work)

@@ -234,7 +234,7 @@ def compare_balance(count: int) -> None:
     for seed in range(count):
         lengths, parts = make_batch(seed)
         for equal in (False, True):
-            found = fullest(lengths, balance(lengths, range(len(lengths)), parts, equal))
+            found = fullest(lengths, balance(lengths, range(len(lengths)), parts, equal=equal))
             expected = fullest(lengths, get_seqlen_balanced_partitions(lengths, parts, equal))
             better += found < expected
             if found > expected:
@@ -244,8 +244,8 @@ def compare_balance(count: int) -> None:
     lengths = [int(draw.lognormvariate(7.5, 0.9)) for _ in range(512)]
     for equal in (False, True):
         for name, function in (
-            ("rlhpc", lambda equal=equal: balance(lengths, range(512), 64, equal)),
-            ("verl", lambda equal=equal: get_seqlen_balanced_partitions(lengths, 64, equal)),
+            ("rlhpc", lambda equal=equal: balance(lengths, range(512), 64, equal=equal)),
+            ("verl", lambda equal=equal: get_seqlen_balanced_partitions(lengths, 64, equal=equal)),
         ):
             began = time.perf_counter()
             sums = [sum(lengths[i] for i in part) for part in function()]

@@ -52,6 +52,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend, backend
+    from rlhpc.config.model_settings import ModelSettings
     from rlhpc.config.schema import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
@@ -72,7 +73,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
     if case.bucket is not None:
         backend.distribute = functools.partial(distribute, bucket=case.bucket)
     try:
-        model = MegatronBackend(shape, layout, info, case.dtype, section, optimizer)
+        model = MegatronBackend(shape, layout, info, case.dtype, ModelSettings(section, optimizer=optimizer))
         model.reset_optimizer()
     finally:
         backend.distribute = distribute

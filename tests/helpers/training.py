@@ -22,7 +22,8 @@ def make_actor(
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.model_settings import ModelSettings
+    from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -32,7 +33,8 @@ def make_actor(
     layout = make_layout(section, info.world_size)
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
-    backend = MegatronBackend(read_model(folder, family), layout, info, dtype, section, optimizer, experts, memory)
+    settings = ModelSettings(section, memory or MemorySection(), experts or ExpertsSection(), optimizer)
+    backend = MegatronBackend(read_model(folder, family), layout, info, dtype, settings)
     backend.load_pretrained(folder)
     return backend
 

@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from rlhpc.observe.evaluation import Answer, evaluation_metrics, majority, pass_at
+from rlhpc.observe.evaluation import ScoredResponse, evaluation_metrics, majority, pass_at
 
 
-def answer(prompt: int, reward: float, **changes: object) -> Answer:
-    return replace(Answer(prompt, "", "a", reward, 3, False), **changes)
+def answer(prompt: int, reward: float, **changes: object) -> ScoredResponse:
+    return replace(ScoredResponse(prompt, "", "a", reward, 3, False), **changes)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 8])
@@ -53,9 +53,9 @@ def test_a_majority_is_what_drawing_among_the_first_expects(seed: int):
     assert majority(given) == pytest.approx(first.count("b") / len(first) if first else 0.0)
 
 
-def test_majorities_are_counted_where_rewards_tell_answers():
-    told = [("4", 1.0), ("4", 1.0), ("5", 0.0), ("5", 0.0), ("5", 0.0), ("", 0.0), ("7", 0.0), ("9", 1.0), ("9", 1.0)]
-    answers = [answer(n // 3, reward, answer=text) for n, (text, reward) in enumerate(told)]
+def test_majorities_are_counted_where_rewards_return_answers():
+    given = [("4", 1.0), ("4", 1.0), ("5", 0.0), ("5", 0.0), ("5", 0.0), ("", 0.0), ("7", 0.0), ("9", 1.0), ("9", 1.0)]
+    answers = [answer(n // 3, reward, answer=text) for n, (text, reward) in enumerate(given)]
     assert evaluation_metrics(answers, success=1.0)["maj@3"] == pytest.approx(2 / 3)
     silent = [replace(one, answer=None) for one in answers]
     assert not any(name.startswith("maj@") for name in evaluation_metrics(silent, success=1.0))

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def write_run(folder: RunFolder, state: RunState, sft_until: int, rl_until: int, tensorboard: bool = False) -> None:
     """The lines of a run of 3 + 4 steps from ``state`` on, as far as it came."""
-    writer = MetricsWriter(folder, tensorboard, state)
+    writer = MetricsWriter(folder, state, tensorboard=tensorboard)
     for step in range(state.sft_step + 1, sft_until + 1):
         writer.write("sft", step, 3, {"loss": 1.0 / step})
     if rl_until >= 0 and state.step == 0:
@@ -43,7 +43,7 @@ WHOLE = [("sft", 1), ("sft", 2), ("sft", 3), ("rl", 0), ("rl", 1), ("rl", 2), ("
 
 
 def test_a_record_names_phase_step_total_and_time(folder: RunFolder):
-    writer = MetricsWriter(folder, False, RunState())
+    writer = MetricsWriter(folder, RunState(), tensorboard=False)
     writer.write("rl", 2, 5, {"reward/mean": 0.5})
     (record,) = read_records(folder.metrics)  # before close: a crash loses nothing
     assert abs(record.pop("time") - time.time()) < 60
@@ -79,9 +79,9 @@ def test_a_line_cut_short_by_a_crash_is_dropped(folder: RunFolder):
 def test_samples_of_steps_taken_again_are_dropped(folder: RunFolder):
     lines = [{"step": step, "prompt": "é\u2028\x85\x0c"} for step in (0, 0, 2, 4)]
     folder.samples.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    MetricsWriter(folder, False, RunState(sft_step=3, step=2)).close()
+    MetricsWriter(folder, RunState(sft_step=3, step=2), tensorboard=False).close()
     assert read_records(folder.samples) == lines[:3]
-    MetricsWriter(folder, False, RunState(sft_step=3)).close()
+    MetricsWriter(folder, RunState(sft_step=3), tensorboard=False).close()
     assert read_records(folder.samples) == []
 
 
@@ -117,7 +117,7 @@ def test_a_board_that_cannot_be_made_ends_nothing(folder: RunFolder, capsys: pyt
 
 
 def test_a_board_whose_disk_fills_up_ends_nothing(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
-    writer = MetricsWriter(folder, True, RunState())
+    writer = MetricsWriter(folder, RunState(), tensorboard=True)
     (events,) = folder.tensorboard.iterdir()
     events.unlink()
     events.symlink_to("/dev/full")
@@ -132,7 +132,7 @@ def test_a_board_whose_disk_fills_up_ends_nothing(folder: RunFolder, capsys: pyt
 def test_a_value_that_no_board_takes_leaves_the_others(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    writer = MetricsWriter(folder, True, RunState())
+    writer = MetricsWriter(folder, RunState(), tensorboard=True)
     writer.write("rl", 1, 1, {"odd": "text", "none": None, "loss": 0.5})  # type: ignore[dict-item]
     writer.close()
     events = EventAccumulator(str(folder.tensorboard))

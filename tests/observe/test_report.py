@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def write_run(folder: RunFolder) -> None:
-    writer = MetricsWriter(folder, False, RunState())
+    writer = MetricsWriter(folder, RunState(), tensorboard=False)
     for step in range(1, 31):
         writer.write("sft", step, 30, {"loss": 2.0 / step, "grad_norm": 0.5})
     writer.write("rl", 0, 40, {"validation/reward_mean": 0.25})
@@ -64,31 +64,34 @@ def test_plot_is_a_picture_of_readable_size(folder: RunFolder):
     assert height >= 500
 
 
-def test_curves_of_rl_begin_where_the_supervised_steps_end(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+def test_each_phase_has_a_plot_of_its_own_steps(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    """The reward's plot shows RL alone, from the validation before its first step on."""
     from matplotlib.figure import Figure
 
-    drawn: list[Figure] = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
+    figures: dict[str, Figure] = {}
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.update({path.name: figure}))
     write_run(folder)
     write_report(folder)
-    (figure,) = drawn
-    reward, accuracy, loss = (line for axes in figure.axes for line in axes.lines)
-    assert list(reward.get_xdata()) == list(range(31, 71))
+    assert set(figures) == {"reward.png", "sft_loss.png"}
+    reward, validation = (line for axes in figures["reward.png"].axes for line in axes.lines)
+    assert list(reward.get_xdata()) == list(range(1, 41))
     assert reward.get_ydata()[-1] == 0.8
-    assert list(accuracy.get_xdata()) == [30, 40, 50, 60, 70]
+    assert list(validation.get_xdata()) == [0, 10, 20, 30, 40]
+    (loss,) = (line for axes in figures["sft_loss.png"].axes for line in axes.lines)
     assert list(loss.get_xdata()) == list(range(1, 31))
-    assert [axes.get_ylim()[0] for axes in figure.axes] == [0, 0]
+    assert loss.get_ydata()[0] == 2.0
+    assert [axes.get_ylim()[0] for figure in figures.values() for axes in figure.axes] == [0, 0]
 
 
 def test_a_run_of_the_warm_up_alone_has_a_report(folder: RunFolder):
-    writer = MetricsWriter(folder, False, RunState())
+    writer = MetricsWriter(folder, RunState(), tensorboard=False)
     writer.write("sft", 1, 1, {"loss": 2.0})
     writer.close()
     write_report(folder)
     text = folder.report_text.read_text()
     assert "sft step 1/1" in text
     assert "Validation" not in text
-    assert (folder.report / "reward.png").is_file()
+    assert [file.name for file in folder.report.glob("*.png")] == ["sft_loss.png"]
 
 
 def test_a_run_without_a_step_has_a_report(folder: RunFolder):
@@ -109,14 +112,14 @@ def test_long_texts_are_shortened_in_the_middle(folder: RunFolder):
 def test_large_numbers_and_long_paths_are_whole(tmp_path: Path):
     folder = RunFolder(tmp_path / ("run" * 50))
     folder.create()
-    writer = MetricsWriter(folder, False, RunState())
+    writer = MetricsWriter(folder, RunState(), tensorboard=False)
     writer.write("rl", 1, 1, {"reward/mean": -20_000.4, "loss": -0.0000123})
     writer.close()
     write_report(folder)
     text = folder.report_text.read_text()
     assert ["reward/mean", "-20,000"] in cells(text)
     assert ["loss", "-1.23e-05"] in cells(text)
-    assert f"Plot: {folder.report / 'reward.png'}" in text.splitlines()
+    assert f"Plots: {folder.report}" in text.splitlines()
 
 
 def test_odd_records_leave_a_report(folder: RunFolder):

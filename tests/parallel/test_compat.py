@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.overrides import _get_current_function_mode_stack
 
-from rlhpc.parallel.compat import _stand_ins, hold_what_is_sent, megatron_device
+from rlhpc.parallel.compat import _stand_ins, hold_sent_tensors, megatron_device
 from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.ranks
@@ -72,7 +72,7 @@ def _send_and_let_go() -> list[float]:
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
     from megatron.core.pipeline_parallel.schedules import deallocate_output_tensor
 
-    hold_what_is_sent()
+    hold_sent_tensors()
     config = ModelParallelConfig(pipeline_dtype=torch.float32, batch_p2p_comm=False)
     shape, first = (1024, 1, 4), dist.get_rank() == 0
     with megatron_device():

@@ -172,7 +172,7 @@ def test_many_weight_syncs_leave_no_memory_behind(lived):
 
 def test_a_weight_sync_beneath_requests_is_refused_on_every_rank_and_changes_nothing(lived):
     for rank in lived:
-        assert rank["under way"].startswith("weights cannot be synced beneath requests under way")
+        assert rank["under way"].startswith("weights cannot be synced while requests are in flight")
         assert "rank 1: 1 requests" in rank["under way"]
         assert rank["refused weight sync changed nothing"]
 

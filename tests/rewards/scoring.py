@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,3 +36,8 @@ def score_all(reward_workers: FunctionRewards, responses: Sequence[str], truth: 
     for key, text in enumerate(responses):
         reward_workers.submit(key, Prompt(10 + key, (1,), "sums", truth, {"index": key}), texts.completion(text))
     return reward_workers.results()
+
+
+def failures_of(results: Mapping[int, RewardResult]) -> Counter[str]:
+    """Failed calls by kind."""
+    return Counter(kind for result in results.values() for kind in result.failures)

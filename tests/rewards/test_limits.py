@@ -17,7 +17,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import Entry, Failure, Score, failure_of
 from rlhpc.rewards.pool import Call, Pool
 from rlhpc.rewards.reward_workers import entries_of
-from tests.rewards.scoring import HERE, score_all
+from tests.rewards.scoring import HERE, failures_of, score_all
 
 TOWER = r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}"  # sympy tries to compute it
 
@@ -28,7 +28,7 @@ def test_a_tower_of_powers_counts_as_zero_and_the_run_goes_on(make):
     reward_workers = make()
     results = score_all(reward_workers, [TOWER, *[r"\boxed{42}", r"\boxed{41}"] * 10], truth="42")
     assert [result.reward for result in results.values()] == [0, *[1, 0] * 10]
-    assert reward_workers.failures() == {"timeout": 1}
+    assert failures_of(results) == {"timeout": 1}
     text = TOWER.replace("dfrac", "frac")
     assert score_all(reward_workers, [text], truth=TOWER)[0] == RewardResult(
         1.0, answer=text.removeprefix(r"\boxed{")[:-1]
@@ -46,7 +46,7 @@ def test_no_policy_lets_a_response_end_the_run_by_a_built_in_function(make, poli
     )
     results = score_all(reward_workers, ["aab", "a" * 60, "ab"])
     assert [(result.reward, result.dropped) for result in results.values()] == [(1, False), (0, False), (1, False)]
-    assert reward_workers.failures() == {"timeout": 1}
+    assert failures_of(results) == {"timeout": 1}
 
 
 def test_a_flood_of_hanging_calls_costs_each_its_limit_and_loses_no_other(make):
@@ -54,7 +54,7 @@ def test_a_flood_of_hanging_calls_costs_each_its_limit_and_loses_no_other(make):
     began = time.monotonic()
     results = score_all(reward_workers, ["hang", "ab", "abc"] * 12)
     assert [result.reward for result in results.values()] == [0, 2, 3] * 12
-    assert reward_workers.failures() == {"timeout": 12}
+    assert failures_of(results) == {"timeout": 12}
     assert time.monotonic() - began < 60  # 12 calls on 4 workers, each 0.2 s and a start
 
 
@@ -79,12 +79,12 @@ def test_each_function_has_its_own_time_limit(make, caplog):
         RewardFunctionSection(name="long", function=f"{HERE}:sleeps").model_dump(),
     ]
     reward_workers = make(functions=functions, workers=1)
-    responses = ["hang", "ab"]
-    assert [result.parts for result in score_all(reward_workers, responses, truth=0.6).values()] == [
+    results = score_all(reward_workers, ["hang", "ab"], truth=0.6)
+    assert [result.parts for result in results.values()] == [
         {"short": 0, "long": 1},
         {"short": 2, "long": 1},
     ]
-    assert reward_workers.failures() == {"timeout": 1}
+    assert failures_of(results) == {"timeout": 1}
     assert "reward.functions.short tests.rewards.functions:does: took more than 0.3 s" in caplog.text
 
 
@@ -94,8 +94,9 @@ def test_each_function_has_its_own_time_limit(make, caplog):
 @pytest.mark.parametrize("bomb", ["grow", "grow in small pieces"])
 def test_a_call_that_exceeds_its_memory_limit_counts_as_zero(make, bomb: str):
     reward_workers = make(function=f"{HERE}:does", memory_limit_mib=64)
-    assert [result.reward for result in score_all(reward_workers, [bomb, "ab", bomb, "abc"]).values()] == [0, 2, 0, 3]
-    assert reward_workers.failures() == {"memory": 2}
+    results = score_all(reward_workers, [bomb, "ab", bomb, "abc"])
+    assert [result.reward for result in results.values()] == [0, 2, 0, 3]
+    assert failures_of(results) == {"memory": 2}
 
 
 def test_the_memory_limit_ends_the_run_only_on_request(make):
@@ -109,7 +110,7 @@ def test_an_expression_of_gigabytes_is_a_wrong_answer(make):
     reward_workers = make(memory_limit_mib=64, time_limit_seconds=60)
     results = score_all(reward_workers, [r"\boxed{(x+1)^{100000}}", r"\boxed{1+x^2}"], truth="x^2+1")
     assert [result.reward for result in results.values()] == [0, 1]
-    assert reward_workers.failures() == {}
+    assert failures_of(results) == {}
 
 
 def test_functions_of_this_package_are_bounded_by_default_and_others_are_not():
@@ -178,4 +179,4 @@ def test_a_sandbox_that_is_killed_from_outside_counts_as_a_death(make):
     results = score_all(reward_workers, [program], truth={"inputs": [""], "outputs": ["3"]})
     killer.join()
     assert results[0].reward == 0
-    assert reward_workers.failures() == {"died": 1}
+    assert failures_of(results) == {"died": 1}

@@ -22,7 +22,7 @@ from rlhpc.rewards import pool
 from rlhpc.rewards.calls import UNFINISHED, Entry
 from rlhpc.rewards.reward_workers import entries_of, start_reward_workers
 from tests.helpers.waiting import until
-from tests.rewards.scoring import HERE, LIMIT, Texts, score_all
+from tests.rewards.scoring import HERE, LIMIT, Texts, failures_of, score_all
 
 
 def test_several_functions_are_summed_with_their_weights(make):
@@ -94,8 +94,9 @@ def test_failures_may_count_as_zero_and_others_are_not_touched(make, caplog):
     rewards = [results[key].reward for key in range(len(MIXED) + 2)]
     assert rewards == [0.0 if text in FAILURES else float(len(text)) for text in [*MIXED, "raise", "raise"]]
     assert not any(result.dropped for result in results.values())
-    assert reward_workers.failures() == {**COUNTS, "raised": 3}
-    assert reward_workers.failures() == {}
+    assert failures_of(results) == {**COUNTS, "raised": 3}
+    assert results[1].failures == ("raised",)
+    assert failures_of(score_all(reward_workers, ["ab"])) == {}
     assert len(caplog.messages) == 4  # one of each kind
     assert "raised ZeroDivisionError" in caplog.messages[0]
     assert "for prompt 11 of 'sums', response 'raise'; counted as 0" in caplog.messages[0]
@@ -104,7 +105,8 @@ def test_failures_may_count_as_zero_and_others_are_not_touched(make, caplog):
 def test_a_failed_function_among_several_counts_as_zero_alone(make):
     functions = [{"name": "a", "function": f"{HERE}:does"}, {"name": "b", "function": f"{HERE}:tokens"}]
     reward_workers = make(functions=functions, on_failure="zero")
-    assert score_all(reward_workers, ["raise"])[0] == RewardResult(1.0, {"a": 0.0, "b": 1.0, "b/most": 20.0})
+    parts = {"a": 0.0, "b": 1.0, "b/most": 20.0}
+    assert score_all(reward_workers, ["raise"])[0] == RewardResult(1.0, parts, failures=("raised",))
 
 
 def test_failures_may_leave_the_response_out(make):
@@ -112,6 +114,7 @@ def test_failures_may_leave_the_response_out(make):
     responses = ["raise", "ab", "leave"]
     results = score_all(make(functions=functions, on_failure="drop", on_timeout="drop"), responses)
     assert [results[key].dropped for key in range(3)] == [True, False, True]
+    assert [results[key].failures for key in range(3)] == [("raised",), (), ("died",)]
     assert results[1] == RewardResult(3.0, {"a": 2.0, "b": 1.0, "b/most": 20.0})
     results = score_all(make(functions=functions, on_failure="drop"), responses)
     assert [results[key].dropped for key in range(3)] == [True, False, False], "a death counts as 0"
@@ -132,8 +135,9 @@ def test_what_a_function_raises_or_returns_ends_the_run_by_default(make):
 def test_a_call_that_does_not_end_by_itself_ends_the_run_only_on_request(make):
     lost = [text for text, (kind, _) in FAILURES.items() if kind in UNFINISHED]
     reward_workers = make(function=f"{HERE}:does", time_limit_seconds=LIMIT)
-    assert [result.reward for result in score_all(reward_workers, ["ab", *lost, "abc"]).values()] == [2, *[0.0] * 5, 3]
-    assert reward_workers.failures() == {"timeout": 1, "died": 4}
+    results = score_all(reward_workers, ["ab", *lost, "abc"])
+    assert [result.reward for result in results.values()] == [2, *[0.0] * 5, 3]
+    assert failures_of(results) == {"timeout": 1, "died": 4}
     reward_workers = make(function=f"{HERE}:does", time_limit_seconds=LIMIT, on_failure="zero", on_timeout="error")
     for text in lost:
         with pytest.raises(UserError, match=ends_with(text)) as caught:

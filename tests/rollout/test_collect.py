@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from rlhpc.api import Completion, Prompt, Request, RewardResult
-from rlhpc.rollout.collect import Collector
+from rlhpc.rollout.collect import Collector, Reply
 from rlhpc.rollout.requests import (
     Sampling,
     Task,
@@ -76,7 +76,9 @@ class Counting:
         self.waiting: dict[int, RewardResult] = {}
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
-        self.waiting[key] = RewardResult(float(len(completion.tokens)), {"length": 1.0}, dropped=prompt.prompt_id == 13)
+        failures = ("raised",) if prompt.prompt_id == 13 else ()
+        size = float(len(completion.tokens))
+        self.waiting[key] = RewardResult(size, {"length": 1.0}, dropped=bool(failures), failures=failures)
 
     def results(self) -> dict[int, RewardResult]:
         found, self.waiting = self.waiting, {}
@@ -98,21 +100,21 @@ class Calls:
         self.waiting[key] = self.delay
         return True
 
-    def ready(self) -> dict[int, tuple[int, ...]]:
+    def ready(self) -> dict[int, Reply]:
         self.waiting = Counter({key: looks - 1 for key, looks in self.waiting.items()})
         return self._take([key for key, looks in self.waiting.items() if looks < 0])
 
-    def answers(self, all_of_them: bool) -> dict[int, tuple[int, ...]]:
+    def answers(self, all_of_them: bool) -> dict[int, Reply]:
         keys = sorted(self.waiting, key=self.waiting.__getitem__)
         return self._take(keys if all_of_them else keys[:1])
 
     def end(self, task: Task) -> None:
         self.ended.append((task.group, task.index))
 
-    def _take(self, keys: Sequence[int]) -> dict[int, tuple[int, ...]]:
+    def _take(self, keys: Sequence[int]) -> dict[int, Reply]:
         for key in keys:
             del self.waiting[key]
-        return dict.fromkeys(keys, self.answer)
+        return dict.fromkeys(keys, Reply(self.answer, calls=2, failures=1))
 
 
 def completion(tokens: Sequence[int], truncated: bool) -> Completion:
@@ -180,6 +182,36 @@ def test_samples_hold_prompt_response_and_verdict():
 
 def test_a_verdict_may_leave_a_response_out():
     assert [dropped for *_, dropped in collect([task(12), task(13)])] == [False, True]
+
+
+def test_failures_and_tool_calls_are_counted_with_the_response_they_belong_to():
+    """Also across an interruption, and after responses whose failures nobody counted."""
+    reward_workers, dialogue = Counting(), Calls(answer=(98,))
+
+    def begun(tasks: Sequence[Task]) -> Collector:
+        collector = Collector(Words(), SAMPLING, reward_workers, 6, dialogue)
+        collector.begin(tasks)
+        return collector
+
+    tasks = [task(n, i) for n in range(10, 210) for i in range(3)]
+    begun(tasks).advance()
+    reward_workers.results()
+    collector = begun(tasks)
+    collector.advance(2)
+    collector.advance(2)
+    ended, stopped = collector.harvest(), collector.stop()
+    later = begun([replace(task(s.group, s.index), draft=s.sample) for s in stopped])
+    later.advance()
+    resumed = later.harvest()
+    assert all(any(scored.tool_calls for scored in found) for found in (ended, stopped, resumed))
+    assert max(scored.tool_calls for scored in resumed) > 2
+    assert not any(scored.failures for scored in stopped)
+    before = {(scored.group, scored.index): scored.tool_calls for scored in stopped}
+    for scored in (*ended, *resumed):
+        assert scored.failures == (("raised",) if scored.group == 13 else ())
+        assert scored.tool_calls == 2 * scored.failed_tool_calls
+        replies = (scored.tool_calls + before.get((scored.group, scored.index), 0)) / 2
+        assert replies == turns(scored.sample) - 1 or (scored.sample.truncated and replies == turns(scored.sample))
 
 
 def test_other_ranks_of_an_engine_ask_the_same_and_have_no_samples():

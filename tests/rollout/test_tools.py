@@ -134,7 +134,7 @@ def test_an_answer_cannot_speak_for_others(tokenizer):
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        ("{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "does not show"),
+        ("{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "does not render"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "in another way"),
         (
             "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}",
@@ -173,20 +173,21 @@ def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
             assert tools.begin(key, task(encode(tokenizer, turn), group=key))
         found = tools.answers(all_of_them=True)
         frame = len(f"{END}{TOOL}"), -len(ASSISTANT)
-        return [tokenizer.decode(found[key], special=True)[slice(*frame)] for key in range(len(turns))]
+        counts.extend((found[key].calls, found[key].failures) for key in range(len(turns)))
+        return [tokenizer.decode(found[key].tokens, special=True)[slice(*frame)] for key in range(len(turns))]
 
     good, _, failing, long, broken = CALLS
-    tools.take_counts()
+    counts: list[tuple[int, int]] = []
     assert answer(good) == ["420"]
     assert answer(good + good) == [f"420{TOOL}420"]
     told = answer(failing, long, broken, good)
     assert all("error:" in text for text in told[:3])
     assert told[3] == "420"
-    assert tools.take_counts() == (7, 3)
+    assert counts == [(1, 0), (2, 0), (1, 1), (1, 1), (1, 1), (1, 0)]
     *run, last = answer(good * (SECTION.max_calls_per_turn + 1))[0].split(TOOL)
     assert run == ["420"] * SECTION.max_calls_per_turn
     assert last.startswith("error:")
-    tools.take_counts()
+    assert counts[-1] == (SECTION.max_calls_per_turn + 1, 1)
 
 
 @pytest.mark.workers
@@ -199,7 +200,7 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(tools._tokenizer, "tool_turn", tuple)
         for key in range(len(calls)):
             assert tools.begin(key, task([key], group=key))
-        return [texts[0] for _, texts in sorted(tools.answers(all_of_them=True).items())]
+        return [reply.tokens[0] for _, reply in sorted(tools.answers(all_of_them=True).items())]
 
     began = time.monotonic()
     names = ("missing", "reach", "wait", "die", "places", "add")
@@ -257,7 +258,7 @@ class Talk:
             turn = self.token(calls)
             self.tasks[group] = task(turn, group, self.tasks.get(group), self.told.get(group, ()))
             assert self.tools.begin(group, self.tasks[group])
-        answers = self.tools.answers(all_of_them=True)
+        answers = {key: reply.tokens for key, reply in self.tools.answers(all_of_them=True).items()}
         self.told |= answers
         return [self.texts[answers[group][0]] for group, _ in asked]
 

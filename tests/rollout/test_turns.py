@@ -14,7 +14,7 @@ import torch
 from rlhpc.api import Completion, Prompt, RewardResult, Sample
 from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
-from rlhpc.data.conversation import spoken
+from rlhpc.data.conversation import split_turns
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
 from rlhpc.rewards.calls import Failure
@@ -147,7 +147,7 @@ def test_a_tool_with_state_is_each_conversation_s_own(found, task_folder, way):
     for sample in found[way]:
         counts.append([])
         calls: list[ToolCall | Failure] = []
-        for of_policy, part in spoken(sample):
+        for of_policy, part in split_turns(sample):
             if of_policy:
                 calls = parse_calls(tokenizer.decode(part, special=True))
                 continue

@@ -120,7 +120,7 @@ def test_a_job_that_slurm_forgot_is_told_from_its_folder(front):
     record = json.loads((front.run_dir / "job.json").read_text())
     (front.run_dir / "job.json").write_text(json.dumps({**record, "job_id": "99999"}))
     assert state_of(front, str(front.run_dir)) == "finished"
-    assert "Slurm no longer knows it" in front.ok("status", str(front.run_dir))
+    assert "no longer known to Slurm" in front.ok("status", str(front.run_dir))
 
 
 def test_the_database_knows_what_the_controller_forgot(slurm, tmp_path):
@@ -148,7 +148,8 @@ def test_the_database_knows_what_the_controller_forgot(slurm, tmp_path):
 def test_logs_show_the_culprit_first(front):
     front.cluster.wait_state(front.submit("fail"), "FAILED")
     lines = front.ok("logs", "tiny").splitlines()
-    assert lines == [f"==> rank 1, attempt 1: {front.run_dir}/attempts/0001/logs/rank-00001.log <==", "rank 1 of start 1"]
+    log = f"{front.run_dir}/attempts/0001/logs/rank-00001.log"
+    assert lines == [f"==> rank 1, attempt 1: {log} <==", "rank 1 of start 1"]
     shown = front.ok("logs", "tiny", "--all").splitlines()
     assert [line for line in shown if not line.startswith("==>")] == ["rank 1 of start 1", "rank 0 of start 1"]
     assert "rank 0 of start 1" in front.ok("logs", "tiny", "--rank", "0", "--attempt", "1")

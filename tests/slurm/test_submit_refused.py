@@ -170,8 +170,8 @@ def test_a_wrong_slurm_conf_is_told_at_once(front):
 
 def test_accounts_and_qos_are_named(accounted):
     line = accounted.told(*accounted.submission("slurm.account=projcet"))
-    told = "slurm.account: account 'projcet' is unknown, or not available to you in this partition; did you mean 'project'"
-    assert line.startswith(told)
+    wrong = "account 'projcet' is unknown, or not available to you in this partition"
+    assert line.startswith(f"slurm.account: {wrong}; did you mean 'project'")
     line = accounted.told(*accounted.submission("slurm.qos=hgih"))
     assert line.startswith("slurm.qos: QoS 'hgih' is unknown, or not available to you; ")
     assert "normal" in line

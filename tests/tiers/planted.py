@@ -84,7 +84,7 @@ FAULTS = (
         "returns-cross-responses",
         "rlhpc/algo/ragged.py",
         "returns and GAE of a response include the rewards of the responses after it",
-        "decay[lengths.cumsum(0)[lengths > 0] - 1] = 0.0  # nothing comes from the next row",
+        "decay[lengths.cumsum(0)[lengths > 0] - 1] = 0.0  # rows do not mix",
         "decay[-1:] = 0.0",
     ),
     Fault(
@@ -203,7 +203,7 @@ FAULTS = (
         "leftover-groups-not-saved",
         "rlhpc/trainer/loop.py",
         "a resumed run has lost surplus groups, unfinished responses and the replay buffer",
-        "        run.carryover.save(folder, run.info.rank)\n",
+        "        run.carryover.save(folder, run.context.info.rank)\n",
         "",
     ),
     Fault(

@@ -143,4 +143,4 @@ def test_a_run_does_not_go_on_with_other_prompts(finished: Path) -> None:
     assert code == 2, output
     errors = [line for line in output.splitlines() if line.startswith("rlhpc: ")]
     assert len(errors) == 1, output
-    assert errors[0].startswith("rlhpc: data.train: the training prompts are not those that the run has begun with")
+    assert errors[0].startswith("rlhpc: data.train: the training prompts differ from those that the run began with")

@@ -6,13 +6,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rlhpc.api import Sample
-from rlhpc.config.rollout import ReplaySection
 from rlhpc.data.groups import Group, training_samples
 from tests.data.test_groups import make_group
 from tests.helpers.runs import records, run, write_config
@@ -26,30 +24,29 @@ def chosen_of(
     """Places of the groups of what a step learns of three groups of two samples, the first ``replayed`` of which are
     of former steps, and the groups left to the next step and in the buffer. ``lost`` are samples that a reward model
     did not score, ``greedy`` says which prompts have a baseline."""
-    from rlhpc.data.replay import ReplayBuffer
+    from rlhpc.api import RunState
+    from rlhpc.config.schema import RunConfig
     from rlhpc.trainer.carryover import Carryover
-    from rlhpc.trainer.sampling import Drawn, step_samples
+    from rlhpc.trainer.sampling import Counts, Sampled, Sampler
+    from rlhpc.trainer.sampling_plan import Outcome
 
     groups = [finished(number) for number in range(3)]
     samples: list[Sample | None] = [*training_samples(groups, mask_truncated=False)]
     for place in lost:
         samples[place] = None
     baselines = [groups[place].samples[0] if known else None for place, known in enumerate(greedy)]
-    collection: Any = SimpleNamespace(metrics=lambda outcome, groups: {"learnt": len(groups)})
-    outcome: Any = None
-    section = SimpleNamespace(minibatches=least, dynamic_sampling=None)
-    some: Any = SimpleNamespace(
-        config=SimpleNamespace(train=section),
-        layout=SimpleNamespace(dp=1),
-        critic=None,
-        algorithm=SimpleNamespace(needs_greedy=bool(greedy)),
-        carryover=Carryover(replay=ReplayBuffer(ReplaySection(capacity=8))),
-    )
-    found = step_samples(some, Drawn(groups, replayed, samples, baselines, outcome, collection, stale=0))
+    outcome = Outcome((0, 1, 2), (), (), (), batches=1, short=0)
+    train = {"steps": 1, "replay": {"capacity": 8}}
+    config = RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": train})
+    unused: Any = None  # what generates
+    carryover = Carryover.of(config.train)
+    sampler = Sampler(config, unused, unused, carryover, None, least, needs_greedy=bool(greedy))
+    sampled = Sampled(groups, replayed, samples, baselines, outcome, Counts())
+    found = sampler.choose(RunState(), sampled)
     learnt = [sample.group_id for sample in found.samples]
-    assert found.metrics["learnt"] == len(set(learnt))
-    numbers = [[group.number for group in kept] for kept in (some.carryover.ready, some.carryover.replay.groups)]
-    return learnt, numbers[0], numbers[1]
+    assert found.metrics["replay/used_groups"] == replayed
+    assert carryover.replay is not None
+    return learnt, *([group.number for group in kept] for kept in (carryover.ready, carryover.replay.groups))
 
 
 def finished(number: int) -> Group:

@@ -140,7 +140,7 @@ def test_a_number_that_is_not_finite_is_a_reward_that_failed(found) -> None:
             expected = pytest.approx((sample.reward + (0 if bad else 0.5 * part), 0 if bad else part))
             assert zero == expected
             assert dropped == (None if bad else expected)
-        assert broken["counts"] == [{"result": 1}, {"result": sum(wrong)}, {"result": sum(wrong)}]
+        assert broken["counts"] == [{"result": sum(wrong)}] * 2
 
 
 def _answers(turn: list[str]) -> list[dict[str, str]]:
@@ -188,26 +188,27 @@ def _scores(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, str, dict[str, Any]]:
     """Rewards and parts by the same tokens, parts by other words, what is said of too long a conversation, and what
     comes of numbers that are not finite."""
-    from rlhpc.trainer.reward_model import score_by_model
+    from rlhpc.trainer.reward_model import RewardModel
     from rlhpc.trainer.reward_reader import RewardReader
 
     section = {"path": str(reward), "weight": 0.5, "parallel": {"pp": 2}, "tokens_per_microbatch": 80}
-    run = make_run(make_config(policy, {"reward": {"model": {**section, "own_tokenizer": False}}}, {"tp": 2}))
-    values = run.models.reward.model.values
+    config = make_config(policy, {"reward": {"model": {**section, "own_tokenizer": False}}}, {"tp": 2})
+    role = make_run(config).models.reward
+    values = role.model.values
     sizes: list[int] = []
-    run.models.reward.model.values = lambda batches: sizes.extend(len(b.tokens) for b in batches) or values(batches)
-    scored = score_by_model(run, make_samples(0), None)
+    role.model.values = lambda batches: sizes.extend(len(b.tokens) for b in batches) or values(batches)
+    tokenizer, prompts = _prompts(policy, config)
+    scored, _ = RewardModel(role, RewardReader.of(config, tokenizer), tokenizer).score(make_samples(0), None)
     assert 64 < max(sizes) <= 80, "its own bound, not the actor's"
-    broken = _broken(run, *_prompts(policy, run.config))
+    broken = _broken(role, config, tokenizer, prompts)
     data = {"system_prompt": SYSTEM}
     section = {"path": str(foreign), "tokens_per_microbatch": 80, "parallel": {}}
     config = make_config(policy, {"reward": {"model": section}, "data": data}, {"tp": 2})
-    foreign_run = make_run(config)
     tokenizer, prompts = _prompts(policy, config)
-    samples = _conversations(tokenizer, prompts)
-    foreign_run.reward_reader = RewardReader.of(config, tokenizer)
-    own = score_by_model(foreign_run, samples, prompts)
-    (alone,) = score_by_model(foreign_run, samples[:1], prompts)
+    samples, reader = _conversations(tokenizer, prompts), RewardReader.of(config, tokenizer)
+    foreign_model = RewardModel(make_run(config).models.reward, reader, tokenizer)
+    own, _ = foreign_model.score(samples, prompts)
+    (alone,), _ = foreign_model.score(samples[:1], prompts)
     assert alone.reward == pytest.approx(own[0].reward), "fewer samples than data-parallel ranks"
     refused = ""
     short = make_config(policy, {"reward": {"model": {**section, "max_tokens": 40}}, "data": data}, {"tp": 2})
@@ -222,48 +223,47 @@ def _scores(
             )
         }
     )
-    whole = foreign_run.reward_reader.read(samples, prompts)
+    whole = reader.read(samples, prompts)
     for one, other in zip(RewardReader.of(cut, tokenizer).read(samples, prompts), whole, strict=True):
         assert one.tolist() == other[-40:].tolist()
     parts = ([sample.reward_parts["model"] for sample in found] for found in (scored, own))
     return (np.array([s.reward for s in scored]), *map(np.array, parts), refused, broken)
 
 
-def _broken(run: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
-    """What comes of numbers that are not finite, by what is asked for: the refusal, or reward and part of each."""
+def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
+    """What comes of scores that are not finite, by reward.on_failure: the refusal, or reward and part of each."""
     import torch
 
-    from rlhpc.trainer.reward_model import score_by_model
+    from rlhpc.trainer.reward_model import RewardModel
     from rlhpc.trainer.reward_reader import RewardReader
 
-    run.tokenizer = tokenizer
-    parameters = [item for chunk in run.models.reward.model._chunks for item in chunk.named_parameters()]
+    parameters = [item for chunk in role.model._chunks for item in chunk.named_parameters()]
     with torch.no_grad():
         for name, parameter in parameters:
             if name.endswith("word_embeddings.weight"):
                 parameter[BROKEN] = float("nan")
     found: dict[str, Any] = {"counts": []}
     for policy in ("error", "zero", "drop"):
-        section = run.config.reward.model_copy(update={"on_failure": policy})
-        run.reward_reader = RewardReader.of(run.config.model_copy(update={"reward": section}), None)
+        section = config.reward.model_copy(update={"on_failure": policy})
+        reader = RewardReader.of(config.model_copy(update={"reward": section}), None)
         try:
-            scored = score_by_model(run, make_samples(0), prompts)
+            scored, failures = RewardModel(role, reader, tokenizer).score(make_samples(0), prompts)
+            found["counts"].append(failures)
             found[policy] = [s and (s.reward, s.reward_parts["model"]) for s in scored]
         except UserError as error:
             found[policy] = error.message
-        found["counts"].append(run.reward_reader.failures.take_counts())
     return found
 
 
 def _prompts(policy: Path, config: Any) -> tuple[Any, Any]:
     from rlhpc.config.data import DataFile
-    from rlhpc.data.prompts import PromptSet
+    from rlhpc.data.prompts import PromptFiles, PromptSet
     from rlhpc.data.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.load(policy, 64, config.data)
     section = config.data.model_copy(update={"filter": "tests.trainer.test_reward_model:is_sum"})
     files = [DataFile(path=policy / "train.jsonl")]
-    return tokenizer, PromptSet.load(files, section, tokenizer, "data.train", filtered=True, texts=True)
+    return tokenizer, PromptSet.load(PromptFiles(files, "data.train", filtered=True), section, tokenizer, texts=True)
 
 
 def is_sum(row: dict[str, Any]) -> bool:

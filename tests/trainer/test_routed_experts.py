@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,46 +30,48 @@ def equal(ours: np.ndarray | None, theirs: np.ndarray | None) -> bool:
     return ours.dtype == theirs.dtype and np.array_equal(ours, theirs)
 
 
-def make_run(model: Path) -> Any:
-    """As much of a run as says who trains on what: four engines, two data-parallel ranks of two pipeline stages."""
-    import torch.distributed as dist
+@dataclass
+class Cut:
+    """As much of a back end as says which rank trains on what: two data-parallel ranks of two pipeline stages."""
 
+    shape: Any
+    layout: Any
+
+
+def make_actor(model: Path, rank: int) -> Any:
     from rlhpc.models import read_model
     from rlhpc.sharding.layout import ParallelLayout
     from rlhpc.trainer.roles import Role
-    from tests.helpers.learning import make_config
 
-    train = {"experts": {"router_replay": True}}
-    config = make_config(model, {"train": train, "rollout": {"tp": 1}}, {"pp": 2})
-    shape = read_model(model)
-    backend: Any = SimpleNamespace(layout=ParallelLayout(world_size=4, pp=2), weights=SimpleNamespace(shape=shape))
-    actor = Role(backend, tokens_per_microbatch=64, tokens_without_gradient=128)
-    info, models = SimpleNamespace(rank=dist.get_rank()), SimpleNamespace(actor=actor)
-    return SimpleNamespace(config=config, models=models, info=info, num_engines=4, shape=shape)
+    backend: Any = Cut(read_model(model), ParallelLayout(world_size=4, pp=2))
+    return Role(backend, rank, tokens_per_microbatch=64, tokens_without_gradient=128, router_replay=True)
 
 
 def moves(model: Path, folder: Path) -> tuple[list[bool], list[Any], list[Any]]:
-    """Of each sample of a step whether this rank is to have its routed experts; what it has; and of groups put under
-    way."""
-    from rlhpc.trainer.batches import passing_plans, update_plans
+    """For each sample of a step whether this rank is to have its routed experts; what it has; and that of groups on
+    four engines."""
+    import torch.distributed as dist
+
+    from rlhpc.trainer.batches import Batching, forward_plans, update_plans
     from rlhpc.trainer.carryover import Carryover
+    from rlhpc.trainer.roles import EngineRank
     from rlhpc.trainer.routed_experts import moved_routed_experts, trained_routed_experts
 
-    some = make_run(model)
-    rank, role = some.info.rank, some.models.actor
+    rank = dist.get_rank()
+    role, batching = make_actor(model, rank), Batching(2, "token-mean", 1024, old_log_probs=True)
     samples = [
         with_tokens(number, routed_experts_of(number) if number % 4 == rank else None) for number in range(COUNT)
     ]
-    plans = (*update_plans(some, role, samples), *passing_plans(some, role, samples))
-    own = {i for plan in plans for ids in role.own_bins(plan, rank) for i in ids}
-    found = trained_routed_experts(some, samples)
+    plans = (*update_plans(role, batching, samples), *forward_plans(role, batching, samples))
+    own = {i for plan in plans for ids in role.own_bins(plan) for i in ids}
+    found = trained_routed_experts(role, batching, samples)
     groups = [with_routed_experts(number, rank) for number in range(6)]
-    under_way = moved_routed_experts(some, groups)
+    resumed = moved_routed_experts(EngineRank(rank, world_size=4, tp=1), groups)
     Carryover(ready=groups[:2], unfinished=groups[2:]).save(folder, rank)
     return (
         [i in own for i in range(COUNT)],
         [s.routed_experts for s in found],
-        [[s.routed_experts for s in g.samples] for g in under_way],
+        [[s.routed_experts for s in g.samples] for g in resumed],
     )
 
 

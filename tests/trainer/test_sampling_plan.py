@@ -97,7 +97,7 @@ def test_a_group_that_was_not_asked_for_is_refused():
     plan = StepPlan(Bounds(groups=2), cursor=0)
     plan.next_batch()
     plan.settle([0], [])
-    with pytest.raises(AssertionError, match="not under way"):
+    with pytest.raises(AssertionError, match="not requested"):
         plan.settle([0], [])
 
 

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from rlhpc.data.files import Order
 from rlhpc.launch.runs.replay import replay_of
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from tests.helpers.distributed import run_ranks
-from tests.helpers.learning import make_config, make_run, make_samples
+from tests.helpers.learning import estimates, make_config, make_run, make_samples
 from tests.helpers.runs import ROOT, records, write_config
 from tests.helpers.tiny_models import make_model
 
@@ -158,12 +157,12 @@ def test_a_bad_reward_costs_the_updates_that_learn_from_it(tmp_path: Path) -> No
 def test_a_validation_of_weights_that_are_not_finite_is_refused() -> None:
     from rlhpc.api import RunState
     from rlhpc.core.errors import NonFiniteError
-    from rlhpc.trainer.loop import Loop
+    from rlhpc.trainer.evaluate import Evaluator
 
-    loop = object.__new__(Loop)
-    loop._run, loop.state = SimpleNamespace(validation="prompts", actor=Spoilt()), RunState(sft_step=3)
+    nothing: Any = None  # is not reached
+    evaluator = Evaluator(nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     with pytest.raises(NonFiniteError, match="weights of the actor are not finite after sft step 3 and are neither"):
-        loop._validate()
+        evaluator.validate(Spoilt(), RunState(sft_step=3))
 
 
 class Spoilt:
@@ -174,15 +173,15 @@ class Spoilt:
 
 
 def test_the_newest_batches_are_kept(tmp_path: Path) -> None:
-    from rlhpc.trainer.skipped import KEPT, _begin, _finish
+    from rlhpc.trainer.skipped import NEWEST, _begin, _finish
 
-    for number in [*range(KEPT + 2), 3]:  # the last one is of a step that a resumed run took again
+    for number in [*range(NEWEST + 2), 3]:  # the last one is of a step that a resumed run took again
         writing = SkippedUpdate(tmp_path / "skipped" / ".writing-0001")
         _begin(writing.path)
         (writing.path / "batches").write_text(str(number))
         _finish(writing, {"number": number}, writing.path.with_name(f"step-{number}"))
         os.utime(writing.path.with_name(f"step-{number}"), (number, number))
-    assert {path.name for path in (tmp_path / "skipped").iterdir()} == {f"step-{i}" for i in range(2, KEPT + 2)}
+    assert {path.name for path in (tmp_path / "skipped").iterdir()} == {f"step-{i}" for i in range(2, NEWEST + 2)}
 
 
 def _supervised(inputs: Path, folder: Path, prompts: Sequence[str], *overrides: str) -> RunConfig:
@@ -276,8 +275,6 @@ def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str
     written; what ended PPO's step."""
     from rlhpc.api import RunState
     from rlhpc.core.errors import NonFiniteError
-    from rlhpc.trainer.advantages import step_advantages, token_values
-    from rlhpc.trainer.update import update_actor, update_critic
 
     samples = [replace(sample, policy_version=0) for sample in make_samples(0)]
     for number in BAD_SAMPLES:
@@ -285,27 +282,25 @@ def _learn(model: Path, folder: Path) -> tuple[dict[str, float], Any, float, str
 
     def prepare(name: str, case: dict[str, Any], axes: dict[str, int]) -> tuple[Any, ...]:
         config = make_config(model, {**case, "resources": {"ranks_per_node": 2}}, axes)
-        run = make_run(config.model_copy(update={"run_dir": folder / name}))
-        run.context = _context(RunFolder(folder / name).attempt(1))
+        run = make_run(config.model_copy(update={"run_dir": folder / name}), RunFolder(folder / name).attempt(1))
         _on_first_rank(lambda: _write_config(run))
-        values = token_values(run, samples)
-        return run, values, step_advantages(run, config.algorithm, samples, [], values)
+        return run, *estimates(run, config.algorithm, samples)
 
     run, values, estimate = prepare("grpo", GRPO, {"pp": 2})
-    state, section, place = RunState(), run.config.algorithm, run.folder.skipped_updates
-    metrics = update_actor(run, section, state, samples, values, estimate)
+    state, section, place = RunState(), run.config.algorithm, run.context.run.skipped_updates
+    metrics = run.updater.update_actor(section, state, samples, values, estimate)
     _on_first_rank(lambda: (place.rename(folder / "aside"), place.touch()))
-    blocked = update_actor(run, section, RunState(), samples, values, estimate)
+    blocked = run.updater.update_actor(section, RunState(), samples, values, estimate)
     _on_first_rank(lambda: (place.unlink(), (folder / "aside").rename(place)))
     run, values, estimate = prepare("ppo", PPO, {"tp": 2})
     good = replace(estimate, returns=[np.ones_like(one) for one in estimate.advantages])
-    update_critic(run, RunState(), samples, values, good)
-    saved = run.folder.checkpoints / "step-00000001"
+    run.updater.update_critic(RunState(), samples, values, good)
+    saved = run.context.run.checkpoints / "step-00000001"
     _on_first_rank(lambda: [(saved / model).mkdir(parents=True) for model in ("actor", "critic")])
     run.actor.save(saved / "actor")
     run.critic.save(saved / "critic")
     with pytest.raises(NonFiniteError) as caught:
-        update_critic(run, RunState(), samples, values, estimate)
+        run.updater.update_critic(RunState(), samples, values, estimate)
     return metrics, state, blocked["skipped_updates"], str(caught.value)
 
 
@@ -320,5 +315,5 @@ def _on_first_rank(act: Callable[[], Any]) -> None:
 
 def _write_config(run: Any) -> None:
     run.context.attempt.path.mkdir(parents=True)
-    for file in (run.folder.config, run.context.attempt.config):
+    for file in (run.context.run.config, run.context.attempt.config):
         write_atomic(file, dump_config(run.config))

@@ -1,11 +1,10 @@
-"""What a step learns of each token of given samples, reckoned by hand: other tests compare layouts, which would all be
+"""What a step learns of each token of given samples, computed by hand: other tests compare layouts, which would all be
 wrong in the same way."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -37,11 +36,16 @@ def make_sample(group: int, prompt: int, reward: float, response_mask: list[bool
 SAMPLES = [make_sample(0, 2, 1.0, [True, False, True], 3), make_sample(0, 1, 0.0, None, 2)]
 
 
-def make_run(algorithm: dict[str, Any], **more: Any) -> Any:
+def make_config(algorithm: dict[str, Any], **more: Any) -> RunConfig:
     sections = {"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, "algorithm": algorithm, **more}
-    config = RunConfig.model_validate(sections)
-    found, info = find_algorithm(config.algorithm), SimpleNamespace(rank=0)
-    return SimpleNamespace(config=config, algorithm=found, actor=None, critic=None, info=info)
+    return RunConfig.model_validate(sections)
+
+
+def make_role(model: Any = None) -> Any:
+    """The only rank of a model."""
+    from rlhpc.trainer.roles import Role
+
+    return Role(model, rank=0, tokens_per_microbatch=64, tokens_without_gradient=64)
 
 
 def rows(values: Any) -> list[list[float]]:
@@ -51,9 +55,9 @@ def rows(values: Any) -> list[list[float]]:
 def advantages_of(algorithm: dict[str, Any], greedy: tuple[Sample, ...] = (), **values: list[list[float]]) -> Any:
     from rlhpc.trainer.advantages import step_advantages
 
-    run = make_run(algorithm)
+    section = make_config(algorithm).algorithm
     arrays = {name: [np.array(row, np.float32) for row in found] for name, found in values.items()}
-    return step_advantages(run, run.config.algorithm, SAMPLES, greedy, arrays)
+    return step_advantages(find_algorithm(section), section, SAMPLES, greedy, arrays)
 
 
 def test_given_tokens_have_no_advantage() -> None:
@@ -73,7 +77,7 @@ def test_a_penalty_is_taken_from_the_tokens_that_were_chosen() -> None:
     assert found.divergence == pytest.approx((0.5 - 1 + 0 + 1) / 4)
 
 
-def test_the_likeliest_response_to_the_same_prompt_is_the_baseline() -> None:
+def test_the_greedy_response_to_the_same_prompt_is_the_baseline() -> None:
     others = tuple(make_sample(group, 1, reward, None, 1) for group, reward in ((1, 9.0), (0, 0.25)))
     found = advantages_of({"name": "remax", "kl": {"coefficient": 0.0}}, greedy=others)
     assert rows(found.advantages) == [[0.75, 0, 0.75], [-0.25, -0.25]]
@@ -90,13 +94,13 @@ def test_a_critic_learns_the_returns() -> None:
     [("token-mean", (1, 1), 4), ("sequence-mean", (0.5, 0.5), 2), ("constant", (1, 1), 2 * 1024)],
 )
 def test_given_tokens_have_no_share_in_a_mean(aggregation: str, weights: tuple[float, float], denominator: int) -> None:
-    from rlhpc.trainer.batches import _pack, _weights
+    from rlhpc.trainer.batches import Batching, packed, token_weights
 
-    run = make_run({"aggregation": aggregation})
-    shares, found = _weights(run, PackPlan(64, (((0, 1),),), (8,)), SAMPLES)
+    batching = Batching.of(make_config({"aggregation": aggregation}))
+    shares, found = token_weights(batching, PackPlan(64, (((0, 1),),), (8,)), SAMPLES)
     assert (shares, found) == ({0: weights[0], 1: weights[1]}, denominator)
     tokens = {"advantages": [np.array([1, 2, 3], np.float32), np.array([4, 5], np.float32)]}
-    batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, shares, tokens, (0, 1))
+    batch = packed(make_role(), SAMPLES, shares, tokens, (0, 1))
     one, other = weights
     assert batch.loss_weight.tolist() == [0, one, 0, one, 0, other, other, 0]
     assert batch.extra["advantages"].tolist() == [0, 1, 2, 3, 0, 4, 5, 0]
@@ -111,19 +115,19 @@ def test_losses_are_divided_by_the_denominator_and_all_else_by_weights() -> None
 
 
 def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> None:
-    from rlhpc.trainer.batches import _pack
+    from rlhpc.trainer.batches import packed
     from rlhpc.trainer.update import policy_loss
 
-    run = make_run({"kl": {"coefficient": 0.0}})
+    section = make_config({"kl": {"coefficient": 0.0}}).algorithm
     tokens = {
         "engine_log_probs": [sample.log_probs for sample in SAMPLES],
         "old_log_probs": [np.array([-2.5, 50, -2], np.float32), np.array([-9, -9], np.float32)],
         "advantages": [np.zeros(3, np.float32), np.zeros(2, np.float32)],
         "fresh": [np.ones(3, np.float32), np.zeros(2, np.float32)],
     }
-    batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1.0, 1: 1.0}, tokens, (0, 1))
+    batch = packed(make_role(), SAMPLES, {0: 1.0, 1: 1.0}, tokens, (0, 1))
     stats = TokenStats(torch.zeros(8, requires_grad=True), torch.ones(8, requires_grad=True))
-    metrics = policy_loss(stats, batch, run.algorithm, run.config.algorithm).metrics
+    metrics = policy_loss(stats, batch, find_algorithm(section), section).metrics
     assert (float(metrics["logprob_diff_mean"]), float(metrics["logprob_diff_mean/weight"])) == (0.5, 2)
     assert (float(metrics["max/logprob_diff_max"]), float(metrics["weight"])) == (0.5, 4)
     assert float(metrics["entropy"]) == 4
@@ -131,17 +135,17 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
 
 def test_a_first_update_has_a_gradient_without_a_pass_before_it() -> None:
     """Its own log-probs are the old ones, and the ratio of both is 1, but no constant."""
-    from rlhpc.trainer.batches import _pack
+    from rlhpc.trainer.batches import packed
     from rlhpc.trainer.update import policy_loss
 
-    run = make_run({"kl": {"coefficient": 0.0}})
+    section = make_config({"kl": {"coefficient": 0.0}}).algorithm
     tokens = {
         "engine_log_probs": [sample.log_probs for sample in SAMPLES],
         "advantages": [np.array([1, 2, 3], np.float32), np.array([-4, 5], np.float32)],
     }
-    batch = _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1.0, 1: 0.5}, tokens, (0, 1))
+    batch = packed(make_role(), SAMPLES, {0: 1.0, 1: 0.5}, tokens, (0, 1))
     log_probs = torch.full((8,), -2.0, requires_grad=True)
-    policy_loss(TokenStats(log_probs, torch.ones(8)), batch, run.algorithm, run.config.algorithm).total.backward()
+    policy_loss(TokenStats(log_probs, torch.ones(8)), batch, find_algorithm(section), section).total.backward()
     assert log_probs.grad.tolist() == [0, -1, 0, -3, 0, 2, -2.5, 0]
 
 
@@ -159,20 +163,31 @@ def test_log_probs_are_taken_of_the_models_that_are_asked(
     monkeypatch: pytest.MonkeyPatch, algorithm: dict[str, str], train: dict[str, int], reference: bool, taken: Any
 ) -> None:
     from rlhpc.trainer import advantages
+    from rlhpc.trainer.batches import Batching
+    from rlhpc.trainer.roles import Models
 
-    monkeypatch.setattr(advantages, "_log_probs", lambda run, role, samples: role)
-    run = make_run({"kl": {"coefficient": 0.1, **algorithm}}, train={"steps": 1, **train})
-    run.models = SimpleNamespace(actor="actor", reference="reference" if reference else None, critic=None)
-    run.reference = SimpleNamespace(offload=lambda: None)
+    config = make_config({"kl": {"coefficient": 0.1, **algorithm}}, train={"steps": 1, **train})
+    actor, frozen = make_role(Trained()), make_role(Trained())
+    names = {id(actor): "actor", id(frozen): "reference"}
+    monkeypatch.setattr(advantages, "forward_batches", lambda role, batching, samples: [])
+    monkeypatch.setattr(advantages, "of_samples", lambda role, *rest: names[id(role)])
+    models = Models(actor, reference=frozen if reference else None)
+    found = advantages.token_values(models, Batching.of(config), SAMPLES, 1.0)
     engine = {"engine_log_probs": [sample.log_probs for sample in SAMPLES]}
-    assert advantages.token_values(run, SAMPLES) == {**engine, **taken}
+    assert found == {**engine, **taken}
 
 
 class Trained:
-    """Stands for a back end: remembers its updates, whose numbers rise."""
+    """Stands for a back end of one rank: remembers its updates, whose numbers rise."""
 
     def __init__(self) -> None:
+        from rlhpc.sharding.layout import ParallelLayout
+
         self.updates: list[tuple[Any, float, float]] = []
+        self.layout = ParallelLayout(1)
+
+    def offload(self) -> None:
+        pass
 
     def train(self, batches: Any, loss: Any, denominator: float, temperature: float, rate: float) -> TrainStats:
         self.updates.append((batches, denominator, rate))
@@ -182,28 +197,28 @@ class Trained:
         )
 
 
-def update(run: Any, state: RunState, samples: list[Sample]) -> tuple[dict[str, float], list[Any]]:
+def update(
+    config: RunConfig, state: RunState, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, critic: Any = None
+) -> tuple[dict[str, float], list[Any]]:
     """Metrics and the updates that they are of, each token's advantage being 1."""
     from rlhpc.trainer.advantages import StepAdvantages
-    from rlhpc.trainer.update import update_actor
+    from rlhpc.trainer.batches import Batching
+    from rlhpc.trainer.roles import Models, Role
+    from rlhpc.trainer.update import Updater
 
-    model = Trained()
-    run.models = SimpleNamespace(
-        actor=SimpleNamespace(
-            model=model,
-            pack=lambda lengths, minibatches: pack(lengths, 1, 64, minibatches),
-            own_bins=lambda plan, rank: plan.bins[rank],
-        )
-    )
+    monkeypatch.setattr(Role, "pack", lambda role, lengths, minibatches: pack(lengths, 1, 64, minibatches))
+    model, nowhere = Trained(), cast(Any, None)  # nothing is skipped
+    models = Models(make_role(model), critic=critic)
+    updater = Updater(config, nowhere, models, Batching.of(config), find_algorithm(config.algorithm))
     ones = [np.ones(sample.response_len, np.float32) for sample in samples]
     values, estimate = {"engine_log_probs": ones}, StepAdvantages(ones, None)
-    return update_actor(run, run.config.algorithm, state, samples, values, estimate), model.updates
+    return updater.update_actor(config.algorithm, state, samples, values, estimate), model.updates
 
 
-def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics() -> None:
+def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = {"learning_rate": 3.0, "schedule": "linear"}
-    run = make_run({}, train={"steps": 4, "epochs": 2, "minibatches": 2, "optimizer": optimizer})
-    metrics, updates = update(run, RunState(step=1, policy_version=1), SAMPLES)
+    config = make_config({}, train={"steps": 4, "epochs": 2, "minibatches": 2, "optimizer": optimizer})
+    metrics, updates = update(config, RunState(step=1, policy_version=1), SAMPLES, monkeypatch)
     assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
     assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.0))] * 4
     means = {"loss": 10.0, "entropy": 2.5, "grad_norm": 7.5, "load": 2.5, "gap": 2.0}
@@ -219,33 +234,30 @@ def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() 
     means = {"loss": 4.0, "kl": 0.5, "grad_norm": 3.0, "load": 1.0, "gap": 1.0}
     assert _step_metrics([(bad, 2.0), (good, 2.0)]) == {**means, "skipped_updates": 1.0}
     assert _step_metrics([(bad, 2.0)]) == {"skipped_updates": 1.0}
-    section = make_run({"kl": {"coefficient": 0.1, "target": 0.5}}).config.algorithm
+    section = make_config({"kl": {"coefficient": 0.1, "target": 0.5}}).algorithm
     for metrics in ({"skipped_updates": 1.0}, {"kl": np.nan}, {"kl": np.inf}):
         state = RunState(kl_coefficient=0.1)
         assert _adapt_coefficient(section, state, metrics, 64) == {}
         assert state.kl_coefficient == 0.1
 
 
-def test_samples_of_older_weights_are_marked() -> None:
-    run, newer = make_run({}), replace(SAMPLES[1], policy_version=2)
+def test_samples_of_older_weights_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, newer = make_config({}), replace(SAMPLES[1], policy_version=2)
     for samples, marks in (([SAMPLES[0], newer], [0, 0, 0, 0, 0, 1, 1, 0]), ([newer], None)):
-        _, [([batch], _, _)] = update(run, RunState(policy_version=2), samples)
+        _, [([batch], _, _)] = update(config, RunState(policy_version=2), samples, monkeypatch)
         assert (batch.extra["fresh"].tolist() if "fresh" in batch.extra else None) == marks
 
 
-def test_the_actor_waits_while_the_critic_alone_learns() -> None:
-    run = make_run({"name": "ppo"}, critic={"warmup_steps": 2}, train={"steps": 9})
-    run.critic = object()
+def test_the_actor_waits_while_the_critic_alone_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config({"name": "ppo"}, critic={"warmup_steps": 2}, train={"steps": 9})
     for step, updates in ((1, 0), (2, 1)):
-        metrics, made = update(run, RunState(step=step, policy_version=1), SAMPLES)
+        state = RunState(step=step, policy_version=1)
+        metrics, made = update(config, state, SAMPLES, monkeypatch, critic=make_role(Trained()))
         assert (len(made), bool(metrics)) == (updates, updates > 0)
 
 
 def test_micro_batches_are_filled_up_with_blank_ones() -> None:
-    from rlhpc.trainer.batches import _pack, filled
+    from rlhpc.trainer.batches import filled, packed
 
-    run = make_run({})
-    batches = filled(
-        [(1,), (), (0,), ()], lambda ids: _pack(run, SimpleNamespace(model=object()), SAMPLES, {0: 1, 1: 1}, {}, ids)
-    )
+    batches = filled([(1,), (), (0,), ()], lambda ids: packed(make_role(), SAMPLES, {0: 1, 1: 1}, {}, ids))
     assert [batch.sample_ids for batch in batches] == [(1,), (0,), (), ()]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.distributed import run_ranks
-from tests.helpers.learning import make_config, make_run, make_samples
+from tests.helpers.learning import learn, make_config, make_run, make_samples
 from tests.helpers.tiny_models import make_model
 
 pytestmark = pytest.mark.ranks
@@ -90,8 +90,6 @@ def _learn_all(model: Path, cases: Sequence[tuple[dict[str, Any], dict[str, int]
 def _learn(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Learnt:
     """By how much each weight has changed, and the sizes of micro batches."""
     from rlhpc.api import RunState
-    from rlhpc.trainer.advantages import step_advantages, token_values
-    from rlhpc.trainer.update import update_actor, update_critic
 
     config = make_config(model, case, axes)
     run, state = make_run(config), RunState()
@@ -99,11 +97,7 @@ def _learn(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Learnt:
     before = _weights(run)
     for step in range(STEPS):
         samples = make_samples(step)[: config.train.prompts_per_step * config.rollout.samples_per_prompt]
-        values = token_values(run, samples)
-        estimate = step_advantages(run, config.algorithm, samples, [], values)
-        if run.critic is not None:
-            update_critic(run, state, samples, values, estimate)
-        metrics = update_actor(run, config.algorithm, state, samples, values, estimate)
+        _, metrics = learn(run, config.algorithm, state, samples)
         assert bool(metrics) == (run.critic is None or step > 0), "the critic's warm-up"
         state.step += 1
     after = _weights(run)

@@ -13,8 +13,7 @@ contract that Megatron's checkpoints are written for, and updates a share of the
 that it keeps, as boxes of whole parameters (``optimizer_shards.py``).
 """
 
-import rlhpc.parallel.compat  # noqa: F401  first: it hides optional packages from Megatron
+from rlhpc.parallel.compat import end_writers  # isort: skip  first: it hides optional packages from Megatron
 from rlhpc.backends.megatron.backend import MegatronBackend
-from rlhpc.backends.megatron.checkpoint import end_writers
 
 __all__ = ["MegatronBackend", "end_writers"]

@@ -18,7 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainStats
+from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
 from rlhpc.backends.megatron.checkpoint import BackgroundWrite, Content
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
@@ -36,7 +36,8 @@ from rlhpc.backends.megatron.optimizer import (
 from rlhpc.backends.megatron.packed import RotaryTable
 from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import OptimizerSection
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
@@ -61,9 +62,9 @@ def _in_its_groups(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class MegatronBackend:
-    """Implements ``rlhpc.api.TrainBackend``. Without an optimizer section the model is frozen: a reference.
+    """Implements ``rlhpc.api.TrainBackend``. Without optimizer settings the model is frozen.
 
-    ``groups``: of a model that is cut otherwise than the groups in force.
+    ``groups``: process groups of a model whose layout differs from that of the active groups.
     """
 
     def __init__(
@@ -72,38 +73,42 @@ class MegatronBackend:
         layout: ParallelLayout,
         info: RankInfo,
         dtype: str,
-        parallel: ParallelSection,
-        optimizer: OptimizerSection | None = None,
-        experts: ExpertsSection | None = None,
-        memory: MemorySection | None = None,
+        settings: ModelSettings,
         groups: Groups | None = None,
     ) -> None:
-        memory = memory or MemorySection()
-        self._section, self._groups = optimizer, groups or contextlib.nullcontext()
+        trained, offload = settings.optimizer is not None, settings.memory.offload
+        self._section, self._groups = settings.optimizer, groups or contextlib.nullcontext()
         self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
         self._has_experts = shape.experts is not None
         self._kind = TokenValues if shape.head == "value" else TokenStats
         self.rope = RotaryTable(shape, self._device)
         with self._groups, megatron_device():
-            self._config = transformer_config(
-                shape, layout, DTYPES[dtype], parallel, experts or ExpertsSection(), memory
-            )
+            self._config = transformer_config(shape, layout, DTYPES[dtype], settings)
             models = build_chunks(shape, layout, self._config)
             self.weights = ShardedWeights(shape, layout, info, models)
             self._models, self._routers = models, routers_of(models)
             self._chunks = wrap_chunks(self._config, models)
-            if optimizer is None:
-                for chunk in self._chunks:
-                    chunk.requires_grad_(False).eval()
-            else:
+            if trained:
                 self._chunks = distribute(self._config, self._chunks)
+            else:
+                for chunk in self._chunks:
+                    chunk.requires_grad_(requires_grad=False).eval()
         self._optimizer: Any = None
         self._offload = Offload(
-            configured_kinds(memory.offload, trained=optimizer is not None),
-            memory.offload.fraction,
+            configured_kinds(offload, trained=trained),
+            offload.fraction,
             lambda kind: device_tensors(self._models, self._optimizer, kind),
         )
+
+    @property
+    def shape(self) -> ModelShape:
+        """See ``TrainBackend``."""
+        return self.weights.shape
+
+    def shards(self) -> Sequence[Shard]:
+        """See ``TrainBackend``."""
+        return self.weights.shards
 
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:
@@ -117,8 +122,9 @@ class MegatronBackend:
         self.reset_optimizer()
 
     @_in_its_groups
-    def copy_weights(self, source: MegatronBackend) -> None:
-        """Take the weights of another model of the same shape and layout."""
+    def copy_weights(self, source: TrainBackend) -> None:
+        """See ``TrainBackend``."""
+        assert isinstance(source, MegatronBackend)
         self._offload.restore("parameters")
         source._offload.restore("parameters")
         for mine, theirs in zip(self._models, source._models, strict=True):
@@ -246,15 +252,15 @@ class MegatronBackend:
         self._offload.restore("parameters")
         return self.weights.full_tensors()
 
-    def offload(self, keep_parameters: bool = False) -> None:
+    def offload(self, *, keep_parameters: bool = False) -> None:
         """See ``TrainBackend``."""
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
     @_in_its_groups
-    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
         """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
         self._offload.restore("optimizer", "parameters")
-        return self._content.save(folder, asynchronous)
+        return self._content.save(folder, asynchronous=asynchronous)
 
     @_in_its_groups
     def load(self, folder: Path) -> None:

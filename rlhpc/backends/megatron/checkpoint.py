@@ -20,12 +20,11 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException
 
 from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state, owned_state, state_shards
 from rlhpc.parallel.agreement import raise_together
-from rlhpc.parallel.compat import megatron_device, patient_saves
+from rlhpc.parallel.compat import megatron_device, patient_saves, restore_rng_states, rng_states
 from rlhpc.parallel.saving import private_buckets
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -48,7 +47,7 @@ class Content:
     models: Sequence[GPTModel]
     optimizer: MegatronOptimizer | None
 
-    def save(self, folder: Path, asynchronous: bool = False) -> BackgroundWrite | None:
+    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
         """Each rank writes its own shards into an existing empty folder. Collective.
 
         ``asynchronous``: what is to be written is copied, a process of its own writes it, and ``finish`` of the answer
@@ -72,7 +71,7 @@ class Content:
             raise_together(next(iter(failures), None))
             return BackgroundWrite(request, folder) if asynchronous else None
 
-    def load(self, folder: Path, without_head: bool = False) -> None:
+    def load(self, folder: Path, *, without_head: bool = False) -> None:
         """Take what was saved, in this layout or another; generators only where they are cut alike. Collective.
 
         ``without_head``: the head stays as it is, where a critic begins with the weights of another model.
@@ -96,7 +95,7 @@ class Content:
             for part in owned:
                 part.put_back()
             if "rng" in state:
-                _set_rng_states(state["rng"])
+                restore_rng_states(state["rng"])
 
     def _models(self, group: dist.ProcessGroup) -> dict[str, Any]:
         metadata = {**_LAID_OUT, "dp_cp_group": group}
@@ -122,7 +121,7 @@ class Content:
         mine, kinds = coords[dist.get_rank()], sorted(set(coords))
         copies = [rank for rank, coord in enumerate(coords) if coord == mine]
         replica = copies.index(dist.get_rank())
-        return {"rng": ShardedObject("rng", _rng_states(), (len(kinds),), (kinds.index(mine),), replica_id=replica)}
+        return {"rng": ShardedObject("rng", rng_states(), (len(kinds),), (kinds.index(mine),), replica_id=replica)}
 
 
 class BackgroundWrite:
@@ -151,17 +150,6 @@ class BackgroundWrite:
         raise_together(next(iter(failures), None))
 
 
-def end_writers() -> None:
-    """End the process that Megatron keeps for what its writers say (filesystem_async.py:55). Killed with its rank it
-    would leave a folder in TMPDIR."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    queue = filesystem_async._results_queue
-    if queue is not None:
-        queue._manager.shutdown()
-        filesystem_async._results_queue = None
-
-
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
     """An error of the disk as the OSError that it was, on every rank: Megatron tells rank 0 alone, in a traceback."""
@@ -174,19 +162,3 @@ def _plain_errors() -> Iterator[None]:
         if int(number):
             raise OSError(int(number), os.strerror(int(number))) from error
         raise RuntimeError("a checkpoint was not written") from error
-
-
-def _rng_states() -> dict[str, Any]:
-    on_gpu = torch.cuda.is_initialized()
-    return {
-        "host": torch.get_rng_state(),
-        "device": torch.cuda.get_rng_state() if on_gpu else None,
-        "tracker": get_cuda_rng_tracker().get_states(),
-    }
-
-
-def _set_rng_states(states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["host"])
-    if states["device"] is not None and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(states["device"])
-    get_cuda_rng_tracker().set_states(states["tracker"])

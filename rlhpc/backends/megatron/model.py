@@ -12,9 +12,10 @@ from torch import Tensor
 
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
-from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import ExpertsSection, MemorySection
 from rlhpc.models import ModelShape
-from rlhpc.parallel.compat import device, hold_what_is_sent
+from rlhpc.parallel.compat import device, hold_sent_tensors
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import padded_vocab
 
@@ -22,14 +23,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def transformer_config(
-    shape: ModelShape,
-    layout: ParallelLayout,
-    dtype: torch.dtype,
-    parallel: ParallelSection,
-    experts: ExpertsSection,
-    memory: MemorySection,
+    shape: ModelShape, layout: ParallelLayout, dtype: torch.dtype, settings: ModelSettings
 ) -> TransformerConfig:
     """Megatron's configuration of the model. Without Transformer Engine and apex, Megatron's own fusions are off."""
+    parallel = settings.parallel
     dispatch = parallel.expert_dispatch if shape.experts else "alltoall"
     return TransformerConfig(
         num_layers=shape.num_layers,
@@ -73,8 +70,8 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
-        **(_expert_options(shape, experts) if shape.experts else {}),
-        **_recompute_options(memory),
+        **(_expert_options(shape, settings.moe) if shape.experts else {}),
+        **_recompute_options(settings.memory),
     )
 
 
@@ -131,7 +128,7 @@ def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any
 def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerConfig) -> list[GPTModel]:
     """This rank's modules, one for each virtual pipeline stage."""
     if layout.vpp:
-        hold_what_is_sent()
+        hold_sent_tensors()
     chunks = []
     for stage in range(layout.vpp or 1):
         vp_stage = stage if layout.vpp else None

@@ -32,11 +32,11 @@ class ShardedWeights:
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, info: RankInfo, chunks: list[GPTModel]) -> None:
         self.shape, self._layout = shape, layout
-        self._shards = megatron_shards(shape, layout, info.rank)
+        self.shards = megatron_shards(shape, layout, info.rank)
         self._params = [_weights_of(chunk) for chunk in chunks]
         self.dtype = next(chunks[0].parameters()).dtype
         self._members: dict[dist.ProcessGroup, list[ShardsByTensor]] = {}
-        held = {(shard.chunk, shard.local_name) for shard in self._shards}
+        held = {(shard.chunk, shard.local_name) for shard in self.shards}
         present = {(i, name) for i, params in enumerate(self._params) for name in params}
         assert held == present, f"plan and model differ: {sorted(held ^ present)[:4]}"
 
@@ -61,7 +61,7 @@ class ShardedWeights:
             for name in params.keys() & _PADDED:
                 params[name].data.zero_()
         with SafetensorsFolder(folder) as files:
-            for shard in self._shards:
+            for shard in self.shards:
                 if shard.tensor.name == _VALUE_HEAD and shard.tensor.name not in files:
                     self.view(shard).zero_()
                     continue
@@ -71,7 +71,7 @@ class ShardedWeights:
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """This rank's blocks of whole tensors, by HuggingFace's names; those that this model lacks are passed over."""
         mine: ShardsByTensor = {}
-        for shard in self._shards:
+        for shard in self.shards:
             mine.setdefault(shard.tensor.name, []).append(shard)
         for name, tensor in tensors:
             for shard in mine.get(name, []):

@@ -13,7 +13,7 @@ from typing import Any
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean
 
-_KEYS = ("function", "filter", "family")
+_KEYS = ("function", "filter", "family", "step")
 _MAKERS = ("globals", "vars", "setattr", "exec")  # what may bind names that the file does not show
 
 

@@ -1,1 +1,1 @@
-"""Acceptance of a machine: what of rlhpc works on it, and how fast."""
+"""Acceptance of a machine: which parts of rlhpc work on it, and how fast."""

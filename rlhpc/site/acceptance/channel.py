@@ -1,4 +1,4 @@
-"""Messages from a process of a part to the part: one JSON object a line. Torch-free."""
+"""Messages from the processes of a part to the part, one JSON object per line. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rlhpc.site.acceptance.part import Figure, Goal, Skipped
 
 
 class Channel:
-    """The worker's end. Written to what was standard output; prints of libraries go to the log instead."""
+    """The worker's end. Uses the original standard output; what libraries print goes to the log instead."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     @classmethod
     def take_stdout(cls) -> Channel:
-        """Use standard output for messages alone; from now on its former writers write to standard error."""
+        """Reserve standard output for messages, and redirect other writers to standard error."""
         sys.stdout.flush()
         stream = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)

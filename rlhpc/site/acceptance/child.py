@@ -1,6 +1,6 @@
 """A part's own process: ``python -m rlhpc.site.acceptance.child SPEC``, started by the driver.
 
-Results go into a file, one JSON object a line, so that none is lost with the process.
+Results go to a file, one JSON object per line, so that none is lost with the process.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.site.acceptance.part import Context, Figure, Size, Skipped
 
-_STACKS_SECONDS = 1.0  # before its end, a part that hangs writes its stacks into its output
-_LEAST_SECONDS = 0.01  # faulthandler takes no time that is over
+_STACKS_SECONDS = 1.0  # before its deadline, a hanging part dumps its stacks to its output
+_LEAST_SECONDS = 0.01  # faulthandler rejects a deadline in the past
 _LONGEST_MESSAGE = 500
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a part's process needs: passed as JSON."""
+    """Input of a part's process, passed as JSON."""
 
     function: str
     folder: str
     results: str
     size: Size
     on_gpu: bool
-    deadline: float  # on the monotonic clock, which all processes of a machine share
+    deadline: float  # monotonic clock, shared by all processes of a machine
     driver_pid: int
     driver_start: int
 
@@ -44,7 +44,7 @@ class Spec:
 
 
 class _Results:
-    """Appends results to the file; each is one write, whole for the reader."""
+    """Appends results to the file, each in a single write so that readers never see half a line."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -54,13 +54,13 @@ class _Results:
         self.write(kind, asdict(result))
 
     def write(self, kind: str, value: Any) -> None:
-        # NaN is written as such, and read by Python's json. Scalars of numpy and torch become Python's.
+        # Python's json reads and writes NaN. Scalars of numpy and torch become Python's.
         line = json.dumps({kind: value}, default=lambda scalar: scalar.item()) + "\n"
         os.write(self._descriptor, line.encode())
 
 
 def run(spec: Spec) -> int:
-    """Call the part's function; the exit code."""
+    """Call the part's function and return the exit code."""
     results = _Results(Path(spec.results))
     context = Context(Path(spec.folder), spec.size, spec.on_gpu, results.report)
     try:
@@ -84,7 +84,7 @@ def main() -> None:
     code = run(spec)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # engines and process groups may hang or crash while Python frees them
+    os._exit(code)  # engines and process groups may hang or crash during interpreter shutdown
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the driver reports of GPUs: through NVML, else through nvidia-smi. No torch, and no CUDA context."""
+"""GPU facts from the driver, through NVML or else nvidia-smi. No torch, no CUDA context."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UNKNOWN = "unknown GPU"
 
 
 def read_gpu() -> dict[str, Any]:
-    """Fields of a fingerprint about the first visible GPU; what the driver does not report is left out."""
+    """Fingerprint fields of the first visible GPU, without those that the driver does not report."""
     with opened() as nvml:
         if nvml is not None:
             return _from_nvml(nvml)
@@ -38,7 +38,7 @@ def read_gpu() -> dict[str, Any]:
 
 
 def used_memory() -> int | None:
-    """Bytes in use on the first visible GPU, by all processes; None where the driver cannot be asked."""
+    """Bytes in use on the first visible GPU, by all processes; None if the driver does not answer."""
     with opened() as nvml:
         if nvml is not None:
             return used_by(nvml)
@@ -47,18 +47,18 @@ def used_memory() -> int | None:
 
 
 def used_by(nvml: Any) -> int:
-    """The same by an NVML that is open. NVML counts what the driver reserves, cudaMemGetInfo does not: compare only
-    values of one of them."""
+    """The same through an open NVML. NVML counts memory reserved by the driver, cudaMemGetInfo does not: never mix the
+    two in one comparison."""
     return int(nvml.nvmlDeviceGetMemoryInfo(_first(nvml)).used)
 
 
 @contextlib.contextmanager
 def opened() -> Iterator[Any]:
-    """The module pynvml, initialised; None where it, the library or the driver is missing."""
+    """The initialised pynvml module; None if it, the library or the driver is missing."""
     try:
         pynvml: Any = importlib.import_module("pynvml")
         pynvml.nvmlInit()
-    except Exception:  # NVMLError is pynvml's own, and ctypes raises OSError
+    except Exception:  # pynvml raises NVMLError, ctypes OSError
         yield None
         return
     try:
@@ -68,7 +68,7 @@ def opened() -> Iterator[Any]:
 
 
 def _first(nvml: Any) -> Any:
-    """Handle of the GPU that a process sees as its first: NVML itself sees all of them."""
+    """Handle of the first GPU in CUDA_VISIBLE_DEVICES, which NVML itself ignores."""
     visible = os.environ.get(env.CUDA_VISIBLE_DEVICES, "").split(",")[0].strip()
     with contextlib.suppress(nvml.NVMLError):
         if visible.startswith(("GPU-", "MIG-")):
@@ -91,7 +91,7 @@ def _from_nvml(nvml: Any) -> dict[str, Any]:
     }
     found: dict[str, Any] = {"gpu": UNKNOWN}
     for key, read in readers.items():
-        with contextlib.suppress(nvml.NVMLError):  # some boards and virtual GPUs do not report all of it
+        with contextlib.suppress(nvml.NVMLError):  # some boards and virtual GPUs report less
             found[key] = read()
     return found
 
@@ -107,7 +107,7 @@ def _cuda_release(number: int) -> str:
 
 
 def _smi(fields: str) -> list[list[str]]:
-    """A row of values for each visible GPU; none where nvidia-smi is missing or fails."""
+    """One row of values per visible GPU; empty if nvidia-smi is missing or fails."""
     command = ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"]
     if visible := os.environ.get(env.CUDA_VISIBLE_DEVICES):
         command.append(f"--id={visible}")
@@ -119,7 +119,7 @@ def _smi(fields: str) -> list[list[str]]:
 
 
 def _number(text: str, factor: float = 1.0) -> float | None:
-    """None for what nvidia-smi writes where it has no number, such as [N/A]."""
+    """The number, or None for placeholders such as [N/A]."""
     try:
         return round(float(text) * factor, 1)
     except ValueError:

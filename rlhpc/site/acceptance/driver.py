@@ -1,4 +1,4 @@
-"""Runs the parts of acceptance one after the other, and continues where an earlier start ended. Torch-free."""
+"""Runs the parts of acceptance in order, resuming where an earlier invocation stopped. Torch-free."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlhpc.site.acceptance.fingerprint import Fingerprint, read_fingerprint
 from rlhpc.site.acceptance.logs import LOG, append_log, last_lines
 from rlhpc.site.acceptance.page import page_name, render_page
 from rlhpc.site.acceptance.part import Figure, Part, Size, Skipped
-from rlhpc.site.acceptance.process import Ended, run_part
+from rlhpc.site.acceptance.process import PartExit, run_part
 from rlhpc.site.acceptance.results import (
     STATE,
     FigureRecord,
@@ -36,25 +36,25 @@ from rlhpc.site.acceptance.results import (
 
 INTERRUPTED = 130
 _NEEDS_GPU = "needs a GPU"
-_RELEASE_SECONDS = 20.0  # for the driver of a GPU to take back the memory of killed processes
-_LEFT_BYTES = 1 << 30  # more in use than before the part is not yet taken back
+_RELEASE_SECONDS = 20.0  # for the GPU driver to free the memory of killed processes
+_LEFT_BYTES = 1 << 30  # memory in use beyond that before the part which counts as not yet freed
 
 Decision = Literal["run", "done", "failed", "no_gpu", "no_time"]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What one start was asked for."""
+    """Options of one invocation."""
 
-    names: tuple[str, ...] = ()  # all parts, if none is named; a named part runs again, however it ended before
-    minutes: float | None = None  # a part starts only if its limit still fits
+    names: tuple[str, ...] = ()  # default: all parts; a named part runs again whatever its status
+    minutes: float | None = None  # a part starts only if its time limit still fits
     size: Size | None = None  # full with a GPU, tiny without
-    retry: bool = False  # failed parts run again
-    strict: bool = False  # a missed goal fails the start
+    retry: bool = False  # rerun failed parts
+    strict: bool = False  # fail on a missed goal
 
 
 def select(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
-    """The named parts in the table's order, all if none is named. Raises UserError."""
+    """The named parts in the table's order; all if no name is given. Raises UserError."""
     known = [part.name for part in parts]
     for name in names:
         if name not in known:
@@ -63,9 +63,9 @@ def select(parts: Sequence[Part], names: Sequence[str]) -> list[Part]:
 
 
 def decide(
-    part: Part, record: PartRecord | None, options: Options, size: Size, on_gpu: bool, elapsed_minutes: float
+    part: Part, record: PartRecord | None, options: Options, size: Size, *, on_gpu: bool, elapsed_minutes: float
 ) -> Decision:
-    """What to do with a part. ``record`` is what an earlier start left of it."""
+    """What to do with a part. ``record``: its result in an earlier invocation."""
     if not options.names and record is not None:
         if record.status == "passed" and record.size in (size, "full"):
             return "done"
@@ -79,10 +79,10 @@ def decide(
 
 
 def accept(folder: Path, parts: Sequence[Part], options: Options) -> int:
-    """Run what is not done, with results in ``folder``; the exit code.
+    """Run the parts that are not done, with results in ``folder``, and return the exit code.
 
-    0: every selected part that has run passed, in this start or an earlier one. 1: one failed or, with ``strict``,
-    missed a goal. 130: interrupted by Ctrl-C or SIGTERM; what was measured is kept.
+    0: every selected part that ran has passed, now or earlier. 1: one failed or, with ``strict``, missed a goal.
+    130: interrupted by Ctrl-C or SIGTERM; results so far are saved.
     """
     chosen = select(parts, options.names)
     folder = folder.absolute()
@@ -92,7 +92,7 @@ def accept(folder: Path, parts: Sequence[Part], options: Options) -> int:
 
 
 class Acceptance:
-    """One start of acceptance."""
+    """One invocation of acceptance."""
 
     def __init__(self, folder: Path, parts: Sequence[Part], chosen: Sequence[Part], options: Options) -> None:
         self._began = time.monotonic()
@@ -105,11 +105,11 @@ class Acceptance:
         self._no_time: list[str] = []
 
     def run(self) -> int:
-        """Every selected part in turn."""
+        """Run every selected part in turn and return the exit code."""
         show(f"rlhpc: acceptance on {self._machine.device}, {self._size} sizes: {self._folder}")
         for record in self._results.parts.values():
-            if record.status == "running":  # the start that ran it was killed
-                record.status, record.message = "interrupted", "the start that ran it was killed"
+            if record.status == "running":  # its driver was killed
+                record.status, record.message = "interrupted", "the driver was killed"
         code = 0
         with _sigterm_as_interrupt():
             try:
@@ -123,7 +123,7 @@ class Acceptance:
     def _take(self, part: Part, title: str) -> None:
         record = self._results.parts.get(part.name)
         elapsed = (time.monotonic() - self._began) / 60
-        decision = decide(part, record, self._options, self._size, self._on_gpu, elapsed)
+        decision = decide(part, record, self._options, self._size, on_gpu=self._on_gpu, elapsed_minutes=elapsed)
         if decision == "done":
             show(f"{title}: passed before")
         elif decision == "failed":
@@ -131,10 +131,10 @@ class Acceptance:
             show(f"{title}: failed before ({record.message}); run it again with --retry or --part {part.name}")
         elif decision == "no_time":
             self._no_time.append(part.name)
-            show(f"{title}: not started, its limit of {part.minutes:g} min no longer fits")
+            show(f"{title}: not started, its limit of {part.minutes:g} min exceeds the time left")
         elif decision == "no_gpu":
             show(f"{title}: skipped, {_NEEDS_GPU}")
-            if record is None:  # what another machine has measured stays
+            if record is None:  # keep what another machine measured
                 self._begin(part).status = "skipped"
                 self._results.parts[part.name].message = _NEEDS_GPU
                 self._save()
@@ -143,7 +143,7 @@ class Acceptance:
             self._run_part(part)
 
     def _begin(self, part: Part) -> PartRecord:
-        """A new record in place of an earlier one."""
+        """A new record, replacing an earlier one."""
         record = PartRecord.begin(part, self._size, self._machine.key, time.time())
         self._results.machines[self._machine.key] = self._machine
         self._results.parts[part.name] = record
@@ -169,7 +169,7 @@ class Acceptance:
             output = Path(scratch, "output.log")
             output.touch()
             try:
-                ended = run_part(part, self._size, self._on_gpu, Path(scratch), output, report)
+                ended = run_part(part, self._size, Path(scratch), output, report, on_gpu=self._on_gpu)
                 record.status, record.message = _outcome(ended, record)
             except BaseException as error:
                 stopped = isinstance(error, KeyboardInterrupt)
@@ -186,7 +186,7 @@ class Acceptance:
             _wait_for_memory(memory)
 
     def _save(self) -> None:
-        """State first, then the page made of it. A page under an earlier name is removed."""
+        """Write the state, then its page; remove a page under an earlier name."""
         if not self._results.parts:
             return
         before, self._results.page = self._results.page, page_name(self._results)
@@ -196,7 +196,7 @@ class Acceptance:
             (self._folder / before).unlink(missing_ok=True)
 
     def _finish(self) -> int:
-        """Report what is left; the exit code."""
+        """Print failures, missed goals and skipped parts, and return the exit code."""
         names = [part.name for part in self._chosen]
         records = {name: self._results.parts[name] for name in names if name in self._results.parts}
         failed = [name for name, record in records.items() if record.failed]
@@ -209,7 +209,7 @@ class Acceptance:
         return 1 if failed or (self._options.strict and missed) else 0
 
 
-def _outcome(ended: Ended, record: PartRecord) -> tuple[Status, str]:
+def _outcome(ended: PartExit, record: PartRecord) -> tuple[Status, str]:
     if ended.code is None:
         return "timeout", f"{ended.message} of {record.limit_minutes:g} min"
     if ended.code:
@@ -220,14 +220,14 @@ def _outcome(ended: Ended, record: PartRecord) -> tuple[Status, str]:
 
 
 def _line(figure: FigureRecord) -> str:
-    """A figure on the terminal."""
+    """A figure as a line for the terminal."""
     value = f"{figure.value:.4g}" if isinstance(figure.value, float) else str(figure.value)
     goal = f" (goal {figure.goal}: {'reached' if figure.met else 'MISSED'})" if figure.goal else ""
     return f"{figure.name}: {value} {figure.unit}".rstrip() + goal
 
 
 def _wait_for_memory(before: int) -> None:
-    """Until the next part finds the GPU as the last one did."""
+    """Wait until the GPU's memory use is back to ``before``, within a limit."""
     until = time.monotonic() + _RELEASE_SECONDS
     while (used_memory() or 0) > before + _LEFT_BYTES and time.monotonic() < until:
         time.sleep(0.5)
@@ -235,7 +235,7 @@ def _wait_for_memory(before: int) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """One driver in a folder at a time. The lock is on the log, which is never replaced, and goes with this process."""
+    """Allow one driver per folder. The lock is on the log, which is never replaced, and ends with this process."""
     with open(folder / LOG, "ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,7 +248,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _sigterm_as_interrupt() -> Iterator[None]:
-    """A job that is ended by its scheduler keeps what it has, as one ended by Ctrl-C."""
+    """Handle a scheduler's SIGTERM like Ctrl-C: results so far are saved."""
 
     def interrupt(_: int, __: FrameType | None) -> None:
         raise KeyboardInterrupt

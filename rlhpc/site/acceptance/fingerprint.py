@@ -1,4 +1,4 @@
-"""What a machine is: GPUs, driver, clocks, CPU, memory and versions. Imports no torch, and works without a GPU."""
+"""Fingerprint of a machine: GPUs, driver, clocks, CPU, memory and versions. Torch-free; works without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict
 from rlhpc.site.acceptance.device import read_gpu
 
 _GIB = 1 << 30
-# Distributions whose versions decide what runs, and how fast.
+# Distributions whose versions determine what runs and how fast.
 _PACKAGES = (
     "rlhpc",
     "torch",
@@ -38,54 +38,54 @@ _PACKAGES = (
 
 
 class Fingerprint(BaseModel):
-    """A machine. Two starts on machines that are alike in all of this have one entry."""
+    """Hardware and software of a machine. Machines equal in all fields share one entry."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     gpu: str | None = None
-    """Name that the driver gives the first GPU; null without one."""
+    """Name of the first GPU as its driver reports it; null without a GPU."""
     gpu_count: int = 0
     gpu_memory_gib: float | None = None
-    """Of one GPU."""
+    """Memory of one GPU, GiB."""
     driver: str | None = None
     driver_cuda: str | None = None
     """Newest CUDA release that the driver supports."""
     sm_clock_mhz: int | None = None
-    """Highest clock of the processors."""
+    """Maximum SM clock."""
     memory_clock_mhz: int | None = None
-    """Highest clock of the memory."""
+    """Maximum memory clock."""
     power_limit_watts: float | None = None
     cpu: str
     cpu_cores: int
-    """That this process may use."""
+    """CPU cores available to this process."""
     cpu_memory_gib: float
     system: str
     python: str
     packages: dict[str, str]
-    """Versions of the installed distributions that matter. torch's has the CUDA release it is built for."""
+    """Versions of relevant installed distributions; torch's includes its CUDA release."""
 
     @property
     def device(self) -> str:
-        """Name for titles."""
+        """Device name for titles."""
         if self.gpu is None:
             return self.cpu
         return self.gpu if self.gpu_count == 1 else f"{self.gpu_count} x {self.gpu}"
 
     @property
     def slug(self) -> str:
-        """Name for files."""
+        """Device name for file names."""
         if self.gpu is None:
             return "cpu"
         return re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
 
     @property
     def key(self) -> str:
-        """Slug and a digest of everything."""
+        """Slug with a digest of all fields."""
         return f"{self.slug}-{hashlib.sha256(self.model_dump_json().encode()).hexdigest()[:6]}"
 
 
 def read_fingerprint(gpu_count: int) -> Fingerprint:
-    """This machine's; ``gpu_count`` as seen by its processes."""
+    """Fingerprint of this machine; ``gpu_count``: GPUs visible to its processes."""
     return Fingerprint(
         **(read_gpu() if gpu_count else {}),
         gpu_count=gpu_count,
@@ -107,7 +107,7 @@ def _cpu_name() -> str:
 
 
 def _memory_bytes() -> int:
-    """Of the machine, or of the container where that allows less."""
+    """Memory of the machine, or of the container if that is less."""
     found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
     for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
         with contextlib.suppress(OSError, ValueError):

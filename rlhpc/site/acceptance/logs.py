@@ -7,13 +7,13 @@ from pathlib import Path
 from rlhpc.core.text import printable
 
 LOG = "acceptance.log"  # in the folder of results
-_HEAD, _TAIL = 128 << 10, 384 << 10  # bytes kept of one part
-_WHOLE = 12 << 20  # bytes kept of all; the oldest leave first
+_HEAD, _TAIL = 128 << 10, 384 << 10  # bytes stored per part
+_WHOLE = 12 << 20  # bytes stored in total; the oldest are dropped first
 _TAIL_LINES, _LINE_CHARACTERS = 40, 400
 
 
 def append_log(log: Path, title: str, output: Path) -> None:
-    """Add a part's output, its middle left out where it is long. The file is changed in place: it is locked."""
+    """Append a part's output, without its middle if it is long. Edits the file in place, because it is locked."""
     text = f"\n===== {title} =====\n".encode() + _shortened(output)
     with open(log, "r+b") as file:
         data = file.read() + text
@@ -24,7 +24,7 @@ def append_log(log: Path, title: str, output: Path) -> None:
 
 
 def last_lines(output: Path) -> list[str]:
-    """The end of a part's output, for the page."""
+    """Last lines of a part's output, for the page."""
     text = _end(output, _TAIL_LINES * _LINE_CHARACTERS).decode(errors="replace")
     return [printable(line)[:_LINE_CHARACTERS] for line in text.splitlines()[-_TAIL_LINES:]]
 

@@ -1,9 +1,9 @@
-"""The page of an acceptance: Markdown made from its results alone. Torch-free."""
+"""Renders the results of acceptance as a Markdown page. Torch-free."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from rlhpc.core.text import printable
 from rlhpc.plan.estimates.hardware import gpu_of_device, site_entry
@@ -13,20 +13,20 @@ from rlhpc.site.acceptance.results import STATE, FigureRecord, PartRecord, Resul
 
 
 def page_name(results: Results) -> str:
-    """``gpu-<machine>-<date>.md``, by machine and day of the newest part."""
+    """``gpu-<machine>-<date>.md``, with machine and date of the newest part."""
     newest = max(results.parts.values(), key=lambda record: record.started)
     return f"gpu-{results.machines[newest.machine].slug}-{_day(results)}.md"
 
 
 def render_page(results: Results, parts: Sequence[Part]) -> str:
-    """What failed and what missed its goal first, then the machines, then every part with its figures."""
+    """Failures and missed goals first, then the machines, then every part with its figures."""
     named = [(part.name, results.parts[part.name]) for part in parts if part.name in results.parts]
     devices = dict.fromkeys(results.machines[record.machine].device for _, record in named)
     sections = [
         [f"# Acceptance on {' and '.join(devices)}, {_day(results)}"],
         [_summary(named, parts, results)],
         ["## Failures and missed goals", *_problems(named)],
-        ["## Not run", *_not_run(named, parts, results)],
+        ["## Not run", *_not_run(named, parts, results.parts)],
         ["## Machine", *_machines(results)],
         *([["## For the planner", *lines]] if (lines := _planner(results)) else []),
         *([f"## {name}: {record.title}", *_part(record)] for name, record in named),
@@ -53,7 +53,7 @@ def _summary(named: Sequence[tuple[str, PartRecord]], parts: Sequence[Part], res
 
 
 def _problems(named: Iterable[tuple[str, PartRecord]]) -> Iterator[str]:
-    """A line for each, under which a failed part has its last output."""
+    """A line per problem; under a failed part, its last output."""
     found = False
     for name, record in named:
         if record.failed or record.status in ("interrupted", "running"):
@@ -69,8 +69,8 @@ def _problems(named: Iterable[tuple[str, PartRecord]]) -> Iterator[str]:
         yield "None."
 
 
-def _not_run(named: Sequence[tuple[str, PartRecord]], parts: Sequence[Part], results: Results) -> Iterator[str]:
-    rows = [[part.name, "all", "not started yet"] for part in parts if part.name not in results.parts]
+def _not_run(named: Sequence[tuple[str, PartRecord]], parts: Sequence[Part], started: Collection[str]) -> Iterator[str]:
+    rows = [[part.name, "all", "not started yet"] for part in parts if part.name not in started]
     for name, record in named:
         if record.status == "skipped":
             rows.append([name, "all", record.message])
@@ -115,10 +115,10 @@ def _part(record: PartRecord) -> Iterator[str]:
 
 
 def _repeat(named: Sequence[tuple[str, PartRecord]]) -> Iterator[str]:
-    """Commands; the folder is the reader's own."""
+    """Commands to run again."""
     lines = ["rlhpc acceptance FOLDER                    # everything, with results in FOLDER"]
     lines += [f"rlhpc acceptance FOLDER --part {name}" for name, record in named if record.failed or record.missed]
-    lines.append("rlhpc acceptance FOLDER --retry            # what failed, and what has not run")
+    lines.append("rlhpc acceptance FOLDER --retry            # failed parts, and those not run yet")
     yield "```sh\n" + "\n".join(lines) + "\n```"
 
 
@@ -147,5 +147,5 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text of a cell or of one line: no sign of it is Markdown's of a table, no line ends inside."""
+    """Text for a table cell or a line: one line, with ``|`` escaped."""
     return printable(" ".join(text.split())).replace("|", "\\|")

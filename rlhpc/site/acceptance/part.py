@@ -1,4 +1,4 @@
-"""Values that acceptance is made of: a part, what it measures, and the goal of a figure. Torch-free."""
+"""Values of acceptance: parts, their figures, and the goals of figures. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Size = Literal["full", "tiny"]  # tiny: the same flow on any machine, a CPU too
 
 @dataclass(frozen=True)
 class Goal:
-    """Limit of a figure: ``value <op> limit`` has to hold."""
+    """Limit of a figure: ``value <op> limit`` must hold."""
 
     op: Literal["<", "<=", ">", ">=", "=="]
     limit: float | bool
 
-    def met(self, value: float | bool) -> bool:
-        """Whether the value is within the limit. NaN never is."""
+    def met(self, value: float) -> bool:
+        """Whether the value meets the goal. NaN never does."""
         comparisons: dict[str, bool] = {
             "<": value < self.limit,
             "<=": value <= self.limit,
@@ -31,6 +31,9 @@ class Goal:
 
     def __str__(self) -> str:
         return f"{self.op} {self.limit}"
+
+
+IS_TRUE = Goal("==", limit=True)
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the goal is reached; None without a goal."""
+        """Whether the goal is met; None without a goal."""
         if self.goal is None or isinstance(self.value, str):
             return None
         return self.goal.met(self.value)
@@ -53,7 +56,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A case that this machine cannot run, by name, and the reason."""
+    """Name of a case that this machine cannot run, and the reason."""
 
     name: str
     reason: str
@@ -77,9 +80,9 @@ class Part:
 
 @dataclass
 class Context:
-    """What a part's function is given: a folder of its own, the size of its cases, and where results go.
+    """Argument of a part's function: its own folder, the size of its cases, and where results go.
 
-    Results are written as they come: those before a crash or a time limit are kept.
+    Results are written as they arrive, so those before a crash or a timeout are saved.
     """
 
     folder: Path
@@ -90,5 +93,5 @@ class Context:
 
     @property
     def tiny(self) -> bool:
-        """Whether cases are cut to seconds on a CPU."""
+        """Whether cases are cut down to seconds on a CPU."""
         return self.size == "tiny"

@@ -1,4 +1,4 @@
-"""One part in a process of its own: results as they come, a limit, and nothing left behind. Torch-free."""
+"""Runs a part in its own process, with a time limit and without leftover processes. Torch-free."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from rlhpc.site.acceptance.child import Spec
 from rlhpc.site.acceptance.part import Figure, Goal, Part, Size, Skipped
 
 _POLL_SECONDS = 0.1
-_OF_LAUNCHERS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.SLURM_PROCID}  # which say that a process is a rank
-_LOOK_SECONDS = 1.0  # between two looks at which processes a part has started
-_END_SECONDS = 10.0  # for killed processes to be gone
+_OF_LAUNCHERS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.SLURM_PROCID}  # set in the processes of a launcher
+_LOOK_SECONDS = 1.0  # between scans for processes that a part has started
+_END_SECONDS = 10.0  # for killed processes to disappear
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a part's process ended. ``code`` is negative for a signal, None when it exceeded its limit."""
+class PartExit:
+    """How a part's process ended. ``code``: negative for a signal, None for a timeout."""
 
     code: int | None
-    error: str  # as the process reported it, empty if it did not
-    oom: bool  # the kernel killed a process for lack of memory meanwhile
+    error: str  # as the process reported it; empty if it reported none
+    oom: bool  # the kernel's OOM killer was active meanwhile
 
     @property
     def message(self) -> str:
-        """Why the part failed, in a line."""
-        more = "; the kernel killed a process for lack of memory" if self.oom else ""
+        """Why the part failed, in one line."""
+        more = "; the kernel's OOM killer ended a process" if self.oom else ""
         if self.code is None:
             return f"exceeded its limit{more}"
         if self.error:
@@ -47,10 +47,10 @@ class Ended:
 
 
 def run_part(
-    part: Part, size: Size, on_gpu: bool, scratch: Path, output: Path, report: Callable[[Figure | Skipped], None]
-) -> Ended:
-    """Run ``part`` with ``scratch`` as its folder, its output in the file ``output``; ``report`` gets each result at
-    once. Whatever ends this call, no process of the part outlives it."""
+    part: Part, size: Size, scratch: Path, output: Path, report: Callable[[Figure | Skipped], None], *, on_gpu: bool
+) -> PartExit:
+    """Run ``part`` in the folder ``scratch`` with its output in the file ``output``, and pass each result to ``report``
+    as it arrives. No process of the part outlives this call, even if it raises."""
     deadline, oom_before = time.monotonic() + 60 * part.minutes, oom_kills()
     folder, channel = scratch / "work", Path(scratch, "results.jsonl")
     folder.mkdir()
@@ -64,7 +64,7 @@ def run_part(
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=_environment(on_gpu),
+            env=_environment(on_gpu=on_gpu),
         )
     lines, error = _Lines(channel), ""
 
@@ -88,14 +88,14 @@ def run_part(
     finally:
         end_tree(process, family)
     forward()
-    return Ended(process.returncode if in_time else None, error, oom_kills() > oom_before)
+    return PartExit(process.returncode if in_time else None, error, oom_kills() > oom_before)
 
 
 def end_tree(process: subprocess.Popen[bytes], family: set[ProcessId]) -> None:
-    """Kill the process, its group, and all that descends from it, in any session; then wait for them to be gone.
+    """Kill the process, its group and its descendants in any session, and wait until they are gone.
 
-    ``family`` are descendants seen before: those of a process that has crashed are no longer known as such. The
-    process has not been waited for, so that its id and its group's are still its own.
+    ``family``: descendants seen earlier, which /proc no longer links to a process that has crashed. The process is
+    still a zombie, so its pid and process group cannot have been reused.
     """
     family = family | descendants(process.pid)
     for kill in (os.killpg, os.kill):
@@ -110,7 +110,7 @@ def end_tree(process: subprocess.Popen[bytes], family: set[ProcessId]) -> None:
 
 
 class _Lines:
-    """JSON objects that another process appends to a file, each once and whole."""
+    """JSON objects that another process appends to a file, each read once and only when complete."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._read = path, 0
@@ -133,9 +133,9 @@ def _result(line: dict[str, Any]) -> Figure | Skipped:
     return Figure(**{**fields, "goal": goal})
 
 
-def _environment(on_gpu: bool) -> dict[str, str]:
-    """As ranks of a run have it, for parts that train or generate in their own process. The job or launcher that
-    started this command has not started them."""
+def _environment(*, on_gpu: bool) -> dict[str, str]:
+    """Environment of a run's ranks, for parts that train or generate in their own process, without variables of a
+    launcher that started this command."""
     own = {name: value for name, value in os.environ.items() if name not in _OF_LAUNCHERS}
     return {
         **own,
@@ -146,7 +146,7 @@ def _environment(on_gpu: bool) -> dict[str, str]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a child has ended; it stays a zombie, which keeps its id."""
+    """Whether a child has ended; it stays a zombie, which reserves its pid."""
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 

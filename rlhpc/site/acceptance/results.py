@@ -1,4 +1,4 @@
-"""Results and state of acceptance: one JSON document, whose schema ``rlhpc acceptance --schema`` prints. Torch-free."""
+"""Results and state of acceptance: a JSON document, with ``rlhpc acceptance --schema`` as its schema. Torch-free."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ class FigureRecord(_Record):
     """One measured value."""
 
     name: str
-    """Unique within its part."""
+    """Name, unique within its part."""
     value: bool | float | str
-    """A text where a number is not finite: JSON has no such numbers."""
+    """Measured value; text for a number that is not finite, which JSON cannot express."""
     unit: str = ""
     goal: GoalRecord | None = None
     met: bool | None = None
-    """Whether the goal is reached; null without a goal."""
+    """Whether the goal is met; null without a goal."""
     note: str = ""
 
     @classmethod
@@ -66,25 +66,25 @@ class SkippedRecord(_Record):
 
 
 class PartRecord(_Record):
-    """One part, as it ended or, while status is running, as far as it is."""
+    """Result of one part; partial while its status is running."""
 
     title: str
     tier: Tier
     size: Size
     machine: str
-    """Key of machines."""
+    """Key in machines."""
     status: Status
     message: str = ""
-    """Why it did not pass."""
+    """Reason that it did not pass."""
     started: float
-    """Seconds since 1970."""
+    """Start time, seconds since 1970."""
     seconds: float = 0.0
-    """Wall time, imports included."""
+    """Wall time, including imports."""
     limit_minutes: float
     figures: list[FigureRecord] = []
     skipped: list[SkippedRecord] = []
     tail: list[str] = []
-    """Last lines of the output of a part that did not pass."""
+    """Last lines of output, if it did not pass."""
 
     @classmethod
     def begin(cls, part: Part, size: Size, machine: str, started: float) -> PartRecord:
@@ -104,11 +104,11 @@ class PartRecord(_Record):
 
     @property
     def missed(self) -> list[FigureRecord]:
-        """Figures that did not reach their goals."""
+        """Figures that missed their goals."""
         return [figure for figure in self.figures if figure.met is False]
 
     def add(self, figure: FigureRecord) -> None:
-        """Append a figure, or replace the one of that name: a part may refine what it has measured."""
+        """Add a figure, replacing an earlier one of the same name."""
         names = [known.name for known in self.figures]
         if figure.name in names:
             self.figures[names.index(figure.name)] = figure
@@ -117,19 +117,19 @@ class PartRecord(_Record):
 
 
 class Results(_Record):
-    """State and results of ``rlhpc acceptance``: a later start with this file continues with what is not done."""
+    """State and results of ``rlhpc acceptance``; a later invocation with this file resumes."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     machines: dict[str, Fingerprint] = {}
-    """Every machine that ran a part."""
+    """Machines that ran a part."""
     parts: dict[str, PartRecord] = {}
-    """By name, in the order in which they were first run."""
+    """Parts by name, in the order of their first run."""
     page: str = ""
-    """File name of the page made from these results."""
+    """File name of the page for these results."""
 
 
 def read_results(file: Path) -> Results:
-    """The state in ``file``, an empty one where there is none. Raises UserError for a file that is something else."""
+    """The state in ``file``; empty if there is none. Raises UserError for any other file."""
     try:
         text = read_text(file)
     except FileNotFoundError:
@@ -138,7 +138,7 @@ def read_results(file: Path) -> Results:
     try:
         version = json.loads(text).get("schema_version")
     except (ValueError, AttributeError):
-        raise UserError("is not a state of rlhpc acceptance", where=str(file), remedy=remedy) from None
+        raise UserError("not a state of rlhpc acceptance", where=str(file), remedy=remedy) from None
     if version != SCHEMA_VERSION:
         raise UserError(
             f"schema_version is {version!r}, this release reads {SCHEMA_VERSION}", where=str(file), remedy=remedy
@@ -152,7 +152,7 @@ def read_results(file: Path) -> Results:
 
 
 def write_results(file: Path, results: Results) -> None:
-    """Write the state atomically: a reader, or a driver that starts after a crash, sees a whole document."""
+    """Write the state atomically, so that readers always see a complete document."""
     write_atomic(file, results.model_dump_json(indent=2) + "\n")
 
 

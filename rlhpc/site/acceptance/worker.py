@@ -1,7 +1,7 @@
-"""The program of a part's processes: ``python -m rlhpc.site.acceptance.worker CALL``, where CALL is a JSON file.
+"""Program of a part's processes: ``python -m rlhpc.site.acceptance.worker CALL``, where CALL is a JSON file.
 
-Calls one function with a context and its arguments. Of a generator function, the first item is sent at once and each
-further one when a line arrives on standard input, at whose end the generator is closed.
+Calls one function with a context and its arguments. A generator's first item is sent immediately, each further one
+when a line arrives on standard input; at end of input the generator is closed.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _send_failure(channel: Channel, error: BaseException) -> None:
 
 
 def _end(code: int) -> None:
-    """End without the interpreter's way out: it frees all that torch and vLLM hold, and may wait for other ranks."""
+    """Exit without interpreter shutdown, which frees all of torch and vLLM and may wait for other ranks."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,5 +1,5 @@
-"""Starts the processes of a part. Each case has its own, so that device memory, process groups and engines end with
-it. Torch-free."""
+"""Starts the processes of a part. Each case has its own, so that its device memory, process groups and engines end
+with them. Torch-free."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ from rlhpc.core import env
 from rlhpc.core.process import ProcessId
 from rlhpc.launch.machine import common_environment, free_port
 from rlhpc.site.acceptance.channel import result_of
-from rlhpc.site.acceptance.part import Context, Figure, Goal
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure
 
 TRAINER = ("rlhpc.backends.megatron",)
 ENGINE = ("rlhpc.rollout.vllm_engine", "vllm.v1.engine.llm_engine")
 BOTH = (*TRAINER, *ENGINE)
 _LOG_LINES = 15
-_DRAIN_SECONDS = 2.0  # to read the last messages of a process that has ended
-_CLOSING_SECONDS = 30.0  # for a serving process to end with its engine
+_DRAIN_SECONDS = 2.0  # to read the last messages of an ended process
+_CLOSING_SECONDS = 30.0  # for a serving process and its engine to end
 
 
 class WorkerFailed(Exception):
-    """A process of a part raised or died; the message is one line."""
+    """A process of a part raised or died. The message is one line."""
 
 
 @dataclass(frozen=True)
-class Call:
-    """A function to run in ``ranks`` new processes as function(context, **arguments).
+class WorkerCall:
+    """Call of function(context, **arguments) in ``ranks`` new processes.
 
-    ``name`` names the case; the processes' output goes to ``<name>.log`` in the part's folder. ``imports`` are loaded
-    before the case's turn. With ``share_gpu`` every rank uses the first GPU.
+    ``name``: name of the case; output goes to ``<name>.log`` in the part's folder. ``imports``: modules imported before
+    the case's turn. ``share_gpu``: every rank uses the first GPU.
     """
 
     name: str
@@ -52,9 +52,9 @@ class Call:
 
 
 class Workers:
-    """The running processes of one call. As a context they are killed at its end."""
+    """Running processes of one call. A context manager that kills them on exit."""
 
-    def __init__(self, context: Context, call: Call) -> None:
+    def __init__(self, context: Context, call: WorkerCall) -> None:
         self._context, self._call = context, call
         self._messages: queue.Queue[tuple[int, str, Any]] = queue.Queue()
         self._closed = False
@@ -77,7 +77,7 @@ class Workers:
         self.kill()
 
     def kill(self) -> None:
-        """End the processes and all that they have started; closed ones have time to do so themselves."""
+        """Kill the processes and their descendants; closed ones get time to end first."""
         for process, leader in zip(self._processes, self._leaders, strict=True):
             if self._closed:
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -88,7 +88,7 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """Let serving processes end."""
+        """Ask serving processes to end."""
         self._closed = True
         for process in self._processes:
             assert process.stdin is not None
@@ -96,15 +96,15 @@ class Workers:
                 process.stdin.close()
 
     def go(self) -> None:
-        """Let the processes begin, once they have imported what the call names."""
+        """Let the processes begin as soon as their imports are done."""
         for process in self._processes:
             assert process.stdin is not None
-            with contextlib.suppress(OSError):  # it failed before; its message is on the way
+            with contextlib.suppress(OSError):  # it has failed; its message follows
                 process.stdin.write("\n")
                 process.stdin.flush()
 
     def finish(self) -> list[Any]:
-        """Wait for the end, reporting results as they come. Each rank's value; raises WorkerFailed."""
+        """Wait for the end, reporting results as they arrive, and return each rank's value. Raises WorkerFailed."""
         values: dict[int, Any] = {}
         while len(values) < self._call.ranks:
             rank, kind, value = self._next()
@@ -113,12 +113,12 @@ class Workers:
         return [values[rank] for rank in range(self._call.ranks)]
 
     def ask(self) -> Any:
-        """Have a serving process of one rank make its next item; raises WorkerFailed."""
+        """Request and return the next item of a serving process of one rank. Raises WorkerFailed."""
         self.go()
         return self.answer()
 
     def answer(self) -> Any:
-        """The next item of a serving process of one rank; raises WorkerFailed."""
+        """The next item of a serving process of one rank. Raises WorkerFailed."""
         while True:
             _, kind, value = self._next()
             if kind == "answer":
@@ -137,7 +137,7 @@ class Workers:
         return rank, kind, value
 
     def _watch(self, rank: int, process: subprocess.Popen[str]) -> None:
-        """Reads a process's messages until it ends. What it has forked may hold its pipe open for longer."""
+        """Read a process's messages until it ends; processes that it forked may hold its pipe open longer."""
         finished = threading.Event()
         reader = threading.Thread(target=self._read, args=(rank, process, finished), daemon=True)
         reader.start()
@@ -183,15 +183,15 @@ class Workers:
         )
 
 
-def run(context: Context, call: Call) -> list[Any]:
-    """Run one call to its end; each rank's value. Raises WorkerFailed."""
+def run(context: Context, call: WorkerCall) -> list[Any]:
+    """Run one call and return each rank's value. Raises WorkerFailed."""
     with Workers(context, call) as workers:
         workers.go()
         return workers.finish()
 
 
-def run_each(context: Context, calls: Sequence[Call]) -> list[list[Any] | None]:
-    """Run calls one after the other. Each rank's value of each call; a failed one has None, and is a missed goal."""
+def run_each(context: Context, calls: Sequence[WorkerCall]) -> list[list[Any] | None]:
+    """Run calls in order and return each rank's value per call; a failed call gives None and a missed goal."""
     values: list[list[Any] | None] = []
     for call, (workers,) in zip(calls, started_ahead(context, [[call] for call in calls]), strict=True):
         workers.go()
@@ -203,32 +203,32 @@ def run_each(context: Context, calls: Sequence[Call]) -> list[list[Any] | None]:
     return values
 
 
-def run_lanes(context: Context, lanes: Sequence[Sequence[Call]]) -> None:
-    """Run several sequences of calls beside each other, each as ``run_each``; what they report is interleaved."""
+def run_lanes(context: Context, lanes: Sequence[Sequence[WorkerCall]]) -> None:
+    """Run several sequences of calls concurrently, each as ``run_each``; their reports interleave."""
     with ThreadPoolExecutor(len(lanes)) as pool:
         for lane in [pool.submit(run_each, context, calls) for calls in lanes]:
             lane.result()
 
 
-def report_failure(context: Context, call: Call, workers: Workers, error: WorkerFailed) -> None:
-    """Report a call that failed as a missed goal, and log the end of its output."""
+def report_failure(context: Context, call: WorkerCall, workers: Workers, error: WorkerFailed) -> None:
+    """Report a failed call as a missed goal, and log the end of its output."""
     lines = workers.log.read_text(errors="replace").splitlines()
     context.log("\n".join([f"{call.name}: {error}", *end_of(lines)]))
-    context.report(Figure(f"{call.name}: completed", False, goal=Goal("==", True), note=str(error)))
+    context.report(Figure(f"{call.name}: completed", value=False, goal=IS_TRUE, note=str(error)))
 
 
 def end_of(lines: Sequence[str]) -> Sequence[str]:
-    """The last lines; of a crash those around its first line, which the stacks of all threads follow."""
+    """The last lines, or those around the first line of a crash, which the stacks of all threads follow."""
     fatal = next((place for place, line in enumerate(lines) if line.startswith("Fatal Python error")), len(lines))
     first = max(0, min(len(lines) - _LOG_LINES, fatal - _LOG_LINES // 2))
     return lines[first : first + _LOG_LINES]
 
 
-def started_ahead(context: Context, groups: Sequence[Sequence[Call]]) -> Iterator[list[Workers]]:
-    """Processes of each group of calls in turn, not yet told to ``go``. A group is killed when the next one is taken.
+def started_ahead(context: Context, groups: Sequence[Sequence[WorkerCall]]) -> Iterator[list[Workers]]:
+    """Processes of each group of calls in turn, waiting for ``go``. Taking the next group kills the current one.
 
-    The next group's processes load their imports while the current one works: on a GPU machine that is most of their
-    start.
+    The next group's processes import their modules while the current group works: most of their startup time on a GPU
+    machine.
     """
     with contextlib.ExitStack() as following:
         started = [following.enter_context(Workers(context, call)) for call in groups[0]]
@@ -240,7 +240,7 @@ def started_ahead(context: Context, groups: Sequence[Sequence[Call]]) -> Iterato
 
 
 def _environment(ranks: int, context: Context) -> dict[str, str]:
-    """Variables of a rank, as the launcher sets them. Tiny sizes use one thread: they share cores with other cases."""
+    """Environment of a rank, as the launcher sets it. Tiny sizes use one thread, since cases share the cores."""
     threads = 1 if context.tiny else max(1, len(os.sched_getaffinity(0)) // ranks)
     settings = common_environment("127.0.0.1", free_port(), threads, gpus=context.on_gpu)
     settings |= {env.WORLD_SIZE: str(ranks), env.LOCAL_WORLD_SIZE: str(ranks)}

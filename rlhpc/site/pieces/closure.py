@@ -1,4 +1,4 @@
-"""Walk over requirements: which wheels a target needs, and which requirements nothing satisfies."""
+"""Walks requirements: which wheels a target needs, and which requirements nothing satisfies."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from packaging.utils import canonicalize_name
 
 from rlhpc.site.pieces.target import Target
 
-THIS_COMMAND = "this command"  # requires the roots
+THIS_COMMAND = "this command"  # as the requirer of the roots
 
 
 @dataclass(frozen=True)
 class Offer:
-    """Version of a package that can be brought."""
+    """Version of a package that is available to bring."""
 
     name: str  # canonical
     version: str
@@ -25,7 +25,7 @@ class Offer:
 
 @dataclass(frozen=True)
 class Unmet:
-    """Requirement that neither the set nor the target satisfies. ``found``: the version there is, if any."""
+    """Requirement that neither the set nor the target satisfies. ``found``: the available version, if any."""
 
     by: str
     requirement: str
@@ -42,18 +42,20 @@ class Closure:
     """Result of a walk, by canonical names."""
 
     needed: list[str] = field(default_factory=list)  # offers in use
-    relied_on: dict[str, str] = field(default_factory=dict)  # packages of the target that are required, with versions
-    required: dict[str, list[tuple[Requirement, str]]] = field(default_factory=dict)  # not on the target: what, by whom
+    relied_on: dict[str, str] = field(default_factory=dict)  # required packages of the target, with versions
+    required: dict[str, list[tuple[Requirement, str]]] = field(
+        default_factory=dict
+    )  # for packages not on the target: requirement and requirer
     left_out: list[str] = field(default_factory=list)
     unmet: list[Unmet] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # extras of packages whose requirements are unknown
 
 
 def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left_out: Collection[str] = ()) -> Closure:
-    """Everything that ``roots`` need on the target. An offer takes precedence over what the target has.
+    """Everything that ``roots`` need on the target. An offer takes precedence over a package of the target.
 
-    Requirements of packages on the target are taken as satisfied, except those of extras that the set asks for. A root
-    that is also left out is brought, and what others require of it is not compared.
+    Requirements of the target's packages count as satisfied, except those of extras that the set requires. A root that
+    is also left out is brought, but not checked against others' requirements.
     """
     closure, seen = Closure(), set()
     queue = deque((Requirement(root), THIS_COMMAND) for root in roots)
@@ -89,12 +91,12 @@ def walk(roots: Sequence[str], offers: Mapping[str, Offer], target: Target, left
 
 
 def requirements_of(lines: Iterable[str], extras: Collection[str], target: Target) -> list[Requirement]:
-    """Requirements among Requires-Dist lines that hold on the target, with these extras asked for."""
+    """Requirements among Requires-Dist lines that apply on the target with these extras."""
     active = []
     for line in lines:
         try:
             requirement = Requirement(line)
-        except InvalidRequirement:  # of a package from before PEP 508; pip refuses these itself
+        except InvalidRequirement:  # from before PEP 508; pip refuses it too
             continue
         environments = [{**target.environment(), "extra": extra} for extra in ("", *sorted(extras))]
         if requirement.marker is None or any(requirement.marker.evaluate(values) for values in environments):
@@ -104,7 +106,7 @@ def requirements_of(lines: Iterable[str], extras: Collection[str], target: Targe
 
 
 def broken_on_target(offers: Iterable[Offer], target: Target) -> list[str]:
-    """Requirements of the target's own packages that a version in the set would no longer satisfy."""
+    """Requirements of the target's own packages that a version in the set would break."""
     versions = {offer.name: offer.version for offer in offers}
     broken = []
     for name, lines in target.requires.items():

@@ -1,4 +1,4 @@
-"""Imports modules from the prepared wheels, as far as the preparing machine has what they need."""
+"""Imports modules from the prepared wheels, as far as this machine has their dependencies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rlhpc.site.pieces.wheels import Wheel
 
 MODULES = {"rlhpc": ("rlhpc.cli.main", "rlhpc.trainer.build"), "megatron-core": ("megatron.core",)}
 
-# Ends with one line of JSON: which import failed, and which module was not found.
+# Prints one line of JSON at the end: the error of the import and the missing module, if any.
 _CODE = """
 import importlib, json, sys
 folder, module = sys.argv[1:]
@@ -37,7 +37,7 @@ print(json.dumps(result))
 
 
 def check_imports(wheels: Sequence[Wheel], target: Target, folder: Path) -> list[str]:
-    """One line for each import tried or left. An import that fails for the wheels' own sake is a ``UserError``."""
+    """One line per import, checked or not. Raises UserError if an import fails because of the wheels."""
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if (here, platform.system(), platform.machine()) != (target.python, "Linux", target.machine):
         mine = f"Python {here} on {platform.system()} {platform.machine()}"
@@ -65,5 +65,5 @@ def _check(module: str, target: Target, folder: Path) -> str:
     raise UserError(
         f"cannot be imported from the wheels: {result['error']}",
         where=module,
-        remedy="bring what it lacks with --bring, or pass --no-import-check",
+        remedy="bring the missing module with --bring, or pass --no-import-check",
     )

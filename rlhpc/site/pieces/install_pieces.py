@@ -2,8 +2,8 @@
 
     python3 install_pieces.py --target DIR     # or without --target: into the environment of this python3
 
-Needs this Python's standard library and pip. The pieces may arrive a few at a time, each time with this file and
-manifest.json: what has arrived is verified and kept, and the call ends with exit code 3 until all are there.
+Needs only pip and the standard library. The pieces may arrive a few at a time, each time with this file and
+manifest.json: those that have arrived are verified and stored, and the exit code is 3 until all are there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 EXIT_FAILED = 1  # pip or an import failed
-EXIT_REFUSED = 2  # another machine than the pieces are for, or no manifest
-EXIT_INCOMPLETE = 3  # pieces are missing or damaged: bring them and call again
+EXIT_REFUSED = 2  # wrong machine for these pieces, or no manifest
+EXIT_INCOMPLETE = 3  # pieces are missing or damaged: bring them and run again
 _BLOCK = 1 << 20
 
-# Prints a line of JSON for each module: its version and seconds, or why it cannot be imported.
+# Prints a line of JSON per module: its file or the error, and seconds.
 _IMPORT = """
 import importlib, json, sys, time
 folder, modules = sys.argv[1], sys.argv[2:]
@@ -47,7 +47,7 @@ for name in modules:
 
 
 class Stop(Exception):
-    """Ends the call with a message and an exit code."""
+    """Ends the program with a message and an exit code."""
 
     def __init__(self, code: int, message: str) -> None:
         super().__init__(message)
@@ -55,12 +55,12 @@ class Stop(Exception):
 
 
 def say(text: str) -> None:
-    """Print on stderr: stdout has only lines for a shell."""
+    """Print on stderr: stdout is for lines that a shell evaluates."""
     print(text, file=sys.stderr, flush=True)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Entry point: the exit code."""
+    """Entry point; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
         install(options)
@@ -73,24 +73,26 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", type=Path, metavar="DIR", help="install into DIR instead of the environment")
-    parser.add_argument("--pieces", type=Path, metavar="DIR", help="where manifest and pieces are; default: here")
-    parser.add_argument("--store", type=Path, metavar="DIR", help="where pieces are kept between calls")
-    parser.add_argument("--no-import-check", action="store_true", help="do not import what was installed")
+    parser.add_argument(
+        "--pieces", type=Path, metavar="DIR", help="folder of manifest and pieces; default: that of this file"
+    )
+    parser.add_argument("--store", type=Path, metavar="DIR", help="folder for pieces between calls")
+    parser.add_argument("--no-import-check", action="store_true", help="do not import the installed modules")
     return parser
 
 
 def install(options: argparse.Namespace) -> None:
-    """One call: verify, keep or join, install, import."""
+    """Verify pieces, store or join them, install the wheels and import modules."""
     source = (options.pieces or Path(__file__).parent).absolute()
     target = options.target.absolute() if options.target else None
     store = (options.store or (Path(f"{target}.pieces") if target else Path(sys.prefix) / "rlhpc-pieces")).absolute()
     manifest, digest = read_manifest(source)
     check_machine(manifest)
     record = {"manifest": digest, "target": str(target) if target else sys.prefix}
-    folder = store / digest[:16]  # another set of pieces has a folder of its own
+    folder = store / digest[:16]  # one folder per set of pieces
     done = folder / "installed.json"
     if is_done(done, record, manifest["wheels"], target):
-        say("installed before: nothing to do")
+        say("already installed: nothing to do")
         print_exports(target)
         return
     folder.mkdir(parents=True, exist_ok=True)
@@ -127,7 +129,7 @@ def read_manifest(source: Path) -> Any:
 
 
 def check_machine(manifest: Any) -> None:
-    """Refuse another Python or processor than the wheels are for, and a Python that cannot decompress them."""
+    """Refuse a Python or processor that the wheels are not for, and a Python that cannot decompress them."""
     target = manifest["target"]
     here = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if (here, platform.machine()) != (target["python"], target["machine"]):
@@ -138,7 +140,7 @@ def check_machine(manifest: Any) -> None:
 
 
 def is_done(done: Path, record: dict[str, Any], wheels: list[Any], target: Path | None) -> bool:
-    """Whether an earlier call installed these very pieces there, and all of them are still in place."""
+    """Whether an earlier call installed these pieces there and all packages are still in place."""
     try:
         before = json.loads(done.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -151,19 +153,19 @@ def is_done(done: Path, record: dict[str, Any], wheels: list[Any], target: Path 
 
 
 def canonical(name: str) -> str:
-    """Name of a package as indexes compare it."""
+    """Normalized name of a package (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def collect(manifest: Any, source: Path, folder: Path) -> list[Path]:
-    """Paths of all pieces in order. If some are missing, those that have arrived are kept and the call ends."""
-    (kept := folder / "pieces").mkdir(exist_ok=True)
+    """Paths of all pieces in order. If some are missing, stores those that have arrived and raises Stop."""
+    (stored := folder / "pieces").mkdir(exist_ok=True)
     paths: list[Path] = []
     missing: list[str] = []
     arrived: list[Path] = []
     for piece in manifest["pieces"]:
         found = None
-        for place in (kept / Path(piece["file"]).name, source / Path(piece["file"]).name):
+        for place in (stored / Path(piece["file"]).name, source / Path(piece["file"]).name):
             if not place.is_file():
                 continue
             if place.stat().st_size == piece["bytes"] and sha256_of(place) == piece["sha256"]:
@@ -174,19 +176,19 @@ def collect(manifest: Any, source: Path, folder: Path) -> list[Path]:
             missing.append(piece["file"])
             continue
         paths.append(found)
-        if found.parent != kept:
+        if found.parent != stored:
             arrived.append(found)
     if missing:
         for path in arrived:
-            copy_whole(path, kept / path.name)
+            copy_whole(path, stored / path.name)
         count = len(manifest["pieces"])
-        there = f"{len(paths)} of {count} pieces are kept in {kept}"
-        raise Stop(EXIT_INCOMPLETE, f"{there}; bring {', '.join(missing)} and call again")
+        there = f"{len(paths)} of {count} pieces are stored in {stored}"
+        raise Stop(EXIT_INCOMPLETE, f"{there}; bring {', '.join(missing)} and run again")
     return paths
 
 
 def join(manifest: Any, paths: list[Path], folder: Path) -> list[Path]:
-    """Write the wheels out of the pieces, one after the other, and verify each."""
+    """Write the wheels from the pieces in order, and verify each."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     stream = blocks(paths)
@@ -204,13 +206,13 @@ def join(manifest: Any, paths: list[Path], folder: Path) -> list[Path]:
                 digest.update(block)
                 left -= len(block)
         if digest.hexdigest() != wheel["sha256"]:
-            raise Stop(EXIT_FAILED, f"{wheel['file']}: the joined pieces do not contain it; prepare them again")
+            raise Stop(EXIT_FAILED, f"{wheel['file']}: checksum mismatch after joining the pieces; prepare them again")
         wheels.append(path)
     return wheels
 
 
 def blocks(paths: list[Path]) -> Any:
-    """Content of all files, one after the other."""
+    """Contents of all files in order, in blocks."""
     for path in paths:
         with path.open("rb") as file:
             while True:
@@ -221,19 +223,19 @@ def blocks(paths: list[Path]) -> Any:
 
 
 def run_pip(wheels: list[Path], target: Path | None) -> None:
-    """Install exactly these wheels. A wheel of the same version is replaced, for its content may differ."""
+    """Install exactly these wheels, replacing installed ones of the same version, whose contents may differ."""
     command = [sys.executable, "-m", "pip", "--isolated", "--disable-pip-version-check", "--no-input", "install"]
     command += ["--quiet", "--no-index", "--no-deps", "--no-cache-dir", "--no-compile", "--force-reinstall"]
     if target:
         command += ["--upgrade", "--target", str(target)]
     done = subprocess.run([*command, *map(str, wheels)], stdout=sys.stderr)
     if done.returncode:
-        remedy = "" if target else "; --target DIR needs no right to change the environment"
+        remedy = "" if target else "; --target DIR needs no write access to the environment"
         raise Stop(EXIT_FAILED, f"pip ended with {done.returncode}{remedy}")
 
 
 def check_imports(modules: list[str], target: Path | None) -> list[dict[str, Any]]:
-    """Import each module in a fresh process; the rows that are kept in the record."""
+    """Import all modules in a new process, and return a row per module for the record."""
     command = [sys.executable, "-c", _IMPORT, str(target or ""), *modules]
     done = subprocess.run(command, stdout=subprocess.PIPE, cwd=os.path.abspath(os.sep))
     lines = done.stdout.decode("utf-8", "replace").splitlines()
@@ -249,18 +251,18 @@ def check_imports(modules: list[str], target: Path | None) -> list[dict[str, Any
 
 
 def warn_of_versions(manifest: Any) -> None:
-    """Packages of this machine that the set was resolved against, and that are absent or of another version."""
+    """Warn of packages that the set was resolved against and that are absent here or have another version."""
     for name, version in manifest["expected"].items():
         try:
             found = metadata.version(name)
         except metadata.PackageNotFoundError:
             found = "absent"
         if found.partition("+")[0] != version.partition("+")[0]:
-            say(f"warning: the set was prepared for {name} {version}, and it is {found} here")
+            say(f"warning: the set was prepared for {name} {version}; here it is {found}")
 
 
 def print_exports(target: Path | None) -> None:
-    """Lines for a shell, on stdout."""
+    """Print lines for a shell on stdout."""
     if target:
         folder = shlex.quote(str(target))
         print(f"export PYTHONPATH={folder}${{PYTHONPATH:+:$PYTHONPATH}}")
@@ -276,14 +278,14 @@ def sha256_of(path: Path) -> str:
 
 
 def copy_whole(source: Path, path: Path) -> None:
-    """Copy so that an interrupted copy leaves no file under the name of the piece."""
+    """Copy atomically: an interrupted copy leaves no file under the final name."""
     partial = path.with_name(path.name + ".partial")
     shutil.copyfile(source, partial)
     os.replace(partial, path)
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write so that a reader sees the whole text or none."""
+    """Write atomically: a reader sees all of the text or none."""
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")
     os.replace(partial, path)

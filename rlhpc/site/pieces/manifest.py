@@ -1,4 +1,4 @@
-"""Pieces of at most a given size, and the manifest by which a bare machine joins and verifies them."""
+"""Cuts wheels into pieces, and writes the manifest by which a bare machine joins and verifies them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sha256_of(path: Path) -> str:
 
 
 def write_pieces(wheels: Sequence[Wheel], folder: Path, limit: int) -> list[dict[str, Any]]:
-    """Cut the wheels, one after the other, into files of ``limit`` bytes; the last may be smaller."""
+    """Cut the concatenated wheels into files of ``limit`` bytes, the last possibly smaller."""
     total = sum(wheel.bytes for wheel in wheels)
     count = max(1, -(-total // limit))
     stream = _blocks(wheels, limit)
@@ -39,7 +39,7 @@ def write_pieces(wheels: Sequence[Wheel], folder: Path, limit: int) -> list[dict
 
 
 def _blocks(wheels: Sequence[Wheel], limit: int) -> Iterator[bytes]:
-    """Content of all wheels in blocks, none of which crosses a multiple of ``limit``."""
+    """Contents of all wheels in blocks that do not cross a multiple of ``limit``."""
     written = 0
     for wheel in wheels:
         with wheel.path.open("rb") as file:
@@ -51,7 +51,7 @@ def _blocks(wheels: Sequence[Wheel], limit: int) -> Iterator[bytes]:
 def write_manifest(
     folder: Path, fields: dict[str, Any], wheels: Sequence[Wheel], pieces: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Write the manifest and return it; ``fields`` are those that describe the target and the set."""
+    """Write and return the manifest; ``fields``: those that describe the target and the set."""
     rows = [
         {"file": wheel.path.name, "name": wheel.name, "version": wheel.version}
         | {"bytes": wheel.bytes, "sha256": sha256_of(wheel.path)}

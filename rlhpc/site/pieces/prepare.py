@@ -1,4 +1,4 @@
-"""Prepares a folder of pieces for a machine without network: resolve, download, trim, check, cut."""
+"""Prepares a folder of pieces for a machine without network: resolves, downloads, trims, checks and cuts wheels."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from rlhpc.site.pieces.target import Target
 from rlhpc.site.pieces.trims import Trim, parse_trims
 from rlhpc.site.pieces.wheels import Trimmed, Wheel, has_large_files, pack_rlhpc, path_files, read_wheel, trim
 
-# Imported on the target after the installation. The module of vLLM is the one that an engine in the process uses.
+# Modules imported on the target after installation; for vLLM, the one that an in-process engine uses.
 _IMPORTS = {"rlhpc": "rlhpc.cli.main", "megatron-core": "megatron.core", "vllm": "vllm.entrypoints.llm"}
 _MB = 1_000_000
 
 
 @dataclass(frozen=True)
-class Request:
-    """What to prepare, as on the command line. Names of packages in any spelling, several with commas between them."""
+class PrepareOptions:
+    """Options of the command. Package names in any spelling; an option may list several, separated by commas."""
 
     target: Target
     extras: str = "gpu"
@@ -46,54 +46,54 @@ class Request:
 
 @dataclass(frozen=True)
 class Prepared:
-    """The manifest that was written, and what the checks found."""
+    """The written manifest, and a line per check."""
 
     manifest: dict[str, Any]
     checks: list[str]
 
 
-def prepare(request: Request, out: Path) -> Prepared:
+def prepare(options: PrepareOptions, out: Path) -> Prepared:
     """Write manifest, installer and pieces to ``out``. Nothing is written there unless the set is complete."""
-    trims = parse_trims(request.trims)
-    _check_request(request)
+    trims = parse_trims(options.trims)
+    _check_options(options)
     _check_destination(out)
-    left_out = _names(request.left_out)
-    target = request.target.without(_names((*request.replace, "rlhpc")))
+    left_out = _names(options.left_out)
+    target = options.target.without(_names((*options.replace, "rlhpc")))
     with _scratch(out) as folder:
         (wheels := folder / "wheels").mkdir()
-        _fetch(request, target, left_out, trims, folder)
-        trimmed = _repack(trims, request.lzma, wheels, folder)
+        _fetch(options, target, left_out, trims, folder)
+        trimmed = _repack(trims, wheels, folder, lzma=options.lzma)
         brought = [read_wheel(path) for path in sorted(wheels.glob("*.whl"))]
-        closure = check_set(brought, _roots(request), target, left_out)
+        closure = check_set(brought, _roots(options), target, left_out)
         offers = [Offer(wheel.name, wheel.version) for wheel in brought]
         checks = [*_notes(closure, brought, target), *broken_on_target(offers, target)]
-        if request.import_check:
+        if options.import_check:
             (unpacked := folder / "unpacked").mkdir()
             checks += check_imports(brought, target, unpacked)
         (ready := folder / "ready").mkdir()
-        pieces = write_pieces(brought, ready, int(request.piece_mb * _MB))
-        manifest = write_manifest(ready, _fields(request, closure, trimmed), brought, pieces)
+        pieces = write_pieces(brought, ready, int(options.piece_mb * _MB))
+        manifest = write_manifest(ready, _fields(options, closure, trimmed), brought, pieces)
         shutil.copyfile(install_pieces.__file__, ready / "install_pieces.py")
         _replace(ready, out)
     return Prepared(manifest, checks)
 
 
-def _fetch(request: Request, target: Target, left_out: set[str], trims: Sequence[Trim], folder: Path) -> None:
+def _fetch(options: PrepareOptions, target: Target, left_out: set[str], trims: Sequence[Trim], folder: Path) -> None:
     """Resolve and download into ``<folder>/wheels``."""
     own = pack_rlhpc(folder / "wheels")
-    _say(f"resolving for Python {target.python} on {target.platform}: {len(target.packages)} packages are there")
-    resolution = resolve(own, request.extras, request.bring, target, left_out, folder)
+    _say(f"resolving for Python {target.python} on {target.platform}: {len(target.packages)} packages installed there")
+    resolution = resolve(own, options.extras, options.bring, target, left_out, folder)
     _refuse(resolution.closure)
     for one in trims:
         if one.name not in resolution.offers:
-            raise UserError(f"{one.name!r} is not brought", where="--trim", remedy="leave the option out")
+            raise UserError(f"{one.name!r} is not in the set", where="--trim", remedy="remove the option")
     _say(f"downloading {len(resolution.offers) - 1} wheels")
     download(resolution, target, folder / "wheels", but=own.name)
     _check_downloaded(resolution, folder / "wheels")
 
 
 def check_set(wheels: Sequence[Wheel], roots: Sequence[str], target: Target, left_out: set[str]) -> Closure:
-    """Requirements of the wheels as they are on disk: refused unless the set or the target satisfies each."""
+    """Closure of the wheels on disk. Raises UserError unless the set or the target satisfies every requirement."""
     tags = set(target.tags())
     for wheel in wheels:
         if not wheel.tags & tags:
@@ -105,19 +105,19 @@ def check_set(wheels: Sequence[Wheel], roots: Sequence[str], target: Target, lef
     return closure
 
 
-def _roots(request: Request) -> list[str]:
-    return [f"rlhpc[{request.extras}]" if request.extras else "rlhpc", *request.bring]
+def _roots(options: PrepareOptions) -> list[str]:
+    return [f"rlhpc[{options.extras}]" if options.extras else "rlhpc", *options.bring]
 
 
 def _names(texts: Sequence[str]) -> set[str]:
-    """Canonical names out of options, each of which may list several."""
+    """Canonical names from options, each of which may list several."""
     return {canonicalize_name(name.strip()) for text in texts for name in text.split(",")}
 
 
-def _check_request(request: Request) -> None:
-    if request.piece_mb * _MB < 1:
-        raise UserError(f"{request.piece_mb:g} MB is no size", where="--piece-mb", remedy="use 60, for example")
-    for text in request.bring:
+def _check_options(options: PrepareOptions) -> None:
+    if options.piece_mb * _MB < 1:
+        raise UserError(f"{options.piece_mb:g} MB is too small", where="--piece-mb", remedy="use 60, for example")
+    for text in options.bring:
         try:
             Requirement(text)
         except InvalidRequirement as error:
@@ -129,12 +129,12 @@ def _check_destination(out: Path) -> None:
     if out.exists() and not out.is_dir():
         raise UserError("is a file", where=str(out), remedy="name a new folder")
     if out.is_dir() and any(out.iterdir()) and not (out / MANIFEST).is_file():
-        raise UserError("is not empty and holds no earlier set of pieces", where=str(out), remedy="name a new folder")
+        raise UserError("not empty, and has no earlier set of pieces", where=str(out), remedy="name a new folder")
 
 
 @contextmanager
 def _scratch(out: Path) -> Iterator[Path]:
-    """A folder beside ``out``, on the same file system, that is gone afterwards."""
+    """A temporary folder beside ``out``, on the same file system."""
     out.absolute().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}-", dir=out.absolute().parent) as folder:
         yield Path(folder).resolve()
@@ -144,7 +144,7 @@ def _refuse(closure: Closure) -> None:
     if closure.unmet:
         raise UserError(
             f"the set is incomplete: {'; '.join(map(str, closure.unmet))}",
-            remedy="bring it with --bring, take another version with --replace, or do without by --leave-out",
+            remedy="add packages with --bring, allow other versions with --replace, or skip packages with --leave-out",
         )
 
 
@@ -156,18 +156,18 @@ def _check_downloaded(resolution: Resolution, folder: Path) -> None:
             raise RuntimeError(f"pip downloaded no {name} {offer.version}")
         expected = resolution.sha256.get(name)
         if expected and sha256_of(found.path) != expected:
-            raise UserError("is not the file that was resolved", where=found.path.name, remedy="prepare again")
+            raise UserError("differs from the resolved file", where=found.path.name, remedy="prepare again")
 
 
-def _repack(trims: Sequence[Trim], lzma: bool, wheels: Path, folder: Path) -> list[Trimmed]:
-    """Trim wheels in place, and compress their large files again if asked."""
+def _repack(trims: Sequence[Trim], wheels: Path, folder: Path, *, lzma: bool) -> list[Trimmed]:
+    """Trim wheels in place and, with ``lzma``, recompress their large files."""
     (repacked := folder / "repacked").mkdir()
     globs = {one.name: one.globs for one in trims}
     results = []
     for wheel in map(read_wheel, sorted(wheels.glob("*.whl"))):
         if wheel.name in globs or (lzma and has_large_files(wheel.path)):
-            _say(f"packing {wheel.name} again")
-            results.append(trim(wheel.path, globs.get(wheel.name, ()), repacked, lzma))
+            _say(f"repacking {wheel.name}")
+            results.append(trim(wheel.path, globs.get(wheel.name, ()), repacked, lzma=lzma))
             (repacked / wheel.path.name).replace(wheel.path)
     return [result for result in results if result.files]
 
@@ -183,22 +183,22 @@ def _notes(closure: Closure, wheels: Sequence[Wheel], target: Target) -> list[st
     return notes
 
 
-def _fields(request: Request, closure: Closure, trimmed: Sequence[Trimmed]) -> dict[str, Any]:
-    target = request.target
+def _fields(options: PrepareOptions, closure: Closure, trimmed: Sequence[Trimmed]) -> dict[str, Any]:
+    target = options.target
     present = {*closure.needed, *closure.relied_on}
     return {
         "target": {"python": target.python, "platform": target.platform, "machine": target.machine},
-        "roots": _roots(request),
+        "roots": _roots(options),
         "expected": dict(sorted(closure.relied_on.items())),
         "left_out": sorted({*closure.left_out} - {*closure.needed}),
-        "lzma": request.lzma,
+        "lzma": options.lzma,
         "trimmed": [asdict(one) for one in trimmed],
         "imports": [module for name, module in _IMPORTS.items() if name in present],
     }
 
 
 def _replace(ready: Path, out: Path) -> None:
-    """Move the finished files to ``out``, in place of those of an earlier set. The manifest comes last."""
+    """Move the finished files to ``out``, replacing an earlier set. The manifest comes last."""
     out.mkdir(exist_ok=True)
     (out / MANIFEST).unlink(missing_ok=True)
     for earlier in out.glob("piece-*-of-*"):

@@ -1,7 +1,7 @@
 """Finds the wheels that a target lacks.
 
-pip finds the newest wheel for one requirement, the target's Python and its platform. What such a wheel requires in turn
-is walked here: pip cannot resolve against another machine's packages, and evaluates markers for the machine it runs on.
+pip finds the newest wheel for a requirement, the target's Python and its platform. The requirements of that wheel are
+walked here: pip cannot resolve against another machine's packages, and evaluates markers for the machine it runs on.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from rlhpc.site.pieces.closure import THIS_COMMAND, Closure, Offer, Unmet, walk
 from rlhpc.site.pieces.target import Target
 from rlhpc.site.pieces.wheels import Wheel
 
-_ROUNDS = 100  # runs of pip: one for each level of requirements, and one for each version that does not suit the target
+_ROUNDS = 100  # runs of pip: one per level of requirements, and one per version that conflicts with the target
 _PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input", "--quiet")
-_VERSIONS = re.compile(r" \(from versions: [^)]*\)")  # up to hundreds
+_VERSIONS = re.compile(r" \(from versions: [^)]*\)")  # may be hundreds
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """Packages to bring and where pip finds them."""
+    """Packages to bring, their closure and checksums."""
 
-    offers: dict[str, Offer]  # those to bring alone
+    offers: dict[str, Offer]  # packages to bring
     closure: Closure
-    sha256: dict[str, str]  # of the file that pip chose, where its index names it
+    sha256: dict[str, str]  # of the file that pip chose, if the index gives it
 
 
 @dataclass
 class _Search:
-    """State of a resolution: what was asked for, what was found, and what does not suit the target."""
+    """State of a resolution: requirements passed to pip, versions found, and versions that conflict with the target."""
 
     offers: dict[str, Offer]
     sha256: dict[str, str] = field(default_factory=dict)
     asked: dict[str, str] = field(default_factory=dict)
-    excluded: dict[str, Unmet] = field(default_factory=dict)  # canonical name: why an older version is looked for
+    excluded: dict[str, Unmet] = field(default_factory=dict)  # canonical name: reason for an older version
 
     def exclude(self, closure: Closure, target: Target, own: str) -> None:
-        """Look for an older version of what requires another version of one of the target's packages.
+        """Exclude a version that requires another version of one of the target's packages.
 
-        One package at a time, the nearest to the roots: what only the version now excluded requires is no matter.
+        One package at a time, nearest to the roots, because further conflicts may come only from that version.
         """
         for unmet in closure.unmet:
             name, _, version = unmet.by.partition(" ")
@@ -61,8 +61,8 @@ class _Search:
                 return
 
     def relax(self, name: str, closure: Closure, own: str) -> bool:
-        """Whether requirements of a package that no version meets together can be relaxed: of those that require it,
-        the one farthest from the roots is looked for in an older version."""
+        """Resolve requirements of a package that no single version meets: of its requirers, exclude the current version
+        of the one farthest from the roots. False if that is impossible."""
         constraints = [(line, by) for line, by in closure.required[name] if line.specifier]
         if len({str(line.specifier) for line, _ in constraints}) < 2:
             return False
@@ -71,12 +71,12 @@ class _Search:
             if requirer != own and requirer in self.offers and by != THIS_COMMAND:
                 others = " and ".join(sorted({f"{other} by {whose}" for other, whose in constraints if whose != by}))
                 self.excluded[requirer] = Unmet(by, str(line), f"required {others}")
-                del self.offers[requirer]  # and with it what that version requires
+                del self.offers[requirer]  # and, with it, its requirements
                 return True
         return False
 
     def wanted(self, closure: Closure, own: str) -> dict[str, str]:
-        """One requirement for each package that is not on the target, of all that is required of it."""
+        """The merged requirement of each package that is not on the target."""
         wanted = {}
         for name, required in closure.required.items():
             urls = [str(requirement.url) for requirement, _ in required if requirement.url]
@@ -92,7 +92,7 @@ class _Search:
 def resolve(
     own: Wheel, extras: str, bring: Sequence[str], target: Target, left_out: Collection[str], folder: Path
 ) -> Resolution:
-    """Packages that ``own[extras]`` and ``bring`` need on the target and that it lacks. ``folder`` is for scratch."""
+    """Packages that ``own[extras]`` and ``bring`` need and the target lacks. ``folder``: for temporary files."""
     roots = [f"{own.name}[{extras}]" if extras else own.name, *bring]
     search = _Search({own.name: Offer(own.name, own.version, own.requires)})
     for _ in range(_ROUNDS):
@@ -108,7 +108,7 @@ def resolve(
 
 
 def _find(search: _Search, wanted: Mapping[str, str], closure: Closure, target: Target, folder: Path) -> bool:
-    """Have pip choose a wheel for each requirement. False if another version of a requirer is wanted first."""
+    """Let pip choose a wheel per requirement. False if a requirer needs another version first."""
     report = folder / "report.json"
     command = [*_PIP, "install", "--dry-run", "--ignore-installed", "--no-deps", f"--target={folder / 'nowhere'}"]
     errors = _pip([*command, *_platform_options(target), f"--report={report}", *wanted.values()])
@@ -131,7 +131,7 @@ def _find(search: _Search, wanted: Mapping[str, str], closure: Closure, target: 
 
 
 def download(resolution: Resolution, target: Target, folder: Path, but: str) -> None:
-    """Download the wheels of the resolution, all but the one of package ``but``, into ``folder``."""
+    """Download the wheels of the resolution, except that of package ``but``, to ``folder``."""
     pins = [f"{offer.name}=={offer.version}" for offer in resolution.offers.values() if offer.name != but]
     if pins:
         errors = _pip([*_PIP, "download", "--no-deps", f"--dest={folder}", *_platform_options(target), *pins])
@@ -145,12 +145,12 @@ def _platform_options(target: Target) -> list[str]:
 
 
 def _pip(command: Sequence[str]) -> str:
-    """Run pip; its errors in one line, empty if there are none."""
+    """Run pip and return its errors in one line, empty if there are none."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         return ""
     if "No module named pip" in done.stderr:
-        raise UserError("has no pip", where=sys.executable, remedy="install it: python -m ensurepip")
+        raise UserError("pip is not installed", where=sys.executable, remedy="install it: python -m ensurepip")
     lines = [line.removeprefix("ERROR:").strip() for line in done.stderr.splitlines() if line.startswith("ERROR:")]
     lines = [_VERSIONS.sub("", line) for line in lines if not line.startswith("No matching distribution")]
     return "; ".join(lines) or done.stderr[-500:] or f"exit code {done.returncode}"

@@ -1,4 +1,4 @@
-"""What a preparation wrote, as lines for a terminal."""
+"""Summary of a preparation for the terminal."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MB = 1e6
 
 
 def summary(prepared: Prepared, out: Path) -> list[str]:
-    """Wheels by size, what was left out, results of the checks, pieces, and the next step."""
+    """Lines: wheels by size, omitted files and packages, results of the checks, pieces, and the next step."""
     manifest = prepared.manifest
     wheels = sorted(manifest["wheels"], key=lambda wheel: -wheel["bytes"])
     lines = [f"{wheel['bytes'] / _MB:8.2f} MB  {wheel['name']} {wheel['version']}" for wheel in wheels]

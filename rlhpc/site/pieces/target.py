@@ -1,4 +1,4 @@
-"""Target machine without network: its Python, platform and installed packages, as pip on that machine lists them."""
+"""Target machine without network: its Python, platform and installed packages, as its pip lists them."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rlhpc.core.errors import UserError
 
 _INSPECT = "pass the output of `python -m pip inspect` or `python -m pip list --format=json` on the target"
 _MANYLINUX = re.compile(r"manylinux_2_(\d+)_(\w+)")
-_ALIASES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}  # glibc 2.N: name before PEP 600
-_OLDEST_GLIBC = {"x86_64": 5, "i686": 5}  # the first glibc of a manylinux tag; 2.17 on other machines
+_ALIASES = {17: "manylinux2014", 12: "manylinux2010", 5: "manylinux1"}  # glibc 2.N: legacy name of the tag
+_OLDEST_GLIBC = {"x86_64": 5, "i686": 5}  # oldest glibc with a manylinux tag; 2.17 on other machines
 
 
 @dataclass(frozen=True)
 class Target:
-    """Machine that the wheels are for. ``requires`` is known only from the output of ``pip inspect``."""
+    """Machine that the wheels are for. ``requires`` is known only from ``pip inspect``."""
 
     python: str = "3.12"
     platform: str = "manylinux_2_39_x86_64"
     packages: Mapping[str, str] = field(default_factory=dict)  # canonical name: version
     requires: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # canonical name: its Requires-Dist
-    unusable: tuple[str, ...] = ()  # installed versions that no requirement can be compared with
+    unusable: tuple[str, ...] = ()  # installed packages with versions that no requirement can match
 
     @property
     def python_tuple(self) -> tuple[int, int]:
@@ -39,12 +39,12 @@ class Target:
 
     @property
     def machine(self) -> str:
-        """Processor architecture, as ``platform.machine()`` returns it there."""
+        """Processor architecture, as in ``platform.machine()``."""
         found = _MANYLINUX.fullmatch(self.platform)
         return found[2] if found else self.platform.partition("_")[2]
 
     def platforms(self) -> list[str]:
-        """All platform tags that the machine takes, the most specific first. pip compares them literally."""
+        """Platform tags of the machine, most specific first. pip compares them literally."""
         found = _MANYLINUX.fullmatch(self.platform)
         if not found:
             return [self.platform]
@@ -57,7 +57,7 @@ class Target:
         return [*tags, f"linux_{machine}"]
 
     def tags(self) -> list[Tag]:
-        """All tags of wheels that pip installs there, the most specific first."""
+        """Tags of wheels that pip installs there, most specific first."""
         interpreter = "cp{}{}".format(*self.python_tuple)
         return [
             *cpython_tags(self.python_tuple, abis=[interpreter], platforms=self.platforms()),
@@ -65,7 +65,7 @@ class Target:
         ]
 
     def environment(self) -> dict[str, str]:
-        """Values of all environment markers on the target."""
+        """Environment markers of the target."""
         return {
             "implementation_name": "cpython",
             "implementation_version": f"{self.python}.0",
@@ -81,7 +81,7 @@ class Target:
         }
 
     def without(self, names: set[str]) -> Target:
-        """The same machine as if it lacked these packages (canonical names)."""
+        """The machine without these packages (canonical names)."""
         packages = {name: version for name, version in self.packages.items() if name not in names}
         return Target(self.python, self.platform, packages, self.requires, self.unusable)
 
@@ -102,7 +102,7 @@ def read_target(file: Path, python: str | None = None, platform: str = Target.pl
     else:
         found = list(_frozen(file, text))
     if not found:
-        raise UserError("names no packages", where=str(file), remedy=_INSPECT)
+        raise UserError("no packages in it", where=str(file), remedy=_INSPECT)
     python = python or Target.python
     if not re.fullmatch(r"3\.\d+", python):
         raise UserError(f"invalid version of Python: {python!r}", where="--python", remedy="write 3.12, for example")

@@ -1,4 +1,4 @@
-"""Files that a wheel can do without for a stated use, so that fewer bytes have to travel."""
+"""Files of a wheel that a given use does not need, to reduce the bytes to transfer."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from packaging.utils import canonicalize_name
 
 from rlhpc.core.errors import UserError, did_you_mean
 
-# What a name promises is that the files left out serve something else. Read from vLLM 0.25.0: each of the kernels is
-# imported with ImportError suppressed, and headers are read only when a kernel is compiled at run time.
+# Files that a use does not need, from vLLM 0.25.0: each of these kernels is imported with ImportError suppressed, and
+# headers are read only when a kernel is compiled at run time.
 USES: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
-        # FlashAttention 2 (Hopper has 3), and kernels of Blackwell
+        # FlashAttention 2 (Hopper uses 3) and kernels for Blackwell
         "hopper": ("vllm/vllm_flash_attn/_vllm_fa2_C*.so", "vllm/_qutlass_C*.so", "vllm/third_party/fmha_sm100/*"),
         "offline": ("vllm/vllm-rs",),  # the server's front end
         "bf16": ("vllm/third_party/deep_gemm/include/*",),  # headers of DeepGEMM, which multiplies in FP8
@@ -24,7 +24,7 @@ USES: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class Trim:
-    """Wheel to trim, and the globs of the files to leave out. Each glob must match."""
+    """Wheel to trim, with globs of the files to omit. Each glob must match."""
 
     name: str  # canonical
     globs: tuple[str, ...]
@@ -32,7 +32,7 @@ class Trim:
 
 
 def parse_trims(texts: Iterable[str]) -> list[Trim]:
-    """Trims from ``NAME:USE,USE`` or ``NAME:GLOB,GLOB``. Several of one wheel add up."""
+    """Trims from ``NAME:USE,USE`` or ``NAME:GLOB,GLOB``. Those of one wheel are merged."""
     trims: dict[str, Trim] = {}
     for text in texts:
         name, _, wanted = text.partition(":")

@@ -1,4 +1,4 @@
-"""Wheels as files: reads their metadata, packs the running rlhpc as one, leaves files out of one."""
+"""Wheel files: reads metadata, packs the running rlhpc as a wheel, and trims wheels."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import csv
 import fnmatch
 import hashlib
 import io
-import tomllib
 import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from email.parser import HeaderParser
 from importlib.metadata import distribution
 from pathlib import Path
 
-from packaging.markers import Marker
-from packaging.requirements import Requirement
 from packaging.tags import Tag
 from packaging.utils import InvalidWheelFilename, parse_wheel_filename
 
@@ -24,12 +21,12 @@ import rlhpc
 from rlhpc.core.errors import UserError
 
 _WHEEL = "Wheel-Version: 1.0\nGenerator: rlhpc\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-LARGE = 1 << 20  # bytes of a file that LZMA is worth its time for
+LARGE = 1 << 20  # bytes from which LZMA is worth its time
 
 
 @dataclass(frozen=True)
 class Wheel:
-    """What a wheel's name and metadata contain."""
+    """A wheel with its name and metadata."""
 
     path: Path
     name: str  # canonical
@@ -43,7 +40,7 @@ class Wheel:
 
 
 def read_wheel(path: Path) -> Wheel:
-    """The wheel's name, version, requirements and tags."""
+    """Read a wheel's name, version, requirements and tags."""
     try:
         name, version, _, tags = parse_wheel_filename(path.name)
         with zipfile.ZipFile(path) as archive:
@@ -60,14 +57,14 @@ def _is_metadata(entry: str) -> bool:
 
 
 def path_files(path: Path) -> list[str]:
-    """Names of the wheel's ``.pth`` files, which Python reads in ``site-packages`` only."""
+    """Names of the wheel's ``.pth`` files, which Python reads only in ``site-packages``."""
     with zipfile.ZipFile(path) as archive:
         names = archive.namelist()
     return [name for name in names if name.endswith(".pth") and (name.count("/") == 0 or ".data/" in name)]
 
 
 def write_wheel(folder: Path, stem: str, files: Iterable[tuple[str, bytes]]) -> Path:
-    """Write ``<folder>/<stem>.whl`` from (name in the wheel, content); RECORD is made here."""
+    """Write ``<folder>/<stem>.whl`` with RECORD from (name in the wheel, content)."""
     path = folder / f"{stem}.whl"
     info = "{}-{}.dist-info".format(*stem.split("-")[:2])
     rows = []
@@ -90,15 +87,13 @@ def _record(rows: Iterable[Sequence[str]]) -> str:
 
 
 def pack_rlhpc(folder: Path) -> Wheel:
-    """The running rlhpc as a wheel: all files of the package, requirements of its checkout or installation."""
-    package = Path(rlhpc.__file__).parent
-    project = package.parent / "pyproject.toml"
-    metadata, entry_points = _declared(project) if project.is_file() else _installed()
+    """Pack the running rlhpc as a wheel: all files of the package, with the metadata of its installation."""
+    package, installed = Path(rlhpc.__file__).parent, distribution("rlhpc")
     stem, info = f"rlhpc-{rlhpc.__version__}-py3-none-any", f"rlhpc-{rlhpc.__version__}.dist-info"
     files = [
-        (f"{info}/METADATA", metadata.encode()),
+        (f"{info}/METADATA", (installed.read_text("METADATA") or "").encode()),
         (f"{info}/WHEEL", _WHEEL.encode()),
-        (f"{info}/entry_points.txt", entry_points.encode()),
+        (f"{info}/entry_points.txt", (installed.read_text("entry_points.txt") or "").encode()),
     ]
     for file in sorted(package.rglob("*")):
         if file.is_file() and "__pycache__" not in file.parts:
@@ -106,30 +101,9 @@ def pack_rlhpc(folder: Path) -> Wheel:
     return read_wheel(write_wheel(folder, stem, files))
 
 
-def _declared(file: Path) -> tuple[str, str]:
-    """METADATA and entry points of a checkout, whose installed metadata may be older than its pyproject.toml."""
-    project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-    lines = [f"Metadata-Version: 2.1\nName: rlhpc\nVersion: {rlhpc.__version__}"]
-    lines.append(f"Requires-Python: {project['requires-python']}")
-    lines += [f"Requires-Dist: {text}" for text in project["dependencies"]]
-    for extra, requirements in project["optional-dependencies"].items():
-        lines.append(f"Provides-Extra: {extra}")
-        for requirement in map(Requirement, requirements):
-            old = f"({requirement.marker}) and " if requirement.marker else ""
-            requirement.marker = Marker(f'{old}extra == "{extra}"')
-            lines.append(f"Requires-Dist: {requirement}")
-    scripts = [f"{name} = {function}" for name, function in project["scripts"].items()]
-    return "\n".join([*lines, ""]), "\n".join(["[console_scripts]", *scripts, ""])
-
-
-def _installed() -> tuple[str, str]:
-    installed = distribution("rlhpc")
-    return installed.read_text("METADATA") or "", installed.read_text("entry_points.txt") or ""
-
-
 @dataclass(frozen=True)
 class Trimmed:
-    """Files left out of a wheel: their number, and the bytes by which packed and unpacked size shrink."""
+    """Files omitted from a wheel: their number, and their packed and unpacked bytes."""
 
     name: str
     globs: tuple[str, ...]
@@ -138,9 +112,9 @@ class Trimmed:
     unpacked_bytes: int
 
 
-def trim(path: Path, globs: Sequence[str], folder: Path, lzma: bool = False) -> Trimmed:
-    """Write the wheel to ``folder`` without the files that match one of ``globs``, and with a RECORD that fits.
-    ``lzma`` compresses large files better than wheels usually are."""
+def trim(path: Path, globs: Sequence[str], folder: Path, *, lzma: bool = False) -> Trimmed:
+    """Write the wheel to ``folder`` without the files that match ``globs``, and update its RECORD. ``lzma``: recompress
+    large files."""
     where = "--trim"
     wheel = read_wheel(path)
     with zipfile.ZipFile(path) as source:
@@ -152,13 +126,13 @@ def trim(path: Path, globs: Sequence[str], folder: Path, lzma: bool = False) -> 
             raise UserError("matches the wheel's own metadata", where=where, remedy="use a narrower glob")
         left_out = {entry.filename for entry in out}
         with zipfile.ZipFile(folder / path.name, "w", zipfile.ZIP_DEFLATED) as trimmed:
-            _copy(source, trimmed, left_out, lzma)
+            _copy(source, trimmed, left_out, lzma=lzma)
     sizes = sum(entry.compress_size for entry in out), sum(entry.file_size for entry in out)
     return Trimmed(wheel.name, tuple(globs), len(out), *sizes)
 
 
 def has_large_files(path: Path) -> bool:
-    """Whether LZMA is worth its time."""
+    """Whether the wheel has files for which LZMA is worth its time."""
     with zipfile.ZipFile(path) as archive:
         return any(entry.file_size >= LARGE for entry in archive.infolist())
 
@@ -171,8 +145,8 @@ def _essential(name: str) -> bool:
     return name.split("/")[0].endswith(".dist-info") and name.rsplit("/")[-1] in ("METADATA", "WHEEL", "RECORD")
 
 
-def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str], lzma: bool) -> None:
-    """Copy all entries but ``left_out``; rows of RECORD are dropped alike. Modes of files stay, for programs."""
+def _copy(source: zipfile.ZipFile, trimmed: zipfile.ZipFile, left_out: set[str], *, lzma: bool) -> None:
+    """Copy all entries except ``left_out``, with their modes, and drop their rows of RECORD."""
     for entry in source.infolist():
         if entry.filename in left_out:
             continue

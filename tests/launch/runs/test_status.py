@@ -342,9 +342,7 @@ def test_a_finished_run_is_not_resumed_but_for_more_steps(tmp_path):
     run = make_run(tmp_path / "run")
     run.folder.config.write_text(config.read_text())
     attempts.end(begin(run), verdict("finished", "none"))
-    with pytest.raises(
-        UserError, match=r"the run has finished; request more steps, such as train.steps=6"
-    ):
+    with pytest.raises(UserError, match=r"the run has finished; request more steps, such as train.steps=6"):
         plan_again(run, ["train.prompts_per_step=16"], tmp_path)
     plan = plan_again(run, ["train.steps=6"], tmp_path)
     assert (plan.configs[0].train.steps, plan.folders) == (6, (run.folder,))

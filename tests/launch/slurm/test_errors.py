@@ -23,7 +23,7 @@ def without_slurm(monkeypatch, tmp_path):
          "slurm.partition", "no partition 'gpu'"),
         (FAILED + "Invalid account or account/partition combination specified", "slurm.account", "account 'proj' is"),
         (FAILED + "Invalid qos specification", "slurm.qos", "QoS 'high' is unknown, or not available to you"),
-        (FAILED + "Requested node configuration is not available", "slurm", "no node of partition gpu has the requested resources"),
+        (FAILED + "Requested node configuration is not available", "slurm", "gpu has the requested resources"),
         ("sbatch: error: Memory specification can not be satisfied\n" + FAILED
          + "Requested node configuration is not available", "slurm.memory", "no node has 9T of memory"),
         ("sbatch: error: Invalid generic resource (gres) specification", "slurm.gpus_per_node", "no such GPUs"),
@@ -40,7 +40,7 @@ def without_slurm(monkeypatch, tmp_path):
         (FAILED + "Unable to contact slurm controller (connect failure)", "slurm", "the controller does not answer"),
         (FAILED + "Socket timed out on send/recv operation", "slurm", "the controller does not answer"),
         ('sbatch: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file or directory '
-         "(Did you start munged?)\n" + FAILED + "Protocol authentication error", "", "munge, Slurm's authentication service"),
+         "(Did you start munged?)\n" + FAILED + "Protocol authentication error", "", "munge, Slurm's"),
         (FAILED + "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
          "slurm", "do not allow this job (Job violates"),
         (FAILED + "User's group not permitted to use this partition", "slurm.partition", "no access to partition gpu"),

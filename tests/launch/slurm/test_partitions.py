@@ -73,7 +73,7 @@ def test_what_fits_passes(check, overrides):
     [
         (["slurm.partition=gpus"], "slurm.partition: no partition 'gpus'; did you mean 'gpu'?"),
         (["slurm.partition='gpu,batsch'"], "slurm.partition: no partition 'batsch'; did you mean 'batch'?"),
-        (["slurm.partition=batch"], "slurm.gpus_per_node: no node of partition batch has GPUs, but 1 per node are requested"),
+        (["slurm.partition=batch"], "slurm.gpus_per_node: no node of partition batch has GPUs, but 1 per"),
         (["slurm.gpus_per_node=9"], "nodes of the cluster have at most 8 GPUs; lower it"),
         (["slurm.partition=gpu", "slurm.gpu_type=v100"], "slurm.gpu_type: no 'v100' GPUs in partition gpu; did you"),
         (["slurm.partition=gpu", "slurm.gpu_type=a100", "slurm.gpus_per_node=8"], "have at most 4 GPUs"),

@@ -247,9 +247,7 @@ mkdir /dev/infiniband; mknod /dev/infiniband/uverbs0 c 231 192
 @needs_root
 def test_infiniband_needs_locked_memory():
     found = on_node(INFINIBAND + "ulimit -l 64", CHECK)
-    assert found.error.startswith(
-        "node localhost: only 64 KiB of memory may be locked, but InfiniBand needs no limit;"
-    )
+    assert found.error.startswith("node localhost: only 64 KiB of memory may be locked, but InfiniBand needs no limit;")
     assert on_node("ulimit -l 64", CHECK).error == ""
 
 
@@ -310,8 +308,8 @@ def test_the_interface_that_leads_to_the_master(setup, master, interface):
 def test_an_interface_that_cannot_be_told():
     found = on_node(NETWORK + SECOND, "network_interface('loopback')", name="node1")
     assert found.error == (
-        "node node1: cannot determine which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is 127.0.1.1"
-        " here; name it in slurm.interface"
+        "node node1: cannot determine which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is"
+        " 127.0.1.1 here; name it in slurm.interface"
     )
 
 

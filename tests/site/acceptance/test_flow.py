@@ -37,7 +37,7 @@ def test_the_installation_is_reported(tmp_path: Path) -> None:
     figures = {figure.name: figure for figure in results.parts["install"].figures}
     assert figures["vLLM's model runner"].value in ("V1", "V2")
     assert "CPUAttention" in str(figures["vLLM's attention"].value)
-    assert figures["grouped product against single ones"].met
+    assert figures["grouped product vs. single products"].met
     assert figures["import vllm"].note.startswith("version 0.")
     assert "| install | CUDA | needs a GPU |" in page
 

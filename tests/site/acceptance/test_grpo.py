@@ -96,7 +96,7 @@ def steps(config: RunConfig, shape: ModelShape, factors: Sequence[float]) -> lis
 
 def test_a_slow_machine_misses_before_its_calibration(case: tuple[RunConfig, ModelShape]) -> None:
     config, shape = case
-    found = named(list(time_figures(config, shape, H100, steps(config, shape, [9.0, 2.0, 2.0, 2.0, 2.0]), True)))
+    found = named(list(time_figures(config, shape, H100, steps(config, shape, [9.0, 2.0, 2.0, 2.0, 2.0]), known=True)))
     before, after = found["time: error of the plan"], found["time: error after calibration"]
     assert before.value == pytest.approx(0.5, abs=0.01)
     assert (before.met, after.met) == (False, True)
@@ -105,7 +105,7 @@ def test_a_slow_machine_misses_before_its_calibration(case: tuple[RunConfig, Mod
 
 def test_the_calibration_has_not_seen_the_step_that_it_is_judged_by(case: tuple[RunConfig, ModelShape]) -> None:
     config, shape = case
-    found = named(list(time_figures(config, shape, H100, steps(config, shape, [1.0, 1.0, 2.0]), True)))
+    found = named(list(time_figures(config, shape, H100, steps(config, shape, [1.0, 1.0, 2.0]), known=True)))
     assert found["time: error after calibration"].value == pytest.approx(0.5, abs=0.01)
     assert found["time: error after calibration"].met is False
 
@@ -113,7 +113,10 @@ def test_the_calibration_has_not_seen_the_step_that_it_is_judged_by(case: tuple[
 def test_figures_without_goals_on_an_unknown_machine(case: tuple[RunConfig, ModelShape]) -> None:
     config, shape = case
     records = steps(config, shape, [1.0, 2.0, 2.0, 2.0])
-    figures = [*time_figures(config, shape, H100, records, False), *step_figures(config, shape, H100, records, False)]
+    figures = [
+        *time_figures(config, shape, H100, records, known=False),
+        *step_figures(config, shape, H100, records, known=False),
+    ]
     assert all(figure.goal is None for figure in figures)
     assert "MFU of updates" not in named(figures)
 
@@ -121,7 +124,7 @@ def test_figures_without_goals_on_an_unknown_machine(case: tuple[RunConfig, Mode
 def test_steps_are_medians_without_the_first(case: tuple[RunConfig, ModelShape]) -> None:
     config, shape = case
     records = steps(config, shape, [50.0, 1.0, 1.0, 3.0])
-    found = named(list(step_figures(config, shape, H100, records, True)))
+    found = named(list(step_figures(config, shape, H100, records, known=True)))
     predicted = predict_step(config, shape, ONE, H100, EfficiencySection())
     assert found["step: update"].value == pytest.approx(predicted.phase("update").seconds)
     assert found["MFU of updates"].value == pytest.approx(predicted.mfu)
@@ -134,15 +137,15 @@ def test_peak_memory_is_compared_without_other_processes_use(case: tuple[RunConf
     updating = next(phase.total for phase in plan.phases if phase.name == "forward and backward")
     peaks = Peaks({"rollout": plan.peak + others, "update": updating + others - GIB}, {"update": updating - 2 * GIB})
     write_json(peaks_file(RunFolder(config.folder)), {"used": peaks.used, "allocated": peaks.allocated})
-    found = named(list(memory_figures(config, shape, H100, others, True)))
+    found = named(list(memory_figures(config, shape, H100, others, known=True)))
     error = found["memory: error of the plan's peak"]
     assert (error.value, error.met) == (pytest.approx(0.0), True)
     assert found["memory: update"].value == pytest.approx(updating / GIB - 1)
     assert found["memory: libraries and sleeping engine"].value == pytest.approx(1.5), "1 GiB below the plan's 2.5"
 
-    found = named(list(memory_figures(config, shape, H100, 0, True)))
+    found = named(list(memory_figures(config, shape, H100, 0, known=True)))
     assert found["memory: error of the plan's peak"].value > 0.02
 
 
 def test_without_a_gpu_memory_is_skipped_by_name(case: tuple[RunConfig, ModelShape]) -> None:
-    assert list(memory_figures(*case, H100, None, False)) == [Skipped("peak memory", "needs a GPU")]
+    assert list(memory_figures(*case, H100, None, known=False)) == [Skipped("peak memory", "needs a GPU")]

@@ -56,14 +56,14 @@ def test_a_difference_is_told_from_kernels_without_a_fixed_order(
     found = figures(monkeypatch, tmp_path, run_dense, lines)
     assert found["dense: bit-equal"].met is False
     assert found["dense: two runs without a kill are bit-equal"].value == (again is SAME)
-    assert found["dense: largest difference of a supervised loss"].value == pytest.approx(0.001)
+    assert found["dense: maximum difference of a supervised loss"].value == pytest.approx(0.001)
 
 
 @pytest.mark.parametrize(("loss", "met"), [(1.0, True), (1.005, True), (1.02, False)])
 def test_experts_have_a_bound(loss: float, met: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = {"moe-straight": SAME, "moe-resumed": records(2.0, loss)}
     found = figures(monkeypatch, tmp_path, run_experts, lines)
-    assert found["experts: largest difference of a supervised loss"].met is met
+    assert found["experts: maximum difference of a supervised loss"].met is met
     assert found["experts: bit-equal"].value is (loss == 1.0)
     assert found["experts: bit-equal"].goal is None
 

@@ -63,8 +63,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "is not a state of rlhpc acceptance"),
-        ("[]", "is not a state of rlhpc acceptance"),
+        ("{", "not a state of rlhpc acceptance"),
+        ("[]", "not a state of rlhpc acceptance"),
         ('{"schema_version": 7}', "schema_version is 7, this release reads 1"),
         ('{"schema_version": 1, "parts": {"a": {}}}', "parts.a.title: Field required"),
     ],
@@ -82,7 +82,7 @@ def test_the_schema_describes_every_field() -> None:
     assert schema["properties"]["schema_version"]["const"] == 1
     assert {"FigureRecord", "PartRecord", "Fingerprint"} <= schema["$defs"].keys()
     figure = schema["$defs"]["FigureRecord"]["properties"]
-    assert figure["met"]["description"] == "Whether the goal is reached; null without a goal."
+    assert figure["met"]["description"] == "Whether the goal is met; null without a goal."
 
 
 @pytest.mark.parametrize(
@@ -104,15 +104,15 @@ def test_the_schema_describes_every_field() -> None:
 )
 def test_what_is_done_with_a_part(status: Status | None, options: Options, decision: str) -> None:
     before = None if status is None else record(status)
-    assert decide(PART, before, options, "full", True, elapsed_minutes=10.0) == decision
+    assert decide(PART, before, options, "full", on_gpu=True, elapsed_minutes=10.0) == decision
 
 
 def test_full_sizes_count_for_tiny_ones_and_not_the_other_way() -> None:
     tiny = record(size="tiny")
-    assert decide(PART, tiny, Options(), "full", True, 0.0) == "run"
-    assert decide(PART, tiny, Options(), "tiny", True, 0.0) == "done"
-    assert decide(PART, record(), Options(), "tiny", False, 0.0) == "done"
-    assert decide(replace(PART, needs_gpu=True), None, Options(), "tiny", False, 0.0) == "no_gpu"
+    assert decide(PART, tiny, Options(), "full", on_gpu=True, elapsed_minutes=0.0) == "run"
+    assert decide(PART, tiny, Options(), "tiny", on_gpu=True, elapsed_minutes=0.0) == "done"
+    assert decide(PART, record(), Options(), "tiny", on_gpu=False, elapsed_minutes=0.0) == "done"
+    assert decide(replace(PART, needs_gpu=True), None, Options(), "tiny", on_gpu=False, elapsed_minutes=0.0) == "no_gpu"
 
 
 def test_an_unknown_part_is_refused_with_its_nearest() -> None:

@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 
 from rlhpc.site.acceptance.part import Part
-from rlhpc.site.acceptance.table import LONGEST_MINUTES, PARTS, PIECES_MINUTES, TIER_MINUTES
+from rlhpc.site.acceptance.table import PARTS
 
 ROOT = Path(__file__).parents[3]
+# A start on a bare machine of half an hour: pieces are brought there first (docs/offline_gpu.md), then a tier runs.
+PIECES_MINUTES = 4.0
+TIER_MINUTES = {"first": 24.0, "rest": 26.0}
+LONGEST_MINUTES = 8.0  # of a part
 
 
 def function_arguments(part: Part) -> list[str]:
@@ -37,8 +41,3 @@ def test_the_first_tier_comes_first_and_names_are_unique() -> None:
     tiers = [part.tier for part in PARTS]
     assert tiers == sorted(tiers, key=list(TIER_MINUTES).index)
     assert len({part.name for part in PARTS}) == len(PARTS)
-
-
-def test_the_demo_s_configuration_in_the_package_is_the_one_of_make_demo() -> None:
-    shipped = (ROOT / "rlhpc" / "site" / "acceptance" / "parts" / "demo.yaml").read_text()
-    assert shipped == (ROOT / "configs" / "demo.yaml").read_text(), "copy configs/demo.yaml there"

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.site.acceptance import workers
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
-from rlhpc.site.acceptance.workers import Call, WorkerFailed, Workers
+from rlhpc.site.acceptance.workers import WorkerCall, WorkerFailed, Workers
 from tests.site.acceptance import part_runs
 
 pytestmark = pytest.mark.workers
@@ -33,7 +33,7 @@ def _nothing_reported() -> None:
 
 
 def test_results_logs_and_values_of_every_rank_arrive(context: Context) -> None:
-    values = workers.run(context, Call("case", f"{FUNCTIONS}report", {"value": 0.5}, ranks=2, share_gpu=True))
+    values = workers.run(context, WorkerCall("case", f"{FUNCTIONS}report", {"value": 0.5}, ranks=2, share_gpu=True))
     assert values == [{"value": 0.5, "rank": str(rank), "local rank": "0", "size": "tiny"} for rank in (0, 1)]
     assert results.count(Figure("seconds", 0.5, "s", Goal("<", 1.0), "a note")) == 2
     assert results.count(Skipped("graphs", "no GPU")) == 2
@@ -44,7 +44,7 @@ def test_results_logs_and_values_of_every_rank_arrive(context: Context) -> None:
 def test_a_crash_is_a_missed_goal_and_the_next_case_runs(context: Context) -> None:
     functions = {"crashing": "crash", "refusing": "refuse", "good": "report"}
     arguments = {"good": {"value": 0.5}}
-    calls = [Call(name, FUNCTIONS + function, arguments.get(name, {})) for name, function in functions.items()]
+    calls = [WorkerCall(name, FUNCTIONS + function, arguments.get(name, {})) for name, function in functions.items()]
     workers.run_each(context, calls)
     found = part_runs.figures(results)
     assert part_runs.missed(results) == ["crashing: completed", "refusing: completed"]
@@ -66,7 +66,7 @@ def test_the_end_of_a_crash_has_what_came_before_its_stacks(threads: int) -> Non
 
 
 def test_a_rank_that_fails_ends_the_others(context: Context) -> None:
-    with Workers(context, Call("ranks", f"{FUNCTIONS}fail_on_rank_1", ranks=2)) as both:
+    with Workers(context, WorkerCall("ranks", f"{FUNCTIONS}fail_on_rank_1", ranks=2)) as both:
         both.go()
         with pytest.raises(WorkerFailed, match="rank 1 failed"):
             both.finish()
@@ -74,14 +74,14 @@ def test_a_rank_that_fails_ends_the_others(context: Context) -> None:
 
 
 def test_a_death_is_seen_though_a_forked_process_lives_on(context: Context) -> None:
-    with Workers(context, Call("fork", f"{FUNCTIONS}die_with_a_fork")) as workers_:
+    with Workers(context, WorkerCall("fork", f"{FUNCTIONS}die_with_a_fork")) as workers_:
         workers_.go()
         with pytest.raises(WorkerFailed, match="signal 9"):
             workers_.finish()
 
 
 def test_a_serving_process_makes_an_item_when_asked(context: Context) -> None:
-    with Workers(context, Call("server", f"{FUNCTIONS}count")) as server:
+    with Workers(context, WorkerCall("server", f"{FUNCTIONS}count")) as server:
         server.go()
         assert [server.answer(), server.ask(), server.ask()] == [0, 1, 2]
         server.close()
@@ -89,6 +89,8 @@ def test_a_serving_process_makes_an_item_when_asked(context: Context) -> None:
 
 
 def test_lanes_run_beside_each_other(context: Context) -> None:
-    calls = [[Call(f"{lane}{i}", f"{FUNCTIONS}report", {"value": lane + i / 10}) for i in (1, 2)] for lane in (3, 5)]
+    calls = [
+        [WorkerCall(f"{lane}{i}", f"{FUNCTIONS}report", {"value": lane + i / 10}) for i in (1, 2)] for lane in (3, 5)
+    ]
     workers.run_lanes(context, calls)
     assert sorted(figure.value for figure in results if isinstance(figure, Figure)) == [3.1, 3.2, 5.1, 5.2]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.site.pieces.install_pieces import Stop, check_imports
-from rlhpc.site.pieces.prepare import Request, prepare
+from rlhpc.site.pieces.prepare import PrepareOptions, prepare
 from rlhpc.site.pieces.target import read_target
 from tests.site.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc
 
@@ -40,7 +40,7 @@ def pieces(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setenv("PIP_FIND_LINKS", str(folder / "index"))
         patch.setenv("PIP_CONFIG_FILE", "/dev/null")
         target = read_target(folder / "target.json", HERE, THIS_MACHINE)
-        prepare(Request(target, lzma=True, piece_mb=0.25, import_check=False), folder / "out")
+        prepare(PrepareOptions(target, lzma=True, piece_mb=0.25, import_check=False), folder / "out")
     return folder / "out"
 
 
@@ -78,7 +78,7 @@ def test_a_bare_environment_without_network_gets_all_it_needs(pieces: Path, bare
 
     code, _, errors = call(bare, first, "--target", target, setting=NO_NETWORK)
     assert code == 3
-    assert f"bring {', '.join(names(pieces)[2:])} and call again" in errors
+    assert f"bring {', '.join(names(pieces)[2:])} and run again" in errors
     shutil.rmtree(first)  # the next pieces arrive in place of these
 
     code, exports, errors = call(bare, second, "--target", target, setting=NO_NETWORK)
@@ -93,7 +93,7 @@ def test_a_bare_environment_without_network_gets_all_it_needs(pieces: Path, bare
     assert done.stdout.splitlines()[-1] == str(target / "rlhpc" / "__init__.py")
 
     code, again, errors = call(bare, arrive("third"), "--target", target, setting=NO_NETWORK)
-    assert (code, again, errors) == (0, exports, "installed before: nothing to do\n")
+    assert (code, again, errors) == (0, exports, "already installed: nothing to do\n")
     (metadata,) = target.glob("vllm-*.dist-info")
     shutil.rmtree(metadata)
     code, _, errors = call(bare, arrive("fourth"), "--target", target, setting=NO_NETWORK)
@@ -111,7 +111,7 @@ def test_a_damaged_piece_is_named_and_not_kept(pieces: Path, bare: Path, arrive,
     assert code == 3
     assert f"{damaged} is damaged" in errors
     assert f"{cut} is damaged" in errors
-    assert f"bring {damaged.name}, {cut.name} and call again" in errors
+    assert f"bring {damaged.name}, {cut.name} and run again" in errors
     kept = {path.name for path in tmp_path.glob("site.pieces/*/pieces/*")}
     assert kept == {*names(pieces)} - {damaged.name, cut.name}
 

@@ -13,7 +13,7 @@ import pytest
 from rlhpc.core.errors import UserError
 from rlhpc.site.pieces.imports import check_imports
 from rlhpc.site.pieces.manifest import write_pieces
-from rlhpc.site.pieces.prepare import Request, check_set, prepare
+from rlhpc.site.pieces.prepare import PrepareOptions, check_set, prepare
 from rlhpc.site.pieces.target import Target
 from rlhpc.site.pieces.wheels import read_wheel
 from tests.site.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc, target, wheel
@@ -39,7 +39,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def prepared(index: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
     """(folder, its manifest, lines of the checks) for a machine that has torch, with vLLM trimmed."""
     out = tmp_path_factory.mktemp("prepared") / "out"
-    request = Request(
+    request = PrepareOptions(
         target(THERE, FOREIGN), left_out=("unused, Bulky_Kernels",), trims=("vllm:hopper,offline",), piece_mb=0.1
     )
     checks = prepare(request, out).checks
@@ -104,7 +104,7 @@ def test_pieces_are_within_the_limit_and_contain_the_wheels(prepared) -> None:
 def test_a_requirement_that_no_index_has_is_named_and_nothing_is_written(index: Path, tmp_path: Path) -> None:
     wheel(tmp_path, "needy", "1.0", [f'lost-kernels>=2; python_version == "{FOREIGN}"'])
     (index / "needy-1.0-py3-none-any.whl").write_bytes((tmp_path / "needy-1.0-py3-none-any.whl").read_bytes())
-    request = Request(target(THERE, FOREIGN), extras="", bring=("needy",))
+    request = PrepareOptions(target(THERE, FOREIGN), extras="", bring=("needy",))
     with pytest.raises(UserError, match="lost-kernels"):
         prepare(request, tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -113,10 +113,10 @@ def test_a_requirement_that_no_index_has_is_named_and_nothing_is_written(index: 
 
 @pytest.mark.heavy
 def test_a_version_of_the_target_in_the_way_is_refused_and_replaced_if_asked(index: Path, tmp_path: Path) -> None:
-    request = Request(target(THERE | {"submitit": "1.4.0"}, FOREIGN), extras="")
+    request = PrepareOptions(target(THERE | {"submitit": "1.4.0"}, FOREIGN), extras="")
     with pytest.raises(UserError, match=r"submitit.*--replace"):
         prepare(request, tmp_path / "out")
-    manifest = prepare(Request(request.target, extras="", replace=("submitit",)), tmp_path / "out").manifest
+    manifest = prepare(PrepareOptions(request.target, extras="", replace=("submitit",)), tmp_path / "out").manifest
     assert {row["name"]: row["version"] for row in manifest["wheels"]}["submitit"] == "1.5.4"
 
 
@@ -126,7 +126,9 @@ def test_an_older_version_is_brought_where_the_newest_ones_conflict(index: Path,
         wheel(index, "base", version)
         wheel(index, "loose", version, [f"base>={version}"])
     wheel(index, "picky", "1.0", ["base==1.0"])
-    manifest = prepare(Request(target(THERE, FOREIGN), extras="", bring=("picky", "loose")), tmp_path / "out").manifest
+    manifest = prepare(
+        PrepareOptions(target(THERE, FOREIGN), extras="", bring=("picky", "loose")), tmp_path / "out"
+    ).manifest
     brought = {row["name"]: row["version"] for row in manifest["wheels"]}
     assert (brought["loose"], brought["base"]) == ("1.0", "1.0")
 
@@ -134,12 +136,14 @@ def test_an_older_version_is_brought_where_the_newest_ones_conflict(index: Path,
 @pytest.mark.parametrize(
     ("request_", "message"),
     [
-        (Request(Target(), trims=("vllm",)), "--trim: 'vllm' names no files"),
-        (Request(Target(), bring=("a b",)), "--bring: 'a b'"),
-        (Request(Target(), piece_mb=0), "--piece-mb: 0 MB is no size"),
+        (PrepareOptions(Target(), trims=("vllm",)), "--trim: 'vllm' names no files"),
+        (PrepareOptions(Target(), bring=("a b",)), "--bring: 'a b'"),
+        (PrepareOptions(Target(), piece_mb=0), "--piece-mb: 0 MB is too small"),
     ],
 )
-def test_options_are_refused_before_anything_is_resolved(tmp_path: Path, request_: Request, message: str) -> None:
+def test_options_are_refused_before_anything_is_resolved(
+    tmp_path: Path, request_: PrepareOptions, message: str
+) -> None:
     with pytest.raises(UserError) as error:
         prepare(request_, tmp_path / "out")
     assert str(error.value).startswith(message)
@@ -147,8 +151,8 @@ def test_options_are_refused_before_anything_is_resolved(tmp_path: Path, request
 
 def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").touch()
-    with pytest.raises(UserError, match="is not empty and holds no earlier set of pieces"):
-        prepare(Request(Target()), tmp_path)
+    with pytest.raises(UserError, match="not empty, and has no earlier set of pieces"):
+        prepare(PrepareOptions(Target()), tmp_path)
 
 
 def test_an_incomplete_set_is_refused_by_the_wheels_on_disk(tmp_path: Path) -> None:

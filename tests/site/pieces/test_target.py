@@ -39,7 +39,7 @@ def test_inspect_gives_python_and_requirements(tmp_path: Path) -> None:
         ("[1, 2]", "entry without name and version: 1"),
         ('{"a": 1}', "JSON without `installed` and `environment`"),
         ("[{", "invalid JSON"),
-        ("", "names no packages"),
+        ("", "no packages in it"),
     ],
 )
 def test_a_list_that_cannot_be_used_is_refused_with_the_remedy(tmp_path: Path, text: str, message: str) -> None:

@@ -1,1 +1,1 @@
-"""The parts of acceptance, each run in a process of its own."""
+"""Parts of acceptance, each run in its own process."""

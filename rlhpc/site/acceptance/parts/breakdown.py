@@ -1,4 +1,4 @@
-"""Where the device's time goes, kernel by kernel, by PyTorch's profiler; operator by operator on a CPU."""
+"""Device time by kernel, or by operator on a CPU, from PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# The first kind of which a word is in the name. Products of experts come in kernels of their own.
+# A kernel belongs to the first kind with a matching word. Experts' products have their own kernels.
 _KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("attention", ("flash", "fmha", "attention", "varlen")),
     ("expert products", ("grouped", "group_mm")),
@@ -23,7 +23,7 @@ _REST = "element-wise and others"
 
 @dataclass(frozen=True)
 class Kernel:
-    """All calls of one kernel together."""
+    """Total over all calls of one kernel."""
 
     name: str
     seconds: float
@@ -31,15 +31,15 @@ class Kernel:
 
     @property
     def kind(self) -> str:
-        """What it computes, as far as its name shows."""
+        """What it computes, judging by its name."""
         name = self.name.lower()
         return next((kind for kind, words in _KINDS if any(word in name for word in words)), _REST)
 
 
-def kernels(action: Callable[[], Any], on_gpu: bool) -> list[Kernel]:
-    """The kernels that one call of ``action`` runs, by falling time. Empty where the profiler sees none.
+def kernels(action: Callable[[], Any], *, on_gpu: bool) -> list[Kernel]:
+    """Kernels of one call of ``action``, in descending time; empty if the profiler records none.
 
-    Annotated ranges, such as those of torch.compile, are left out: the profiler lists them beside the kernels in them.
+    Without annotated ranges, such as those of torch.compile: the profiler lists them in addition to their kernels.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile
@@ -51,7 +51,7 @@ def kernels(action: Callable[[], Any], on_gpu: bool) -> list[Kernel]:
             torch.cuda.synchronize()
     wanted = "CUDA" if on_gpu else "CPU"
     found = [
-        Kernel(event.key, _microseconds(event, on_gpu) / 1e6, event.count)
+        Kernel(event.key, _microseconds(event, on_gpu=on_gpu) / 1e6, event.count)
         for event in measured.key_averages()
         if event.device_type.name == wanted and not event.is_user_annotation
     ]
@@ -59,12 +59,12 @@ def kernels(action: Callable[[], Any], on_gpu: bool) -> list[Kernel]:
 
 
 def by_kind(found: Sequence[Kernel]) -> dict[str, float]:
-    """Seconds of each kind of kernel, by falling time."""
+    """Seconds of each kind of kernel, in descending order."""
     sums: defaultdict[str, float] = defaultdict(float)
     for kernel in found:
         sums[kernel.kind] += kernel.seconds
     return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
 
-def _microseconds(event: Any, on_gpu: bool) -> float:
+def _microseconds(event: Any, *, on_gpu: bool) -> float:
     return float(event.self_device_time_total if on_gpu else event.self_cpu_time_total)

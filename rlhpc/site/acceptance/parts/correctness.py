@@ -1,6 +1,6 @@
-"""Correctness: train, weight sync, train, weight sync; after each sync the engine's log-probs against the trainer's.
+"""Correctness: trains and syncs weights twice, comparing the log-probs of engine and trainer after each sync.
 
-Each case has its own process and engine. It trains on random tokens first, then on its own responses.
+Each case has its own process and engine. It trains first on random tokens, then on its own responses.
 """
 
 from __future__ import annotations
@@ -10,22 +10,23 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from rlhpc.config.training import ExpertsSection, MemorySection, OffloadSection, OptimizerSection
-from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import ExpertsSection, MemorySection, OffloadSection, OptimizerSection, ParallelSection
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
-from rlhpc.site.acceptance.workers import BOTH, Call, run_each, run_lanes
+from rlhpc.site.acceptance.workers import BOTH, WorkerCall, run_each, run_lanes
 
-_EXACT = 1e-4  # log-probs of float32 on a CPU
-_VISIBLE_CHANGE = 0.05  # of log-probs by an update: an engine with stale weights would be off by as much
-_FREED = 0.9  # share of the bytes in common that must come free
+_EXACT = 1e-4  # bound of log-prob differences in float32 on a CPU
+_VISIBLE_CHANGE = 0.05  # minimum change of log-probs by an update; stale weights in an engine would show as much
+_FREED = 0.9  # minimum share of the shared bytes that must become free
 
 
 @dataclass(frozen=True)
-class Case:
-    """A model and the variants of training and weight sync that it goes through.
+class CorrectnessCase:
+    """A model and its variants of training and weight sync.
 
-    ``layers`` None: the whole model. ``tolerance``: mean difference of log-probs in bfloat16, about twice what rounding
-    makes of as many layers on a CPU; a zeroed projection in one layer makes 0.1.
+    ``layers``: None for all. ``tolerance``: bound of the mean log-prob difference in bfloat16, about twice the rounding
+    error of as many layers on a CPU; a zeroed projection in one layer gives 0.1.
     """
 
     name: str
@@ -37,18 +38,18 @@ class Case:
     graphs: bool = False
 
 
-# The most telling first. Only one engine compiles and captures CUDA graphs, which takes a minute. Routers of random
-# models choose between near-equal experts, so rounding makes trainer and engine choose differently. Models other than
-# the dense one have a small vocabulary, since two cases use the GPU at a time.
+# Most informative first. Only one engine compiles and captures CUDA graphs, which takes a minute. Routers of random
+# models choose between near-equal experts, so rounding sends tokens of trainer and engine to different experts. All
+# but the dense model have a small vocabulary, since two cases share the GPU.
 CASES = (
-    Case("dense", "1.5b", None, "tiny", ("resident", "offload"), 0.03, graphs=True),
-    Case("moe", "30b-a3b", 2, "tiny-moe", ("resident",), 0.05),
-    Case("mla", "16b-a3b-mla", 2, "tiny-mla", ("resident",), 0.05),
-    Case("routed experts", "30b-a3b", 2, "tiny-moe", ("replay",), 0.03),
-    Case("optimizer offload", "1.5b", 4, "tiny", ("optimizer offload",), 0.02),
-    Case("shared weights", "8b", 4, "tiny", ("shared",), 0.02),
+    CorrectnessCase("dense", "1.5b", None, "tiny", ("resident", "offload"), 0.03, graphs=True),
+    CorrectnessCase("moe", "30b-a3b", 2, "tiny-moe", ("resident",), 0.05),
+    CorrectnessCase("mla", "16b-a3b-mla", 2, "tiny-mla", ("resident",), 0.05),
+    CorrectnessCase("routed experts", "30b-a3b", 2, "tiny-moe", ("replay",), 0.03),
+    CorrectnessCase("optimizer offload", "1.5b", 4, "tiny", ("optimizer offload",), 0.02),
+    CorrectnessCase("shared weights", "8b", 4, "tiny", ("shared",), 0.02),
 )
-_ALONE = "shared weights"  # reads what is free on the GPU
+_ALONE = "shared weights"  # reads the GPU's free memory
 _VOCABULARY = 16384
 
 
@@ -62,20 +63,20 @@ class _Sizes:
 
 
 def run(context: Context) -> None:
-    """Every case, each in a process of its own: the dense one, which takes longest, beside the others."""
+    """Run every case in its own process: the dense one, which takes longest, concurrently with the others."""
     calls = {case.name: call(case) for case in CASES}
     alone, dense = calls.pop(_ALONE), calls.pop("dense")
     run_lanes(context, [[dense], list(calls.values())])
     run_each(context, [alone])
 
 
-def call(case: Case) -> Call:
-    """The process of one case."""
-    return Call(case.name, f"{__name__}:check", {"name": case.name}, imports=BOTH)
+def call(case: CorrectnessCase) -> WorkerCall:
+    """Call that runs one case."""
+    return WorkerCall(case.name, f"{__name__}:check", {"name": case.name}, imports=BOTH)
 
 
 def check(context: Context, name: str) -> None:
-    """One case, in this process."""
+    """Run one case in this process."""
     rig.join_ranks()
     case = next(case for case in CASES if case.name == name)
     checks = _Checks(context, case)
@@ -84,11 +85,11 @@ def check(context: Context, name: str) -> None:
 
 
 class _Checks:
-    """A running case: the engine that all its variants share, and the requests it answers."""
+    """A running case: the engine shared by its variants, and the requests that it answers."""
 
-    def __init__(self, context: Context, case: Case) -> None:
+    def __init__(self, context: Context, case: CorrectnessCase) -> None:
         self._context, self._case = context, case
-        self._dtype = rig.dtype_of(context.on_gpu)
+        self._dtype = rig.dtype_of(context)
         folder = context.folder / "models" / case.name.replace(" ", "-")
         name, layers = (case.tiny, None) if context.tiny else (case.shape, case.layers)
         cut = {} if context.tiny or case.layers is None else {"vocab_size": _VOCABULARY}
@@ -108,13 +109,13 @@ class _Checks:
         release_cached()  # of the previous variant's trainer
         optimizer_offload_fraction = 0.5 if variant == "optimizer offload" else 0.0
         offload = OffloadSection(parameters=True, gradients=True, optimizer=True)
-        actor = rig.make_actor(
-            self._shape,
-            self._dtype,
-            optimizer=OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
-            memory=MemorySection(offload=offload) if variant == "offload" else None,
-            experts=ExpertsSection(router_replay=variant == "replay"),
+        settings = ModelSettings(
+            ParallelSection(),
+            MemorySection(offload=offload) if variant == "offload" else MemorySection(),
+            ExpertsSection(router_replay=variant == "replay"),
+            OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
         )
+        actor = rig.make_actor(self._shape, self._dtype, settings)
         batches = [rig.packed_random(self._shape, self._sizes.trained)]
         applied = [rig.train(actor, batches).applied]
         self._make_engine(routed_experts=variant == "replay")
@@ -128,13 +129,13 @@ class _Checks:
         change, _ = rig.differences(rig.log_probs(actor, responses, self._sizes.prompt), before)
         self._report(f"{variant}, change by training", change, goal=Goal(">", _VISIBLE_CHANGE))
         self._sync(f"{variant}, sync 2", actor, manager)
-        self._report(f"{variant}, updates applied", all(applied), goal=Goal("==", True))
+        self._report(f"{variant}, updates applied", all(applied), goal=IS_TRUE)
 
-    def _make_engine(self, routed_experts: bool) -> None:
+    def _make_engine(self, *, routed_experts: bool) -> None:
         if self._engine is not None:
             return
         self._context.log("starting the engine")
-        self._engine = rig.make_engine(
+        spec = rig.EngineSpec(
             self._folder,
             self._shape,
             self._dtype,
@@ -144,9 +145,10 @@ class _Checks:
             graphs=self._case.graphs,
             routed_experts=routed_experts,
         )
+        self._engine = rig.make_engine(spec)
 
     def _sync(self, label: str, actor: Any, manager: Any) -> tuple[list[Any], list[Any]]:
-        """Sync weights, generate and compare. Returns the responses in batches, and the trainer's log-probs of them."""
+        """Sync weights, generate and compare; return the responses in batches and the trainer's log-probs of them."""
         manager.sync()
         answered = self._engine.generate(self._asked)
         self._check_weights(label, manager)
@@ -160,7 +162,7 @@ class _Checks:
         return responses, ours
 
     def _check_weights(self, label: str, manager: Any) -> None:
-        """Write the weights again and compare checksums of both sides, which detect a single wrong bit."""
+        """Write the weights again and compare the checksums of both sides, which detect a single wrong bit."""
         from rlhpc.core.errors import ReshardError
 
         note = ""
@@ -169,16 +171,16 @@ class _Checks:
             manager.verify()
         except ReshardError as error:
             note = str(error)
-        self._report(f"{label}, weights equal", not note, goal=Goal("==", True), note=note)
+        self._report(f"{label}, weights equal", not note, goal=IS_TRUE, note=note)
 
     def _check_sharing(self, actor: Any, manager: Any) -> None:
-        """Device memory while the engine is awake, with weights of its own and with the trainer's."""
+        """Compare device memory while the engine is awake, with its own weights and with the trainer's."""
         shapes, itemsize = self._engine.weight_shapes(), actor.weights.dtype.itemsize
         common = sum(prod(shapes[name]) * itemsize for name in manager.shared_parameters)
         whole = sum(prod(shape) * itemsize for shape in shapes.values())
-        self._report("share of weights in common", common / whole, goal=Goal(">", 0.0))
+        self._report("share of weights shared", common / whole, goal=Goal(">", 0.0))
         if not self._context.on_gpu:
-            reason = "a CPU's memory is not divided into a trainer's and an engine's"
+            reason = "CPU memory is not split between trainer and engine"
             self._context.report(Skipped(self._name("memory freed by sharing"), reason))
             return
         free = []
@@ -188,11 +190,11 @@ class _Checks:
             each.sleep()
         freed = free[1] - free[0]
         self._report("memory freed by sharing", freed / timing.GIB, "GiB")
-        goal = None if self._context.tiny else Goal(">=", _FREED)  # tiny weights are less than a page of the driver
-        self._report("memory freed of what is in common", freed / common, goal=goal)
+        goal = None if self._context.tiny else Goal(">=", _FREED)  # tiny weights are smaller than a page of the driver
+        self._report("freed share of the shared weights", freed / common, goal=goal)
 
     def _check_save(self, actor: Any, responses: Sequence[Any]) -> None:
-        """A checkpoint written in the background of training holds the state at its start."""
+        """Check that a checkpoint written in the background of training holds the state at its start."""
         from rlhpc.backends.megatron import end_writers
 
         folder = self._context.folder / "checkpoint"
@@ -204,7 +206,7 @@ class _Checks:
         changed = _bits(actor) != before
         writing.finish()
         actor.load(folder)
-        self._report("asynchronous save, state equal", changed and _bits(actor) == before, goal=Goal("==", True))
+        self._report("asynchronous save, state equal", changed and _bits(actor) == before, goal=IS_TRUE)
         end_writers()
 
     def _report(self, name: str, value: Any, unit: str = "", goal: Goal | None = None, note: str = "") -> None:
@@ -215,7 +217,7 @@ class _Checks:
 
 
 def _bits(actor: Any) -> list[int]:
-    """A sum over the bits of every weight and of every tensor of the optimizer's state."""
+    """Sum over the bits of each weight and each tensor of the optimizer state."""
     import torch
 
     from rlhpc.backends.megatron.optimizer import inner_optimizers

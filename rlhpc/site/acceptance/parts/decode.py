@@ -1,7 +1,7 @@
-"""Decoding: tokens per second of rlhpc's engine and of vLLM's own ``LLM.generate``, with and without CUDA graphs.
+"""Decoding: tokens per second of rlhpc's engine and of vLLM's ``LLM.generate``, with and without CUDA graphs.
 
-Both have the same shape, dummy weights, prompts, response lengths and sampling, each in its own process. They take
-turns, and the median round counts.
+Both have the same shape, dummy weights, prompts, response lengths and sampling, each in its own process. They
+alternate; the median round counts.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
-from rlhpc.site.acceptance.workers import BOTH, Call, WorkerFailed, Workers, report_failure, started_ahead
+from rlhpc.site.acceptance.workers import BOTH, WorkerCall, WorkerFailed, Workers, report_failure, started_ahead
 
 SYSTEMS = ("rlhpc", "vllm")
 _GOAL = Goal(">=", 0.95)
-_DUMMY = 1e-3  # vLLM's dummy weights are uniform between plus and minus this
+_DUMMY = 1e-3  # vLLM's dummy weights are uniform in [-1e-3, 1e-3]
 
 
 @dataclass(frozen=True)
-class Workload:
-    """A shape and one batch of requests of equal lengths."""
+class DecodeWorkload:
+    """A model shape and one batch of requests of equal lengths."""
 
     shape: str
     count: int
@@ -34,15 +34,15 @@ class Workload:
     rounds: int = 3
 
 
-_FULL = (Workload("1.5b", 64, 128, 128, 0.75), Workload("8b", 64, 128, 128, 2.5))
-_TINY = (Workload("tiny", 4, 12, 12, 0.0625, rounds=2),)
+_FULL = (DecodeWorkload("1.5b", 64, 128, 128, 0.75), DecodeWorkload("8b", 64, 128, 128, 2.5))
+_TINY = (DecodeWorkload("tiny", 4, 12, 12, 0.0625, rounds=2),)
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both systems with one workload in one mode."""
+    """Both systems on one workload in one mode."""
 
-    workload: Workload
+    workload: DecodeWorkload
     graphs: bool
 
     @property
@@ -50,19 +50,19 @@ class Comparison:
         return f"{self.workload.shape}, {'CUDA graphs' if self.graphs else 'eager'}"
 
     @property
-    def calls(self) -> list[Call]:
-        """A process for each system."""
+    def calls(self) -> list[WorkerCall]:
+        """Calls that start each system."""
         arguments = {"workload": asdict(self.workload), "graphs": self.graphs}
         return [
-            Call(f"{self.name}, {system}", f"{__name__}:serve", {**arguments, "system": system}, imports=BOTH)
+            WorkerCall(f"{self.name}, {system}", f"{__name__}:serve", {**arguments, "system": system}, imports=BOTH)
             for system in SYSTEMS
         ]
 
 
 def run(context: Context) -> None:
-    """Every comparison. Engines that fit into the GPU together start together: compilation takes longest."""
+    """Run every comparison. Engines that fit into the GPU together start together, since compilation takes longest."""
     if not context.on_gpu:
-        context.report(Skipped("CUDA graphs", "there is no GPU"))
+        context.report(Skipped("CUDA graphs", "needs a GPU"))
     groups = comparisons(context)
     started = started_ahead(context, [[call for each in group for call in each.calls] for group in groups])
     for group, workers in zip(groups, started, strict=True):
@@ -70,14 +70,14 @@ def run(context: Context) -> None:
             one.go()
         pairs = [(comparison, workers[2 * i : 2 * i + 2]) for i, comparison in enumerate(group)]
         ready = [(comparison, pair) for comparison, pair in pairs if _ready(context, comparison, pair)]
-        for comparison, pair in ready:  # no engine compiles any more
+        for comparison, pair in ready:  # all engines have compiled
             _compare(context, comparison, pair)
         for one in workers:
-            one.close()  # and the next group's engines find the memory free
+            one.close()  # frees memory for the next group's engines
 
 
 def comparisons(context: Context) -> list[list[Comparison]]:
-    """In groups of which the engines fit into a GPU of 80 GB together, the most telling first."""
+    """Comparisons in groups whose engines fit together into a GPU of 80 GB, most informative first."""
     if not context.on_gpu:
         return [[Comparison(workload, graphs=False)] for workload in (_TINY if context.tiny else _FULL)]
     if context.tiny:
@@ -87,7 +87,7 @@ def comparisons(context: Context) -> list[list[Comparison]]:
 
 
 def _ready(context: Context, comparison: Comparison, pair: Sequence[Workers]) -> bool:
-    """Wait until both engines have answered once."""
+    """Wait for the first answer of both engines; False if one fails."""
     for call, workers in zip(comparison.calls, pair, strict=True):
         try:
             context.log(f"{call.name}: ready after {workers.answer()['start']:.0f} s")
@@ -109,29 +109,27 @@ def _compare(context: Context, comparison: Comparison, pair: Sequence[Workers]) 
     _report(context, comparison.name, comparison.workload, rounds)
 
 
-def _report(context: Context, mode: str, workload: Workload, rates: Sequence[Sequence[dict[str, float]]]) -> None:
+def _report(context: Context, mode: str, workload: DecodeWorkload, rates: Sequence[Sequence[dict[str, float]]]) -> None:
     tokens = workload.count * workload.response
     ours, stock = (tokens / statistics.median(round_["seconds"] for round_ in each) for each in rates)
     seeded = tokens / statistics.median(round_["seeded"] for round_ in rates[1])
     note = f"{workload.count} prompts of {workload.prompt} tokens, responses of {workload.response}"
     context.report(Figure(f"{mode}: rlhpc", ours, "tokens/s", note=note))
-    context.report(Figure(f"{mode}: vLLM", stock, "tokens/s", note="without seeds, as its users call it"))
-    context.report(
-        Figure(f"{mode}: vLLM with seeds", seeded, "tokens/s", note="a seed for each request, as rlhpc gives")
-    )
-    context.report(Figure(f"{mode}: rlhpc by vLLM", ours / stock, goal=None if context.tiny else _GOAL))
-    context.report(Figure(f"{mode}: rlhpc by vLLM with seeds", ours / seeded))
+    context.report(Figure(f"{mode}: vLLM", stock, "tokens/s", note="without seeds, as commonly used"))
+    context.report(Figure(f"{mode}: vLLM with seeds", seeded, "tokens/s", note="a seed per request, as in rlhpc"))
+    context.report(Figure(f"{mode}: rlhpc / vLLM", ours / stock, goal=None if context.tiny else _GOAL))
+    context.report(Figure(f"{mode}: rlhpc / vLLM with seeds", ours / seeded))
 
 
 def serve(
-    context: Context, system: str, workload: dict[str, Any], graphs: bool
+    context: Context, system: str, workload: dict[str, Any], *, graphs: bool
 ) -> Generator[dict[str, float], None, None]:
-    """Start an engine in this process; then the seconds of a batch for each item taken."""
+    """Start an engine in this process; each further item is the seconds of a batch."""
     began = time.perf_counter()
-    work, dtype = Workload(**workload), rig.dtype_of(context.on_gpu)
+    work, dtype = DecodeWorkload(**workload), rig.dtype_of(context)
     folder, shape = rig.model_folder(context.folder / "models" / f"{work.shape}-{system}", work.shape, None, dtype)
     start = _start_ours if system == "rlhpc" else _start_stock
-    ways, stop = start(folder, shape, work, dtype, graphs)
+    ways, stop = start(folder, shape, work, dtype, graphs=graphs)
     try:
         for generate in ways.values():
             _generated(generate, work)
@@ -142,8 +140,8 @@ def serve(
         stop()
 
 
-def _generated(generate: Callable[[], int], work: Workload) -> float:
-    """Seconds of one batch."""
+def _generated(generate: Callable[[], int], work: DecodeWorkload) -> float:
+    """Seconds to generate one batch."""
     found = 0
 
     def action() -> None:
@@ -155,19 +153,12 @@ def _generated(generate: Callable[[], int], work: Workload) -> float:
     return taken
 
 
-Started = tuple[dict[str, Callable[[], int]], Callable[[], Any]]  # ways to generate a batch, and the engine's end
+Started = tuple[dict[str, Callable[[], int]], Callable[[], Any]]  # ways to generate a batch, and the engine's shutdown
 
 
-def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
-    engine = rig.make_engine(
-        folder,
-        shape,
-        dtype,
-        context_tokens=work.prompt + work.response,
-        cache_gib=work.cache_gib,
-        max_num_seqs=work.count,
-        graphs=graphs,
-    )
+def _start_ours(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, graphs: bool) -> Started:
+    longest = work.prompt + work.response
+    engine = rig.make_engine(rig.EngineSpec(folder, shape, dtype, longest, work.cache_gib, work.count, graphs=graphs))
     engine.wake_weights()
     for tensor in engine.open_weights().values():
         tensor.uniform_(-_DUMMY, _DUMMY)
@@ -177,8 +168,8 @@ def _start_ours(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bo
     return {"seconds": lambda: sum(len(completion.tokens) for completion in engine.generate(asked))}, engine.shutdown
 
 
-def _start_stock(folder: Path, shape: Any, work: Workload, dtype: str, graphs: bool) -> Started:
-    """As a user starts it, but for sizes that both systems share, and for what would be read from disk."""
+def _start_stock(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, graphs: bool) -> Started:
+    """Start vLLM with its defaults, except for sizes common to both systems and for what it would read from disk."""
     from vllm import LLM, SamplingParams
 
     arguments: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The demo: a model with random weights learns to add, by a supervised warm-up and GRPO."""
+"""The demo: a model with random weights learns to add by a supervised warm-up and GRPO."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.records import Record
+from rlhpc.core.shipped import shipped
 from rlhpc.launch.machine import gpu_count
 from rlhpc.site.acceptance.part import Context, Figure, Goal
 from rlhpc.site.acceptance.parts import runs
 
-CONFIG = Path(__file__).with_name("demo.yaml")  # configs/demo.yaml, in the installed package
+CONFIG = shipped("configs/demo.yaml")
 ACCURACY = "validation/reward_mean"
-# What the demo shows with any seed: a weak start and a strong end.
+# Bounds that hold for any seed.
 MOST_AFTER_WARM_UP, LEAST_AFTER_GRPO = 0.5, 0.9
 _SEED = 0
-_STEPS = 60  # on a GPU; with each seed of README's table a CPU reaches the goal in 30
+_STEPS = 60  # on a GPU; on a CPU every seed of the README's table reaches the goal in 30
 _TINY = [
     "resources.ranks_per_node=1",
     "sft.steps=15",
@@ -29,7 +30,7 @@ _TINY = [
 
 
 def run(context: Context) -> None:
-    """Train, and compare accuracy on held-out problems with the demo's range."""
+    """Train, and compare accuracy on held-out problems with the demo's bounds."""
     config = configured(context)
     lines = runs.run(config)
     if context.tiny:
@@ -42,11 +43,11 @@ def run(context: Context) -> None:
     context.report(Figure("held-out accuracy after the warm-up", before, "", goals[0]))
     context.report(Figure("held-out accuracy after GRPO", after, "", goals[1], f"{steps(lines)} RL steps"))
     seconds = [record["perf/step_seconds"] for record in lines if "perf/step_seconds" in record]
-    context.report(Figure("all steps", sum(seconds), "s", note="validation and start left out"))
+    context.report(Figure("all steps", sum(seconds), "s", note="without validation and startup"))
 
 
 def configured(context: Context) -> RunConfig:
-    """The demo for this machine. Fused attention takes half precision, so that a GPU trains in bfloat16."""
+    """The demo's config for this machine. A GPU trains in bfloat16, which fused attention needs."""
     changes = [*overrides(_SEED, context.folder / "inputs", CONFIG), f"run_dir={context.folder / 'run'}"]
     if context.on_gpu:
         changes += ["model.dtype=bfloat16", f"resources.ranks_per_node={min(2, gpu_count())}", f"train.steps={_STEPS}"]
@@ -55,18 +56,18 @@ def configured(context: Context) -> RunConfig:
 
 
 def accuracies(lines: list[Record]) -> tuple[float, float]:
-    """On held-out problems, before the first RL step and after the last."""
+    """Accuracy on held-out problems before the first RL step and after the last."""
     found = {record["step"]: record[ACCURACY] for record in lines if record["phase"] == "rl" and ACCURACY in record}
     return found[0], found[max(found)]
 
 
 def steps(lines: list[Record]) -> int:
-    """RL steps that were made."""
+    """Number of RL steps."""
     return max(record["step"] for record in lines if record["phase"] == "rl")
 
 
 def overrides(seed: int, inputs: Path, file: Path) -> list[str]:
-    """Changes to a config of the demo's task: this seed, and its inputs in the folder ``inputs``."""
+    """Overrides of a config of the demo's task: this seed, and inputs in the folder ``inputs``."""
     config = load_config(file).model_dump(mode="json")
     before = config["prepare"]["arguments"]["folder"]
     moved = [
@@ -78,7 +79,7 @@ def overrides(seed: int, inputs: Path, file: Path) -> list[str]:
 
 
 def _texts(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """(dotted key, value) of every text in the configuration."""
+    """(dotted key, value) of every string in a config."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict | list):

@@ -1,4 +1,4 @@
-"""How much of a model fits into a GPU for training, by the planner's memory model. Torch-free."""
+"""Number of layers that can be trained on a GPU, by the planner's memory model. Torch-free."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlhpc.plan.estimates.model_memory import RankModel, Tokens
 from rlhpc.plan.estimates.optimizer_memory import default_bucket, state_bytes
 from rlhpc.sharding.layout import ParallelLayout
 
-# Feed-forward activations are most of a layer's and cheap to compute again.
+# Cheapest first. Feed-forward activations are most of a layer's and cheap to recompute.
 RECOMPUTE: tuple[MemorySection, ...] = (
     MemorySection(),
     MemorySection(recompute="selective", recompute_modules=["mlp", "moe"]),
@@ -20,7 +20,7 @@ RECOMPUTE: tuple[MemorySection, ...] = (
 
 
 def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
-    """Peak of an update in bfloat16 on one rank, microbatch after microbatch of ``tokens``."""
+    """Peak bytes of an update in bfloat16 on one rank, with microbatches of ``tokens``."""
     layout = ParallelLayout(1)
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
     in_float32 = shape.experts is not None and shape.experts.float32_router(ExpertsSection().router_dtype)
@@ -30,9 +30,9 @@ def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
 
 
 def most_layers(cut: Callable[[int], ModelShape], tokens: int, limit: int) -> int:
-    """Most layers that can be trained without recomputation within ``limit`` bytes; 1 if there is no room for one.
+    """Maximum number of layers that train without recomputation within ``limit`` bytes, at least 1.
 
-    ``cut`` gives the shape with so many layers; the search ends at its own number of layers.
+    ``cut``: shape with a given number of layers; it may return fewer, which ends the search.
     """
     layers = 1
     while cut(layers + 1).num_layers == layers + 1 and planned_bytes(cut(layers + 1), tokens, RECOMPUTE[0]) <= limit:
@@ -41,6 +41,6 @@ def most_layers(cut: Callable[[int], ModelShape], tokens: int, limit: int) -> in
 
 
 def recomputations(shape: ModelShape, tokens: int, limit: int) -> Sequence[MemorySection]:
-    """The ways of recomputation to try, the cheapest that fits first; the last one if none does."""
+    """Recomputation settings to try, from the cheapest that fits; only the last if none does."""
     first = next((i for i, memory in enumerate(RECOMPUTE) if planned_bytes(shape, tokens, memory) <= limit), -1)
     return RECOMPUTE[first:]

@@ -1,7 +1,7 @@
-"""Whole GRPO steps, through the same path as ``rlhpc run``, and the predictions of ``rlhpc plan`` beside them.
+"""Complete GRPO steps through the path of ``rlhpc run``, compared with the predictions of ``rlhpc plan``.
 
-Weights are random and never emit the end token, so that every response has the longest length. The module imports no
-torch: the device belongs to the rank.
+Weights are random and never emit the end token, so that every response has the maximum length. Torch-free: the device
+belongs to the rank.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ from rlhpc.site.acceptance.parts.models import model_shape
 from rlhpc.site.acceptance.parts.probe import read_peaks
 
 MEMORY_ERROR, TIME_ERROR, CALIBRATED_ERROR = 0.10, 0.30, 0.10  # goals, relative
-_SPARE = 0.08  # of the device's memory, left free by the plan that chooses a number of layers
-_FILE_SHARE = 0.5  # of the free disk that a model may take
+_SPARE = 0.08  # share of device memory left free when the number of layers is chosen
+_FILE_SHARE = 0.5  # maximum share of the free disk for a model
 _ENTRY = "rlhpc.site.acceptance.parts.probe:run_rank"
-# By their names in metrics: those in peaks of memory.
+# Phases by their names in metrics, with their names in memory peaks.
 _PHASES = {"weight_sync": "weight sync", "rollout": "rollout", "log_probs": "log-probs", "update": "update"}
-# Stands for a machine whose GPU has no entry, and for a CPU: its predictions are reported without goals.
+# For a CPU, and for a GPU without an entry: predictions are reported without goals.
 _UNKNOWN = Gpu("unknown", 0.1, 16.0, 20.0, 10.0, 10.0, 10.0, 20.0)
 
 
 @dataclass(frozen=True)
 class Work:
-    """A model and the shape of its steps."""
+    """A model and the size of its steps."""
 
     shape: str
     prompts: int
-    samples: int  # of each prompt
-    prompt_tokens: int  # longest; the shortest has a quarter
+    samples: int  # per prompt
+    prompt_tokens: int  # longest; the shortest is a quarter of it
     response_tokens: int
     tokens_per_microbatch: int
-    engine_share: float  # of the device's memory
+    engine_share: float  # share of device memory
     steps: int = 5
 
 
@@ -69,12 +69,12 @@ TINY = Work("tiny", 4, 4, 32, 16, 512, 0.3, steps=4)
 
 
 def run_1_5b(context: Context) -> None:
-    """1.5B, whole."""
+    """Measure Qwen2.5-1.5B with all layers."""
     _measure(context, TINY if context.tiny else LARGE["1.5b"])
 
 
 def run_8b(context: Context) -> None:
-    """8B's width, with as many layers as fit by the plan."""
+    """Measure Llama-3.1-8B with as many layers as fit by the plan."""
     _measure(context, TINY if context.tiny else LARGE["8b"])
 
 
@@ -82,25 +82,25 @@ def _measure(context: Context, work: Work) -> None:
     gpu, known = _gpu(context)
     layers = fitting_layers(context.folder, work, gpu)
     if layers is None:
-        context.report(Skipped(work.shape, f"not one layer fits into {gpu.memory_gib:g} GiB by the plan"))
+        context.report(Skipped(work.shape, f"by the plan, not even one layer fits into {gpu.memory_gib:g} GiB"))
         return
-    shape, config = model_shape(work.shape, layers), run_config(context.folder, work, context.on_gpu)
+    shape, config = model_shape(work.shape, layers), run_config(context.folder, work, on_gpu=context.on_gpu)
     parameters = num_parameters(shape)
     context.report(Figure("layers", float(layers), note=f"{parameters / 1e9:.2f} billion parameters"))
     _write_model(context.folder, work.shape, layers, config.model.dtype)
     _write_prompts(Path(config.data.train[0].path), work)
     before = used_memory() if context.on_gpu else None
     records = runs.run(config, entry=_ENTRY)
-    for figure in step_figures(config, shape, gpu, records, known):
+    for figure in step_figures(config, shape, gpu, records, known=known):
         context.report(figure)
-    for result in memory_figures(config, shape, gpu, before, known):
+    for result in memory_figures(config, shape, gpu, before, known=known):
         context.report(result)
-    for figure in time_figures(config, shape, gpu, records, known):
+    for figure in time_figures(config, shape, gpu, records, known=known):
         context.report(figure)
 
 
 def _gpu(context: Context) -> tuple[Gpu, bool]:
-    """The machine's entry in the table of GPUs with the memory that it really has; false where it has none."""
+    """The machine's entry in the table of GPUs with its actual memory, and whether there is an entry."""
     if not context.on_gpu:
         return _UNKNOWN, False
     found = read_fingerprint(gpu_count())
@@ -112,7 +112,7 @@ def _gpu(context: Context) -> tuple[Gpu, bool]:
 
 
 def fitting_layers(folder: Path, work: Work, gpu: Gpu) -> int | None:
-    """As many layers as fit by the plan, into the device and, as files, on the disk."""
+    """Maximum number of layers that fit, by the plan, into the device and, as files, on the disk."""
     config, disk = run_config(folder, work, on_gpu=True), shutil.disk_usage(folder).free
     for layers in range(model_shape(work.shape).num_layers, 0, -1):
         shape = model_shape(work.shape, layers)
@@ -122,9 +122,9 @@ def fitting_layers(folder: Path, work: Work, gpu: Gpu) -> int | None:
     return None
 
 
-def run_config(folder: Path, work: Work, on_gpu: bool) -> RunConfig:
-    """One rank. Two updates a step, so that there is a log-prob pass; no reference model, which would take the room of
-    layers."""
+def run_config(folder: Path, work: Work, *, on_gpu: bool) -> RunConfig:
+    """Config of one rank: two updates per step, so that there is a log-prob pass; no reference model, which would take
+    the place of layers."""
     mean_prompt = round(0.625 * work.prompt_tokens)
     rollout: dict[str, Any] = {
         "samples_per_prompt": work.samples,
@@ -158,7 +158,7 @@ def run_config(folder: Path, work: Work, on_gpu: bool) -> RunConfig:
 
 
 def _write_model(folder: Path, shape: str, layers: int, dtype: str) -> None:
-    """In a process of its own, which leaves nothing on the device."""
+    """Write the model in a separate process, which leaves no memory in use on the device."""
     code = f"""
 from pathlib import Path
 from rlhpc.site.acceptance.parts.models import write_model
@@ -168,12 +168,12 @@ write_model(Path({str(folder / "model")!r}), {shape!r}, {layers}, dtype={dtype!r
 
 
 def _write_prompts(file: Path, work: Work) -> None:
-    """Prompts of ragged lengths; the tokenizer has one token for each character."""
-    draw = random.Random(0)
+    """Write prompts of ragged lengths; the tokenizer has one token per character."""
+    rng = random.Random(0)
     rows = []
     for _ in range(work.prompts * work.steps):
-        length = draw.randint(work.prompt_tokens // 4, work.prompt_tokens - 4)
-        text = "".join(draw.choices(string.ascii_lowercase, k=length))
+        length = rng.randint(work.prompt_tokens // 4, work.prompt_tokens - 4)
+        text = "".join(rng.choices(string.ascii_lowercase, k=length))
         rows.append(
             {
                 "data_source": "acceptance",
@@ -186,9 +186,9 @@ def _write_prompts(file: Path, work: Work) -> None:
 
 
 def step_figures(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], known: bool
+    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], *, known: bool
 ) -> Iterator[Figure]:
-    """Medians over the steps but the first: its kernels are compiled and its weights verified."""
+    """Medians over all steps but the first, which compiles kernels and verifies weights."""
     steps = [record for record in records if record["phase"] == "rl" and record["step"] > 1]
 
     def middle(key: str) -> float:
@@ -197,13 +197,13 @@ def step_figures(
     yield Figure("step", middle("perf/step_seconds"), "s", note=f"median of {len(steps)} steps")
     for phase in _PHASES:
         yield Figure(f"step: {_PHASES[phase]}", middle(f"perf/{phase}_seconds"), "s")
-    yield Figure("tokens", middle("perf/tokens_per_second"), "1/s", note="prompts and responses, whole step")
-    yield Figure("decoded", _decoded(steps), "1/s", note="tokens of responses by the rollout's seconds")
+    yield Figure("tokens", middle("perf/tokens_per_second"), "1/s", note="prompts and responses, entire step")
+    yield Figure("decoded", _decoded(steps), "1/s", note="response tokens per second of rollout")
     if known:
         flops = predict_step(config, shape, ParallelLayout(1), gpu, EfficiencySection()).training_flops
         mfu = flops / middle("perf/update_seconds") / (gpu.tflops * 1e12)
         yield Figure("MFU of updates", mfu, note=f"of {gpu.tflops:g} TFLOP/s")
-    yield Figure("mean difference of engine's and trainer's log-probs", middle("logprob_diff_mean"))
+    yield Figure("logprob_diff_mean", middle("logprob_diff_mean"))
 
 
 def _decoded(steps: list[Record]) -> float:
@@ -211,9 +211,9 @@ def _decoded(steps: list[Record]) -> float:
 
 
 def memory_figures(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, before: int | None, known: bool
+    config: RunConfig, shape: ModelShape, gpu: Gpu, before: int | None, *, known: bool
 ) -> Iterator[Figure | Skipped]:
-    """Of the device, other processes' use subtracted, beside the plan."""
+    """Device memory, without that of other processes, compared with the plan."""
     peaks = read_peaks(RunFolder(config.folder))
     if peaks is None or before is None:
         yield Skipped("peak memory", "needs a GPU")
@@ -221,7 +221,9 @@ def memory_figures(
     plan = predict_memory(config, shape, ParallelLayout(1), gpu.memory_gib)
     for phase, used in sorted(peaks.used.items()):
         allocated = peaks.allocated.get(phase, 0) / GIB
-        yield Figure(f"memory: {phase}", (used - before) / GIB, "GiB", note=f"{allocated:.1f} GiB by PyTorch's count")
+        yield Figure(
+            f"memory: {phase}", (used - before) / GIB, "GiB", note=f"{allocated:.1f} GiB by PyTorch's allocator"
+        )
     peak = max(peaks.used.values()) - before
     for planned in plan.phases:
         yield Figure(f"memory, plan: {planned.name}", planned.total / GIB, "GiB")
@@ -241,21 +243,21 @@ def _peak_note(plan: MemoryPlan, peak: int) -> str:
 
 
 def time_figures(
-    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], known: bool
+    config: RunConfig, shape: ModelShape, gpu: Gpu, records: list[Record], *, known: bool
 ) -> Iterator[Figure]:
-    """The last step against its prediction, with the planner's defaults and fitted to the steps before it."""
+    """The last step compared with its prediction, by the planner's defaults and calibrated on the steps before it."""
     folder = config.folder
     fitted, held = _measured(folder / "fitted", records[:-1]), _measured(folder / "held", records[-1:])
     found = calibrate(config, shape, ParallelLayout(1), gpu, EfficiencySection(), fitted)
     goals = (Goal("<=", TIME_ERROR), Goal("<=", CALIBRATED_ERROR)) if known else (None, None)
-    note = "of the last step's phases together, which the calibration has not seen"
+    note = "all phases of the last step, which is held out from the calibration"
     yield Figure("time: error of the plan", _error(found.before, held), "", goals[0], _phases_note(found.before, held))
     yield Figure("time: error after calibration", _error(found.after, held), "", goals[1], note)
     yield Figure("time: calibration", _fitted_text(found), note="site.efficiency of this machine")
 
 
 def _measured(folder: Path, records: list[Record]) -> Measured:
-    """As ``rlhpc plan calibrate`` reads a run with these records."""
+    """Phases of a run with these records, as the calibration of ``rlhpc plan`` reads it."""
     folder.mkdir()
     text = "".join(json.dumps(record) + "\n" for record in records)
     RunFolder(folder).metrics.write_text(text, encoding="utf-8")
@@ -263,14 +265,17 @@ def _measured(folder: Path, records: list[Record]) -> Measured:
 
 
 def _error(predicted: Mapping[str, float], measured: Measured) -> float:
-    """Relative, of the measured phases together."""
+    """Relative error of the sum over the measured phases."""
     total = sum(measured.seconds.values())
     return abs(sum(predicted[name] for name in measured.seconds) - total) / total
 
 
 def _phases_note(predicted: Mapping[str, float], measured: Measured) -> str:
-    """Seconds predicted and measured of each phase."""
-    return "; ".join(f"{name} {predicted[name]:.3g} s for {seconds:.3g}" for name, seconds in measured.seconds.items())
+    """Predicted and measured seconds of each phase."""
+    return "; ".join(
+        f"{name} {predicted[name]:.3g} s predicted, {seconds:.3g} s measured"
+        for name, seconds in measured.seconds.items()
+    )
 
 
 def _fitted_text(found: Calibration) -> str:

@@ -1,4 +1,4 @@
-"""Installation: what is there, how long its imports take, what was chosen of several ways to compute."""
+"""Installation: versions, import times, and which kernels were chosen."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import importlib
 import time
 
 import rlhpc
-from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.parts import rig
 from rlhpc.site.acceptance.parts.models import END_TOKEN, write_model
 
-# In the order of a rank's start: each import includes what the ones before it have not imported.
+# In the order of a rank's startup: each time excludes modules that earlier imports have loaded.
 _IMPORTS = ("torch", "transformers", "megatron.core", "vllm")
 _ENGINE_TOKENS = 128
 
 
 def run(context: Context) -> None:
-    """Import, compute a grouped product, build an engine."""
+    """Import, compute a grouped product and build an engine."""
     context.report(Figure("rlhpc", rlhpc.__version__))
     for name in _IMPORTS:
         began = time.perf_counter()
@@ -30,13 +31,13 @@ def run(context: Context) -> None:
 
 
 def _versions(context: Context) -> None:
-    """CUDA's and NCCL's releases as torch was built for them."""
+    """Report the CUDA and NCCL releases that torch was built for."""
     import torch
 
     if not context.on_gpu:
         context.report(Skipped("CUDA", "needs a GPU"))
         return
-    context.report(Figure("torch sees a GPU", torch.cuda.is_available(), "", Goal("==", True)))
+    context.report(Figure("torch sees a GPU", torch.cuda.is_available(), "", IS_TRUE))
     context.report(Figure("CUDA of torch", str(torch.version.cuda)))
     context.report(Figure("NCCL of torch", ".".join(map(str, torch.cuda.nccl.version()))))
     major, minor = torch.cuda.get_device_capability()
@@ -50,12 +51,12 @@ def _attention(context: Context) -> None:
 
 
 def _grouped_product(context: Context) -> None:
-    """PyTorch's grouped product of experts, forward and backward, one expert without tokens."""
+    """Check PyTorch's grouped product of experts, forward and backward, with one expert that has no tokens."""
     import torch
     import torch.nn.functional as F
 
     function = getattr(F, "grouped_mm", None)
-    context.report(Figure("experts in training", "torch grouped_mm" if function else "none: torch is too old"))
+    context.report(Figure("experts in training", "torch grouped_mm" if function else "unavailable: torch is too old"))
     if function is None:
         return
     device = "cuda" if context.on_gpu else "cpu"
@@ -70,24 +71,24 @@ def _grouped_product(context: Context) -> None:
     torch.cat(parts).float().square().sum().backward()
     pairs = zip(found, (rows.grad, weight.grad), strict=True)
     error = max(((a.float() - b.float()).abs().max() / b.float().abs().max()).item() for a, b in pairs)
-    note = "largest difference of gradients, relative to the largest; one expert has no tokens"
-    context.report(Figure("grouped product against single ones", error, "", Goal("<=", 0.02), note))
+    note = "maximum difference of gradients, relative to the maximum; one expert has no tokens"
+    context.report(Figure("grouped product vs. single products", error, "", Goal("<=", 0.02), note))
 
 
 def _engine(context: Context) -> None:
-    """A small engine, without CUDA graphs."""
+    """Start a small engine without CUDA graphs."""
     from rlhpc.config.schema import RolloutSection
     from rlhpc.models import read_model
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     folder = write_model(context.folder / "model", "tiny", weights=False)
     section = RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8, cuda_graphs=False)
-    dtype = "bfloat16" if context.on_gpu else "float32"
+    dtype = rig.dtype_of(context)
     began = time.perf_counter()
     engine = VllmEngine(
         folder, read_model(folder), section, dtype=dtype, max_model_len=_ENGINE_TOKENS, end_tokens=[END_TOKEN]
     )
-    context.report(Figure("start of a small engine", time.perf_counter() - began, "s", note="no CUDA graphs"))
+    context.report(Figure("startup of a small engine", time.perf_counter() - began, "s", note="no CUDA graphs"))
     for name, choice in engine.choices().items():
         context.report(Figure(f"vLLM's {name}", choice))
     engine.shutdown()

@@ -1,6 +1,6 @@
-"""Model FLOP/s utilisation of updates: forward and backward, the optimizer beside it, and where the time goes.
+"""Model FLOP/s utilization (MFU) of updates: forward and backward, the optimizer, and time by kernel.
 
-FLOPs are counted by rlhpc/models/flops.py, without recomputation, and divided by the data sheet's dense bfloat16 peak
+FLOPs come from rlhpc/models/flops.py, without recomputation. They are divided by the data sheet's dense bfloat16 peak
 and by the rate of a large matrix product on the same machine.
 """
 
@@ -10,7 +10,8 @@ import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhpc.config.training import MemorySection, OptimizerSection
+from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.models.flops import training_flops
 from rlhpc.plan.estimates.hardware import peak_tflops
@@ -19,16 +20,16 @@ from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.parts.breakdown import by_kind, kernels
 from rlhpc.site.acceptance.parts.fit import most_layers, planned_bytes, recomputations
 from rlhpc.site.acceptance.parts.models import model_fields, model_shape
-from rlhpc.site.acceptance.workers import TRAINER, Call, run_each
+from rlhpc.site.acceptance.workers import TRAINER, WorkerCall, run_each
 
 _DENSE, _EXPERTS = Goal(">=", 0.45), Goal(">=", 0.25)
-_USABLE = 0.94  # of the free memory; the rest is lost between blocks of PyTorch's allocator
-_LISTED = 12  # kernels named
+_USABLE = 0.94  # share of the free memory; the rest is lost to fragmentation
+_LISTED = 12  # kernels reported by name
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Lengths of a microbatch's sequences, and the number of microbatches of an update."""
+    """Sequence lengths of a microbatch, and the number of microbatches per update."""
 
     label: str
     lengths: tuple[int, ...]
@@ -36,11 +37,11 @@ class Packing:
 
     @property
     def tokens(self) -> int:
-        """Of one microbatch."""
+        """Tokens of one microbatch."""
         return sum(self.lengths)
 
     def operations(self, shape: ModelShape) -> float:
-        """Floating-point operations of an update's forward and backward passes."""
+        """FLOPs of an update's forward and backward passes."""
         return training_flops(shape, self.lengths) * self.microbatches
 
 
@@ -52,17 +53,17 @@ _TINY = (Packing("64", (32, 16, 8, 8), 2), Packing("128", (64, 32, 16, 16), 2))
 
 
 def run_1_5b(context: Context) -> None:
-    """Qwen2.5-1.5B whole."""
+    """Measure Qwen2.5-1.5B with all layers."""
     _run(context, "1.5b")
 
 
 def run_8b(context: Context) -> None:
-    """Llama-3.1-8B's width, as many layers as fit."""
+    """Measure Llama-3.1-8B with as many layers as fit."""
     _run(context, "8b")
 
 
 def run_moe(context: Context) -> None:
-    """Qwen3-30B-A3B's width, as many layers as fit."""
+    """Measure Qwen3-30B-A3B with as many layers as fit."""
     _run(context, "moe")
 
 
@@ -70,20 +71,20 @@ def _run(context: Context, model: str) -> None:
     run_each(context, [call(model)])
 
 
-def call(model: str) -> Call:
-    """The process that measures a model."""
-    return Call(model, f"{__name__}:measure", {"model": model}, imports=TRAINER)
+def call(model: str) -> WorkerCall:
+    """Call that measures a model."""
+    return WorkerCall(model, f"{__name__}:measure", {"model": model}, imports=TRAINER)
 
 
-def packings(tiny: bool) -> Sequence[Packing]:
-    """What is measured, by size."""
+def packings(*, tiny: bool) -> Sequence[Packing]:
+    """Packings to measure."""
     return _TINY if tiny else _FULL
 
 
 def measure(context: Context, model: str) -> None:
-    """A model at every packing, in this process."""
+    """Measure a model at every packing in this process."""
     rig.join_ranks()
-    sizes = packings(context.tiny)
+    sizes = packings(tiny=context.tiny)
     limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
     shape, note = _shape(context, model, max(size.tokens for size in sizes), limit)
     ceilings = Ceilings.of(context)
@@ -94,22 +95,22 @@ def measure(context: Context, model: str) -> None:
 
 
 def _shape(context: Context, model: str, tokens: int, limit: int) -> tuple[ModelShape, str]:
-    """The model, whole or cut to fit the memory, and a note on the cut."""
+    """Model shape, with as many layers as fit, and a note on their number."""
     if context.tiny:
         return model_shape("tiny-moe" if model == "moe" else "tiny"), "tiny"
     if model == "1.5b":
-        return model_shape(model), "whole"
+        return model_shape(model), "all layers"
     if model == "8b":
         whole = model_shape(model).num_layers
         layers = most_layers(lambda count: model_shape(model, min(count, whole)), tokens, limit)
         return model_shape(model, layers), f"of {whole}"
     whole = model_shape("30b-a3b").num_layers
     layers = most_layers(_with_share_of_vocabulary, tokens, limit)
-    return _with_share_of_vocabulary(layers), f"of {whole}, and the same share of the vocabulary"
+    return _with_share_of_vocabulary(layers), f"of {whole}, with the same share of the vocabulary"
 
 
 def _with_share_of_vocabulary(layers: int) -> ModelShape:
-    """30B-A3B with layers and vocabulary cut alike: a whole head would dominate the FLOPs of few layers."""
+    """30B-A3B with layers and vocabulary cut in proportion: a full head would dominate the FLOPs of few layers."""
     fields = model_fields("30b-a3b")
     whole = fields["num_hidden_layers"]
     layers = min(layers, whole)
@@ -119,21 +120,21 @@ def _with_share_of_vocabulary(layers: int) -> ModelShape:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Peaks in FLOP/s: the data sheet's, where the device is known, and the measured one."""
+    """Peaks in FLOP/s: from the data sheet, None for an unknown device, and measured."""
 
     data_sheet: float | None
     measured: float
 
     @classmethod
     def of(cls, context: Context) -> Ceilings:
-        """Look the device up, and time its matrix product."""
+        """Look up the device and time its matrix product."""
         import torch
 
         name = torch.cuda.get_device_name() if context.on_gpu else "CPU"
         tflops = peak_tflops(name)
         if tflops is None:
-            context.report(Skipped("MFU by the data sheet", f"no peak is known of {name}"))
-        product = timing.matrix_peak(context.tiny)
+            context.report(Skipped("MFU by the data sheet", f"no known peak for {name}"))
+        product = timing.matrix_peak(tiny=context.tiny)
         context.report(Figure("matrix product", product / 1e12, "TFLOP/s", note="bfloat16, random data"))
         return cls(None if tflops is None else tflops * 1e12, product)
 
@@ -141,7 +142,7 @@ class Ceilings:
 def _measure_packing(
     context: Context, shape: ModelShape, size: Packing, limit: int, ceilings: Ceilings, goal: Goal | None
 ) -> float:
-    """Tokens per second, with the least recomputation that fits: more of it after running out of memory."""
+    """Tokens per second with the least recomputation that fits; retries with more after running out of memory."""
     import torch
 
     ways = recomputations(shape, size.tokens, limit) if context.on_gpu else [MemorySection()]
@@ -153,30 +154,30 @@ def _measure_packing(
                 raise
             context.log(f"{size.label}: out of memory with recompute {memory.recompute!r}")
         gc.collect()
-    raise AssertionError("no way to try")
+    raise AssertionError("no recomputation setting to try")
 
 
 class _Update:
-    """A trainer and one update's microbatches, all the same."""
+    """A trainer and the microbatches of one update, all equal."""
 
     def __init__(self, context: Context, shape: ModelShape, size: Packing, memory: MemorySection) -> None:
         from rlhpc.parallel.device_memory import release_cached
 
         release_cached()
         self._context, self._shape, self._size, self._memory = context, shape, size, memory
-        dtype = rig.dtype_of(context.on_gpu)
         context.log(f"{size.label}: {shape.num_layers} layers, recompute {memory.recompute}")
-        self._actor = rig.make_actor(shape, dtype, optimizer=OptimizerSection(), memory=memory)
+        settings = ModelSettings(ParallelSection(), memory, optimizer=OptimizerSection())
+        self._actor = rig.make_actor(shape, rig.dtype_of(context), settings)
         self._batch = rig.packed_random(shape, size.lengths)
 
     def report(self, ceilings: Ceilings, goal: Goal | None) -> float:
-        """Measure and report everything; tokens per second."""
-        self._forget_peak()
+        """Measure and report all figures, and return tokens per second."""
+        self._reset_peak()
         forward_backward, update = self._seconds()
         operations = self._size.operations(self._shape)
         tokens = self._size.tokens * self._size.microbatches
         self._figure("forward and backward", forward_backward, "s", note=f"{tokens:,} tokens, {self._how}")
-        self._figure("optimizer", max(0.0, update - forward_backward), "s", note="clipping included")
+        self._figure("optimizer", max(0.0, update - forward_backward), "s", note="including clipping")
         self._figure("tokens per second", tokens / update, "1/s")
         if ceilings.data_sheet is not None:
             self._figure("MFU", operations / forward_backward / ceilings.data_sheet, goal=goal)
@@ -187,7 +188,7 @@ class _Update:
         return tokens / update
 
     def _seconds(self) -> tuple[float, float]:
-        """Of forward and backward of all microbatches, and of the whole update."""
+        """Seconds of forward and backward of all microbatches, and of the whole update."""
         batches = [self._batch] * self._size.microbatches
         tokens = rig.denominator_of(batches)
 
@@ -200,7 +201,7 @@ class _Update:
         whole = timing.median_seconds(update, rounds=3, warm_up=2)
         return timing.median_seconds(differentiate, rounds=3, warm_up=1), whole
 
-    def _forget_peak(self) -> None:
+    def _reset_peak(self) -> None:
         import torch
 
         if self._context.on_gpu:
@@ -210,25 +211,25 @@ class _Update:
         import torch
 
         if not self._context.on_gpu:
-            self._context.report(Skipped(f"{self._size.label}: peak memory", "counted by the GPU's allocator"))
+            self._context.report(Skipped(f"{self._size.label}: peak memory", "needs a GPU"))
             return
         planned = planned_bytes(self._shape, self._size.tokens, self._memory)
         self._figure("peak memory", torch.cuda.max_memory_allocated() / timing.GIB, "GiB")
         self._figure("planned memory", planned / timing.GIB, "GiB")
 
     def _report_kernels(self, seconds: float) -> None:
-        """Of one microbatch; ``seconds``: what it takes without the profiler."""
+        """Report the kernels of one microbatch, which takes ``seconds`` without the profiler."""
         tokens = rig.denominator_of([self._batch])
 
         def action() -> None:
             self._actor.differentiate([self._batch], rig.likelihood_loss, tokens, temperature=1.0)
 
-        found = kernels(action, self._context.on_gpu)
+        found = kernels(action, on_gpu=self._context.on_gpu)
         if not found:
             self._context.report(Skipped(f"{self._size.label}: kernels", "the profiler recorded none"))
             return
         busy = sum(kernel.seconds for kernel in found)
-        self._figure("device busy", busy / seconds, note="kernel seconds by wall seconds of a microbatch")
+        self._figure("device busy", busy / seconds, note="kernel seconds per wall second of a microbatch")
         for kind, taken in by_kind(found).items():
             self._figure(f"share of {kind}", taken / busy)
         for number, kernel in enumerate(found[:_LISTED], 1):
@@ -243,12 +244,12 @@ class _Update:
         self._context.report(Figure(f"{self._size.label}: {name}", value, unit, goal, note))
 
 
-# ---- the same step by plain transformers
+# ---- the same update in plain transformers
 
 
 @dataclass(frozen=True)
 class PeerSize:
-    """Rows of equal length, which need no padding on either side."""
+    """Rows of equal length, which need no padding in either system."""
 
     label: str
     rows: int
@@ -261,29 +262,29 @@ _PEER_TINY = (PeerSize("2 x 32", 2, 32, 2),)
 
 
 def run_peer(context: Context) -> None:
-    """Qwen2.5-1.5B by rlhpc and by transformers, with the same rows."""
+    """Measure Qwen2.5-1.5B in rlhpc and in transformers, on the same rows."""
     calls = [
-        Call("rlhpc", f"{__name__}:measure_beside_peer", imports=TRAINER),
-        Call("transformers", "rlhpc.site.acceptance.parts.peer:measure", imports=("torch", "transformers")),
+        WorkerCall("rlhpc", f"{__name__}:measure_beside_peer", imports=TRAINER),
+        WorkerCall("transformers", "rlhpc.site.acceptance.parts.peer:measure", imports=("torch", "transformers")),
     ]
     ours, theirs = ({} if ranks is None else ranks[0] for ranks in run_each(context, calls))
     for label, rate in ours.items():
         for name, peers in theirs.items():
             if name.endswith(label):
-                context.report(Figure(f"rlhpc by {name}", rate / peers, note="tokens per second"))
+                context.report(Figure(f"rlhpc / {name}", rate / peers, note="tokens per second"))
 
 
-def peer_sizes(tiny: bool) -> Sequence[PeerSize]:
-    """What both sides are measured at."""
+def peer_sizes(*, tiny: bool) -> Sequence[PeerSize]:
+    """Sizes at which both systems are measured."""
     return _PEER_TINY if tiny else _PEER_FULL
 
 
 def measure_beside_peer(context: Context) -> dict[str, float]:
-    """rlhpc's side, in this process; tokens per second by size."""
+    """Measure rlhpc in this process; tokens per second by size."""
     rig.join_ranks()
     limit = int(_USABLE * timing.free_bytes()) if context.on_gpu else 0
     shape, ceilings, rates = model_shape("tiny" if context.tiny else "1.5b"), Ceilings.of(context), {}
-    for size in peer_sizes(context.tiny):
+    for size in peer_sizes(tiny=context.tiny):
         packing = Packing(f"rlhpc, {size.label}", (size.length,) * size.rows, size.microbatches)
         rates[size.label] = _measure_packing(context, shape, packing, limit, ceilings, None)
     return rates

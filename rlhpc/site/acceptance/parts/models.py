@@ -1,4 +1,4 @@
-"""Models of acceptance: published shapes with random weights, since a machine under test may have no network.
+"""Models of acceptance: published shapes with random weights, because the machine may have no network.
 
 ``model_shape`` is torch-free. ``write_model`` needs torch and transformers.
 """
@@ -70,7 +70,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_TINY_EXPERTS,
         "head_dim": 32,
         "num_experts": 8,
-        "num_experts_per_tok": 4,  # more than two: their outputs add up differently in another order
+        "num_experts_per_tok": 4,  # more than two, so that the order of summation matters
     },
     "tiny-mla": {
         **_DEEPSEEK_V3,
@@ -80,7 +80,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "n_routed_experts": 4,
         "n_shared_experts": 1,
         "routed_scaling_factor": 1.0,
-        "kv_lora_rank": 512,  # vLLM's CPU build has the published model's sizes only
+        "kv_lora_rank": 512,  # vLLM's CPU build supports only the published sizes
         "qk_rope_head_dim": 64,
         "head_dim": 64,  # of the rotary embedding, as transformers reads it
         "qk_nope_head_dim": 32,
@@ -144,20 +144,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "rope_theta": 50000.0,
     },
 }
-END_TOKEN, PAD_TOKEN = 3, 0  # of the tokenizer that write_model makes
-_MOST_BYTES = 4 << 30  # of a weight file
+END_TOKEN, PAD_TOKEN = 3, 0  # of write_model's tokenizer
+_MOST_BYTES = 4 << 30  # maximum size of a weight file
 _STORED = {"bfloat16": "BF16", "float32": "F32"}
 
 
 def model_fields(name: str, layers: int | None = None, dtype: str = "bfloat16") -> dict[str, Any]:
-    """``config.json`` of a shape, cut to its first ``layers`` where given."""
+    """Fields of ``config.json``; ``layers``: number of layers, default all."""
     fields = {"hidden_act": "silu", "tie_word_embeddings": False, **SHAPES[name]}
     tokens = {"bos_token_id": None, "eos_token_id": END_TOKEN, "pad_token_id": PAD_TOKEN}
     return {**fields, "num_hidden_layers": layers or fields["num_hidden_layers"], **tokens, "dtype": dtype}
 
 
 def model_shape(name: str, layers: int | None = None) -> ModelShape:
-    """The shape that ``write_model`` writes."""
+    """Shape of the model that ``write_model`` writes."""
     return shape_of(model_fields(name, layers), where=name)
 
 
@@ -169,32 +169,31 @@ def write_model(
     weights: bool = True,
     dtype: str = "bfloat16",
     std: float = 0.02,
-    seed: int = 0,
 ) -> Path:
     """Write a HuggingFace model folder: config.json, a tokenizer and, unless ``weights`` is false, random weights.
 
-    Matrices and biases are normal with ``std``, norms normal around 1. Weights are drawn on the GPU if there is one:
-    they repeat on the same kind of device only.
+    Matrices and biases are normal with ``std``, norms normal around 1. Weights are sampled on the GPU if there is one:
+    they repeat only on the same kind of device.
     """
     folder.mkdir(parents=True, exist_ok=True)
     fields = model_fields(name, layers, dtype)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
     _make_tokenizer(fields["vocab_size"], fields["max_position_embeddings"]).save_pretrained(folder)
     if weights:
-        _write_weights(folder, model_tensors(shape_of(fields, where=name)), dtype, std, seed)
+        _write_weights(folder, model_tensors(shape_of(fields, where=name)), dtype, std)
     return folder
 
 
-def _write_weights(folder: Path, tensors: list[TensorSpec], dtype: str, std: float, seed: int) -> None:
+def _write_weights(folder: Path, tensors: list[TensorSpec], dtype: str, std: float) -> None:
     import torch
 
     stored = [(spec.name, "F32" if spec.float32 else _STORED[dtype], spec.shape) for spec in tensors]
     files = plan_files(stored, _MOST_BYTES)
-    random = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(seed)
+    random = torch.Generator("cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
     for file in files:
         _write_file(folder, file, std, random)
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # for the processes that load the model
+        torch.cuda.empty_cache()  # frees memory for the processes that load the model
     if len(files) > 1:
         (folder / INDEX).write_text(index_text(files), encoding="utf-8")
 
@@ -213,10 +212,10 @@ def _write_file(folder: Path, file: NewFile, std: float, random: Any) -> None:
 
 
 def _make_tokenizer(vocab_size: int, max_length: int) -> Any:
-    """One token for each printable character; names for all further ids, so that any response can be decoded."""
+    """Tokenizer with a token per printable character, and placeholders for other ids so that any response decodes."""
     from rlhpc.data.arithmetic import ASSISTANT, END, NONE, USER, make_tokenizer
 
-    # "Ġ" is the blank in byte-level vocabularies. transformers gives qwen2 models such a tokenizer in any case.
+    # "Ġ" is the blank in byte-level vocabularies, which transformers uses for every qwen2 model.
     characters = ["Ġ", *map(chr, range(ord("!"), ord("~") + 1))]
     tokens = [NONE, USER, ASSISTANT, END, *characters]
     return make_tokenizer([*tokens, *(f"<{i}>" for i in range(len(tokens), vocab_size))], max_length)

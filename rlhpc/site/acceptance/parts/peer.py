@@ -1,4 +1,4 @@
-"""The peer of the MFU parts: a training step of plain transformers with PyTorch's AdamW."""
+"""Peer of the MFU parts: an update in plain transformers with PyTorch's AdamW."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.parts.mfu import PeerSize, peer_sizes
 from rlhpc.site.acceptance.parts.models import model_shape
 
-# How the peer keeps precision: all in bfloat16, as fast as it gets, and with float32 weights, as rlhpc's optimizer has.
-_WAYS = ("bfloat16", "float32 weights")
+# All in bfloat16, the fastest; and with float32 weights, as in rlhpc's optimizer.
+_PRECISIONS = ("bfloat16", "float32 weights")
 
 
 def measure(context: Context) -> dict[str, float]:
-    """Every size in both precisions, in this process; tokens per second of each that fits."""
+    """Measure every size in both precisions in this process; tokens per second of those that fit."""
     import torch
 
     rates: dict[str, float] = {}
     folder, _ = rig.model_folder(
         context.folder / "models" / "peer", "tiny" if context.tiny else "1.5b", None, "float32"
     )
-    for way in _WAYS:
-        for size in peer_sizes(context.tiny):
-            label = f"transformers, {way}, {size.label}"
+    for precision in _PRECISIONS:
+        for size in peer_sizes(tiny=context.tiny):
+            label = f"transformers, {precision}, {size.label}"
             context.log(label)
             if context.on_gpu:
                 timing.free_bytes()  # empties PyTorch's cache
                 torch.cuda.reset_peak_memory_stats()
             try:
-                rates[label] = _measure(context, label, _step(folder, size, way, context.on_gpu), size)
+                rates[label] = _measure(context, label, _step(folder, size, precision, on_gpu=context.on_gpu), size)
             except torch.OutOfMemoryError:
                 context.report(Skipped(label, "out of memory"))
     return rates
@@ -57,13 +57,13 @@ def _measure(context: Context, label: str, step: Callable[[], Any], size: PeerSi
     return tokens / seconds
 
 
-def _step(folder: Any, size: PeerSize, way: str, on_gpu: bool) -> Callable[[], None]:
-    """One update: forward and backward of every microbatch, clipping, AdamW."""
+def _step(folder: Any, size: PeerSize, precision: str, *, on_gpu: bool) -> Callable[[], None]:
+    """One update: forward and backward of every microbatch, clipping, and AdamW."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     device = torch.device("cuda" if on_gpu else "cpu")
-    plain = way == "bfloat16"
+    plain = precision == "bfloat16"
     torch.manual_seed(0)
     with device:
         config = AutoConfig.from_pretrained(folder)
@@ -73,11 +73,11 @@ def _step(folder: Any, size: PeerSize, way: str, on_gpu: bool) -> Callable[[], N
         tokens = torch.randint(0, config.vocab_size, (size.rows, size.length))
     model.train()
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
-    precision = contextlib.nullcontext() if plain else torch.autocast(device.type, torch.bfloat16)
+    autocast = contextlib.nullcontext() if plain else torch.autocast(device.type, torch.bfloat16)
 
     def step() -> None:
         for _ in range(size.microbatches):
-            with precision:
+            with autocast:
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss / size.microbatches
             loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -1,4 +1,4 @@
-"""A rank's program that trains as usual, and records how much of the device is in use in each phase."""
+"""Rank program that trains as usual and records the device memory in use in each phase."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rlhpc.core.context import RankContext
 from rlhpc.core.files import read_json, write_json
 from rlhpc.core.folder import RunFolder
 
-_PERIOD_SECONDS = 0.05  # a look takes half a millisecond
-# Phases of a step by those that a rank's heartbeat names.
+_PERIOD_SECONDS = 0.05  # a sample takes half a millisecond
+# Phases of a step, by phase of a rank's heartbeat.
 _PHASES = {
     "weight sync": "weight sync",
     "rollout": "rollout",
@@ -27,14 +27,14 @@ OTHER = "start"  # joining, loading, building the engine
 
 @dataclass
 class Peaks:
-    """Bytes by phase, each the most that was seen."""
+    """Maximum bytes by phase."""
 
-    used: dict[str, int]  # of the whole device, as its driver reports it, other processes included
+    used: dict[str, int]  # of the whole device, other processes included, as its driver reports
     allocated: dict[str, int]  # by PyTorch
 
 
 def run_rank(context: RankContext) -> str | None:
-    """The trainer, without a checkpoint at the end. On a GPU the first rank writes its peaks into the run folder."""
+    """Run the trainer without a final checkpoint. On a GPU the first rank writes its peaks to the run folder."""
     from rlhpc.trainer import main
 
     sampler = _Sampler(context)
@@ -50,13 +50,13 @@ def peaks_file(folder: RunFolder) -> Path:
 
 
 def read_peaks(folder: RunFolder) -> Peaks | None:
-    """None on a CPU."""
+    """Peaks of a run; None on a CPU."""
     file = peaks_file(folder)
     return Peaks(**read_json(file)) if file.exists() else None
 
 
 class _Sampler(threading.Thread):
-    """Looks at the device's memory every few milliseconds."""
+    """Samples the device's memory in use."""
 
     def __init__(self, context: RankContext) -> None:
         super().__init__(name="memory", daemon=True)
@@ -69,7 +69,7 @@ class _Sampler(threading.Thread):
 
         with opened() as nvml:
             while nvml is not None and not self._over.wait(_PERIOD_SECONDS):
-                if torch.cuda.is_initialized():  # by the rank itself, on the device that it has chosen
+                if torch.cuda.is_initialized():  # by the rank, on its own device
                     self._note(used_by(nvml), torch.cuda.memory_allocated(self._context.info.local_rank))
 
     def end(self, file: Path) -> None:

@@ -1,4 +1,4 @@
-"""Rewards for models with random weights, which answer nothing right. Torch-free: called in worker processes."""
+"""Rewards for models with random weights, which never answer correctly. Torch-free: called in worker processes."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from typing import Any
 
 
 def varied(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """A number from 0 to 1 that depends on the text alone, so that every group has non-zero advantages."""
+    """A number from 0 to 1 that depends only on the text, so that every group has non-zero advantages."""
     return zlib.crc32(solution_str.encode()) % 256 / 255

@@ -1,42 +1,44 @@
-"""Builds the trainers and engines that parts measure: random weights from fixed seeds, no files but config.json."""
+"""Builds trainers and engines for the parts, with random weights from fixed seeds and no files but config.json."""
 
 from __future__ import annotations
 
 import json
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.model_settings import ModelSettings
 from rlhpc.core.files import write_atomic
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.shards import model_tensors
+from rlhpc.site.acceptance.part import Context
 from rlhpc.site.acceptance.parts.models import model_fields
 
-LEARNING_RATE = 1e-3  # moves each weight by about a twentieth of its size: stale weights show in log-probs
-ENGINE_FRACTION = 0.1  # of the GPU that vLLM wants free when it starts; the cache's size is given
+LEARNING_RATE = 1e-3  # changes weights by about 5%, so that stale weights show in log-probs
+ENGINE_FRACTION = 0.1  # share of the GPU that vLLM requires to be free at startup; the cache has a given size
 FIRST_TOKEN = 16  # prompts avoid the ids of special tokens
 
 
 def model_folder(folder: Path, name: str, layers: int | None, dtype: str, **changes: Any) -> tuple[Path, ModelShape]:
-    """Write the ``config.json`` of a shape, the only file that an engine reads here; the folder and the shape."""
+    """Write ``config.json``, the only file that these engines read; return folder and shape."""
     fields = {**model_fields(name, layers, dtype), **changes}
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(folder / "config.json", json.dumps(fields))  # every rank of a case writes it
+    write_atomic(folder / "config.json", json.dumps(fields))  # every rank writes it
     return folder, shape_of(fields, where=name)
 
 
-def dtype_of(on_gpu: bool) -> str:
-    """bfloat16 as in production; float32 on a CPU, so that rounding hides no difference."""
-    return "bfloat16" if on_gpu else "float32"
+def dtype_of(context: Context) -> str:
+    """bfloat16 on a GPU, as in production; float32 on a CPU, so that rounding hides no difference."""
+    return "bfloat16" if context.on_gpu else "float32"
 
 
-def join_ranks(share_gpu: bool = False) -> None:
-    """Enter the default process group and make Megatron's groups, as a run does. Collective.
+def join_ranks(*, share_gpu: bool = False) -> None:
+    """Join the default process group and build Megatron's groups, as a run does. Collective.
 
-    ``share_gpu``: all ranks use one GPU, which NCCL refuses; gloo carries device tensors through CPU memory.
+    ``share_gpu``: all ranks use one GPU through gloo, since NCCL refuses that.
     """
     import torch
     import torch.distributed as dist
@@ -53,32 +55,23 @@ def join_ranks(share_gpu: bool = False) -> None:
     build_groups(ParallelLayout(info.world_size), seed=0)
 
 
-def make_actor(
-    shape: ModelShape,
-    dtype: str,
-    *,
-    optimizer: OptimizerSection | None = None,
-    memory: MemorySection | None = None,
-    experts: ExpertsSection | None = None,
-    parallel: ParallelSection | None = None,
-    groups: Any = None,
-) -> Any:
-    """A back end with random weights, the same in every layout. Without ``optimizer`` it is frozen. Collective.
+def make_actor(shape: ModelShape, dtype: str, settings: ModelSettings, groups: Any = None) -> Any:
+    """A back end with random weights, the same in every layout. Collective.
 
-    ``groups``: Megatron's for this layout, where they are not those in force.
+    ``groups``: Megatron's groups for this layout; default: those in force.
     """
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.core.rank import RankInfo
 
-    info, section = RankInfo.from_environ(), parallel or ParallelSection()
-    layout = make_layout(section, info.world_size)
-    actor = MegatronBackend(shape, layout, info, dtype, section, optimizer, experts, memory, groups)
+    info = RankInfo.from_environ()
+    layout = make_layout(settings.parallel, info.world_size)
+    actor = MegatronBackend(shape, layout, info, dtype, settings, groups)
     actor.take_tensors(random_tensors(shape, dtype))
     return actor
 
 
 def random_tensors(shape: ModelShape, dtype: str) -> Iterator[tuple[str, Any]]:
-    """Every weight of the model whole. Matrices are scaled so that logits vary by about 1 at any width."""
+    """(name, full tensor) of every weight. Matrices are scaled so that logits vary by about 1 at any width."""
     import torch
 
     from rlhpc.parallel.compat import device
@@ -93,36 +86,46 @@ def random_tensors(shape: ModelShape, dtype: str) -> Iterator[tuple[str, Any]]:
         yield spec.name, tensor.normal_(mean, std, generator=generator)
 
 
-def make_engine(
-    folder: Path,
-    shape: ModelShape,
-    dtype: str,
-    *,
-    context_tokens: int,
-    cache_gib: float,
-    max_num_seqs: int,
-    graphs: bool = False,
-    routed_experts: bool = False,
-    tp: int = 1,
-) -> Any:
-    """An engine that sleeps and has no weights yet. Collective."""
+@dataclass(frozen=True)
+class EngineSpec:
+    """Model folder and size of an engine."""
+
+    folder: Path
+    shape: ModelShape
+    dtype: str
+    context_tokens: int  # of the longest sequence
+    cache_gib: float
+    max_num_seqs: int
+    graphs: bool = False  # CUDA graphs
+    routed_experts: bool = False  # returned with each token
+    tp: int = 1
+
+
+def make_engine(spec: EngineSpec) -> Any:
+    """A sleeping engine without weights. Collective."""
     from rlhpc.config.rollout import RolloutSection
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     section = RolloutSection(
-        tp=tp,
-        kv_cache_gib=cache_gib,
-        max_num_seqs=max_num_seqs,
-        cuda_graphs=graphs,
+        tp=spec.tp,
+        kv_cache_gib=spec.cache_gib,
+        max_num_seqs=spec.max_num_seqs,
+        cuda_graphs=spec.graphs,
         gpu_memory_utilization=ENGINE_FRACTION,
     )
     return VllmEngine(
-        folder, shape, section, dtype=dtype, max_model_len=context_tokens, end_tokens=(), routed_experts=routed_experts
+        spec.folder,
+        spec.shape,
+        section,
+        dtype=spec.dtype,
+        max_model_len=spec.context_tokens,
+        end_tokens=(),
+        routed_experts=spec.routed_experts,
     )
 
 
 def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: int = 1, ranks_per_node: int = 1) -> Any:
-    """Weight sync from the actor to the engine, without verification: cases verify and report. Collective."""
+    """Weight sync from the actor to the engine. Cases verify explicitly and report. Collective."""
     import torch
 
     from rlhpc.config.schema import ReshardSection
@@ -139,7 +142,7 @@ def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: in
 
 
 def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[Any]:
-    """Random prompts of one length, answered at temperature 1 with responses of one length."""
+    """Requests at temperature 1 with random prompts of one length and responses of one length."""
     import numpy as np
 
     from rlhpc.api import Request
@@ -153,7 +156,7 @@ def requests(shape: ModelShape, count: int, prompt: int, response: int) -> list[
 
 
 def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int) -> list[Any]:
-    """Prompts and their responses in batches of at most ``tokens``, trained on and scored alike."""
+    """Prompts with their responses in batches of at most ``tokens``, for training and scoring."""
     import numpy as np
 
     from rlhpc.data.collate import pack_batch
@@ -172,7 +175,7 @@ def packed_responses(asked: Sequence[Any], answered: Sequence[Any], tokens: int)
 
 
 def packed_random(shape: ModelShape, lengths: Sequence[int]) -> Any:
-    """One batch of random sequences, all of whose tokens but the first are trained on."""
+    """One batch of random sequences, trained on all tokens but the first."""
     import numpy as np
 
     from rlhpc.data.collate import pack_batch
@@ -183,7 +186,7 @@ def packed_random(shape: ModelShape, lengths: Sequence[int]) -> Any:
 
 
 def log_probs(actor: Any, batches: Sequence[Any], prompt: int) -> list[Any]:
-    """The trainer's log-probs of each response's tokens, in order."""
+    """The trainer's log-probs of the tokens of each response, in order."""
     from rlhpc.data.collate import unpack
 
     found = []
@@ -193,7 +196,7 @@ def log_probs(actor: Any, batches: Sequence[Any], prompt: int) -> list[Any]:
 
 
 def train(actor: Any, batches: Sequence[Any], rate: float = LEARNING_RATE) -> Any:
-    """One update towards the batches' tokens; its TrainStats. Every rank gives the batches of its dp index."""
+    """TrainStats of one update on the batches' tokens. Every rank passes the batches of its dp index."""
     return actor.train(batches, likelihood_loss, denominator_of(batches), temperature=1.0, rate=rate)
 
 
@@ -207,12 +210,12 @@ def likelihood_loss(stats: Any, batch: Any) -> Any:
 
 
 def denominator_of(batches: Sequence[Any]) -> float:
-    """Tokens that are trained on."""
+    """Number of tokens trained on."""
     return float(sum(batch.loss_weight.sum() for batch in batches))
 
 
 def differences(ours: Sequence[Any], theirs: Sequence[Any]) -> tuple[float, float]:
-    """Mean and largest absolute difference of per-token values; NaN if any of them is."""
+    """Mean and maximum absolute difference of per-token values; NaN if any value is."""
     import numpy as np
 
     gap = np.abs(np.concatenate(list(ours)) - np.concatenate(list(theirs)))

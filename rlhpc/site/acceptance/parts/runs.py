@@ -1,4 +1,4 @@
-"""Whole runs inside a part, started as ``rlhpc run`` starts them. No torch here: ranks are processes of their own."""
+"""Runs inside a part, started like ``rlhpc run``. Torch-free: ranks are separate processes."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rlhpc.core.records import Record, parse_records
 from rlhpc.launch.runs.run import run_here
 from rlhpc.launch.worker.main import TRAINER
 
-_SHOWN_BYTES = 16 << 10  # of a rank's log, when the run failed
+_SHOWN_BYTES = 16 << 10  # end of a rank's log printed after a failure
 _POLL_SECONDS = 0.02
 
 
 def configure(fields: Mapping[str, Any]) -> RunConfig:
-    """A configuration from nested keys, checked as one from a file."""
+    """Config from nested keys, validated like a file."""
     return RunConfig.model_validate_json(json.dumps(fields), strict=True)
 
 
 def run(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -> list[Record]:
-    """Run to the end; the lines of metrics.jsonl. Raises RuntimeError, with the ranks' logs in the output."""
+    """Run to the end and return the lines of metrics.jsonl. Raises RuntimeError after printing the ranks' logs."""
     code = run_here(config, resume=resume, entry=entry)
     if code:
         show_logs(config)
@@ -37,7 +37,7 @@ def run(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -> lis
 
 
 def run_and_kill(config: RunConfig, after_records: int) -> None:
-    """Run, and kill the first rank (SIGKILL) once so many records are written."""
+    """Run, and kill the first rank (SIGKILL) after ``after_records`` records."""
     folder, over = RunFolder(config.folder), threading.Event()
     killed = False
 
@@ -73,7 +73,7 @@ def newest_attempt(folder: RunFolder) -> AttemptFolder:
 
 
 def show_logs(config: RunConfig) -> None:
-    """Print the end of what each rank of the last attempt printed."""
+    """Print the end of each rank's log of the last attempt."""
     for file in sorted(newest_attempt(RunFolder(config.folder)).logs.glob("*.out")):
         print(f"----- {file.name}\n{_end(file)}", flush=True)
 

@@ -1,7 +1,7 @@
-"""Several ranks: each axis of the trainer against one rank, and weight sync between layouts.
+"""Several ranks: each axis of the trainer compared with one rank, and weight sync between layouts.
 
-With several GPUs the ranks communicate through NCCL. On one GPU they share it, and gloo carries their tensors, as on a
-CPU: that checks the numbers, not the speed.
+With several GPUs the ranks communicate through NCCL. On one GPU they share it and use gloo, as on a CPU: that checks
+the numbers, not the speed.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection, ParallelSection
 from rlhpc.launch.machine import gpu_count
-from rlhpc.site.acceptance.part import Context, Figure, Goal, Skipped
+from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig
-from rlhpc.site.acceptance.workers import BOTH, TRAINER, Call, run_each
+from rlhpc.site.acceptance.workers import BOTH, TRAINER, WorkerCall, run_each
 
 _UPDATES = 2
-# With a larger epsilon: the first updates would otherwise follow the signs of gradients that are rounding alone.
+# The large epsilon keeps first updates from following the signs of gradients that are only rounding errors.
 _OPTIMIZER = OptimizerSection(learning_rate=rig.LEARNING_RATE, epsilon=1e-5)
-_SHARED_VOCABULARY = 16384  # of the model with experts, of which a GPU may hold one per rank
+_SHARED_VOCABULARY = 16384  # of the MoE model, of which a shared GPU holds one per rank
 
 
 @dataclass(frozen=True)
 class Axis:
-    """A layout of the trainer. ``sends``: with send and receive, which gloo refuses for device tensors."""
+    """A layout of the trainer. ``sends``: uses send and receive, which gloo refuses for device tensors."""
 
     name: str
     parallel: Mapping[str, Any] = field(default_factory=dict)
@@ -54,15 +55,15 @@ _SYNCED = {"dense": ("tp", "cp by all-gather", "dp", "pp", "tp x pp"), "moe": ("
 
 
 @dataclass(frozen=True)
-class Machine:
+class RankSetup:
     """Ranks that this machine can run, and the backend of their collectives."""
 
     ranks: int
     backend: str  # nccl; gloo, on CPUs; "gloo, shared GPU"
 
     @classmethod
-    def of(cls, context: Context) -> Machine:
-        """Of this machine: at most four ranks."""
+    def of(cls, context: Context) -> RankSetup:
+        """Setup of this machine, at most four ranks."""
         if not context.on_gpu:
             return cls(2, "gloo")
         gpus = gpu_count()
@@ -73,38 +74,38 @@ class Machine:
         return self.backend == "gloo, shared GPU"
 
     def refusal(self, axis: Axis) -> str:
-        """Why an axis cannot run here; empty if it can."""
+        """Reason that an axis cannot run here; empty if it can."""
         if axis.ranks > self.ranks:
             return f"needs {axis.ranks} GPUs"
-        return "gloo does not send device tensors from rank to rank" if axis.sends and self.shares_gpu else ""
+        return "gloo cannot send device tensors" if axis.sends and self.shares_gpu else ""
 
 
 def run(context: Context) -> None:
-    """Every axis, then weight sync from each to engines."""
-    machine = Machine.of(context)
-    context.report(Figure("ranks", machine.ranks, note=machine.backend))
+    """Compare every axis with one rank, then sync weights from each layout to engines."""
+    setup = RankSetup.of(context)
+    context.report(Figure("ranks", setup.ranks, note=setup.backend))
     for kind, axes in AXES.items():
-        refused = {axis.name: machine.refusal(axis) for axis in axes}
+        refused = {axis.name: setup.refusal(axis) for axis in axes}
         for name, reason in refused.items():
             if reason:
                 context.report(Skipped(f"{kind}, {name}", reason))
-        _compare_axes(context, machine, kind, [axis for axis in axes if not refused[axis.name]])
-    if machine.shares_gpu:
+        _compare_axes(context, setup, kind, [axis for axis in axes if not refused[axis.name]])
+    if setup.shares_gpu:
         reason = "gloo's coalesced all-gather reads device tensors as CPU memory"
         context.report(Skipped("updates: the distributed optimizer's all-gather", reason))
-        context.report(Skipped("weight sync to engines of tp 2", "NCCL takes one rank per GPU"))
-    run_each(context, _sync_calls(machine))
+        context.report(Skipped("weight sync to engines of tp 2", "NCCL supports one rank per GPU"))
+    run_each(context, _sync_calls(setup))
 
 
-def _compare_axes(context: Context, machine: Machine, kind: str, axes: Sequence[Axis]) -> None:
-    """One rank's numbers, then every axis'."""
+def _compare_axes(context: Context, setup: RankSetup, kind: str, axes: Sequence[Axis]) -> None:
+    """Compute the numbers of one rank and of every axis, and report their differences."""
     groups = [[Axis("one rank", ranks=1)]]
     groups += [[axis for axis in axes if axis.ranks == ranks] for ranks in sorted({axis.ranks for axis in axes})]
     calls = []
     for chosen in groups:
-        ranks, arguments = chosen[0].ranks, _arguments(kind, chosen, machine)
-        call = Call(f"{kind}, {ranks} ranks", f"{__name__}:train_axes", arguments, ranks, TRAINER, machine.shares_gpu)
-        calls.append(call)
+        ranks, arguments = chosen[0].ranks, _arguments(kind, chosen, setup)
+        name, function = f"{kind}, {ranks} ranks", f"{__name__}:train_axes"
+        calls.append(WorkerCall(name, function, arguments, ranks, TRAINER, share_gpu=setup.shares_gpu))
     alone, *several = run_each(context, calls)
     if alone is None:
         return
@@ -114,19 +115,19 @@ def _compare_axes(context: Context, machine: Machine, kind: str, axes: Sequence[
             _report_axis(context, kind, axis.name, expected, numbers)
 
 
-def _arguments(kind: str, axes: Sequence[Axis], machine: Machine) -> dict[str, Any]:
+def _arguments(kind: str, axes: Sequence[Axis], setup: RankSetup) -> dict[str, Any]:
     return {
         "kind": kind,
         "axes": [dict(axis.parallel) for axis in axes],
-        "share_gpu": machine.shares_gpu and axes[0].ranks > 1,
-        "updates": 0 if machine.shares_gpu else _UPDATES,
+        "share_gpu": setup.shares_gpu and axes[0].ranks > 1,
+        "updates": 0 if setup.shares_gpu else _UPDATES,
     }
 
 
 def _report_axis(
     context: Context, kind: str, axis: str, expected: dict[str, Any], ranks: Sequence[dict[str, Any]]
 ) -> None:
-    """``ranks``: what each rank found; a sequence's log-probs are on the ranks of its dp index."""
+    """``ranks``: results of each rank; a sequence's log-probs are on the ranks of its dp index."""
     name, tolerance = f"{kind}, {axis}", _tolerance(context, kind)
     for moment in expected["log_probs"]:
         own = {key: value for rank in ranks for key, value in rank["log_probs"][moment].items()}
@@ -140,18 +141,18 @@ def _report_axis(
 
 
 def _tolerance(context: Context, kind: str) -> float:
-    """In bfloat16 the order of sums matters, and some tokens go to other experts."""
+    """Bound of differences: in bfloat16 the order of sums matters, and some tokens go to other experts."""
     return (0.05 if kind == "moe" else 0.02) if context.on_gpu else 1e-4
 
 
 def train_axes(
-    context: Context, kind: str, axes: Sequence[Mapping[str, Any]], share_gpu: bool, updates: int
+    context: Context, kind: str, axes: Sequence[Mapping[str, Any]], *, share_gpu: bool, updates: int
 ) -> list[dict[str, Any]]:
-    """On every rank: for each layout log-probs, a backward pass and, with ``updates``, log-probs after these."""
+    """Runs on every rank: for each layout log-probs, a backward pass and, with ``updates``, log-probs after them."""
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.device_memory import release_cached
 
-    rig.join_ranks(share_gpu)
+    rig.join_ranks(share_gpu=share_gpu)
     first, found = RankInfo.from_environ().rank == 0, []
     for parallel in axes:
         if first:
@@ -182,21 +183,21 @@ def _actor(context: Context, kind: str, parallel: ParallelSection, optimizer: Op
 
     layout = make_layout(parallel, RankInfo.from_environ().world_size)
     _, shape = _model(context, kind)
-    dtype = rig.dtype_of(context.on_gpu)
-    return rig.make_actor(shape, dtype, optimizer=optimizer, parallel=parallel, groups=Groups(layout))
+    settings = ModelSettings(parallel, optimizer=optimizer)
+    return rig.make_actor(shape, rig.dtype_of(context), settings, Groups(layout))
 
 
 def _model(context: Context, kind: str) -> tuple[Any, Any]:
-    """The folder and the shape; four layers where there may be virtual stages."""
+    """Model folder and shape; four layers if there may be virtual pipeline stages."""
     name = {"dense": "tiny" if context.tiny else "1.5b", "moe": "tiny-moe" if context.tiny else "30b-a3b"}[kind]
     layers = 4 if kind == "dense" else 2
     changes = {} if context.tiny or kind == "dense" else {"vocab_size": _SHARED_VOCABULARY}
     folder = context.folder / "models" / f"several-{kind}"
-    return rig.model_folder(folder, name, layers, rig.dtype_of(context.on_gpu), **changes)
+    return rig.model_folder(folder, name, layers, rig.dtype_of(context), **changes)
 
 
 def _own_batches(actor: Any, lengths: Sequence[int]) -> tuple[list[Any], float]:
-    """Two microbatches of the sequences of this rank's dp index, and the tokens trained on of all ranks."""
+    """Two microbatches of the sequences of this rank's dp index, and the number of tokens trained on by all ranks."""
     import numpy as np
     import torch.distributed as dist
 
@@ -211,74 +212,68 @@ def _own_batches(actor: Any, lengths: Sequence[int]) -> tuple[list[Any], float]:
 
 
 def _scores(actor: Any, batches: Sequence[Any]) -> dict[str, list[float]]:
-    """Log-probs by the sequence's number."""
+    """Log-probs by sequence id."""
     ids = [str(i) for batch in batches for i in batch.sample_ids]
     values = rig.log_probs(actor, batches, prompt=1)
     return {key: value.tolist() for key, value in zip(ids, values, strict=True)}
 
 
-def _sync_calls(machine: Machine) -> list[Call]:
-    """Each engine size with each kind of model, fed from one layout after the other."""
+def _sync_calls(setup: RankSetup) -> list[WorkerCall]:
+    """Calls for each engine size and each kind of model, synced from one layout after the other."""
     calls = []
     for kind, names in _SYNCED.items():
-        chosen = [axis for axis in AXES[kind] if axis.name in names and not machine.refusal(axis)]
+        chosen = [axis for axis in AXES[kind] if axis.name in names and not setup.refusal(axis)]
         for ranks in sorted({axis.ranks for axis in chosen}):
             arguments = {
                 "kind": kind,
                 "axes": {axis.name: dict(axis.parallel) for axis in chosen if axis.ranks == ranks},
-                "share_gpu": machine.shares_gpu,
+                "share_gpu": setup.shares_gpu,
             }
-            for tp in (1,) if machine.shares_gpu else (1, 2):
+            for tp in (1,) if setup.shares_gpu else (1, 2):
                 name = f"{kind}, {ranks} ranks to engines of tp {tp}"
                 function = f"{__name__}:sync_axes"
-                calls.append(Call(name, function, {**arguments, "tp": tp}, ranks, BOTH, machine.shares_gpu))
+                calls.append(WorkerCall(name, function, {**arguments, "tp": tp}, ranks, BOTH, setup.shares_gpu))
     return calls
 
 
-def sync_axes(context: Context, kind: str, axes: Mapping[str, Mapping[str, Any]], share_gpu: bool, tp: int) -> None:
-    """On every rank: weight sync from each layout into the same engines; their log-probs against the trainer's."""
-    rig.join_ranks(share_gpu)
+def sync_axes(context: Context, kind: str, axes: Mapping[str, Mapping[str, Any]], *, share_gpu: bool, tp: int) -> None:
+    """Runs on every rank: weight sync from each layout to the same engines, comparing log-probs with the trainer's."""
+    import torch.distributed as dist
+
+    rig.join_ranks(share_gpu=share_gpu)
     folder, shape = _model(context, kind)
     sizes = (4, 12, 12) if context.tiny else (16, 64, 48)
-    engine = rig.make_engine(
-        folder,
-        shape,
-        rig.dtype_of(context.on_gpu),
-        context_tokens=sizes[1] + sizes[2],
-        cache_gib=0.0625 if context.tiny else 0.5,
-        max_num_seqs=sizes[0],
-        tp=tp,
-    )
+    cache_gib, dtype = 0.0625 if context.tiny else 0.5, rig.dtype_of(context)
+    engine = rig.make_engine(rig.EngineSpec(folder, shape, dtype, sizes[1] + sizes[2], cache_gib, sizes[0], tp=tp))
     asked = rig.requests(shape, *sizes)
-    for name, parallel in axes.items():
-        _sync_axis(context, f"{kind}, {name} to tp {tp}", kind, ParallelSection(**parallel), engine, asked, tp)
+    for axis, parallel in axes.items():
+        error, mean = _sync_axis(_actor(context, kind, ParallelSection(**parallel), None), engine, asked, tp)
+        if dist.get_rank() == 0:
+            name, limit = f"{kind}, {axis} to tp {tp}", _tolerance(context, kind)
+            context.report(Figure(f"{name}: weights equal", not error, goal=IS_TRUE, note=error))
+            context.report(Figure(f"{name}: logprob_diff_mean", mean, goal=Goal("<", limit)))
 
 
-def _sync_axis(
-    context: Context, name: str, kind: str, parallel: ParallelSection, engine: Any, asked: Sequence[Any], tp: int
-) -> None:
+def _sync_axis(actor: Any, engine: Any, asked: Sequence[Any], tp: int) -> tuple[str, float]:
+    """Error of the verification, empty if there is none, and the mean log-prob difference of the worst engine."""
     import torch.distributed as dist
 
     from rlhpc.core.errors import ReshardError
     from rlhpc.parallel.transfer import one_to_all
 
-    actor = _actor(context, kind, parallel, None)
     manager = rig.make_manager(actor, engine, tp=tp, ranks_per_node=dist.get_world_size())
     manager.sync()
     answered = engine.generate(asked)
     manager.write()
-    note = ""
+    error = ""
     try:
         manager.verify()
-    except ReshardError as error:
-        note = str(error)
+    except ReshardError as found:
+        error = str(found)
     manager.sleep()
     means = []
     for first in range(0, dist.get_world_size(), tp):  # each engine's responses, scored by all trainers together
         theirs = one_to_all(answered, first)
         ours = rig.log_probs(actor, rig.packed_responses(asked, theirs, tokens=2048), len(asked[0].prompt))
         means.append(rig.differences(ours, [completion.log_probs for completion in theirs])[0])
-    if dist.get_rank() == 0:
-        limit = _tolerance(context, kind)
-        context.report(Figure(f"{name}: weights equal", not note, goal=Goal("==", True), note=note))
-        context.report(Figure(f"{name}: logprob_diff_mean", max(means), goal=Goal("<", limit)))
+    return error, max(means)

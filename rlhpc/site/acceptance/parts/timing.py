@@ -1,4 +1,4 @@
-"""Clocks, peaks and memory of the device that a part measures: the GPU, or the CPU where there is none."""
+"""Timing, peak rates and memory of the GPU, or of the CPU if there is none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def wait() -> None:
 
 
 def seconds(action: Callable[[], Any]) -> float:
-    """Wall time of a call with all device work that it starts."""
+    """Wall time of a call, including the device work that it starts."""
     wait()
     began = time.perf_counter()
     action()
@@ -35,8 +35,8 @@ def median_seconds(action: Callable[[], Any], rounds: int, warm_up: int = 0) -> 
     return statistics.median(seconds(action) for _ in range(rounds))
 
 
-def matrix_peak(tiny: bool) -> float:
-    """FLOP/s of a square bfloat16 product of random matrices, 8192 wide on a GPU: the machine's practical ceiling."""
+def matrix_peak(*, tiny: bool) -> float:
+    """FLOP/s of a square bfloat16 matrix product, 8192 wide on a GPU: the machine's practical peak."""
     import torch
 
     from rlhpc.parallel.compat import device
@@ -52,8 +52,8 @@ def matrix_peak(tiny: bool) -> float:
     return 2.0 * width**3 * calls / median_seconds(products, rounds=5, warm_up=2)
 
 
-def copy_bandwidth(tiny: bool) -> float:
-    """Bytes read and written per second by one large copy within the device."""
+def copy_bandwidth(*, tiny: bool) -> float:
+    """Bytes read and written per second by a large copy within the device."""
     import torch
 
     from rlhpc.parallel.compat import device

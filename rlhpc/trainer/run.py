@@ -1,0 +1,61 @@
+"""Everything that the loop and a step work with on one rank. What they call takes only the parts that it uses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rlhpc.algo import Algorithm
+from rlhpc.api import TrainBackend
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.context import RankContext
+from rlhpc.data.sft import SFTSet
+from rlhpc.reshard.manager import ReshardManager
+from rlhpc.trainer.batches import Batching
+from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.evaluate import Evaluator
+from rlhpc.trainer.roles import Models
+from rlhpc.trainer.sampling import Sampler
+from rlhpc.trainer.update import Updater
+
+
+@dataclass
+class Rollouts:
+    """The RL side of a run: the engine's weights and the samples that it generates."""
+
+    weights: ReshardManager  # syncs the actor's weights into the engine
+    sampler: Sampler
+
+
+@dataclass
+class Run:
+    """A run as built by ``rlhpc.trainer.build``."""
+
+    config: RunConfig
+    context: RankContext
+    models: Models
+    algorithm: Algorithm
+    batching: Batching
+    updater: Updater
+    carryover: Carryover
+    rl: Rollouts | None = None  # None without RL steps
+    evaluator: Evaluator | None = None  # None without held-out prompts
+    sft: SFTSet | None = None  # None without a warm-up
+    closers: tuple[Callable[[], None], ...] = ()  # called at the end of the run
+
+    @property
+    def actor(self) -> TrainBackend:
+        return self.models.actor.model
+
+    @property
+    def reference(self) -> TrainBackend | None:
+        return self.models.reference.model if self.models.reference is not None else None
+
+    @property
+    def critic(self) -> TrainBackend | None:
+        return self.models.critic.model if self.models.critic is not None else None
+
+    def close(self) -> None:
+        """Ends reward workers, tools, the engine and background writers."""
+        for close in self.closers:
+            close()
