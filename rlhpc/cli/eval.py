@@ -55,9 +55,8 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
     from rlhpc.launch.runs.evaluate import evaluation_of
 
     if (mode.dry_run or mode.follow) and not mode.submits:
-        raise UserError(
-            "applies to a batch job", where="--dry-run" if mode.dry_run else "--follow", remedy="add --submit"
-        )
+        option = "--dry-run" if mode.dry_run else "--follow"
+        raise UserError("applies to batch jobs only", where=option, remedy="add --submit")
     given = load_with_site(Path(config), overrides)
     loaded = evaluation_of(given.config, *astuple(weights))
     if mode.check:

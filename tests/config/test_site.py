@@ -167,6 +167,14 @@ def test_the_shipped_example_is_read_and_each_of_its_comments_is_a_key(home: Pat
     assert read_site(loaded.config).gpus["ours"].per_node == 4
 
 
+def test_the_example_in_the_pages_is_read(home: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    (text,) = (block for block in page.split("```\n") if block.startswith("gpus:"))
+    write(home / "rlhpc" / "site.yaml", text)
+    site = read_site(load_config(write(tmp_path / "run.yaml", RUN)))
+    assert (site.gpus["h200"].network_gbps, site.gpus["ours"].per_node, site.efficiency.compute) == (6.25, 4, 0.48)
+
+
 def test_its_committed_schema_is_current() -> None:
     committed = json.loads((ROOT / "configs" / "site_schema.json").read_text(encoding="utf-8"))
     assert committed == json.loads(json_schema()), "run `rlhpc schema --site > configs/site_schema.json`"
