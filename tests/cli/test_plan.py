@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rlhpc.cli.main import cli
 from rlhpc.config import yaml12
 from rlhpc.core.errors import UserError
-from tests.cli.test_main import told
+from tests.cli.test_main import error_line
 from tests.helpers.golden import check_text
 from tests.helpers.published import DEEPSEEK_V3_BF16, QWEN3_235B_A22B, QWEN25_72B
 
@@ -128,7 +128,7 @@ def test_bandwidths_set_the_time(tiny: str) -> None:
 def test_engines_over_whole_nodes_are_told_and_others_refused(tiny: str) -> None:
     words = ["rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"]
     assert "2 engine(s) of tp 4 over 2 nodes, on the same ranks" in plan("weight-sync", tiny, *words)
-    assert "engines of 4 ranks neither divide a node of 6 nor" in told(
+    assert "engines of 4 ranks neither divide a node of 6 nor" in error_line(
         "plan", "weight-sync", tiny, *words[:1], "slurm.nodes=2", "resources.ranks_per_node=6"
     )
 
@@ -141,12 +141,12 @@ def test_layout_batch_and_model_are_outlined(tiny: str) -> None:
 
 
 def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
-    assert told("plan", "weight-sync", tiny, "--rank", "8") == "rlhpc: --rank: no rank 8; use 0 to 7"
-    assert told("plan", "weight-sync", tiny, "rollout.tp=8").startswith(
+    assert error_line("plan", "weight-sync", tiny, "--rank", "8") == "rlhpc: --rank: no rank 8; use 0 to 7"
+    assert error_line("plan", "weight-sync", tiny, "rollout.tp=8").startswith(
         "rlhpc: rollout.tp: 8 does not divide the model's 4"
     )
-    assert told("plan", "weight-sync", tiny, "parallel.pp=3").startswith("rlhpc: parallel")
-    assert told("plan", "weight-sync", tiny, f"model.path={tmp_path / 'no'}").startswith(
+    assert error_line("plan", "weight-sync", tiny, "parallel.pp=3").startswith("rlhpc: parallel")
+    assert error_line("plan", "weight-sync", tiny, f"model.path={tmp_path / 'no'}").startswith(
         "rlhpc: model.path: no such folder"
     )
 
@@ -294,10 +294,10 @@ def test_what_cannot_be_predicted_is_told(tiny: str, arguments: tuple[str, ...],
 )
 def test_a_configuration_without_a_command_names_it(tiny: str, words: tuple[str, ...], command: str) -> None:
     assert (
-        told("plan", tiny, *words)
+        error_line("plan", tiny, *words)
         == f"rlhpc: rlhpc plan: {tiny!r} is not a command; write `rlhpc plan {command} {tiny}`"
     )
 
 
 def test_a_misspelled_command_names_the_nearest() -> None:
-    assert told("plan", "serch") == "rlhpc: rlhpc plan: 'serch' is not a command; did you mean 'search'?"
+    assert error_line("plan", "serch") == "rlhpc: rlhpc plan: 'serch' is not a command; did you mean 'search'?"

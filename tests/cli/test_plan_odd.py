@@ -17,7 +17,7 @@ READY = str(ROOT / "configs" / "ready" / "qwen2-7b-8gpus.yaml")
 MODEL = ROOT / "configs" / "ready" / "models" / "Qwen2-7B-Instruct" / "config.json"
 
 
-def told(*arguments: str, command: str = "run") -> str:
+def error_line(*arguments: str, command: str = "run") -> str:
     """The line that ``rlhpc plan`` prints before it exits with 2."""
     done = CliRunner().invoke(cli, ["plan", command, READY, *arguments])
     assert isinstance(done.exception, UserError), done.output
@@ -70,20 +70,20 @@ def told(*arguments: str, command: str = "run") -> str:
 )
 def test_odd_values_are_one_line(arguments: tuple[str, ...], line: str) -> None:
     command, *others = arguments if arguments[0] in ("search", "sweep", "weight-sync") else ("run", *arguments)
-    assert line in told(*others, command=command)
+    assert line in error_line(*others, command=command)
 
 
 def test_a_folder_without_records_calibrates_nothing(tmp_path: Path) -> None:
-    assert told(str(tmp_path), command="calibrate").endswith(
+    assert error_line(str(tmp_path), command="calibrate").endswith(
         "cannot be read (No such file or directory); name a run folder"
     )
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
-    assert told(str(tmp_path), command="calibrate").endswith(
+    assert error_line(str(tmp_path), command="calibrate").endswith(
         "no finished RL step; name the folder of a run with RL steps"
     )
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    assert told(str(tmp_path), command="calibrate").endswith("cannot be read (Is a directory); name a run folder")
+    assert error_line(str(tmp_path), command="calibrate").endswith("cannot be read (Is a directory); name a run folder")
 
 
 @pytest.mark.parametrize(
@@ -103,14 +103,14 @@ def test_a_folder_without_records_calibrates_nothing(tmp_path: Path) -> None:
 )
 def test_a_models_field_that_is_no_number_is_told(tmp_path: Path, field: str, value: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**json.loads(MODEL.read_text()), field: value}))
-    assert f"config.json: {field} = {value!r} is no number" in told(f"model.path={tmp_path}")
+    assert f"config.json: {field} = {value!r} is no number" in error_line(f"model.path={tmp_path}")
 
 
 def test_a_model_without_its_config_is_told(tmp_path: Path) -> None:
-    assert "has no config.json; give a HuggingFace model folder" in told(f"model.path={tmp_path}")
+    assert "has no config.json; give a HuggingFace model folder" in error_line(f"model.path={tmp_path}")
     for text, line in (("[]", "is not a JSON object; restore the file"), ("{", "not a JSON document")):
         (tmp_path / "config.json").write_text(text)
-        assert line in told(f"model.path={tmp_path}")
+        assert line in error_line(f"model.path={tmp_path}")
 
 
 def test_one_gpu_and_very_many_prompts_are_planned() -> None:

@@ -76,14 +76,14 @@ def test_what_is_asked_for_is_shown(run: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (["--step", "7"], "no samples of step 7; steps with samples: 0, 5"),
         (["--source", "sum"], "--source: no data source or set 'sum'; did you mean 'sums'?"),
     ],
 )
-def test_what_is_not_there_is_told(run: Path, options: list[str], told: str):
-    with pytest.raises(UserError, match=told.replace("?", r"\?")):
+def test_what_is_not_there_is_told(run: Path, options: list[str], message: str):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
         shown(run, *options)
 
 

@@ -20,7 +20,7 @@ AROUND = {
 }
 
 
-def told(*overrides: str) -> str:
+def error_line(*overrides: str) -> str:
     with pytest.raises(UserError) as caught:
         load_config(DEMO, overrides)
     return str(caught.value)
@@ -29,14 +29,14 @@ def told(*overrides: str) -> str:
 @pytest.mark.parametrize("old", RENAMED)
 def test_an_old_key_names_the_new_one(old: str) -> None:
     new = RENAMED[old]
-    assert told(f"{old}=0.5") == f"command line: {old}: has another name now; write {new}"
-    assert f"{new}: unknown key" not in told(f"{new}=[]"), "the new key exists"
+    assert error_line(f"{old}=0.5") == f"command line: {old}: has another name now; write {new}"
+    assert f"{new}: unknown key" not in error_line(f"{new}=[]"), "the new key exists"
 
 
 @pytest.mark.parametrize(("key", "old"), [(key, old) for key, values in RENAMED_VALUES.items() for old in values])
 def test_an_old_value_names_the_new_one(key: str, old: str) -> None:
     new, around = RENAMED_VALUES[key][old], [AROUND[key]] if key in AROUND else []
-    assert told(*around, f"{key}={old}") == f"command line: {key}: {old!r} has another name now; write {new}"
+    assert error_line(*around, f"{key}={old}") == f"command line: {key}: {old!r} has another name now; write {new}"
     assert load_config(DEMO, [*around, f"{key}={new}"])
 
 

@@ -58,9 +58,9 @@ def test_errors_are_told_from_lost_peers(error, kind):
 
 @pytest.mark.parametrize("kind", [UserError, NodeError])
 def test_an_error_is_whole_in_another_process(kind):
-    given = kind("wrong", where="a.b", remedy="mend it")
+    given = kind("wrong", where="a.b", remedy="fix it")
     found = pickle.loads(pickle.dumps(given))
-    assert (type(found), str(found)) == (kind, "a.b: wrong; mend it")
+    assert (type(found), str(found)) == (kind, "a.b: wrong; fix it")
 
 
 @pytest.mark.parametrize("path", ["os.path", "os.path:", ":join", ".path:join"])

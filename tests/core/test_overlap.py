@@ -1,4 +1,4 @@
-"""Folders are compared by inode, whatever they are called."""
+"""Folders are compared by inode, by any of their names."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def test_two_users_on_one_node_with_the_same_port(users) -> None:
     assert ports[0] == {"20500"} != ports[1]
     for user, job in zip(users, jobs, strict=True):
         end_meeting(user, job)
-    told = (users[1].folder / f"grpo-{jobs[1]}.log").read_text()
-    assert f"rlhpc: port 20500 on {NODE}: Address already in use; port {ports[1].pop()} is used instead" in told
+    message = (users[1].folder / f"grpo-{jobs[1]}.log").read_text()
+    assert f"rlhpc: port 20500 on {NODE}: Address already in use; port {ports[1].pop()} is used instead" in message
 
 
 # ---- files

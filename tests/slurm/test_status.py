@@ -110,7 +110,7 @@ def test_without_a_controller_the_folders_are_read(front):
     finally:
         front.cluster.start_controller()
     assert done.returncode == 0
-    assert done.stderr.splitlines()[1] == "rlhpc: what follows is from the run folders alone"
+    assert done.stderr.splitlines()[1] == "rlhpc: the following is from the run folders alone"
     assert "failed" in done.stdout
 
 
@@ -139,7 +139,7 @@ def test_the_database_knows_what_the_controller_forgot(slurm, tmp_path):
         assert cluster.job(job) == {}, "the controller knows nothing of it"
         found = json.loads(front.ok("status", job, "--json"))[0]
         assert (found["state"], found["slurm"]["source"]) == ("cancelled", "sacct")
-        assert front.told("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
+        assert front.error_line("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
 
 
 # ---- logs
@@ -154,7 +154,7 @@ def test_logs_show_the_culprit_first(front):
     assert [line for line in shown if not line.startswith("==>")] == ["rank 1 of start 1", "rank 0 of start 1"]
     assert "rank 0 of start 1" in front.ok("logs", "tiny", "--rank", "0", "--attempt", "1")
     assert "submitit INFO" in front.ok("logs", "tiny", "--job")
-    assert front.told("logs", "tiny", "--rank", "9").startswith("rank 9: no log of it in attempt 1")
+    assert front.error_line("logs", "tiny", "--rank", "9").startswith("rank 9: no log of it in attempt 1")
 
 
 def test_following_a_log_ends_with_the_job(front):
@@ -178,7 +178,7 @@ def test_a_job_is_cancelled_and_not_twice(front):
     front.cluster.wait_state(job, "RUNNING")
     assert front.ok("cancel", "tiny") == f"tiny: job {job} was cancelled\n"
     assert front.cluster.job(job)["JobState"] == "CANCELLED"
-    assert front.told("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
+    assert front.error_line("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
     assert state_of(front, job) == "cancelled"
 
 
@@ -187,13 +187,13 @@ def test_what_slurm_never_knew_is_not_said_to_be_cancelled(front):
     front.ok("cancel", front.submit("sleep"))
     record = json.loads((front.run_dir / "job.json").read_text())
     (front.run_dir / "job.json").write_text(json.dumps({**record, "job_id": "99999"}))
-    assert front.told("cancel", str(front.run_dir)).startswith("tiny: Slurm no longer knows job 99999 any more")
+    assert front.error_line("cancel", str(front.run_dir)).startswith("tiny: Slurm no longer knows job 99999")
 
 
 def test_ranks_are_asked_to_save_first(front):
     job = front.submit("work")
     wait((front.run_dir / "working").exists, "it works")
-    assert "its ranks save after the step they are in, and end" in front.ok("cancel", job, "--save")
+    assert "its ranks save after the current step and end" in front.ok("cancel", job, "--save")
     wait((front.run_dir / "signalled").exists, "the signal")
     assert (front.run_dir / "signalled").read_text() == "SIGUSR2"
     assert (front.run_dir / "stop-requested").is_file()

@@ -78,10 +78,10 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_in_its_log(front):
 
 def test_a_run_that_is_in_the_queue_is_not_submitted_twice(front):
     job = front.submit("sleep")
-    line = front.told(*front.submission())
+    line = front.error_line(*front.submission())
     assert line.startswith(f"run_dir: job {job} of this run is ")
     assert line.endswith(f"watch it with `rlhpc status {job}`, or end it with `rlhpc cancel {job}`")
-    assert front.told("resume", job).startswith(f"run_dir: job {job} of this run is ")
+    assert front.error_line("resume", job).startswith(f"run_dir: job {job} of this run is ")
     assert front.queue() == [job]
     assert (front.run_dir / "config.yaml").is_file(), "the run that is at work was left alone"
     front.ok("cancel", job)
@@ -91,7 +91,7 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_twice(front):
 def test_a_folder_that_holds_a_run_is_not_written_over(front):
     front.cluster.wait_state(front.submit("succeed"), "COMPLETED")
     before = (front.run_dir / "config.yaml").read_text()
-    line = front.told(*front.submission("train.steps=9"))
+    line = front.error_line(*front.submission("train.steps=9"))
     assert "already contains a run; resume it with `rlhpc resume" in line
     assert (front.run_dir / "config.yaml").read_text() == before
 
@@ -106,13 +106,13 @@ def test_resume_goes_on_in_the_same_folder(front):
     assert "steps: 4" in (front.run_dir / "config.yaml").read_text()
     assert not (front.run_dir / "stop-requested").exists()
     assert "finished" in front.ok("status", "tiny")
-    assert "the run has finished; request more steps" in front.told("resume", second)
+    assert "the run has finished; request more steps" in front.error_line("resume", second)
 
 
 def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(front):
     front.cluster.wait_state(front.submit("fail"), "FAILED")
     before = {path: path.read_bytes() for path in front.run_dir.rglob("*.yaml")}
-    front.told("resume", "tiny", "slurm.reservation=mine")
+    front.error_line("resume", "tiny", "slurm.reservation=mine")
     assert {path: path.read_bytes() for path in front.run_dir.rglob("*.yaml")} == before
     assert (front.run_dir / "metrics.jsonl").is_file()
 
@@ -197,8 +197,8 @@ def test_two_users_keep_their_runs_apart(front):
 
 def test_inputs_are_prepared_before_the_job_waits(front):
     hook = "prepare={{function: 'tests.launch.programs:prepare', arguments: {{folder: {folder}, fail: {fail}}}}}"
-    told = front.told(*front.submission(hook.format(folder="x", fail="user")))
-    assert told == "prepare: no space; free some"
+    message = front.error_line(*front.submission(hook.format(folder="x", fail="user")))
+    assert message == "prepare: no space; free some"
     done = front.run(*front.submission(hook.format(folder="x", fail="Oh")))
     assert (done.returncode, front.queue()) == (2, [])
     assert "RuntimeError: Oh" in done.stderr

@@ -79,7 +79,7 @@ def _key(key: str, message: str, remedy: str) -> Builder:
         name = key.removeprefix("slurm.")
         value = getattr(slurm, name, None)
         value = ",".join(value) if isinstance(value, list) else value
-        value = "the requested number" if value is None else value
+        value = "the requested amount" if value is None else value
         return UserError(message.format(value=value, what=what), where=key, remedy=remedy)
 
     return build
@@ -102,7 +102,7 @@ _TABLE: tuple[tuple[str, Builder], ...] = (
      _key("slurm.reservation", "no reservation {value!r} is open to you now", "see `scontrol show reservation`")),
     (r"invalid feature", _key("slurm.constraint", "no node has the features {value!r}", "see `sinfo -o '%P %f'`")),
     (r"memory specification can not be satisfied|--mem specification",
-     _key("slurm.memory", "no node has {value} of memory", "lower it; see `sinfo -o '%P %m'` (MiB)")),
+     _key("slurm.memory", "no node has that much memory: {value}", "lower it; see `sinfo -o '%P %m'` (MiB)")),
     (r"(requested time limit is invalid|time limit exceeds|invalid --time|time limit .*(invalid|exceeded))", _time),
     (r"invalid generic resource", _key("slurm.gpus_per_node", "this cluster has no such GPUs (gres)",
                                        "set slurm.gpus_per_node and slurm.gpu_type to what `sinfo -o '%P %G'` shows")),

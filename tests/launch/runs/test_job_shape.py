@@ -63,7 +63,7 @@ def test_the_job_says_what_the_config_leaves_open(tmp_path, keys, taken) -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "message"),
     [
         (
             "slurm.nodes=4",
@@ -79,11 +79,11 @@ def test_the_job_says_what_the_config_leaves_open(tmp_path, keys, taken) -> None
         ("slurm.gpus_per_node=9", "slurm.gpus_per_node: 9 in the configuration, but the job has 8; submit with --gpus"),
     ],
 )
-def test_a_contradiction_is_told(tmp_path, key, told) -> None:
+def test_a_contradiction_is_told(tmp_path, key, message) -> None:
     config = load_config(write_inputs(tmp_path), [key])
     with pytest.raises(UserError) as error:
         overrides_from_job(config, JobShape(2, 8, 12, 8))
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
 
 
 def test_ranks_do_not_share_gpus(tmp_path) -> None:

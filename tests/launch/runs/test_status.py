@@ -226,10 +226,10 @@ def test_what_a_queued_job_waits_for():
 
 
 def test_what_recovery_did():
-    told = verdict("gpu_memory", "retry", rank=3, node="node2", wait_seconds=120.0, overrides=("a.b=1",))
-    assert verdict_words(told) == "out of GPU memory (rank 3 on node2): words -> retried after 2 min 00 s with a.b=1"
-    told = verdict("bad_node", "requeue", node="node2", excluded=("node2",))
-    assert verdict_words(told) == "a node failed (node2): words -> requeued without node2"
+    message = verdict("gpu_memory", "retry", rank=3, node="node2", wait_seconds=120.0, overrides=("a.b=1",))
+    assert verdict_words(message) == "out of GPU memory (rank 3 on node2): words -> retried after 2 min 00 s with a.b=1"
+    message = verdict("bad_node", "requeue", node="node2", excluded=("node2",))
+    assert verdict_words(message) == "a node failed (node2): words -> requeued without node2"
     assert verdict_words(verdict("finished", "none")) == "finished"
 
 

@@ -17,7 +17,7 @@ def without_slurm(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "key", "told"),
+    ("said", "key", "expected"),
     [
         ("sbatch: error: invalid partition specified: gpu\n" + FAILED + "Invalid partition name specified",
          "slurm.partition", "no partition 'gpu'"),
@@ -25,7 +25,7 @@ def without_slurm(monkeypatch, tmp_path):
         (FAILED + "Invalid qos specification", "slurm.qos", "QoS 'high' is unknown, or not available to you"),
         (FAILED + "Requested node configuration is not available", "slurm", "gpu has the requested resources"),
         ("sbatch: error: Memory specification can not be satisfied\n" + FAILED
-         + "Requested node configuration is not available", "slurm.memory", "no node has 9T of memory"),
+         + "Requested node configuration is not available", "slurm.memory", "no node has that much memory: 9T"),
         ("sbatch: error: Invalid generic resource (gres) specification", "slurm.gpus_per_node", "no such GPUs"),
         ("sbatch: error: Invalid --time specification", "slurm.time", "9-0 is longer than allowed"),
         (FAILED + "Requested time limit is invalid (missing or exceeds some limit)", "slurm.time", "9-0 is longer"),
@@ -48,9 +48,9 @@ def without_slurm(monkeypatch, tmp_path):
         ("", "slurm", "sbatch refused the job: no message from sbatch"),
     ],
 )  # fmt: skip
-def test_what_sbatch_says(said, key, told):
+def test_what_sbatch_says(said, key, expected):
     error = submission_error(said, SLURM)
-    assert told in error.message
+    assert expected in error.message
     assert error.where == key or not key
     assert error.remedy
     assert "\n" not in str(error)

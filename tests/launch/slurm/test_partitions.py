@@ -69,7 +69,7 @@ def test_what_fits_passes(check, overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["slurm.partition=gpus"], "slurm.partition: no partition 'gpus'; did you mean 'gpu'?"),
         (["slurm.partition='gpu,batsch'"], "slurm.partition: no partition 'batsch'; did you mean 'batch'?"),
@@ -85,10 +85,10 @@ def test_what_fits_passes(check, overrides):
         (["slurm.partition=gpu", "slurm.constraint=h200"], "has the feature 'h200'; did you mean 'h100'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_key(check, overrides, told):
+def test_what_cannot_be_is_refused_with_its_key(check, overrides, message):
     with pytest.raises(UserError) as caught:
         check(*overrides)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_silent_sinfo_refuses_nothing(tmp_path):

@@ -104,15 +104,15 @@ def test_a_rank_that_crashed_is_to_blame_also_where_srun_spoke_of_a_victim_first
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "expected"),
     [
         ("srun: error: node2: task 3: Killed\n", True),
         ("srun: error: tasks 0-1 launch failed: Slurmd could not connect IO\n", True),
         ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n", False),
     ],
 )
-def test_srun_s_word_of_a_rank_that_failed(output, told):
-    assert reports_failed_rank(output) is told
+def test_srun_s_word_of_a_rank_that_failed(output, expected):
+    assert reports_failed_rank(output) is expected
 
 
 def test_the_kernel_ending_a_rank_for_want_of_memory_is_seen():

@@ -153,7 +153,7 @@ def test_of_two_ranks_that_wait_for_each_other_the_one_that_left_a_collective_ou
 
 
 def test_of_ranks_that_wait_for_each_other_the_one_that_most_wait_for():
-    """0 waits for 1 in tp, 1 and 2 wait for 0 in the default group: nothing but that tells them apart."""
+    """0 waits for 1 in tp, 1 and 2 wait for 0 in the default group: nothing but that shows them apart."""
     states = [
         state(0, group(range(3), 10), group((0, 1), 3, "all_reduce", name="5", description="")),
         state(1, group(range(3), 10, "barrier", sizes=()), group((0, 1), 3, name="5", description="")),
@@ -182,7 +182,7 @@ def test_engines_may_have_taken_different_numbers_of_steps():
 
 
 def test_an_overlapped_collective_under_way_does_not_excuse_a_rank_in_user_code():
-    """1 has started an asynchronous call in dp and sleeps; 0 waits for it in tp, and so never comes to dp."""
+    """1 has started an asynchronous call in dp and sleeps; 0 waits for it in tp, and so never reaches dp."""
     dp = {"name": "7", "description": "DATA_PARALLEL_GROUP"}
     states = [
         state(0, group((0, 1), 8, **dp), group((0, 1), 3, "all_reduce")),

@@ -123,7 +123,7 @@ def test_stacks_that_still_grow_are_waited_for(tmp_path):
         with open(stacks_file(tmp_path, 0), "a") as file:
             file.write("a piece\n")
         hang, seconds = clock.pass_by(watch, 1), seconds + 1
-    assert 4 <= seconds <= 6, "but not for ever"
+    assert 4 <= seconds <= 6, "but not forever"
 
 
 def test_a_rank_that_moves_again_when_asked_was_only_slow(tmp_path):

@@ -116,7 +116,7 @@ def test_a_bad_node_is_left_out(config):
 
 
 def test_a_node_that_nothing_can_replace_is_not_left_out(config):
-    """The job would wait for ever: it wants two nodes, and the partition has no third."""
+    """The job would wait forever: it wants two nodes, and the partition has no third."""
     bad = Diagnosis("bad_node", "ECC", 3, "node2")
     verdict = decide(bad, config(), situation(partition=("node1", "node2")))
     assert (verdict.action, verdict.excluded) == ("requeue", ())

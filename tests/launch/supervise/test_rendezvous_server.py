@@ -222,7 +222,7 @@ def test_the_slow_are_dropped(server, capfd, monkeypatch):
     assert time.monotonic() - began > 1.9
     for sock in idle:
         assert receive(sock, 1) == b"", "it was dropped"
-    assert wait_for_text(capfd, "further ones are not told").count("did not prove itself within 2 s") == 5
+    assert wait_for_text(capfd, "further ones are not reported").count("did not authenticate within 2 s") == 5
 
 
 def test_more_strangers_than_there_is_room_for_make_room(monkeypatch):
@@ -339,10 +339,10 @@ def test_the_preferred_port_comes_from_the_job_and_lies_below_the_ephemeral_ones
 def test_a_taken_port_is_told_in_one_line_and_another_is_used(server, capfd):
     second = StoreServer.open(server.port, host="127.0.0.1")
     assert second.port != server.port
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert told[0].startswith(f"rlhpc: port {server.port} on ")
-    assert told[0].endswith(f"Address already in use; port {second.port} is used instead")
+    message = capfd.readouterr().err.splitlines()
+    assert len(message) == 1
+    assert message[0].startswith(f"rlhpc: port {server.port} on ")
+    assert message[0].endswith(f"Address already in use; port {second.port} is used instead")
     with member(second) as connection:
         assert connection.call(Op.NUM_KEYS)[0] == Status.DONE
     second.close()

@@ -65,11 +65,11 @@ def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path
     attempt = RunFolder(tmp_path / "run").attempt(1)
 
     def waits_for(error: int) -> bool:
-        return f"{os.strerror(error)}; waiting up to 300 s for the file system" in (tmp_path / "told").read_text()
+        return f"{os.strerror(error)}; waiting up to 300 s for the file system" in (tmp_path / "message").read_text()
 
     with (
-        open(tmp_path / "told", "w") as told,
-        failing.running(launch(tmp_path), stderr=told, stdout=subprocess.DEVNULL) as launcher,
+        open(tmp_path / "message", "w") as message,
+        failing.running(launch(tmp_path), stderr=message, stdout=subprocess.DEVNULL) as launcher,
     ):
         failing.fail(errno.ESTALE)
         wait_until(lambda: waits_for(errno.ESTALE) and failing.failed.total() > 2, launcher)
@@ -86,7 +86,7 @@ def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path
         wait_until(lambda: waits_for(errno.EROFS), launcher)
         time.sleep(0.5)  # in which the ranks end
         failing.work()
-        assert launcher.wait(PATIENCE) == 0, (tmp_path / "told").read_text()
+        assert launcher.wait(PATIENCE) == 0, (tmp_path / "message").read_text()
     assert len(folders(RunFolder(tmp_path / "run"))) == 1
     assert read_verdict(attempt).cause == "finished"
     assert [end.kind for end in read_exits(attempt.exits).values()] == ["done", "done"]
@@ -94,7 +94,7 @@ def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path
         taken = steps(attempt, rank)
         assert taken == list(range(1, len(taken) + 1)), "each line whole and once"
     assert all(map(waits_for, (errno.ESTALE, errno.EIO, errno.EROFS)))
-    assert "continuing after" in (tmp_path / "told").read_text()
+    assert "continuing after" in (tmp_path / "message").read_text()
 
 
 @pytest.mark.ranks
@@ -106,10 +106,10 @@ def test_a_file_system_that_stays_away_ends_the_run_after_the_limit(tmp_path: Pa
         wait_until(lambda: all(len(steps(attempt, rank)) > 5 for rank in (0, 1)), launcher)
         began = time.monotonic()
         failing.fail(errno.EIO)
-        _, told = launcher.communicate(timeout=PATIENCE)
+        _, message = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 1
     assert time.monotonic() - began > 1
-    assert re.search(r"StorageError: \[Errno 5\] Input/output error \(for \d+ s\): ", told), told
+    assert re.search(r"StorageError: \[Errno 5\] Input/output error \(for \d+ s\): ", message), message
     assert not [start for start in read_starts(attempt.exits).values() if start.process.is_alive()]
 
 

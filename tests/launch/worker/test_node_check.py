@@ -31,7 +31,7 @@ class Outcome:
     result: object
     error: str
     environ: dict[str, str]
-    told: str
+    message: str
 
 
 CODE = """
@@ -132,7 +132,7 @@ def test_a_run_folder_that_is_read_only_for_a_moment_is_waited_for(first):
     check = f"check_node(Path('/tmp/run'), 'localhost', first_here={first})"
     found = on_node(setup, f"use(BRIEF), remount_when_waited_for('/tmp/run'), {check}")
     assert found.error == ""
-    assert "Read-only file system; waiting up to 10 s for the file system" in found.told
+    assert "Read-only file system; waiting up to 10 s for the file system" in found.message
 
 
 @needs_root
@@ -150,7 +150,7 @@ def test_without_tmpdir_the_job_has_a_private_one():
     _, folder, mode, made = found.result
     assert (folder, mode) == ("/tmp/rlhpc-0-77", "0o40700")
     assert made.startswith("/tmp/rlhpc-0-77/")
-    assert found.told == ""
+    assert found.message == ""
 
 
 @needs_root
@@ -180,7 +180,7 @@ def test_empty_folders_of_old_jobs_are_removed():
 def test_a_tmpdir_that_programs_cannot_use_is_replaced_and_told(setup, given, why):
     found = on_node(setup, CHECK, TMPDIR=given, SLURM_JOB_ID="77")
     assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
-    assert found.told == f"rlhpc: node localhost: TMPDIR {given!r} {why}; /tmp/rlhpc-0-77 is used instead\n"
+    assert found.message == f"rlhpc: node localhost: TMPDIR {given!r} {why}; /tmp/rlhpc-0-77 is used instead\n"
 
 
 @needs_root
@@ -188,7 +188,7 @@ def test_only_one_rank_of_a_node_tells():
     call = "check_node(Path('/tmp'), 'localhost', first_here=False)"
     found = on_node("", call, TMPDIR="/tmp/gone", HOME="/nowhere", SLURM_JOB_ID="77")
     assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
-    assert found.told == ""
+    assert found.message == ""
 
 
 @needs_root
@@ -231,7 +231,7 @@ def test_without_any_folder_for_temporary_files():
 )
 def test_caches_leave_a_home_folder_that_cannot_take_them(setup, home, why):
     found = on_node(setup, CHECK, HOME=home, SLURM_JOB_ID="77", TRITON_CACHE_DIR="/elsewhere", XDG_CACHE_HOME="")
-    assert found.told == f"rlhpc: node localhost: the home folder {home!r} {why}; caches go to /tmp/rlhpc-0-77\n"
+    assert found.message == f"rlhpc: node localhost: the home folder {home!r} {why}; caches go to /tmp/rlhpc-0-77\n"
     assert found.environ["XDG_CACHE_HOME"] == "/tmp/rlhpc-0-77/cache"
     assert found.environ["CUDA_CACHE_PATH"] == "/tmp/rlhpc-0-77/cuda"
     assert found.environ["TRITON_CACHE_DIR"] == "/elsewhere", "what the user has set is kept"
