@@ -1,4 +1,4 @@
-# Included by the Makefile. The environment of the system that is measured beside rlhpc, apart from rlhpc's own.
+# Included by the Makefile. TRL, the peer, has its own environment.
 BENCH_VENV ?= .venv-bench
 
 .PHONY: bench-env
@@ -12,16 +12,16 @@ $(BENCH_VENV)/.installed: bench/requirements.txt
 
 .PHONY: bench-reshard-plan bench-reshard
 
-# Ten minutes; the loopback device and both cores must be free.
+# Ten minutes. The loopback device and both cores must be idle.
 bench-reshard: venv
 	$(BIN)/python -m bench.reshard
 
-# One process, no torch: a minute.
+# A minute: one process, no torch.
 bench-reshard-plan: venv
 	$(BIN)/python -m bench.reshard_plan
 
 .PHONY: bench-convert
 
-# A model of 4 GB three times each way: 13 GB of disk, 10 GB of memory, some minutes on a quick disk.
+# A few minutes on a fast disk: a model of 4 GB three times in each direction, with 13 GB of disk, 10 GB of memory.
 bench-convert: venv
 	$(BIN)/python -m bench.convert

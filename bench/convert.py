@@ -1,11 +1,11 @@
-"""Conversions of a model of some gigabytes against copying its bytes, and against loading it whole and saving it.
+"""Conversions of a model of several gigabytes vs. copying its bytes, and vs. loading and saving the whole model.
 
     python -m bench.convert                  # 4 GB; needs 13 GB of disk, and 10 GB of memory for the peer
     python -m bench.convert --gb 1 --no-peer
 
-Every way is a process of its own, measured from its start to its end; bytes of the source are in the page cache for
-all of them. A copy counts twice: until ``cp`` ends, which leaves the bytes in memory, and until they are on disk, as
-conversions always wait for. Memory is the most that was resident in any one process, and the sum of each one's most.
+Each way is a separate process, timed from start to end with the source in the page cache. A copy is timed twice: until
+``cp`` ends, with bytes still in memory, and until they are on disk, as conversions always wait for. Memory is the peak
+resident size of the largest process, and the sum of all peaks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GB, MIB = 10**9, 1 << 20
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds; MiB of the largest process, and of all together."""
+    """Seconds, and peak MiB of the largest process and of all together."""
 
     seconds: float
     largest: float
@@ -40,7 +40,7 @@ class Cost:
 
 
 def make_model(folder: Path, gigabytes: float) -> int:
-    """A Qwen2 model in bfloat16 with random bits that are numbers; its bytes."""
+    """Write a Qwen2 model in bfloat16 with random finite weights; returns its bytes."""
     import numpy as np
 
     from rlhpc.checkpoint.formats.safetensors_headers import plan_files
@@ -74,7 +74,7 @@ def make_model(folder: Path, gigabytes: float) -> int:
             left = file.size - len(file.header)
             while left:
                 block = generator.integers(0, 1 << 16, min(left // 2, 1 << 24), dtype=np.uint16)
-                left -= out.write((block & 0xBFFF).tobytes())  # exponents that are no infinity
+                left -= out.write((block & 0xBFFF).tobytes())  # clears an exponent bit: no infinities
         total += file.size
     where = {name: file.name for file in files for name, _, _, _ in file.tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
@@ -89,8 +89,8 @@ def _bytes(fields: dict[str, Any]) -> int:
 
 
 def peer_main(source: Path, target: Path) -> None:
-    """What one writes without a converter: the whole model by transformers, its parameters as Megatron keeps them, and
-    megatron-core's own way of saving."""
+    """Conversion without a converter: loads the model with transformers, arranges parameters as in Megatron, and saves
+    them with megatron-core."""
     import torch
     import torch.distributed as dist
     from megatron.core import dist_checkpointing
@@ -113,13 +113,13 @@ def peer_main(source: Path, target: Path) -> None:
             parameter.key, whole, *layer, prepend_axis_num=len(layer), replica_id=0
         )
     target.mkdir()
-    with megatron_device():  # without a GPU megatron-core's writer asks for one
+    with megatron_device():  # without a GPU, megatron-core's writer would require one
         dist_checkpointing.save(state, str(target))
     os.sync()
 
 
 def measure(command: list[str]) -> Cost:
-    """Run to its end; the processes below it are looked at fifty times a second."""
+    """Cost of a command; memory of its processes is sampled fifty times per second."""
     peaks: dict[int, int] = {}
     began = time.perf_counter()
     environ = {**os.environ, env.OMP_NUM_THREADS: "1", env.TORCHDYNAMO_DISABLE: "1"}
@@ -152,8 +152,8 @@ def _peak(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def rounds_of(folder: Path, workers: int, peer: bool) -> dict[str, Cost]:
-    """Each way once; what it writes is removed before the next begins."""
+def rounds_of(folder: Path, workers: int, *, peer: bool) -> dict[str, Cost]:
+    """Run each way once, removing its output before the next."""
     model, there, back, other = (folder / name for name in ("model", "megatron", "back", "other"))
     convert = [sys.executable, "-m", "rlhpc.cli.main", "convert"]
     options = ["--workers", str(workers)]
@@ -190,7 +190,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--no-peer", action="store_true")
-    parser.add_argument("--folder", help="where to write; default: the folder for temporary files")
+    parser.add_argument("--folder", help="where to write; default: the temporary folder")
     parser.add_argument("--peer", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.peer:
@@ -202,7 +202,7 @@ def main() -> None:
         print(f"model of {size / GB:.2f} GB, {options.workers} workers, load {load:.1f} on {os.cpu_count()} cores")
         costs: dict[str, list[Cost]] = {}
         for _ in range(options.rounds):
-            for way, cost in rounds_of(Path(name), options.workers, not options.no_peer).items():
+            for way, cost in rounds_of(Path(name), options.workers, peer=not options.no_peer).items():
                 costs.setdefault(way, []).append(cost)
     middle = {way: statistics.median(cost.seconds for cost in found) for way, found in costs.items()}
     for way, found in costs.items():
@@ -212,12 +212,12 @@ def main() -> None:
         print(f"{way:36} {rate:6.2f} GB/s ({seconds} s), {largest:6,.0f} MiB, all {together:6,.0f} MiB")
     for way, copy in (("to Megatron", "of HuggingFace's"), ("to HuggingFace", "of Megatron's")):
         plain, on_disk = middle[f"cp -r {copy}"], middle[f"cp -r {copy}, on disk"]
-        print(f"{way}: {plain / middle[way]:.2f} of the speed of cp -r, {on_disk / middle[way]:.2f} of one on disk")
+        print(f"{way}: {plain / middle[way]:.2f} x the speed of cp -r, {on_disk / middle[way]:.2f} x with sync")
     if not options.no_peer:
         peer = "transformers and dist_checkpointing"
         memory = max(c.together for c in costs["to Megatron"]) / max(c.together for c in costs[peer])
         print(
-            f"to Megatron: {middle[peer] / middle['to Megatron']:.1f} x the speed of {peer}, {memory:.2f} of its memory"
+            f"to Megatron: {middle[peer] / middle['to Megatron']:.1f} x the speed of {peer}, {memory:.2f} x its memory"
         )
 
 

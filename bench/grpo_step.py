@@ -1,11 +1,11 @@
-"""A whole GRPO step of rlhpc against TRL's GRPOTrainer: same machine, cores, model, prompts and response lengths.
+"""A complete GRPO step of rlhpc vs. TRL's GRPOTrainer: same machine, cores, model, prompts and response lengths.
 
     make bench-env
-    python -m bench.grpo_step            # both workloads, TRL and rlhpc in turn
+    python -m bench.grpo_step            # both workloads, alternating TRL and rlhpc
     python -m bench.grpo_step tiny --only rlhpc
 
-Both systems use two cores as two processes of one thread, which is the faster way for TRL too. A step is rollout,
-weights to the engine (rlhpc; TRL generates with the trained module itself), reference log-probs, loss, update.
+Both systems use two cores as two processes of one thread, the faster setup for TRL too. A step is weight sync (rlhpc
+only; TRL generates with the trained module itself), rollout, reference log-probs, loss and update.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from bench.workload import KL_COEFFICIENT, LEARNING_RATE, SEED, WORKLOADS, Workl
 ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("trl", "rlhpc")
 PARTS = ("generate_seconds", "log_probs_seconds", "update_seconds")
-# rlhpc's names for the parts; syncing weights is part of generating.
+# rlhpc's metrics of each part; weight sync counts as generation.
 RLHPC_PARTS = {
     "generate_seconds": ("perf/weight_sync_seconds", "perf/rollout_seconds"),
     "log_probs_seconds": ("perf/prepare_seconds", "perf/log_probs_seconds"),
     "update_seconds": ("perf/update_seconds",),
 }
-# Sequences (TRL) and tokens (rlhpc) of one forward and backward pass: the fastest of those tried.
+# Sequences (TRL) and tokens (rlhpc) per microbatch: the fastest of those tried.
 TRL_MICRO_BATCH = {"tiny": 32, "30m": 4}
 RLHPC_MICRO_BATCH = {"tiny": 2048, "30m": 2048}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run: where, how often, on how many processes and threads."""
+    """Size of a benchmark: folder, environments, processes, threads and steps."""
 
     folder: Path
     python: dict[str, str]  # by system
@@ -53,7 +53,7 @@ class Plan:
 
 
 def call(command: Sequence[str], threads: int, log: Path) -> str:
-    """Run a program from the repository root; its standard output. All it says stays in ``log``."""
+    """Run a program from the repository root and return its standard output; all output goes to ``log``."""
     environment = {
         **os.environ,
         "OMP_NUM_THREADS": str(threads),
@@ -65,12 +65,12 @@ def call(command: Sequence[str], threads: int, log: Path) -> str:
     log.write_text(done.stdout + done.stderr, encoding="utf-8")
     if done.returncode:
         tail = "\n".join(log.read_text(encoding="utf-8").splitlines()[-20:])
-        sys.exit(f"{' '.join(command)}\nended with code {done.returncode}:\n{tail}\nAll of it: {log}")
+        sys.exit(f"{' '.join(command)}\nended with code {done.returncode}:\n{tail}\nFull log: {log}")
     return done.stdout
 
 
 def make_inputs(workload: Workload, plan: Plan) -> tuple[Path, Path]:
-    """The model folder and the prompt file in the columns that rlhpc reads."""
+    """Make the model folder and the prompt file with rlhpc's columns; returns their paths."""
     model, prompts = plan.folder / "models" / workload.name, plan.folder / f"{workload.name}.jsonl"
     if not (model / "model.safetensors").exists():
         call(
@@ -92,7 +92,7 @@ def make_inputs(workload: Workload, plan: Plan) -> tuple[Path, Path]:
 
 
 def run_trl(workload: Workload, plan: Plan, model: Path, log: Path) -> dict[str, Any]:
-    """The document that bench.trl_step prints."""
+    """Run TRL; returns the document that bench.trl_step prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={plan.processes}"]
     command = [
         plan.python["trl"],
@@ -109,7 +109,7 @@ def run_trl(workload: Workload, plan: Plan, model: Path, log: Path) -> dict[str,
 
 
 def rlhpc_config(workload: Workload, plan: Plan, model: Path, prompts: Path) -> dict[str, Any]:
-    """The run configuration whose step is TRL's: one update on all samples, token-mean loss, KL to a reference."""
+    """Config with a step like TRL's: one update on all samples, token-mean loss, KL to a reference."""
     return {
         "name": f"bench-{workload.name}",
         "seed": SEED,
@@ -121,7 +121,8 @@ def rlhpc_config(workload: Workload, plan: Plan, model: Path, prompts: Path) -> 
             "shuffle": False,
             "chat_template": False,
         },
-        "reward": {"function": "bench.workload:score"},
+        "actor": {"optimizer": {"learning_rate": LEARNING_RATE, "weight_decay": 0.0}},
+        "rewards": [{"function": "bench.workload:score"}],
         "rollout": {
             "samples_per_prompt": workload.samples_per_prompt,
             "max_response_tokens": workload.max_response,
@@ -132,7 +133,6 @@ def rlhpc_config(workload: Workload, plan: Plan, model: Path, prompts: Path) -> 
             "steps": plan.warmup + plan.steps,
             "prompts_per_step": workload.prompts_per_step,
             "tokens_per_microbatch": RLHPC_MICRO_BATCH[workload.name],
-            "optimizer": {"learning_rate": LEARNING_RATE, "weight_decay": 0.0},
         },
         "checkpoint": {"every": 0},
         "observe": {"tensorboard": False, "samples": 0},
@@ -140,7 +140,7 @@ def rlhpc_config(workload: Workload, plan: Plan, model: Path, prompts: Path) -> 
 
 
 def run_rlhpc(workload: Workload, plan: Plan, model: Path, prompts: Path, log: Path) -> dict[str, Any]:
-    """One run of the command line, read from its metrics."""
+    """Run rlhpc; returns figures from its metrics."""
     config, folder = log.with_suffix(".yaml"), log.with_suffix("")
     config.write_text(yaml.safe_dump(rlhpc_config(workload, plan, model, prompts), sort_keys=False), encoding="utf-8")
     call(
@@ -166,7 +166,7 @@ def run_rlhpc(workload: Workload, plan: Plan, model: Path, prompts: Path, log: P
 
 
 def summarise(results: Sequence[dict[str, Any]]) -> str:
-    """One line a workload and system: medians over all their timed steps, and rlhpc's throughput over TRL's."""
+    """One line per workload and system: medians over all timed steps, and the ratio of rlhpc's throughput to TRL's."""
     lines = ["model  system  steps  tokens/step  step s  generate s  log-probs s  update s  tokens/s  ratio"]
     for name in dict.fromkeys(result["model"] for result in results):
         base = None
@@ -188,7 +188,7 @@ def summarise(results: Sequence[dict[str, Any]]) -> str:
 
 
 def take_turns(workload: Workload, plan: Plan, systems: Sequence[str], rounds: int) -> Iterator[dict[str, Any]]:
-    """Each run's result, the systems one after the other in every round."""
+    """Results of all runs, with the systems in turn in every round."""
     model, prompts = make_inputs(workload, plan)
     for turn in range(rounds):
         for system in systems:
@@ -198,21 +198,21 @@ def take_turns(workload: Workload, plan: Plan, systems: Sequence[str], rounds: i
             else:
                 result = run_rlhpc(workload, plan, model, prompts, log)
             rates = [round(step["completion_tokens"] / step["seconds"]) for step in result["steps"]]
-            print(f"{workload.name} turn {turn} {system}: tokens/s {rates}, load before it {load:.1f}", flush=True)
+            print(f"{workload.name} turn {turn} {system}: tokens/s {rates}, load before {load:.1f}", flush=True)
             yield {**result, "turn": turn, "load_before": load}
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; default: all")
-    parser.add_argument("--only", choices=SYSTEMS, help="run one system alone")
-    parser.add_argument("--rounds", type=int, default=2, help="times that the systems take turns")
-    parser.add_argument("--steps", type=int, default=3, help="timed steps of each turn")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
+    parser.add_argument("--only", choices=SYSTEMS, help="run only one system")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds, each with one run per system")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps per run")
+    parser.add_argument("--warmup", type=int, default=1, help="untimed steps before them")
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=1, help="of each process")
-    parser.add_argument("--python", default=sys.executable, help="of the environment with rlhpc")
-    parser.add_argument("--trl-python", default=str(ROOT / ".venv-bench/bin/python"), help="of the one with TRL")
+    parser.add_argument("--threads", type=int, default=1, help="threads per process")
+    parser.add_argument("--python", default=sys.executable, help="Python with rlhpc")
+    parser.add_argument("--trl-python", default=str(ROOT / ".venv-bench/bin/python"), help="Python with TRL")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs" / time.strftime("bench-%Y%m%d-%H%M%S"))
     return parser.parse_args()
 

@@ -1,9 +1,9 @@
-"""Peak memory of log-probs and entropy, forward and backward, against PyTorch's plain way.
+"""Peak memory of log-probs and entropy, forward and backward, vs. plain PyTorch.
 
     python -m bench.log_prob_memory              # vocabulary 150,000, 4,096 tokens, bfloat16 logits
 
-Each way is a process of its own. Counted is what it needs beyond the logits themselves: on a CPU by the process's
-largest resident size, on a GPU by PyTorch's allocator. Plain is ``log_softmax`` of the logits in float32.
+Each way is a separate process. Memory beyond the logits counts: on a CPU by the peak resident size, on a GPU by
+PyTorch's allocator. Plain: ``log_softmax`` of the logits in float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WAYS = ("rlhpc", "plain")
 
 
 def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
-    """MiB beyond the logits, and a checksum of the gradient so that both ways are seen to compute the same."""
+    """MiB beyond the logits, and a checksum of the gradient to compare both ways."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,8 @@
 """Makes the benchmark's models: random weights whose responses end after a ragged number of tokens.
 
-A randomly initialised model practically never samples its end token. Here every embedding has a common component
-along one direction, which the residual stream carries to the head; the head's row of the end token lies along it,
-scaled until a sampled token is the end token with the workload's probability.
+A randomly initialized model almost never samples its end token. Here every embedding has a common component along
+one direction, which the residual stream carries to the head; the head's row of the end token points along it, scaled so
+that a sampled token is the end token with the workload's probability.
 
     python -m bench.models tiny /tmp/models/tiny --measure 2
 """
@@ -23,7 +23,7 @@ CALIBRATION_ROUNDS = 4
 
 
 def build_tokenizer(workload: Workload) -> Qwen2Tokenizer:
-    """One token a word."""
+    """Tokenizer with one token per word."""
     vocabulary = Vocabulary(workload.vocab)
     return Qwen2Tokenizer(
         vocab=vocabulary.ids,
@@ -36,7 +36,7 @@ def build_tokenizer(workload: Workload) -> Qwen2Tokenizer:
 
 
 def build_model(workload: Workload) -> Qwen2ForCausalLM:
-    """The random model in float32, its end token calibrated."""
+    """Random model in float32 with a calibrated end token."""
     torch.manual_seed(SEED)
     config = Qwen2Config(
         vocab_size=workload.vocab,
@@ -58,15 +58,15 @@ def build_model(workload: Workload) -> Qwen2ForCausalLM:
         embedding = model.get_input_embeddings().weight
         embedding.normal_().add_(math.sqrt(workload.hidden) * direction)
         head = model.get_output_embeddings().weight
-        head[PAD].copy_(-direction)  # padding is never sampled: it would be read as the end of a response
+        head[PAD].copy_(-direction)  # never sample padding, which would count as the end of a response
         head[EOS].copy_(calibrate(model, workload, direction) * direction)
     return model
 
 
 def calibrate(model: Qwen2ForCausalLM, workload: Workload, direction: torch.Tensor) -> float:
-    """The length of the end token's head row that makes its mean probability the workload's hazard.
+    """Norm of the end token's head row for which its mean probability is the workload's hazard.
 
-    Measured on random tokens in place of sampled ones: the head is close to uniform.
+    Measured on random instead of sampled tokens, since the head is nearly uniform.
     """
     head = model.get_output_embeddings().weight
     tokens = torch.randint(3, workload.vocab, (32, min(workload.max_response, 128)))
@@ -83,7 +83,7 @@ def calibrate(model: Qwen2ForCausalLM, workload: Workload, direction: torch.Tens
 
 
 def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, workload: Workload, batches: int) -> list[int]:
-    """Lengths of responses sampled at temperature 1, end token included, in increasing order."""
+    """Sorted lengths of responses sampled at temperature 1, including the end token."""
     torch.manual_seed(SEED)
     prompts = workload.prompts(workload.prompts_per_step * batches)
     lengths = []
@@ -102,7 +102,7 @@ def measure(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, workload: Worklo
 
 
 def summary(lengths: list[int], workload: Workload) -> str:
-    """A line on the distribution, beside what a constant hazard would give."""
+    """One line on the distribution, compared with that of a constant hazard."""
     count, top = len(lengths), workload.max_response
     quartiles = [lengths[count * k // 4] for k in (1, 2, 3)]
     stay = 1 - workload.hazard
@@ -117,7 +117,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--measure", type=int, metavar="BATCHES", help="sample this many steps' responses and report")
+    parser.add_argument(
+        "--measure", type=int, metavar="BATCHES", help="sample responses of so many steps and report their lengths"
+    )
     arguments = parser.parse_args()
     workload = WORKLOADS[arguments.workload]
     model, tokenizer = build_model(workload), build_tokenizer(workload)

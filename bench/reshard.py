@@ -1,11 +1,11 @@
-"""Weights from training into the engines: the direct weight sync against gathering whole tensors, on the same ranks.
+"""Weight sync: the direct method vs. gathering whole tensors, on the same ranks.
 
-    python -m bench.reshard                    # a model of 640 MB in several pairs of layouts, 4 ranks on gloo
+    python -m bench.reshard                    # a model of 640 MB, several pairs of layouts, 4 ranks on gloo
     python -m bench.reshard --layers 24 --rounds 5
 
-Both ways end with vLLM's weights packed for its kernels and its cache awake. Times are medians over rounds, in turn,
-from barrier to barrier. Traffic is what the loopback device has carried meanwhile, so nothing else may use it; extra
-memory is the largest a rank's resident size became beyond what it was before.
+Both end with vLLM's weights packed for its kernels and its cache awake. Times are medians over alternating rounds, from
+barrier to barrier. Traffic is counted on the loopback device, which nothing else may use meanwhile; extra memory is the
+largest increase of a rank's resident size.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAIRS: list[tuple[dict[str, int], int]] = [
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one weight sync: seconds, MiB over the network of all ranks together, MiB that the worst rank took besides."""
+    """Cost of a weight sync: seconds, MiB over the network by all ranks, and extra MiB of the worst rank."""
 
     seconds: float
     traffic: float
@@ -49,7 +49,7 @@ class Cost:
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """A random Qwen2 model in float32; its bytes."""
+    """Write a random Qwen2 model in float32; returns its bytes."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -69,7 +69,7 @@ def make_model(folder: Path, layers: int) -> int:
 
 
 def rank_main(model: Path, axes: dict[str, int], tp: int, rounds: int) -> None:
-    """One rank of one pair; the first one prints the costs of each way as JSON."""
+    """Program of a rank for one pair of layouts; the first rank prints the costs of each method as JSON."""
     import torch
     import torch.distributed as dist
 
@@ -80,21 +80,22 @@ def rank_main(model: Path, axes: dict[str, int], tp: int, rounds: int) -> None:
     for turn in range(rounds + 1):
         for name, manager in managers.items():
             cost = _weight_sync(manager)
-            if turn:  # the first of each connects and allocates
+            if turn:  # the first round connects and allocates
                 costs[name].append(cost)
     if dist.get_rank() == 0:
         print(json.dumps({name: [asdict(cost) for cost in found] for name, found in costs.items()}), flush=True)
     dist.barrier()
-    os._exit(0)  # vLLM's way out takes long
+    os._exit(0)  # vLLM's shutdown is slow
 
 
 def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
-    """One actor and one engine, and a manager for each way."""
+    """A manager for each method, with the same actor and engine."""
     import torch
 
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.schema import ParallelSection, ReshardSection, RolloutSection
+    from rlhpc.config.schema import ReshardSection, RolloutSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -124,7 +125,7 @@ def _weight_sync(manager: Any) -> Cost:
     import torch
     import torch.distributed as dist
 
-    Path("/proc/self/clear_refs").write_text("5")  # the largest resident size starts again from here
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak resident size
     before, carried = _resident("VmRSS"), _carried()
     dist.barrier()
     began = time.perf_counter()
@@ -148,7 +149,7 @@ def _carried() -> int:
 
 
 def measure(model: Path, axes: dict[str, int], tp: int, rounds: int) -> dict[str, Cost]:
-    """Medians of each way."""
+    """Median costs of each method."""
     command = [sys.executable, "-m", "bench.reshard", "--rank-of", json.dumps([str(model), axes, tp, rounds])]
     ranks = [
         subprocess.Popen(
@@ -189,14 +190,14 @@ def main() -> None:
         rank_main(Path(model), axes, tp, rounds)
     with tempfile.TemporaryDirectory() as name:
         size = make_model(Path(name), options.layers) / MIB
-        print(f"model of {size:,.0f} MiB on {RANKS} ranks; seconds, MiB over the network, MiB of memory besides")
+        print(f"model of {size:,.0f} MiB on {RANKS} ranks; seconds, MiB over the network, MiB of extra memory")
         for axes, tp in PAIRS:
             costs = measure(Path(name), axes, tp, options.rounds)
             direct, gather = costs["direct"], costs["gather"]
             layout = " ".join(f"{axis}={size}" for axis, size in axes.items()) or "dp only"
-            told = "; ".join(f"{way} {c.seconds:.2f} s {c.traffic:,.0f} {c.memory:,.0f}" for way, c in costs.items())
+            shown = "; ".join(f"{way} {c.seconds:.2f} s {c.traffic:,.0f} {c.memory:,.0f}" for way, c in costs.items())
             faster, less = gather.seconds / direct.seconds, direct.traffic / max(gather.traffic, 1)
-            print(f"{layout} -> tp={tp}: {told}: {faster:.1f} x faster, {less:.2f} of the traffic", flush=True)
+            print(f"{layout} -> tp={tp}: {shown}: {faster:.1f} x faster, {less:.2f} x the traffic", flush=True)
 
 
 if __name__ == "__main__":

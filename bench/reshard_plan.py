@@ -1,4 +1,4 @@
-"""How long the plan of a weight sync takes, which every rank makes at its start, and how good it is."""
+"""Time to compute the plan of a weight sync, as every rank does at startup, and the quality of the plan."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ CASES = {
 
 
 def main() -> None:
-    print(f"plans of nodes of 8 ranks, bfloat16, {BUCKET >> 20} MiB for buffers; one process")
+    print(f"plans for nodes of 8 ranks, bfloat16, buffers of {BUCKET >> 20} MiB; one process")
     print(
         "model               ranks    CPU s   wall s  memory MiB        copies  buckets  received/least  most sent/mean"
     )
@@ -47,7 +47,7 @@ def _measure(name: str, shape: ModelShape, layout: ParallelLayout, tp: int) -> N
     sides = sync_sides(shape, layout, EngineLayout(tp))
     plan = plan_weight_sync(sides, ranks_per_node=8, bucket_bytes=BUCKET, itemsize=2, rank=0)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of this case or one before it
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # of this case or an earlier one
     sent = [traffic.sent for traffic in plan.traffic.values()]
     least = sum(lower_bound(sides.source, sides.target, 2).values())
     print(

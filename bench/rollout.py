@@ -1,11 +1,11 @@
-"""Rollout tokens per second: rlhpc's engine after a weight weight sync against vLLM's own front door.
+"""Rollout tokens per second: rlhpc's engine after a weight sync vs. vLLM's ``LLM.generate``.
 
     python -m bench.rollout              # both workloads
     python -m bench.rollout tiny --rounds 7
 
-Same machine, threads, model, prompts and response lengths. Each system is a process of its own; they generate in
-turn while the others wait, and the median round counts. vLLM's own is ``LLM.generate`` on the weights from disk, as
-it comes (it compiles the model) and eager; it gets every option that makes it faster and that rlhpc's engine has too.
+Same machine, threads, model, prompts and response lengths. Each system is a separate process; they generate in turn,
+and the median round counts. vLLM reads the weights from disk and runs
+compiled (its default) and eager, with every option that makes it faster and that rlhpc's engine has too.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROOT = Path(__file__).resolve().parent.parent
 SYSTEMS = ("rlhpc", "vllm", "vllm eager")
 CACHE_GIB = 0.5
 Batch = list[tuple[tuple[int, ...], int]]  # prompt, response length
-Generate = Callable[[], int]  # tokens made
+Generate = Callable[[], int]  # number of tokens
 
 
 def make_batch(workload: Workload) -> Batch:
-    """One step's requests: groups of one prompt, responses as long as the workload's hazard makes them."""
+    """Requests of one step: groups per prompt, with response lengths sampled by the workload's hazard."""
     rng = random.Random(SEED)
     batch: Batch = []
     for _ in range(workload.prompts_per_step):
@@ -63,7 +63,7 @@ def start_rlhpc(model: Path, workload: Workload, batch: Batch) -> tuple[Generate
         Request(prompt, seed=seed, max_tokens=length, temperature=1.0) for seed, (prompt, length) in enumerate(batch)
     ]
     seconds = []
-    for _ in range(4):  # as in training: each step sleeps, wakes and takes new weights
+    for _ in range(4):  # as in training: sleep, wake and sync weights each step
         engine.wake_weights()
         began = time.perf_counter()
         engine.load_weights(iter(tensors.items()))
@@ -77,7 +77,7 @@ def start_rlhpc(model: Path, workload: Workload, batch: Batch) -> tuple[Generate
     return lambda: sum(len(c.tokens) for c in engine.generate(requests)), {"weight_sync_seconds": min(seconds)}
 
 
-def start_vllm(model: Path, workload: Workload, batch: Batch, eager: bool) -> tuple[Generate, dict[str, float]]:
+def start_vllm(model: Path, workload: Workload, batch: Batch, *, eager: bool) -> tuple[Generate, dict[str, float]]:
     os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "DO_NOT_TRACK": "1"})
     from vllm import LLM, SamplingParams
 
@@ -108,7 +108,7 @@ def _context(workload: Workload) -> int:
 
 
 def serve(system: str, workload: Workload, model: Path) -> None:
-    """A measured process: build, warm up, then one batch for every line on standard input."""
+    """Measured process: builds, warms up, then generates one batch per line on standard input."""
     batch = make_batch(workload)
     began = time.perf_counter()
     if system == "rlhpc":
@@ -116,20 +116,20 @@ def serve(system: str, workload: Workload, model: Path) -> None:
     else:
         generate, facts = start_vllm(model, workload, batch, eager=system.endswith("eager"))
     generate()
-    _say({"start_seconds": time.perf_counter() - began, **facts})
+    _print({"start_seconds": time.perf_counter() - began, **facts})
     for _ in sys.stdin:
         began, cpu = time.perf_counter(), time.process_time()
         tokens = generate()
         assert tokens == sum(length for _, length in batch), "responses ended early"
-        _say({"tokens": tokens, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu})
+        _print({"tokens": tokens, "seconds": time.perf_counter() - began, "cpu_seconds": time.process_time() - cpu})
 
 
-def _say(document: dict[str, Any]) -> None:
+def _print(document: dict[str, Any]) -> None:
     print("RESULT " + json.dumps(document), flush=True)
 
 
 class Server:
-    """The measured process, seen from the one that measures."""
+    """Handle of a measured process."""
 
     def __init__(self, system: str, workload: Workload, model: Path, threads: int, log: Path) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -149,7 +149,7 @@ class Server:
         self.facts = self._answer()
 
     def run(self) -> dict[str, float]:
-        """Generate one batch: tokens, seconds, CPU seconds."""
+        """Generate one batch; returns tokens, seconds and CPU seconds."""
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return self._answer()
@@ -167,7 +167,7 @@ class Server:
 
 
 def measure(workload: Workload, model: Path, rounds_wanted: int, threads: int, folder: Path) -> dict[str, Any]:
-    """What every system did, the median of its rounds and all of them."""
+    """Figures of every system: medians over the rounds, and all rounds."""
     with ExitStack() as stack:
         servers = {}
         for system in SYSTEMS:
@@ -175,7 +175,7 @@ def measure(workload: Workload, model: Path, rounds_wanted: int, threads: int, f
             stack.callback(servers[system].close)
         rounds: dict[str, list[dict[str, float]]] = {system: [] for system in SYSTEMS}
         for index in range(rounds_wanted):
-            for shift in range(len(SYSTEMS)):  # whoever comes first in a round comes last in another
+            for shift in range(len(SYSTEMS)):  # rotates the order
                 system = SYSTEMS[(index + shift) % len(SYSTEMS)]
                 rounds[system].append(servers[system].run())
     rates = {system: [r["tokens"] / r["seconds"] for r in runs] for system, runs in rounds.items()}
@@ -183,7 +183,7 @@ def measure(workload: Workload, model: Path, rounds_wanted: int, threads: int, f
         "workload": workload.name,
         "tokens_per_second": {system: statistics.median(values) for system, values in rates.items()},
         "spread": {system: (min(values), max(values)) for system, values in rates.items()},
-        # On a machine that is not idle this says more than the wall clock, when there is one thread.
+        # With one thread on a busy machine, more reliable than wall time.
         "cpu_microseconds_per_token": {
             system: statistics.median(r["cpu_seconds"] / r["tokens"] * 1e6 for r in runs)
             for system, runs in rounds.items()
@@ -203,15 +203,15 @@ def show(found: list[dict[str, Any]]) -> None:
             cpu, start = entry["cpu_microseconds_per_token"][system], entry["start_seconds"][system]
             ratio = entry["tokens_per_second"]["rlhpc"] / rate
             print(f"{entry['workload']:10}{system:13}{rate:9.0f}{spread:>14}{cpu:14.1f}{start:9.1f}{ratio:12.2f}")
-        print(f"{entry['workload']:10}weights into rlhpc's engine: {entry['weight_sync_seconds'] * 1e3:.0f} ms")
+        print(f"{entry['workload']:10}weight sync of rlhpc's engine: {entry['weight_sync_seconds'] * 1e3:.0f} ms")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("workloads", nargs="*", choices=[[], *sorted(WORKLOADS)], help="default: all")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=1, help="of each system (default 1)")
-    parser.add_argument("--json", type=Path, help="write all figures here")
+    parser.add_argument("--threads", type=int, default=1, help="threads per system; default: 1")
+    parser.add_argument("--json", type=Path, help="file for all figures")
     parser.add_argument("--serve", choices=SYSTEMS, help=argparse.SUPPRESS)
     parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

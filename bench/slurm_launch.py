@@ -1,9 +1,9 @@
-"""From submission to the first collective of all ranks: our launcher against a bare srun of the same ranks.
+"""Time from submission to the first collective of all ranks: rlhpc's launcher vs. a bare srun of the same ranks.
 
 python -m bench.slurm_launch [--rounds 5] [--nodes 4]
 
-Both submit a job on a test cluster (tests/slurm), whose ranks import torch, meet, and all-reduce one number. Every rank
-times its imports, which are told apart.
+Both submit a job on a test cluster (tests/slurm), whose ranks import torch, join, and all-reduce one number. Each rank
+times its imports, which are reported separately.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ dist.barrier()
 
 
 def first_collective(context: RankContext) -> None:
-    """The rank's program under our launcher."""
+    """Rank program under rlhpc's launcher."""
     began = time.time()
     import torch
     import torch.distributed as dist
@@ -52,14 +52,14 @@ def first_collective(context: RankContext) -> None:
 
 
 def batch_step(run_dir: str) -> int:
-    """The batch step, with the program above on every rank."""
+    """Batch step that runs ``first_collective`` on every rank."""
     from rlhpc.launch.supervise.supervisor import run_job
 
     return run_job(run_dir, "bench.slurm_launch:first_collective")
 
 
 def ours(cluster: Cluster, folder: Path, inputs: Path, nodes: int) -> tuple[float, float, float]:
-    """Seconds from `rlhpc submit` to the last rank's first collective, the slowest rank's imports, `submit` itself."""
+    """Seconds from `rlhpc submit` to the last first collective, of the slowest rank's imports, and of `submit`."""
     file = write_config(
         folder,
         slurm={"nodes": nodes, "gpus_per_node": 0, "environment": {"PYTHONPATH": str(ROOT)}},
@@ -71,13 +71,13 @@ def ours(cluster: Cluster, folder: Path, inputs: Path, nodes: int) -> tuple[floa
     command = [sys.executable, "-m", "rlhpc.cli.main", "submit", str(file), "--entry", "bench.slurm_launch:batch_step"]
     submitted = time.time()
     cluster.run(command, env={"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(folder)}, check=True)
-    told = time.time() - submitted
+    submit_seconds = time.time() - submitted
     total, imports = _result(folder / "run", submitted, nodes)
-    return total, imports, told
+    return total, imports, submit_seconds
 
 
 def bare(cluster: Cluster, folder: Path, nodes: int) -> tuple[float, float]:
-    """The same for sbatch and srun alone."""
+    """The same with only sbatch and srun, without `submit`."""
     folder.mkdir(parents=True)
     (folder / "program.py").write_text(_BARE)
     lines = f"""
@@ -110,7 +110,7 @@ def main() -> None:
         Cluster.up(Settings(nodes=options.nodes)) as cluster,
     ):
         make(f"{name}/inputs")
-        for round_ in range(options.rounds + 1):  # the first warms the file cache and is not counted
+        for round_ in range(options.rounds + 1):  # the first only warms the file cache
             plain = bare(cluster, Path(name) / f"bare-{round_}", options.nodes)
             cluster.heal()
             full = ours(cluster, Path(name) / f"ours-{round_}", Path(name, "inputs"), options.nodes)
@@ -118,10 +118,10 @@ def main() -> None:
             rows += [(*plain, *full)] if round_ else []
     print(f"submission to first collective, {options.nodes} ranks on {options.nodes} nodes, seconds")
     print("  bare srun   its imports   rlhpc   its imports   of it `submit`   difference   beyond imports of ranks")
-    for plain, plain_imports, full, imports, told in rows:
+    for plain, plain_imports, full, imports, submitting in rows:
         beyond = (full - imports) - (plain - plain_imports)
         times = f"  {plain:9.2f}{plain_imports:14.2f}{full:8.2f}{imports:14.2f}"
-        print(f"{times}{told:17.2f}{full - plain:13.2f}{beyond:26.2f}")
+        print(f"{times}{submitting:17.2f}{full - plain:13.2f}{beyond:26.2f}")
     beyond = statistics.median((f - i) - (p - q) for p, q, f, i, _ in rows)
     print(f"median beyond the ranks' imports: {beyond:.2f} s; the limit is 1 s beyond imports")
 

@@ -1,8 +1,8 @@
-"""From the death of a rank to the next step of training: what recovery takes beside its configured pause.
+"""Time from the death of a rank to the next training step, without the configured pause.
 
 python -m bench.slurm_recovery [--rounds 3] [--nodes 2]
 
-A run on a test cluster (tests/slurm) is hit by SIGKILL to one rank after each checkpoint. Imports are part of the time.
+After each checkpoint of a run on a test cluster (tests/slurm), SIGKILL ends one rank. Imports count.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def main() -> None:
         file = config(Path(name), options.nodes, train__steps=100_000, recovery={"wait_seconds": _WAIT})
         job_id, run = submit(cluster, file), RunFolder(Path(name) / "run")
         target = Target(cluster, job_id, run, random.Random(0))
-        print(f"{options.nodes} ranks on as many nodes: seconds after SIGKILL to a rank, less the pause of {_WAIT} s")
-        print("  judged   ranks started again   next step done")
+        print(f"{options.nodes} ranks on as many nodes: seconds after SIGKILL to a rank, minus the pause of {_WAIT} s")
+        print("  diagnosed   ranks restarted   next step done")
         for round_ in range(1, options.rounds + 1):
             _wait_for_steps(run, time.time())
             wait(lambda: attempts.saved_step(run) > 0, "a checkpoint")
@@ -50,12 +50,12 @@ def main() -> None:
             assert again is not None
             step = next(r["time"] for r in records(run.path) if r["time"] > again.started)
             times = (verdict.time - killed, again.started - killed - _WAIT, step - killed - _WAIT)
-            print("  {:6.1f}{:22.1f}{:17.1f}".format(*times), flush=True)
+            print("  {:9.1f}{:18.1f}{:17.1f}".format(*times), flush=True)
         cluster.run(["scancel", str(job_id)])
 
 
 def _wait_for_steps(run: RunFolder, since: float) -> None:
-    """Until steps were taken by ranks that started after ``since``, or have been for a while."""
+    """Wait for a step more than 2 s after ``since`` and after the newest attempt began."""
 
     def stepped() -> bool:
         folders = attempts.folders(run)
@@ -63,7 +63,7 @@ def _wait_for_steps(run: RunFolder, since: float) -> None:
         found = records(run.path)
         return newest is not None and bool(found) and found[-1]["time"] > max(newest.started, since) + 2
 
-    wait(stepped, "steps after a start", timeout=900)
+    wait(stepped, "steps of the newest attempt", timeout=900)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Start-up of the command line against bare Python: what a login node waits for."""
+"""Startup time of the command line vs. bare Python, as on a login node."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def main() -> None:
             "rlhpc run cfg --check": ["-m", "rlhpc.cli.main", "run", str(config), "--check"],
         }
         seconds: dict[str, list[float]] = {label: [] for label in commands}
-        for _ in range(ROUNDS):  # in turn, so that a change of the machine's speed meets all alike
+        for _ in range(ROUNDS):  # alternating, so that changes of the machine's speed affect all
             for label, arguments in commands.items():
                 seconds[label].append(_time([sys.executable, *arguments]))
     bare = statistics.median(seconds["python -c pass"])
-    print(f"start-up, median of {ROUNDS}: limit 0.3 s more than bare Python")
+    print(f"startup, median of {ROUNDS}; limit: 0.3 s more than bare Python")
     for label, values in seconds.items():
         median = statistics.median(values)
         print(f"  {label:<24}{median:7.3f} s   {median - bare:+.3f} s")

@@ -1,11 +1,10 @@
-"""Times GRPO steps of TRL's GRPOTrainer on the CPU and prints one JSON document. Runs in the bench environment.
+"""Times GRPO steps of TRL's GRPOTrainer on the CPU and prints a JSON document. Runs in the bench environment.
 
     python -m bench.trl_step tiny MODEL_FOLDER --steps 4
     python -m torch.distributed.run --standalone --nproc-per-node 2 -m bench.trl_step 30m MODEL_FOLDER --threads 1
 
-Settings are TRL's defaults but for what makes it faster here: float32 kept (bfloat16 mixed precision is its default),
-no gradient checkpointing, no dropout, no logging, no saving. It leaves out the old log-probs by itself, because a
-step is one update.
+Settings are TRL's defaults except for what makes it faster here: float32 (default: bfloat16 mixed precision), no
+gradient checkpointing, dropout, logging or saving. TRL skips the old log-probs itself, because a step is one update.
 """
 
 from __future__ import annotations
@@ -29,30 +28,30 @@ PACKAGES = ("torch", "trl", "transformers", "accelerate", "datasets")
 
 
 class TimedTrainer(GRPOTrainer):
-    """A GRPOTrainer that adds up the seconds of its parts and the completion tokens of this process."""
+    """GRPOTrainer that sums the seconds of its parts and the completion tokens of this process."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.totals = {"generate_seconds": 0.0, "log_probs_seconds": 0.0, "completion_tokens": 0}
 
     def _generate_single_turn(self, *arguments: Any, **keywords: Any) -> tuple:
-        start = time.perf_counter()
+        began = time.perf_counter()
         completions, log_probs = super()._generate_single_turn(*arguments, **keywords)
-        self.totals["generate_seconds"] += time.perf_counter() - start
+        self.totals["generate_seconds"] += time.perf_counter() - began
         self.totals["completion_tokens"] += sum(len(completion) for completion in completions)
         return completions, log_probs
 
     def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> tuple:
         if torch.is_grad_enabled():  # part of the update
             return super()._get_per_token_logps_and_entropies(*arguments, **keywords)
-        start = time.perf_counter()
+        began = time.perf_counter()
         output = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
-        self.totals["log_probs_seconds"] += time.perf_counter() - start
+        self.totals["log_probs_seconds"] += time.perf_counter() - began
         return output
 
 
 class StepRecorder(TrainerCallback):
-    """From the end of one step to the end of the next, so that nothing between steps is left out."""
+    """Times steps from the end of one to the end of the next, so that the time between steps counts."""
 
     def __init__(self) -> None:
         self.trainer: TimedTrainer | None = None
@@ -78,8 +77,8 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [parity(completion) for completion in completions]
 
 
-def configure(workload: Workload, micro_batch: int, steps: int, continuous: bool, output: str) -> GRPOConfig:
-    """One update a step, on all samples of the step."""
+def configure(workload: Workload, micro_batch: int, steps: int, output: str, *, continuous: bool) -> GRPOConfig:
+    """Config with one update per step, on all samples of the step."""
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     return GRPOConfig(
         output_dir=output,
@@ -110,7 +109,7 @@ def configure(workload: Workload, micro_batch: int, steps: int, continuous: bool
 
 
 def measure(workload: Workload, model: str, config: GRPOConfig) -> list[dict[str, float]]:
-    """Every step's seconds, those of its parts on the first process, and the completion tokens of all processes."""
+    """Per step: seconds, seconds of its parts on the first process, and completion tokens of all processes."""
     prompts = workload.prompts(workload.prompts_per_step * config.max_steps)
     recorder = StepRecorder()
     trainer = TimedTrainer(
@@ -135,16 +134,16 @@ def main() -> None:
     parser.add_argument("workload", choices=sorted(WORKLOADS))
     parser.add_argument("model", help="folder that bench.models wrote")
     parser.add_argument("--steps", type=int, default=3, help="timed steps")
-    parser.add_argument("--warmup", type=int, default=1, help="steps before them")
-    parser.add_argument("--threads", type=int, default=2, help="of each process")
-    parser.add_argument("--micro-batch", type=int, default=8, help="sequences in one forward and backward pass")
-    parser.add_argument("--continuous", action="store_true", help="generate by transformers' continuous batching")
+    parser.add_argument("--warmup", type=int, default=1, help="untimed steps before them")
+    parser.add_argument("--threads", type=int, default=2, help="threads per process")
+    parser.add_argument("--micro-batch", type=int, default=8, help="sequences per microbatch")
+    parser.add_argument("--continuous", action="store_true", help="generate with transformers' continuous batching")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     workload = WORKLOADS[arguments.workload]
     steps = arguments.warmup + arguments.steps
     with tempfile.TemporaryDirectory() as output:
-        config = configure(workload, arguments.micro_batch, steps, arguments.continuous, output)
+        config = configure(workload, arguments.micro_batch, steps, output, continuous=arguments.continuous)
         records = measure(workload, arguments.model, config)
     result = {
         "system": "trl",

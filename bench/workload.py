@@ -1,4 +1,4 @@
-"""The workloads of the GRPO benchmark: one table that every system reads. No dependencies."""
+"""Workloads of the GRPO benchmark, shared by all systems. No dependencies."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from dataclasses import dataclass
 
 SEED = 0
 KL_COEFFICIENT = 0.001
-# So small that the weights, and with them the response lengths, stay what they are.
+# Small enough that weights, and hence response lengths, do not change.
 LEARNING_RATE = 1e-8
 
 
 class Vocabulary:
-    """A byte-pair vocabulary in which words of two syllables, with a blank before or without, are one token each.
+    """Byte-pair vocabulary in which each word of two syllables, with or without a leading blank, is one token.
 
-    Made for the pre-tokenizer of Qwen2 ("Ġ" is its blank), because transformers gives every qwen2 model that one,
-    whatever tokenizer lies in its folder.
+    For the pre-tokenizer of Qwen2 ("Ġ" is its blank), which transformers uses for every qwen2 model regardless of the
+    tokenizer in its folder.
     """
 
     def __init__(self, size: int) -> None:
@@ -33,7 +33,7 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class Workload:
-    """A Qwen2 model with an untied head, and the shape of one GRPO step on it."""
+    """A Qwen2 model with an untied head, and the size of a GRPO step."""
 
     name: str
     layers: int
@@ -53,7 +53,7 @@ class Workload:
         return self.prompts_per_step * self.samples_per_prompt
 
     def prompts(self, count: int) -> list[str]:
-        """Prompts of ragged length, one token a word, always the same ones."""
+        """Prompts of ragged lengths, one token per word, from a fixed seed."""
         rng = random.Random(SEED)
         words = Vocabulary(self.vocab).words
         return [" ".join(rng.choices(words, k=rng.randint(*self.prompt_tokens))) for _ in range(count)]
@@ -62,16 +62,16 @@ class Workload:
 WORKLOADS = {
     workload.name: workload
     for workload in (
-        # The demo's own model: responses up to 32 tokens, a quarter of them cut off there.
+        # The demo's model: responses up to 32 tokens, a quarter of them truncated.
         Workload("tiny", 2, 128, 4, 2, 512, 128, prompt_tokens=(6, 10), max_response=32, hazard=0.044),
-        # 32 million parameters: mean response 170 tokens, one in seventeen cut off at 512.
+        # 32 million parameters: mean response 170 tokens, one in seventeen truncated at 512.
         Workload("30m", 8, 512, 8, 4, 1408, 8192, prompt_tokens=(8, 64), max_response=512, hazard=1 / 180),
     )
 }
 
 
 def parity(text: str) -> float:
-    """The reward of every system here: 1 for a text of even length. It costs nothing and varies within a group."""
+    """Reward for all systems: 1 for a text of even length. Costs nothing and varies within a group."""
     return float(len(text) % 2 == 0)
 
 

@@ -2,8 +2,8 @@
 
     python -m tools.algorithm_table [NAME ...] [--seeds 0 1 2]
 
-Without names, all of configs/algorithms. What is measured is kept in docs/measurements/algorithms.json, so that one
-algorithm can be run again without the others. A seed that misses stays in the table, and the exit code is 1.
+Default: all of configs/algorithms. Results are stored in docs/measurements/algorithms.json, so that a single algorithm
+can be run again. A seed that misses stays in the table, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from tools.demo_table import LEAST_AFTER_GRPO, ROOT, SEEDS, Result, run_demo
 from tools.markers import rewrite
 
 CONFIGS = ROOT / "configs" / "algorithms"
-KEPT = ROOT / "docs" / "measurements" / "algorithms.json"
+RESULTS = ROOT / "docs" / "measurements" / "algorithms.json"
 MARKER = "algorithm-table"
 
-Kept = dict[str, dict[str, dict[str, Any]]]  # by algorithm, then seed
+Results = dict[str, dict[str, dict[str, Any]]]  # by algorithm, then seed
 
 
-def table(kept: Kept) -> str:
-    """Markdown; a row for each algorithm, a column for each seed."""
-    seeds = sorted({seed for results in kept.values() for seed in results}, key=int)
+def table(stored: Results) -> str:
+    """Markdown with a row per algorithm and a column per seed."""
+    seeds = sorted({seed for results in stored.values() for seed in results}, key=int)
     rows = [f"| algorithm | {' | '.join(f'seed {seed}' for seed in seeds)} | RL steps |"]
     rows.append("| --- |" + " --- |" * (len(seeds) + 1))
-    for name, results in sorted(kept.items()):
+    for name, results in sorted(stored.items()):
         cells = [_cell(results.get(seed)) for seed in seeds]
         steps = sorted({result["steps"] for result in results.values()})
         rows.append(f"| `{name}` | {' | '.join(cells)} | {', '.join(map(str, steps))} |")
@@ -46,7 +46,7 @@ def _cell(result: dict[str, Any] | None) -> str:
 
 
 def entry(result: Result) -> dict[str, Any]:
-    """What is kept of a run."""
+    """Stored figures of a run."""
     return {
         "before": round(result.after_warm_up, 4),
         "after": round(result.after_grpo, 4),
@@ -60,16 +60,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", choices=[*known, []], help=", ".join(known))
     parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
-    asked = parser.parse_args()
-    kept: Kept = json.loads(KEPT.read_text()) if KEPT.is_file() else {}
+    options = parser.parse_args()
+    stored: Results = json.loads(RESULTS.read_text()) if RESULTS.is_file() else {}
     base = Path("runs") / f"algorithms-{time.strftime('%Y%m%d-%H%M%S')}"
-    for name in asked.names or known:
-        for seed in asked.seeds:
+    for name in options.names or known:
+        for seed in options.seeds:
             result = run_demo(seed, base / name / f"seed-{seed}", CONFIGS / f"{name}.yaml")
-            kept.setdefault(name, {})[str(seed)] = entry(result)
-            write_atomic(KEPT, json.dumps(kept, indent=1, sort_keys=True) + "\n")
-            rewrite(ROOT / "docs" / "algorithms.md", MARKER, table(kept))
-    missed = [f"{name} {seed}" for name, of in kept.items() for seed, r in of.items() if r["after"] < LEAST_AFTER_GRPO]
+            stored.setdefault(name, {})[str(seed)] = entry(result)
+            write_atomic(RESULTS, json.dumps(stored, indent=1, sort_keys=True) + "\n")
+            rewrite(ROOT / "docs" / "algorithms.md", MARKER, table(stored))
+    missed = [
+        f"{name} {seed}" for name, of in stored.items() for seed, r in of.items() if r["after"] < LEAST_AFTER_GRPO
+    ]
     if missed:
         print(f"missed {LEAST_AFTER_GRPO}: {', '.join(missed)}", file=sys.stderr)
     return 1 if missed else 0

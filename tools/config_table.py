@@ -18,7 +18,7 @@ MARKER = "config-table"
 
 
 def table() -> str:
-    """One row for each key, sections in the schema's order."""
+    """Markdown with a row per key, sections in the schema's order."""
     schema = RunConfig.model_json_schema()
     rows = [
         " ".join(["|", f"`{key}` | {_kind(field)} | {default(field)} | {_meaning(field)}", *_peers(key), "|"])
@@ -36,7 +36,7 @@ def _peers(key: str) -> Iterator[str]:
 
 
 def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(dotted key, JSON schema) of every key that is not a section; those of a list's items have [] for the index."""
+    """(dotted key, JSON schema) of every key that is not a section; keys of list items have [] for the index."""
 
     def defined(reference: dict[str, Any]) -> dict[str, Any]:
         return schema["$defs"][reference["$ref"].rpartition("/")[2]]
@@ -58,7 +58,7 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
-    """The field itself, or what it may be besides null."""
+    """The field itself, or its alternatives except null."""
     return [s for s in field.get("anyOf", [field]) if s.get("type") != "null"]
 
 

@@ -1,4 +1,4 @@
-"""``rlhpc convert hf-to-megatron`` under its own name: python tools/convert_hf_to_megatron.py SRC DST [OPTIONS]."""
+"""``rlhpc convert hf-to-megatron`` as a script: python tools/convert_hf_to_megatron.py SRC DST [OPTIONS]."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``rlhpc convert megatron-to-hf`` under its own name: python tools/convert_megatron_to_hf.py SRC DST [OPTIONS]."""
+"""``rlhpc convert megatron-to-hf`` as a script: python tools/convert_megatron_to_hf.py SRC DST [OPTIONS]."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Runs the demo with several seeds and rewrites README's table and picture from what they measured.
+"""Runs the demo with several seeds and rewrites the README's table and picture.
 
     make demo-table
 
-Each seed has problems, model, order and sampling of its own. A seed that misses stays in the table, and the exit code
-is 1.
+Each seed has its own problems, model, order and sampling. A seed that misses stays in the table; the exit code is 1.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Result:
     after_warm_up: float
     after_grpo: float
     steps: int
-    seconds: float  # of the whole command, start and preparation included
+    seconds: float  # of the whole command, including startup and preparation
 
     @property
     def holds(self) -> bool:
@@ -45,19 +44,19 @@ class Result:
 
 
 def overrides(seed: int, inputs: Path, file: Path = CONFIG) -> list[str]:
-    """The demo, or another config of its task, with this seed and its inputs in ``inputs``."""
+    """Overrides of the demo, or of another config of its task: this seed, and inputs in ``inputs``."""
     return demo.overrides(seed, inputs, file)
 
 
 def result_of(seed: int, records: Sequence[Record], seconds: float) -> Result:
-    """From the lines of a finished run's metrics.jsonl."""
+    """Result from the records of a finished run."""
     validations = {r["step"]: r[ACCURACY] for r in records if r["phase"] == "rl" and ACCURACY in r}
     last = max(validations)
     return Result(seed, validations[0], validations[last], last, seconds)
 
 
 def table(results: Sequence[Result], cores: int) -> str:
-    """Markdown."""
+    """Markdown table of the results."""
     rows = [
         f"| {r.seed}{'' if r.holds else ' (missed)'} | {r.after_warm_up:.1%} | {r.after_grpo:.1%} | {r.steps} | "
         f"{r.seconds:.0f} |"
@@ -68,7 +67,7 @@ def table(results: Sequence[Result], cores: int) -> str:
 
 
 def run_demo(seed: int, folder: Path, file: Path = CONFIG) -> Result:
-    """One demo run in ``folder``, or another config of its task; its output is shown."""
+    """Run the demo, or another config of its task, in ``folder`` and show its output."""
     keys = overrides(seed, folder / "inputs", file)
     command = [sys.executable, "-m", "rlhpc.cli.main", "run", str(file), *keys]
     began = time.monotonic()

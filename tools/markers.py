@@ -1,4 +1,4 @@
-"""Text between a pair of ``<!-- name -->`` lines of a Markdown file: what a program writes, and people leave alone."""
+"""Generated text between a pair of ``<!-- name -->`` lines in a Markdown file."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from pathlib import Path
 
 
 def between(path: Path, name: str) -> str:
-    """What stands between the two markers."""
+    """Text between the two markers."""
     return _parts(path, name)[1]
 
 
 def rewrite(path: Path, name: str, text: str) -> None:
-    """Put ``text`` between the two markers."""
+    """Replace the text between the two markers."""
     before, _, after = _parts(path, name)
     marker = f"<!-- {name} -->\n"
     path.write_text(f"{before}{marker}{text}{marker}{after}", encoding="utf-8")

@@ -1,8 +1,8 @@
-"""Rewrites the tables of docs/planning.md in which ready configurations stand beside what was published of them, and
-README's line on how far off they are.
+"""Rewrites the tables of docs/planning.md on ready configurations and published figures, and the README's line on the
+errors of predictions.
 
 python -m tools.published_table         # the tables
-python -m tools.published_table --fit   # the two factors that fit all published rows best, together
+python -m tools.published_table --fit   # the pair of factors that fits all published rows best
 """
 
 from __future__ import annotations
@@ -17,26 +17,25 @@ from pathlib import Path
 from rlhpc.config.load import load_config
 from rlhpc.config.site import EfficiencySection
 from rlhpc.plan.estimates.memory import predict_memory
-from rlhpc.plan.scenario import Case, case_of
+from rlhpc.plan.scenario import Scenario, make_scenario
 from tools.markers import rewrite
 
 ROOT = Path(__file__).parents[1]
 READY = ROOT / "configs" / "ready"
 PAGE, README = ROOT / "docs" / "planning.md", ROOT / "README.md"
-# How the published runs were made, which is not how rlhpc runs by itself: engines without CUDA graphs, weights synced
-# as whole tensors.
+# Settings of the published runs that differ from rlhpc's defaults: engines without CUDA graphs, weights gathered whole.
 AS_PUBLISHED = ("rollout.cuda_graphs=false", "reshard.method=gather")
 
 
 @dataclass(frozen=True)
 class Published:
-    """Seconds, GB of a GPU and of a host; None where nothing was said."""
+    """Published figures: seconds, and GB of a GPU and of CPU memory; None if not published."""
 
     file: str
     step: float
     mfu: float
     gpu_gb: float
-    host_gb: float | None = None
+    cpu_memory_gb: float | None = None
     rollout: float | None = None
 
 
@@ -47,35 +46,35 @@ PUBLISHED = (
 )
 _GB = 10**9
 _UPDATE = ("forward and backward", "optimizer step")
-_UNSEEN = ("libraries", "engine, asleep")  # by torch's own count, which is what was published
+_UNSEEN = ("libraries", "engine, asleep")  # not counted by torch's allocator, the source of the published figures
 
 
-def ready_case(file: str, overrides: Sequence[str] = ()) -> Case:
-    """A ready configuration, wherever this is called from."""
+def ready_case(file: str, overrides: Sequence[str] = ()) -> Scenario:
+    """Scenario of a ready configuration."""
     config = load_config(READY / f"{file}.yaml", overrides)
     model = config.model.model_copy(update={"path": ROOT / config.model.path})
-    case = case_of(config.model_copy(update={"model": model}))
+    case = make_scenario(config.model_copy(update={"model": model}))
     assert case is not None, f"{file} names no GPU"
     return case
 
 
 def published_table() -> str:
-    """Predicted vs. published."""
+    """Markdown of predicted vs. published figures."""
     rows = ["| run | figure | published | predicted | off by |", "| --- | --- | --- | --- | --- |"]
     for row in PUBLISHED:
         rows += [
-            f"| `{row.file}` | {name} | {told:,g} | {_number(found)} | {found / told - 1:+.0%} |"
-            for name, told, found in figures(row)
+            f"| `{row.file}` | {name} | {published:,g} | {_number(found)} | {found / published - 1:+.0%} |"
+            for name, published, found in figures(row)
         ]
     return "\n".join(rows) + "\n"
 
 
 def summary() -> str:
-    """The range of what each figure is off by, over all rows."""
+    """One line with the range of relative errors of each figure over all rows."""
     off: dict[str, list[float]] = {}
     for row in PUBLISHED:
-        for name, told, found in figures(row):
-            off.setdefault(name.rpartition(",")[0] or name, []).append(found / told - 1)
+        for name, published, found in figures(row):
+            off.setdefault(name.rpartition(",")[0] or name, []).append(found / published - 1)
     ranges = [f"{name.lower() if name[1].islower() else name} {_range(values)}" for name, values in off.items()]
     return f"Predicted vs. published: {'; '.join(ranges)}.\n"
 
@@ -85,7 +84,7 @@ def _range(values: Sequence[float]) -> str:
 
 
 def ready_table() -> str:
-    """What is predicted of every ready configuration as it is."""
+    """Markdown of the predictions for every ready configuration."""
     rows = [
         "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GiB of GPU | GiB of host |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -98,7 +97,7 @@ def ready_table() -> str:
             f"| [`{file.stem}`](../rlhpc/configs/ready/{file.name}) | {step.ranks} x {case.gpu.name} "
             f"| {step.seconds:,.0f} s | {step.phase('rollout').seconds:,.0f} s | {step.phase('update').seconds:,.0f} s "
             f"| {step.tokens_per_second:,.0f} | {step.mfu:.2f} | {memory.peak / 2**30:,.0f} of {case.gpu.memory_gib:g} "
-            f"| {memory.host.node / 2**30:,.0f} |"
+            f"| {memory.cpu.node / 2**30:,.0f} |"
         )
     return "\n".join(rows) + "\n"
 
@@ -115,9 +114,9 @@ def figures(row: Published) -> Iterator[tuple[str, float, float]]:
     update = max((phase for phase in memory.phases if phase.name in _UPDATE), key=lambda phase: phase.total)
     allocated = sum(size for what, size in update.parts.items() if what not in _UNSEEN)
     yield "GPU memory of updates, GB", row.gpu_gb, allocated / _GB
-    if row.host_gb is not None:
-        kept = memory.host.total - memory.host.parts.get("checkpoint", 0)
-        yield "host memory between saves, GB", row.host_gb, kept * memory.host.ranks_per_node / _GB
+    if row.cpu_memory_gb is not None:
+        held = memory.host.total - memory.host.parts.get("checkpoint", 0)
+        yield "host memory between saves, GB", row.cpu_memory_gb, held * memory.host.ranks_per_node / _GB
 
 
 def _number(value: float) -> str:
@@ -125,7 +124,7 @@ def _number(value: float) -> str:
 
 
 def fit() -> dict[str, float]:
-    """compute and kernel_us of least squared logarithms of step, rollout and MFU over all published rows."""
+    """compute and kernel_us with the least squared logarithmic errors of step, rollout and MFU over all rows."""
     cases = [(row, ready_case(row.file, AS_PUBLISHED)) for row in PUBLISHED]
 
     def error(compute: float, kernel: float) -> float:

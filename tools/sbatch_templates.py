@@ -1,4 +1,4 @@
-"""Rewrites the job scripts in rlhpc/sbatch/, whose common parts are here once.
+"""Writes the job scripts in rlhpc/sbatch/ from their common parts.
 
 python -m tools.sbatch_templates
 """
@@ -10,53 +10,53 @@ from pathlib import Path
 FOLDER = Path(__file__).parents[1] / "rlhpc" / "sbatch"
 PROGRAM = "exec python -u -m rlhpc.launch.runs.direct"
 
-Option = tuple[str, str]  # of sbatch, and what it means here
+Option = tuple[str, str]  # sbatch option, and its meaning here
 
 _USAGE = """\
-# Edit the options below, or give others on the command line, in front of this file: they win. What CONFIG leaves open
-# (nodes, ranks, GPUs, cores of a rank) is as the job is; where both say something, they must agree.
-# To go on with a run that has ended: sbatch {again} <its run folder>/config.yaml. More: docs/sbatch.md
+# Edit the options below, or pass others on the command line before this file: those take precedence. Keys that CONFIG
+# leaves unset (nodes, ranks, GPUs, cores per rank) follow the job; keys that it sets must agree with the job.
+# To resume a run that has ended: sbatch {again} <its run folder>/config.yaml. More: docs/sbatch.md
 """
 _SIZE: tuple[Option, ...] = (
-    ("ntasks-per-node=8", "ranks on each node, one for each GPU"),
-    ("gpus-per-node=8", "not --gpus-per-task: every rank sees all of them"),
-    ("cpus-per-task=12", "cores of each rank"),
+    ("ntasks-per-node=8", "ranks per node, one per GPU"),
+    ("gpus-per-node=8", "not --gpus-per-task: every rank must see all of them"),
+    ("cpus-per-task=12", "cores per rank"),
 )
 _LIFE: tuple[Option, ...] = (
-    ("time=24:00:00", "a longer run saves in time, is requeued and goes on"),
+    ("time=24:00:00", "a longer run checkpoints before the limit, is requeued and resumes"),
     ("requeue", ""),
-    ("open-mode=append", "a requeued job goes on in the same log"),
-    ("signal=USR2@120", "the ranks save so long before the limit, should the launcher not have told them"),
+    ("open-mode=append", "a requeued job appends to the same log"),
+    ("signal=USR2@120", "fallback: warns the ranks so many seconds before the limit"),
 )
 _SITE: tuple[Option, ...] = (
     ("partition=gpu", ""),
     ("account=my-project", ""),
-    ("mem=0", "all memory of the nodes"),
+    ("mem=0", "all memory of each node"),
     ("exclusive", ""),
 )
 _SETUP = """\
-umask 077                                 # what the run writes is yours alone
-ulimit -l unlimited 2>/dev/null || true   # memory that InfiniBand pins
-# Python is that of the shell that submits, unless you load another one here:
+umask 077                                 # only you can read what the run writes
+ulimit -l unlimited 2>/dev/null || true   # for memory pinned by InfiniBand
+# Uses the Python of the submitting shell, unless you load another one here:
 # module load cuda/13.0
 # source "$HOME/miniforge3/bin/activate" my-env
 """
 
 
 def script(about: str, options: str, command: str, again: str) -> str:
-    """One job script; ``again`` is the one that goes on with its runs."""
+    """One job script; ``again``: the script that resumes its runs."""
     return f"#!/bin/bash\n{about}#\n{_USAGE.format(again=again)}\n{options}\n{_SETUP}\n{command}"
 
 
-def lines(options: tuple[Option, ...], commented: bool = False) -> str:
-    """#SBATCH lines, their meanings in one column."""
-    start = "##SBATCH --" if commented else "#SBATCH --"
-    texts = (f"{start + option:<36}{'# ' if meaning else ''}{meaning}" for option, meaning in options)
+def lines(options: tuple[Option, ...], *, commented: bool = False) -> str:
+    """#SBATCH lines with their meanings in a column."""
+    prefix = "##SBATCH --" if commented else "#SBATCH --"
+    texts = (f"{prefix + option:<36}{'# ' if meaning else ''}{meaning}" for option, meaning in options)
     return "".join(text.rstrip() + "\n" for text in texts)
 
 
 def header(name: str, nodes: int, *further: Option, log: str = "%x-%j.log", size: tuple[Option, ...] = _SIZE) -> str:
-    """The options of a job, or of the first group of one."""
+    """Options of a job, or of the first group of a heterogeneous job."""
     own: tuple[Option, ...] = ((f"job-name={name}", ""), (f"nodes={nodes}", ""), *size)
     return lines((*own, *further, *_LIFE, (f"output={log}", ""))) + lines(_SITE, commented=True)
 
@@ -72,13 +72,13 @@ def grpo() -> str:
 
 def multi_node() -> str:
     about = """\
-# A run on several nodes, one rank for each GPU:
+# A run on several nodes, one rank per GPU:
 #
 #   sbatch multi_node.sbatch CONFIG [KEY.SUB=VALUE]...
 #
-# For as many of 2 to 4 nodes as are free: --nodes=2-4, with slurm.nodes: [2, 4], resources.ranks_per_node and
-# slurm.cpus_per_rank in CONFIG, and --mincpus=96 in the place of --ntasks-per-node and --cpus-per-task, with which a
-# requeued job would not come back on fewer nodes than it had.
+# For 2 to 4 nodes, as many as are free: --nodes=2-4, with slurm.nodes: [2, 4], resources.ranks_per_node and
+# slurm.cpus_per_rank in CONFIG, and --mincpus=96 instead of --ntasks-per-node and --cpus-per-task, with which a
+# requeued job could not restart on fewer nodes than before.
 """
     return script(about, header("multi-node", 4), f'{PROGRAM} "$@"\n', "multi_node.sbatch")
 
@@ -89,7 +89,7 @@ def container() -> str:
 #
 #   sbatch container.sbatch CONFIG [KEY.SUB=VALUE]...
 #
-# The image has rlhpc with all it trains with. Run folder, model and data are mounted by themselves, at their own paths.
+# The image has rlhpc with all dependencies. Run folder, model and data are mounted automatically, at their own paths.
 """
     command = f"""\
 container=(
@@ -97,7 +97,7 @@ container=(
     slurm.container.image="$HOME/images/rlhpc.sif"
     slurm.container.python=python3         # the one inside
     # slurm.container.mounts=[/scratch]
-    # With Pyxis (Enroot) instead, srun itself starts the container:
+    # With Pyxis (Enroot), srun itself starts the container:
     # slurm.container.runtime=pyxis
     # slurm.container.image="$HOME/images/rlhpc.sqsh"
 )
@@ -113,26 +113,26 @@ def heterogeneous() -> str:
 #
 #   sbatch heterogeneous.sbatch CONFIG [KEY.SUB=VALUE]...
 #
-# The ranks of both groups are one world, numbered through group 0 and then group 1, and every rank both trains and
-# generates: a group for rollout alone is not executed yet, and the faster group waits for the slower one. The groups
-# may differ in all but --ntasks-per-node. Options on the command line are for both.
+# The ranks of both groups form one world, numbered from group 0 to group 1, and every rank both trains and generates: a
+# group for rollout alone is not supported, so the faster group waits for the slower one. The groups may differ in all
+# options but --ntasks-per-node. Options on the command line apply to both.
 """
     groups = {kind: (_SIZE[0], (f"gpus-per-node={kind}:8", ""), _SIZE[2]) for kind in ("h100", "a100")}
-    second = lines((("nodes=2", "the second group; what it needs is said again"), *groups["a100"]))
+    second = lines((("nodes=2", "the second group, with its own options"), *groups["a100"]))
     options = header("heterogeneous", 1, size=groups["h100"]) + "#SBATCH hetjob\n" + second
     return script(about, options, f'{PROGRAM} "$@"\n', "heterogeneous.sbatch")
 
 
 def array() -> str:
     about = """\
-# One configuration with different values, each a run of its own:
+# One configuration with different values, each a separate run:
 #
 #   sbatch --array=1-4 array.sbatch CONFIG CHANGES [KEY.SUB=VALUE]...
 #
-# Line N of the file CHANGES is what element N changes. Values have no blanks in them. For example:
+# Line N of the file CHANGES has the overrides of element N. Values must not contain blanks. For example:
 #
-#   train.optimizer.learning_rate=1e-6 algorithm.kl.coefficient=0.001
-#   train.optimizer.learning_rate=3e-6 algorithm.kl.coefficient=0.001
+#   actor.optimizer.learning_rate=1e-6 algorithm.kl.coefficient=0.001
+#   actor.optimizer.learning_rate=3e-6 algorithm.kl.coefficient=0.001
 #
 # The run folder of element N is runs/<name of CONFIG>-<job id>/N.
 """
@@ -140,7 +140,7 @@ def array() -> str:
 config=${{1:?CONFIG is missing}} file=${{2:?CHANGES is missing}} line=$SLURM_ARRAY_TASK_ID
 read -r -a changes < <(sed -n "${{line}}p" "$file")
 if [ "${{#changes[@]}}" -eq 0 ]; then
-    echo "$file: there is no line $line" >&2
+    echo "$file: line $line is missing" >&2
     exit 2
 fi
 run_dir=runs/$(basename "$config" .yaml)-$SLURM_ARRAY_JOB_ID/$line

@@ -7,7 +7,7 @@ from rlhpc.models import ConfigReader, Family, ModelShape, Row, attention_rows, 
 
 def read(reader: ConfigReader, architecture: str) -> ModelShape:
     """The fields of config.json. One that is not read here, nor by read_dense, is refused by name."""
-    reader.expect("sliding_window", None)
+    reader.expect("sliding_window", (None,))
     return read_dense(reader, "mistral", architecture)
 
 

@@ -13,7 +13,7 @@ def score(
     extra_info: dict[str, Any],
     last_digit: float = 0.0,
 ) -> float:
-    """``last_digit`` comes from ``reward.arguments`` of the config."""
+    """``last_digit`` comes from ``rewards.0.arguments`` of the config."""
     numbers = re.findall(r"\d+", solution_str)
     if not numbers:
         return 0.0

@@ -58,7 +58,7 @@ class RewardResult:
 
     reward: float
     parts: dict[str, float] = field(default_factory=dict)
-    dropped: bool = False  # a reward failed, and reward.on_failure is drop
+    dropped: bool = False  # a reward failed, and reward_workers.on_failure is drop
     answer: str | None = None  # the answer extracted from the response, "" if none; None if no reward extracts it
     failures: tuple[str, ...] = ()  # kind of each reward that failed: raised, result, timeout, memory, died
 

@@ -14,7 +14,7 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rlhpc.config.schema import RunConfig
-    from rlhpc.plan.scenario import Case
+    from rlhpc.plan.scenario import Scenario
 
 _WEIGHT_SYNC, _SEARCH = "weight-sync", "search"
 # Options of earlier versions, by the command that each became.
@@ -170,7 +170,7 @@ def _load(config: str, overrides: tuple[str, ...]) -> RunConfig:
     return load_config(Path(config), overrides)
 
 
-def _case(config: RunConfig, gpu: str | None, command: str) -> Case:
+def _case(config: RunConfig, gpu: str | None, command: str) -> Scenario:
     from rlhpc.cli.plan_time import needed_case
 
     return needed_case(config, gpu, f"rlhpc plan {command}")

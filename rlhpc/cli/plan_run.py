@@ -12,11 +12,11 @@ from rlhpc.cli.tables import labelled
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.run import check_layout, outline
-from rlhpc.plan.estimates.hardware import Reserves, host_limit
+from rlhpc.plan.estimates.hardware import Reserves, cpu_memory_limit
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.remedies import find_remedies
-from rlhpc.plan.scenario import Case, case_of
+from rlhpc.plan.scenario import Scenario, make_scenario
 from rlhpc.sharding.layout import ParallelLayout
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class _Prediction:
     """What is predicted of a run. ``case`` is None where no GPU is named, ``step`` also without RL steps."""
 
     rows: list[tuple[str, str]]
-    case: Case | None
+    case: Scenario | None
     shape: ModelShape
     layout: ParallelLayout
     step: StepTime | None
@@ -49,14 +49,14 @@ def prediction_lines(config: RunConfig, gpu: str | None) -> list[str]:
         lines += step_lines(found.case, found.step)
     gib = found.case.gpu.memory_gib if found.case else None
     remedies = find_remedies(config, found.shape, found.layout, found.memory)
-    limit = host_limit(config, found.case.gpu if found.case else None)
+    limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
     return [*lines, "", *_rendered(render_memory(found.memory, gib, remedies, limit))]
 
 
 def prediction_json(config: RunConfig, gpu: str | None) -> dict[str, Any]:
     """The same, in seconds and bytes."""
     found = _predict(config, gpu)
-    limit = host_limit(config, found.case.gpu if found.case else None)
+    limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
     times = {}
     if found.case and found.step:
         times = {"time": step_json(found.step), "run": run_json(found.case.run(found.step))}
@@ -64,7 +64,7 @@ def prediction_json(config: RunConfig, gpu: str | None) -> dict[str, Any]:
 
 
 def _predict(config: RunConfig, gpu: str | None) -> _Prediction:
-    rows, case = list(outline(config)), case_of(config, gpu)
+    rows, case = list(outline(config)), make_scenario(config, gpu)
     shape = case.shape if case else read_model(config.model.path, config.model.family)
     layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
     gib, reserves = (case.gpu.memory_gib, case.gpu.reserves) if case else (None, Reserves())

@@ -16,12 +16,12 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
 from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
-from rlhpc.plan.estimates.hardware import Gpu, Site, host_limit, named_gpu, read_site
+from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
 from rlhpc.plan.estimates.roofline import LIMITS
 from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.estimates.step_time import StepTime
-from rlhpc.plan.scenario import Case
-from rlhpc.plan.search import Found, search
+from rlhpc.plan.scenario import Scenario
+from rlhpc.plan.search import SearchResult, search
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
 
 
@@ -39,14 +39,14 @@ def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[Mode
     return read_model(config.model.path, config.model.family), found, site
 
 
-def needed_case(config: RunConfig, gpu: str | None, where: str) -> Case:
+def needed_case(config: RunConfig, gpu: str | None, where: str) -> Scenario:
     """The same with the layout, which must be valid."""
     shape, found, site = needed_machine(config, gpu, where)
     layout = check_plannable(config, shape)
-    return Case(config, shape, layout, found, site.efficiency, site.disk)
+    return Scenario(config, shape, layout, found, site.efficiency, site.disk)
 
 
-def step_lines(case: Case, step: StepTime) -> list[str]:
+def step_lines(case: Scenario, step: StepTime) -> list[str]:
     """The time of a step in a line, and a table of its phases."""
     work = step.work
     if not step.engine_fits:
@@ -113,7 +113,7 @@ def step_json(step: StepTime) -> dict[str, Any]:
     }
 
 
-def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> Found:
+def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
     """The best layouts. Raises UserError if none fits."""
     found = search(config, shape, config.world_size, gpu, efficiency)
     if not found.layouts:
@@ -123,7 +123,7 @@ def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: Efficie
             remedy="take another number of nodes, or raise train.prompts_per_step",
         )
     if not found.best:
-        limit = host_limit(config, gpu)
+        limit = cpu_memory_limit(config, gpu)
         cpu = f" and {limit[1] / 2**30:,.0f} GiB of CPU memory per node ({limit[0]})" if limit else ""
         raise UserError(
             f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{cpu}",
@@ -146,7 +146,7 @@ def configured_text(config: RunConfig, gpu: str | None) -> str:
     return f"{time}, {case.layout.text}"
 
 
-def search_lines(config: RunConfig, gpu: Gpu, found: Found, asked: str) -> list[str]:
+def search_lines(config: RunConfig, gpu: Gpu, found: SearchResult, asked: str) -> list[str]:
     """The best layouts as YAML, with time and memory of each in comments."""
     lines = [
         f"# {found.layouts:,} valid layouts; time predicted for {found.timed:,} ways to run them",
@@ -177,14 +177,14 @@ def _overrides(fragment: Mapping[str, Any], above: str = "") -> str:
     return " ".join(words)
 
 
-def search_json(found: Found) -> list[dict[str, Any]]:
+def search_json(found: SearchResult) -> list[dict[str, Any]]:
     return [
         {"seconds": best.step.seconds, "peak_bytes": best.memory.peak, "layout": best.layout.text, **best.fragment}
         for best in found.best
     ]
 
 
-def swept(case: Case, text: str, file: Path) -> tuple[list[Point], str]:
+def swept(case: Scenario, text: str, file: Path) -> tuple[list[Point], str]:
     """A point for each number of GPUs, and a line on the plot: a login node may lack matplotlib."""
     points = sweep(case.config, case.shape, case.gpu, case.efficiency, *parse_range(text))
     try:
@@ -217,7 +217,7 @@ def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
     return [*table(rows), "", plotted]
 
 
-def calibrated(case: Case, run: Path) -> Calibration:
+def calibrated(case: Scenario, run: Path) -> Calibration:
     """Calibration by the run in that folder. Raises UserError if it has no RL step."""
     return calibrate(case.config, case.shape, case.layout, case.gpu, case.efficiency, read_run(run))
 

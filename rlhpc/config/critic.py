@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlhpc.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
-from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.training import CriticMoeSection, MemorySection, OptimizerSection, ParallelSection
 
 
 class CriticOptimizerSection(OptimizerSection):
@@ -16,7 +16,7 @@ class CriticOptimizerSection(OptimizerSection):
 class CriticSection(Section):
     """Value model of ppo; other algorithms have none."""
 
-    model: Path | None = None
+    path: Path | None = None
     """Path to another model with the same vocabulary, such as a reward model; default: the actor's weights at the start
     of RL, with a zero value head."""
     parallel: ParallelSection | None = None
@@ -24,6 +24,8 @@ class CriticSection(Section):
     optimizer: CriticOptimizerSection = CriticOptimizerSection()
     memory: MemorySection | None = None
     """Memory savings; default: the actor's."""
+    moe: CriticMoeSection | None = None
+    """Mixture-of-experts settings; default: the actor's, without router replay."""
     tokens_per_microbatch: PositiveInt | None = None
     """Maximum tokens per rank in one forward and backward pass; default: train.tokens_per_microbatch."""
     warmup_steps: NonNegativeInt = 0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
-from rlhpc.config.renamed import RENAMED, RENAMED_VALUES
+from rlhpc.config.renamed import RENAMED, RENAMED_VALUES, renamed_keys
+from rlhpc.config.reward import NO_KIND
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site_file import SiteValues, expand_site, take_site
 from rlhpc.core.errors import UserError, did_you_mean, nearest
@@ -64,7 +67,7 @@ def load_with_site(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         return Loaded(RunConfig.model_validate_json(json.dumps(data), strict=True), site)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
-        raise _told(details, places, str(path)) from None
+        raise _user_error(details, places, str(path)) from None
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
@@ -87,8 +90,13 @@ def dump_config(config: RunConfig) -> str:
 
 def json_schema() -> str:
     """The JSON schema of the configuration, for editors."""
-    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_schema()}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
+
+
+@cache
+def _schema() -> dict[str, Any]:
+    return RunConfig.model_json_schema()
 
 
 def _read(path: Path) -> str:
@@ -121,6 +129,7 @@ def _lay_over(data: dict[str, Any], key: str, value: Any) -> None:
         if isinstance(item, list):
             index = _list_index(item, part, key)
             if depth < len(parents):
+                item[len(item) :] = [{}] * (index == len(item))
                 item = item[index]
             else:
                 item[index : index + 1] = [value]
@@ -152,12 +161,12 @@ def _list_index(items: list[Any], part: str, key: str) -> int:
     )
 
 
-def _told(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str) -> UserError:
+def _user_error(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str) -> UserError:
     """One UserError for all that the schema found."""
-    told: dict[tuple[int | str, ...], ErrorDetails] = {}
-    for detail in details:  # one fault of each place, not of each kind of value that it may have
-        told.setdefault(_location(detail), detail)
-    faults = [_fault(detail, location, places, file) for location, detail in told.items()]
+    first: dict[tuple[int | str, ...], ErrorDetails] = {}
+    for detail in details:  # one error per place, not one per type that its value may have
+        first.setdefault(_location(detail), detail)
+    faults = [fault for location, detail in first.items() for fault in _faults(detail, location, places, file)]
     if len(faults) == 1:
         return faults[0]
     more = len(faults) - _SHOWN_ERRORS
@@ -166,8 +175,9 @@ def _told(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str)
 
 
 def _location(detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Keys and list indices alone: where a value may be of several kinds, pydantic adds the kind's name."""
-    node, found = RunConfig.model_json_schema(), []
+    """Keys, list indices and the name of an entry's class where a list has entries of several classes. Pydantic also
+    adds the kind of a value that may be of several kinds."""
+    node, found = _schema(), []
     for part in detail["loc"]:
         options = [option for option in _options(node) if _has(option, part)]
         if not options and detail["type"] != "extra_forbidden":
@@ -177,20 +187,37 @@ def _location(detail: ErrorDetails) -> tuple[int | str, ...]:
     return tuple(found)
 
 
-def _fault(detail: ErrorDetails, location: Sequence[int | str], places: Mapping[str, str], file: str) -> UserError:
+def _faults(
+    detail: ErrorDetails, location: Sequence[int | str], places: Mapping[str, str], file: str
+) -> Iterator[UserError]:
+    kind, value, key = detail["type"], detail["input"], _key(location)
+    old = list(renamed_keys(key, value)) if kind == "extra_forbidden" else []
+    for name in old:
+        where = f"{_place(name, places, file)}: {name}"
+        yield UserError("has another name now", where=where, remedy=f"write {RENAMED[name]}")
+    if not old:
+        yield _fault(detail, location, f"{_place(key, places, file)}: {key}")
+
+
+def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> UserError:
     kind, value = detail["type"], detail["input"]
-    key = ".".join(str(part) for part in location)
-    where = f"{_place(key, places, file)}: {key}"
     if kind == "extra_forbidden":
-        if key in RENAMED:
-            return UserError("has another name now", where=where, remedy=f"write {RENAMED[key]}")
         return UserError("unknown key", where=where, remedy=did_you_mean(str(location[-1]), _valid_keys(location[:-1])))
     if kind == "missing":
         return UserError("is missing", where=where, remedy="add it")
-    if isinstance(value, str) and value in RENAMED_VALUES.get(key, ()):
-        return UserError(f"{value!r} has another name now", where=where, remedy=f"write {RENAMED_VALUES[key][value]}")
+    if kind == NO_KIND:
+        return UserError("needs either function or model", where=where, remedy="give one of the two")
+    new = RENAMED_VALUES.get(re.sub(r"\.\d+(?=\.)", ".0", _key(location)), {})
+    if isinstance(value, str) and value in new:
+        return UserError(f"{value!r} has another name now", where=where, remedy=f"write {new[value]}")
     shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
     return UserError(f"{shown} is not allowed", where=where, remedy=f"allowed: {_allowed(location)}")
+
+
+def _key(location: Sequence[int | str]) -> str:
+    """Dotted, without names of classes."""
+    classes = _schema()["$defs"]
+    return ".".join(str(part) for part in location if part not in classes)
 
 
 def _place(key: str, places: Mapping[str, str], file: str) -> str:
@@ -210,7 +237,7 @@ def _allowed(location: Sequence[int | str]) -> str:
 
 def _node(location: Sequence[int | str]) -> dict[str, Any]:
     """The schema of what stands at ``location``."""
-    node = RunConfig.model_json_schema()
+    node = _schema()
     for part in location:
         node = _inside(next(option for option in _options(node) if _has(option, part)), part)
     return node
@@ -219,25 +246,25 @@ def _node(location: Sequence[int | str]) -> dict[str, Any]:
 def _options(node: dict[str, Any]) -> list[dict[str, Any]]:
     """What a value may be besides null, with references followed."""
     if "$ref" in node:
-        return _options(RunConfig.model_json_schema()["$defs"][node["$ref"].rpartition("/")[2]])
-    if "anyOf" in node:
-        return [option for item in node["anyOf"] for option in _options(item)]
+        return _options(_schema()["$defs"][node["$ref"].rpartition("/")[2]])
+    for several in ("anyOf", "oneOf"):
+        if several in node:
+            return [option for item in node[several] for option in _options(item)]
     return [] if node.get("type") == "null" else [node]
 
 
 def _has(option: dict[str, Any], part: int | str) -> bool:
-    return (
-        ("items" in option or "prefixItems" in option)
-        if isinstance(part, int)
-        else part in option.get("properties", ())
-    )
+    """A key or index of the option, or the name of its class."""
+    if isinstance(part, int):
+        return "items" in option or "prefixItems" in option
+    return part in option.get("properties", ()) or part == option.get("title")
 
 
 def _inside(option: dict[str, Any], part: int | str) -> dict[str, Any]:
     if isinstance(part, int):
         items: dict[str, Any] = option["prefixItems"][part] if "prefixItems" in option else option["items"]
         return items
-    return dict(option["properties"][part])
+    return option if part == option.get("title") else dict(option["properties"][part])
 
 
 def _in_words(node: dict[str, Any]) -> str:
@@ -253,7 +280,8 @@ def _one_in_words(node: dict[str, Any]) -> str:
         case "array" if "prefixItems" in node:
             return "a list of " + ", ".join(_in_words(item) for item in node["prefixItems"])
         case "array":
-            return f"a list, each item {_in_words(node['items'])}"
+            least = f" of at least {node['minItems']}" if "minItems" in node else ""
+            return f"a list{least}, each item {_in_words(node['items'])}"
         case "string":
             kind = "a path" if node.get("format") == "path" else "a text"
             return f"{kind} that matches {node['pattern']}" if "pattern" in node else kind

@@ -1,10 +1,18 @@
-"""Settings of one model of a run, whichever section of the configuration they come from."""
+"""Settings of each model of a run, with the actor's where its own section has none."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import (
+    FrozenMemorySection,
+    MemorySection,
+    MoeSection,
+    OffloadSection,
+    OptimizerSection,
+    ParallelSection,
+)
 
 
 @dataclass(frozen=True)
@@ -13,5 +21,34 @@ class ModelSettings:
 
     parallel: ParallelSection
     memory: MemorySection = field(default_factory=MemorySection)
-    moe: ExpertsSection = field(default_factory=ExpertsSection)
+    moe: MoeSection = field(default_factory=MoeSection)
     optimizer: OptimizerSection | None = None  # None: frozen
+
+
+def actor_settings(config: RunConfig) -> ModelSettings:
+    """With the optimizer of the RL phase."""
+    actor = config.actor
+    return ModelSettings(actor.parallel, actor.memory, actor.moe, actor.optimizer)
+
+
+def critic_settings(config: RunConfig) -> ModelSettings:
+    actor, critic = config.actor, config.critic
+    moe = MoeSection(**{**(critic.moe or actor.moe).model_dump(), "router_replay": False})
+    return ModelSettings(critic.parallel or actor.parallel, critic.memory or actor.memory, moe, critic.optimizer)
+
+
+def reference_settings(config: RunConfig) -> ModelSettings:
+    actor = config.actor
+    return ModelSettings(actor.parallel, _frozen(config.reference.memory), actor.moe)
+
+
+def reward_model_settings(config: RunConfig) -> ModelSettings:
+    """Of a configuration with a reward model."""
+    section, actor = config.reward_model, config.actor
+    assert section is not None
+    moe = actor.moe.model_copy(update={"router_replay": False})
+    return ModelSettings(section.parallel or actor.parallel, _frozen(section.memory or config.reference.memory), moe)
+
+
+def _frozen(memory: FrozenMemorySection) -> MemorySection:
+    return MemorySection(offload=OffloadSection(parameters=memory.offload))

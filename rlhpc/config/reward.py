@@ -1,42 +1,51 @@
-"""The section of rewards."""
+"""The list of rewards, and the section of the processes that compute them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from rlhpc.config.section import ImportPath, PositiveFloat, PositiveInt, Section
-from rlhpc.config.training import ParallelSection
+from rlhpc.config.training import FrozenMemorySection, ParallelSection
 
 DEFAULT_FUNCTION = "rlhpc.rewards.rules:maths"
 
+NO_KIND = "no_kind"  # type of the error where an entry has both or neither of function and model
+
+PartName = Annotated[str, Field(pattern=r"^\w+$")]
+
 
 class RewardFunctionSection(Section):
-    """One of several functions whose weighted sum is the reward."""
+    """A Python function that scores a response."""
 
-    name: Annotated[str, Field(pattern=r"^\w+$")]
-    """Name of this part of the reward in metrics and sample records."""
     function: ImportPath
-    """Import path, as reward.function."""
+    """Import path of a function called as function(data_source, solution_str, ground_truth, extra_info, **arguments),
+    which returns a number or a dict with the key score."""
+    name: PartName | None = None
+    """Name of this part of the reward in metrics and sample records; required with several functions."""
     arguments: dict[str, Any] = {}
     """Further keyword arguments of the function."""
     weight: float = 1.0
-    """Weight in the sum."""
+    """Weight in the sum of all rewards."""
     time_limit_seconds: PositiveFloat | None = None
-    """Time limit of one call of this function, in seconds; default: as for reward.time_limit_seconds."""
+    """Time limit of one call of this function, in seconds; default: as for reward_workers.time_limit_seconds."""
 
 
 class RewardModelSection(Section):
     """A sequence classifier with one label, as HuggingFace saves it, over the tokens of prompt and response."""
 
-    path: Path
+    model: Path
     """Path to the reward model's folder."""
+    name: PartName = "model"
+    """Name of this part of the reward in metrics and sample records."""
     weight: float = 1.0
-    """Weight in the sum with the functions' rewards."""
+    """Weight in the sum of all rewards."""
     parallel: ParallelSection | None = None
     """Parallel layout; default: the actor's."""
+    memory: FrozenMemorySection | None = None
+    """Memory savings; default: the reference's."""
     tokens_per_microbatch: PositiveInt | None = None
     """Maximum tokens per rank in one forward pass; default: train.log_prob_tokens_per_microbatch."""
     own_tokenizer: bool | None = None
@@ -51,17 +60,27 @@ class RewardModelSection(Section):
     """Action on a longer conversation: end the run (error), or drop its beginning (truncate)."""
 
 
-class RewardSection(Section):
-    function: ImportPath | None = None
-    """Import path of a function called as function(data_source, solution_str, ground_truth, extra_info, **arguments),
-    which returns a number or a dict with the key score; default: rlhpc.rewards.rules:maths."""
-    arguments: dict[str, Any] = {}
-    """Further keyword arguments of the function."""
-    functions: list[RewardFunctionSection] = []
-    """Several functions in place of function, each with a name; the reward is their weighted sum."""
-    model: RewardModelSection | None = None
-    """Reward model; the only reward without function and functions."""
-    workers: PositiveInt = 2
+def _kind(entry: Any) -> str | None:
+    """Tag of the class of an entry, None where it has both or neither of function and model."""
+    if isinstance(entry, RewardFunctionSection | RewardModelSection):
+        return type(entry).__name__
+    kinds = {"function": "RewardFunctionSection", "model": "RewardModelSection"}
+    found = [kind for key, kind in kinds.items() if isinstance(entry, dict) and key in entry]
+    return found[0] if len(found) == 1 else None
+
+
+# A tag is the name of its class, so that an error's location names the class (rlhpc/config/load.py).
+RewardEntry = Annotated[
+    Annotated[RewardFunctionSection, Tag("RewardFunctionSection")]
+    | Annotated[RewardModelSection, Tag("RewardModelSection")],
+    Discriminator(_kind, custom_error_type=NO_KIND, custom_error_message="needs either function or model"),
+]
+
+
+class RewardWorkersSection(Section):
+    """Processes beside the engines that call reward functions."""
+
+    per_engine: PositiveInt = 2
     """Maximum reward workers beside each engine."""
     time_limit_seconds: PositiveFloat | None = None
     """Time limit of one call, in seconds, after which its process is killed; default: 5 for the functions of
@@ -70,18 +89,8 @@ class RewardSection(Section):
     """Memory that one call may allocate, in MiB, beyond what its process has when the call begins; default: 2048 for
     the functions of rlhpc.rewards, no limit for any other."""
     on_failure: Literal["error", "zero", "drop"] = "error"
-    """Action when a function raises or a reward is not finite: end the run (error), count it as 0, or drop the response
-    from training."""
+    """Action when a function raises or any reward is not finite: end the run (error), count it as 0, or drop the
+    response from training."""
     on_timeout: Literal["error", "zero", "drop"] = "zero"
     """Action when a call of your own function exceeds its time or memory limit, or its process dies, as on_failure.
     Such a call of a function of rlhpc.rewards always counts as 0."""
-
-    @property
-    def entries(self) -> list[RewardFunctionSection]:
-        """The functions, also where a single one is given. Its name is empty."""
-        if self.functions:
-            return self.functions
-        if self.model is not None and self.function is None:
-            return []
-        function = self.function or DEFAULT_FUNCTION
-        return [RewardFunctionSection.model_construct(name="", function=function, arguments=self.arguments, weight=1.0)]

@@ -10,12 +10,19 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from rlhpc.config.actor import ActorSection, ReferenceSection
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.critic import CriticSection
 from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
 from rlhpc.config.planning import PlanningSection
-from rlhpc.config.reward import RewardSection
+from rlhpc.config.reward import (
+    DEFAULT_FUNCTION,
+    RewardEntry,
+    RewardFunctionSection,
+    RewardModelSection,
+    RewardWorkersSection,
+)
 from rlhpc.config.rollout import DynamicSamplingSection, ReplaySection, RolloutSection
 from rlhpc.config.section import (
     ImportPath,
@@ -25,7 +32,7 @@ from rlhpc.config.section import (
     Section,
 )
 from rlhpc.config.site import PathOrSection, SiteSection
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection, ParallelSection
+from rlhpc.config.training import OptimizerSection
 
 
 class PrepareSection(Section):
@@ -113,8 +120,6 @@ class TrainSection(Section):
     """Import path of your own RL step, called as step(run, state); default: rlhpc.trainer.step:rl_step."""
     dynamic_sampling: DynamicSamplingSection | None = None
     replay: ReplaySection | None = None
-    optimizer: OptimizerSection = OptimizerSection()
-    experts: ExpertsSection = ExpertsSection()
 
 
 class CheckpointSection(Section):
@@ -147,16 +152,19 @@ class RunConfig(Section):
     resources: ResourcesSection = ResourcesSection()
     slurm: SlurmSection = SlurmSection()
     recovery: RecoverySection = RecoverySection()
-    parallel: ParallelSection = ParallelSection()
     data: DataSection = DataSection()
-    reward: RewardSection = RewardSection()
+    actor: ActorSection = ActorSection()
+    critic: CriticSection = CriticSection()
+    reference: ReferenceSection = ReferenceSection()
+    rewards: Annotated[list[RewardEntry], Field(min_length=1)] = [RewardFunctionSection(function=DEFAULT_FUNCTION)]
+    """Rewards of a response, whose weighted sum counts: functions, and at most one model. An entry has either function
+    or model."""
+    reward_workers: RewardWorkersSection = RewardWorkersSection()
     rollout: RolloutSection = RolloutSection()
     reshard: ReshardSection = ReshardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
-    critic: CriticSection = CriticSection()
     sft: SFTSection | None = None
     train: TrainSection
-    memory: MemorySection = MemorySection()
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
@@ -167,6 +175,21 @@ class RunConfig(Section):
     def world_size(self) -> int:
         """Ranks of the largest job that slurm.nodes allows."""
         return self.slurm.most_nodes * self.resources.ranks_per_node
+
+    @property
+    def reward_functions(self) -> dict[str, RewardFunctionSection]:
+        """The functions among the rewards by their keys, such as rewards.0."""
+        found = {f"rewards.{index}": entry for index, entry in enumerate(self.rewards)}
+        return {key: entry for key, entry in found.items() if isinstance(entry, RewardFunctionSection)}
+
+    @property
+    def reward_model(self) -> RewardModelSection | None:
+        return next((entry for entry in self.rewards if isinstance(entry, RewardModelSection)), None)
+
+    @property
+    def reward_model_key(self) -> str:
+        """Such as rewards.1, where there is a reward model."""
+        return f"rewards.{next(i for i, entry in enumerate(self.rewards) if isinstance(entry, RewardModelSection))}"
 
     @property
     def evaluates_only(self) -> bool:

@@ -1,4 +1,4 @@
-"""Sections of a trained model: parallel layout, optimizer, experts, memory."""
+"""Sections of a model: parallel layout, optimizer, memory, mixture of experts."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class OptimizerSection(Section):
     """Keyword arguments of the function; beta1, beta2 and epsilon are AdamW's and not passed on."""
 
 
-class ExpertsSection(Section):
+class CriticMoeSection(Section):
     """Mixture-of-experts models; no effect on others."""
 
     aux_loss: NonNegativeFloat = 0.0
@@ -84,6 +84,11 @@ class ExpertsSection(Section):
     router_dtype: Literal["engine", "float32"] = "engine"
     """Data type of router logits: that of vLLM's kernels for the family, so that trainer and engine choose the same
     experts; or float32."""
+
+
+class MoeSection(CriticMoeSection):
+    """Mixture-of-experts models; no effect on others."""
+
     router_replay: bool = False
     """Router replay (arXiv 2510.11370): each token trains on the experts that it was routed to in the engine."""
 
@@ -92,13 +97,11 @@ class OffloadSection(Section):
     """State moved to CPU memory while unused. It returns automatically before use."""
 
     parameters: bool = False
-    """Offload of the actor's weights while the engine generates."""
+    """Offload of the weights while the engine generates."""
     gradients: bool = False
     """Release of gradient buffers between updates; their content is discarded."""
     optimizer: bool = False
     """Offload of master weights and moments between updates."""
-    reference: bool = False
-    """Offload of the frozen reference model except while it computes."""
     fraction: Share = 1.0
     """Minimum fraction of the selected bytes to offload, in whole buffers: gradients, then optimizer, then weights."""
 
@@ -114,3 +117,10 @@ class MemorySection(Section):
     recompute_layers: PositiveInt = 1
     """Number of layers per recomputed group with full; only the input of each group's first layer is stored."""
     offload: OffloadSection = OffloadSection()
+
+
+class FrozenMemorySection(Section):
+    """Memory savings of a model that is not trained."""
+
+    offload: bool = False
+    """Offload of the weights to CPU memory except while the model computes."""

@@ -26,9 +26,9 @@ _SCALARS: dict[str, tuple[str, str]] = {
 
 
 class _Loader(yaml.SafeLoader):
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+    def construct_mapping(self, node: yaml.MappingNode, *args: Any, **keywords: Any) -> dict:
         _refuse_double_keys(node)
-        return super().construct_mapping(node, deep=deep)
+        return super().construct_mapping(node, *args, **keywords)
 
 
 class _Dumper(yaml.SafeDumper):

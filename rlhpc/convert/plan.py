@@ -110,7 +110,7 @@ def plan_layout(source: Side, axes: Mapping[str, int | None]) -> ParallelLayout:
     try:
         return fitting_layout(section, world, source.shape)
     except UserError as error:
-        where = error.where.replace("parallel.", "--").replace("_", "-")
+        where = error.where.replace("actor.parallel.", "--").replace("_", "-")
         raise UserError(error.message, where=where, remedy=error.remedy) from None
 
 

@@ -26,8 +26,8 @@ _NEUTRAL = (
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
     for name in _NEUTRAL:
         reader.get(name)
-    reader.expect("attention_bias", False)
-    reader.expect("moe_layer_freq", 1)
+    reader.expect("attention_bias", (False,))
+    reader.expect("moe_layer_freq", (1,))
     latent, experts = _read_latent(reader), _read_experts(reader)
     reader.check_experts(experts)
     return read_dense(
@@ -43,10 +43,10 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
 
 def _read_latent(reader: ConfigReader) -> LatentAttention:
     # The reference code's norms between down and up have this one whatever the field says, vLLM's have the field's.
-    reader.expect("rms_norm_eps", 1e-6)
+    reader.expect("rms_norm_eps", (1e-6,))
     rank, nope_dim, rope_dim = (reader.get("q_lora_rank"), *map(reader.need, ("qk_nope_head_dim", "qk_rope_head_dim")))
-    reader.expect("head_dim", None, rope_dim)  # transformers' name for what the rotary embedding turns
-    reader.expect("qk_head_dim", None, nope_dim + rope_dim)
+    reader.expect("head_dim", (None, rope_dim))  # transformers' name for what the rotary embedding turns
+    reader.expect("qk_head_dim", (None, nope_dim + rope_dim))
     return LatentAttention(
         query_rank=None if rank is None else int(rank),
         kv_rank=int(reader.need("kv_lora_rank")),
@@ -58,9 +58,9 @@ def _read_latent(reader: ConfigReader) -> LatentAttention:
 
 
 def _read_experts(reader: ConfigReader) -> Experts:
-    reader.expect("scoring_func", "sigmoid")
-    reader.expect("topk_method", "noaux_tc")
-    reader.expect("norm_topk_prob", True)
+    reader.expect("scoring_func", ("sigmoid",))
+    reader.expect("topk_method", ("noaux_tc",))
+    reader.expect("norm_topk_prob", (True,))
     top_k, groups, kept = (reader.get(name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
     grouped = groups is not None and int(groups) > 1
     if grouped and int(top_k) != 2 * int(kept):

@@ -8,8 +8,8 @@ from rlhpc.models.tables import Family
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
-    reader.expect("attention_bias", False)
-    reader.expect("mlp_bias", False)
+    reader.expect("attention_bias", (False,))
+    reader.expect("mlp_bias", (False,))
     return read_dense(reader, "llama", architecture)
 
 

@@ -8,7 +8,7 @@ from rlhpc.models.tables import Family
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
-    reader.expect("use_mrope", False)  # in the base models' files; true for vision models
+    reader.expect("use_mrope", (False,))  # in the base models' files; true for vision models
     return read_dense(reader, "qwen2", architecture, qkv_bias=True)
 
 

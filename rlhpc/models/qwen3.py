@@ -8,7 +8,7 @@ from rlhpc.models.tables import Family
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
-    reader.expect("attention_bias", False)
+    reader.expect("attention_bias", (False,))
     return read_dense(reader, "qwen3", architecture, qk_norm=True)
 
 

@@ -9,7 +9,7 @@ from rlhpc.models.tables import Family, Row
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
-    reader.expect("attention_bias", False)
+    reader.expect("attention_bias", (False,))
     dense, step = set(reader.get("mlp_only_layers") or ()), int(reader.get("decoder_sparse_step", 1))
     layers = range(int(reader.need("num_hidden_layers")))
     experts = Experts(

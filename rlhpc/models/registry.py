@@ -37,7 +37,7 @@ def find_family(name: str) -> Family:
     return family
 
 
-def read_model(folder: Path, family: str | None = None, classifier: bool = False) -> ModelShape:
+def read_model(folder: Path, family: str | None = None, *, classifier: bool = False) -> ModelShape:
     """The shape of the HuggingFace model in ``folder``; ``family`` as in ``find_family``, by its config if None.
 
     ``classifier``: it may be a sequence classifier, whose transformer is the same.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -39,7 +39,7 @@ class Experts:
     router_dtype: Literal["model", "float32"] = "model"  # of the router's logits in vLLM; model: that of the weights
 
     def float32_router(self, router_dtype: str) -> bool:
-        """Whether routers compute their logits in float32 in a model of any dtype; ``train.experts.router_dtype``."""
+        """Whether routers compute their logits in float32 in a model of any dtype; ``actor.moe.router_dtype``."""
         return router_dtype == "float32" or self.router_dtype == "float32"
 
 
@@ -191,7 +191,7 @@ class ConfigReader:
             raise UserError(f"{name!r} is missing", where=self.where, remedy=did_you_mean(name, self._fields))
         return value
 
-    def expect(self, name: str, *allowed: Any) -> None:
+    def expect(self, name: str, allowed: Sequence[Any]) -> None:
         """Refuse a field whose value asks for a network that is not built here."""
         value = self.get(name, allowed[0])
         if value not in allowed:
@@ -297,9 +297,9 @@ def read_dense(
             where=reader.where,
             remedy="convert them to bfloat16 and remove the field; DeepSeek's repository has fp8_cast_bf16.py for it",
         )
-    reader.expect("hidden_act", "silu")
+    reader.expect("hidden_act", ("silu",))
     if reader.get("use_sliding_window", False):
-        reader.expect("use_sliding_window", False)
+        reader.expect("use_sliding_window", (False,))
     hidden_size, num_heads = int(reader.need("hidden_size")), int(reader.need("num_attention_heads"))
     fields: dict[str, Any] = {
         "family": family,

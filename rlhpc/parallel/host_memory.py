@@ -33,8 +33,8 @@ class _Mapping(mmap.mmap):
         if int(result) != 0:
             raise UserError(
                 f"CUDA cannot pin {len(self) / _GIB:.2f} GiB of CPU memory (error {int(result)})",
-                where="memory.offload",
-                remedy="offload less (memory.offload, optimizer_offload_fraction), or raise slurm.memory",
+                where="actor.memory.offload",
+                remedy="offload less (actor.memory.offload, optimizer_offload_fraction), or raise slurm.memory",
             )
         self.registered_by = os.getpid()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -136,8 +137,8 @@ class _Attempt:
     def _layout(self, config: RunConfig) -> ParallelLayout | None:
         """None where it suits model, ranks, nodes or batches badly."""
         with suppress(UserError, ValidationError):
-            layout = make_layout(config.parallel, config.world_size)
-            if any(misfits(self.shape, layout, config.parallel)) or config.world_size % config.rollout.tp:
+            layout = make_layout(config.actor.parallel, config.world_size)
+            if any(misfits(self.shape, layout, config.actor.parallel)) or config.world_size % config.rollout.tp:
                 return None
             if not fits_nodes(config.rollout.tp, config.resources.ranks_per_node):
                 return None
@@ -164,10 +165,12 @@ class _Attempt:
 
 def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
     """From what costs nothing to what costs most: copies, smaller steps, recomputation, the host, cuts, nodes."""
-    offload, memory, train, rollout = config.memory.offload, config.memory, config.train, config.rollout
-    for kind in ("gradients", "optimizer", "parameters", "reference"):
-        if not getattr(offload, kind):
-            yield f"memory.offload.{kind}", True
+    memory, optimizer, train, rollout = config.actor.memory, config.actor.optimizer, config.train, config.rollout
+    for kind in ("gradients", "optimizer", "parameters"):
+        if not getattr(memory.offload, kind):
+            yield f"actor.memory.offload.{kind}", True
+    if not config.reference.memory.offload:
+        yield "reference.memory.offload", True
     if rollout.kv_cache_gib is None:
         for fraction in (0.5, 0.4, 0.3):
             if fraction < rollout.gpu_memory_utilization:
@@ -178,15 +181,14 @@ def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
         tokens = max(tokens // 2, least)
         yield "train.tokens_per_microbatch", tokens
     if memory.recompute == "none":
-        yield "memory.recompute", "selective"
+        yield "actor.memory.recompute", "selective"
     if memory.recompute != "full":
-        yield "memory.recompute", "full"
+        yield "actor.memory.recompute", "full"
     for share in (0.5, 1.0):
-        if train.optimizer.function is None and share > train.optimizer.optimizer_offload_fraction:
-            yield "train.optimizer.optimizer_offload_fraction", share
-    for key in ("rollout.tp", "parallel.tp", "parallel.ep", "parallel.pp", "parallel.cp"):
-        section, name = key.split(".")
-        size = getattr(getattr(config, section), name)
+        if optimizer.function is None and share > optimizer.optimizer_offload_fraction:
+            yield "actor.optimizer.optimizer_offload_fraction", share
+    for key in ("rollout.tp", "actor.parallel.tp", "actor.parallel.ep", "actor.parallel.pp", "actor.parallel.cp"):
+        size: int = operator.attrgetter(key)(config)
         for factor in (2, 4):
             yield key, size * factor
     if isinstance(config.slurm.nodes, int):

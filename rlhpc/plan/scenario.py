@@ -9,13 +9,14 @@ from rlhpc.config.site import DiskSection, EfficiencySection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.run import check_plannable
 from rlhpc.plan.estimates.hardware import Gpu, named_gpu, read_site
+from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.run_time import RunTime, predict_run
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.sharding.layout import ParallelLayout
 
 
 @dataclass(frozen=True)
-class Case:
+class Scenario:
     """On the most nodes that the configuration allows."""
 
     config: RunConfig
@@ -30,10 +31,11 @@ class Case:
 
     def run(self, step: StepTime) -> RunTime:
         """All of its steps, each as ``step`` was predicted."""
-        return predict_run(self.config, self.shape, self.layout, self.gpu, self.efficiency, self.disk, step)
+        machine = MachineSpeed(self.gpu, self.efficiency, self.config.resources.ranks_per_node)
+        return predict_run(self.config, self.shape, self.layout, machine, self.disk, step)
 
 
-def case_of(config: RunConfig, gpu: str | None = None) -> Case | None:
+def make_scenario(config: RunConfig, gpu: str | None = None) -> Scenario | None:
     """On the GPU of that name, else on the one that the configuration names; None where neither does."""
     site = read_site(config)
     found = named_gpu(config, site, gpu)
@@ -41,4 +43,4 @@ def case_of(config: RunConfig, gpu: str | None = None) -> Case | None:
         return None
     shape = read_model(config.model.path, config.model.family)
     layout = check_plannable(config, shape)
-    return Case(config, shape, layout, found, site.efficiency, site.disk)
+    return Scenario(config, shape, layout, found, site.efficiency, site.disk)

@@ -13,15 +13,16 @@ from typing import Any
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.config.training import OffloadSection, ParallelSection
+from rlhpc.config.training import FrozenMemorySection, OffloadSection, ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.plan.checks.parallelism import check_engine, misfits
-from rlhpc.plan.estimates.hardware import Gpu, host_limit, linked_ranks
+from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.roofline import PhaseTime
 from rlhpc.plan.estimates.step_time import StepTime, predict_rollout, predict_step
-from rlhpc.plan.estimates.train_time import held
+from rlhpc.plan.estimates.train_time import stage_parameters
+from rlhpc.plan.remedies import changed_config
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 
@@ -50,30 +51,33 @@ class Candidate:
     @property
     def fragment(self) -> dict[str, Any]:
         """What to write into a configuration for it."""
-        config, asked = self.config, self.asked.parallel
+        config, asked = self.config, self.asked.actor.parallel
         parallel = {
-            name: getattr(config.parallel, name)
+            name: getattr(config.actor.parallel, name)
             for name in _LAYOUT_KEYS
-            if getattr(config.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
+            if getattr(config.actor.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
         }
-        optimizer = {"optimizer_offload_fraction": config.train.optimizer.optimizer_offload_fraction}
-        memory: dict[str, Any] = {"recompute": config.memory.recompute}
-        if config.memory.recompute == "full" and {
-            config.memory.recompute_layers,
-            self.asked.memory.recompute_layers,
+        memory: dict[str, Any] = {"recompute": config.actor.memory.recompute}
+        if config.actor.memory.recompute == "full" and {
+            config.actor.memory.recompute_layers,
+            self.asked.actor.memory.recompute_layers,
         } != {1}:
-            memory["recompute_layers"] = config.memory.recompute_layers
-        memory["offload"] = config.memory.offload.model_dump()
+            memory["recompute_layers"] = config.actor.memory.recompute_layers
+        memory["offload"] = config.actor.memory.offload.model_dump()
         return {
-            "parallel": parallel or {"tp": 1},
+            "actor": {
+                "parallel": parallel or {"tp": 1},
+                "optimizer": {"optimizer_offload_fraction": config.actor.optimizer.optimizer_offload_fraction},
+                "memory": memory,
+            },
+            "reference": {"memory": config.reference.memory.model_dump()},
             "rollout": {"tp": config.rollout.tp},
-            "train": {"tokens_per_microbatch": config.train.tokens_per_microbatch, "optimizer": optimizer},
-            "memory": memory,
+            "train": {"tokens_per_microbatch": config.train.tokens_per_microbatch},
         }
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The fastest within memory, best first, each of another layout."""
 
     best: tuple[Candidate, ...]
@@ -84,7 +88,7 @@ class Found:
 
 def search(
     config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection, count: int = 5
-) -> Found:
+) -> SearchResult:
     """The ``count`` fastest layouts for so many ranks, with what else they need to fit into the GPU's memory.
 
     Where none fits in all phases, those that fit in the phases of a step. Best first: a layout's time without
@@ -102,11 +106,22 @@ def search(
     bounds = [
         (searching.bound(layout), number, layout) for number, layout in enumerate(_legal(config, shape, ranks, gpu))
     ]
-    for starts in (True, False):
-        found = searching.run(bounds, count, starts)
+    for whole_run in (True, False):
+        found = searching.run(bounds, count, whole_run=whole_run)
         if found.best:
             break
     return found
+
+
+@dataclass(frozen=True)
+class _Offload:
+    """What leaves the GPU while unused."""
+
+    actor: OffloadSection
+    reference: FrozenMemorySection
+
+
+_NOTHING = _Offload(OffloadSection(), FrozenMemorySection())
 
 
 @dataclass(frozen=True)
@@ -121,8 +136,8 @@ class _Search:
         """No variant of the layout takes less."""
         return min(self._step(tried, layout, self.generating[0][0]).seconds for tried in _bounds(self.config, layout))
 
-    def run(self, bounds: Sequence[tuple[float, int, ParallelLayout]], count: int, starts: bool) -> Found:
-        """``starts``: what building and saving needs has to fit too."""
+    def run(self, bounds: Sequence[tuple[float, int, ParallelLayout]], count: int, *, whole_run: bool) -> SearchResult:
+        """``whole_run``: loading and saving must fit too, not the phases of a step alone."""
         heap: list[tuple[float, int, ParallelLayout, RunConfig | None]] = [(*bound, None) for bound in bounds]
         heapq.heapify(heap)
         best: dict[tuple[int, ...], Candidate] = {}
@@ -133,56 +148,58 @@ class _Search:
                 continue
             looked_at += 1
             if tried is None:
-                for seconds, variant in self._variants(layout, starts):
+                for seconds, variant in self._variants(layout, whole_run=whole_run):
                     heapq.heappush(heap, (seconds, len(bounds) + timed, layout, variant))
                     timed += 1
-            elif (regrouped := self._fitting(tried, layout, starts)) is not None:
+            elif (regrouped := self._fitting(tried, layout, whole_run=whole_run)) is not None:
                 changed, memory = regrouped
                 phase = next(phase for phase, tp in self.generating if tp == tried.rollout.tp)
                 best[_key(layout)] = Candidate(self.config, changed, layout, self._step(changed, layout, phase), memory)
-        return Found(tuple(best.values()), len(bounds), timed, looked_at)
+        return SearchResult(tuple(best.values()), len(bounds), timed, looked_at)
 
-    def _variants(self, layout: ParallelLayout, starts: bool) -> Iterator[tuple[float, RunConfig]]:
+    def _variants(self, layout: ParallelLayout, *, whole_run: bool) -> Iterator[tuple[float, RunConfig]]:
         """With their seconds; none where not even the leanest fits."""
-        hosts: dict[tuple[float, OffloadSection], bool] = {}
+        hosts: dict[tuple[float, _Offload], bool] = {}
         for phase, tp in self.generating:
             # The host is not looked at: what leaves most of the GPU needs most of it.
-            if self._fitting(_with_engine(_leanest(self.config, layout), tp), layout, starts) is None:
+            if self._fitting(_with_engine(_leanest(self.config, layout), tp), layout, whole_run=whole_run) is None:
                 continue
             for changed in _variants(self.config, layout, self.shape, self.gpu):
                 variant = _with_engine(changed, tp)
-                kept = changed.train.optimizer.optimizer_offload_fraction, changed.memory.offload
+                kept = changed.actor.optimizer.optimizer_offload_fraction, _offload_of(changed)
                 if kept not in hosts:  # a host's memory depends on nothing else
-                    hosts[kept] = self._suits_host(variant, layout)
+                    hosts[kept] = self._fits_cpu_memory(variant, layout)
                 if not hosts[kept]:
                     continue
                 yield self._step(variant, layout, phase).seconds, variant
 
-    def _suits_host(self, tried: RunConfig, layout: ParallelLayout) -> bool:
-        limit = host_limit(self.config, self.gpu)
+    def _fits_cpu_memory(self, tried: RunConfig, layout: ParallelLayout) -> bool:
+        limit = cpu_memory_limit(self.config, self.gpu)
         if limit is None:
             return True
-        return predict_memory(tried, self.shape, layout, self.gpu.memory_gib).host.node <= limit[1]
+        return predict_memory(tried, self.shape, layout, self.gpu.memory_gib).cpu.node <= limit[1]
 
     def _step(self, tried: RunConfig, layout: ParallelLayout, phase: PhaseTime) -> StepTime:
         return predict_step(tried, self.shape, layout, self.gpu, self.efficiency, phase)
 
-    def _fitting(self, tried: RunConfig, layout: ParallelLayout, starts: bool) -> tuple[RunConfig, MemoryPlan] | None:
+    def _fitting(
+        self, tried: RunConfig, layout: ParallelLayout, *, whole_run: bool
+    ) -> tuple[RunConfig, MemoryPlan] | None:
         """What the GPU holds: it or the same in larger groups of layers, which take as long; the smallest groups."""
-        groups = _groups(tried, self.shape, layout) if tried.memory.recompute == "full" else (None,)
+        groups = _groups(tried, self.shape, layout) if tried.actor.memory.recompute == "full" else (None,)
         for size in groups:
             changed = tried if size is None else _grouped(tried, size)
             memory = predict_memory(changed, self.shape, layout, self.gpu.memory_gib, self.gpu.reserves)
-            too_large = self._too_large(memory, starts)
+            too_large = self._too_large(memory, whole_run=whole_run)
             if not too_large:
                 return changed, memory
             if not all(name.endswith(_PASSES) for name in too_large):
                 return None
         return None
 
-    def _too_large(self, memory: MemoryPlan, starts: bool) -> list[str]:
+    def _too_large(self, memory: MemoryPlan, *, whole_run: bool) -> list[str]:
         """Phases that need more than what is used of the GPU."""
-        phases = [phase for phase in memory.phases if starts or phase.name not in _AROUND]
+        phases = [phase for phase in memory.phases if whole_run or phase.name not in _AROUND]
         return [phase.name for phase in phases if phase.total > _USABLE * self.gpu.memory_bytes]
 
 
@@ -194,7 +211,7 @@ def _legal(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterat
     """Those that suit model, ranks and batches and whose weights fit; tensor parallelism stays among linked GPUs."""
     inside = linked_ranks(config.resources.ranks_per_node, gpu)
     experts = shape.experts.num_experts if shape.experts else 1
-    asked = config.parallel
+    asked = config.actor.parallel
     samples = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.minibatches
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     contexts = [cp for cp in _CONTEXT if cp == asked.cp or cp == 1 or longest // cp >= 4096]
@@ -207,7 +224,7 @@ def _legal(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterat
         for stages in _stages(shape.num_layers, pp):
             layout = ParallelLayout(ranks, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, **stages)
             # The least that updates need: weights and gradients; what else they have can leave the device.
-            least = max(part.count for part in held(shape, layout)) * 2
+            least = max(part.count for part in stage_parameters(shape, layout)) * 2
             if least <= gpu.memory_bytes and not any(misfits(shape, layout, _parallel(asked, layout))):
                 yield layout
 
@@ -240,7 +257,7 @@ def _parallel(asked: ParallelSection, layout: ParallelLayout) -> ParallelSection
 
 def _variants(config: RunConfig, layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> Iterator[RunConfig]:
     """The same with every recomputation, offload and micro batch; those left out whose weights alone are too large."""
-    parts = max(held(shape, layout), key=lambda part: part.count)
+    parts = max(stage_parameters(shape, layout), key=lambda part: part.count)
     owned = parts.dense / (layout.dp * layout.cp) + parts.experts / layout.edp
     for size, fraction, level, offload in product(
         _sizes(config, layout), _fractions(config), _LEVELS, _offloads(config)
@@ -252,7 +269,7 @@ def _variants(config: RunConfig, layout: ParallelLayout, shape: ModelShape, gpu:
 def _bounds(config: RunConfig, layout: ParallelLayout) -> Iterator[RunConfig]:
     """With each micro batch, what takes no longer than any other way to the same."""
     for size in _sizes(config, layout):
-        yield _changed(config, layout, size, min(_fractions(config)), "none", OffloadSection())
+        yield _changed(config, layout, size, min(_fractions(config)), "none", _NOTHING)
 
 
 def _leanest(config: RunConfig, layout: ParallelLayout) -> RunConfig:
@@ -261,15 +278,19 @@ def _leanest(config: RunConfig, layout: ParallelLayout) -> RunConfig:
 
 
 def _changed(
-    config: RunConfig, layout: ParallelLayout, size: int, fraction: float, level: str, offload: OffloadSection
+    config: RunConfig, layout: ParallelLayout, size: int, fraction: float, level: str, offload: _Offload
 ) -> RunConfig:
-    train = config.train
-    optimizer = train.optimizer.model_copy(update={"optimizer_offload_fraction": fraction})
+    actor = config.actor
+    changed = {
+        "parallel": _parallel(actor.parallel, layout),
+        "optimizer": actor.optimizer.model_copy(update={"optimizer_offload_fraction": fraction}),
+        "memory": actor.memory.model_copy(update={"recompute": level, "offload": offload.actor}),
+    }
     return config.model_copy(
         update={
-            "parallel": _parallel(config.parallel, layout),
-            "memory": config.memory.model_copy(update={"recompute": level, "offload": offload}),
-            "train": train.model_copy(update={"tokens_per_microbatch": size, "optimizer": optimizer}),
+            "actor": actor.model_copy(update=changed),
+            "reference": config.reference.model_copy(update={"memory": offload.reference}),
+            "train": config.train.model_copy(update={"tokens_per_microbatch": size}),
         }
     )
 
@@ -279,14 +300,14 @@ def _groups(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> lis
     lengths = {layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)}
     critic = config.critic
     if config.algorithm.name in WITH_CRITIC and critic.memory is None:
-        other = make_layout(critic.parallel or config.parallel, layout.world_size)
-        layers = value_shape(critic.model).num_layers if critic.model is not None else shape.num_layers
+        other = make_layout(critic.parallel or config.actor.parallel, layout.world_size)
+        layers = value_shape(critic.path).num_layers if critic.path is not None else shape.num_layers
         lengths |= {count // (other.vpp or 1) for count in other.stage_layers(layers)}
-    return [size for size in sorted({*_GROUPS, config.memory.recompute_layers}) if gcd(*lengths) % size == 0]
+    return [size for size in sorted({*_GROUPS, config.actor.memory.recompute_layers}) if gcd(*lengths) % size == 0]
 
 
 def _grouped(config: RunConfig, size: int) -> RunConfig:
-    return config.model_copy(update={"memory": config.memory.model_copy(update={"recompute_layers": size})})
+    return changed_config(config, {"actor.memory.recompute_layers": size})
 
 
 def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
@@ -297,15 +318,19 @@ def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
 
 
 def _fractions(config: RunConfig) -> list[float]:
-    optimizer = config.train.optimizer
+    optimizer = config.actor.optimizer
     return sorted({optimizer.optimizer_offload_fraction} | ({0.0, 1.0} if optimizer.function is None else set()))
 
 
-def _offloads(config: RunConfig) -> list[OffloadSection]:
-    """The one that leaves least behind first."""
-    asked = config.memory.offload
-    names = ["gradients", "optimizer", "reference"] + ([] if config.reshard.share_weights else ["parameters"])
-    return list(dict.fromkeys([OffloadSection(**dict.fromkeys(names, True)), asked, OffloadSection()]))
+def _offload_of(config: RunConfig) -> _Offload:
+    return _Offload(config.actor.memory.offload, config.reference.memory)
+
+
+def _offloads(config: RunConfig) -> list[_Offload]:
+    """The one that leaves least on the GPU first."""
+    names = ["gradients", "optimizer"] + ([] if config.reshard.share_weights else ["parameters"])
+    most = _Offload(OffloadSection(**dict.fromkeys(names, True)), FrozenMemorySection(offload=True))
+    return list(dict.fromkeys([most, _offload_of(config), _NOTHING]))
 
 
 def _engines(

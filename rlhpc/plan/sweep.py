@@ -120,7 +120,7 @@ def _style(axes: Any, ranks: Sequence[int], what: str) -> None:
 
 
 def _unit(config: RunConfig) -> int:
-    parallel = config.parallel
+    parallel = config.actor.parallel
     dense, experts = parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp
     return lcm(dense, experts, config.rollout.tp, config.resources.ranks_per_node)
 

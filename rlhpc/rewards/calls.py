@@ -178,7 +178,7 @@ def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:
     try:
         signature.bind(**dict.fromkeys(names), **entry.arguments)
     except TypeError as error:
-        where = entry.where.replace("function", "arguments") if entry.where == "reward.function" else entry.where
+        where = entry.where.replace("function", "arguments") if entry.where == "rewards.0.function" else entry.where
         raise UserError(
             f"{entry.path} cannot be called with {', '.join((*names, *entry.arguments))} ({error})",
             where=where if entry.arguments else entry.where,

@@ -5,19 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Literal
 
-from rlhpc.config.reward import RewardSection
+from rlhpc.config.reward import RewardWorkersSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import UNFINISHED, Failure
 
 _log = logging.getLogger(__name__)
 _SHOWN = 80
-_REMEDY_UNFINISHED = "raise its limits (reward.time_limit_seconds, reward.memory_limit_mib), or set reward.on_timeout"
+_REMEDY_UNFINISHED = "raise its limits (time_limit_seconds, memory_limit_mib), or set reward_workers.on_timeout"
 
 
 class Failures:
     """Handles failures as configured, and logs the first of each kind."""
 
-    def __init__(self, section: RewardSection, remedy: str) -> None:
+    def __init__(self, section: RewardWorkersSection, remedy: str) -> None:
         """``remedy`` for a user whose run ends because a function raised or returned no finite number."""
         self._on_failure, self._on_timeout, self._remedy = section.on_failure, section.on_timeout, remedy
         self._logged: set[tuple[str, str]] = set()

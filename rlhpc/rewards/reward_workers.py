@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlhpc.api import Completion, Prompt, RewardResult
-from rlhpc.config.reward import RewardFunctionSection, RewardSection
+from rlhpc.config.reward import RewardFunctionSection, RewardWorkersSection
 from rlhpc.rewards.calls import Entry, Failure, Outcome
 from rlhpc.rewards.failures import Failures
 from rlhpc.rewards.pool import Call, CallId, Pool
 
-_REMEDY = "make it return a finite number for every response, or set reward.on_failure"
+_REMEDY = "make it return a finite number for every response, or set reward_workers.on_failure"
 
 _SECONDS = 30.0
 _RULE_SECONDS = 5.0  # functions that a response can make slow, but that take milliseconds otherwise
@@ -20,6 +20,7 @@ _BUILT_IN = "rlhpc.rewards."
 _BUILT_IN_MIB = 2048
 
 Decode = Callable[[Sequence[int]], str]
+Functions = Mapping[str, RewardFunctionSection]  # by their keys, such as rewards.0
 
 
 @dataclass(frozen=True)
@@ -36,12 +37,14 @@ class FunctionRewards:
     there is no function, and every result is 0.
     """
 
-    def __init__(self, section: RewardSection, decode: Decode, max_response_tokens: int) -> None:
-        self._functions = section.entries
+    def __init__(
+        self, functions: Functions, section: RewardWorkersSection, decode: Decode, max_response_tokens: int
+    ) -> None:
+        self._functions = list(functions.values())
         self._failures = Failures(section, _REMEDY)
         self._decode, self._max_tokens = decode, max_response_tokens
-        self._entries = entries_of(section, max_response_tokens)
-        self._pool = Pool(self._entries, section.workers, _SECONDS) if self._entries else None
+        self._entries = entries_of(functions, section, max_response_tokens)
+        self._pool = Pool(self._entries, section.per_engine, _SECONDS) if self._entries else None
         self._responses: dict[int, _Response] = {}
 
     def wait_until_started(self) -> None:
@@ -94,7 +97,7 @@ class FunctionRewards:
             reward += function.weight * value
             if function.name:
                 parts[function.name] = value
-            parts |= {f"{function.name}/{part}".lstrip("/"): number for part, number in further.items()}
+            parts |= {f"{function.name}/{part}" if function.name else part: number for part, number in further.items()}
         if dropped:
             return RewardResult(0.0, dropped=True, failures=tuple(failures))
         return RewardResult(reward, parts, answer=answer, failures=tuple(failures))
@@ -106,12 +109,14 @@ class FunctionRewards:
         return self._failures.handle(where, failure, prompt.prompt_id, source, response.text, built_in=entry.built_in)
 
 
-def start_reward_workers(section: RewardSection, decode: Decode, max_response_tokens: int) -> FunctionRewards:
+def start_reward_workers(
+    functions: Functions, section: RewardWorkersSection, decode: Decode, max_response_tokens: int
+) -> FunctionRewards:
     """Start scoring with the configured functions; what is wrong with them is a UserError now.
 
     ``decode`` makes a response's text of its tokens.
     """
-    reward_workers = FunctionRewards(section, decode, max_response_tokens)
+    reward_workers = FunctionRewards(functions, section, decode, max_response_tokens)
     try:
         reward_workers.wait_until_started()
     except BaseException:
@@ -120,23 +125,23 @@ def start_reward_workers(section: RewardSection, decode: Decode, max_response_to
     return reward_workers
 
 
-def entries_of(section: RewardSection, max_response_tokens: int) -> list[Entry]:
+def entries_of(functions: Functions, section: RewardWorkersSection, max_response_tokens: int) -> list[Entry]:
     """What a worker is told of each of the configured functions."""
     return [
         Entry(
             item.function,
             item.arguments,
-            f"reward.functions.{item.name}" if item.name else "reward.function",
+            f"{key}.function",
             max_response_tokens=max_response_tokens,
             time_limit_seconds=_time_limit(item, section),
             memory_limit_mib=_memory_limit(item, section),
             built_in=item.function.startswith(_BUILT_IN),
         )
-        for item in section.entries
+        for key, item in functions.items()
     ]
 
 
-def _time_limit(item: RewardFunctionSection, section: RewardSection) -> float:
+def _time_limit(item: RewardFunctionSection, section: RewardWorkersSection) -> float:
     """Seconds per call: the function's own key, else the section's, else what suits the function."""
     for given in (item.time_limit_seconds, section.time_limit_seconds):
         if given is not None:
@@ -144,7 +149,7 @@ def _time_limit(item: RewardFunctionSection, section: RewardSection) -> float:
     return _RULE_SECONDS if item.function.startswith(_RULES) else _SECONDS
 
 
-def _memory_limit(item: RewardFunctionSection, section: RewardSection) -> int | None:
+def _memory_limit(item: RewardFunctionSection, section: RewardWorkersSection) -> int | None:
     """MiB per call; a user's function may load a model of any size, so that it has none by default."""
     if section.memory_limit_mib is not None:
         return section.memory_limit_mib

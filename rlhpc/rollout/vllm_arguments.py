@@ -85,7 +85,7 @@ def route_arguments(section: RolloutSection) -> dict[str, Any]:
     from vllm import EngineArgs
 
     known = EngineArgs.__dataclass_fields__
-    where, remedy = "train.experts.router_replay", "set it to false"
+    where, remedy = "actor.moe.router_replay", "set it to false"
     if "enable_return_routed_experts" not in known:
         raise UserError("this version of vLLM does not return routed experts", where=where, remedy=remedy)
     if section.tp > 1:

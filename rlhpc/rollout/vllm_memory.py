@@ -20,7 +20,7 @@ from rlhpc.parallel.compat import unmap_vllm_allocation
 from rlhpc.plan.estimates.memory import EngineMemory
 
 _GIB = 1 << 30
-_OFFLOAD = "offload more of the trainer (memory.offload)"
+_OFFLOAD = "offload more of the trainer (actor.memory.offload)"
 _unmapped: list[Tensor] = []  # weights of which only the addresses are left, until the process ends
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the keys of a snapshot, newest first
 

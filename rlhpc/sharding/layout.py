@@ -40,7 +40,7 @@ class ParallelLayout:
                 product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
                 raise UserError(
                     f"{product} = {model_size} ranks does not divide the {self.world_size} ranks of the job",
-                    where="parallel",
+                    where="actor.parallel",
                     remedy=f"use a multiple of {model_size} ranks (slurm.nodes x resources.ranks_per_node), "
                     f"or sizes whose product is one of {divisors(self.world_size)}",
                 )
@@ -98,7 +98,7 @@ class ParallelLayout:
         if self.vpp and len(sizes) == self.pp:
             raise UserError(
                 "of two ranks with virtual stages, the last takes what the first leaves",
-                where="parallel.last_stage_layers",
+                where="actor.parallel.last_stage_layers",
                 remedy="leave it out",
             )
         rest, others = num_layers - sum(sizes.values()), self.pp - len(sizes)
@@ -108,14 +108,14 @@ class ParallelLayout:
             told = f"{rest} of the {num_layers} layers" if sizes else f"{num_layers} layers"
             raise UserError(
                 f"{told} do not divide into {others}{' other' if sizes else ''} pipeline stages",
-                where="parallel.pp",
-                remedy="set parallel.first_stage_layers or last_stage_layers, or another pp",
+                where="actor.parallel.pp",
+                remedy="set actor.parallel.first_stage_layers or last_stage_layers, or another pp",
             )
         uneven = next((count for count in counts if count % (self.vpp or 1)), None)
         if uneven is not None:
             raise UserError(
                 f"the {uneven} layers of a pipeline stage do not divide into {self.vpp} virtual stages",
-                where="parallel.vpp",
+                where="actor.parallel.vpp",
                 remedy=f"use one of {divisors(gcd(*counts))}",
             )
         return counts

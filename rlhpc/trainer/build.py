@@ -115,13 +115,17 @@ def _least_samples(config: RunConfig, models: Models) -> int:
 
 
 def _engine_parts(config: RunConfig, tokenizer: Tokenizer, place: EngineRank) -> _EngineParts:
-    limit = config.rollout.max_response_tokens
-    workers = start_reward_workers(config.reward, tokenizer.decode, limit) if place.leads else None
+    workers = _reward_workers(config, tokenizer) if place.leads else None
     tools = None
     if config.rollout.tools:
         group = engine_group(place.world_size, place.rank, place.tp)
         tools = ToolUse(config.rollout, tokenizer, place.leads, group)
     return _EngineParts(place, workers, tools, RewardReader.of(config, tokenizer))
+
+
+def _reward_workers(config: RunConfig, tokenizer: Tokenizer) -> RewardWorkers:
+    limit = config.rollout.max_response_tokens
+    return start_reward_workers(config.reward_functions, config.reward_workers, tokenizer.decode, limit)
 
 
 def _load_data(
@@ -163,7 +167,7 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
         dtype=config.model.dtype,
         max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
         end_tokens=tokenizer.end_tokens,
-        routed_experts=config.train.experts.router_replay,
+        routed_experts=config.actor.moe.router_replay,
     )
 
 

@@ -33,11 +33,8 @@ class Loop:
         self._saved = -1
         self.state = self._restore()
         run.context.attempt.check_current()
-        self._writer = (
-            MetricsWriter(run.context.run, self.state, tensorboard=run.config.observe.tensorboard)
-            if run.context.info.rank == 0
-            else None
-        )
+        first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
+        self._writer = MetricsWriter(run.context.run, self.state, tensorboard=tensorboard) if first else None
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
 
     def run(self) -> Reason | None:
@@ -84,11 +81,11 @@ class Loop:
         """RL starts from the warmed-up weights, which are its reference, with a new optimizer."""
         run = self._run
         if self._config.sft:
-            run.actor.reset_optimizer(self._config.train.optimizer)
+            run.actor.reset_optimizer(self._config.actor.optimizer)
             if run.reference is not None:
                 run.reference.copy_weights(run.actor)
                 run.reference.offload()
-            if run.critic is not None and self._config.critic.model is None:
+            if run.critic is not None and self._config.critic.path is None:
                 run.critic.take_tensors(run.actor.full_tensors())
                 run.critic.offload()
         metrics = self._validate()
@@ -165,7 +162,7 @@ class Loop:
         self._check_phases(saved.folder)
         self._check_prompts(digest)
         if saved.state.step and self._config.sft:
-            run.actor.reset_optimizer(self._config.train.optimizer)
+            run.actor.reset_optimizer(self._config.actor.optimizer)
         run.actor.load(saved.folder / "actor")
         if run.reference is not None and self._reference_is_ours():
             run.reference.load(saved.folder / "reference")

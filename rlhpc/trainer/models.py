@@ -6,10 +6,15 @@ from dataclasses import replace
 
 from rlhpc.algo import Algorithm
 from rlhpc.backends.megatron import MegatronBackend
-from rlhpc.config.model_settings import ModelSettings
+from rlhpc.config.model_settings import (
+    ModelSettings,
+    actor_settings,
+    critic_settings,
+    reference_settings,
+    reward_model_settings,
+)
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.groups import Groups, build_groups
@@ -19,23 +24,24 @@ from rlhpc.trainer.roles import Models, Role
 
 def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm: Algorithm | None) -> Models:
     """Builds the models that the phases and the algorithm (None: no RL) need. Collective."""
-    layout = make_layout(config.parallel, info.world_size)
+    layout = make_layout(config.actor.parallel, info.world_size)
     build_groups(layout, config.seed)
     train = config.train
-    optimizer = config.sft.optimizer if config.sft else train.optimizer if train.steps else None
+    optimizer = config.sft.optimizer if config.sft else config.actor.optimizer if train.steps else None
     forward = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    model = _model(config, info, shape, layout, optimizer)
-    actor = Role(model, info.rank, train.tokens_per_microbatch, forward, train.experts.router_replay)
-    if algorithm is not None or config.data.validation:
-        actor.model.offload()  # makes room for the other models and the engine, which expects its share of the GPU free
+    model = _model(config, info, shape, layout, replace(actor_settings(config), optimizer=optimizer))
+    actor = Role(model, info.rank, train.tokens_per_microbatch, forward, config.actor.moe.router_replay)
     generates = algorithm is not None or bool(config.data.validation)
-    scorer = config.reward.model if generates else None
+    if generates:
+        actor.model.offload()  # makes room for the other models and the engine, which expects its share of the GPU free
+    scorer = config.reward_model if generates else None
     reward = _reward_model(config, scorer, info, layout, forward) if scorer is not None else None
     if algorithm is None:
         return Models(actor, reward=reward)
     reference = critic = None
     if algorithm.needs_reference(config.algorithm):
-        reference = replace(actor, model=_model(config, info, shape, layout, None), router_replay=False)
+        model = _model(config, info, shape, layout, reference_settings(config))
+        reference = replace(actor, model=model, router_replay=False)
     if algorithm.needs_critic:
         tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
         critic = Role(_critic(config, info, shape, layout), info.rank, tokens, tokens)
@@ -45,34 +51,31 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
 def make_trained(config: RunConfig, info: RankInfo, name: str) -> Role:
     """The actor or the critic alone, with its initial weights and an optimizer. Collective."""
     shape = read_model(config.model.path, config.model.family)
-    layout = make_layout(config.parallel, info.world_size)
+    layout = make_layout(config.actor.parallel, info.world_size)
     build_groups(layout, config.seed)
     tokens = config.train.tokens_per_microbatch
     if name == "critic":
         return Role(_critic(config, info, shape, layout), info.rank, tokens, tokens)
-    model = _model(config, info, shape, layout, config.train.optimizer)
-    return Role(model, info.rank, tokens, tokens, config.train.experts.router_replay)
+    model = _model(config, info, shape, layout, actor_settings(config))
+    return Role(model, info.rank, tokens, tokens, config.actor.moe.router_replay)
 
 
 def _model(
-    config: RunConfig, info: RankInfo, shape: ModelShape, layout: ParallelLayout, optimizer: OptimizerSection | None
+    config: RunConfig, info: RankInfo, shape: ModelShape, layout: ParallelLayout, settings: ModelSettings
 ) -> MegatronBackend:
-    settings = ModelSettings(config.parallel, config.memory, config.train.experts, optimizer)
     backend = MegatronBackend(shape, layout, info, config.model.dtype, settings)
     backend.load_pretrained(config.model.weights or config.model.path)
-    if optimizer is None:
+    if settings.optimizer is None:
         backend.offload()
     return backend
 
 
 def _critic(config: RunConfig, info: RankInfo, shape: ModelShape, actor: ParallelLayout) -> MegatronBackend:
     """The second model that is trained."""
-    section = config.critic
-    folder = section.model or config.model.weights or config.model.path
-    if section.model is not None:
+    folder = config.critic.path or config.model.weights or config.model.path
+    if config.critic.path is not None:
         shape = read_model(folder, classifier=True)
-    memory, parallel = section.memory or config.memory, section.parallel or config.parallel
-    critic = _model_with_value_head(config, info, shape, parallel, actor, section.optimizer, memory)
+    critic = _model_with_value_head(config, info, shape, actor, critic_settings(config))
     critic.load_pretrained(folder)
     critic.offload()
     return critic
@@ -81,26 +84,18 @@ def _critic(config: RunConfig, info: RankInfo, shape: ModelShape, actor: Paralle
 def _reward_model(
     config: RunConfig, section: RewardModelSection, info: RankInfo, actor: ParallelLayout, forward: int
 ) -> Role:
-    shape = read_model(section.path, classifier=True)
-    model = _model_with_value_head(config, info, shape, section.parallel or config.parallel, actor, None, config.memory)
-    model.load_pretrained(section.path)
+    shape = read_model(section.model, classifier=True)
+    model = _model_with_value_head(config, info, shape, actor, reward_model_settings(config))
+    model.load_pretrained(section.model)
     model.offload()
     tokens = section.tokens_per_microbatch or forward
     return Role(model, info.rank, tokens, tokens)
 
 
 def _model_with_value_head(
-    config: RunConfig,
-    info: RankInfo,
-    shape: ModelShape,
-    parallel: ParallelSection,
-    actor: ParallelLayout,
-    optimizer: OptimizerSection | None,
-    memory: MemorySection,
+    config: RunConfig, info: RankInfo, shape: ModelShape, actor: ParallelLayout, settings: ModelSettings
 ) -> MegatronBackend:
     """A model with a value head, in process groups of its own if its layout differs from the actor's."""
-    layout = make_layout(parallel, info.world_size)
-    experts = config.train.experts.model_copy(update={"router_replay": False})
+    layout = make_layout(settings.parallel, info.world_size)
     groups = Groups(layout) if layout != actor else None
-    settings = ModelSettings(parallel, memory, experts, optimizer)
     return MegatronBackend(shape.with_value_head, layout, info, config.model.dtype, settings, groups)

@@ -12,7 +12,6 @@ from rlhpc.data.collate import pack_batch
 from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.parallel.transfer import gather_parts
-from rlhpc.plan.checks.rewards import MODEL_PART
 from rlhpc.rewards.calls import Failure
 from rlhpc.sharding.dispatch import SPLIT_BY_DATA
 from rlhpc.trainer.batches import filled
@@ -44,7 +43,7 @@ class RewardModel:
                     scored.append(None)
                     continue
                 score = 0.0
-            parts = {**sample.reward_parts, MODEL_PART: score}
+            parts = {**sample.reward_parts, self.reader.section.name: score}
             reward = sample.reward + self.reader.section.weight * score
             scored.append(replace(sample, reward=reward, reward_parts=parts))
         return scored, failures
@@ -71,5 +70,5 @@ class RewardModel:
         assert prompts is not None, "a failure is reported with its prompt"
         source = prompts.numbered(sample.prompt_id).data_source
         text = self.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
-        where, log = f"reward.model {self.reader.section.path}", self.role.rank == 0
+        where, log = f"{self.reader.key}.model {self.reader.section.model}", self.role.rank == 0
         return self.reader.failures.handle(where, failure, sample.prompt_id, source, text, log=log)

@@ -23,17 +23,18 @@ from rlhpc.parallel.transfer import gather_objects
 from rlhpc.plan.checks.rewards import most_tokens, reads_own_words
 from rlhpc.rewards.failures import Failures
 
-_REMEDY = "look at the model and its weights, or set reward.on_failure"
+_REMEDY = "look at the model and its weights, or set reward_workers.on_failure"
 
 
 @dataclass
 class RewardReader:
-    """Prepares samples for a reward model.
+    """Prepares samples for a reward model, whose config key is ``key``, such as rewards.0.
 
     ``own`` is the reward model's tokenizer, None if it reads the policy's tokens; ``most`` its maximum tokens;
     ``padding`` its padding token, at which transformers never scores; ``failures`` handles scores that are not finite.
     """
 
+    key: str
     section: RewardModelSection
     policy: Tokenizer | None
     own: Tokenizer | None
@@ -44,13 +45,14 @@ class RewardReader:
     @classmethod
     def of(cls, config: RunConfig, policy: Tokenizer | None) -> RewardReader | None:
         """As configured; None without a reward model."""
-        section = config.reward.model
+        section = config.reward_model
         if section is None:
             return None
-        shape = read_model(section.path, classifier=True)
-        own = _tokenizer(section, config.data, shape.vocab_size) if reads_own_words(config) else None
-        failures = Failures(config.reward, _REMEDY)
-        return cls(section, policy, own, most_tokens(section, shape), _padding(section.path), failures)
+        shape = read_model(section.model, classifier=True)
+        own = _tokenizer(config, section, shape.vocab_size) if reads_own_words(config) else None
+        failures = Failures(config.reward_workers, _REMEDY)
+        most, key = most_tokens(section, shape), config.reward_model_key
+        return cls(key, section, policy, own, most, _padding(section.model), failures)
 
     def read(self, samples: Sequence[Sample], prompts: PromptSet | None) -> list[np.ndarray]:
         """int32 tokens of each sample, up to the one to score; ``prompts`` are those that the samples answer, with
@@ -73,7 +75,7 @@ class RewardReader:
         try:
             encoded = own.encode_conversations(conversations)
         except UserError as error:
-            raise UserError(error.message, where="reward.model.chat_template", remedy=error.remedy) from None
+            raise UserError(error.message, where=f"{self.key}.chat_template", remedy=error.remedy) from None
         parts = gather_objects([np.array(ids, dtype=np.int32) for ids in encoded])
         return [parts[i % ranks][i // ranks] for i in range(len(samples))]
 
@@ -96,19 +98,19 @@ class RewardReader:
         if self.section.too_long == "error":
             raise UserError(
                 f"a conversation has {len(tokens)} tokens for the reward model, which reads {self.most}",
-                where="reward.model.max_tokens",
-                remedy="set reward.model.too_long to truncate, or lower rollout.max_response_tokens",
+                where=f"{self.key}.max_tokens",
+                remedy=f"set {self.key}.too_long to truncate, or lower rollout.max_response_tokens",
             )
         return tokens[-self.most :]
 
 
-def _tokenizer(section: RewardModelSection, data: DataSection, vocab_size: int) -> Tokenizer:
+def _tokenizer(config: RunConfig, section: RewardModelSection, vocab_size: int) -> Tokenizer:
     """The reward model's, with the policy's system prompt."""
-    words = DataSection(chat_template=section.chat_template, system_prompt=data.system_prompt)
+    words = DataSection(chat_template=section.chat_template, system_prompt=config.data.system_prompt)
     try:
-        return Tokenizer.load(section.path, vocab_size, words)
+        return Tokenizer.load(section.model, vocab_size, words)
     except UserError as error:
-        where = "reward.model.chat_template" if error.where == "data.chat_template" else error.where
+        where = f"{config.reward_model_key}.chat_template" if error.where == "data.chat_template" else error.where
         raise UserError(error.message, where=where, remedy=error.remedy) from None
 
 

@@ -231,7 +231,7 @@ class _Collection:
             drafts = (blank_draft(prompt, state.policy_version),) * count
             self.groups[number] = Group(number, state.step, first, drafts, (False,) * count, (False,) * count)
         self.counts.generated_groups += len(new)
-        if len(new) < len(batch) and config.train.experts.router_replay:
+        if len(new) < len(batch) and config.actor.moe.router_replay:
             moved = moved_routed_experts(place, [self.groups[number] for number in batch])
             self.groups.update(zip(batch, moved, strict=True))
         known = dict(zip(new, prompts, strict=True))

@@ -57,7 +57,7 @@ class Update:
 
     @property
     def rate_key(self) -> str:
-        section = "critic" if self.model == "critic" else "train" if self.phase == "rl" else "sft"
+        section = self.model if self.phase == "rl" else "sft"
         return f"{section}.optimizer.learning_rate"
 
 

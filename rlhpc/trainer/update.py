@@ -82,7 +82,7 @@ class Updater:
         the batch's ``extra``; its sums are divided by weights that count the tokens of each minibatch over all ranks.
         """
         section, temperature = self.config.train, self.config.rollout.temperature
-        optimizer = self.config.critic.optimizer if model == "critic" else section.optimizer
+        optimizer = self.config.critic.optimizer if model == "critic" else self.config.actor.optimizer
         role = self.models.trained[model]
         rate = learning_rate(optimizer, state.step, section.steps)
         prompt_ids = [sample.prompt_id for sample in samples]

@@ -14,7 +14,7 @@ from rlhpc.algo.kl import kl_divergence
 from rlhpc.algo.losses import Clip, clipped_surrogate
 from rlhpc.algo.schedule import learning_rate
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
-from rlhpc.config.schema import OptimizerSection
+from rlhpc.config.training import OptimizerSection
 from rlhpc.core.errors import UserError
 
 REWARDS = torch.tensor([1.0, 0.0, 1.0, 0.5])

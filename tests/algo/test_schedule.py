@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rlhpc.algo.schedule import learning_rate
-from rlhpc.config.schema import OptimizerSection
+from rlhpc.config.training import OptimizerSection
 
 
 def rates(steps: int, **keys: object) -> list[float]:

@@ -139,11 +139,11 @@ def _batch(lengths: tuple[int, ...] = LENGTHS) -> Any:
 
 def _router_gradients(folder: Path, cases: list[Case], aux_losses: list[float]) -> list[tuple[np.ndarray, dict]]:
     """All routers' gradients of one update, and its gauges, for each case."""
-    from rlhpc.config.schema import ExpertsSection
+    from rlhpc.config.training import MoeSection
 
     results = []
     for case, aux_loss in zip(cases, aux_losses, strict=True):
-        backend = actor(folder, case, optimizer_section(), ExpertsSection(aux_loss=aux_loss))
+        backend = actor(folder, case, optimizer_section(), MoeSection(aux_loss=aux_loss))
         stats = backend.train([_batch()], negative_log_likelihood, 45.0, 1.0, 1e-3)
         routers = [g.flatten().numpy() for name, g in gradients(backend) if name.endswith("mlp.gate.weight")]
         results.append((np.concatenate(routers), stats.gauges))
@@ -151,11 +151,11 @@ def _router_gradients(folder: Path, cases: list[Case], aux_losses: list[float]) 
 
 
 def _bias_changes(folder: Path, rates: list[float]) -> list[np.ndarray]:
-    from rlhpc.config.schema import ExpertsSection
+    from rlhpc.config.training import MoeSection
 
     changes = []
     for rate in rates:
-        backend = actor(folder, Case("dsv3", ep=2), optimizer_section(), ExpertsSection(bias_update_rate=rate))
+        backend = actor(folder, Case("dsv3", ep=2), optimizer_section(), MoeSection(bias_update_rate=rate))
         before = _biases(backend)
         backend.train([_batch()], negative_log_likelihood, 90.0, 1.0, 1e-3)
         changes.append(_biases(backend) - before)

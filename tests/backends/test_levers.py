@@ -30,7 +30,7 @@ def test_all_levers_together_change_no_bit_and_resume(tmp_path: Path) -> None:
 def _compare(model: Path, saved: Path) -> tuple[list[Any], list[Any], list[Any]]:
     import torch.distributed as dist
 
-    from rlhpc.config.schema import MemorySection
+    from rlhpc.config.training import MemorySection
 
     plain = make_actor(model, optimizer_section(), **AXES)
     expected = [*_steps(plain, 4), digest(plain)]

@@ -93,7 +93,7 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def _actor(model: Path, dtype: str, keys: dict[str, Any], trained: bool = True) -> Any:
-    from rlhpc.config.schema import MemorySection
+    from rlhpc.config.training import MemorySection
 
     section = optimizer_section() if trained else None
     return make_actor(model, section, MemorySection(offload=keys), dtype)
@@ -136,7 +136,7 @@ def _reference(model: Path, actor: Any) -> dict[str, Any]:
 
     plain = _actor(model, "bfloat16", {}, trained=False)
     expected = plain.log_probs(batches_of(plain), 1.0)
-    frozen = _actor(model, "bfloat16", {"reference": True}, trained=False)
+    frozen = _actor(model, "bfloat16", {"parameters": True}, trained=False)
     frozen.offload()
     found: dict[str, Any] = {"at rest": _held(frozen, "parameters")}
     stats = frozen.log_probs(batches_of(frozen), 1.0)

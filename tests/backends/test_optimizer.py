@@ -111,7 +111,7 @@ def test_an_optimizer_of_one_s_own_trains_and_resumes(found: dict[str, Any]) -> 
 def test_what_megatron_cannot_save_is_refused_at_the_first_update(found: dict[str, Any]) -> None:
     told = found["told"]
     assert told["torch.optim:AdamW"] == (
-        "train.optimizer.function: torch.optim:AdamW keeps ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
+        "actor.optimizer.function: torch.optim:AdamW keeps ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
         "checkpoint cannot hold; keep exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
     )
     assert "made a str, which is no torch.optim.Optimizer; return one" in told["nothing"]
@@ -197,7 +197,7 @@ def _half(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def _change_optimizers(model: Path) -> list[int]:
-    from rlhpc.config.schema import MemorySection
+    from rlhpc.config.training import MemorySection
 
     section = optimizer_section(function="tests.backends.test_optimizer:make_and_look_round")
     actor = make_actor(model, section, MemorySection(offload={"optimizer": True}), "bfloat16")

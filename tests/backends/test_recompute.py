@@ -71,7 +71,7 @@ def _look(models: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 
 def _one(model: Path, keys: dict[str, Any]) -> dict[str, Any]:
-    from rlhpc.config.schema import MemorySection
+    from rlhpc.config.training import MemorySection
 
     actor = make_actor(model, optimizer_section(), MemorySection(**keys), tp=2)
     log_probs = [stats.log_probs.tolist() for stats in actor.log_probs(batches_of(actor), 1.0)]

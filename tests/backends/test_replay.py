@@ -114,7 +114,7 @@ def _measure(reference: Path, case: Case, memory: dict[str, Any]) -> Distance:
     import torch
     import torch.distributed as dist
 
-    from rlhpc.config.schema import MemorySection
+    from rlhpc.config.training import MemorySection
     from rlhpc.data.collate import unpack
 
     results = torch.load(reference / "results.pt")

@@ -74,7 +74,7 @@ def _try(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> dict[str,
 def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.schema import ExpertsSection, ParallelSection
+    from rlhpc.config.training import MoeSection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import Groups
@@ -88,7 +88,7 @@ def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
         layout,
         info,
         dtype,
-        ModelSettings(section, moe=ExpertsSection(bias_update_rate=0.01), optimizer=optimizer_section()),
+        ModelSettings(section, moe=MoeSection(bias_update_rate=0.01), optimizer=optimizer_section()),
         Groups(layout),
     )
     model.load_pretrained(folder)

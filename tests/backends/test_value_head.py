@@ -86,7 +86,7 @@ def _values(critic: Any, batches: list[Any]) -> np.ndarray:
 def _backend(folder: Path, parallel: dict[str, Any], groups: bool, value: bool) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import Groups

@@ -53,7 +53,7 @@ def nodes(count: int) -> dict[str, Any]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> str:
     """Two nodes of four: training by tp 2 and pp 2, engines of two ranks."""
-    sections = {"parallel": TWO_STAGES, "rollout": {"tp": 2}, "reshard": {"bucket_mib": 1}}
+    sections = {"actor": {"parallel": TWO_STAGES}, "rollout": {"tp": 2}, "reshard": {"bucket_mib": 1}}
     return write(tmp_path, TINY, slurm={"nodes": 2}, resources={"ranks_per_node": 4}, **sections)
 
 
@@ -75,7 +75,7 @@ def tiny(tmp_path: Path) -> str:
 def test_a_published_model_is_planned_without_its_weights(
     tmp_path: Path, model: dict[str, Any], count: int, parallel: dict[str, int], rollout: int, weights: float
 ) -> None:
-    config = write(tmp_path, model, parallel=parallel, rollout={"tp": rollout}, **nodes(count))
+    config = write(tmp_path, model, actor={"parallel": parallel}, rollout={"tp": rollout}, **nodes(count))
     found = json.loads(plan("weight-sync", config, "--json"))
     moved = found["bytes"]["received"]["total"] + found["bytes"]["local"]["total"]
     assert (
@@ -145,7 +145,7 @@ def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
     assert error_line("plan", "weight-sync", tiny, "rollout.tp=8").startswith(
         "rlhpc: rollout.tp: 8 does not divide the model's 4"
     )
-    assert error_line("plan", "weight-sync", tiny, "parallel.pp=3").startswith("rlhpc: parallel")
+    assert error_line("plan", "weight-sync", tiny, "actor.parallel.pp=3").startswith("rlhpc: actor.parallel")
     assert error_line("plan", "weight-sync", tiny, f"model.path={tmp_path / 'no'}").startswith(
         "rlhpc: model.path: no such folder"
     )
@@ -176,7 +176,7 @@ def test_times_in_json_add_up(tiny: str) -> None:
 def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
     """Of this process's own time, imports not counted: the machine may be busy."""
     big = str(ROOT / "configs" / "ready" / "deepseek-v3-671b-96gpus.yaml")
-    more = ("slurm.nodes=128", "parallel.pp=16", "parallel.last_stage_layers=1")
+    more = ("slurm.nodes=128", "actor.parallel.pp=16", "actor.parallel.last_stage_layers=1")
     plan("run", big, *more)
     began = time.process_time()
     text = plan("run", big, *more)
@@ -189,9 +189,9 @@ def test_a_search_prints_yaml_that_can_be_pasted() -> None:
     documents = [yaml12.parse(part, "") for part in text.split("---\n")[1:]]
     assert len(documents) == 5
     for document in documents:
-        assert set(document) == {"parallel", "rollout", "train", "memory"}
+        assert set(document) == {"actor", "reference", "rollout", "train"}
     found = json.loads(plan("search", READY, "--json"))
-    assert [each["parallel"] for each in found] == [document["parallel"] for document in documents]
+    assert [each["actor"]["parallel"] for each in found] == [document["actor"]["parallel"] for document in documents]
     changes = text.split("---\n")[1].splitlines()[1].removeprefix("# ").split(" ")
     pasted = json.loads(plan("run", READY, *changes, "--json"))
     assert pasted["time"]["seconds"] == pytest.approx(found[0]["seconds"])
@@ -199,8 +199,8 @@ def test_a_search_prints_yaml_that_can_be_pasted() -> None:
 
 
 def test_a_search_needs_no_layout_that_suits() -> None:
-    text = plan("search", READY, "parallel.tp=3")
-    assert "# as configured: cannot run (parallel: tp 3" in text
+    text = plan("search", READY, "actor.parallel.tp=3")
+    assert "# as configured: cannot run (actor.parallel: tp 3" in text
     assert text.count("---\n") == 5
 
 

@@ -32,9 +32,9 @@ def error_line(*arguments: str, command: str = "run") -> str:
     ("arguments", "line"),
     [
         (("resources.ranks_per_node=-1",), "resources.ranks_per_node: -1 is not allowed"),
-        (("resources.ranks_per_node=1",), "parallel: tp 2 x cp 1 x pp 2 = 4 ranks does not divide the 1 ranks"),
-        (("resources.ranks_per_node=3",), "parallel: tp 2 x cp 1 x pp 2 = 4 ranks does not divide the 3 ranks"),
-        (("parallel.tp=3",), "parallel: tp 3 x cp 1 x pp 2 = 6 ranks does not divide the 8 ranks"),
+        (("resources.ranks_per_node=1",), "actor.parallel: tp 2 x cp 1 x pp 2 = 4 ranks does not divide the 1 ranks"),
+        (("resources.ranks_per_node=3",), "actor.parallel: tp 2 x cp 1 x pp 2 = 4 ranks does not divide the 3 ranks"),
+        (("actor.parallel.tp=3",), "actor.parallel: tp 3 x cp 1 x pp 2 = 6 ranks does not divide the 8 ranks"),
         (("slurm=null",), "slurm: None is not allowed"),
         (("slurm.nodes=[4,2]",), "slurm.nodes: (4, 2): invalid range: minimum exceeds maximum; write [minimum, max"),
         (("search", "slurm.nodes=[4,2]"), "slurm.nodes: (4, 2): invalid range: minimum exceeds maximum"),
@@ -51,16 +51,19 @@ def error_line(*arguments: str, command: str = "run") -> str:
         (("site.efficiency.compute=1e-300",), "site.efficiency.compute: 1e-300 is not allowed"),
         (("site.efficiency.launch_us=1e300",), "site.efficiency.launch_us: 1e+300 is not allowed"),
         (("site.disk.write_gbps=0",), "site.disk.write_gbps: 0 is not allowed"),
-        (("memory.recompute=full", "memory.recompute_layers=5"), "memory.recompute_layers: groups of 5 layers do not"),
+        (
+            ("actor.memory.recompute=full", "actor.memory.recompute_layers=5"),
+            "actor.memory.recompute_layers: groups of 5 layers do not",
+        ),
         (("weight-sync", "--network", "nan"), "--network: nan is not allowed"),
         (("sweep", "--gpus", ""), "--gpus: '': invalid range; write it as 96..1024"),
         (("sweep", "--gpus", "8..8", "--plot", "/tmp"), "--plot: '/tmp' has no ending; name a .png file"),
         (("sweep", "--gpus", "99999999999..999999999999"), "--gpus: no number of GPUs from 99999999999"),
         (("--gpu", ""), "--gpu: no GPU '' is known"),
-        (("reward.model={path: /nowhere}",), "reward.model.path: no config.json in '/nowhere'; correct the path"),
-        (("search", "reward.model={path: /nowhere}"), "reward.model.path: no config.json in '/nowhere'"),
-        (("algorithm.name=ppo", "critic.model=/nowhere"), "critic.model: no config.json in '/nowhere'"),
-        (("search", "algorithm.name=ppo", "critic.model=/nowhere"), "critic.model: no config.json in '/nowhere'"),
+        (("rewards=[{model: /nowhere}]",), "rewards.0.model: no config.json in '/nowhere'; correct the path"),
+        (("search", "rewards=[{model: /nowhere}]"), "rewards.0.model: no config.json in '/nowhere'"),
+        (("algorithm.name=ppo", "critic.path=/nowhere"), "critic.path: no config.json in '/nowhere'"),
+        (("search", "algorithm.name=ppo", "critic.path=/nowhere"), "critic.path: no config.json in '/nowhere'"),
         (
             ("algorithm.name=ppo", "critic.parallel={tp: 3}"),
             "critic.parallel: the critic: tp 3 x cp 1 x pp 1 = 3 ranks",
@@ -115,7 +118,7 @@ def test_a_model_without_its_config_is_told(tmp_path: Path) -> None:
 
 def test_one_gpu_and_very_many_prompts_are_planned() -> None:
     """As many as nobody asks for still take seconds: responses beyond some ten thousand of an engine are scaled."""
-    one = ("resources.ranks_per_node=1", "parallel.tp=1", "parallel.pp=1", "rollout.tp=1")
+    one = ("resources.ranks_per_node=1", "actor.parallel.tp=1", "actor.parallel.pp=1", "rollout.tp=1")
 
     def rollout(*more: str) -> float:
         done = CliRunner().invoke(cli, ["plan", "run", READY, *one, *more, "--json"], catch_exceptions=False)

@@ -40,14 +40,14 @@ def test_a_least_configuration_takes_the_defaults(config):
 
 
 def test_floats_without_a_dot_are_floats(config):
-    config.write_text(LEAST + "  optimizer: {learning_rate: 1e-6, weight_decay: 0}\n")
-    optimizer = load_config(config).train.optimizer
+    config.write_text(LEAST + "actor:\n  optimizer: {learning_rate: 1e-6, weight_decay: 0}\n")
+    optimizer = load_config(config).actor.optimizer
     assert (optimizer.learning_rate, optimizer.weight_decay) == (1e-6, 0.0)
 
 
 def test_only_true_and_false_are_booleans(config):
-    loaded = load_config(config, ["reward.arguments={a: on, b: no, c: true, d: 010, e: 12:30, f: 2024-01-01}"])
-    assert loaded.reward.arguments == {"a": "on", "b": "no", "c": True, "d": 10, "e": "12:30", "f": "2024-01-01"}
+    loaded = load_config(config, ["data.template_arguments={a: on, b: no, c: true, d: 010, e: 12:30, f: 2024-01-01}"])
+    assert loaded.data.template_arguments == {"a": "on", "b": "no", "c": True, "d": 10, "e": "12:30", "f": "2024-01-01"}
     assert "observe.tensorboard: 'yes' is not allowed; allowed: true or false" in fault(
         config, "observe.tensorboard=yes"
     )
@@ -77,7 +77,7 @@ def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
         ("rollout.tp=true", "rollout.tp: True is not allowed; allowed: an integer at least 1"),
         ("train.steps=1.5", "train.steps: 1.5 is not allowed; allowed: an integer at least 0"),
         ("rollout.top_p=1.5", "rollout.top_p: 1.5 is not allowed; allowed: a number above 0 and at most 1"),
-        ("train.optimizer.learning_rate=.inf", "allowed: a number above 0"),
+        ("actor.optimizer.learning_rate=.inf", "allowed: a number above 0"),
         ("sft=3", "sft: 3 is not allowed; allowed: a section of 'key: value' lines"),
         ("data.train=a", "data.train: 'a' is not allowed; allowed: a list, each item a path"),
         ("data.train=[5]", "data.train.0: 5 is not allowed; allowed: a path or a section of 'key: value' lines"),
@@ -133,7 +133,8 @@ def test_a_dumped_configuration_loads_as_the_same(config):
         "data.train=[a.jsonl]",
         "data.validation=[{path: b.jsonl, name: hard}]",
         "data.chat_template=my.jinja",
-        "reward.arguments={a: '1e-6', b: yes, c: 'true', d: '010', e: null}",
+        "rewards.0={function: m:f, arguments: {a: '1e-6', b: yes, c: 'true', d: '010', e: null}}",
+        "rewards.1={model: a/judge, chat_template: false}",
         "algorithm.std_epsilon=1e-9",
     ]
     loaded = load_config(config, overrides)

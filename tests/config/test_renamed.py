@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # What a section needs before it can be written at all.
 AROUND = {
     "train.dynamic_sampling.shortage": "train.dynamic_sampling={}",
-    "reward.model.too_long": "reward.model.path=m",
+    "rewards.0.too_long": "rewards=[{model: m}]",
 }
 
 
@@ -30,7 +30,22 @@ def error_line(*overrides: str) -> str:
 def test_an_old_key_names_the_new_one(old: str) -> None:
     new = RENAMED[old]
     assert error_line(f"{old}=0.5") == f"command line: {old}: has another name now; write {new}"
-    assert f"{new}: unknown key" not in error_line(f"{new}=[]"), "the new key exists"
+    around = ["rewards=[{model: m}]"] if old.startswith("reward.model.") else []
+    assert f"{new}: unknown key" not in error_line(*around, f"{new}=[[]]"), "the new key exists"
+
+
+def test_a_file_with_old_sections_names_what_they_are_now() -> None:
+    both = "memory={recompute: full, offload: {gradients: true, reference: true}}"
+    assert error_line("parallel={tp: 2, pp: 2}") == "command line: parallel: has another name now; write actor.parallel"
+    assert error_line("train.optimizer={beta1: 1, clip_gradient: 1}").split(" | ") == [
+        "command line: train.optimizer.beta1: has another name now; write actor.optimizer.beta1",
+        "command line: train.optimizer.clip_gradient: has another name now; write actor.optimizer.max_grad_norm",
+    ]
+    assert error_line(both).split(" | ") == [
+        "command line: memory.recompute: has another name now; write actor.memory.recompute",
+        "command line: memory.offload.gradients: has another name now; write actor.memory.offload.gradients",
+        "command line: memory.offload.reference: has another name now; write reference.memory.offload",
+    ]
 
 
 @pytest.mark.parametrize(("key", "old"), [(key, old) for key, values in RENAMED_VALUES.items() for old in values])

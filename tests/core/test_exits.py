@@ -65,8 +65,8 @@ def test_an_error_is_whole_in_another_process(kind):
 
 @pytest.mark.parametrize("path", ["os.path", "os.path:", ":join", ".path:join"])
 def test_what_is_no_import_path(path):
-    with pytest.raises(UserError, match=r"^reward\.function: .* package\.module:function"):
-        import_attribute(path, "reward.function")
+    with pytest.raises(UserError, match=r"^rewards\.0\.function: .* package\.module:function"):
+        import_attribute(path, "rewards.0.function")
 
 
 def test_an_error_that_came_from_a_lost_peer_is_one():

@@ -31,7 +31,7 @@ def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_reward_gives_part_of_it_for_the_last_digit() -> None:
     def scores(arguments: dict[str, float], *responses: str) -> list[object]:
-        score = load_function(Entry("my_reward:score", arguments, "reward.function"))
+        score = load_function(Entry("my_reward:score", arguments, "rewards.0.function"))
         prompt = {**dict.fromkeys(KEYWORDS), "ground_truth": "42"}
         return [score({**prompt, "solution_str": response}) for response in responses]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from rlhpc.config import yaml12
-from rlhpc.config.schema import MemorySection, ParallelSection
+from rlhpc.config.training import MemorySection, ParallelSection
 from rlhpc.models import read_model
-from rlhpc.plan.estimates.activations import Kernels, Setting, layer_kept
+from rlhpc.plan.estimates.activations import ActivationSetting, Kernels, layer_activations
 from rlhpc.sharding.layout import ParallelLayout
 from tests.docs.pages import DOCS, ROOT
 
@@ -17,8 +17,8 @@ TOKENS = 2048
 def predicted(memory: MemorySection, kernels: Kernels) -> float:
     """Bytes of a token in a layer of Qwen2.5-1.5B."""
     shape = read_model(ROOT / "configs" / "ready" / "models" / "Qwen2.5-1.5B-Instruct")
-    setting = Setting(shape, ParallelLayout(1), ParallelSection(), memory, "bfloat16", kernels)
-    return layer_kept(setting, TOKENS, has_experts=False) / TOKENS
+    setting = ActivationSetting(shape, ParallelLayout(1), ParallelSection(), memory, "bfloat16", kernels)
+    return layer_activations(setting, TOKENS, has_experts=False) / TOKENS
 
 
 def test_bytes_of_activations_are_those_predicted() -> None:
@@ -27,7 +27,7 @@ def test_bytes_of_activations_are_those_predicted() -> None:
     for keys, on_cpu, on_gpu in rows:
         recompute, *others = re.findall("`(.*?)`", keys)
         changes = {
-            key.removeprefix("memory."): value for text in others for key, value in yaml12.parse(text, "").items()
+            key.removeprefix("actor.memory."): value for text in others for key, value in yaml12.parse(text, "").items()
         }
         memory = MemorySection(recompute=recompute, **changes)
         assert predicted(memory, "padded") == int(on_cpu.replace(",", "")), keys

@@ -27,7 +27,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
             "dual_clip": 3.0,
             "rollout_correction": {"method": "truncate"},
         },
-        reward={"function": "my_reward:score", "arguments": {"last_digit": 0.2}},
+        rewards=[{"function": "my_reward:score", "arguments": {"last_digit": 0.2}}],
     )
     code, output = run(config)
     assert code == 0, output

@@ -61,9 +61,9 @@ def unknown_keys(text: str) -> list[str]:
     known = {key for key, _ in config_table.keys(RunConfig.model_json_schema())}
     known |= {section.rpartition(".")[0] for section in known}
     free = (
-        "reward.arguments.",
+        "rewards.0.arguments.",
         "train.dynamic_sampling.arguments.",
-        "train.optimizer.arguments.",
+        "actor.optimizer.arguments.",
         "slurm.sbatch_options.",
         "prepare.arguments.",
     )  # their names are the user's

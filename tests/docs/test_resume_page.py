@@ -22,13 +22,13 @@ def test_a_finished_run_goes_on_in_another_layout_for_more_steps(tmp_path: Path)
         sft__steps=2,
         train__steps=2,
         algorithm__kl__coefficient=0.05,
-        reward__function="tests.trainer.test_first_rl_step:short_answers",  # which moves the policy in each step
-        train__optimizer__learning_rate=1e-4,
+        rewards__0__function="tests.trainer.test_first_rl_step:short_answers",  # which moves the policy in each step
+        actor__optimizer__learning_rate=1e-4,
         data__validation=[],
     )
     code, output = run(config)
     assert code == 0, output
-    changes = ("parallel.tp=2", "rollout.tp=2", "train.steps=3", "train.optimizer.learning_rate=2e-5")
+    changes = ("actor.parallel.tp=2", "rollout.tp=2", "train.steps=3", "actor.optimizer.learning_rate=2e-5")
     code, output = run(tmp_path / "run" / "config.yaml", "--resume", *changes)
     assert code == 0, output
     *_, before, after = records(tmp_path / "run")

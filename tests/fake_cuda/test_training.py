@@ -73,7 +73,7 @@ def _look(model: Path, saved: Path) -> dict[str, Any]:
 
 def _train(cuda: FakeCuda, model: Path, saved: Path) -> dict[str, Any]:
     from rlhpc.backends.megatron.offload import KINDS, device_tensors
-    from rlhpc.config.schema import MemorySection
+    from rlhpc.config.training import MemorySection
 
     memory = MemorySection(offload=EVERYTHING)
     actor = make_actor(model, optimizer_section(), memory, "bfloat16")

@@ -47,7 +47,7 @@ def test_nothing_of_torch_is_patched_while_megatron_runs() -> None:
 def _actor(folder: Path, dtype: str, optimizer: Any = None) -> Any:
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups, join
@@ -94,7 +94,7 @@ def _distances(folder: Path) -> tuple[float, float]:
 
 def _train(folder: Path, saved: Path) -> tuple[list[float], list[float], list[float]]:
     from rlhpc.api import LossSums
-    from rlhpc.config.schema import OptimizerSection
+    from rlhpc.config.training import OptimizerSection
 
     def loss(stats: Any, batch: Any) -> Any:
         total = -(stats.log_probs * batch.loss_weight).sum()

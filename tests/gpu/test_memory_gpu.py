@@ -39,7 +39,7 @@ def test_levers_on_a_gpu(tmp_path: Path) -> None:
 
 def _look(model: Path, saved: Path) -> dict[str, Any]:
     from rlhpc.backends.megatron.optimizer import inner_optimizers
-    from rlhpc.config.schema import MemorySection
+    from rlhpc.config.training import MemorySection
     from rlhpc.core.rank import RankInfo
     from rlhpc.parallel.groups import join
 

@@ -1,6 +1,6 @@
-"""How near is what is predicted of activations to what autograd keeps in real forward passes?
+"""Compares predicted activation memory with what autograd saves in real forward passes.
 
-``python -m tests.helpers.activation_memory`` tries models and settings on real ranks, and prints a table.
+``python -m tests.helpers.activation_memory`` runs models and settings on real ranks, and prints a table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
 
-# Wide enough that what a token takes of each layer is most of it, and not indices.
+# Wide enough that activations dominate over indices.
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512}
 SELECTIVE = {"recompute": "selective"}
 FULL = {"recompute": "full"}
@@ -28,7 +28,7 @@ class ActivationCase:
     memory: tuple[tuple[str, Any], ...] = ()
     dtype: str = "bfloat16"
     lengths: tuple[int, ...] = (128, 128)
-    microbatches: int = 1  # several: the most that is kept at once
+    microbatches: int = 1  # several: peak over the schedule
 
     def __str__(self) -> str:
         pairs = " ".join(f"{key}={value}" for key, value in (*self.axes, *self.memory))
@@ -37,8 +37,7 @@ class ActivationCase:
 
 
 def compare(folders: dict[str, Path], cases: Sequence[ActivationCase]) -> list[tuple[int, int]]:
-    """Run on every rank of a job: for each case the bytes kept at the end of a forward pass, and the bytes
-    predicted."""
+    """(measured, predicted) bytes of each case. Runs on every rank of a job."""
     return [_compare(folders[case.kind], case) for case in cases]
 
 
@@ -48,7 +47,7 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     from rlhpc.config.training import MemorySection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.data.collate import pack_batch
-    from rlhpc.plan.estimates.activations import Setting, stage_kept, under_way
+    from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
     from tests.helpers import equality
     from tests.helpers.training import make_actor, optimizer_section
 
@@ -61,19 +60,19 @@ def _compare(folder: Path, case: ActivationCase) -> tuple[int, int]:
     batch = pack_batch([(tokens, 1) for tokens in made], sample_ids=list(range(len(made))))
     measured = keep(actor, [batch] * case.microbatches)
     layout, stage = actor.layout, actor.layout.coord(RankInfo.from_environ().rank)["pp"]
-    setting = Setting(
+    setting = ActivationSetting(
         actor.weights.shape, layout, ParallelSection(**dict(case.axes)), memory, case.dtype, kernels="padded"
     )
     tokens = -(-sum(case.lengths) // layout.cp)
-    # Rotary angles are held by the batch in any case, by autograd where attention is not computed again.
+    # The batch always holds rotary angles; autograd holds them unless attention is recomputed.
     again = memory.recompute == "full" or setting.recomputes("core_attn")
     held = min(layout.pp - stage, case.microbatches)
-    angles = held * stage_kept(setting, stage, tokens).shared if again else 0
-    return measured, under_way(setting, stage, tokens, case.microbatches) - angles
+    angles = held * stage_activations(setting, stage, tokens).shared if again else 0
+    return measured, in_flight_activations(setting, stage, tokens, case.microbatches) - angles
 
 
 class _Ledger:
-    """Storages that autograd holds, each as often as it holds it."""
+    """Storages that autograd holds, with their reference counts and peak bytes."""
 
     def __init__(self, left_out: set[int]) -> None:
         self.left_out, self.counts, self.held, self.most = left_out, dict[int, int](), 0, 0
@@ -90,7 +89,7 @@ class _Ledger:
 
 
 class _Held:
-    """What stands for a tensor until autograd lets it go."""
+    """Stands for a saved tensor until autograd releases it."""
 
     def __init__(self, tensor: Any, ledger: _Ledger) -> None:
         self.tensor, self.storage, self.ledger = tensor, tensor.untyped_storage(), ledger
@@ -101,9 +100,9 @@ class _Held:
 
 
 def keep(actor: Any, batches: Sequence[Any]) -> int:
-    """Most bytes of unique storages that autograd keeps at once in an update's passes, weights left out.
+    """Peak bytes of unique storages that autograd saves in an update's passes, without weights.
 
-    Without what is computed again: from the first backward pass on, only what a forward pass adds can be the most.
+    Recomputed tensors do not count: from the first backward pass on, only a forward pass can raise the peak.
     """
     import torch
 
@@ -127,7 +126,7 @@ def keep(actor: Any, batches: Sequence[Any]) -> int:
 
 
 def cases_by_world() -> dict[int, list[ActivationCase]]:
-    """Families, dtypes, what is recomputed and every axis, by the ranks that they take."""
+    """Cases of families, dtypes, recomputation and every axis, by number of ranks."""
     full, pairs = (("recompute", "full"),), (("recompute", "full"), ("recompute_layers", 2))
     selective = (("recompute", "selective"),)
 
@@ -176,7 +175,7 @@ def main() -> None:
             folders = {kind: make_model(Path(name) / f"{world_size}-{kind}", kind, **SIZES) for kind in kinds}
             ranks = run_ranks(compare, world_size, folders, cases, timeout=1800)
             for case, results in zip(cases, zip(*ranks, strict=True), strict=True):
-                # Ranks with experts get unequal shares of the tokens: sums are compared.
+                # Ranks get unequal numbers of tokens for their experts, so sums are compared.
                 measured, predicted = (sum(result[i] for result in results) for i in (0, 1))
                 off = predicted / measured - 1
                 worst = max(worst, abs(off))
@@ -185,6 +184,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.helpers import activation_memory  # by which name ranks find it
+    from tests.helpers import activation_memory  # ranks import it by this name
 
     activation_memory.main()

@@ -1,4 +1,4 @@
-"""Packed batches for tests of attention, and what attention is: one sequence at a time, in float64."""
+"""Packed batches for tests of attention, and a float64 reference that takes one sequence at a time."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MIXED = (11, 3, 40, 7, 1, 22, 64, 5)
 
 @dataclass(frozen=True)
 class Case:
-    """Heads and sizes of one attention; queries and keys longer than values come rotated, as latent attention's do."""
+    """Heads and sizes of an attention. Queries and keys longer than values come rotated, as in latent attention."""
 
     heads: int
     kv_heads: int
@@ -40,7 +40,7 @@ CASES = {
 
 
 def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") -> tuple[Tensor, ...]:
-    """Query, key, value and the gradient of the output, random, the same in every process."""
+    """Random query, key, value and gradient of the output, equal in every process."""
     generator = torch.Generator().manual_seed(5)
     sizes = [(case.heads, case.dim), (case.kv_heads, case.dim), (case.kv_heads, case.value_dim)]
     sizes.append((case.heads, case.value_dim))
@@ -49,7 +49,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 
 def batch(case: Case, device: str = "cpu") -> Any:
-    """A packed batch of the case's lengths; its tokens do not matter."""
+    """A packed batch with the case's lengths and arbitrary tokens."""
     import numpy as np
 
     from rlhpc.data.collate import pack_batch
@@ -59,7 +59,7 @@ def batch(case: Case, device: str = "cpu") -> Any:
 
 
 def rotary_table(case: Case, device: str = "cpu") -> Any:
-    """The default rotary embedding, of one head's size."""
+    """Default rotary embedding for the case's head size."""
     from rlhpc.backends.megatron.packed import RotaryTable
     from rlhpc.models import ModelShape, Rope
 
@@ -82,7 +82,7 @@ def rotary_table(case: Case, device: str = "cpu") -> Any:
 
 
 def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) -> Any:
-    """The module as Megatron makes it."""
+    """The attention module as Megatron builds it."""
     from types import SimpleNamespace
 
     from megatron.core.transformer.enums import AttnMaskType
@@ -110,7 +110,7 @@ def attention(case: Case, cp_comm_type: str | None = None, group: Any = None) ->
 
 
 def one_at_a_time(case: Case, query: Tensor, key: Tensor, value: Tensor, rotates: bool | None = None) -> Tensor:
-    """[T, heads, value_dim]: softmax over the tokens that came before, sequence by sequence."""
+    """[T, heads, value_dim]: causal softmax attention, sequence by sequence."""
     rotates = case.rotates if rotates is None else rotates
     outputs, start = [], 0
     for length in case.lengths:
@@ -126,7 +126,7 @@ def one_at_a_time(case: Case, query: Tensor, key: Tensor, value: Tensor, rotates
 
 
 def _rotated(x: Tensor) -> Tensor:
-    """Pairs (i, i + half) turned by position x theta^(-2i / dim)."""
+    """Rotary embedding: pairs (i, i + half) rotated by position x theta^(-2i / dim)."""
     length, half = x.size(1), x.size(2) // 2
     frequencies = 10000.0 ** (-torch.arange(half, dtype=torch.float64, device=x.device) / half)
     angles = torch.arange(length, device=x.device)[:, None] * frequencies
@@ -135,10 +135,10 @@ def _rotated(x: Tensor) -> Tensor:
 
 
 def outcome(output: Tensor, gradient: Tensor, *leaves: Tensor) -> list[Tensor]:
-    """The output and the gradients of the leaves that ``gradient`` of the output gives."""
+    """The output, and the gradients of the leaves for this gradient of the output."""
     return [output.detach(), *torch.autograd.grad(output, leaves, gradient.to(output.dtype))]
 
 
 def farthest(ours: list[Tensor], theirs: list[Tensor]) -> float:
-    """The greatest difference of any two values."""
+    """Maximum absolute difference."""
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))

@@ -1,4 +1,4 @@
-"""Both sides of a weight sync as plain tensors: a trainer's and an engine's parameters without Megatron and vLLM."""
+"""Both sides of a weight sync as plain tensors, without Megatron and vLLM."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from rlhpc.sharding.shards import Shard, TensorSpec
 
 
 def whole(tensor: TensorSpec, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The same random values for a tensor's name wherever it is asked for."""
+    """The full tensor with random values seeded by its name."""
     generator = torch.Generator().manual_seed(zlib.crc32(tensor.name.encode()))
     return torch.randn(tensor.shape, generator=generator).to(torch.float32 if tensor.float32 else dtype)
 
 
 class Parameters:
-    """The parameters of one rank that its shards lie in; ``filled``: with the tensors' values."""
+    """Parameters of one rank that contain its shards. ``filled``: with the tensors' values."""
 
     def __init__(self, shards: Sequence[Shard], filled: bool, dtype: torch.dtype = torch.float32) -> None:
         self.shards, self._tensors = shards, {}
@@ -38,14 +38,14 @@ class Parameters:
         return self._tensors[shard.chunk, shard.local_name][shard.local_box.slices].view(shard.box.shape)
 
     def wrong(self, dtype: torch.dtype = torch.float32) -> list[str]:
-        """Names of tensors whose block here is not the tensor's."""
+        """Names of tensors whose block here differs from the tensor."""
         return [
             s.tensor.name for s in self.shards if not torch.equal(self.view(s), whole(s.tensor, dtype)[s.box.slices])
         ]
 
 
 def shape_of_kind(kind: str, **changes: Any) -> Any:
-    """The shape of one of the tiny models, without its weights."""
+    """Shape of one of the tiny models."""
     import transformers
 
     from rlhpc.models.registry import shape_of

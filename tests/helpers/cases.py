@@ -1,4 +1,4 @@
-"""Cases of a test of which `make test` takes some, and `make test-all` the rest."""
+"""Splits the cases of a test between `make test` and `make test-all`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 
-def long_but(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """``cases`` for parametrize, all but ``kept`` marked long; cases of several values are known by the first."""
+def long_but(short: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """``cases`` for parametrize, all except ``short`` marked long; a tuple is identified by its first value."""
     found = []
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        found.append(case if values[0] in kept else pytest.param(*values, marks=pytest.mark.long))
+        found.append(case if values[0] in short else pytest.param(*values, marks=pytest.mark.long))
     return found

@@ -1,4 +1,4 @@
-"""Do the shards of a layout hold every element of a model, each where it belongs? For families of any kind."""
+"""Checks that the shards of a layout hold every element of a model, each in its place, for any family."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhpc.models import ModelShape
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, megatron_shards, model_tensors
 
-_STAGES: list[dict[str, int]] = [
+STAGES: list[dict[str, int]] = [
     {},
     {"pp": 2},
     {"pp": 2, "vpp": 2},
@@ -20,14 +20,14 @@ _STAGES: list[dict[str, int]] = [
     {"pp": 3, "first_stage_layers": 1, "last_stage_layers": 1},
     {"pp": 2, "vpp": 2, "last_stage_layers": 2},
 ]
-# Replicated over tp: norms, the router, and latent attention's way down.
+# Replicated over tp: norms, the router, and latent attention's down projections.
 _WHOLE = ("norm.weight", "gate.weight", "e_score_correction_bias", "q_a_proj.weight", "kv_a_proj_with_mqa.weight")
 
 
 def small_layouts(shape: ModelShape) -> list[ParallelLayout]:
-    """Layouts of up to 16 ranks along every axis and several at once, those of experts where the model has some."""
+    """Layouts of up to 16 ranks along single and combined axes; expert axes if the model has experts."""
     layouts = []
-    for stages, tp, cp in itertools.product(_STAGES, (1, 2, 4), (1, 2)):
+    for stages, tp, cp in itertools.product(STAGES, (1, 2, 4), (1, 2)):
         pp = stages.get("pp", 1)
         for ep, etp, dp in ((1, 1, 1), (1, 1, 2), (2, 1, 2), (4, 1, 2), (1, 2, 1), (2, 2, 2), (2, 4, 2)):
             ranks, is_dense = tp * cp * dp, shape.experts is None
@@ -41,9 +41,9 @@ def small_layouts(shape: ModelShape) -> list[ParallelLayout]:
 
 
 def assert_held_once(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Each replica of the model has every element once, or on every tensor-parallel rank.
+    """Assert that each replica of the model holds every element once, or on every tensor-parallel rank.
 
-    A replica is the ranks that differ along tp and pp, and for experts those that differ along etp, ep and pp.
+    A replica: the ranks that differ along tp and pp; for experts, along etp, ep and pp.
     """
     held = [megatron_shards(shape, layout, rank) for rank in range(layout.world_size)]
     for axes, of_expert in ((("tp", "pp"), False), (("etp", "ep", "pp"), True)):
@@ -59,9 +59,9 @@ def assert_held_once(shape: ModelShape, layout: ParallelLayout) -> None:
 
 
 def assert_filled_once(shape: ModelShape, layout: ParallelLayout) -> None:
-    """Boxes fill each parameter of each rank from its first element to its last, none twice.
+    """Assert that boxes fill each parameter of each rank from its first to its last element, without overlap.
 
-    Where a vocabulary is padded, the last element is that of its last word.
+    In a padded vocabulary, the last element is that of the last token.
     """
     for rank in range(layout.world_size):
         boxes: dict[tuple[int, str], list[Box]] = {}

@@ -1,4 +1,4 @@
-"""Real ranks for tests: separate processes on this machine, joined by gloo."""
+"""Starts real ranks for tests: separate processes on this machine, joined by gloo."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers import session, warm
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or ran out of time; the message holds its traceback."""
+    """A rank raised, died or timed out; the message contains its traceback."""
 
 
 def run_ranks(
@@ -34,12 +34,11 @@ def run_ranks(
     environ: Mapping[str, str] | None = None,
     fresh: bool = False,
 ) -> list[Any]:
-    """Call ``function(*args)`` in ``world_size`` new processes; return what each rank returned, by rank.
+    """Call ``function(*args)`` in ``world_size`` new processes and return the results by rank.
 
-    ``function`` must be importable (defined at a module's top level); arguments and results are pickled. With
-    ``join`` the default process group is initialised (gloo) before the call and destroyed after it. Raises
-    RankFailed with the traceback of the rank that failed first, after ending the others. ``fresh`` ranks import
-    everything themselves.
+    ``function`` must be importable (defined at a module's top level); arguments and results are pickled. ``join``:
+    initialize the default process group (gloo) before the call and destroy it afterwards. ``fresh``: ranks import
+    everything themselves. If a rank fails, ends the others and raises RankFailed with the first failure's traceback.
     """
     session.need("ranks")
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
@@ -52,7 +51,7 @@ def run_ranks(
             _wait(processes, folder, timeout)
         finally:
             for process in processes:
-                # With what it has started itself: Megatron's checkpoint writer leaves a helper process.
+                # With its children: Megatron's checkpoint writer leaves a helper process.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
@@ -77,7 +76,7 @@ def _rendezvous(world_size: int) -> dict[str, str]:
 
 
 def _start(folder: Path, rank: int, common: Mapping[str, str], fresh: bool) -> subprocess.Popen | warm.Forked:
-    """The repository's root comes first on the path, so that the child finds this module and rlhpc."""
+    """Start one rank, with the repository's root first on its path."""
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, [root, common.get("PYTHONPATH", "")]))
     own = {env.RANK: str(rank), env.LOCAL_RANK: str(rank), "PYTHONPATH": path}
@@ -98,7 +97,7 @@ def _wait(processes: list[Any], folder: Path, timeout: float) -> None:
     deadline = time.monotonic() + timeout
     while any(process.poll() is None for process in processes):
         if any(process.poll() for process in processes):
-            time.sleep(0.5)  # the first to fail may drag others down: let them write their own tracebacks
+            time.sleep(0.5)  # the first failure may cause others: let them write their tracebacks
             _collect_dead(processes)
             break
         if time.monotonic() > deadline:
@@ -107,21 +106,21 @@ def _wait(processes: list[Any], folder: Path, timeout: float) -> None:
         time.sleep(0.02)
     failed = [rank for rank, process in enumerate(processes) if process.poll()]
     if failed:
-        culprit = min(failed, key=lambda rank: _failed_at(folder, rank))
+        first = min(failed, key=lambda rank: _failed_at(folder, rank))
         raise RankFailed(
-            f"rank {culprit} of {len(processes)} failed first, exit {processes[culprit].returncode}"
-            f" (failed: {failed})\n{_log(folder, culprit)}"
+            f"rank {first} of {len(processes)} failed first, exit {processes[first].returncode}"
+            f" (failed: {failed})\n{_log(folder, first)}"
         )
 
 
 def _collect_dead(processes: list[Any]) -> None:
-    """Wait for the exit codes of processes that have ended: their victims' may arrive first."""
+    """Wait for the exit codes of ended processes, which may arrive after those of their victims."""
     while any(process.poll() is None and ProcessId.of(process.pid) is None for process in processes):
         time.sleep(0.02)
 
 
 def _failed_at(folder: Path, rank: int) -> float:
-    """When the rank raised; a rank that died without a word (a signal) comes before all that only raised."""
+    """Time at which the rank raised; 0 for a rank that a signal killed, which counts as first."""
     note = folder / f"{rank}.failed"
     return float(note.read_text()) if note.exists() else 0.0
 
@@ -132,7 +131,7 @@ def _log(folder: Path, rank: int, lines: int = 60) -> str:
 
 
 def run_child(folder: Path) -> None:
-    """The life of a rank: call, leave the result, end."""
+    """Program of a rank: call the function, store the result, exit."""
     rank = int(os.environ[env.RANK])
     try:
         sys_path, join, timeout, call = pickle.loads((folder / "call.pickle").read_bytes())
@@ -152,7 +151,7 @@ def run_child(folder: Path) -> None:
         traceback.print_exc()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # threads left waiting in a collective must not keep the process alive
+        os._exit(1)  # threads that wait in a collective must not keep the process alive
     (folder / f"{rank}.result").write_bytes(result)
     sys.stdout.flush()
     sys.stderr.flush()

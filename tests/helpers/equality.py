@@ -1,8 +1,8 @@
-"""Is a layout equal to one rank? A HuggingFace model trained by PyTorch is the one rank; layouts are tried in turn.
+"""Compares layouts with one rank: a HuggingFace model trained by PyTorch.
 
-``make_reference`` trains the model for some steps and keeps logits, losses, gradients and weights. ``try_cases`` runs
-on real ranks and says how far each layout is from that. ``python -m tests.helpers.equality`` tries every family on
-every axis and random combinations, and prints a table.
+``make_reference`` trains the model for some steps and stores logits, losses, gradients and weights. ``try_cases`` runs
+layouts on real ranks and returns their distances from the reference. ``python -m tests.helpers.equality`` runs every
+family on every axis and random combinations, and prints a table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ BUCKET = 100_000  # elements
 
 @dataclass(frozen=True)
 class Case:
-    """A model on a layout; dp takes the ranks that are left."""
+    """A model on a layout; dp takes the remaining ranks."""
 
     kind: str
     tp: int = 1
@@ -53,12 +53,12 @@ class Case:
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a case is from the reference, the worst over ranks, tensors and steps."""
+    """Distance of a case from the reference, maximum over ranks, tensors and steps."""
 
     logits: float  # absolute
     loss: float  # relative
     grad_norm: float  # relative
-    gradient: float  # of a tensor's largest element, after clipping
+    gradient: float  # relative to a tensor's largest element, after clipping
     weight: float  # absolute, after the last step
 
     @property
@@ -69,7 +69,7 @@ class Distance:
 
 
 def make_reference(folder: Path, kind: str) -> Path:
-    """Train ``kind`` under PyTorch; folder/{start,gradients,end} hold tensors, results.pt the numbers and logits."""
+    """Train ``kind`` in PyTorch; tensors go to folder/{start,gradients,end}, losses, norms and logits to results.pt."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -105,7 +105,7 @@ def make_reference(folder: Path, kind: str) -> Path:
 
 
 def save_gradients(model: Any, folder: Path) -> None:
-    """In the names and shapes of saved weights, which differ from those of the modules."""
+    """Save gradients with the names and shapes of saved weights, which differ from those of the modules."""
     values = {param: param.data for param in model.parameters()}
     for param in values:
         param.data = param.grad.clone() if param.grad is not None else param.data.new_zeros(param.shape)
@@ -115,14 +115,14 @@ def save_gradients(model: Any, folder: Path) -> None:
 
 
 def try_cases(references: dict[str, Path], cases: Sequence[Case]) -> list[Distance]:
-    """Run on every rank of a job: each case in turn, with process groups of its own."""
+    """Distance of each case, each with its own process groups. Runs on every rank of a job."""
     return [_try(references[case.kind], case) for case in cases]
 
 
 def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None, memory: Any = None) -> Any:
-    """A back end with the weights of ``folder`` in the layout of ``case``; groups of a former layout are left.
+    """A back end with the weights of ``folder`` in the layout of ``case``, after leaving a former layout's groups.
 
-    Gradients are reduced in several buckets during the backward pass, as those of a real model.
+    Gradients are reduced in several buckets during the backward pass, as in a real model.
     """
     from rlhpc.backends.megatron import backend as module
 
@@ -142,19 +142,19 @@ def actor(folder: Path, case: Case, optimizer: Any = None, experts: Any = None, 
 
 
 _former: list[Any] = []
-_kept_groups: set[Any] = set()
+_lasting_groups: set[Any] = set()
 
 
 def keep_groups() -> None:
-    """The process groups that there are now outlive a change of layout: an engine's."""
+    """Let the current process groups, such as an engine's, outlive a change of layout."""
     import torch.distributed as dist
 
-    _kept_groups.clear()
-    _kept_groups.update(dist.distributed_c10d._world.pg_map)
+    _lasting_groups.clear()
+    _lasting_groups.update(dist.distributed_c10d._world.pg_map)
 
 
 def leave_former() -> None:
-    """Let go of the groups of the back end before: each has a thread that wakes up a hundred times a second."""
+    """Destroy the previous back end's groups, each of which has a thread that wakes up 100 times per second."""
     import torch.distributed as dist
     from megatron.core import parallel_state
 
@@ -162,13 +162,13 @@ def leave_former() -> None:
         return
     for backend in _former:
         for chunk in backend._chunks:
-            vars(chunk).clear()  # hooks in autograd's nodes refer to the wrapper, where gc does not see it
+            vars(chunk).clear()  # hooks in autograd's nodes refer to the wrapper, invisible to gc
         del chunk, backend
     _former.clear()
     parallel_state.destroy_model_parallel()
     parallel_state._global_process_group_list = None
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD and group not in _kept_groups:
+        if group is not dist.group.WORLD and group not in _lasting_groups:
             dist.destroy_process_group(group)
     gc.collect()
 
@@ -200,7 +200,7 @@ def _try(reference: Path, case: Case) -> Distance:
 
 
 def beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any, Any]]:
-    """Pairs of our tensor and the one of the same name in the folder's files."""
+    """Pairs of our tensor and the one with the same name in the folder's files."""
     from safetensors import safe_open
 
     theirs = {}
@@ -215,7 +215,7 @@ def beside(ours: Iterator[tuple[str, Any]], folder: Path) -> Iterator[tuple[Any,
 
 
 def gradients(backend: Any) -> Iterator[tuple[str, Any]]:
-    """Whole gradients of the last update. Each data-parallel rank has only its shard of them summed."""
+    """Full gradients of the last update, of which each data-parallel rank has reduced only its shard."""
     import torch
     import torch.distributed as dist
 
@@ -236,7 +236,7 @@ def gradients(backend: Any) -> Iterator[tuple[str, Any]]:
 
 
 def single_axes(kinds: Sequence[str] = tuple(KINDS)) -> list[Case]:
-    """Every family on every axis that it has, for 8 ranks."""
+    """Every family on every axis that it supports, for 8 ranks."""
     cases = []
     for kind in kinds:
         cases += [
@@ -245,7 +245,7 @@ def single_axes(kinds: Sequence[str] = tuple(KINDS)) -> list[Case]:
             Case(kind, tp=4),
             Case(kind, pp=2),
             Case(kind, pp=4),
-            Case(kind, tp=2, pp=2, vpp=2),  # pp and vpp alone leave too few micro batches for a steady state
+            Case(kind, tp=2, pp=2, vpp=2),  # pp and vpp alone leave too few microbatches for a steady state
             Case(kind, pp=2, first_stage_layers=1, last_stage_layers=3),
             Case(kind, cp=2),
             Case(kind, cp=4),
@@ -268,20 +268,20 @@ def single_axes(kinds: Sequence[str] = tuple(KINDS)) -> list[Case]:
 
 
 def random_cases(count: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Case]:
-    """Combinations of several axes that 8 ranks and 4 layers allow."""
-    draw = random.Random(seed)
+    """Random combinations of several axes for 8 ranks and 4 layers."""
+    rng = random.Random(seed)
     cases: list[Case] = []
     while len(cases) < count:
-        kind = draw.choice(kinds)
+        kind = rng.choice(kinds)
         sizes = [(2, 2, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2), (4, 2, 1), (2, 4, 1), (1, 4, 2), (4, 1, 2)]
-        tp, pp, cp = draw.choice(sizes)
-        ep, etp = draw.choice([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]) if _has_experts(kind) else (1, 1)
+        tp, pp, cp = rng.choice(sizes)
+        ep, etp = rng.choice([(1, 1), (2, 1), (4, 1), (2, 2), (1, 2)]) if _has_experts(kind) else (1, 1)
         if 8 % (ep * etp * pp):
             continue
-        method = draw.choice(["all_gather", "ulysses"]) if cp > 1 and 4 // tp % cp == 0 else "all_gather"
-        uneven = draw.choice([{}, {"first_stage_layers": 1, "last_stage_layers": 3}]) if pp == 2 else {}
-        vpp = draw.choice([None, 2]) if pp == 2 and not uneven else None
-        dispatch = draw.choice(["alltoall", "allgather"]) if _has_experts(kind) else "alltoall"
+        method = rng.choice(["all_gather", "ulysses"]) if cp > 1 and 4 // tp % cp == 0 else "all_gather"
+        uneven = rng.choice([{}, {"first_stage_layers": 1, "last_stage_layers": 3}]) if pp == 2 else {}
+        vpp = rng.choice([None, 2]) if pp == 2 and not uneven else None
+        dispatch = rng.choice(["alltoall", "allgather"]) if _has_experts(kind) else "alltoall"
         case = Case(kind, tp, pp, vpp, cp, ep, etp, **uneven, cp_method=method, expert_dispatch=dispatch)
         if case not in cases:
             cases.append(case)

@@ -1,7 +1,7 @@
-"""A file system that fails for a while, for real processes: their system calls return the chosen error.
+"""A file system that fails temporarily, for real processes: their system calls return a chosen errno.
 
-seccomp stops chosen calls of a process and its children, and asks this process what to answer (seccomp_unotify(2)). No
-rights, compiler or mount are needed. ``python -m tests.helpers.failing_storage SOCKET COMMAND...`` runs COMMAND so.
+seccomp intercepts calls of a process and its children, and this process supplies the results (seccomp_unotify(2)).
+Needs no privileges, compiler or mount. ``python -m tests.helpers.failing_storage SOCKET COMMAND...`` runs COMMAND so.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _AT_FDCWD, _AT_EMPTY_PATH, _FLAGS = -100, 0x1000, 40  # offset of the fourth arg
 
 class _Call(NamedTuple):
     name: str
-    folder: int | None  # argument with the descriptor of the folder that a path starts from
+    folder: int | None  # argument with the descriptor of the path's base folder
     path: int | None  # argument with the path; None: ``folder`` is the file itself
 
 
-# Numbers on x86_64 and aarch64; 0 where the processor has no such call.
+# Numbers on x86_64 and aarch64; 0 if the architecture has no such call.
 _CALLS = {
     _Call("open", None, 0): (2, 0),
     _Call("openat", 0, 1): (257, 56),
@@ -62,11 +62,11 @@ def _table() -> dict[int, _Call]:
 
 
 class FailingStorage:
-    """Runs commands whose calls on files below ``folder`` fail when asked to; ``failed`` counts such calls by name."""
+    """Runs commands whose calls on files below ``folder`` fail on demand; ``failed`` counts failed calls by name."""
 
     def __init__(self, folder: Path, sockets: Path) -> None:
         self._folder, self._address = str(folder), str(sockets / "seccomp")
-        self._number = 0  # the errno of calls; 0: they succeed
+        self._number = 0  # errno of calls; 0: they succeed
         self.failed: Counter[str] = Counter()
         self._calls = _table()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -75,7 +75,7 @@ class FailingStorage:
 
     @contextlib.contextmanager
     def running(self, command: Sequence[str], **options: Any) -> Iterator[subprocess.Popen]:
-        """Start the command, which is killed at the end of the block."""
+        """Start the command, and kill it at the end of the block."""
         line = [sys.executable, "-m", "tests.helpers.failing_storage", self._address, *command]
         with subprocess.Popen(line, cwd=_ROOT, start_new_session=True, **options) as process:
             connection, _ = self._listener.accept()
@@ -88,11 +88,11 @@ class FailingStorage:
                 process.kill()
 
     def fail(self, number: int) -> None:
-        """Let calls fail with this errno from now on."""
+        """Make calls fail with this errno from now on."""
         self._number = number
 
     def work(self) -> None:
-        """Let calls succeed again."""
+        """Make calls succeed again."""
         self._number = 0
 
     def _serve(self, descriptor: int) -> None:
@@ -109,7 +109,7 @@ class FailingStorage:
         os.close(descriptor)
 
     def _answer(self, pid: int, call: _Call, arguments: Sequence[int]) -> int:
-        """The errno of this call, 0 to let it pass."""
+        """errno for this call; 0 to let it pass."""
         try:
             folder = f"/proc/{pid}/cwd"
             if call.folder is not None and ctypes.c_int(arguments[call.folder]).value != _AT_FDCWD:
@@ -121,27 +121,27 @@ class FailingStorage:
             return 0
         if not f"{path}/".startswith(f"{self._folder}/"):
             return 0
-        number = self._number  # which another thread may set
+        number = self._number  # another thread may set it
         self.failed[call.name] += bool(number)
         return number
 
 
 def _text_at(pid: int, address: int) -> str:
-    """The C string in a process's memory."""
+    """C string at an address in a process's memory."""
     with open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         memory.seek(address)
-        data = memory.read(4096 - address % 4096)  # not beyond its page, unless it goes on there
+        data = memory.read(4096 - address % 4096)  # up to the end of the page, beyond it only if needed
         if b"\0" not in data:
             data += memory.read(4096)
     return os.fsdecode(data[: data.index(b"\0")])
 
 
 def _install() -> int:
-    """Filter this process's calls from now on; the descriptor at which they are answered."""
+    """Filter this process's calls from now on; returns the descriptor for answering them."""
     steps = [struct.pack("HBBI", _LOAD, 0, 0, 0)]
     for number, call in _table().items():
         ask = [(_RETURN, 0, 0, _ASK)]
-        if call.name == "newfstatat":  # of an open file: not asked, there are too many
+        if call.name == "newfstatat":  # of an open file: too frequent to intercept
             ask = [(_LOAD, 0, 0, _FLAGS), (_ANY_BIT, 0, 1, _AT_EMPTY_PATH), (_RETURN, 0, 0, _ALLOW), *ask]
         steps.append(struct.pack("HBBI", _EQUAL, 0, len(ask), number))
         steps += [struct.pack("HBBI", *step) for step in ask]
@@ -159,7 +159,7 @@ def _install() -> int:
 
 
 def possible() -> bool:
-    """Whether the kernel has what this needs."""
+    """Whether the kernel supports this."""
     actions = Path("/proc/sys/kernel/seccomp/actions_avail")
     return platform.machine() in _MACHINES and actions.exists() and "user_notif" in actions.read_text()
 

@@ -1,11 +1,10 @@
-"""A stand-in for CUDA devices: CPU tensors that answer for a GPU, so that code for GPUs runs on any machine.
+"""A fake CUDA device: CPU tensors that pose as GPU tensors, so that code for GPUs runs on any machine.
 
 ``with FakeCuda() as cuda:`` makes ``torch.cuda`` report a device. A tensor created on it, moved to it or computed from
-its tensors is a CPU tensor whose storage is registered: ``device`` and ``is_cuda`` answer for the GPU. An operation on
-tensors of both devices raises RuntimeError, as CUDA does, so that a missing ``device=`` is found. Streams and events
-have nothing to wait for; ``calls`` lists what was asked of the device. NCCL groups become gloo groups. The profiler
-reports each operator of the CPU as one kernel. What it cannot show is anything about kernels: their numbers and times
-are the CPU's.
+its tensors is a CPU tensor with a registered storage, whose ``device`` and ``is_cuda`` are those of a GPU. An
+operation on tensors of both devices raises RuntimeError, as in CUDA, which detects a missing ``device=``. Streams and events
+never wait; ``calls`` records calls to the device. NCCL groups become gloo groups. The profiler reports each CPU operator
+as a kernel. It shows nothing about GPU kernels: numbers and times are the CPU's.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _STORAGE_DEVICE = torch._C.StorageBase.device
 
 
 class Stream:
-    """Runs everything in order, at once."""
+    """A stream that runs everything immediately."""
 
     calls: list[tuple[Any, ...]]
     device = torch.device("cuda", 0)
@@ -57,7 +56,7 @@ class Stream:
 
 
 class Event:
-    """Has always happened."""
+    """An event that has always occurred."""
 
     calls: list[tuple[Any, ...]]
 
@@ -79,8 +78,8 @@ class Event:
 
 
 class FakeCuda:
-    """The context; see the module. ``total_gib`` is the memory of each of ``devices``, of which the CUDA context and
-    libraries take ``context_gib``."""
+    """The context manager. ``total_gib``: memory of each of ``devices``, of which CUDA context and libraries take
+    ``context_gib``."""
 
     active: FakeCuda
 
@@ -93,8 +92,8 @@ class FakeCuda:
         context_gib: float = 0.0,
     ) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.backends: list[Any] = []  # that process groups were asked for
-        self.mapped: dict[str, int] = {}  # bytes that others than PyTorch hold, by any names
+        self.backends: list[Any] = []  # requested for process groups
+        self.mapped: dict[str, int] = {}  # bytes held outside PyTorch, by arbitrary names
         self._context_bytes = int(context_gib * GIB)
         self._devices, self._total, self._capability = devices, int(total_gib * GIB), capability
         self._current = 0
@@ -104,17 +103,17 @@ class FakeCuda:
         self._stack = contextlib.ExitStack()
 
     def count(self, name: str) -> int:
-        """How often it was called."""
+        """Number of calls."""
         return sum(call[0] == name for call in self.calls)
 
     @property
     def bytes_held(self) -> int:
-        """Bytes of the device's tensors that are alive."""
+        """Bytes of the device's live tensors."""
         return self._stored.nbytes
 
     @property
     def bytes_pinned(self) -> int:
-        """Bytes of pinned memory: of tensors made so, and of memory registered with the driver."""
+        """Bytes of pinned memory: of pinned tensors, and registered with the driver."""
         return self._pinned.nbytes + sum(self._registered.values())
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -124,7 +123,7 @@ class FakeCuda:
         return storage in self._stored or storage in self._adopted
 
     def adopt(self, tensor: torch.Tensor) -> None:
-        """Take a CPU tensor to be on the device from now on, in memory that ``mapped`` counts."""
+        """Treat a CPU tensor as on the device from now on, in memory that ``mapped`` counts."""
         self._adopted.add(tensor.untyped_storage())
 
     def pinned(self, tensor: torch.Tensor) -> bool:
@@ -181,7 +180,7 @@ class FakeCuda:
             cudaHostUnregister=self._recorded("cudaHostUnregister", self._unregister),
             cudaError=SimpleNamespace(success=0),
         )
-        # Classes: annotations of other packages name them.
+        # Classes, because annotations of other packages refer to them.
         stream, event = (type(cls.__name__, (cls,), {"calls": self.calls}) for cls in (Stream, Event))
         return {
             "is_available": lambda: True,
@@ -199,7 +198,7 @@ class FakeCuda:
             "max_memory_allocated": lambda *_: self._stored.peak,
             "memory_reserved": lambda *_: self.bytes_held,
             "memory_stats": lambda *_: {"allocated_bytes.all.current": self.bytes_held},
-            "reset_peak_memory_stats": self._recorded("reset_peak_memory_stats", lambda *_: self._stored.forget_peak()),
+            "reset_peak_memory_stats": self._recorded("reset_peak_memory_stats", lambda *_: self._stored.reset_peak()),
             "get_device_properties": lambda *_: properties,
             "get_device_name": lambda *_: properties.name,
             "get_device_capability": lambda *_: self._capability,
@@ -263,7 +262,7 @@ class FakeCuda:
 
 @contextlib.contextmanager
 def _coverage_context() -> Iterator[None]:
-    """Lines that run with a stand-in are recorded as such, where coverage is measured (tests/tiers/gpu_branches.py)."""
+    """Record lines that run on the fake device under a context of their own, for tests/tiers/gpu_branches.py."""
     try:
         from coverage import Coverage
     except ImportError:

@@ -1,4 +1,4 @@
-"""Where tensors are: what the stand-in for CUDA (``tests/helpers/fake_cuda.py``) changes in PyTorch's functions."""
+"""Placement of tensors: what the fake CUDA device (``tests/helpers/fake_cuda.py``) changes in PyTorch's functions."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _CPU = torch.device("cpu")
-# Take tensors of both devices on a real GPU too.
+# Operators that accept tensors of both devices on a real GPU too.
 _MIX = {"copy_", "_to_copy", "_foreach_copy_", "index", "index_put", "index_put_", "_index_put_impl_", "set_"}
 
 
 class Device(Protocol):
-    """The tensors on the device, and those in pinned memory."""
+    """Registers tensors on the device and in pinned memory."""
 
     def holds(self, tensor: torch.Tensor) -> bool: ...
 
@@ -32,11 +32,11 @@ class Device(Protocol):
 
 
 class Registry:
-    """Storages with a property that CPU storages lack. A freed storage's address is not reused while it is listed."""
+    """Set of storages. The address of a freed storage is not reused while it is listed."""
 
     def __init__(self) -> None:
         self._held: dict[int, StorageWeakRef] = {}
-        self._most = self._peak = 0  # bytes that may be alive; most that ever were when a storage was added
+        self._most = self._peak = 0  # upper bound of live bytes; peak of live bytes when a storage was added
 
     def add(self, storage: Any) -> None:
         if storage._cdata in self._held:
@@ -66,16 +66,16 @@ class Registry:
 
     @property
     def peak(self) -> int:
-        """Most bytes since ``forget_peak``."""
+        """Peak bytes since ``reset_peak``."""
         self._peak = max(self._peak, self.nbytes)
         return self._peak
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         self._peak = 0
 
 
 class Generator(torch.Generator):
-    """Random numbers of the CPU. One that was made for the device names it."""
+    """A CPU generator; one made for the device reports that device."""
 
     def __init__(self, device: Any = "cpu") -> None:
         self._on_device = _names_cuda(device)
@@ -89,7 +89,7 @@ class Generator(torch.Generator):
 
 
 class _Moved(torch.autograd.Function):
-    """A copy on the other side; its gradient goes back to this one."""
+    """A copy on the other device; its gradient returns to this one."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, on_device: bool, cuda: Device) -> torch.Tensor:
@@ -106,7 +106,7 @@ class _Moved(torch.autograd.Function):
 
 
 class Functions(TorchFunctionMode):
-    """The Python interface: requests for the device become requests for the CPU, whose answer is registered."""
+    """Python interface: calls for the device run on the CPU, and their results are registered."""
 
     def __init__(self, cuda: Device) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ class Functions(TorchFunctionMode):
         return result
 
     def _with_cpu(self, func: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any], bool | None]:
-        """The call with the CPU for the device, and whether the answer is to be on the device; None: not said."""
+        """The call with the CPU as device, and whether its result belongs on the device; None: unspecified."""
         target: bool | None = None
         device = kwargs.get("device")
         if device is None and func in _device_constructors():
@@ -175,7 +175,7 @@ class Functions(TorchFunctionMode):
             raise RuntimeError(f"Expected a '{wanted}' device type for generator but found '{found}'")
 
     def _placed(self, tensor: torch.Tensor, on_device: bool, given: set[int]) -> torch.Tensor:
-        """``tensor`` on the side that was asked for; a copy where it shares memory with an argument."""
+        """``tensor`` on the requested device; a copy if it shares memory with an argument."""
         if self._cuda.holds(tensor) == on_device or tensor.device.type == "meta":
             return tensor
         if tensor.untyped_storage()._cdata in given:
@@ -208,7 +208,7 @@ class Functions(TorchFunctionMode):
 
 
 class Dispatch(TorchDispatchMode):
-    """Operators, in backward passes too: what is computed from the device's tensors is on the device."""
+    """Operators, also in backward passes: results of the device's tensors are on the device."""
 
     def __init__(self, cuda: Device) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Dispatch(TorchDispatchMode):
         if held:
             self._refuse_mixture(func, tensors)
         result = func(*args, **kwargs)
-        # Zeros for gradients that are missing: autograd makes them where it takes the tensors to be.
+        # Zeros for missing gradients, which autograd creates on the tensors' device.
         held = held or (not tensors and torch._C._current_graph_task_id() != -1)
         if held and not (tensors and _name(func) in _MIX and not self._cuda.holds(tensors[0])):
             for leaf in tree_leaves(result):

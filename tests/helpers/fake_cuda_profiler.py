@@ -1,7 +1,7 @@
-"""PyTorch's profiler as on a GPU: what an operator computes on the CPU is reported as a kernel named after it.
+"""PyTorch's profiler as on a GPU: reports each CPU operator as a kernel named after it.
 
-As on a GPU, the time of kernels appears three times: on the operators that start them, on the kernels themselves, and
-on the ranges that annotate them, such as those of torch.compile.
+As on a GPU, kernel time appears three times: on the operators that launch kernels, on the kernels, and on annotated
+ranges such as those of torch.compile.
 """
 
 from __future__ import annotations

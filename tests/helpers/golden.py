@@ -1,4 +1,4 @@
-"""Comparing with files under tests/golden: a failure shows the difference and how to accept it."""
+"""Compares with files under tests/golden; a failure shows the difference and how to accept it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 
 def check_text(name: str, found: str, accept: bool) -> None:
-    """A text against a file, character by character."""
+    """Compare a text with a file, character by character."""
     file = GOLDEN / name
     if accept:
         file.write_text(found)
@@ -22,11 +22,11 @@ def check_text(name: str, found: str, accept: bool) -> None:
         lines = difflib.unified_diff(
             expected.splitlines(), found.splitlines(), f"tests/golden/{name}", "computed", lineterm=""
         )
-        pytest.fail("\n".join([*lines, "If it was meant: pytest --accept-golden, and say why."]), pytrace=False)
+        pytest.fail("\n".join([*lines, "If intended: pytest --accept-golden, and give the reason."]), pytrace=False)
 
 
 def check_numbers(name: str, found: dict[str, list[float]], relative: float, accept: bool) -> None:
-    """Series of numbers by name against a JSON file, each within ``relative`` of what it was."""
+    """Compare named series of numbers with a JSON file, each number within ``relative`` of the stored one."""
     file = GOLDEN / name
     if accept:
         file.write_text(_text(found))
@@ -41,7 +41,7 @@ def check_numbers(name: str, found: dict[str, list[float]], relative: float, acc
             _text(expected).splitlines(), _text(found).splitlines(), f"tests/golden/{name}", "computed", lineterm=""
         )
         pytest.fail(
-            "\n".join([*lines, f"beyond {relative:g}. If it was meant: pytest --accept-golden, and say why."]),
+            "\n".join([*lines, f"beyond {relative:g}. If intended: pytest --accept-golden, and give the reason."]),
             pytrace=False,
         )
 

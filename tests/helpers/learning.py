@@ -1,4 +1,4 @@
-"""The trainer's side of a run: models of a small config, and samples as if an engine had drawn them."""
+"""The trainer's side of a run: models of a small config, and random samples in place of an engine's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GROUPS, GROUP_SIZE = 6, 4
 
 
 def make_samples(step: int) -> list[Any]:
-    """With log-probs as an engine might have given them, and rewards that are not all the same."""
+    """Samples with plausible log-probs and varied rewards."""
     from rlhpc.api import Sample
 
     rng = np.random.default_rng(step)
@@ -38,7 +38,7 @@ def make_samples(step: int) -> list[Any]:
 
 
 def make_config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
-    """Two epochs of two minibatches of few tokens; ``case`` holds further sections, ``axes`` are the actor's."""
+    """Config of two epochs of two small minibatches. ``case``: further sections; ``axes``: the actor's layout."""
     from rlhpc.config.schema import RunConfig
 
     train = {
@@ -46,11 +46,12 @@ def make_config(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Any:
         "minibatches": 2,
         "epochs": 2,
         "tokens_per_microbatch": 64,
-        "optimizer": {"learning_rate": 1e-3, "epsilon": 1e-4},
         **case.get("train", {}),
     }
-    fixed = {"name": "updates", "model": {"path": str(model), "dtype": "float32"}, "parallel": axes}
-    return RunConfig.model_validate({**fixed, **case, "train": train})
+    optimizer = {"learning_rate": 1e-3, "epsilon": 1e-4}
+    actor = {"parallel": axes, "optimizer": optimizer, **case.get("actor", {})}
+    fixed = {"name": "updates", "model": {"path": str(model), "dtype": "float32"}}
+    return RunConfig.model_validate({**fixed, **case, "actor": actor, "train": train})
 
 
 def make_run(config: Any, attempt: Any = None) -> Any:

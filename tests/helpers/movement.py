@@ -1,4 +1,4 @@
-"""A plan of movement carried out on arrays of numbers, and the random layouts that it is tried with."""
+"""Executes weight-sync plans on arrays of numbers, and makes random layouts for them."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from rlhpc.models import ModelShape, shape_of
 from rlhpc.reshard.plan import Copy, ReshardPlan, Side
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Box, Shard, TensorSpec
+from tests.helpers.coverage import STAGES
 
 _BASE = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -54,22 +55,13 @@ SHAPES: dict[str, ModelShape] = {
         "deepseek_v3_direct": {**_DEEPSEEK, "q_lora_rank": None},
     }.items()
 }
-_STAGES: list[dict[str, int]] = [
-    {},
-    {"pp": 2},
-    {"pp": 2, "vpp": 2},
-    {"pp": 2, "first_stage_layers": 1},
-    {"pp": 3, "first_stage_layers": 1, "last_stage_layers": 1},
-    {"pp": 2, "vpp": 2, "last_stage_layers": 2},
-    {"pp": 4},
-]
 
 
 def random_layout(shape: ModelShape, rng: Random) -> ParallelLayout:
-    """One that Megatron could build for the shape, of up to 16 ranks: every axis, uneven and virtual stages."""
+    """A layout of up to 16 ranks that Megatron supports for the shape: any axis, uneven and virtual stages."""
     while True:
         tp, cp, dp = rng.choice((1, 2, 4, 8)), rng.choice((1, 1, 2)), rng.choice((1, 1, 2))
-        stages = rng.choice(_STAGES)
+        stages = rng.choice([*STAGES, {"pp": 4}])
         ep, etp = (rng.choice((1, 2, 4)), rng.choice((1, 1, 2, 4))) if shape.experts else (1, 1)
         ranks = tp * cp * dp
         if ranks * stages.get("pp", 1) <= 16 and ranks % (ep * etp) == 0:
@@ -79,7 +71,7 @@ def random_layout(shape: ModelShape, rng: Random) -> ParallelLayout:
 
 
 def random_cuts(rng: Random) -> tuple[Side, Side]:
-    """Sides that no model has: boxes of the source overlap, those of the target are any, in parameters of their own."""
+    """Arbitrary sides: boxes of the source overlap, those of the target are random, each in its own parameters."""
     tensors = [
         TensorSpec(f"t{i}", tuple(rng.randint(1, 7) for _ in range(rng.randint(1, 3))), float32=rng.random() < 0.3)
         for i in range(rng.randint(1, 3))
@@ -96,15 +88,15 @@ def random_cuts(rng: Random) -> tuple[Side, Side]:
                 if copy == 0 or rng.random() < 0.5:
                     taken[rng.randrange(ranks)].append(box)
             for rank, boxes in taken.items():
-                source[rank] += _kept(tensor, boxes, f"{tensor.name}.{copy}", rng)
+                source[rank] += _shards(tensor, boxes, f"{tensor.name}.{copy}", rng)
         for rank in range(first_target, first_target + rng.randint(1, 5)):
             boxes = [box for box in _cut(whole, rng) if rng.random() < 0.7]
-            target[rank] += _kept(tensor, boxes, tensor.name, rng)
+            target[rank] += _shards(tensor, boxes, tensor.name, rng)
     return source, target
 
 
 def _cut(box: Box, rng: Random) -> list[Box]:
-    """The box in parts: cut through somewhere, again and again."""
+    """Parts of the box, cut recursively at random places."""
     wide = [dim for dim, size in enumerate(box.shape) if size > 1]
     if not wide or rng.random() < 0.3:
         return [box]
@@ -115,8 +107,8 @@ def _cut(box: Box, rng: Random) -> list[Box]:
     return _cut(Box(box.start, tuple(stop)), rng) + _cut(Box(tuple(start), box.stop), rng)
 
 
-def _kept(tensor: TensorSpec, boxes: Sequence[Box], name: str, rng: Random) -> list[Shard]:
-    """Shards of one parameter that is the tensor moved by some elements, or of a parameter for each box."""
+def _shards(tensor: TensorSpec, boxes: Sequence[Box], name: str, rng: Random) -> list[Shard]:
+    """Shards of one parameter that is the tensor with an offset, or of one parameter per box."""
     if rng.random() < 0.5:
         by = [rng.randint(0, 2) for _ in tensor.shape]
         return [Shard(tensor, box, name, tuple(map(sum, zip(box.start, by, strict=True)))) for box in boxes]
@@ -126,7 +118,7 @@ def _kept(tensor: TensorSpec, boxes: Sequence[Box], name: str, rng: Random) -> l
 
 
 class Numbered:
-    """Both sides as arrays: every element of every tensor has a number of its own, what nobody wrote is -1."""
+    """Both sides as arrays: every element of every tensor has a unique number; -1: not written."""
 
     def __init__(self, source: Side, target: Side) -> None:
         self._numbers: dict[str, np.ndarray] = {}
@@ -140,7 +132,7 @@ class Numbered:
                 )
 
     def carry_out(self, plan: ReshardPlan) -> None:
-        """Copy inside ranks, then send one bucket after another; every element that is written was not before."""
+        """Execute the plan: copy inside ranks, then send bucket by bucket. Asserts that no element is written twice."""
         ranks = sorted({*self.source, *self.target})
         for rank in ranks:
             for copy in plan.local(rank):
@@ -158,10 +150,10 @@ class Numbered:
             for rank in ranks:
                 for copy in receives[rank][bucket]:
                     self._write(copy, messages[copy.source_rank, rank].pop(0))
-            assert not any(messages.values()), "sent, and not received"
+            assert not any(messages.values()), "sent but not received"
 
     def assert_filled(self) -> None:
-        """Each element of the target has its source's number, and nothing else was written."""
+        """Assert that each element of the target has its source's number and that nothing else was written."""
         for rank, shards in self.target.items():
             for shard in shards:
                 place = self._written[self._name(rank, shard)][shard.local_box.slices]
@@ -170,14 +162,14 @@ class Numbered:
         assert all((array == -1).all() for array in self._written.values())
 
     def lacking(self, rank: int, itemsize: int) -> int:
-        """Bytes that the rank needs and holds no copy of, counted element by element."""
+        """Bytes that the rank needs and does not hold, counted by element."""
         held, lacking = self.held([rank]), 0
         for shard in self.target.get(rank, ()):
             lacking += (~held[self._elements(shard)]).sum() * (4 if shard.tensor.float32 else itemsize)
         return int(lacking)
 
     def held(self, ranks: Iterable[int]) -> np.ndarray:
-        """Of each element, whether one of the ranks has it."""
+        """For each element, whether one of the ranks holds it."""
         held = np.zeros(self._count, bool)
         for rank in ranks:
             for shard in self.source.get(rank, ()):
@@ -185,7 +177,7 @@ class Numbered:
         return held
 
     def wanted(self, copy: Copy) -> np.ndarray:
-        """The numbers of the elements that move."""
+        """Numbers of the elements of a copy."""
         return self._elements(copy.target)
 
     def _arrays(self, side: Side) -> dict[tuple[int, int, str], np.ndarray]:

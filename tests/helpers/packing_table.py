@@ -1,4 +1,4 @@
-"""How much of the token budget micro batches use, against what is possible: `python -m tests.helpers.packing_table`."""
+"""Share of the token budget that microbatches use vs. the optimum: `python -m tests.helpers.packing_table`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ RANKS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def peer_lengths(count: int = 512, seed: int = 0) -> list[int]:
-    """Those of the comparison with verl's balance."""
-    draw = random.Random(seed)
-    return [int(draw.lognormvariate(7.5, 0.9)) for _ in range(count)]
+    """Lengths of the comparison with verl's balancing."""
+    rng = random.Random(seed)
+    return [int(rng.lognormvariate(7.5, 0.9)) for _ in range(count)]
 
 
 def fewest(lengths: list[int], ranks: int, budget: int) -> int:
-    """No plan has fewer micro batches: as many as the tokens fill, as many on each rank."""
+    """Minimum number of microbatches of any plan, with equal numbers on all ranks."""
     return ranks * ceil(ceil(sum(lengths) / budget) / ranks)
 
 

@@ -1,4 +1,4 @@
-"""Random ragged cases, and everything that rlhpc.algo computes of them, by name: for comparing with another library.
+"""Random ragged cases, and all results of rlhpc.algo for them by name, to compare with another library.
 
 A case and its results are arrays: per response [B], per token [N] (responses end to end), or a number.
 """
@@ -28,8 +28,8 @@ Arrays = dict[str, np.ndarray]
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "peer_algorithms.npz"
 
-CONSTANT = 7  # of the constant-normalised aggregation
-DISCOUNTS = (1.0, 0.97)
+CONSTANT = 7  # divisor of the constant-normalized aggregation
+GAMMAS = (1.0, 0.97)
 GAE = ((1.0, 1.0), (0.99, 0.95))
 BOUNDS = {"clip_low": 0.2, "clip_high": 0.28}
 DUAL_CLIP = 3.0
@@ -47,42 +47,42 @@ STD_EPSILON = 1e-6
 
 
 def make_case(seed: int) -> Arrays:
-    """Groups of one to five responses of 1 to 12 tokens; some tokens are given, in some cases whole responses."""
-    draw = np.random.default_rng(seed)
-    sizes = draw.integers(1, 6, draw.integers(1, 5))
+    """Groups of one to five responses of 1 to 12 tokens; in some cases tokens or whole responses are masked."""
+    rng = np.random.default_rng(seed)
+    sizes = rng.integers(1, 6, rng.integers(1, 5))
     count = int(sizes.sum())
-    lengths = draw.integers(1, 13, count)
+    lengths = rng.integers(1, 13, count)
     if lengths.sum() < 3:
         lengths[0] = 3
     total = int(lengths.sum())
-    mask = (draw.random(total) > draw.choice([0.0, 0.3])).astype(np.float32)
+    mask = (rng.random(total) > rng.choice([0.0, 0.3])).astype(np.float32)
     if mask.sum() < 2:
         mask[:] = 1.0
-    kind = draw.integers(3)
-    rewards = draw.standard_normal(count) if kind else draw.integers(0, 2, count)
-    log_probs = -np.abs(draw.standard_normal(total)) * 2
-    near = draw.choice([0.05, 0.5, 3.0])
+    kind = rng.integers(3)
+    rewards = rng.standard_normal(count) if kind else rng.integers(0, 2, count)
+    log_probs = -np.abs(rng.standard_normal(total)) * 2
+    near = rng.choice([0.05, 0.5, 3.0])
 
     def beside(values: np.ndarray, scale: float) -> np.ndarray:
-        return values + scale * draw.standard_normal(total)
+        return values + scale * rng.standard_normal(total)
 
-    values = draw.standard_normal(total)
+    values = rng.standard_normal(total)
     case = {
         "lengths": lengths,
-        "groups": draw.permutation(np.repeat(np.arange(len(sizes)), sizes)),
+        "groups": rng.permutation(np.repeat(np.arange(len(sizes)), sizes)),
         "mask": mask,
         "rewards": rewards,
-        "baselines": draw.standard_normal(count),
+        "baselines": rng.standard_normal(count),
         "log_probs": log_probs,
         "old_log_probs": beside(log_probs, near),
         "reference_log_probs": beside(log_probs, near),
         "engine_log_probs": beside(log_probs, near),
-        "advantages": draw.standard_normal(total),
-        "entropy": draw.random(total),
+        "advantages": rng.standard_normal(total),
+        "entropy": rng.random(total),
         "values": values,
         "old_values": beside(values, 0.3),
-        "returns": draw.standard_normal(total),
-        "divergence": np.array(draw.random() * 0.2),
+        "returns": rng.standard_normal(total),
+        "divergence": np.array(rng.random() * 0.2),
     }
     return {
         name: a.astype(np.int64 if a.dtype.kind == "i" and name != "rewards" else np.float32)
@@ -91,13 +91,13 @@ def make_case(seed: int) -> Arrays:
 
 
 def is_fit(case: Arrays) -> bool:
-    """Whether the other library takes the case: it fails where no token keeps a correction weight."""
+    """Whether the other library accepts the case: it fails if no token has a non-zero correction weight."""
     corrections = _terms({name: torch.from_numpy(np.asarray(array)) for name, array in case.items()})
     return all(bool(corrections[f"correction/{name}"].any()) for name in CORRECTIONS)
 
 
 def store(cases: Sequence[tuple[Arrays, Arrays]], versions: dict[str, str]) -> None:
-    """Cases and what another library makes of them: all numbers in one array, in the order of names and shapes."""
+    """Store cases with another library's results: all numbers in one array, in the order of names and shapes."""
     arrays = [[{name: np.asarray(array) for name, array in part.items()} for part in case] for case in cases]
     shapes = [[{name: list(array.shape) for name, array in part.items()} for part in case] for case in arrays]
     flat = [array.ravel().astype(np.float32) for case in arrays for part in case for array in part.values()]
@@ -106,7 +106,7 @@ def store(cases: Sequence[tuple[Arrays, Arrays]], versions: dict[str, str]) -> N
 
 
 def stored() -> tuple[list[tuple[Arrays, Arrays]], dict[str, str]]:
-    """What ``store`` was given."""
+    """Cases, results and versions that ``store`` wrote."""
     file = np.load(GOLDEN)
     meta, numbers, cases = json.loads(str(file["meta"])), file["numbers"], []
     for shapes in meta["shapes"]:
@@ -122,7 +122,7 @@ def stored() -> tuple[list[tuple[Arrays, Arrays]], dict[str, str]]:
 
 
 def ours(case: Arrays) -> Arrays:
-    """All results, in float32."""
+    """All results in float32."""
     tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in case.items()}
     return {
         name: value.numpy() for name, value in {**_advantages(tensors), **_terms(tensors), **_losses(tensors)}.items()
@@ -130,7 +130,7 @@ def ours(case: Arrays) -> Arrays:
 
 
 def our_advantages(case: Arrays) -> Arrays:
-    """Those of advantages alone, in the precision of the case."""
+    """Results of advantages only, in the precision of the case."""
     tensors = {name: torch.from_numpy(np.asarray(array)) for name, array in case.items()}
     return {name: value.numpy() for name, value in _advantages(tensors).items()}
 
@@ -150,7 +150,7 @@ def _advantages(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         section = AlgorithmSection(name=name, **keys)
         return find_algorithm(section).advantage(responses, section).advantages
 
-    # Of groups without a penalty, whose rounding the division by a small deviation would enlarge.
+    # Without the KL penalty, because dividing by a small deviation would amplify its rounding.
     plain = Responses.of(t["rewards"], t["groups"], t["lengths"], mask=t["mask"])
     results = {
         "advantage/grpo": plain.spread(group_relative(plain.rewards, plain.groups, STD_EPSILON, normalise_std=True)),
@@ -159,12 +159,12 @@ def _advantages(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         "advantage/remax": named("remax"),
         "advantage/reinforce_plus_plus_baseline": named("reinforce_plus_plus_baseline"),
     }
-    for discount in DISCOUNTS:
-        results[f"advantage/reinforce_plus_plus/{discount}"] = named("reinforce_plus_plus", gamma=discount)
-    for discount, decay in GAE:
-        estimate: Estimate = generalised(responses.token_rewards, t["values"], t["mask"], t["lengths"], discount, decay)
-        results[f"advantage/gae/{discount}/{decay}"] = whiten(estimate.advantages, t["mask"])
-        results[f"returns/gae/{discount}/{decay}"] = estimate.returns
+    for gamma in GAMMAS:
+        results[f"advantage/reinforce_plus_plus/{gamma}"] = named("reinforce_plus_plus", gamma=gamma)
+    for gamma, decay in GAE:
+        estimate: Estimate = generalised(responses.token_rewards, t["values"], t["mask"], t["lengths"], gamma, decay)
+        results[f"advantage/gae/{gamma}/{decay}"] = whiten(estimate.advantages, t["mask"])
+        results[f"returns/gae/{gamma}/{decay}"] = estimate.returns
     return results
 
 
@@ -184,7 +184,7 @@ def _terms(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _losses(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Each loss in each aggregation, with its gradient by log-probs, and what is reported beside it."""
+    """Each loss in each aggregation, with its gradient by log-probs and its metrics."""
     rows, results = owners(t["lengths"]), {}
     trained = torch.zeros(len(t["lengths"])).index_add_(0, rows, t["mask"])
     names = ("advantages", "old_log_probs", "engine_log_probs", "reference_log_probs", "entropy")
@@ -204,7 +204,7 @@ def _losses(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def policy_losses() -> dict[str, Callable[[dict[str, torch.Tensor]], torch.Tensor]]:
-    """Sums by name, each of an algorithm's section."""
+    """Loss functions by name, each from an algorithm's section."""
 
     def of(name: str, **keys: object) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
         section = AlgorithmSection(**{"name": name, "kl": {"coefficient": 0.0, "placement": "reward"}, **keys})

@@ -1,13 +1,13 @@
-"""rlhpc.algo and rlhpc.data.balance against verl 0.9.1's own functions. Run where both can be imported:
+"""Compares rlhpc.algo and rlhpc.data.balance with verl 0.9.1's functions. Run where both can be imported:
 
     python -m venv V && V/bin/pip install --no-deps verl==0.9.1
     V/bin/pip install numpy omegaconf hydra-core packaging 'tensordict<=0.10.0' pandas codetiming cachetools ray \
         transformers==5.5.3 torch==2.13.0 jaxtyping pydantic pyyaml
     V/bin/python -m tests.helpers.peer_verl compare 5000    # differences, by name
     V/bin/python -m tests.helpers.peer_verl compare64 5000  # the same in float64
-    V/bin/python -m tests.helpers.peer_verl balance 200     # the fullest part over the mean
-    V/bin/python -m tests.helpers.peer_verl golden          # tests/golden/peer_algorithms.npz anew
-    V/bin/python -m tests.helpers.peer_verl golden-balance  # tests/golden/peer_balance.npz anew
+    V/bin/python -m tests.helpers.peer_verl balance 200     # the fullest part / the mean
+    V/bin/python -m tests.helpers.peer_verl golden          # rewrites tests/golden/peer_algorithms.npz
+    V/bin/python -m tests.helpers.peer_verl golden-balance  # rewrites tests/golden/peer_balance.npz
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _AGGREGATIONS = {
 
 
 class Padded:
-    """A case as verl takes it: [B, longest]."""
+    """A case as verl accepts it: [B, longest]."""
 
     def __init__(self, case: peer.Arrays) -> None:
         lengths = torch.from_numpy(case["lengths"])
@@ -61,7 +61,7 @@ class Padded:
         return (values * self.mask if masked else values)[self.inside].detach().numpy()
 
     def token_rewards(self, penalty: bool) -> torch.Tensor:
-        """The score is at the last token: of those that the policy chose, or where it chose none of all."""
+        """Score at the last token that the policy sampled, or at the last token if it sampled none."""
         scores = torch.zeros_like(self.mask)
         for row, reward in enumerate(self.case["rewards"]):
             places = self.mask[row].nonzero() if self.mask[row].any() else self.inside[row].nonzero()
@@ -73,7 +73,7 @@ class Padded:
 
 
 def theirs(case: peer.Arrays) -> peer.Arrays:
-    """The same results by the same names."""
+    """verl's results by the same names."""
     padded = Padded(case)
     return {**_advantages(padded), **_terms(padded), **_losses(padded)}
 
@@ -96,13 +96,13 @@ def _advantages(p: Padded) -> peer.Arrays:
             core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(whole, mask, index)[0]
         ),
     }
-    for discount in peer.DISCOUNTS:
+    for gamma in peer.GAMMAS:
         function = core_algos.compute_reinforce_plus_plus_outcome_advantage
-        found = function(whole, mask, config=SimpleNamespace(gamma=discount))
-        results[f"advantage/reinforce_plus_plus/{discount}"] = found[0]
-    for discount, decay in peer.GAE:
-        found = core_algos.compute_gae_advantage_return(whole, p("values"), mask, discount, decay)
-        results[f"advantage/gae/{discount}/{decay}"], results[f"returns/gae/{discount}/{decay}"] = found
+        found = function(whole, mask, config=SimpleNamespace(gamma=gamma))
+        results[f"advantage/reinforce_plus_plus/{gamma}"] = found[0]
+    for gamma, decay in peer.GAE:
+        found = core_algos.compute_gae_advantage_return(whole, p("values"), mask, gamma, decay)
+        results[f"advantage/gae/{gamma}/{decay}"], results[f"returns/gae/{gamma}/{decay}"] = found
     return {name: p.flat(value) for name, value in results.items()}
 
 
@@ -193,7 +193,7 @@ def _fit_seeds() -> Iterator[int]:
 
 
 def compare(count: int, double: bool = False) -> None:
-    """The largest difference of each result over so many cases: absolute, and over max(1, |theirs|).
+    """Print the maximum difference of each result over ``count`` cases: absolute, and relative to max(1, |theirs|).
 
     ``double``: of advantages in float64, as the trainer computes them. Whitening enlarges the rounding of values that
     are almost alike.
@@ -224,12 +224,12 @@ def compare(count: int, double: bool = False) -> None:
 
 
 def fullest(lengths: list[int], parts: list[list[int]]) -> int:
-    """Most tokens of a part."""
+    """Tokens of the fullest part."""
     return max(sum(lengths[i] for i in part) for part in parts)
 
 
 def compare_balance(count: int) -> None:
-    """The fullest part over the mean, of so many random batches and of the one of 512 lengths into 64 parts."""
+    """Print the ratio of the fullest part to the mean, for random batches and for 512 lengths in 64 parts."""
     worse, better = [], 0
     for seed in range(count):
         lengths, parts = make_batch(seed)
@@ -240,8 +240,8 @@ def compare_balance(count: int) -> None:
             if found > expected:
                 worse.append((seed, parts, len(lengths), equal, found, expected))
     print(f"{2 * count} divisions: better in {better}, equal in {2 * count - better - len(worse)}, worse in {worse}")
-    draw = random.Random(0)
-    lengths = [int(draw.lognormvariate(7.5, 0.9)) for _ in range(512)]
+    rng = random.Random(0)
+    lengths = [int(rng.lognormvariate(7.5, 0.9)) for _ in range(512)]
     for equal in (False, True):
         for name, function in (
             ("rlhpc", lambda equal=equal: balance(lengths, range(512), 64, equal=equal)),

@@ -1,4 +1,4 @@
-"""A tiny model folder and a whole run's inputs, written by hand: no torch, no transformers, milliseconds."""
+"""Writes a tiny model folder and a run's inputs in milliseconds, without torch or transformers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FIELDS: dict[str, Any] = {
 
 
 def write_model(folder: Path, **changes: Any) -> Path:
-    """A Qwen2 of zeros with a tokenizer of ten words; ``changes`` go into config.json."""
+    """Write a Qwen2 model of zeros with a tokenizer of ten words; ``changes``: fields of config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     fields = {**FIELDS, **changes}
     (folder / "config.json").write_text(json.dumps(fields))
@@ -39,7 +39,7 @@ def write_model(folder: Path, **changes: Any) -> Path:
 
 
 def write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
-    """A safetensors file of float32 zeros."""
+    """Write a safetensors file of float32 zeros."""
     header, end = {}, 0
     for name, shape in shapes.items():
         start, end = end, end + 4 * prod(shape)
@@ -49,7 +49,7 @@ def write_safetensors(file: Path, shapes: dict[str, tuple[int, ...]]) -> None:
 
 
 def write_inputs(folder: Path, **changes: Any) -> Path:
-    """Model, prompts and a config.yaml that uses them, all in ``folder``; returns the config."""
+    """Write model, prompts and a config.yaml that uses them to ``folder``; returns the path of the config."""
     write_model(folder / "model", **changes)
     row = {"prompt": [{"role": "user", "content": "word1"}], "data_source": "test", "reward_model": {}}
     (folder / "train.jsonl").write_text(json.dumps(row) + "\n")

@@ -1,4 +1,4 @@
-"""config.json of published models, as their authors wrote them."""
+"""config.json of published models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole runs of `rlhpc run` on the demo's task, as a user starts them."""
+"""Starts `rlhpc run` on the demo's task, as a user does."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
-    """A small arithmetic run in ``folder``; ``changes`` are dotted keys with __ for the dot."""
+    """Write the config of a small arithmetic run to ``folder``. ``changes``: dotted keys, with __ for the dot."""
     inputs = folder / "inputs"
     config: dict[str, Any] = {
         "name": "small",
@@ -29,7 +29,8 @@ def write_config(folder: Path, **changes: Any) -> Path:
             "validation": [str(inputs / "validation.jsonl")],
             "max_prompt_tokens": 16,
         },
-        "reward": {"function": "rlhpc.rewards.rules:number"},
+        "actor": {"optimizer": {"learning_rate": 5e-4}},
+        "rewards": [{"function": "rlhpc.rewards.rules:number"}],
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 6, "kv_cache_gib": 0.0625},
         "sft": {
             "data": [str(inputs / "sft.jsonl")],
@@ -37,14 +38,15 @@ def write_config(folder: Path, **changes: Any) -> Path:
             "sequences_per_step": 32,
             "optimizer": {"learning_rate": 1e-3},
         },
-        "train": {"steps": 3, "prompts_per_step": 16, "optimizer": {"learning_rate": 5e-4}},
+        "train": {"steps": 3, "prompts_per_step": 16},
         "validation": {"every": 100, "max_prompts": 32},
         "checkpoint": {"every": 0},
     }
     for key, value in changes.items():
-        section, parts = config, key.split("__")
+        section: Any = config
+        parts = key.split("__")
         for part in parts[:-1]:
-            section = section.setdefault(part, {})
+            section = section[int(part)] if isinstance(section, list) else section.setdefault(part, {})
         section[parts[-1]] = value
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"
@@ -53,7 +55,7 @@ def write_config(folder: Path, **changes: Any) -> Path:
 
 
 def start(config: Path, *options: str) -> subprocess.Popen[str]:
-    """`rlhpc run config …`, its output piped."""
+    """Start `rlhpc run config …` with its output piped."""
     session.need("ranks", "vllm")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
@@ -67,7 +69,7 @@ def start(config: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 900) -> tuple[int, str]:
-    """Exit code and output."""
+    """Wait for the end; returns exit code and output."""
     try:
         output, _ = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
@@ -77,11 +79,11 @@ def finish(process: subprocess.Popen[str], timeout: float = 900) -> tuple[int, s
 
 
 def run(config: Path, *options: str) -> tuple[int, str]:
-    """Start and wait."""
+    """Run to the end; returns exit code and output."""
     return finish(start(config, *options))
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl."""
+    """Records of metrics.jsonl so far."""
     file = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []

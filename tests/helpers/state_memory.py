@@ -1,6 +1,6 @@
-"""Do ranks allocate for weights, gradients and optimizer what the plan says, to the byte?
+"""Compares memory for weights, gradients and optimizer with the plan, to the byte.
 
-``python -m tests.helpers.state_memory`` tries random layouts of every family on real ranks, and prints a table.
+``python -m tests.helpers.state_memory`` runs random layouts of every family on real ranks, and prints a table.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import KINDS, make_model
 
-# Sizes that leave gaps: few are multiples of what buffers are aligned to.
+# Sizes that leave gaps: few are multiples of the buffers' alignment.
 SIZES: dict[str, Any] = {"num_hidden_layers": 4, "vocab_size": 71, "hidden_size": 72, "intermediate_size": 136}
 
 
 @dataclass(frozen=True)
 class StateCase:
-    """A model on a layout; ``critic``: with a value head. ``bucket``: elements of a bucket, few for small models."""
+    """A model on a layout. ``critic``: with a value head. ``bucket``: elements per bucket."""
 
     kind: str
     axes: tuple[tuple[str, int], ...] = ()
@@ -44,7 +44,7 @@ class StateCase:
 
 
 def compare(folders: dict[str, Path], cases: Sequence[StateCase]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """Run on every rank of a job: for each case what the rank has allocated, and what was predicted of it."""
+    """(measured, predicted) bytes of each case. Runs on every rank of a job."""
     return [_compare(folders[case.kind], case) for case in cases]
 
 
@@ -53,7 +53,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
 
     from rlhpc.backends.megatron import MegatronBackend, backend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.schema import ParallelSection
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -82,8 +82,7 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
         layout,
         info.rank,
         case.dtype,
-        trained=case.trained,
-        optimizer_offload_fraction=case.optimizer_offload_fraction,
+        optimizer_offload_fraction=case.optimizer_offload_fraction if case.trained else None,
         bucket=case.bucket,
     )
     measured = measure(model)
@@ -92,17 +91,17 @@ def _compare(folder: Path, case: StateCase) -> tuple[dict[str, int], dict[str, i
 
 
 def measure(model: Any) -> dict[str, int]:
-    """Bytes of the storages that the rank has, as ``StateBytes`` names them."""
+    """Bytes of the rank's storages by the fields of ``StateBytes``."""
     from rlhpc.backends.megatron.adamw import MASTER
     from rlhpc.backends.megatron.offload import device_tensors
     from rlhpc.backends.megatron.optimizer import inner_optimizers
 
-    masters, moments, host, staging = [], [], [], []
+    masters, moments, on_cpu, staging = [], [], [], []
     for part in inner_optimizers(model._optimizer) if model._optimizer is not None else []:
         staging += [buffer for slot in part._slots for buffer in (slot._gradient, slot._weight)]
         for param, state in part.state.items():
             if param in part.on_host:
-                host += state.values()
+                on_cpu += state.values()
             else:
                 masters += [value for name, value in state.items() if name == MASTER]
                 moments += [value for name, value in state.items() if name != MASTER]
@@ -111,7 +110,7 @@ def measure(model: Any) -> dict[str, int]:
         "gradients": device_tensors(model._models, None, "gradients"),
         "master": masters,
         "moments": moments,
-        "host": host,
+        "cpu": on_cpu,
         "staging": staging,
     }
     return {kind: sum(_storages(tensors).values()) for kind, tensors in kinds.items()}
@@ -123,30 +122,30 @@ def _storages(tensors: Sequence[Any]) -> dict[int, int]:
 
 
 def _drop(model: Any) -> None:
-    """Hooks in autograd's nodes keep the wrappers, and those their buffers."""
+    """Break references from hooks in autograd's nodes to the wrappers and their buffers."""
     for chunk in model._chunks:
         vars(chunk).clear()
 
 
 def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = tuple(KINDS)) -> list[StateCase]:
-    """Layouts of 4 layers that suit so many ranks, all kinds of models among them in turn."""
-    from rlhpc.config.schema import ParallelSection
+    """Random layouts of 4 layers for so many ranks, with the kinds of models in turn."""
+    from rlhpc.config.training import ParallelSection
     from rlhpc.core.errors import UserError
     from rlhpc.models import read_model
     from rlhpc.plan.checks.parallelism import misfits
     from rlhpc.sharding.layout import make_layout
 
-    draw = random.Random(seed)
+    rng = random.Random(seed)
     cases: list[StateCase] = []
     with tempfile.TemporaryDirectory() as name:
         shapes = {kind: read_model(make_model(Path(name) / kind, kind, **SIZES)) for kind in kinds}
     while len(cases) < count:
         kind = kinds[len(cases) % len(kinds)]
-        axes = {axis: draw.choice([1, 1, 2, 2, 4]) for axis in ("tp", "pp", "cp", "ep", "etp")}
+        axes = {axis: rng.choice([1, 1, 2, 2, 4]) for axis in ("tp", "pp", "cp", "ep", "etp")}
         if shapes[kind].experts is None:
             axes |= {"ep": 1, "etp": 1}
         if axes["pp"] == 2:
-            axes |= draw.choice([{}, {"vpp": 2}, {"first_stage_layers": 1, "last_stage_layers": 3}])
+            axes |= rng.choice([{}, {"vpp": 2}, {"first_stage_layers": 1, "last_stage_layers": 3}])
         section = ParallelSection(**axes)
         try:
             layout = make_layout(section, world_size)
@@ -157,11 +156,11 @@ def random_cases(count: int, world_size: int, seed: int, kinds: Sequence[str] = 
         case = StateCase(
             kind,
             tuple((axis, size) for axis, size in axes.items() if size > 1),
-            dtype=draw.choice(["float32", "bfloat16", "bfloat16"]),
-            optimizer_offload_fraction=draw.choice([0.0, 0.0, 0.4, 1.0]),
-            trained=draw.random() > 0.1,
-            critic=draw.random() < 0.2,
-            bucket=draw.choice([None, None, 1, 20000]),
+            dtype=rng.choice(["float32", "bfloat16", "bfloat16"]),
+            optimizer_offload_fraction=rng.choice([0.0, 0.0, 0.4, 1.0]),
+            trained=rng.random() > 0.1,
+            critic=rng.random() < 0.2,
+            bucket=rng.choice([None, None, 1, 20000]),
         )
         if case not in cases:
             cases.append(case)
@@ -191,6 +190,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from tests.helpers import state_memory  # by which name ranks find it
+    from tests.helpers import state_memory  # ranks import it by this name
 
     state_memory.main()

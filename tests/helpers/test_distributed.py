@@ -1,4 +1,4 @@
-"""The helper itself: results by rank, and the culprit's traceback rather than its victims'."""
+"""The helper itself: results by rank, and the traceback of the first failure."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def die_on_rank_one() -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def wait_for_ever() -> None:
+def wait_forever() -> None:
     import time
 
     time.sleep(60)
@@ -49,7 +49,7 @@ def surroundings() -> tuple[int, str | None, str, int]:
 
 
 def test_ranks_hash_differently_and_have_the_caller_s_surroundings(tmp_path, monkeypatch):
-    """Sets in another order on each rank, as in a job; the environment of the moment, though ranks are forked."""
+    """Sets differ in order between ranks, as in a job; forked ranks have the caller's current environment."""
     monkeypatch.setenv("PLANTED", "seen")
     monkeypatch.chdir(tmp_path)
     found = run_ranks(surroundings, 2, join=False)
@@ -76,4 +76,4 @@ def test_a_killed_rank_is_shown_before_its_victims():
 
 def test_a_rank_that_hangs_is_ended():
     with pytest.raises(RankFailed, match="still ran after 2 s"):
-        run_ranks(wait_for_ever, 1, join=False, timeout=2)
+        run_ranks(wait_forever, 1, join=False, timeout=2)

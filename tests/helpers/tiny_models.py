@@ -1,4 +1,4 @@
-"""Small random models of every family, saved as HuggingFace saves them."""
+"""Saves small random models of every family in HuggingFace's format."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DSV3: dict[str, Any] = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 32,
     "v_head_dim": 32,
-    "head_dim": 16,  # transformers takes the rotary embedding's size from it
+    "head_dim": 16,  # transformers reads the rotary embedding's size from it
 }
 _YARN = {
     "rope_type": "yarn",
@@ -67,14 +67,14 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "dsv3": ("DeepseekV3", {**_DSV3, "rope_parameters": _YARN}),
     "dsv3_direct": ("DeepseekV3", {**_DSV3, "q_lora_rank": None, "rope_interleave": False}),
 }
-# Models of families that the package does not have.
+# Families that are not in the package.
 OUTSIDE: dict[str, tuple[str, dict[str, Any]]] = {"mistral": ("Mistral", {"sliding_window": None})}
 
 
 def make_model(folder: Path, kind: str, seed: int = 0, **changes: Any) -> Path:
-    """Save a model of ``kind`` into ``folder``, with norms and biases that are not trivial.
+    """Save a model of ``kind`` to ``folder``, with non-trivial norms and biases.
 
-    ``changes`` are fields of its config, such as num_hidden_layers (2 unless told).
+    ``changes``: fields of its config, such as num_hidden_layers (default: 2).
     """
     import torch
     import transformers

@@ -1,4 +1,4 @@
-"""A small actor on real ranks and the same few updates of it, to compare one way of training with another."""
+"""A small actor on real ranks with a few fixed updates, to compare ways of training."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 LENGTHS = (11, 3, 40, 7, 9, 22, 64, 5)
-TOKENS = sum(LENGTHS) - len(LENGTHS)  # that are predicted
+TOKENS = sum(LENGTHS) - len(LENGTHS)  # predicted tokens
 
 
 def make_actor(
@@ -18,12 +18,12 @@ def make_actor(
     family: str | None = None,
     **parallel: Any,
 ) -> Any:
-    """The back end with the weights of ``folder``. All actors that a process has at once are of one layout."""
+    """Back end with the weights of ``folder``. All live actors of a process share one layout."""
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend
     from rlhpc.config.model_settings import ModelSettings
-    from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
+    from rlhpc.config.training import MemorySection, MoeSection, ParallelSection
     from rlhpc.core.rank import RankInfo
     from rlhpc.models import read_model
     from rlhpc.parallel.groups import build_groups
@@ -33,14 +33,14 @@ def make_actor(
     layout = make_layout(section, info.world_size)
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
-    settings = ModelSettings(section, memory or MemorySection(), experts or ExpertsSection(), optimizer)
+    settings = ModelSettings(section, memory or MemorySection(), experts or MoeSection(), optimizer)
     backend = MegatronBackend(read_model(folder, family), layout, info, dtype, settings)
     backend.load_pretrained(folder)
     return backend
 
 
 def optimizer_section(**changes: Any) -> Any:
-    from rlhpc.config.schema import OptimizerSection
+    from rlhpc.config.training import OptimizerSection
 
     return OptimizerSection(
         **{"learning_rate": 1e-3, "weight_decay": 0.1, "max_grad_norm": 0.5, "epsilon": 1e-5, **changes}
@@ -55,14 +55,14 @@ def sequences() -> list[Any]:
 
 
 def batches_of(backend: Any) -> list[Any]:
-    """This rank's share of the sequences in as many micro batches as every other rank has."""
+    """This rank's share of the sequences, in as many microbatches as on every rank."""
     import torch.distributed as dist
 
     from rlhpc.data.collate import pack_batch
 
     layout = backend.layout
     mine = list(enumerate(sequences()))[layout.coord(dist.get_rank())["dp"] :: layout.dp]
-    count = min(3, len(LENGTHS) // layout.dp)  # odd: interleaved stages then need a blank one besides
+    count = min(3, len(LENGTHS) // layout.dp)  # odd, so that interleaved stages need a blank one
     parts = [mine[i::count] for i in range(count)]
     return [pack_batch([(s.numpy(), 1) for _, s in part], sample_ids=[i for i, _ in part]) for part in parts]
 
@@ -75,7 +75,7 @@ def negative_log_likelihood(stats: Any, batch: Any) -> Any:
 
 
 def update(backend: Any) -> Any:
-    """One update's TrainStats."""
+    """TrainStats of one update."""
     return backend.train(batches_of(backend), negative_log_likelihood, TOKENS, 1.0, 1e-3)
 
 
@@ -86,7 +86,7 @@ def train(backend: Any, steps: int = 1) -> list[tuple[float, float]]:
 
 
 def digest(backend: Any) -> str:
-    """Of every weight, bit by bit."""
+    """SHA-256 of all weights."""
     import hashlib
 
     found = hashlib.sha256()

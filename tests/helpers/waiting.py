@@ -1,11 +1,11 @@
-"""Waiting in tests: until a condition holds, with a limit that a slow and busy machine does not reach."""
+"""Waits in tests for conditions, with a limit that even a slow and busy machine does not reach."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-PATIENCE = 300.0  # seconds; on a quiet machine no condition takes a tenth of this
+PATIENCE = 300.0  # seconds; ten times what any condition takes on a quiet machine
 
 
 def until(
@@ -16,7 +16,7 @@ def until(
     seconds: float = PATIENCE,
     interval: float = 0.02,
 ) -> None:
-    """Poll until ``condition()`` is true; AssertionError naming ``what``, with ``detail()``, after ``seconds``."""
+    """Poll until ``condition()`` is true; after ``seconds``, raise AssertionError with ``what`` and ``detail()``."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:

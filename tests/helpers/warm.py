@@ -1,12 +1,12 @@
-"""Processes that have imported what a test's processes need, of which those are forked: seconds less for each.
+"""Warm processes, which have imported what a test's processes need and fork them, saving seconds for each.
 
-There are two kinds. The ``light`` one has imported what the launcher needs, without torch; a ``heavy`` one PyTorch,
-Megatron and vLLM, which takes ten seconds of CPU time. Two heavy ones have hash seeds of their own: ranks that iterate
-over a set in different orders must be detected. On a machine with a GPU everything starts afresh, because CUDA does
-not survive a fork, and so it does with ``--fresh-processes``.
+There are two kinds. The ``light`` process has imported what the launcher needs, without torch; a ``heavy`` one PyTorch,
+Megatron and vLLM, which takes ten seconds of CPU time. Two heavy ones have different hash seeds, to detect ranks that
+iterate over a set in different orders. On a machine with a GPU, where CUDA does not survive a fork, and with
+``--fresh-processes``, every process starts from scratch.
 
-Whole runs use the same processes through ``python()``: a stand-in for the interpreter that has `python -m MODULE`
-forked for the modules of _KINDS, and executes the real interpreter for everything else.
+Runs use the same processes through ``python()``: a stand-in for the interpreter that forks `python -m MODULE` for the
+modules of _KINDS, and executes the real interpreter for everything else.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.helpers import session, warm_client
 
 ROOT = Path(__file__).parents[2]
 INTERPRETER = sys.executable
-# Which kind of process runs a module. Ranks of several kinds alternate between two processes.
+# Warm processes that fork a module; ranks alternate between the two heavy ones.
 _KINDS = {
     "rlhpc.site.acceptance.child": ("heavy-0", "heavy-1"),
     "rlhpc.cli.main": ("light",),
@@ -45,7 +45,7 @@ _KINDS = {
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
     "tests.launch.hanging": ("heavy-0", "heavy-1"),
 }
-# What the imports read of the environment; the rest is the forked process's own.
+# Variables that imports read; a forked process has its own values of all others.
 _FIXED = {env.TORCHDYNAMO_DISABLE: "1"}
 _HEAVY = "heavy"
 _MODULES = {
@@ -67,18 +67,18 @@ _MODULES = {
         ),
     ),
 }
-# Ignored by every Python process, so not inherited from the one that asks.
+# Ignored by every Python process, so not inherited from the requester.
 _PYTHON_IGNORES = {signal.SIGPIPE, signal.SIGXFSZ}
 
 
 def usable(environ: Mapping[str, str]) -> bool:
-    """Whether a rank forked for this environment equals one that starts afresh."""
+    """Whether a rank forked for this environment equals one started from scratch."""
     same = all(environ.get(name) == value for name, value in _FIXED.items())
     return same and not session.all_fresh and not Path("/dev/nvidiactl").exists()
 
 
 class Forked:
-    """A forked ``python -m module arguments``, with what run_ranks needs of a Popen."""
+    """A forked ``python -m module arguments``, with the part of Popen that run_ranks uses."""
 
     def __init__(
         self, module: str, arguments: Sequence[str], number: int, environ: Mapping[str, str], log: int
@@ -116,7 +116,7 @@ class Forked:
 
 @functools.cache
 def python() -> Path:
-    """An executable that takes the place of ``sys.executable`` for whole runs."""
+    """Executable that replaces ``sys.executable`` in runs."""
     if session.all_fresh or Path("/dev/nvidiactl").exists():
         return Path(INTERPRETER)
     for kind in {kind for kinds in _KINDS.values() for kind in kinds}:
@@ -126,7 +126,7 @@ def python() -> Path:
 
 @functools.cache
 def _folder() -> Path:
-    """With the stand-in for the interpreter, and sockets, whose paths are short: 107 bytes at most."""
+    """Folder of the stand-in for the interpreter and of sockets, whose paths have at most 107 bytes."""
     folder = tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp")
     atexit.register(folder.cleanup)
     source = Path(warm_client.__file__).read_text(encoding="utf-8")
@@ -134,13 +134,13 @@ def _folder() -> Path:
     file = Path(folder.name, "python")
     file.write_text(f"#!{INTERPRETER} -IS\n{source}\n{call}\n")
     file.chmod(0o755)
-    Path(folder.name).chmod(0o755)  # other users of the tests find the stand-in, which hands them the interpreter
+    Path(folder.name).chmod(0o755)  # for other users in tests, for whom the stand-in executes the interpreter
     return Path(folder.name)
 
 
 @functools.cache
 def _zygote(kind: str) -> Path:
-    """Start one; it ends with this process, whose end of the pipe is then closed. Its socket, ready to connect to."""
+    """Start a warm process, which ends with this one through a pipe; returns its listening socket."""
     path = _folder() / kind
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(path))
@@ -150,7 +150,7 @@ def _zygote(kind: str) -> Path:
     environ = {
         **os.environ,
         **_FIXED,
-        env.OMP_NUM_THREADS: "1",  # libraries start a thread for each other core when they are imported
+        env.OMP_NUM_THREADS: "1",  # on import, libraries start a thread per further core
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
     }
     subprocess.Popen(
@@ -163,15 +163,15 @@ def _zygote(kind: str) -> Path:
     )
     os.close(read_end)
     listener.close()
-    _kept.append(write_end)
+    _write_ends.append(write_end)
     return path
 
 
-_kept: list[int] = []
+_write_ends: list[int] = []
 
 
 def _serve(kind: str, listener: socket.socket) -> dict[str, Any] | None:
-    """Fork a child for each request, and report its end. Returns in each child, with what it is to do."""
+    """Fork a child per request and report its exit code. Returns only in children, with their request."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _import(kind)
@@ -180,7 +180,7 @@ def _serve(kind: str, listener: socket.socket) -> dict[str, Any] | None:
     children: dict[int, socket.socket] = {}
     while True:
         readable = _wait([0, listener.fileno(), *(c.fileno() for c in children.values())], 0.02 if children else None)
-        if 0 in readable:  # the tests have ended, perhaps by a kill
+        if 0 in readable:  # the tests have ended or were killed
             for pid in children:
                 os.kill(pid, signal.SIGKILL)
             os._exit(0)
@@ -210,7 +210,7 @@ def _wait(descriptors: list[int], seconds: float | None) -> set[int]:
 
 
 def _report(children: dict[int, socket.socket], readable: set[int]) -> None:
-    """Of children that ended, their exit codes. A child whose client is gone is killed, as the client was."""
+    """Send exit codes of ended children; kill a child whose client is gone."""
     for pid, connection in list(children.items()):
         done, status = os.waitpid(pid, os.WNOHANG)
         if not done and connection.fileno() in readable:
@@ -228,12 +228,12 @@ def _import(kind: str) -> None:
     for name in names:
         importlib.import_module(name)
     gc.collect()
-    gc.freeze()  # a forked process need not go through all of this when it collects its own garbage
-    gc.unfreeze = lambda: None  # vLLM calls it when an engine ends
+    gc.freeze()  # garbage collection in forked processes skips these objects
+    gc.unfreeze = lambda: None  # vLLM calls it at an engine's shutdown
 
 
 def _become(request: dict[str, Any], descriptors: dict[int, int]) -> None:
-    """Take on what a process gets from the one that starts it."""
+    """Take over what a process inherits from its parent: session, descriptors, environment, folder, signals."""
     if request.get("session"):
         os.setsid()
     _take_descriptors(descriptors)
@@ -242,7 +242,7 @@ def _become(request: dict[str, Any], descriptors: dict[int, int]) -> None:
     os.chdir(request["cwd"])
     os.umask(request["umask"])
     time.tzset()
-    tempfile.tempdir = None  # of the environment that was
+    tempfile.tempdir = None  # cached from the former environment
     for signum in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP} - _PYTHON_IGNORES:
         ignored = request["ignored"] >> (signum - 1) & 1
         signal.signal(signum, signal.SIG_IGN if ignored else signal.SIG_DFL)
@@ -251,7 +251,7 @@ def _become(request: dict[str, Any], descriptors: dict[int, int]) -> None:
 
 
 def _take_descriptors(descriptors: dict[int, int]) -> None:
-    """Put them at their numbers: first out of the way, for one's number may be another's place."""
+    """Move descriptors to their numbers, via free ones, because numbers may overlap."""
     first_free = 1 + max([*descriptors, *descriptors.values()])
     aside = {}
     for number, descriptor in descriptors.items():
@@ -270,9 +270,9 @@ def _text(descriptor: int, mode: str, errors: str) -> TextIO:
 
 
 def _run(request: dict[str, Any], python: str) -> None:
-    """``python -m module arguments``."""
+    """Run ``python -m module arguments``."""
     sys.executable = python
-    if "torch" in sys.modules:  # which read it when it was imported
+    if "torch" in sys.modules:  # it read the variable on import
         sys.modules["torch"].set_num_threads(int(request["environ"].get(env.OMP_NUM_THREADS, os.cpu_count())))
     sys.argv = [request["module"], *request["arguments"]]
     path = request["environ"].get("PYTHONPATH", "").split(os.pathsep)

@@ -1,6 +1,6 @@
-"""The client of warm processes (tests.helpers.warm), and at the same time the source of the interpreter's stand-in.
+"""Client of warm processes (tests.helpers.warm), and source of the stand-in for the interpreter.
 
-The stand-in starts often, so that this imports nothing but what the interpreter has built in.
+The stand-in starts often, so this imports only built-in modules.
 """
 
 import _socket
@@ -11,12 +11,12 @@ import sys
 
 _LENGTH = _struct.Struct("=Q")
 _NUMBER = _struct.Struct("=q")
-_OPTIONS = {"-u": 1, "-W": 2}  # of the interpreter, with their number of words
-_MOST_DESCRIPTORS = 250  # of one message: SCM_MAX_FD is 253
+_OPTIONS = {"-u": 1, "-W": 2}  # interpreter options, with their number of words
+_MOST_DESCRIPTORS = 250  # per message; SCM_MAX_FD is 253
 
 
 def ask(connection, request, descriptors):
-    """Send a request for a process that is like this one, with these of our descriptors by their numbers there."""
+    """Request a process like this one. ``descriptors``: our descriptors by their numbers there."""
     ignored = 0
     with open("/proc/self/status", encoding="utf-8") as status:
         for line in status:
@@ -32,7 +32,7 @@ def ask(connection, request, descriptors):
 
 
 def receive(connection):
-    """The server's side of ``ask``: the request, and its descriptors here by their numbers there."""
+    """Server side of ``ask``: the request, and descriptors here by their numbers in the new process."""
     head, ancillary, _, _ = connection.recvmsg(_LENGTH.size, _socket.CMSG_LEN(4 * _MOST_DESCRIPTORS))
     received = [_struct.unpack_from("=i", data, at)[0] for _, _, data in ancillary for at in range(0, len(data), 4)]
     request = marshal.loads(_read(connection, _LENGTH.unpack(head)[0]))
@@ -58,7 +58,7 @@ def _read(connection, size):
 
 
 def main(python, folder, kinds, fixed):
-    """The stand-in's program: have ``-m MODULE`` forked if there is a process for it, else execute the interpreter."""
+    """Program of the stand-in: fork ``-m MODULE`` from a warm process if there is one, else execute the interpreter."""
     module, arguments = _module(sys.orig_argv[3:])  # after "python -IS FILE"
     same = all(os.environ.get(name, value) == value for name, value in fixed.items())
     heavy = "heavy-0" in kinds.get(module, ())
@@ -68,7 +68,7 @@ def main(python, folder, kinds, fixed):
     connection = _socket.socket(_socket.AF_UNIX)
     try:
         connection.connect(folder + "/" + sockets[os.getpid() % len(sockets)])
-    except OSError:  # nobody has asked for one
+    except OSError:  # that process was never started
         os.execv(python, [python, *sys.orig_argv[3:]])
     descriptors = {int(name): int(name) for name in os.listdir("/proc/self/fd")}
     descriptors = {number: number for number in descriptors if number != connection.fileno() and _is_open(number)}
@@ -85,7 +85,7 @@ def main(python, folder, kinds, fixed):
 
 
 def _module(arguments):
-    """The module of ``-m`` and what follows it, after options that change nothing here; None: another kind of call."""
+    """(module of ``-m``, its arguments), after options without effect here; None: another kind of call."""
     while arguments and arguments[0] in _OPTIONS:
         arguments = arguments[_OPTIONS[arguments[0]] :]
     return (arguments[1], arguments[2:]) if arguments[:1] == ["-m"] else (None, [])
@@ -94,7 +94,7 @@ def _module(arguments):
 def _is_open(number):
     try:
         os.fstat(number)
-    except OSError:  # of the listing itself
+    except OSError:  # the directory listing itself
         return False
     return True
 
@@ -103,7 +103,7 @@ def _forward_signals(child):
     import _signal
 
     def forward(signum, frame):
-        try:  # noqa: SIM105 - contextlib costs the stand-in more than it does itself
+        try:  # noqa: SIM105 - importing contextlib would dominate the stand-in's time
             os.kill(child, signum)
         except ProcessLookupError:
             pass

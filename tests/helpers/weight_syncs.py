@@ -1,6 +1,6 @@
-"""Weights synced from real Megatron layouts into real engines: each engine must be the one that read them from disk.
+"""Syncs weights from real Megatron layouts to real engines, and compares with engines that load them from disk.
 
-``python -m tests.helpers.weight_syncs`` tries every family in every pair of layouts below; the tests take some of them.
+``python -m tests.helpers.weight_syncs`` runs every family in every pair of layouts below; tests run some of them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``tokens``: greedy ones are the fresh engine's; ``gap``: largest difference of log-probs; bytes of this rank."""
+    """``tokens``: equal greedy tokens; ``gap``: maximum log-prob difference; bytes of this rank, and their minimum."""
 
     tokens: bool
     gap: float
@@ -47,7 +47,7 @@ class Outcome:
 
 
 def pairs_of(kind: str) -> list[Pair]:
-    """At least twelve: tp 1 to 4, pp, vpp, cp, dp, and for experts ep and etp, to engines of 1, 2 and 4."""
+    """At least twelve pairs: tp 1 to 4, pp, vpp, cp, dp, and for experts ep and etp, to engines of tp 1, 2 and 4."""
     layouts: list[tuple[dict[str, Any], int]] = [
         ({}, 1),
         ({}, 4),
@@ -75,7 +75,7 @@ def pairs_of(kind: str) -> list[Pair]:
 
 
 def make_models(folder: Path, kinds: Sequence[str]) -> Path:
-    """``<kind>/<a|b>``: two sets of weights of each family that both Megatron and vLLM's CPU build take."""
+    """Write ``<kind>/<a|b>``: two sets of weights per family that both Megatron and vLLM's CPU build support."""
     from tests.helpers.tiny_models import make_model
     from tests.rollout.engines import CHANGES, CONTEXT, VOCAB
 
@@ -87,7 +87,7 @@ def make_models(folder: Path, kinds: Sequence[str]) -> Path:
 
 
 def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
-    """Run on every rank: an engine of each family and size, synced to from one training layout after another."""
+    """Outcomes of syncing each training layout to an engine of each family and size. Runs on every rank."""
     from tests.helpers import equality
     from tests.rollout import engines
 
@@ -106,7 +106,7 @@ def try_pairs(models: Path, pairs: Sequence[Pair]) -> list[Outcome]:
 
 
 def make_manager(actor: Any, engine: Any, pair: Pair, *, ranks_per_node: int = 2, **section: Any) -> Any:
-    """A manager for the pair's layouts on all ranks, by small buckets, checking itself at every weight sync."""
+    """A manager for the pair's layouts on all ranks, with small buckets and verification at every weight sync."""
     from rlhpc.config.schema import ReshardSection
     from rlhpc.parallel.compat import device
     from rlhpc.reshard.manager import Job, ReshardManager

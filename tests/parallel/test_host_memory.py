@@ -76,7 +76,7 @@ def test_memory_that_cannot_be_pinned_is_one_line(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(UserError) as caught:
         host_memory.allocate(3 << 20, GPU)
     assert str(caught.value).startswith(
-        "memory.offload: CUDA cannot pin 0.00 GiB of CPU memory (error 2); offload less"
+        "actor.memory.offload: CUDA cannot pin 0.00 GiB of CPU memory (error 2); offload less"
     )
     gc.collect()
     assert cudart.calls == 1, "what was not registered is not unregistered"

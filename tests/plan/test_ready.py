@@ -42,7 +42,7 @@ def test_a_ready_configuration_is_checked_and_planned(file: Path) -> None:
     shape = read_model(ROOT / config.model.path)
     assert outline(config)
     layout = check_nodes(config, config.slurm.most_nodes, shape)
-    check_memory(config.memory, shape, layout)
+    check_memory(config.actor.memory, shape, layout)
     # All else that a run is refused for, but for its model's weights, which are not here.
     elsewhere = config.model.model_copy(update={"path": Path("nowhere")})
     check_config(config.model_copy(update={"model": elsewhere}), prepared=False)

@@ -18,7 +18,8 @@ from rlhpc.plan.checks.training import check_memory
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.step_time import predict_step
-from rlhpc.plan.search import Candidate, Found, _groups, search
+from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.search import Candidate, SearchResult, _groups, search
 from rlhpc.plan.sweep import parse_range, plot, sweep
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -31,12 +32,12 @@ def loaded(name: str, *overrides: str) -> tuple[RunConfig, ModelShape]:
     return config, read_model(ROOT / config.model.path)
 
 
-def found_for(config: RunConfig, shape: ModelShape, gpu: str) -> Found:
+def found_for(config: RunConfig, shape: ModelShape, gpu: str) -> SearchResult:
     return search(config, shape, config.world_size, GPUS[gpu], config.site.efficiency)
 
 
 @pytest.fixture(scope="module")
-def one_node() -> Found:
+def one_node() -> SearchResult:
     return found_for(*loaded(NODE), "h100")
 
 
@@ -51,7 +52,7 @@ def over(data: dict[str, Any], fragment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: Found, tmp_path: Path) -> None:
+def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: SearchResult, tmp_path: Path) -> None:
     (config, shape), found = loaded(NODE), one_node
     seconds = [best.step.seconds for best in found.best]
     assert len(found.best) == 5
@@ -81,7 +82,7 @@ def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
     assert found.best[0].memory.peak <= 0.95 * GPUS["h20"].memory_bytes, "it can be loaded and saved, too"
 
 
-def test_less_memory_means_no_faster(one_node: Found) -> None:
+def test_less_memory_means_no_faster(one_node: SearchResult) -> None:
     config, shape = loaded(NODE)
     small = replace(GPUS["h100"], memory_gib=48.0)
     tight = search(config, shape, 8, small, config.site.efficiency)
@@ -92,7 +93,7 @@ def test_less_memory_means_no_faster(one_node: Found) -> None:
 LONG = (
     "slurm.nodes=4",
     "resources.ranks_per_node=4",
-    "parallel.pp=4",
+    "actor.parallel.pp=4",
     "train.prompts_per_step=64",
     "data.max_prompt_tokens=1024",
     "rollout.max_response_tokens=15360",
@@ -104,29 +105,29 @@ def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
     config, shape = loaded("qwen2.5-72b-96gpus", *LONG, *changes)
     gpu = replace(GPUS["h100"], memory_gib=gib)
     (best,) = search(config, shape, 16, gpu, config.site.efficiency, count=1).best
-    assert best.fragment["memory"]["recompute"] == "full"
+    assert best.fragment["actor"]["memory"]["recompute"] == "full"
     assert best.memory.peak <= 0.95 * gpu.memory_bytes
-    check_memory(best.config.memory, shape, best.layout)
+    check_memory(best.config.actor.memory, shape, best.layout)
     return best, shape
 
 
 def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
     """Groups of two keep half the inputs of ten layers of eight micro batches, and need one layer's tensors more."""
     best, shape = long_sequences(54.0)
-    assert best.fragment["memory"]["recompute_layers"] == 2
-    memory = best.config.memory.model_copy(update={"recompute_layers": 1})
-    single = predict_memory(best.config.model_copy(update={"memory": memory}), shape, best.layout, 54.0)
+    assert best.fragment["actor"]["memory"]["recompute_layers"] == 2
+    ungrouped = changed_config(best.config, {"actor.memory.recompute_layers": 1})
+    single = predict_memory(ungrouped, shape, best.layout, 54.0)
     assert single.peak > 0.95 * 54 * 2**30
-    assert "recompute_layers" not in long_sequences(58.0)[0].fragment["memory"]
+    assert "recompute_layers" not in long_sequences(58.0)[0].fragment["actor"]["memory"]
 
 
 def test_groups_that_were_asked_for_give_way_where_they_do_not_divide() -> None:
-    best, _ = long_sequences(58.0, "memory.recompute_layers=9")
-    assert best.fragment["memory"]["recompute_layers"] == 1, "written out, over what was asked for"
+    best, _ = long_sequences(58.0, "actor.memory.recompute_layers=9")
+    assert best.fragment["actor"]["memory"]["recompute_layers"] == 1, "written out, over what was asked for"
 
 
 def test_groups_divide_every_stage_of_actor_and_critic() -> None:
-    config, shape = loaded("qwen2.5-72b-96gpus", *LONG, "memory.recompute_layers=10")
+    config, shape = loaded("qwen2.5-72b-96gpus", *LONG, "actor.memory.recompute_layers=10")
     stages = [ParallelLayout(16, pp=pp, tp=2, vpp=vpp) for pp, vpp in ((1, None), (2, None), (4, None), (8, 5), (2, 8))]
     assert [_groups(config, shape, layout) for layout in stages] == [
         [1, 2, 4, 10],
@@ -135,11 +136,11 @@ def test_groups_divide_every_stage_of_actor_and_critic() -> None:
         [1, 2],
         [1],
     ]
-    small = f"critic.model={ROOT / 'configs' / 'ready' / 'models' / 'Qwen2.5-3B-Instruct'}"
+    small = f"critic.path={ROOT / 'configs' / 'ready' / 'models' / 'Qwen2.5-3B-Instruct'}"
     critic, _ = loaded(
         "qwen2.5-72b-96gpus",
         *LONG,
-        "memory.recompute_layers=10",
+        "actor.memory.recompute_layers=10",
         "algorithm.name=ppo",
         small,
         "critic.parallel={pp: 4}",
@@ -159,7 +160,7 @@ def test_a_host_that_is_too_small_leaves_layouts_out(told_by: str) -> None:
             asked = config.model_copy(update={"slurm": config.slurm.model_copy(update={"memory": int(mib)})})
         of_node = mib / 1024 if mib is not None and told_by != "slurm.memory" else None
         found = search(asked, shape, 1, replace(gpu, cpu_memory_gib=of_node), config.site.efficiency)
-        return [best.memory.host.node / 2**20 for best in found.best]
+        return [best.memory.cpu.node / 2**20 for best in found.best]
 
     (free,) = hosts(None)
     assert hosts(free + 1) == [free]
@@ -201,7 +202,9 @@ def test_nothing_that_suits_or_fits_is_told(tmp_path: Path) -> None:
 
 
 def test_engines_too_large_for_every_size_are_told() -> None:
-    config, shape = loaded(MIXED, "slurm.nodes=1", "parallel.pp=1", "parallel.last_stage_layers=null", "rollout.tp=8")
+    config, shape = loaded(
+        MIXED, "slurm.nodes=1", "actor.parallel.pp=1", "actor.parallel.last_stage_layers=null", "rollout.tp=8"
+    )
     with pytest.raises(UserError, match="no size of the engines leaves room"):
         found_for(config, shape, "h20")
 
@@ -214,7 +217,7 @@ def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
     seconds = [point.step.seconds for point in points]
     assert seconds == sorted(seconds, reverse=True)
     assert points[-1].step.tokens_per_second < 10 * points[0].step.tokens_per_second
-    assert points[0].memory.host.node > points[-1].memory.host.node, "the optimizer, which is there, is cut further"
+    assert points[0].memory.cpu.node > points[-1].memory.cpu.node, "the optimizer, which is there, is cut further"
     assert points[0].memory.peak == pytest.approx(points[-1].memory.peak, rel=1e-3)
     plot(points, tmp_path / "sweep.png", "title")
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

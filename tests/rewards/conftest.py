@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config.reward import RewardSection
 from rlhpc.rewards import pool
 from rlhpc.rewards.reward_workers import FunctionRewards, start_reward_workers
-from tests.rewards.scoring import Texts
+from tests.rewards.scoring import Texts, sections
 
 
 @pytest.fixture
@@ -20,7 +19,7 @@ def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     judges = []
 
     def start(**section: Any) -> FunctionRewards:
-        judges.append(start_reward_workers(RewardSection(**section), Texts().decode, max_response_tokens=20))
+        judges.append(start_reward_workers(*sections(**section), Texts().decode, max_response_tokens=20))
         return judges[-1]
 
     yield start

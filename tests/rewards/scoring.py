@@ -9,10 +9,20 @@ from typing import Any
 import numpy as np
 
 from rlhpc.api import Completion, Prompt, RewardResult
+from rlhpc.config.reward import DEFAULT_FUNCTION, RewardFunctionSection, RewardWorkersSection
 from rlhpc.rewards.reward_workers import FunctionRewards
 
 HERE = "tests.rewards.functions"
 LIMIT = 1.5
+
+
+def sections(
+    functions: Sequence[dict[str, Any]] = (), function: str = DEFAULT_FUNCTION, arguments: Any = None, **workers: Any
+) -> tuple[dict[str, RewardFunctionSection], RewardWorkersSection]:
+    """Several functions, or the one, by their keys; and the section of the workers."""
+    given = functions or [{"function": function, "arguments": arguments or {}}]
+    entries = {f"rewards.{i}": RewardFunctionSection(**each) for i, each in enumerate(given)}
+    return entries, RewardWorkersSection(**workers)
 
 
 class Texts:

@@ -22,7 +22,7 @@ KEYWORDS = {
 
 
 def call(function: str, response: str, **arguments: Any) -> Score | Failure:
-    loaded = load_function(Entry(f"tests.rewards.functions:{function}", arguments, "reward.function"))
+    loaded = load_function(Entry(f"tests.rewards.functions:{function}", arguments, "rewards.0.function"))
     return loaded({**KEYWORDS, "solution_str": response})
 
 
@@ -80,12 +80,12 @@ def test_numbers_of_tokens_reach_a_function_that_asks_for_them():
 
 
 def test_arguments_that_do_not_fit_are_refused():
-    with pytest.raises(UserError, match=r"reward.arguments: .*plus cannot be called .*unexpected.*'less'"):
+    with pytest.raises(UserError, match=r"rewards.0.arguments: .*plus cannot be called .*unexpected.*'less'"):
         call("plus", "ab", more=0.5, less=0.5)
-    with pytest.raises(UserError, match=r"reward.function: .*missing a required argument: 'more'"):
+    with pytest.raises(UserError, match=r"rewards.0.function: .*missing a required argument: 'more'"):
         call("plus", "ab")
 
 
 def test_what_is_no_function_is_refused():
-    with pytest.raises(UserError, match=r"reward.function: .*:NOT_A_FUNCTION' is not a function"):
+    with pytest.raises(UserError, match=r"rewards.0.function: .*:NOT_A_FUNCTION' is not a function"):
         call("NOT_A_FUNCTION", "ab")

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from rlhpc.api import Completion, Prompt
-from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.code import Streams, last_block, python, read_tests
 from rlhpc.rewards.reward_workers import start_reward_workers
+from tests.rewards.scoring import sections
 
 SUMS = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
 ASSERTS = ["assert inc(1) == 2", "assert inc(2) == 3"]
@@ -127,9 +127,9 @@ def test_a_solution_may_use_what_modules_have():
 
 def test_bad_arguments_are_refused_at_the_start():
     for arguments, told in (({"isolation": "none"}, "isolation 'none' is neither"), ({"memory": 1}, "unexpected")):
-        section = RewardSection(function="rlhpc.rewards.code:python", arguments=arguments)
+        given = sections(function="rlhpc.rewards.code:python", arguments=arguments)
         with pytest.raises(UserError, match=told):
-            start_reward_workers(section, lambda tokens: "", 20)
+            start_reward_workers(*given, lambda tokens: "", 20)
 
 
 HARMFUL = {
@@ -149,8 +149,8 @@ HARMFUL = {
 def test_harmful_programs_are_worth_nothing_and_scoring_goes_on():
     good = "a, b = map(int, input().split())\nprint(a + b)"
     texts = [block(program) for program in (*HARMFUL.values(), good)]
-    section = RewardSection(function="rlhpc.rewards.code:python", arguments={"seconds": 1.0})
-    reward_workers = start_reward_workers(section, lambda tokens: texts[tokens[0]], 20)
+    given = sections(function="rlhpc.rewards.code:python", arguments={"seconds": 1.0})
+    reward_workers = start_reward_workers(*given, lambda tokens: texts[tokens[0]], 20)
     try:
         for key in range(len(texts)):
             completion = Completion(np.array([key], dtype=np.int32), np.zeros(1, dtype=np.float32), truncated=False)

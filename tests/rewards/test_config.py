@@ -2,35 +2,72 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from rlhpc.config.reward import RewardSection
+from rlhpc.config.load import load_config
+from rlhpc.config.reward import RewardFunctionSection, RewardModelSection
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.plan.checks.rewards import check_reward
+from rlhpc.plan.checks.rewards import check_rewards
+
+DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 
 
-def functions(*names: str, **more: Any) -> RewardSection:
-    return RewardSection(functions=[{"name": name, "function": "a:b"} for name in names], **more)
+def config(*rewards: dict[str, Any]) -> RunConfig:
+    data = {"name": "r", "model": {"path": "m"}, "train": {"steps": 1}}
+    return RunConfig.model_validate(data | ({"rewards": list(rewards)} if rewards else {}))
 
 
-def test_one_function_or_several():
-    check_reward(functions("a", "b"))
-    (single,) = RewardSection(arguments={"x": 1}).entries
-    assert (single.name, single.function, single.arguments) == ("", "rlhpc.rewards.rules:maths", {"x": 1})
-    assert [item.name for item in functions("a", "b").entries] == ["a", "b"]
+def function(name: str | None = None) -> dict[str, Any]:
+    return {"function": "a:b"} | ({"name": name} if name else {})
+
+
+def test_one_function_or_several_and_a_model():
+    assert config().rewards == [RewardFunctionSection(function="rlhpc.rewards.rules:maths")]
+    taken = config(function("a"), {"model": "m"}, function("b"))
+    for each in (config(), taken, config(function(), {"model": "m"}), config({"model": "m"})):
+        check_rewards(each)
+    assert {key: entry.name for key, entry in taken.reward_functions.items()} == {"rewards.0": "a", "rewards.2": "b"}
+    assert (taken.reward_model_key, taken.reward_model) == ("rewards.1", RewardModelSection(model=Path("m")))
+    assert taken.reward_model.name == "model"
 
 
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("rewards", "told"),
     [
-        (functions("a", function="c:d"), "reward.functions: reward.function is given too"),
-        (functions("a", arguments={"x": 1}), "reward.functions: reward.arguments is given too"),
-        (functions("a", "b", "a"), "reward.functions: 'a': duplicate name"),
-        (functions("a", "mean"), "reward.functions: 'mean' means something else in the metrics"),
+        ([function("a"), function("b"), function("a")], "rewards: 'a': duplicate name; name each differently"),
+        ([function("model"), {"model": "m"}], "rewards: 'model': duplicate name; name each differently"),
+        ([function("a"), function("mean")], "rewards: 'mean' has another meaning in the metrics; rename it"),
+        ([function("a"), function()], "rewards.1.name: 2 functions and no name; name each"),
+        ([{"model": "m"}, {"model": "n", "name": "n"}], "rewards: 2 reward models; leave one"),
     ],
 )
-def test_what_contradicts_itself_is_refused(section: RewardSection, told: str):
-    with pytest.raises(UserError, match=f"^{told}"):
-        check_reward(section)
+def test_what_contradicts_itself_is_refused(rewards: list[dict[str, Any]], told: str):
+    with pytest.raises(UserError) as caught:
+        check_rewards(config(*rewards))
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("rewards.1.name=b", "rewards.1: needs either function or model; give one of the two"),
+        ("rewards.0.model=m", "rewards.0: needs either function or model; give one of the two"),
+        (
+            "rewards=[]",
+            "rewards: [] is not allowed; allowed: a list of at least 1, each item a section of 'key: value'",
+        ),
+        ("rewards.0.wieght=2", "rewards.0.wieght: unknown key; did you mean 'weight'?"),
+        ("rewards.0.too_long=error", "rewards.0.too_long: unknown key; valid: arguments, function, name, "),
+        ("rewards=[{model: m, arguments: {}}]", "rewards.0.arguments: unknown key; valid: chat_template, max_tokens, "),
+        ("rewards.0.weight=much", "rewards.0.weight: 'much' is not allowed; allowed: a number"),
+    ],
+)
+def test_an_entry_is_either_a_function_or_a_model(override: str, told: str):
+    with pytest.raises(UserError) as caught:
+        load_config(DEMO, [override])
+    assert re.sub(r"^\S*?demo\.yaml:\d+", "command line", str(caught.value)).startswith(f"command line: {told}")

@@ -49,10 +49,12 @@ def test_a_buffer_longer_than_a_response_is_refused():
     with pytest.raises(ValueError, match="buffer_tokens 200 is not between 1 and the 100"):
         overlong("", "", None, {}, response_tokens=1, max_response_tokens=100, buffer_tokens=200)
     for most, arguments in ((1, {"buffer_tokens": 1}), (4096, {})):
-        load_function(Entry("rlhpc.rewards.formats:overlong", arguments, "reward.function", max_response_tokens=most))
+        load_function(
+            Entry("rlhpc.rewards.formats:overlong", arguments, "rewards.0.function", max_response_tokens=most)
+        )
     for most, arguments in ((100, {"buffer_tokens": 200}), (9, {"buffer_tokens": 0}), (1024, {})):  # before the run
-        entry = Entry("rlhpc.rewards.formats:overlong", arguments, "reward.functions.long", max_response_tokens=most)
-        with pytest.raises(UserError, match=rf"^reward.functions.long: .*is not between 1 and the {most} of"):
+        entry = Entry("rlhpc.rewards.formats:overlong", arguments, "rewards.long", max_response_tokens=most)
+        with pytest.raises(UserError, match=rf"^rewards.long: .*is not between 1 and the {most} of"):
             load_function(entry)
 
 

@@ -12,12 +12,12 @@ import psutil
 import pytest
 
 from rlhpc.api import RewardResult
-from rlhpc.config.reward import RewardFunctionSection, RewardSection
+from rlhpc.config.reward import RewardFunctionSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import Entry, Failure, Score, failure_of
 from rlhpc.rewards.pool import Call, Pool
 from rlhpc.rewards.reward_workers import entries_of
-from tests.rewards.scoring import HERE, failures_of, score_all
+from tests.rewards.scoring import HERE, failures_of, score_all, sections
 
 TOWER = r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}"  # sympy tries to compute it
 
@@ -50,7 +50,7 @@ def test_no_policy_lets_a_response_end_the_run_by_a_built_in_function(make, poli
 
 
 def test_a_flood_of_hanging_calls_costs_each_its_limit_and_loses_no_other(make):
-    reward_workers = make(function=f"{HERE}:does", time_limit_seconds=0.2, workers=4)
+    reward_workers = make(function=f"{HERE}:does", time_limit_seconds=0.2, per_engine=4)
     began = time.monotonic()
     results = score_all(reward_workers, ["hang", "ab", "abc"] * 12)
     assert [result.reward for result in results.values()] == [0, 2, 3] * 12
@@ -64,7 +64,7 @@ def test_time_limits_are_the_functions_own_or_the_section_s_or_what_suits_them()
     functions.append({"name": "mine", "function": "a:b"})
 
     def limits(**section: Any) -> list[float | None]:
-        return [entry.time_limit_seconds for entry in entries_of(RewardSection(functions=functions, **section), 20)]
+        return [entry.time_limit_seconds for entry in entries_of(*sections(functions=functions, **section), 20)]
 
     assert limits() == [5, 5, 30, 30]
     assert limits(time_limit_seconds=7) == [7] * 4
@@ -85,7 +85,7 @@ def test_each_function_has_its_own_time_limit(make, caplog):
         {"short": 2, "long": 1},
     ]
     assert failures_of(results) == {"timeout": 1}
-    assert "reward.functions.short tests.rewards.functions:does: took more than 0.3 s" in caplog.text
+    assert "rewards.0.function tests.rewards.functions:does: took more than 0.3 s" in caplog.text
 
 
 # ---- memory
@@ -115,7 +115,7 @@ def test_an_expression_of_gigabytes_is_a_wrong_answer(make):
 
 def test_functions_of_this_package_are_bounded_by_default_and_others_are_not():
     def limit(**section: Any) -> int | None:
-        return entries_of(RewardSection(**section), 20)[0].memory_limit_mib
+        return entries_of(*sections(**section), 20)[0].memory_limit_mib
 
     assert limit() == limit(function="rlhpc.rewards.code:python") == 2048
     assert limit(function="a:b") is None
@@ -165,7 +165,7 @@ def test_what_counts_as_running_out_of_memory(error: Exception, kind: str):
 
 def test_a_sandbox_that_is_killed_from_outside_counts_as_a_death(make):
     """As the kernel kills where a node's memory is short."""
-    reward_workers = make(function="rlhpc.rewards.code:python", workers=1)
+    reward_workers = make(function="rlhpc.rewards.code:python", per_engine=1)
     (worker,) = [child for child in psutil.Process().children() if "rewards.worker" in " ".join(child.cmdline())]
 
     def kill() -> None:

@@ -15,14 +15,13 @@ import psutil
 import pytest
 
 from rlhpc.api import Prompt, RewardResult
-from rlhpc.config.reward import RewardSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
 from rlhpc.rewards import pool
 from rlhpc.rewards.calls import UNFINISHED, Entry
 from rlhpc.rewards.reward_workers import entries_of, start_reward_workers
 from tests.helpers.waiting import until
-from tests.rewards.scoring import HERE, LIMIT, Texts, failures_of, score_all
+from tests.rewards.scoring import HERE, LIMIT, Texts, failures_of, score_all, sections
 
 
 def test_several_functions_are_summed_with_their_weights(make):
@@ -39,12 +38,12 @@ def test_several_functions_are_summed_with_their_weights(make):
 
 def test_workers_are_told_of_each_function_what_the_configuration_says():
     named = [{"name": "long", "function": "rlhpc.rewards.formats:overlong", "arguments": {"penalty": 2}}]
-    assert [*entries_of(RewardSection(function="a:b"), 20), *entries_of(RewardSection(functions=named), 9)] == [
-        Entry("a:b", {}, "reward.function", max_response_tokens=20, time_limit_seconds=30.0),
+    assert [*entries_of(*sections(function="a:b"), 20), *entries_of(*sections(functions=named), 9)] == [
+        Entry("a:b", {}, "rewards.0.function", max_response_tokens=20, time_limit_seconds=30.0),
         Entry(
             named[0]["function"],
             {"penalty": 2},
-            "reward.functions.long",
+            "rewards.0.function",
             max_response_tokens=9,
             time_limit_seconds=5.0,
             memory_limit_mib=2048,
@@ -125,7 +124,7 @@ def test_what_a_function_raises_or_returns_ends_the_run_by_default(make):
     for text in ("raise", "nan"):
         with pytest.raises(UserError, match=ends_with(text)) as caught:
             score_all(reward_workers, ["ab", text, "abc"])
-        assert caught.value.remedy.endswith("set reward.on_failure")
+        assert caught.value.remedy.endswith("set reward_workers.on_failure")
     with pytest.raises(UserError) as caught:
         score_all(make(function=f"{HERE}:chosen"), ["y" * 200])
     assert "response '" + "y" * 80 + "';" in str(caught.value)
@@ -142,12 +141,12 @@ def test_a_call_that_does_not_end_by_itself_ends_the_run_only_on_request(make):
     for text in lost:
         with pytest.raises(UserError, match=ends_with(text)) as caught:
             score_all(reward_workers, ["ab", text, "abc"])
-        assert caught.value.remedy.endswith("set reward.on_timeout")
+        assert caught.value.remedy.endswith("set reward_workers.on_timeout")
 
 
 def ends_with(text: str) -> str:
     """The line of a run that ends with the failure of the second response."""
-    return rf"^reward.function {HERE}:does: {FAILURES[text][1]} for prompt 11 of 'sums', response '{text}'; "
+    return rf"^rewards.0.function {HERE}:does: {FAILURES[text][1]} for prompt 11 of 'sums', response '{text}'; "
 
 
 @pytest.mark.workers
@@ -182,7 +181,7 @@ def test_what_a_hanging_function_has_started_is_killed_too(make, tmp_path):
 def test_functions_are_called_beside_this_process_and_each_other(make, tmp_path):
     """Each of the two waits for the other, and both for what this process does after it has submitted."""
     functions = [{"name": n, "function": f"{HERE}:meets", "arguments": {"name": n}} for n in ("a", "b")]
-    reward_workers = make(functions=functions, workers=2)
+    reward_workers = make(functions=functions, per_engine=2)
     text = reward_workers._decode.__self__.completion(str(tmp_path))
     reward_workers.submit(5, Prompt(1, (1,), "sums", ["a", "b", "here"], {}), text)
     (tmp_path / "here").touch()
@@ -273,7 +272,7 @@ def test_a_start_that_is_lost_late_in_a_run_is_made_again(make, tmp_path, monkey
     (tmp_path / "flaky.py").write_text(_FLAKY)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", ["", *sys.path])
-    reward_workers = make(function="flaky:score", workers=1, time_limit_seconds=LIMIT)
+    reward_workers = make(function="flaky:score", per_engine=1, time_limit_seconds=LIMIT)
     assert [result.reward for result in score_all(reward_workers, ["hang", "ab"]).values()] == [0.0, 1.0]
     assert (tmp_path / "starts").read_text() == "xxx"
 
@@ -288,16 +287,16 @@ def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("x = 1 / 0", "reward.function: broken:score raised ZeroDivisionError: division by zero"),
-        ("import nowhere", "reward.function: cannot import 'broken'"),
-        ("import os; os._exit(5)", "reward.function: importing broken:score ended its process with exit code 5"),
+        ("x = 1 / 0", "rewards.0.function: broken:score raised ZeroDivisionError: division by zero"),
+        ("import nowhere", "rewards.0.function: cannot import 'broken'"),
+        ("import os; os._exit(5)", "rewards.0.function: importing broken:score ended its process with exit code 5"),
     ],
 )
 def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypatch, text, told):
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     with pytest.raises(UserError, match=f"^{told}"):
-        start_reward_workers(RewardSection(function="broken:score"), Texts().decode, 20)
+        start_reward_workers(*sections(function="broken:score"), Texts().decode, 20)
 
 
 def runs(pid: int) -> bool:

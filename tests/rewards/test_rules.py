@@ -131,6 +131,6 @@ def test_no_answer_is_told_too(rule: Any, text: str):
 
 def load(rule: Any) -> Any:
     """What a worker takes for a response's answer."""
-    call = load_function(Entry(f"rlhpc.rewards.rules:{rule.__name__}", {}, "reward.function"))
+    call = load_function(Entry(f"rlhpc.rewards.rules:{rule.__name__}", {}, "rewards.0.function"))
     known = {"data_source": "", "ground_truth": "7", "extra_info": {}}
     return lambda text: call({**known, "solution_str": text}).answer

@@ -90,7 +90,7 @@ def test_all_ranks_end_with_one_line_and_the_value_that_fits() -> None:
         "rollout.gpu_memory_utilization: vLLM starts only if 0.6 of the GPU is free (48.0 GiB); rank 1 on "
     )
     assert first["share"].endswith(
-        " has 31.0 of 80.0 GiB free; set it to 0.38, or offload more of the trainer (memory.offload)"
+        " has 31.0 of 80.0 GiB free; set it to 0.38, or offload more of the trainer (actor.memory.offload)"
     )
     assert request(0.38, 31 * GIB)
     assert first["cache"].startswith("rollout.kv_cache_gib: the engine needs ")
@@ -98,7 +98,7 @@ def test_all_ranks_end_with_one_line_and_the_value_that_fits() -> None:
     assert 0 < fits.kv_cache_gib < 8
     assert request(vllm_memory.claimed_share(fits, memory_of(fits), TOTAL), 20 * GIB)
     assert "rank 0 on " in first["nothing"], "the one with least"
-    assert first["nothing"].endswith("; offload more of the trainer (memory.offload), or raise rollout.tp")
+    assert first["nothing"].endswith("; offload more of the trainer (actor.memory.offload), or raise rollout.tp")
 
 
 def test_with_a_cache_of_given_size_an_engine_claims_what_it_needs_and_no_more() -> None:

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from rlhpc.config.schema import ParallelSection
+from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 
@@ -54,7 +54,7 @@ def test_group_of_contains_the_rank_and_differs_only_along_the_axes() -> None:
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
-    with pytest.raises(UserError, match=r"parallel: tp 3 x cp 1 x pp 2 = 6 ranks does not divide the 8 ranks"):
+    with pytest.raises(UserError, match=r"actor.parallel: tp 3 x cp 1 x pp 2 = 6 ranks does not divide the 8 ranks"):
         ParallelLayout(8, tp=3, pp=2)
     with pytest.raises(UserError, match=r"etp 1 x ep 3 x pp 1 = 3 ranks does not divide"):
         ParallelLayout(8, ep=3)
@@ -109,18 +109,24 @@ def test_layers_lie_where_megatron_builds_them() -> None:
 
 def test_layers_that_do_not_divide_are_refused_by_name() -> None:
     with pytest.raises(
-        UserError, match=r"parallel.pp: 7 layers do not divide into 2 pipeline stages; set parallel.fir"
+        UserError, match=r"actor.parallel.pp: 7 layers do not divide into 2 pipeline stages; set actor.parallel.fir"
     ):
         ParallelLayout(2, pp=2).layer_places(7)
-    with pytest.raises(UserError, match=r"parallel.pp: 6 of the 8 layers do not divide into 4 other pipeline stages"):
+    with pytest.raises(
+        UserError, match=r"actor.parallel.pp: 6 of the 8 layers do not divide into 4 other pipeline stages"
+    ):
         ParallelLayout(5, pp=5, first_stage_layers=2).layer_places(8)
-    with pytest.raises(UserError, match=r"parallel.pp: 0 of the 4 layers do not divide into 1 other pipeline stages"):
+    with pytest.raises(
+        UserError, match=r"actor.parallel.pp: 0 of the 4 layers do not divide into 1 other pipeline stages"
+    ):
         ParallelLayout(3, pp=3, first_stage_layers=2, last_stage_layers=2).layer_places(4)
     with pytest.raises(
-        UserError, match=r"parallel.last_stage_layers: of two ranks with virtual stages, .*; leave it out"
+        UserError, match=r"actor.parallel.last_stage_layers: of two ranks with virtual stages, .*; leave it out"
     ):
         ParallelLayout(2, pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2).layer_places(4)
-    with pytest.raises(UserError, match=r"parallel.vpp: the 3 layers of a pipeline stage do not divide into 2 virtual"):
+    with pytest.raises(
+        UserError, match=r"actor.parallel.vpp: the 3 layers of a pipeline stage do not divide into 2 virtual"
+    ):
         ParallelLayout(2, pp=2, vpp=2, last_stage_layers=3).layer_places(7)
 
 

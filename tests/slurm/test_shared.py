@@ -244,7 +244,7 @@ class Listeners:
 def test_a_stranger_pokes_at_everything_that_listens(alice) -> None:
     """A real run with the most that listens: an engine of two ranks, checkpoints. It ends as if alone."""
     begun = time.time()
-    keys = {"parallel__tp": 2, "rollout__tp": 2, "sft__steps": 1, "train__steps": 2, "checkpoint__every": 1}
+    keys = {"actor__parallel__tp": 2, "rollout__tp": 2, "sft__steps": 1, "train__steps": 2, "checkpoint__every": 1}
     config = runs.write_config(alice.folder / "real", **keys)
     alice.own()
     job = alice.sbatch("--ntasks-per-node=2", *CPUS, "grpo.sbatch", config)

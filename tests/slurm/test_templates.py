@@ -178,7 +178,7 @@ def test_each_element_is_a_run_of_its_own(user) -> None:
     user.ended(f"{job}_1")
     user.ended(f"{job}_2")
     assert user.ended(f"{job}_3", "FAILED")["ExitCode"] == "2:0"
-    assert (user.folder / f"array-{job}_3.log").read_text() == "changes.txt: there is no line 3\n"
+    assert (user.folder / f"array-{job}_3.log").read_text() == "changes.txt: line 3 is missing\n"
     for element, seed in ((1, 11), (2, 12)):
         run = user.folder / "runs" / f"config-{job}" / str(element)
         assert [rank["rank"] for rank in user.ranks(run)] == [0]

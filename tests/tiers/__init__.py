@@ -1,1 +1,1 @@
-"""Which tests run when: tiers and their budgets, the table of durations, slices for CI, and what a change can reach."""
+"""Selection of tests: tiers and their budgets, durations, slices for CI, and tests that a change can reach."""

@@ -1,7 +1,6 @@
-"""Runs the tests that a change can reach, the nearest first: ``python -m tests.tiers.changed [--base REV] [FILE …]``.
+"""Runs the tests that a change can reach, nearest first: ``python -m tests.tiers.changed [--base REV] [FILE …]``.
 
-Without files the change is what differs from BASE (by default ``main``), committed or not. Arguments after ``--`` go
-to pytest.
+Default: all differences from BASE (``main``), committed or not. Arguments after ``--`` go to pytest.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from tests.tiers.imports import ROOT, changed_files, read_graph
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of pytest; 0 if the change can reach no test."""
+    """Exit code of pytest; 0 if the change cannot reach a test."""
     own, _, rest = _split(arguments)
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.changed", description=__doc__)
     parser.add_argument("files", nargs="*", help="changed files, relative to the root of the repository")
     parser.add_argument("--base", default="main", help="the commit or branch to compare with (main)")
-    parser.add_argument("--list", action="store_true", help="print the test files and run nothing")
+    parser.add_argument("--list", action="store_true", help="only print the test files")
     options = parser.parse_args(own)
     changed = options.files or changed_files(options.base)
     tests = read_graph().tests_reached_by(changed)
@@ -31,7 +30,7 @@ def main(arguments: list[str]) -> int:
         return 0
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not long", *rest, *tests]
     code = subprocess.run(command, cwd=ROOT, check=False).returncode
-    return 0 if code == 5 else code  # 5: all that was reached is marked long
+    return 0 if code == 5 else code  # 5: all tests in reach are marked long
 
 
 def _split(arguments: list[str]) -> tuple[list[str], str, list[str]]:

@@ -1,9 +1,8 @@
 """Runs one slice of the long tests: ``python -m tests.tiers.ci --started TIME``.
 
-CI is a clean clone that remembers nothing, so that the slice is a function of the commit alone: the number of commits
-modulo the number of slices; in a shallow clone, where commits cannot be counted, the hash modulo that. As many commits
-in a row as there are slices see all of the tests. Nothing starts after minute 55 from TIME (seconds since 1970), and
-the run ends by minute 75.
+CI is a clean clone without state, so the slice is a function of the commit: the number of commits modulo the number of
+slices; in a shallow clone, where commits cannot be counted, the hash instead. As many consecutive commits as there are
+slices run all tests. No test starts later than 55 minutes after TIME (seconds since 1970); the run ends by minute 75.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ _START_UNTIL, _END = 55 * 60.0, 74 * 60.0
 
 
 def slice_count(seconds: float) -> int:
-    """How many slices the long tests make."""
+    """Number of slices of the long tests."""
     return max(1, math.ceil(seconds / SLICE_SECONDS))
 
 
 def slice_of_commit(count: int, root: Path = ROOT) -> int:
-    """The slice of the commit that is checked out, from 1."""
+    """Slice of the current commit, from 1."""
     shallow = _git(root, "rev-parse", "--is-shallow-repository") == "true"
     number = int(_git(root, "rev-parse", "HEAD"), 16) if shallow else int(_git(root, "rev-list", "--count", "HEAD"))
     return number % count + 1
@@ -41,7 +40,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.ci", description=__doc__)
-    parser.add_argument("--started", type=float, default=time.time(), help="when CI began, in seconds since 1970")
+    parser.add_argument("--started", type=float, default=time.time(), help="start of CI, in seconds since 1970")
     started = parser.parse_args().started
     count = slice_count(sum(row.seconds for row in read_table() if row.tier == "long"))
     chosen = slice_of_commit(count)
@@ -54,7 +53,7 @@ def main() -> int:
     try:
         code = subprocess.run(command, cwd=ROOT, check=False, timeout=max(1.0, started + _END - time.time())).returncode
     except subprocess.TimeoutExpired:
-        print(f"ended at minute {_END / 60:.0f}: the slice did not come to its end", file=sys.stderr)
+        print(f"ended at minute {_END / 60:.0f}: the slice is not finished", file=sys.stderr)
         return 1
     return 0 if code == 5 else code  # 5: the slice is empty
 

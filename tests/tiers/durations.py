@@ -1,7 +1,7 @@
-"""The table of durations: seconds of every test function in each tier, and what follows for budgets and slices.
+"""The table of durations: seconds of every test function by tier, from which budgets and slices follow.
 
-``python -m tests.tiers.durations`` prints each tier's time and its longest tests; with ``record FILE …`` it takes over
-what runs have measured (``build/durations-*.json``). Record on a quiet machine: ``make durations``.
+``python -m tests.tiers.durations`` prints each tier's time and its longest tests; ``record FILE …`` stores measurements
+of runs (``build/durations-*.json``). Record on a quiet machine: ``make durations``.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ TABLE = Path(__file__).with_name("durations.tsv")
 
 @dataclass(frozen=True)
 class Budget:
-    """Seconds that a tier's tests may take together on two quiet cores, in two lanes side by side, and those of one
-    test function. `make test` ends within a quarter of an hour if its lanes are of 900 seconds each."""
+    """Maximum seconds of a tier's tests in total, on two quiet cores in two concurrent lanes, and of one test function.
+    With lanes of 900 seconds each, `make test` takes a quarter of an hour."""
 
     total: float
     function: float
 
 
-# A tier runs the tests of those before it too; the budget is of its own tests alone.
+# A tier also runs the tests of earlier tiers; the budget is for its own tests.
 BUDGETS = {"check": Budget(300.0, 15.0), "test": Budget(1450.0, 90.0), "long": Budget(2400.0, 400.0)}
-_LEAST_SECONDS = 1.0  # of a row that says something about the machine's speed
+_LEAST_SECONDS = 1.0  # of a row that counts for the machine's speed
 
 
 @dataclass(frozen=True)
 class Row:
-    """One test function in a tier: its number of cases, and their seconds with those of the fixtures they made."""
+    """One test function in a tier: its number of cases, and their seconds including fixtures."""
 
     tier: str
     function: str  # tests/x/test_y.py::test_z
@@ -57,13 +57,13 @@ def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
 
 
 def merged(table: Iterable[Row], measured: Sequence[Row], present: Iterable[tuple[str, str]]) -> list[Row]:
-    """The table with what was measured, without functions that are no longer ``present`` in their tier."""
+    """The table updated with measurements, without functions no longer ``present`` in their tier."""
     rows = {(row.tier, row.function): row for row in [*table, *measured]}
     return [rows[key] for key in set(present) & rows.keys()]
 
 
 def machine_factor(table: Iterable[Row], measured: Iterable[Row]) -> float:
-    """How much slower this machine is at present than the one of the table: the median over functions; at least 1."""
+    """Slowdown of this machine relative to the table's, median over functions, at least 1."""
     recorded = {(row.tier, row.function): row for row in table}
     ratios = []
     for row in measured:
@@ -74,8 +74,8 @@ def machine_factor(table: Iterable[Row], measured: Iterable[Row]) -> float:
 
 
 def outgrown(table: Iterable[Row], measured: Iterable[Row], factor: float) -> list[str]:
-    """Functions that take more than their tier allows one, the machine's speed taken into account, and more than ten
-    times what the table has for them: beside other processes some slow down more than the median does."""
+    """Functions that exceed their tier's budget, corrected for the machine's speed, and ten times their recorded time:
+    beside other processes some slow down more than the median."""
     recorded = {(row.tier, row.function): row.seconds for row in table}
     return [
         f"{row.function} took {row.seconds:.1f} s; a test of the tier {row.tier} may take"
@@ -86,9 +86,9 @@ def outgrown(table: Iterable[Row], measured: Iterable[Row], factor: float) -> li
 
 
 def slices(rows: Iterable[Row], count: int) -> list[set[str]]:
-    """The functions dealt into ``count`` parts of about equal duration; those of one file stay together if they can.
+    """Functions in ``count`` parts of about equal duration, files kept together if possible.
 
-    Files are dealt longest first to the part with the least so far. A file longer than a part is dealt by function.
+    Files go, longest first, to the part with the shortest time. A file longer than a part is split by function.
     """
     rows = list(rows)
     of_file: Counter[str] = Counter()
@@ -110,7 +110,7 @@ def slices(rows: Iterable[Row], count: int) -> list[set[str]]:
 
 
 def summary(rows: Sequence[Row], most: int = 12) -> str:
-    """Each tier's time and its longest functions."""
+    """Time of each tier and its longest functions."""
     lines = []
     for tier, budget in BUDGETS.items():
         own = sorted((row for row in rows if row.tier == tier), key=lambda row: -row.seconds)
@@ -121,13 +121,13 @@ def summary(rows: Sequence[Row], most: int = 12) -> str:
 
 
 def _read_measured(files: Sequence[str]) -> tuple[list[Row], set[tuple[str, str]]]:
-    """Rows of all runs, a later one taking precedence, and the (tier, function) pairs that the last one collected."""
+    """Rows of all runs, where later ones take precedence, and the (tier, function) pairs collected by the last run."""
     rows: dict[tuple[str, str], Row] = {}
     present: set[tuple[str, str]] = set()
     for file in files:
-        told: Mapping[str, list] = json.loads(Path(file).read_text(encoding="utf-8"))
-        rows |= {(row[0], row[1]): Row(*row) for row in told["rows"]}
-        present = {(tier, function) for tier, function in told["collected"]}
+        document: Mapping[str, list] = json.loads(Path(file).read_text(encoding="utf-8"))
+        rows |= {(row[0], row[1]): Row(*row) for row in document["rows"]}
+        present = {(tier, function) for tier, function in document["collected"]}
     return list(rows.values()), present
 
 

@@ -1,12 +1,12 @@
 """Plants faults in rlhpc, one at a time, and reports which test fails: ``python -m tests.tiers.faults``.
 
-Each fault of ``tests/tiers/planted.py`` gets a git worktree of its own, at the commit that is checked out here. The
-tests that its file can reach run there, the nearest first, up to the first failure: those of `make test`, and if all
-pass, the long ones. A failure counts only if the same test fails again with the fault and passes without it.
+Each fault of ``tests/tiers/planted.py`` gets its own git worktree of the current commit. The tests that its file can
+reach run there, nearest first, up to the first failure: those of `make test` and, if all pass, the long ones. A failure
+counts only if the same test fails again with the fault and passes without it.
 
-``--whole K`` then runs all of `make test` with K of the faults, chosen by ``--seed``, and names failing tests that
-``tests/tiers/imports.py`` does not reach from the file. The output of pytest is in ``build/faults``. Exit code 1: with
-one of the faults no test fails, or pytest did not come to a result.
+``--whole K`` then runs all of `make test` with K of the faults, chosen by ``--seed``, and lists failing tests that
+``tests/tiers/imports.py`` does not reach from the file. pytest's output goes to ``build/faults``. Exit code 1: a fault
+fails no test, or pytest gave no result.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from tests.tiers.imports import ROOT, read_graph
 from tests.tiers.planted import FAULTS, Fault
 
 LOGS = Path("build", "faults")
-# Fails with every fault: its line is no longer in the file.
+# Fails with every fault, because the file no longer has the line.
 _OWN_TEST = "tests/tiers/test_faults.py"
 _TIERS = (("make test", "not long"), ("only make test-all", "long"))
 _GREEN, _NO_RESULT = "green", "no result"
 _NO_TESTS = 5  # pytest's exit code when nothing was selected
-_TEARDOWN_SECONDS = 60.0  # for fixtures to end ranks and clusters after Ctrl-C
-# In pytest's summary. A parameter may have blanks in it.
+_TEARDOWN_SECONDS = 60.0  # for fixtures to stop ranks and clusters after Ctrl-C
+# In pytest's summary. A parameter may contain blanks.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\s\[]+(?:\[.*?\])?)?)(?: - .*)?$", re.M)
 _HEADER = ("fault", "file", "breaks", "fails in", "first failing test", "seconds")
 _WHOLE_HEADER = ("whole `make test` with", "failing tests", "not reached through imports")
@@ -44,7 +44,7 @@ _WHOLE_HEADER = ("whole `make test` with", "failing tests", "not reached through
 
 @dataclass(frozen=True)
 class Ran:
-    """A run of pytest: tests that failed or could not be set up or collected, in its order."""
+    """Result of pytest: tests that failed or could not be set up or collected, in order."""
 
     failed: tuple[str, ...]
     seconds: float
@@ -52,8 +52,8 @@ class Ran:
 
 @dataclass(frozen=True)
 class Outcome:
-    """``tier`` whose tests find the fault ("green": none does), the first ``test`` that fails, the seconds until then,
-    and failures ``passed_over`` because the fault is not their cause."""
+    """``tier`` whose tests detect the fault ("green": none), first failing ``test``, seconds until then, and failures
+    ``passed_over`` because they have another cause."""
 
     fault: Fault
     tier: str
@@ -64,7 +64,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Whole:
-    """All tests of `make test` that fail because of a fault, and those of them that imports do not reach."""
+    """Tests of `make test` that fail because of a fault, and those of them that imports do not reach."""
 
     fault: Fault
     failed: tuple[str, ...]
@@ -73,8 +73,8 @@ class Whole:
 
 @contextlib.contextmanager
 def checkout(root: Path = ROOT) -> Iterator[Path]:
-    """A new worktree of the commit that is checked out in ``root``, removed at the end. Open to all users of this
-    machine, because test clusters have several."""
+    """A temporary worktree of the current commit of ``root``, readable by all users of the machine, since test clusters
+    have several."""
     with tempfile.TemporaryDirectory(prefix="fault-", ignore_cleanup_errors=True) as folder:
         Path(folder).chmod(0o755)
         place = Path(folder, "worktree")
@@ -86,7 +86,7 @@ def checkout(root: Path = ROOT) -> Iterator[Path]:
 
 
 def check_imports(place: Path) -> None:
-    """The tests in ``place``, and what they start, must import the rlhpc that is there, not the installed one."""
+    """Check that tests in ``place``, and processes they start, import rlhpc from there."""
     for folder in (place, Path("/")):
         code = "import rlhpc; print(rlhpc.__file__)"
         done = subprocess.run(
@@ -108,12 +108,12 @@ def plant(fault: Fault, place: Path) -> None:
 
 
 def run_tests(place: Path, arguments: Sequence[str], log: Path) -> Ran:
-    """Run pytest in a worktree, its output appended to ``log``. RuntimeError if it did not come to a result."""
+    """Run pytest in a worktree and append its output to ``log``. Raises RuntimeError if it gives no result."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", *arguments]
     began = time.monotonic()
     with open(log, "a+", encoding="utf-8", errors="replace") as output:
         start = output.tell()
-        # In a session of its own: Ctrl-C is handled here.
+        # In its own session, because Ctrl-C is handled here.
         process = subprocess.Popen(
             command,
             cwd=place,
@@ -131,14 +131,14 @@ def run_tests(place: Path, arguments: Sequence[str], log: Path) -> Ran:
         output.seek(start)
         _, _, summary = output.read().rpartition("short test summary info")
     failed = tuple(dict.fromkeys(_FAILED.findall(summary)))
-    # 1 without a failed test: tests took more than their budget of time.
+    # 1 without a failed test: tests exceeded their budget.
     if not failed and code not in (0, 1, _NO_TESTS):
         raise RuntimeError(f"pytest ended with {code}, see {log}")
     return Ran(failed, time.monotonic() - began)
 
 
 def examine(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: Path) -> Outcome:
-    """Plant the fault and look for the first of ``tests`` that fails. ``clean`` is a worktree without faults."""
+    """Plant the fault and find the first of ``tests`` that fails. ``clean``: a worktree without faults."""
     seconds, passed_over = 0.0, []
     with checkout(root) as place:
         plant(fault, place)
@@ -156,7 +156,7 @@ def examine(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: 
 
 
 def examine_whole(fault: Fault, tests: Collection[str], clean: Path, root: Path, log: Path) -> Whole:
-    """Run all of `make test` with the fault; ``tests`` are those that its file can reach."""
+    """Run all of `make test` with the fault. ``tests``: those that its file can reach."""
     with checkout(root) as place:
         plant(fault, place)
         failed = run_tests(place, ["-m", _TIERS[0][1], f"--ignore={_OWN_TEST}"], log).failed
@@ -165,14 +165,14 @@ def examine_whole(fault: Fault, tests: Collection[str], clean: Path, root: Path,
 
 
 def _caused(failed: tuple[str, ...], place: Path, clean: Path, log: Path) -> tuple[str, ...]:
-    """The tests that fail again with the fault and pass without it."""
+    """Tests that fail again with the fault and pass without it."""
     again = run_tests(place, failed, log).failed if failed else ()
     without = run_tests(clean, again, log).failed if again else ()
     return tuple(test for test in again if test not in without)
 
 
 def table(outcomes: Sequence[Outcome], wholes: Sequence[Whole] = ()) -> str:
-    """Both tables, in Markdown."""
+    """Both tables in Markdown."""
     rows = [
         (o.fault.name, f"`{o.fault.file}`", o.fault.breaks, o.tier, o.test and f"`{o.test}`", f"{o.seconds:.0f}")
         for o in outcomes
@@ -192,13 +192,13 @@ def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _environment(place: Path) -> dict[str, str]:
-    """PYTHONPATH precedes the installed rlhpc, in processes that start in any folder."""
+    """Environment whose PYTHONPATH precedes the installed rlhpc in any folder."""
     path = [str(place), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Let pytest take down what its fixtures have started."""
+    """Interrupt pytest and let its fixtures clean up."""
     process.send_signal(signal.SIGINT)
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -217,7 +217,7 @@ def _interrupt(signum: int, frame: object) -> NoReturn:
 
 
 def _write(file: Path | None, outcomes: Sequence[Outcome], wholes: Sequence[Whole]) -> None:
-    """Write the table after each fault, so that an interrupted run leaves what it has found."""
+    """Write the table after each fault, for interrupted runs."""
     if file is not None:
         file.write_text(table(outcomes, wholes), encoding="utf-8")
 
@@ -226,7 +226,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
     names = [fault.name for fault in FAULTS]
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.faults", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help="these faults instead of all")
-    parser.add_argument("--seed", type=int, default=0, help="chooses the faults of --whole (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the faults of --whole (0)")
     parser.add_argument("--whole", type=int, default=0, metavar="K", help="run all of `make test` with K faults (0)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as Markdown")
     return parser.parse_args(arguments)
@@ -269,7 +269,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _check_lines(faults: Sequence[Fault], place: Path) -> None:
-    """Refuse to start where a fault can no longer be planted."""
+    """Refuse to start if a fault can no longer be planted."""
     for fault in faults:
         try:
             fault.planted((place / fault.file).read_text(encoding="utf-8"))

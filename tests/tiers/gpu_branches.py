@@ -21,8 +21,8 @@ from tests.tiers.gpu_lines import Line, gpu_lines
 from tests.tiers.imports import ROOT
 
 PACKAGE = "rlhpc"
-CONTEXT = "with a stand-in for CUDA"  # of coverage.py, while one is active
-# Lines that no test on a CPU can execute, by file and a part of the line, each with its reason.
+CONTEXT = "with a stand-in for CUDA"  # context of coverage.py on the fake device
+# Lines that no test on a CPU can execute, by file and part of the line, with reasons.
 LEFT: dict[tuple[str, str], str] = {}
 
 
@@ -33,17 +33,17 @@ def package_sources(root: Path = ROOT) -> dict[str, str]:
 
 
 def stand_in_tests(root: Path = ROOT) -> list[str]:
-    """Test files that run code as on a GPU."""
+    """Test files that use the fake CUDA device."""
     wanted = re.compile(r"fake_cuda|on_gpu|torch\.cuda")
     files = (file for file in sorted((root / "tests").rglob("test_*.py")) if file.parent.name != "gpu")
     return [str(file.relative_to(root)) for file in files if wanted.search(file.read_text(encoding="utf-8"))]
 
 
 def run_tests(files: Sequence[str]) -> tuple[dict[str, set[int]], dict[str, set[int]]]:
-    """Executed lines by file, of any test and of those with a stand-in. Raises CalledProcessError if a test fails."""
+    """Executed lines by file, in all tests and on the fake device. Raises CalledProcessError if a test fails."""
     from coverage import Coverage
 
-    # Processes from which ranks were forked end after pytest, and write then.
+    # Warm processes end, and write their data, after pytest.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as name:
         folder = Path(name)
         settings = folder / "coveragerc"
@@ -68,12 +68,12 @@ def run_tests(files: Sequence[str]) -> tuple[dict[str, set[int]], dict[str, set[
 
 
 def missing(lines: Iterable[Line], every: Mapping[str, set[int]], stand_in: Mapping[str, set[int]]) -> list[Line]:
-    """The lines that were not executed."""
+    """Lines that were not executed."""
     return [x for x in lines if x.number not in (stand_in if x.shared else every).get(x.file, ())]
 
 
 def reason(line: Line) -> str:
-    """Why a line may be left; empty if it may not."""
+    """Reason that a line may remain unexecuted; empty if there is none."""
     return next((why for (file, part), why in LEFT.items() if line.file == file and part in line.text), "")
 
 
@@ -106,7 +106,7 @@ def page(lines: Sequence[Line], left: Sequence[Line]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.tiers.gpu_branches", description=__doc__)
     parser.add_argument("files", nargs="*", help="test files to run (those with a stand-in for CUDA)")
-    parser.add_argument("--list", action="store_true", help="print the lines and run nothing")
+    parser.add_argument("--list", action="store_true", help="only print the lines")
     parser.add_argument("--table", type=Path, help="write the result as a page")
     options = parser.parse_args()
     lines = gpu_lines(package_sources())

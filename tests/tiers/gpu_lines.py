@@ -1,4 +1,4 @@
-"""Lines of the sources that run only where there is a GPU, found without executing anything.
+"""Finds lines of the sources that run only on a GPU, without executing anything.
 
 What depends on ``torch.cuda.is_available()``, ``is_cuda``, ``on_gpu`` or ``device.type == "cuda"``, also by way of
 names, what calls ``torch.cuda`` itself, and functions and classes that only such code refers to.
@@ -10,11 +10,11 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-# Imported on GPUs alone, by vLLM, which is given the name.
+# Imported by name, by vLLM on GPUs.
 GPU_MODULES = ("rlhpc/rollout/vllm_gpu.py",)
 _TRUE_NAMES = {"on_gpu", "_on_gpu", "is_cuda"}
 _TRUE_CALLS = {"torch.cuda.is_available", "torch.cuda.is_initialized"}
-# Answer without a device, or are patched on a CPU in place of one.
+# Work without a device, or are patched on a CPU.
 _HARMLESS = {*_TRUE_CALLS, "torch.cuda.device_count"}
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
@@ -22,7 +22,7 @@ _EXITS = (ast.Return, ast.Raise, ast.Continue, ast.Break)
 
 @dataclass(frozen=True, order=True)
 class Line:
-    """A line that only a GPU reaches. ``shared``: a CPU executes the rest of it."""
+    """A line that only a GPU reaches. ``shared``: a CPU executes another part of it."""
 
     file: str
     number: int
@@ -34,7 +34,7 @@ class Line:
 
 
 class _Conditions:
-    """Which expressions of one module being true, or false, implies a GPU; names assigned from such ones included."""
+    """Expressions of a module whose truth, or falsity, implies a GPU, including names assigned from them."""
 
     def __init__(self, tree: ast.Module) -> None:
         self._names: set[tuple[str, str]] = set()  # (scope, name): true only on a GPU
@@ -95,7 +95,7 @@ class _Conditions:
         value = node.value
         assert value is not None
         implies = self.if_true(value)
-        if isinstance(value, ast.IfExp):  # something on a GPU, and nothing elsewhere
+        if isinstance(value, ast.IfExp):  # a value on a GPU, None elsewhere
             implies = (self.if_true(value.test) and _is_nothing(value.orelse)) or (
                 self.if_false(value.test) and _is_nothing(value.body)
             )
@@ -108,7 +108,7 @@ class _Conditions:
         return last in _TRUE_NAMES or self._key(node) in self._names
 
     def _key(self, node: ast.expr) -> tuple[str, str] | None:
-        """A local name by its function, an attribute of ``self`` by its class."""
+        """(function, local name), or (class, attribute of ``self``)."""
         scope = self._scopes.get(node, "")
         if isinstance(node, ast.Name):
             return scope, node.id
@@ -118,7 +118,7 @@ class _Conditions:
 
 
 class _Module:
-    """One file's nodes that only a GPU reaches: whole statements, and parts of expressions."""
+    """Nodes of a file that only a GPU reaches: statements, and parts of expressions."""
 
     def __init__(self, file: str, source: str) -> None:
         self.file, self.lines, self.tree = file, source.splitlines(), ast.parse(source)
@@ -132,7 +132,7 @@ class _Module:
             self._block(self.tree.body)
 
     def add(self, body: Sequence[ast.stmt]) -> None:
-        """Count these statements and all within them."""
+        """Add these statements and all nested ones."""
         for statement in body:
             for node in ast.walk(statement):
                 self._reached.add(node)
@@ -172,7 +172,7 @@ class _Module:
                 self.parts.update(call for call in _cuda_calls(value) if call not in self._reached)
 
     def _expression(self, value: ast.expr) -> None:
-        """The parts of an expression that are computed on a GPU only."""
+        """Parts of an expression that are evaluated only on a GPU."""
         for node in ast.walk(value):
             only: list[ast.expr] = []
             if isinstance(node, ast.IfExp):
@@ -189,7 +189,7 @@ class _Module:
 
 
 def gpu_lines(sources: Mapping[str, str]) -> list[Line]:
-    """The lines that only a GPU reaches, of the sources by file name."""
+    """Lines that only a GPU reaches; ``sources``: text by file name."""
     modules = [_Module(file, source) for file, source in sources.items()]
     while _close(modules):
         pass
@@ -197,7 +197,7 @@ def gpu_lines(sources: Mapping[str, str]) -> list[Line]:
 
 
 def _close(modules: Sequence[_Module]) -> bool:
-    """Add module-level functions and classes that only GPU code refers to; whether there were any."""
+    """Add module-level functions and classes that only GPU code uses; returns whether there were any."""
     references: dict[str, list[bool]] = {}
     for module in modules:
         for owner, node in _references(module.tree):
@@ -217,7 +217,7 @@ def _close(modules: Sequence[_Module]) -> bool:
 
 
 def _references(tree: ast.Module) -> Iterator[tuple[str, ast.Name | ast.Attribute]]:
-    """(the module-level definition it is in, node) of every name that is read outside annotations."""
+    """(enclosing module-level definition, node) of every name read outside annotations."""
     for statement in tree.body:
         annotations = {
             part
@@ -243,7 +243,7 @@ def _blocks(statement: ast.stmt) -> Iterator[Sequence[ast.stmt]]:
 
 
 def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
-    """A statement's own expressions, not those of the statements within it."""
+    """A statement's own expressions, without those of nested statements."""
     for child in ast.iter_child_nodes(statement):
         if isinstance(child, ast.expr):
             yield child

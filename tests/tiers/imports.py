@@ -1,6 +1,6 @@
-"""Which files a change can reach, by the imports, the module names and the file names in the sources.
+"""Finds the files that a change can reach, by imports, module names and file names in the sources.
 
-Nothing is executed. An edge is an import anywhere in a file, or a string that names a module of the repository
+Executes nothing. An edge is an import anywhere in a file, or a string that names a module of the repository
 (entry points such as ``rlhpc.trainer.main:run_rank``) or a file or folder of it (``configs``, ``demo.yaml``).
 """
 
@@ -17,21 +17,21 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _TOPS = ("rlhpc", "tests", "tools", "bench")
 _MODULE = re.compile(rf"\b(?:{'|'.join(_TOPS)})(?:\.\w+)+")
-# A change of these can reach every test.
+# Changes of these can reach every test.
 _EVERYTHING = ("pyproject.toml", "requirements/", "tests/conftest.py", "tests/tiers/")
-# Imports ahead of need: what a test needs of it, the test or what it calls imports itself.
+# Preloads modules that tests import themselves.
 _PRELOADS = "tests/helpers/warm.py"
 _TEXTS = (".yaml", ".yml", ".md", ".sbatch", ".jsonl")
 
 
 @dataclass(frozen=True)
 class Graph:
-    """``uses``: the files that a file imports or names, by path relative to the root."""
+    """Graph of files. ``uses``: files that a file imports or names, by path relative to the root."""
 
     uses: Mapping[str, frozenset[str]]
 
     def reached_by(self, changed: Iterable[str]) -> dict[str, int]:
-        """Every file that a change of ``changed`` can reach, with the least number of edges between."""
+        """Every file that a change of ``changed`` can reach, with its distance in edges."""
         users: dict[str, list[str]] = {}
         for file, used in self.uses.items():
             for other in used:
@@ -49,7 +49,7 @@ class Graph:
         return distance
 
     def tests_reached_by(self, changed: Iterable[str]) -> list[str]:
-        """Test files that the change can reach, the nearest first."""
+        """Test files that the change can reach, nearest first."""
         found = {file: far for file, far in self.reached_by(changed).items() if is_test_file(file)}
         return sorted(found, key=lambda file: (found[file], file))
 
@@ -60,14 +60,14 @@ def is_test_file(path: str) -> bool:
 
 
 def tracked_files(root: Path = ROOT) -> list[str]:
-    """Files that git tracks, or would if it were asked: without those it ignores."""
+    """Files that git tracks, and untracked ones that it does not ignore."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout.splitlines()
     return [file for file in listed if (root / file).is_file()]
 
 
 def changed_files(base: str, root: Path = ROOT) -> list[str]:
-    """Files that differ from the commit from which this one and ``base`` come, and those that are not committed."""
+    """Files that differ from the merge base with ``base``, including uncommitted ones."""
     ancestor = subprocess.run(
         ["git", "merge-base", base, "HEAD"], cwd=root, capture_output=True, text=True, check=True
     ).stdout.strip()
@@ -80,7 +80,7 @@ def changed_files(base: str, root: Path = ROOT) -> list[str]:
 
 
 def read_graph(root: Path = ROOT) -> Graph:
-    """The graph of the repository as it is in the working tree."""
+    """Graph of the repository's working tree."""
     files = tracked_files(root)
     modules = {_module_of(file): file for file in files if file.endswith(".py") and file.startswith(_TOPS)}
     named = _by_name(file for file in files if not file.endswith(".py"))
@@ -91,7 +91,7 @@ def read_graph(root: Path = ROOT) -> Graph:
         found |= set(_packages(module, modules)) | set(_conftests(file, files))
         uses[file] = frozenset(found - {file}) if file != _PRELOADS else frozenset()
     for file in files:
-        if file.endswith(_TEXTS):  # a configuration or a page that names a reward function, for instance
+        if file.endswith(_TEXTS):  # for example a config or a page that names a reward function
             text = (root / file).read_text(encoding="utf-8")
             uses[file] = frozenset(used for match in _MODULE.finditer(text) for used in _resolve(match[0], modules))
     return Graph(uses)
@@ -102,7 +102,7 @@ def _module_of(file: str) -> str:
 
 
 def _packages(module: str, modules: Mapping[str, str]) -> Iterator[str]:
-    """The ``__init__`` files that are executed before the module."""
+    """``__init__`` files executed before the module."""
     parts = module.split(".")
     for count in range(1, len(parts)):
         if (package := modules.get(".".join(parts[:count]))) is not None:
@@ -110,7 +110,7 @@ def _packages(module: str, modules: Mapping[str, str]) -> Iterator[str]:
 
 
 def _resolve(name: str, modules: Mapping[str, str]) -> Iterator[str]:
-    """The file of the longest part of a dotted name that is a module, and those of its packages."""
+    """File of the longest prefix of a dotted name that is a module, and those of its packages."""
     parts = name.split(".")
     for count in range(len(parts), 0, -1):
         module = ".".join(parts[:count])
@@ -131,7 +131,7 @@ def _imported(tree: ast.AST, modules: Mapping[str, str]) -> Iterator[str]:
 
 
 def _mentioned(tree: ast.AST, modules: Mapping[str, str], named: Mapping[str, list[str]]) -> Iterator[str]:
-    """Modules and files that a string names; docstrings name them for the reader only."""
+    """Modules and files named in strings other than docstrings."""
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or id(node) in documentation:
@@ -143,7 +143,7 @@ def _mentioned(tree: ast.AST, modules: Mapping[str, str], named: Mapping[str, li
 
 
 def _by_name(files: Iterable[str]) -> dict[str, list[str]]:
-    """Files by their own name and by the names of their folders."""
+    """Files by name and by the names of their folders."""
     found: dict[str, list[str]] = {}
     for file in files:
         for part in {*Path(file).parts} - {*_TOPS, "docs"} if "/" in file else {file}:
@@ -152,7 +152,7 @@ def _by_name(files: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _conftests(file: str, files: Iterable[str]) -> Iterator[str]:
-    """The conftest files that pytest loads for a test file."""
+    """conftest files that pytest loads for a test file."""
     if is_test_file(file):
         for folder in Path(file).parents:
             conftest = (folder / "conftest.py").as_posix()

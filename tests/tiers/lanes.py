@@ -1,7 +1,7 @@
-"""Runs a tier in two lanes side by side: ``python -m tests.tiers.lanes NAME [ARGUMENT OF PYTEST …]``.
+"""Runs a tier in two concurrent lanes: ``python -m tests.tiers.lanes NAME [ARGUMENT OF PYTEST …]``.
 
-Tests of ranks keep the cores busy; those on a real Slurm mostly wait for its timers. So everything without ranks runs
-beside those with them. The second lane's output is shown when the first has ended.
+Tests of ranks keep the cores busy; those on a real Slurm mostly wait for its timers. So tests with ranks and all others
+run concurrently. The second lane's output is shown after the first lane has ended.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from tests.tiers.imports import ROOT
 
-# What each lane selects of the tier. The first one's output is shown as it comes.
+# Tests of each lane. The first lane's output is shown immediately.
 LANES = {"ranks": "ranks", "others": "not ranks"}
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: 0 if both lanes passed, else that of the first that did not."""
+    """Exit code: 0 if both lanes passed, else that of the first that failed."""
     name, *rest = arguments
     tier = {"test": "not long", "test-all": "long or not long"}[name]
     began, codes = time.monotonic(), {}
@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
 
 def _command(name: str, lane: str, selected: str, rest: list[str]) -> list[str]:
     durations = Path("build") / f"durations-{name}-{lane}.json"
-    # With "=": before it has read conftest.py, pytest takes a word of its own for a file of tests.
+    # With "=": before reading conftest.py, pytest would take a separate word for a test file.
     return [sys.executable, "-m", "pytest", "-q", "-m", selected, f"--write-durations={durations}", *rest]
 
 

@@ -1,7 +1,7 @@
-"""Plausible faults in rlhpc, which ``tests.tiers.faults`` plants one at a time to see which test fails.
+"""Plausible faults in rlhpc, which ``tests.tiers.faults`` plants one at a time to find the test that fails.
 
-At least one in each room, the others where a fault costs most: training mathematics, weight sync, checkpoints,
-recovery, rewards and their sandbox.
+At least one per room, more where faults cost most: training mathematics, weight sync, checkpoints, recovery, rewards
+and their sandbox.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ class Fault:
 
     name: str
     file: str
-    breaks: str  # what a user would suffer from
+    breaks: str  # effect on a user
     old: str
     new: str
 
     def planted(self, text: str) -> str:
-        """``text`` of the file with the fault in it. Raises ValueError if the line is not there exactly once."""
+        """``text`` of the file with the fault. Raises ValueError unless the line occurs exactly once."""
         count = text.count(self.old)
         if count != 1:
             raise ValueError(
                 f"{self.name}: {self.old.strip()!r} occurs {count} times in {self.file}, not once;"
-                " change the fault in tests/tiers/planted.py to match the file"
+                " update the fault in tests/tiers/planted.py"
             )
         return text.replace(self.old, self.new)
 

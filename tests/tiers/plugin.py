@@ -1,4 +1,4 @@
-"""What a run of the tests does beside the tests: tiers by marker, slices, an end by the clock, durations, budgets."""
+"""pytest plugin: tiers by marker, slices, a time limit, durations and budgets."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ RESOURCES = {
     "gpu": "needs a GPU",
 }
 _LONG = "further layouts and repetitions of what `make test` proves once; in `make test-all` and in slices of CI"
-_LEFT = "not started: the time for it was over"
-_LEAST_ROWS = 20  # of a run whose budget is checked: fewer say nothing about the machine's speed
+_LEFT = "not started: time limit"
+_LEAST_ROWS = 20  # of a run with checked budgets: fewer do not determine the machine's speed
 
 
 def add_options(parser: pytest.Parser) -> None:
     group = parser.getgroup("tiers")
-    group.addoption("--write-durations", metavar="FILE", help="write what each test took, for tests.tiers.durations")
+    group.addoption("--write-durations", metavar="FILE", help="write durations for tests.tiers.durations")
     group.addoption("--slice", metavar="I/N", help="run slice I (from 1) of N parts of equal duration")
-    group.addoption("--vllm-releases", metavar="V,…", help="releases that tests/cuda_sources checks, with all families")
-    group.addoption("--without-budgets", action="store_true", help="let tests take longer than their tier allows")
+    group.addoption("--vllm-releases", metavar="V,…", help="releases for tests/cuda_sources, with all families")
+    group.addoption("--without-budgets", action="store_true", help="do not fail tests that exceed their budget")
     group.addoption("--start-until", type=float, metavar="TIME", help="start no test after this time (since 1970)")
 
 
 def tier_of(item: pytest.Item) -> str:
-    """``long``, ``check`` (needs none of the resources) or ``test``."""
+    """``long``, ``check`` (without resource markers) or ``test``."""
     marks = {mark.name for mark in item.iter_markers()}
     if "long" in marks:
         return "long"
@@ -49,7 +49,7 @@ def function_of(item: pytest.Item) -> str:
 
 
 class Tiers:
-    """Registered for every run of the tests."""
+    """The plugin, registered for every run."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -64,7 +64,7 @@ class Tiers:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Before ``-m`` selects: remember what there is, and leave to the slice what is its own."""
+        """Record all tests before ``-m`` selects, and select those of the slice."""
         self._tiers = {item.nodeid: tier_of(item) for item in items}
         self._collected = {(self._tiers[item.nodeid], function_of(item)) for item in items}
         chosen = config.getoption("--slice")
@@ -80,7 +80,7 @@ class Tiers:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """What launchers and runs start in a test of ranks is forked, for the fixtures of its module too."""
+        """In tests of ranks and their fixtures, fork what launchers and runs start."""
         session.markers = {mark.name for mark in item.iter_markers()}
         if "ranks" in session.markers:
             sys.executable = str(warm.python())
@@ -108,11 +108,11 @@ class Tiers:
         file = self._config.getoption("--write-durations")
         if file:
             Path(file).parent.mkdir(parents=True, exist_ok=True)
-            told = {
+            document = {
                 "rows": [[r.tier, r.function, r.cases, r.seconds] for r in rows],
                 "collected": sorted(self._collected),
             }
-            Path(file).write_text(json.dumps(told), encoding="utf-8")
+            Path(file).write_text(json.dumps(document), encoding="utf-8")
         if len(rows) >= _LEAST_ROWS and TABLE.exists() and not self._config.getoption("--without-budgets"):
             table = read_table()
             self._outgrown = outgrown(table, rows, machine_factor(table, rows))
@@ -125,6 +125,6 @@ class Tiers:
             for line in self._outgrown:
                 terminalreporter.write_line(line)
         if self._left:
-            terminalreporter.write_sep("-", f"{len(self._left)} tests were not started for want of time")
+            terminalreporter.write_sep("-", f"{len(self._left)} tests were not started: time limit")
             for name in self._left:
                 terminalreporter.write_line(name)

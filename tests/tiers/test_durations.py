@@ -135,7 +135,7 @@ def test_nothing_starts_after_the_time_for_it_and_what_is_left_is_named(tmp_path
     code, shown = _pytest(tmp_path, "--start-until", str(time.time() - 1))
     assert code == 0
     assert "27 skipped" in shown
-    assert "27 tests were not started for want of time" in shown
+    assert "27 tests were not started: time limit" in shown
     assert "test_module.py::test_repeated" in shown
 
 

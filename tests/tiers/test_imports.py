@@ -1,4 +1,4 @@
-"""What a change reaches is read from the sources, on this repository and on a small one."""
+"""Files that a change reaches, in this repository and in a small one."""
 
 from __future__ import annotations
 

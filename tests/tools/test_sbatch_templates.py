@@ -1,4 +1,4 @@
-"""sbatch/ is what the tool writes, and bash that its checkers like."""
+"""sbatch/ is what the tool writes, and valid bash."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def test_a_template_is_as_rendered(name: str) -> None:
         lines = difflib.unified_diff(
             there.splitlines(), found.splitlines(), f"sbatch/{name}", "as rendered", lineterm=""
         )
-        told = "sbatch/ is written by tools/sbatch_templates.py; to accept: python -m tools.sbatch_templates"
-        pytest.fail("\n".join([*lines, told]), pytrace=False)
+        hint = "sbatch/ is written by tools/sbatch_templates.py; to accept: python -m tools.sbatch_templates"
+        pytest.fail("\n".join([*lines, hint]), pytrace=False)
 
 
 def test_there_is_no_other_template() -> None:
@@ -43,7 +43,7 @@ def test_shellcheck_finds_nothing(name: str) -> None:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_options_come_before_the_first_command(name: str) -> None:
-    """sbatch reads none after it, without a word."""
+    """sbatch silently ignores those after it."""
     lines = (FOLDER / name).read_text().splitlines()
     first = next(number for number, line in enumerate(lines) if line and not line.startswith("#"))
     assert not [line for line in lines[first:] if line.startswith("#SBATCH")]

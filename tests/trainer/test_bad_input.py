@@ -39,26 +39,28 @@ def _config(folder: Path, **changes: Any) -> Path:
 @pytest.mark.long  # always: the one of NaN, and tests/rewards/test_reward_workers.py
 def test_a_reward_that_raises_names_function_sample_and_error(tmp_path: Path) -> None:
     function = "tests.trainer.test_bad_input:raises_on_zero"
-    line = _one_line(run(_config(tmp_path, reward__function=function)))
-    assert f"reward.function {function}: raised ZeroDivisionError" in line
+    line = _one_line(run(_config(tmp_path, rewards__0__function=function)))
+    assert f"rewards.0.function {function}: raised ZeroDivisionError" in line
     assert "for prompt " in line
 
 
 def test_a_reward_of_nan_names_function_and_sample(tmp_path: Path) -> None:
     function = "tests.trainer.test_bad_input:nan_when_long"
-    line = _one_line(run(_config(tmp_path, reward__function=function)))
-    assert f"reward.function {function}: returned nan for prompt " in line
+    line = _one_line(run(_config(tmp_path, rewards__0__function=function)))
+    assert f"rewards.0.function {function}: returned nan for prompt " in line
 
 
 def test_a_late_failure_loses_nothing_that_was_saved(tmp_path: Path) -> None:
     """The third step's reward fails; the two steps before it can be resumed once the function is mended."""
-    config = _config(tmp_path, checkpoint__every=1, reward__function="tests.trainer.test_bad_input:fails_at_third_step")
+    config = _config(
+        tmp_path, checkpoint__every=1, rewards__0__function="tests.trainer.test_bad_input:fails_at_third_step"
+    )
     counter = tmp_path / "calls"
-    code, output = run(config, "train.steps=4", f"reward.arguments={{counter: {counter}, limit: 128}}")
+    code, output = run(config, "train.steps=4", f"rewards.0.arguments={{counter: {counter}, limit: 128}}")
     assert code == 2, output
     done = [record["step"] for record in records(tmp_path / "run")]
     assert done == [1, 2]
-    code, output = run(config, "train.steps=4", "--resume", "reward.function=rlhpc.rewards.rules:number")
+    code, output = run(config, "train.steps=4", "--resume", "rewards.0.function=rlhpc.rewards.rules:number")
     assert code == 0, output
     assert [record["step"] for record in records(tmp_path / "run")] == [1, 2, 3, 4]
 

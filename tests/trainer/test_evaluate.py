@@ -43,10 +43,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder,
         sft=None,
         train__steps=1,
-        train__optimizer__learning_rate=0.01,  # the first step changes the model
+        actor__optimizer__learning_rate=0.01,  # the first step changes the model
         data__validation=[held_out, {"path": held_out, "name": "again"}],
-        reward__function="tests.trainer.test_evaluate:odd_length",
-        reward__model={"path": str(folder / "reward_workers"), "weight": 1e-3, "own_tokenizer": True},
+        rewards__0__function="tests.trainer.test_evaluate:odd_length",
+        rewards__1={"model": str(folder / "reward_workers"), "weight": 1e-3, "own_tokenizer": True},
         validation={"temperature": 1.0, "samples_per_prompt": SAMPLES, "max_prompts": PROMPTS, "success": 0.5},
         observe={"samples": 3},
     )

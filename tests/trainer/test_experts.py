@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # the sizes that vLLM's CPU build knows
 # name: (kind, axes of the training side, rollout tp, further keys). Without replay the second parts from its engine.
 RUNS: dict[str, tuple[str, dict[str, Any], int, dict[str, Any]]] = {
-    "mixtral": ("mixtral", {"ep": 2}, 1, {"train__experts__aux_loss": 0.01}),
+    "mixtral": ("mixtral", {"ep": 2}, 1, {"actor__moe__aux_loss": 0.01}),
     "qwen3moe": (
         "qwen3moe",
         {"ep": 2, "expert_dispatch": "allgather"},
         2,
-        {"train__experts__router_replay": True},
+        {"actor__moe__router_replay": True},
     ),
-    "dsv3": ("dsv3", {"tp": 2, "ep": 2}, 1, {"train__minibatches": 2, "train__experts__bias_update_rate": 0.01}),
+    "dsv3": ("dsv3", {"tp": 2, "ep": 2}, 1, {"train__minibatches": 2, "actor__moe__bias_update_rate": 0.01}),
 }
 
 
@@ -69,12 +69,12 @@ def test_trainer_and_engine_agree_on_log_probs(tmp_path: Path, name: str) -> Non
             "arguments": {"folder": str(tmp_path / "inputs"), "kind": kind, **(LATENT if kind == "dsv3" else {})},
         },
         resources__ranks_per_node=2,
-        parallel=axes,
+        actor__parallel=axes,
         rollout__tp=rollout_tp,
         sft=None,
         train__steps=2,
-        train__optimizer__learning_rate=1e-3,
-        reward__function="tests.trainer.test_layouts:sevens",
+        actor__optimizer__learning_rate=1e-3,
+        rewards__0__function="tests.trainer.test_layouts:sevens",
         data__validation=[],
         **keys,
     )

@@ -19,7 +19,7 @@ def _first_step(folder: Path, ranks: int, axes: dict[str, int], rollout_tp: int)
     config = write_config(
         folder,
         resources__ranks_per_node=ranks,
-        parallel=axes,
+        actor__parallel=axes,
         rollout__tp=rollout_tp,
         sft=None,
         train__steps=1,
@@ -30,7 +30,7 @@ def _first_step(folder: Path, ranks: int, axes: dict[str, int], rollout_tp: int)
         algorithm__kl__coefficient=0.1,
         data__validation=[],
         # A random model answers nothing right: reward what it often does.
-        reward__function="tests.trainer.test_first_rl_step:short_answers",
+        rewards__0__function="tests.trainer.test_first_rl_step:short_answers",
     )
     code, output = run(config)
     assert code == 0, output

@@ -28,14 +28,14 @@ def curves(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str,
         config = write_config(
             folder,
             resources__ranks_per_node=ranks,
-            parallel=axes,
+            actor__parallel=axes,
             rollout__tp=rollout_tp,
             sft__steps=2,
             train__steps=8,
             train__prompts_per_step=32,
-            train__optimizer__learning_rate=1e-3,
+            actor__optimizer__learning_rate=1e-3,
             # Learnt in a few steps by a model that knows nothing.
-            reward__function="tests.trainer.test_layouts:sevens",
+            rewards__0__function="tests.trainer.test_layouts:sevens",
             data__validation=[],
         )
         code, output = run(config)

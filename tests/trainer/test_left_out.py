@@ -87,7 +87,8 @@ def test_remax_does_not_take_a_reward_that_failed_for_a_baseline(tmp_path: Path)
         algorithm={"name": "remax", "kl": {"coefficient": 0.0}},
         data__validation=[],
         train__steps=1,
-        reward={"function": "tests.trainer.test_left_out:picky", "on_failure": "drop"},
+        rewards=[{"function": "tests.trainer.test_left_out:picky"}],
+        reward_workers={"on_failure": "drop"},
     )
     code, output = run(config)
     assert code == 0, output
@@ -128,7 +129,8 @@ def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None
         algorithm={"name": "remax", "kl": {"coefficient": 0.0}},
         data__validation=[],
         train__steps=2,
-        reward={"model": {"path": f"{inputs}/reward", "own_tokenizer": False}, "on_failure": "drop"},
+        rewards=[{"model": f"{inputs}/reward", "own_tokenizer": False}],
+        reward_workers={"on_failure": "drop"},
     )
     code, output = run(config)
     assert code == 0, output

@@ -19,7 +19,7 @@ OFFLOAD = {"parameters": True, "gradients": True, "optimizer": True}
 def test_the_actor_is_away_when_an_engine_is_to_be_built(tmp_path: Path) -> None:
     """A warm-up without validation needs no engine, and keeps it."""
     model = make_model(tmp_path / "model", "qwen2")
-    config = write_config(tmp_path, model__path=str(model), memory__offload=OFFLOAD)
+    config = write_config(tmp_path, model__path=str(model), actor__memory__offload=OFFLOAD)
     (held,) = run_ranks(_look, 1, config)
     assert held["with an engine"] == 0
     assert held["without"] > 0

@@ -22,11 +22,12 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
 KILLS = (3, 7)
 EVERY_LEVER = {
     "checkpoint__asynchronous": True,
-    "memory": {
+    "actor__memory": {
         "recompute": "full",
-        "offload": {"parameters": True, "gradients": True, "optimizer": True, "reference": True},
+        "offload": {"parameters": True, "gradients": True, "optimizer": True},
     },
-    "train__optimizer__optimizer_offload_fraction": 0.5,
+    "reference__memory__offload": True,
+    "actor__optimizer__optimizer_offload_fraction": 0.5,
 }
 
 
@@ -37,9 +38,9 @@ def _config(folder: Path, **changes: Any) -> Path:
         checkpoint__every=1,
         train__steps=4,
         train__minibatches=2,
-        train__optimizer__schedule="cosine",
+        actor__optimizer__schedule="cosine",
         algorithm__kl__coefficient=0.05,
-        reward__function="tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
+        rewards__0__function="tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
         rollout__max_response_tokens=12,
         train__dynamic_sampling={"oversample": 2.0, "check_every": 2},
         train__replay={"capacity": 20, "fraction": 0.25, "order": "uniform"},

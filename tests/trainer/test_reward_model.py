@@ -121,7 +121,7 @@ def test_a_model_with_other_words_reads_the_conversation_in_them(folders: tuple[
     assert expected.std() > 0.1
     for _, _, parts, refused, _ in found:
         assert np.abs(parts - expected).max() < 1e-4
-        assert refused == "reward.model.max_tokens: a conversation has 59 tokens for the reward model, which reads 40"
+        assert refused == "rewards.0.max_tokens: a conversation has 59 tokens for the reward model, which reads 40"
 
 
 def test_a_number_that_is_not_finite_is_a_reward_that_failed(found) -> None:
@@ -149,7 +149,7 @@ def _answers(turn: list[str]) -> list[dict[str, str]]:
 
 def test_a_model_without_a_head_is_refused(folders: tuple[Path, Path, Path]) -> None:
     policy = folders[0]
-    config = make_config(policy, {"reward": {"model": {"path": str(policy)}}}, {})
+    config = make_config(policy, {"rewards": [{"model": str(policy)}]}, {})
     with pytest.raises(UserError, match=r"no tensor .score\.weight"):
         check_reward_model(config, world_size=1)
 
@@ -159,7 +159,7 @@ def test_what_it_cannot_read_and_a_misfitting_layout_are_refused(folders: tuple[
 
     def refusal(path: Path, tokens: int = 512, **section: Any) -> tuple[str, str]:
         sections = {
-            "reward": {"model": {"path": str(path), **section}},
+            "rewards": [{"model": str(path), **section}],
             "data": {"max_prompt_tokens": 12, "chat_template": False},
             "rollout": {"max_response_tokens": tokens - 12},
         }
@@ -175,12 +175,12 @@ def test_what_it_cannot_read_and_a_misfitting_layout_are_refused(folders: tuple[
     same = {"own_tokenizer": None, "parallel": {"tp": 3}}
     (reward / "tokenizer.json").write_bytes((policy / "tokenizer.json").read_bytes())
     where, message = refusal(reward, **same)
-    assert where.startswith("reward.model.parallel")
+    assert where.startswith("rewards.0.parallel")
     assert message.startswith("the reward model: ")
-    assert refusal(reward, 513)[0] == "reward.model.max_tokens"
-    assert refusal(reward, max_tokens=513) == ("reward.model.max_tokens", "the model has 512 positions")
-    assert refusal(reward, own_tokenizer=True)[0] == "reward.model.chat_template"
-    assert refusal(foreign, 5000, **same)[0].startswith("reward.model.parallel"), "its own lengths are not known yet"
+    assert refusal(reward, 513)[0] == "rewards.0.max_tokens"
+    assert refusal(reward, max_tokens=513) == ("rewards.0.max_tokens", "the model has 512 positions")
+    assert refusal(reward, own_tokenizer=True)[0] == "rewards.0.chat_template"
+    assert refusal(foreign, 5000, **same)[0].startswith("rewards.0.parallel"), "its own lengths are not known yet"
 
 
 def _scores(
@@ -191,8 +191,8 @@ def _scores(
     from rlhpc.trainer.reward_model import RewardModel
     from rlhpc.trainer.reward_reader import RewardReader
 
-    section = {"path": str(reward), "weight": 0.5, "parallel": {"pp": 2}, "tokens_per_microbatch": 80}
-    config = make_config(policy, {"reward": {"model": {**section, "own_tokenizer": False}}}, {"tp": 2})
+    section = {"model": str(reward), "weight": 0.5, "parallel": {"pp": 2}, "tokens_per_microbatch": 80}
+    config = make_config(policy, {"rewards": [{**section, "own_tokenizer": False}]}, {"tp": 2})
     role = make_run(config).models.reward
     values = role.model.values
     sizes: list[int] = []
@@ -202,8 +202,8 @@ def _scores(
     assert 64 < max(sizes) <= 80, "its own bound, not the actor's"
     broken = _broken(role, config, tokenizer, prompts)
     data = {"system_prompt": SYSTEM}
-    section = {"path": str(foreign), "tokens_per_microbatch": 80, "parallel": {}}
-    config = make_config(policy, {"reward": {"model": section}, "data": data}, {"tp": 2})
+    section = {"model": str(foreign), "tokens_per_microbatch": 80, "parallel": {}}
+    config = make_config(policy, {"rewards": [section], "data": data}, {"tp": 2})
     tokenizer, prompts = _prompts(policy, config)
     samples, reader = _conversations(tokenizer, prompts), RewardReader.of(config, tokenizer)
     foreign_model = RewardModel(make_run(config).models.reward, reader, tokenizer)
@@ -211,18 +211,12 @@ def _scores(
     (alone,), _ = foreign_model.score(samples[:1], prompts)
     assert alone.reward == pytest.approx(own[0].reward), "fewer samples than data-parallel ranks"
     refused = ""
-    short = make_config(policy, {"reward": {"model": {**section, "max_tokens": 40}}, "data": data}, {"tp": 2})
+    short = make_config(policy, {"rewards": [{**section, "max_tokens": 40}], "data": data}, {"tp": 2})
     try:
         RewardReader.of(short, tokenizer).read(samples, prompts)
     except UserError as error:
         refused = f"{error.where}: {error.message}"
-    cut = short.model_copy(
-        update={
-            "reward": short.reward.model_copy(
-                update={"model": short.reward.model.model_copy(update={"too_long": "truncate"})}
-            )
-        }
-    )
+    cut = short.model_copy(update={"rewards": [short.reward_model.model_copy(update={"too_long": "truncate"})]})
     whole = reader.read(samples, prompts)
     for one, other in zip(RewardReader.of(cut, tokenizer).read(samples, prompts), whole, strict=True):
         assert one.tolist() == other[-40:].tolist()
@@ -231,7 +225,7 @@ def _scores(
 
 
 def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
-    """What comes of scores that are not finite, by reward.on_failure: the refusal, or reward and part of each."""
+    """What comes of scores that are not finite, by reward_workers.on_failure: the refusal, or reward and part of each."""
     import torch
 
     from rlhpc.trainer.reward_model import RewardModel
@@ -244,8 +238,8 @@ def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, A
                 parameter[BROKEN] = float("nan")
     found: dict[str, Any] = {"counts": []}
     for policy in ("error", "zero", "drop"):
-        section = config.reward.model_copy(update={"on_failure": policy})
-        reader = RewardReader.of(config.model_copy(update={"reward": section}), None)
+        section = config.reward_workers.model_copy(update={"on_failure": policy})
+        reader = RewardReader.of(config.model_copy(update={"reward_workers": section}), None)
         try:
             scored, failures = RewardModel(role, reader, tokenizer).score(make_samples(0), prompts)
             found["counts"].append(failures)

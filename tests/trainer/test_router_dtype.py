@@ -73,9 +73,10 @@ class _Seen:
 
 
 def agreements(model: Path) -> list[Agreement]:
-    """Of ``train.experts.router_dtype`` engine and float32."""
+    """Of ``actor.moe.router_dtype`` engine and float32."""
     from rlhpc.api import Request
-    from rlhpc.config.schema import ExpertsSection, RolloutSection
+    from rlhpc.config.schema import RolloutSection
+    from rlhpc.config.training import MoeSection
     from rlhpc.models import read_model
     from rlhpc.reshard.gather import sync
     from rlhpc.rollout.vllm_engine import VllmEngine
@@ -83,7 +84,7 @@ def agreements(model: Path) -> list[Agreement]:
 
     options = {"dtype": "bfloat16", "max_model_len": 256, "end_tokens": [], "routed_experts": True}
     engine = VllmEngine(model, read_model(model), RolloutSection(kv_cache_gib=0.0625), **options)
-    sections = [ExpertsSection(), ExpertsSection(router_dtype="float32")]
+    sections = [MoeSection(), MoeSection(router_dtype="float32")]
     actors = [make_actor(model, dtype="bfloat16", experts=section) for section in sections]
     sync(actors[0], engine)
     seen = _Seen()

@@ -52,7 +52,7 @@ def test_a_part_of_the_reward_may_choose():
 
 
 def test_a_further_number_of_a_function_that_failed_counts_as_0():
-    """As the function's own does with reward.on_failure: zero."""
+    """As the function's own does with reward_workers.on_failure: zero."""
     keeps = make_filter(DynamicSamplingSection(metric="acc"))
     assert keeps([sample(0.0), sample(0.5, acc=1.0)])
     assert not keeps([sample(0.0), sample(0.5, acc=0.0)])
@@ -105,15 +105,13 @@ def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
         sft=None,
         model={"path": str(task / "model"), "dtype": "float32"},
         data={"train": [str(task / "train.jsonl")], "max_prompt_tokens": 32},
-        reward={
-            "functions": [
-                {"name": "called", "function": "tests.trainer.test_sampling:has_sum"},
-                {"name": "broken", "function": "tests.trainer.test_sampling:fragile"},
-            ],
-            "on_failure": "zero",
-        },
+        rewards=[
+            {"name": "called", "function": "tests.trainer.test_sampling:has_sum"},
+            {"name": "broken", "function": "tests.trainer.test_sampling:fragile"},
+        ],
+        reward_workers={"on_failure": "zero"},
         resources__ranks_per_node=2,
-        parallel={"tp": 2},
+        actor__parallel={"tp": 2},
         rollout={
             "tp": 2,
             "samples_per_prompt": 2,
@@ -160,7 +158,7 @@ def test_a_step_without_anything_to_learn_counts(tmp_path: Path) -> None:
         tmp_path,
         sft=None,
         data__validation=[],
-        reward__function="tests.trainer.test_sampling:nothing",
+        rewards__0__function="tests.trainer.test_sampling:nothing",
         train__steps=2,
         train__dynamic_sampling={"max_batches": 2},
     )

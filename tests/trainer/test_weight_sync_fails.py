@@ -15,7 +15,7 @@ def test_a_rank_that_dies_in_a_weight_sync_ends_the_run_with_its_name(tmp_path: 
     config = write_config(
         tmp_path,
         resources__ranks_per_node=2,
-        parallel={"tp": 2},
+        actor__parallel={"tp": 2},
         sft=None,
         validation__every=100,
         algorithm__name="tests.trainer.dying:ALGORITHM",

@@ -13,7 +13,7 @@ from torch import Tensor
 from rlhpc.backends.megatron.layers import block_spec
 from rlhpc.backends.megatron.value_head import give_value_head
 from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import ExpertsSection, MemorySection
+from rlhpc.config.training import MemorySection, MoeSection
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, hold_sent_tensors
 from rlhpc.sharding.layout import ParallelLayout
@@ -102,7 +102,7 @@ def _recompute_options(memory: MemorySection) -> dict[str, Any]:
     }
 
 
-def _expert_options(shape: ModelShape, section: ExpertsSection) -> dict[str, Any]:
+def _expert_options(shape: ModelShape, section: MoeSection) -> dict[str, Any]:
     experts = shape.experts
     return {
         "num_moe_experts": experts.num_experts,

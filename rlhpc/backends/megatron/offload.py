@@ -124,7 +124,7 @@ class Offload:
 def configured_kinds(section: OffloadSection, trained: bool) -> list[Kind]:
     """What the config lets go: of the actor, or of a frozen model its weights."""
     if not trained:
-        return ["parameters"] if section.reference else []
+        return ["parameters"] if section.parameters else []
     return [kind for kind in KINDS if getattr(section, kind)]
 
 

@@ -85,7 +85,7 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
 
 def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
     """The user's optimizer, whose state is looked at once there is any."""
-    where = f"{'sft' if isinstance(section, SFTOptimizerSection) else 'train'}.optimizer.function"
+    where = f"{'sft' if isinstance(section, SFTOptimizerSection) else 'actor'}.optimizer.function"
     function = import_attribute(section.function, where)
     try:
         optimizer = function(params, **section.arguments)

@@ -7,6 +7,7 @@ from rlhpc.launch.slurm.times import seconds_of
 from rlhpc.models import read_model
 from rlhpc.plan.checks.run import check_nodes
 from rlhpc.plan.estimates.hardware import named_gpu, read_site
+from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.run_time import check_walltime, predict_run
 from rlhpc.plan.estimates.step_time import predict_step
 
@@ -21,6 +22,7 @@ def walltime_warnings(config: RunConfig) -> list[str]:
     layout = check_nodes(config, config.slurm.least_nodes, shape)
     nodes = config.slurm.model_copy(update={"nodes": config.slurm.least_nodes})
     least = config.model_copy(update={"slurm": nodes})
+    machine = MachineSpeed(gpu, site.efficiency, config.resources.ranks_per_node)
     step = predict_step(least, shape, layout, gpu, site.efficiency)
-    run = predict_run(least, shape, layout, gpu, site.efficiency, site.disk, step)
+    run = predict_run(least, shape, layout, machine, site.disk, step)
     return list(check_walltime(run, seconds_of(config.slurm.time)))

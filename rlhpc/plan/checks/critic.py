@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.critic import CriticSection
+from rlhpc.config.model_settings import critic_settings
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
@@ -21,28 +22,30 @@ def check_critic(config: RunConfig, world_size: int, shape: ModelShape | None) -
     if not config.train.steps:
         return
     check_optimizer("critic.optimizer", section.optimizer)
-    if section.model is not None:
+    if section.path is not None:
         shape = _other_model(section, shape)
+    settings = critic_settings(config)
     try:
-        layout = fitting_layout(section.parallel or config.parallel, world_size, shape and shape.with_value_head)
+        layout = fitting_layout(settings.parallel, world_size, shape and shape.with_value_head)
         if shape is not None:
-            check_memory(section.memory or config.memory, shape, layout)
+            check_memory(settings.memory, shape, layout)
     except UserError as error:
-        own = error.where.partition(".")[0] if error.where else ""
-        given = section.parallel if own == "parallel" else section.memory
-        where = f"critic.{error.where}" if own in ("parallel", "memory") and given is not None else error.where
-        raise UserError(f"the critic: {error.message}", where=where, remedy=error.remedy) from None
+        given = [f"actor.{key}" for key in ("parallel", "memory") if getattr(section, key) is not None]
+        where, remedy = error.where, error.remedy
+        if where.startswith(tuple(given)):
+            where, remedy = where.replace("actor.", "critic."), remedy.replace("actor.", "critic.")
+        raise UserError(f"the critic: {error.message}", where=where, remedy=remedy) from None
 
 
 def _other_model(section: CriticSection, actor: ModelShape | None) -> ModelShape:
-    assert section.model is not None
-    if not (section.model / "config.json").is_file():
-        raise UserError(f"no config.json in {str(section.model)!r}", where="critic.model", remedy="correct the path")
-    shape = read_model(section.model, classifier=True)
+    assert section.path is not None
+    if not (section.path / "config.json").is_file():
+        raise UserError(f"no config.json in {str(section.path)!r}", where="critic.path", remedy="correct the path")
+    shape = read_model(section.path, classifier=True)
     if actor is not None and shape.vocab_size != actor.vocab_size:
         raise UserError(
             f"a vocabulary of {shape.vocab_size}, the actor's has {actor.vocab_size}",
-            where="critic.model",
+            where="critic.path",
             remedy="use a model of the same family: actor and critic read the same tokens",
         )
     return shape

@@ -18,7 +18,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
-from rlhpc.plan.estimates.hardware import Gpu, host_limit, linked_ranks, named_gpu, read_site
+from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks, named_gpu, read_site
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
 from rlhpc.plan.estimates.step_time import predict_rollout
 from rlhpc.sharding.layout import ParallelLayout, divisors
@@ -26,7 +26,7 @@ from rlhpc.sharding.layout import ParallelLayout, divisors
 _INSIDE = ("tp", "etp")  # axes whose ranks exchange something in every layer
 
 
-def foresee(config: RunConfig, shape: ModelShape, layout: ParallelLayout, prepared: bool = True) -> list[str]:
+def check_limits(config: RunConfig, shape: ModelShape, layout: ParallelLayout, *, prepared: bool = True) -> list[str]:
     """Warnings of everything below; raises UserError for what cannot work.
 
     ``prepared`` false: models beside the actor may still be absent.
@@ -46,7 +46,7 @@ def foresee(config: RunConfig, shape: ModelShape, layout: ParallelLayout, prepar
                 f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank}, a GPU has "
                 f"{gib:g}; `rlhpc plan` says what helps"
             )
-        warnings += check_host(config, plan, gpu)
+        warnings += check_cpu_memory(config, plan, gpu)
     return warnings
 
 
@@ -62,7 +62,7 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
     has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
     lower = f"set it to {fits:g} or " if enough else ""
     return (
-        f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {lower}offload more (memory.offload); "
+        f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {lower}offload more (actor.memory.offload); "
         "`rlhpc plan` shows what helps"
     )
 
@@ -149,9 +149,9 @@ def check_network(
 def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
     """A warning where ranks that exchange activations in every layer are on several nodes."""
     ranks = config.resources.ranks_per_node
-    sections = {"parallel": config.parallel, "critic.parallel": config.critic.parallel}
-    if config.reward.model is not None:
-        sections["reward.model.parallel"] = config.reward.model.parallel
+    sections = {"actor.parallel": config.actor.parallel, "critic.parallel": config.critic.parallel}
+    if config.reward_model is not None:
+        sections[f"{config.reward_model_key}.parallel"] = config.reward_model.parallel
     linked = linked_ranks(ranks, gpu)
     given = {key: section for key, section in sections.items() if section is not None}
     for key, axis in product(given, _INSIDE):
@@ -164,14 +164,14 @@ def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
             )
 
 
-def check_host(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> Iterator[str]:
+def check_cpu_memory(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> Iterator[str]:
     """A warning where a node's ranks need more of its host than the job or the node has."""
-    limit = host_limit(config, gpu)
-    if limit is not None and plan.host.node > limit[1]:
+    limit = cpu_memory_limit(config, gpu)
+    if limit is not None and plan.cpu.node > limit[1]:
         yield (
-            f"{limit[0]}: ranks need about {plan.host.node / GIB:,.0f} GiB of a node's memory, which has "
-            f"{limit[1] / GIB:,.0f}; raise it, take more nodes or offload less (memory.offload, "
-            "train.optimizer.optimizer_offload_fraction)"
+            f"{limit[0]}: ranks need about {plan.cpu.node / GIB:,.0f} GiB of a node's memory, which has "
+            f"{limit[1] / GIB:,.0f}; raise it, take more nodes or offload less (actor.memory.offload, "
+            "actor.optimizer.optimizer_offload_fraction)"
         )
 
 

@@ -69,7 +69,7 @@ def check_engine(shape: ModelShape, rollout: RolloutSection) -> None:
 
 def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection) -> Iterator[Misfit]:
     """Everything in which the layout does not suit the model."""
-    yield from _tensor_misfits(shape, layout.tp, "parallel.tp")
+    yield from _tensor_misfits(shape, layout.tp, "actor.parallel.tp")
     yield from _sequence_misfits(shape, layout, parallel)
     yield from _expert_misfits(shape, layout)
     yield from _stage_misfits(shape.num_layers, layout)
@@ -130,11 +130,11 @@ def _sequence_misfits(shape: ModelShape, layout: ParallelLayout, parallel: Paral
     heads = shape.num_heads // layout.tp
     if parallel.cp_method == "ulysses" and heads % layout.cp:
         message = f"{layout.cp} does not divide the {heads} attention heads of a rank, as cp_method ulysses needs"
-        yield Misfit("parallel.cp", message)
+        yield Misfit("actor.parallel.cp", message)
     if layout.tp > 1 and (shape.experts or shape.latent) and not parallel.sequence_parallel:
         part = "experts" if shape.experts else "latent attention"
         yield Misfit(
-            "parallel.sequence_parallel",
+            "actor.parallel.sequence_parallel",
             f"a model with {part} needs it at tp {layout.tp}",
             "set it to true, or tp to 1",
         )
@@ -145,25 +145,25 @@ def _expert_misfits(shape: ModelShape, layout: ParallelLayout) -> Iterator[Misfi
         for axis in ("ep", "etp"):
             if layout.size(axis) > 1:
                 message = f"{layout.size(axis)} ranks are to share experts, which the model does not have"
-                yield Misfit(f"parallel.{axis}", message)
+                yield Misfit(f"actor.parallel.{axis}", message)
         return
-    yield from _does_not_divide(layout.ep, shape.experts.num_experts, "experts", "parallel.ep")
+    yield from _does_not_divide(layout.ep, shape.experts.num_experts, "experts", "actor.parallel.ep")
     ffn_size = shape.experts.ffn_size
-    yield from _does_not_divide(layout.etp, ffn_size, "feed-forward size of an expert", "parallel.etp")
+    yield from _does_not_divide(layout.etp, ffn_size, "feed-forward size of an expert", "actor.parallel.etp")
     each, left = divmod(ffn_size, layout.etp)
     if layout.etp > 1 and not left and each % _GROUPED_ROW:
         message = (
             f"{layout.etp} leaves a rank {each} of the model's {ffn_size} feed-forward size of an expert, and grouped "
             f"products take multiples of {_GROUPED_ROW}"
         )
-        yield Misfit("parallel.etp", message)
+        yield Misfit("actor.parallel.etp", message)
 
 
 def _stage_misfits(num_layers: int, layout: ParallelLayout) -> Iterator[Misfit]:
     for key in ("vpp", "first_stage_layers", "last_stage_layers"):
         value = getattr(layout, key)
         if value is not None and layout.pp == 1:
-            yield Misfit(f"parallel.{key}", f"{value} has a meaning only with several pipeline stages (pp > 1)")
+            yield Misfit(f"actor.parallel.{key}", f"{value} has a meaning only with several pipeline stages (pp > 1)")
     try:
         layout.stage_layers(num_layers)
     except UserError as error:

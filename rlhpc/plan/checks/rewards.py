@@ -5,24 +5,23 @@ from __future__ import annotations
 from collections import Counter
 
 from rlhpc.checkpoint.formats.model_folder import check_tokenizer, check_weights, same_vocabulary
-from rlhpc.config.reward import RewardModelSection, RewardSection
+from rlhpc.config.model_settings import reward_model_settings
+from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.parallelism import fitting_layout
 
-# reward/mean and its like are of the whole reward, reward/model is a reward model's part.
-MODEL_PART = "model"
-_TAKEN = ("mean", "std", "max", "min", MODEL_PART)
+_TAKEN = ("mean", "std", "max", "min")  # reward/mean and its like are of the whole reward
 
 
 def reads_own_words(config: RunConfig) -> bool:
     """The reward model reads conversations through its own tokenizer."""
-    section = config.reward.model
+    section = config.reward_model
     assert section is not None
     if section.own_tokenizer is not None:
         return section.own_tokenizer
-    return not same_vocabulary(section.path, config.model.path)
+    return not same_vocabulary(section.model, config.model.path)
 
 
 def most_tokens(section: RewardModelSection, shape: ModelShape) -> int:
@@ -32,55 +31,60 @@ def most_tokens(section: RewardModelSection, shape: ModelShape) -> int:
 
 def check_reward_model(config: RunConfig, world_size: int) -> None:
     """The reward model's files are whole, it suits its layout, and can read what the policy writes."""
-    section = config.reward.model
+    section = config.reward_model
     if section is None or not (config.train.steps or config.data.validation):
         return
-    shape = read_model(section.path, classifier=True)
-    check_weights(section.path, shape.with_value_head)
+    shape = read_model(section.model, classifier=True)
+    check_weights(section.model, shape.with_value_head)
     if config.model.path.exists():
         _check_words(config, section, shape)
     try:
-        fitting_layout(section.parallel or config.parallel, world_size, shape.with_value_head)
+        fitting_layout(reward_model_settings(config).parallel, world_size, shape.with_value_head)
     except UserError as error:
-        where = f"reward.model.{error.where}" if section.parallel else error.where
-        raise UserError(f"the reward model: {error.message}", where=where, remedy=error.remedy) from None
+        where, remedy = error.where, error.remedy
+        if section.parallel is not None:
+            where, remedy = (text.replace("actor.", f"{config.reward_model_key}.") for text in (where, remedy))
+        raise UserError(f"the reward model: {error.message}", where=where, remedy=remedy) from None
 
 
 def _check_words(config: RunConfig, section: RewardModelSection, shape: ModelShape) -> None:
-    limit, most = shape.usable_positions, most_tokens(section, shape)
+    limit, most, key = shape.usable_positions, most_tokens(section, shape), config.reward_model_key
     if most > limit:
-        raise UserError(f"the model has {limit} positions", where="reward.model.max_tokens", remedy="lower it")
+        raise UserError(f"the model has {limit} positions", where=f"{key}.max_tokens", remedy="lower it")
     if reads_own_words(config):
         try:
-            check_tokenizer(section.path, shape.vocab_size, section.chat_template)
+            check_tokenizer(section.model, shape.vocab_size, section.chat_template)
         except UserError as error:
-            where = "reward.model.chat_template" if error.where == "data.chat_template" else error.where
-            remedy = str(error.remedy).replace("set it", f"set {where}")
+            where = f"{key}.chat_template" if error.where == "data.chat_template" else error.where
+            remedy = error.remedy.replace("set it", f"set {where}")
             raise UserError(f"the reward model: {error.message}", where=where, remedy=remedy) from None
         return
-    if not same_vocabulary(section.path, config.model.path):
+    if not same_vocabulary(section.model, config.model.path):
         raise UserError(
-            f"the vocabularies of {str(section.path)!r} and {str(config.model.path)!r} differ",
-            where="reward.model.own_tokenizer",
+            f"the vocabularies of {str(section.model)!r} and {str(config.model.path)!r} differ",
+            where=f"{key}.own_tokenizer",
             remedy="set it to true: it cannot read the tokens that the policy writes",
         )
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     if longest > most and section.too_long == "error":
         raise UserError(
             f"prompt and response together may have {longest} tokens, the reward model reads {most}",
-            where="reward.model.max_tokens",
+            where=f"{key}.max_tokens",
             remedy="lower data.max_prompt_tokens or rollout.max_response_tokens, or set too_long to truncate",
         )
 
 
-def check_reward(section: RewardSection) -> None:
-    """Refuse a config that names functions in two ways, or two of them alike."""
-    if section.functions and (section.function is not None or section.arguments):
-        key = "function" if section.function is not None else "arguments"
-        raise UserError(f"reward.{key} is given too", where="reward.functions", remedy="give all of it in the list")
-    twice = [name for name, count in Counter(item.name for item in section.functions).items() if count > 1]
-    if twice:
-        raise UserError(f"{twice[0]!r}: duplicate name", where="reward.functions", remedy="name each differently")
-    taken = next((item.name for item in section.functions if item.name in _TAKEN), None)
-    if taken is not None:
-        raise UserError(f"{taken!r} means something else in the metrics", where="reward.functions", remedy="rename it")
+def check_rewards(config: RunConfig) -> None:
+    """Refuse several models, and functions that metrics could not tell apart."""
+    functions, rewards = config.reward_functions, config.rewards
+    models = [entry for entry in rewards if isinstance(entry, RewardModelSection)]
+    if len(models) > 1:
+        raise UserError(f"{len(models)} reward models", where="rewards", remedy="leave one")
+    unnamed = [key for key, entry in functions.items() if entry.name is None]
+    if unnamed and len(functions) > 1:
+        raise UserError(f"{len(functions)} functions and no name", where=f"{unnamed[0]}.name", remedy="name each")
+    for name, count in Counter(entry.name for entry in rewards if entry.name is not None).items():
+        if count > 1:
+            raise UserError(f"{name!r}: duplicate name", where="rewards", remedy="name each differently")
+        if name in _TAKEN:
+            raise UserError(f"{name!r} has another meaning in the metrics", where="rewards", remedy="rename it")

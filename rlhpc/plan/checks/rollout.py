@@ -6,7 +6,6 @@ from collections import Counter
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
-from rlhpc.plan.checks.rewards import MODEL_PART
 
 
 def check_rollout(config: RunConfig) -> None:
@@ -23,7 +22,7 @@ def check_rollout(config: RunConfig) -> None:
         )
     if dynamic.filter is not None:
         return
-    if dynamic.metric == MODEL_PART and config.reward.model is not None:
+    if config.reward_model is not None and dynamic.metric == config.reward_model.name:
         raise UserError(
             "groups are chosen before the reward model has scored them",
             where="train.dynamic_sampling.metric",
@@ -35,11 +34,11 @@ def check_rollout(config: RunConfig) -> None:
             where="rollout.samples_per_prompt",
             remedy="set it to 2 or more, or name a filter in train.dynamic_sampling.filter",
         )
-    if not config.reward.entries:
+    if not config.reward_functions:
         raise UserError(
             "groups are chosen before the reward model has scored them, and there is no other reward",
             where="train.dynamic_sampling",
-            remedy="add a function to reward.functions, or remove the section",
+            remedy="add a function to rewards, or remove the section",
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 
 from rlhpc.checkpoint.formats.model_folder import check_data_file, check_tokenizer, check_weights
 from rlhpc.config.algorithm import WITH_CRITIC
@@ -15,9 +16,9 @@ from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.data import check_data
-from rlhpc.plan.checks.limits import check_lengths, foresee
+from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
-from rlhpc.plan.checks.rewards import check_reward, check_reward_model
+from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
 from rlhpc.sharding.engine_shards import fits_nodes
@@ -27,7 +28,7 @@ from rlhpc.sharding.shards import num_parameters
 Summary = list[tuple[str, str]]
 
 
-def check_config(config: RunConfig, prepared: bool = True) -> Summary:
+def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
     """Refuse what cannot work, with one UserError; return (topic, text) rows that say what was found.
 
     ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
@@ -38,7 +39,7 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     check_nodes(config, config.slurm.least_nodes, shape)
     layout = check_nodes(config, config.slurm.most_nodes, shape)
     check_algorithm(config)
-    check_reward(config.reward)
+    check_rewards(config)
     check_rollout(config)
     check_data(config)
     check_optimizers(config)
@@ -47,15 +48,15 @@ def check_config(config: RunConfig, prepared: bool = True) -> Summary:
     if prepared:
         check_reward_model(config, layout.world_size)
     if shape is not None:
-        check_memory(config.memory, shape, layout)
-        check_experts(config.train.experts, shape)
-    warnings = foresee(config, shape, layout, prepared) if shape is not None else []
+        check_memory(config.actor.memory, shape, layout)
+        check_experts(config.actor.moe, shape)
+    warnings = check_limits(config, shape, layout, prepared=prepared) if shape is not None else []
     summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
     if shape is None and not prepared:
         summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
     else:
         summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
-    summary += [("data", text) for text in _check_data(config, prepared)]
+    summary += [("data", text) for text in _check_data(config, prepared=prepared)]
     return summary + [("warning", text) for text in warnings]
 
 
@@ -82,12 +83,11 @@ def check_own_checkpoints(config: RunConfig) -> None:
     """No model is read from the run's own checkpoints, of which the run removes all but the newest."""
     if config.evaluates_only:
         return
-    reward = config.reward.model
     models = {
         "model.path": config.model.path,
         "model.weights": config.model.weights,
-        "critic.model": config.critic.model,
-        "reward.model.path": reward.path if reward is not None else None,
+        "critic.path": config.critic.path,
+        **_reward_folder(config),
     }
     checkpoints = RunFolder(config.folder).checkpoints
     for key, path in models.items():
@@ -105,7 +105,7 @@ def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
     layout = check_layout(config, config.slurm.most_nodes, shape)
     check_critic(config, layout.world_size, shape)
     check_shape_files(config)
-    check_memory(config.memory, shape, layout)
+    check_memory(config.actor.memory, shape, layout)
     if config.train.steps:
         _check_samples(config, layout)
     for _warning in check_lengths(config, shape):
@@ -116,12 +116,18 @@ def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
 
 def check_shape_files(config: RunConfig) -> None:
     """Models beside the actor have the config.json that their shape is read from."""
-    folders = {"reward.model.path": config.reward.model.path if config.reward.model else None}
+    folders: dict[str, Path | None] = {**_reward_folder(config)}
     if config.algorithm.name in WITH_CRITIC:
-        folders["critic.model"] = config.critic.model
+        folders["critic.path"] = config.critic.path
     for key, folder in folders.items():
         if folder is not None and not (folder / "config.json").is_file():
             raise UserError(f"no config.json in {str(folder)!r}", where=key, remedy="correct the path")
+
+
+def _reward_folder(config: RunConfig) -> dict[str, Path]:
+    """The reward model's folder by its key."""
+    section = config.reward_model
+    return {} if section is None else {f"{config.reward_model_key}.model": section.model}
 
 
 def check_planned_lengths(config: RunConfig) -> None:
@@ -162,7 +168,7 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
 def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
     """The layout on so many nodes; a UserError when it or the engines do not suit ranks or model (if known)."""
     world_size = nodes * config.resources.ranks_per_node
-    layout = fitting_layout(config.parallel, world_size, shape)
+    layout = fitting_layout(config.actor.parallel, world_size, shape)
     if world_size % config.rollout.tp:
         raise UserError(
             f"engines of {config.rollout.tp} ranks do not divide the {world_size} ranks of the job",
@@ -240,7 +246,7 @@ def _model_text(shape: ModelShape) -> str:
     )
 
 
-def _check_data(config: RunConfig, prepared: bool) -> Iterator[str]:
+def _check_data(config: RunConfig, *, prepared: bool) -> Iterator[str]:
     groups = {
         "data.train": [file.path for file in config.data.train],
         "data.validation": [file.path for file in config.data.validation],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import gcd
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.training import ExpertsSection, MemorySection, OptimizerSection
+from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.sharding.layout import ParallelLayout, divisors
@@ -14,7 +14,7 @@ from rlhpc.sharding.layout import ParallelLayout, divisors
 
 def check_optimizers(config: RunConfig) -> None:
     """Of both phases."""
-    sections = {"train.optimizer": config.train.optimizer}
+    sections = {"actor.optimizer": config.actor.optimizer}
     if config.sft is not None:
         sections["sft.optimizer"] = config.sft.optimizer
     for key, section in sections.items():
@@ -37,19 +37,19 @@ def check_optimizer(key: str, section: OptimizerSection) -> None:
         )
 
 
-def check_experts(section: ExpertsSection, shape: ModelShape) -> None:
+def check_experts(section: MoeSection, shape: ModelShape) -> None:
     """What is asked of experts is there."""
     if section.router_replay and shape.experts is None:
         raise UserError(
-            "the model has no experts", where="train.experts.router_replay", remedy="set it to false, or leave it out"
+            "the model has no experts", where="actor.moe.router_replay", remedy="set it to false, or leave it out"
         )
 
 
 def check_sharing(config: RunConfig) -> None:
     """Memory that engines use stays where it is."""
-    if config.reshard.share_weights and config.memory.offload.parameters:
+    if config.reshard.share_weights and config.actor.memory.offload.parameters:
         raise UserError(
-            "engines cannot use the memory of weights that are moved to the host (memory.offload.parameters)",
+            "engines cannot use the memory of weights that are moved to the host (actor.memory.offload.parameters)",
             where="reshard.share_weights",
             remedy="set one of the two to false",
         )
@@ -73,8 +73,8 @@ def _check_modules(modules: Sequence[str], shape: ModelShape) -> None:
     if not shape.experts and not {"core_attn", "mlp"} & set(modules):
         raise UserError(
             f"the model has none of {list(modules)}" if modules else "no modules to recompute",
-            where="memory.recompute_modules",
-            remedy="use core_attn, mlp or both, or set memory.recompute to none",
+            where="actor.memory.recompute_modules",
+            remedy="use core_attn, mlp or both, or set actor.memory.recompute to none",
         )
 
 
@@ -84,6 +84,6 @@ def _check_groups(size: int, shape: ModelShape, layout: ParallelLayout) -> None:
     if any(length % size for length in lengths):
         raise UserError(
             f"groups of {size} layers do not divide stages of {' and '.join(map(str, lengths))} layers",
-            where="memory.recompute_layers",
+            where="actor.memory.recompute_layers",
             remedy=f"use one of {divisors(gcd(*lengths))}",
         )

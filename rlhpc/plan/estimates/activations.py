@@ -22,7 +22,7 @@ _OF_WORD = 29  # bytes a token that the log-probs keep besides the logits: indic
 
 
 @dataclass(frozen=True)
-class Setting:
+class ActivationSetting:
     """All that activations depend on but the tokens."""
 
     shape: ModelShape
@@ -52,7 +52,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Kept:
+class StageActivations:
     """Bytes of one micro batch on a rank: of its layers by chunk, and of embedding and head."""
 
     chunks: tuple[int, ...]
@@ -63,12 +63,15 @@ class Kept:
     recomputed: int  # what a group of layers, or a module, keeps while it is computed again
 
 
-def stage_kept(setting: Setting, stage: int, tokens: int) -> Kept:
+def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> StageActivations:
     """Of a micro batch of ``tokens``, those of one context-parallel rank, on a pipeline stage."""
     shape, layout, e = setting.shape, setting.layout, setting.itemsize
     experts = set(shape.experts.layers) if shape.experts else set()
-    has = {kind: layer_kept(setting, tokens, kind) for kind in {layer in experts for layer in range(shape.num_layers)}}
-    whole = {kind: _layer(setting, tokens, kind, recompute=False) for kind in has}
+    has = {
+        kind: layer_activations(setting, tokens, has_experts=kind)
+        for kind in {layer in experts for layer in range(shape.num_layers)}
+    }
+    whole = {kind: _layer(setting, tokens, has_experts=kind, recompute=False) for kind in has}
     chunks = [0] * (layout.vpp or 1)
     deepest = 0
     for layer, (owner, chunk, _) in enumerate(layout.layer_places(shape.num_layers)):
@@ -90,16 +93,16 @@ def stage_kept(setting: Setting, stage: int, tokens: int) -> Kept:
             logits = e * tokens * padded_vocab(shape.vocab_size, layout.tp) // layout.tp
             head += e * outside * shape.hidden_size + logits + _OF_WORD * tokens
     shared = 2 * _FLOAT32 * tokens * shape.rope_dim
-    return Kept(tuple(chunks), embedding, head, logits, shared, again)
+    return StageActivations(tuple(chunks), embedding, head, logits, shared, again)
 
 
-def under_way(setting: Setting, stage: int, tokens: int, microbatches: int) -> int:
+def in_flight_activations(setting: ActivationSetting, stage: int, tokens: int, microbatches: int) -> int:
     """Of all micro batches between their forward and backward passes on a stage, when they are most.
 
     One forward, one backward (schedules.py, forward_backward_pipelining_without_interleaving): as many as there are
     stages from this one on. Interleaved (get_pp_rank_microbatches), chunks are taken in rounds of pp micro batches.
     """
-    layout, kept = setting.layout, stage_kept(setting, stage, tokens)
+    layout, kept = setting.layout, stage_activations(setting, stage, tokens)
     chunks, behind = len(kept.chunks), layout.pp - 1 - stage
     if layout.vpp:
         ahead = 2 * behind + (chunks - 1) * layout.pp + 1
@@ -111,30 +114,30 @@ def under_way(setting: Setting, stage: int, tokens: int, microbatches: int) -> i
     return sum(kept.chunks[chunk] for chunk in order) + batches * (kept.embedding + kept.shared) + kept.head
 
 
-def layer_kept(setting: Setting, tokens: int, has_experts: bool) -> int:
+def layer_activations(setting: ActivationSetting, tokens: int, *, has_experts: bool) -> int:
     """Of one layer; with full recomputation its share of the one input that a group of layers keeps."""
     if setting.memory.recompute == "full":
         group_input = setting.itemsize * (tokens // setting.sequence_cut) * setting.shape.hidden_size
         return group_input // setting.memory.recompute_layers
-    return _layer(setting, tokens, has_experts, recompute=True)
+    return _layer(setting, tokens, has_experts=has_experts, recompute=True)
 
 
-def _layer(setting: Setting, tokens: int, has_experts: bool, recompute: bool) -> int:
+def _layer(setting: ActivationSetting, tokens: int, *, has_experts: bool, recompute: bool) -> int:
     outside, width = tokens // setting.sequence_cut, setting.shape.hidden_size
     norms = 2 * _norm(setting, outside, width)
     feed_forward = _experts if has_experts else _dense
-    return norms + _attention(setting, tokens, recompute) + feed_forward(setting, tokens, recompute)
+    return norms + _attention(setting, tokens, recompute=recompute) + feed_forward(setting, tokens, recompute=recompute)
 
 
-def _norm(setting: Setting, rows: int, width: int, input_kept: bool = True) -> int:
-    """``input_kept`` false: the input is kept by something else, and need not be copied."""
+def _norm(setting: ActivationSetting, rows: int, width: int, *, input_stored: bool = True) -> int:
+    """``input_stored`` false: the input is kept by something else, and need not be copied."""
     if setting.kernels == "fused":
-        return rows * (setting.itemsize * width * input_kept + _FLOAT32)
-    copy = width if input_kept or setting.float_copies else 0
+        return rows * (setting.itemsize * width * input_stored + _FLOAT32)
+    copy = width if input_stored or setting.float_copies else 0
     return rows * _FLOAT32 * (copy + width + 1)
 
 
-def _attention(setting: Setting, tokens: int, recompute: bool) -> int:
+def _attention(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
     """From the normed input to that of the last projection, which is kept whatever is recomputed."""
     shape, e, tp = setting.shape, setting.itemsize, setting.layout.tp
     outside, heads = tokens // setting.sequence_cut, shape.num_heads // tp
@@ -168,13 +171,13 @@ def _attention(setting: Setting, tokens: int, recompute: bool) -> int:
     return kept + before + _core(setting, tokens, heads, heads, 3 * query)
 
 
-def _head_norms(setting: Setting, tokens: int, heads: int, groups: int) -> int:
+def _head_norms(setting: ActivationSetting, tokens: int, heads: int, groups: int) -> int:
     """Without inputs that are views of the fused projection or its queries' copy."""
     own = setting.float_copies
-    return sum(_norm(setting, tokens * count, setting.shape.head_dim, input_kept=own) for count in (heads, groups))
+    return sum(_norm(setting, tokens * count, setting.shape.head_dim, input_stored=own) for count in (heads, groups))
 
 
-def _latent_projections(setting: Setting, outside: int) -> int:
+def _latent_projections(setting: ActivationSetting, outside: int) -> int:
     latent, e = setting.shape.latent, setting.itemsize
     assert latent is not None
     kept = _norm(setting, outside, latent.kv_rank) + e * outside * latent.kv_rank
@@ -185,7 +188,9 @@ def _latent_projections(setting: Setting, outside: int) -> int:
     return kept
 
 
-def _core(setting: Setting, tokens: int, heads: int, groups: int, inputs: int, output_shared: bool = True) -> int:
+def _core(
+    setting: ActivationSetting, tokens: int, heads: int, groups: int, inputs: int, *, output_shared: bool = True
+) -> int:
     """Attention's own: what its kernel takes (``inputs``, without context parallelism), its output, its sums.
 
     The output of a fused kernel is the last projection's input (``output_shared``) where values are as long as keys.
@@ -207,16 +212,16 @@ def _core(setting: Setting, tokens: int, heads: int, groups: int, inputs: int, o
     return inputs + output + sums
 
 
-def _dense(setting: Setting, tokens: int, recompute: bool, size: int | None = None) -> int:
+def _dense(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
     """SwiGLU: its input, gate and up, the activated gate, up once more (glu_linear_offset), their product."""
-    e, size = setting.itemsize, size or setting.shape.ffn_size
+    e, size = setting.itemsize, setting.shape.ffn_size
     kept = e * (tokens // setting.sequence_cut) * setting.shape.hidden_size
     if recompute and setting.recomputes("mlp"):
         return kept
     return kept + 5 * e * tokens * size // setting.layout.tp
 
 
-def _experts(setting: Setting, tokens: int, recompute: bool) -> int:
+def _experts(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
     """With tokens spread evenly over experts."""
     experts, e, layout = setting.shape.experts, setting.itemsize, setting.layout
     assert experts is not None
@@ -240,7 +245,7 @@ def _experts(setting: Setting, tokens: int, recompute: bool) -> int:
     return kept
 
 
-def _router(setting: Setting, outside: int) -> int:
+def _router(setting: ActivationSetting, outside: int) -> int:
     """Its input, float32 scores and choices; the map of who goes where, of all ranks where all get all tokens."""
     experts, layout = setting.shape.experts, setting.layout
     assert experts is not None
@@ -252,6 +257,6 @@ def _router(setting: Setting, outside: int) -> int:
     return outside * (_router_itemsize(setting) * setting.shape.hidden_size + scores + chosen + grouped + sent)
 
 
-def _router_itemsize(setting: Setting) -> int:
+def _router_itemsize(setting: ActivationSetting) -> int:
     """Of the input that the router's product keeps: a float32 copy, or what the experts' norm gave."""
     return _FLOAT32 if setting.float32_router else setting.itemsize

@@ -182,7 +182,7 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     return max(found, key=lambda gpu: len(gpu.device), default=None)
 
 
-def host_limit(config: RunConfig, gpu: Gpu | None) -> tuple[str, float] | None:
+def cpu_memory_limit(config: RunConfig, gpu: Gpu | None) -> tuple[str, float] | None:
     """Bytes that a job's ranks have of a node's memory, and the key that says so; None where nothing does."""
     asked = memory_mib(config.slurm.memory) if config.slurm.memory is not None else 0
     if asked:

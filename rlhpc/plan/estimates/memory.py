@@ -18,7 +18,7 @@ from rlhpc.sharding.layout import ParallelLayout
 
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # that vLLM takes through the model at once, at most (max_num_batched_tokens)
-HOST_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
+CPU_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
 _ENGINE = ("engine weights", "KV cache", "engine's passes", "claimed by the engine")  # parts when it is built
 _ROUTE_COPIES = 3  # of what a rank trains on: as they came, by sample, and by micro batch
 _ESTIMATES = Reserves()  # of a machine on which nothing was measured
@@ -39,7 +39,7 @@ class PhaseMemory:
 
 
 @dataclass(frozen=True)
-class HostMemory:
+class CpuMemory:
     """Bytes in host memory of one rank, by what they are for, and of the ranks of its node together."""
 
     parts: dict[str, int]
@@ -60,7 +60,7 @@ class MemoryPlan:
 
     rank: int
     phases: tuple[PhaseMemory, ...]
-    host: HostMemory
+    cpu: CpuMemory
     gpu_bytes: int | None = None
     reserves: Reserves = _ESTIMATES
 
@@ -92,37 +92,32 @@ def predict_memory(
     gpu_gib: float | None = None,
     reserves: Reserves = _ESTIMATES,
 ) -> MemoryPlan:
-    """The plan of the rank that needs most. Without ``gpu_gib`` the KV cache is as large as one full batch needs."""
+    """Returns the plan of the rank that needs most memory. Without ``gpu_gib``, the KV cache holds one full batch."""
     each = layout.world_size // layout.pp
-    engine = _engine(config, shape, gpu_gib)
-    stages = _different(shape, layout)
-    plans = [_plan(config, shape, layout, stage * each, gpu_gib, engine, reserves) for stage in stages]
+    device = Device(gpu_gib, reserves)
+    plans = [rank_memory(config, shape, layout, stage * each, device) for stage in _different(shape, layout)]
     return max(plans, key=lambda plan: plan.peak)
 
 
+@dataclass(frozen=True)
+class Device:
+    """GiB of a GPU, None where it is not known, and what is reserved of them."""
+
+    gib: float | None = None
+    reserves: Reserves = _ESTIMATES
+
+    @property
+    def size(self) -> int | None:
+        """In bytes."""
+        return None if self.gib is None else int(self.gib * GIB)
+
+
 def rank_memory(
-    config: RunConfig,
-    shape: ModelShape,
-    layout: ParallelLayout,
-    rank: int,
-    gpu_gib: float | None = None,
-    reserves: Reserves = _ESTIMATES,
+    config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int, device: Device = Device()
 ) -> MemoryPlan:
-    """The plan of one rank."""
-    return _plan(config, shape, layout, rank, gpu_gib, _engine(config, shape, gpu_gib), reserves)
-
-
-def _plan(
-    config: RunConfig,
-    shape: ModelShape,
-    layout: ParallelLayout,
-    rank: int,
-    gpu_gib: float | None,
-    engine: EngineMemory | None,
-    reserves: Reserves,
-) -> MemoryPlan:
-    models = rank_models(config, shape, layout, rank)
-    asleep = {"engine, asleep": reserves.sleeping_engine} if engine is not None else {}
+    """Returns the plan of one rank."""
+    models, engine = rank_models(config, shape, layout, rank), _engine(config, shape, device.size)
+    asleep = {"engine, asleep": device.reserves.sleeping_engine} if engine is not None else {}
     phases = [_load(models, engine)]
     if engine is not None:
         phases += [_weight_sync(config, models, engine), _rollout(models, engine)]
@@ -132,16 +127,16 @@ def _plan(
         phases += _update(model, models, asleep)
     if models[0].trained:
         phases.append(_save(models, asleep))
-    phases = [replace(phase, parts={**phase.parts, "libraries": reserves.context}) for phase in phases]
-    host = _host(config, models, _routed_experts(config, shape, layout))
-    return MemoryPlan(rank, tuple(phases), host, None if gpu_gib is None else int(gpu_gib * GIB), reserves)
+    phases = [replace(phase, parts={**phase.parts, "libraries": device.reserves.context}) for phase in phases]
+    cpu = _cpu(config, models, _routed_experts(config, shape, layout))
+    return MemoryPlan(rank, tuple(phases), cpu, device.size, device.reserves)
 
 
-def _engine(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> EngineMemory | None:
+def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory | None:
     """None where nothing is generated."""
     if not config.train.steps and not config.data.validation:
         return None
-    return engine_memory(config, shape, None if gpu_gib is None else int(gpu_gib * GIB))
+    return engine_memory(config, shape, gpu_bytes)
 
 
 @dataclass(frozen=True)
@@ -353,25 +348,25 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
     return _largest("save", moments)
 
 
-def _host(config: RunConfig, models: Sequence[RankModel], routed_experts: int) -> HostMemory:
+def _cpu(config: RunConfig, models: Sequence[RankModel], routed_experts: int) -> CpuMemory:
     """What has left the GPU once keeps its pinned memory. A save in the background holds its copies until it is done,
     one at once those of one model at a time. A reference after a warm-up is saved too."""
     away = {model.name: _away(model) for model in models}
-    saved = [model.saved_on_host for model in models if model.trained or (model.name == "reference" and config.sft)]
+    saved = [model.saved_on_cpu for model in models if model.trained or (model.name == "reference" and config.sft)]
     parts = {
-        "processes": HOST_PROCESS,
+        "processes": CPU_PROCESS,
         "offloaded": sum(away.values()),
-        "optimizer of the host": sum(model.state.host + model.state.staging for model in models),
+        "optimizer of the host": sum(model.state.cpu + model.state.staging for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
         "routed_experts": routed_experts,
     }
-    return HostMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
+    return CpuMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
 
 
 def _routed_experts(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
     """Experts of a step's tokens, all responses of full length: what engines drew is with the first rank of each, and
     ranks have what they train on beside it, of their stage's layers. A mean over the ranks of the fullest node."""
-    if not config.train.experts.router_replay or shape.experts is None or not config.train.steps:
+    if not config.actor.moe.router_replay or shape.experts is None or not config.train.steps:
         return 0
     itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM gives them out
     step = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlhpc.config.algorithm import WITH_CRITIC
+from rlhpc.config.model_settings import (
+    ModelSettings,
+    actor_settings,
+    critic_settings,
+    reference_settings,
+    reward_model_settings,
+)
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape, value_shape
-from rlhpc.plan.estimates.activations import Setting, stage_kept, under_way
+from rlhpc.plan.estimates.activations import ActivationSetting, in_flight_activations, stage_activations
 from rlhpc.plan.estimates.optimizer_memory import (
-    Parameter,
+    LocalParameter,
     StateBytes,
     coordinates,
     default_bucket,
@@ -38,7 +44,7 @@ class RankModel:
     """A model as one rank keeps it."""
 
     name: str
-    setting: Setting
+    setting: ActivationSetting
     rank: int
     state: StateBytes
     tokens: Tokens
@@ -49,14 +55,13 @@ class RankModel:
         """What stays on the GPU when it is offloaded as configured."""
         return self.left(keep_weights=False)
 
-    def left(self, keep_weights: bool) -> StateBytes:
+    def left(self, *, keep_weights: bool) -> StateBytes:
         """Kinds go as the back end lets them: gradients, optimizer, weights, as whole as their buffers are."""
         section, state = self.setting.memory.offload, self.state
-        weights = section.parameters if self.trained else section.reference
         chosen = {
             "gradients": self.trained and section.gradients,
             "optimizer": self.trained and section.optimizer,
-            "parameters": weights,
+            "parameters": section.parameters,
         }
         sizes = {"gradients": state.gradients, "optimizer": state.optimizer, "parameters": state.parameters}
         wanted = section.fraction * sum(size for kind, size in sizes.items() if chosen[kind])
@@ -73,7 +78,7 @@ class RankModel:
             state.gradients - gone["gradients"],
             master,
             state.optimizer - gone["optimizer"] - master,
-            state.host,
+            state.cpu,
             state.staging,
         )
 
@@ -84,13 +89,13 @@ class RankModel:
     @property
     def kept(self) -> int:
         """Activations at the fullest moment of an update, with those of all micro batches under way."""
-        return under_way(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
+        return in_flight_activations(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
 
     @property
     def workspace(self) -> int:
         """What is made and dropped in a backward pass: modules computed again, gradients of logits, of activations and
         of the largest weight."""
-        kept, setting = stage_kept(self.setting, self.stage, self.tokens.trained), self.setting
+        kept, setting = stage_activations(self.setting, self.stage, self.tokens.trained), self.setting
         largest = max(p.numel for chunk in self.parameters for p in chunk) * setting.itemsize
         statistics = min(_STATISTICS, 3 * _FLOAT32 * kept.logits // setting.itemsize)
         return kept.recomputed + max(kept.logits + statistics, largest + 2 * _passing(setting, self.tokens.trained))
@@ -98,20 +103,20 @@ class RankModel:
     @property
     def passing(self) -> int:
         """A pass without gradient: a layer's tensors, and at the end the logits."""
-        logits = stage_kept(self.setting, self.stage, self.tokens.passed).logits
+        logits = stage_activations(self.setting, self.stage, self.tokens.passed).logits
         statistics = min(_STATISTICS, 3 * _FLOAT32 * logits // self.setting.itemsize)
         return max(_passing(self.setting, self.tokens.passed), logits + statistics)
 
     @cached_property
-    def parameters(self) -> list[list[Parameter]]:
+    def parameters(self) -> list[list[LocalParameter]]:
         return rank_parameters(self.setting.shape, self.setting.layout, self.stage)
 
     @property
-    def saved_on_host(self) -> int:
+    def saved_on_cpu(self) -> int:
         """Copies that a checkpoint is written from: the rank's own master weights and moments, and its share of the
         weights that data-parallel ranks have alike."""
         layout, state, itemsize = self.setting.layout, self.state, self.setting.itemsize
-        optimizer = state.optimizer + state.host
+        optimizer = state.optimizer + state.cpu
         if itemsize == _FLOAT32:  # the weights, which are their own master weights, are saved as such too
             optimizer += optimizer // 2
         sizes = [(p.numel, layout.edp if p.expert else layout.dp * layout.cp) for c in self.parameters for p in c]
@@ -122,30 +127,25 @@ def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, ra
     """The actor first, then those beside it. A reward model or critic of its own must be there to read."""
     train, rl = config.train, config.train.steps > 0
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
-    optimizer = config.sft.optimizer if config.sft else train.optimizer if rl else None
-    if rl:
-        optimizer = train.optimizer  # a warm-up's state is as large, but for its share on the host
     make = _Maker(config, rank)
-    actor = make(
-        "actor", shape, layout, config.parallel, config.memory, optimizer, train.tokens_per_microbatch, passing
-    )
-    models = [actor]
-    if config.reward.model is not None and (rl or config.data.validation):
-        section = config.reward.model
-        parallel = section.parallel or config.parallel
-        own = value_shape(section.path)
-        cut = make_layout(parallel, layout.world_size)
-        tokens = section.tokens_per_microbatch or passing
-        models.append(make("reward model", own, cut, parallel, config.memory, None, tokens, tokens))
+    actor = actor_settings(config)
+    if not rl:  # with both phases, a warm-up's state is as large, but for its share in CPU memory
+        actor = replace(actor, optimizer=config.sft.optimizer if config.sft else None)
+    models = [make("actor", shape, layout, actor, (train.tokens_per_microbatch, passing))]
+    reward_model = config.reward_model
+    if reward_model is not None and (rl or config.data.validation):
+        own, settings = value_shape(reward_model.model), reward_model_settings(config)
+        tokens = reward_model.tokens_per_microbatch or passing
+        cut = make_layout(settings.parallel, layout.world_size)
+        models.append(make("reward model", own, cut, settings, (tokens, tokens)))
     if rl and config.algorithm.kl.coefficient > 0:
-        models.append(make("reference", shape, layout, config.parallel, config.memory, None, passing, passing))
+        models.append(make("reference", shape, layout, reference_settings(config), (passing, passing)))
     if rl and config.algorithm.name in WITH_CRITIC:
-        critic = config.critic
-        parallel, memory = critic.parallel or config.parallel, critic.memory or config.memory
-        own = value_shape(critic.model) if critic.model else shape.with_value_head
+        critic, settings = config.critic, critic_settings(config)
+        own = value_shape(critic.path) if critic.path else shape.with_value_head
         tokens = critic.tokens_per_microbatch or train.tokens_per_microbatch
-        cut = make_layout(parallel, layout.world_size)
-        models.append(make("critic", own, cut, parallel, memory, critic.optimizer, tokens, tokens))
+        cut = make_layout(settings.parallel, layout.world_size)
+        models.append(make("critic", own, cut, settings, (tokens, tokens)))
     return models
 
 
@@ -155,29 +155,21 @@ class _Maker:
     rank: int
 
     def __call__(
-        self,
-        name: str,
-        shape: ModelShape,
-        layout: ParallelLayout,
-        parallel: ParallelSection,
-        memory: MemorySection,
-        optimizer: OptimizerSection | None,
-        trained: int,
-        passed: int,
+        self, name: str, shape: ModelShape, layout: ParallelLayout, settings: ModelSettings, limits: tuple[int, int]
     ) -> RankModel:
-        config = self.config
+        """``limits``: tokens of a microbatch with gradient and without, as configured."""
+        dtype, optimizer = self.config.model.dtype, settings.optimizer
         state = state_bytes(
             shape,
             layout,
             self.rank,
-            config.model.dtype,
-            trained=optimizer is not None,
-            optimizer_offload_fraction=optimizer.optimizer_offload_fraction if optimizer else 0.0,
+            dtype,
+            optimizer_offload_fraction=optimizer.optimizer_offload_fraction if optimizer else None,
             bucket=default_bucket(layout),
         )
-        tokens = _tokens(config, layout, trained, passed)
-        in_float32 = shape.experts is not None and shape.experts.float32_router(config.train.experts.router_dtype)
-        setting = Setting(shape, layout, parallel, memory, config.model.dtype, float32_router=in_float32)
+        in_float32 = shape.experts is not None and shape.experts.float32_router(settings.moe.router_dtype)
+        setting = ActivationSetting(shape, layout, settings.parallel, settings.memory, dtype, float32_router=in_float32)
+        tokens = _tokens(self.config, layout, *limits)
         return RankModel(name, setting, self.rank, state, tokens, optimizer is not None)
 
 
@@ -193,7 +185,7 @@ def _tokens(config: RunConfig, layout: ParallelLayout, trained: int, passed: int
     return Tokens(trained, passed, max(1, -(-minibatch // trained)))
 
 
-def _passing(setting: Setting, tokens: int) -> int:
+def _passing(setting: ActivationSetting, tokens: int) -> int:
     """The largest tensors of one layer at a time: the residual, what a projection takes and gives."""
     shape, e, tp = setting.shape, setting.itemsize, setting.layout.tp
     ffn = shape.ffn_size / tp

@@ -26,7 +26,7 @@ _BUCKET_OF_RANK = 1_000_000  # ... so many for each data-parallel rank (distribu
 
 
 @dataclass(frozen=True)
-class Parameter:
+class LocalParameter:
     """One parameter of a rank's module; ``shared`` is a tied embedding of several stages, in a bucket of its own."""
 
     name: str
@@ -38,14 +38,14 @@ class Parameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one model on one rank. ``host`` is what AdamW keeps on the CPU (optimizer_offload_fraction), ``staging`` the
+    """Of one model on one rank. ``cpu`` is what AdamW keeps on the CPU (optimizer_offload_fraction), ``staging`` the
     buffers there that its gradients and new weights pass through."""
 
     parameters: int
     gradients: int = 0
     master: int = 0  # float32 copies of half-precision weights, on the device
     moments: int = 0  # on the device
-    host: int = 0
+    cpu: int = 0
     staging: int = 0
 
     @property
@@ -54,12 +54,12 @@ class StateBytes:
         return self.master + self.moments
 
 
-def rank_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[list[Parameter]]:
+def rank_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[list[LocalParameter]]:
     """Parameters of a rank of a pipeline stage, chunk after chunk, in the order of ``named_parameters``.
 
     Ranks that differ along other axes have as many.
     """
-    chunks: list[list[Parameter]] = [[] for _ in range(layout.vpp or 1)]
+    chunks: list[list[LocalParameter]] = [[] for _ in range(layout.vpp or 1)]
     rows = find_family(shape.family).table(shape)
     expert_layers = set(shape.experts.layers) if shape.experts else set()
     kinds = {kind: _layer(shape, layout, rows, kind) for kind in (Where.DENSE_LAYER, Where.EXPERT_LAYER)}
@@ -83,8 +83,7 @@ def state_bytes(
     rank: int,
     dtype: str,
     *,
-    trained: bool = True,
-    optimizer_offload_fraction: float = 0.0,
+    optimizer_offload_fraction: float | None = 0.0,
     bucket: int | None = None,
 ) -> StateBytes:
     """What one rank allocates for a model; without training only its weights.
@@ -93,21 +92,21 @@ def state_bytes(
     """
     coord = coordinates(layout, rank)
     chunks = rank_parameters(shape, layout, coord["pp"])
-    if not trained:
+    if optimizer_offload_fraction is None:
         return StateBytes(ITEMSIZE[dtype] * sum(parameter.numel for chunk in chunks for parameter in chunk))
-    numel, on_device, on_host, staged = 0, 0, 0, 0
+    numel, on_device, on_cpu, staged = 0, 0, 0, 0
     for expert, ranks, index in (
         (False, layout.dp * layout.cp, coord["dp"] * layout.cp + coord["cp"]),
         (True, layout.edp, coord["edp"]),
     ):
-        owned: list[tuple[Parameter, int]] = []
+        owned: list[tuple[LocalParameter, int]] = []
         for number, chunk in enumerate(chunks):
             closes = bucket if number == coord["pp"] == 0 else None
             buffer = lay_out([p for p in chunk if p.expert == expert], ranks, closes)
             numel += buffer.numel
             owned += buffer.owned(ranks, index)
         mine, away = _share(owned, optimizer_offload_fraction)
-        on_device, on_host = on_device + sum(mine), on_host + sum(away)
+        on_device, on_cpu = on_device + sum(mine), on_cpu + sum(away)
         staged += 2 * min(STAGED, max(away, default=0))
     master = 0 if dtype == "float32" else _FLOAT32
     return StateBytes(
@@ -115,7 +114,7 @@ def state_bytes(
         gradients=_FLOAT32 * numel,
         master=master * on_device,
         moments=2 * _FLOAT32 * on_device,
-        host=(master + 2 * _FLOAT32) * on_host,
+        cpu=(master + 2 * _FLOAT32) * on_cpu,
         staging=(_FLOAT32 + ITEMSIZE[dtype]) * staged,
     )
 
@@ -139,7 +138,7 @@ def default_bucket(layout: ParallelLayout) -> int:
 class Buffer:
     """Places (start, stop) of parameters in a contiguous buffer, and of its buckets."""
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[LocalParameter, ...]
     places: tuple[tuple[int, int], ...]
     buckets: tuple[tuple[int, int], ...]
 
@@ -151,7 +150,7 @@ class Buffer:
     def largest_bucket(self) -> int:
         return max((stop - start for start, stop in self.buckets), default=0)
 
-    def owned(self, ranks: int, index: int) -> list[tuple[Parameter, int]]:
+    def owned(self, ranks: int, index: int) -> list[tuple[LocalParameter, int]]:
         """Parameters, and how many of their elements are in the rank's part of their bucket, where there are any."""
         found, at = [], 0
         for start, stop in self.buckets:
@@ -166,7 +165,7 @@ class Buffer:
         return found
 
 
-def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = None) -> Buffer:
+def lay_out(parameters: Sequence[LocalParameter], ranks: int, bucket: int | None = None) -> Buffer:
     """The buffer of a chunk's parameters, last first; ``bucket`` elements close a bucket, None: one for all."""
     divisor = lcm(ranks, _BUCKET_ALIGNMENT)
     places: list[tuple[int, int]] = []
@@ -189,7 +188,9 @@ def lay_out(parameters: Sequence[Parameter], ranks: int, bucket: int | None = No
     return Buffer(tuple(reversed(parameters)), tuple(places), tuple(buckets))
 
 
-def _share(owned: Sequence[tuple[Parameter, int]], optimizer_offload_fraction: float) -> tuple[list[int], list[int]]:
+def _share(
+    owned: Sequence[tuple[LocalParameter, int]], optimizer_offload_fraction: float
+) -> tuple[list[int], list[int]]:
     """Sizes of the parameters with state on the device and on the host: as ``leading_share`` of adamw.py, vectors
     last."""
     sizes = [size for parameter, size in owned if not parameter.vector]
@@ -205,7 +206,7 @@ def _up(number: int, divisor: int) -> int:
     return -(-number // divisor) * divisor
 
 
-def _layer(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], kind: Where) -> list[Parameter]:
+def _layer(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], kind: Where) -> list[LocalParameter]:
     """Of a layer with or without experts, in the order of its modules."""
     found = _held(shape, layout, rows, Where.LAYER, kind)
     return sorted(found, key=lambda parameter: _place_in_layer(shape, parameter.name))
@@ -220,14 +221,16 @@ def _place_in_layer(shape: ModelShape, name: str) -> tuple[int, int]:
 
 def _held(
     shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], *where: Where, shared: bool = False
-) -> list[Parameter]:
+) -> list[LocalParameter]:
     """What a rank has of the parameters of these places, in the table's order."""
-    found: dict[str, Parameter] = {}
+    found: dict[str, LocalParameter] = {}
     for row in rows:
         if row.where in where and not row.float32:  # those are buffers
             before = found[row.local_name].numel if row.local_name in found else 0
             numel = before + _numel(shape, layout, row)
-            found[row.local_name] = Parameter(row.local_name, numel, len(row.shape) == 1, row.of_each_expert, shared)
+            found[row.local_name] = LocalParameter(
+                row.local_name, numel, len(row.shape) == 1, row.of_each_expert, shared
+            )
     return list(found.values())
 
 

@@ -18,9 +18,9 @@ from rlhpc.models import ModelShape
 from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
-from rlhpc.plan.estimates.roofline import Machine, PhaseTime, times, total
-from rlhpc.plan.estimates.train_time import held
-from rlhpc.plan.estimates.workload import Workload, response_lengths
+from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, times, total
+from rlhpc.plan.estimates.train_time import stage_parameters
+from rlhpc.plan.estimates.workload import StepWorkload, response_lengths
 from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -37,7 +37,7 @@ class Engines:
 
     shape: ModelShape
     section: RolloutSection
-    machine: Machine
+    machine: MachineSpeed
     ranks: int
     dtype: str = "bfloat16"
 
@@ -63,13 +63,13 @@ class Engines:
         """Parameters of a rank outside of experts."""
         shape = self.shape
         ends = 1 if shape.tied_embeddings else 2
-        layers = held(shape, ParallelLayout(1))[0].dense - ends * shape.vocab_size * shape.hidden_size
+        layers = stage_parameters(shape, ParallelLayout(1))[0].dense - ends * shape.vocab_size * shape.hidden_size
         return (layers + ends * engine_vocab(shape.vocab_size) * shape.hidden_size) / self.section.tp
 
     @cached_property
     def experts(self) -> float:
         """Parameters of a rank in experts."""
-        return held(self.shape, ParallelLayout(1))[0].experts / self.section.tp
+        return stage_parameters(self.shape, ParallelLayout(1))[0].experts / self.section.tp
 
     @cached_property
     def terms(self) -> tuple[float, float]:
@@ -82,7 +82,7 @@ def cache_tokens(engines: Engines) -> int:
     return max(0, engines.memory.tokens)
 
 
-def rollout_time(engines: Engines, work: Workload) -> PhaseTime | None:
+def rollout_time(engines: Engines, work: StepWorkload) -> PhaseTime | None:
     """Of the engine that finishes last; None when not even one response fits into its cache."""
     shape, room = engines.shape, cache_tokens(engines)
     if room < work.prompt + work.longest:
@@ -183,7 +183,7 @@ def _active(shape: ModelShape) -> float:
     return forward_terms(shape)[0] / 2 - shape.vocab_size * shape.hidden_size
 
 
-def _runs(engines: Engines, responses: int, room: float, work: Workload) -> list[tuple[int, int, float]]:
+def _runs(engines: Engines, responses: int, room: float, work: StepWorkload) -> list[tuple[int, int, float]]:
     """(token steps, sequences at once, their mean context) between one end of a sequence and the next."""
     lengths = list(response_lengths(responses, work.response, work.longest, work.spread))
     # The longest of all engines is on the one that finishes last.

@@ -25,7 +25,7 @@ LIMITS = {
 
 
 @dataclass(frozen=True)
-class Machine:
+class MachineSpeed:
     """A GPU and how much of its figures is reached; ``ranks_per_node`` as the job has them."""
 
     gpu: Gpu
@@ -33,7 +33,7 @@ class Machine:
     ranks_per_node: int
 
     @property
-    def without_gradient(self) -> Machine:
+    def without_gradient(self) -> MachineSpeed:
         """The same in passes without gradient."""
         own = {"compute": self.efficiency.forward_compute, "launch_us": self.efficiency.forward_launch_us}
         given = {name: value for name, value in own.items() if value is not None}
@@ -60,11 +60,11 @@ class Machine:
         """The same while tokens are decoded."""
         return size / (self.gpu.memory_gbps * 1e9 * self.efficiency.decode)
 
-    def to_host(self, size: float) -> float:
+    def to_cpu(self, size: float) -> float:
         """Bytes between device and host, one way."""
         return size / (self.gpu.cpu_link_gbps * 1e9 * self.efficiency.cpu_memory)
 
-    def host_memory(self, size: float) -> float:
+    def cpu_memory(self, size: float) -> float:
         """Bytes read and written in the host's memory by one rank's share of its cores."""
         return size / (self.gpu.cpu_memory_gbps * 1e9 * self.efficiency.cpu_memory)
 

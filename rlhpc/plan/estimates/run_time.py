@@ -8,15 +8,14 @@ from dataclasses import dataclass
 from rlhpc.checkpoint.formats.model_folder import count_rows
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.site import DiskSection, EfficiencySection
+from rlhpc.config.site import DiskSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
-from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
-from rlhpc.plan.estimates.roofline import Machine
+from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.step_time import StepTime, predict_validation
-from rlhpc.plan.estimates.train_time import held
+from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.shards import num_parameters
 
@@ -75,8 +74,7 @@ def predict_run(
     config: RunConfig,
     shape: ModelShape,
     layout: ParallelLayout,
-    gpu: Gpu,
-    efficiency: EfficiencySection,
+    machine: MachineSpeed,
     disk: DiskSection,
     step: StepTime,
 ) -> RunTime:
@@ -86,7 +84,7 @@ def predict_run(
     writing = min(nodes * disk.node_write_gbps, disk.write_gbps) * 1e9
     own, beside = _read_bytes(config, shape, layout, nodes), _read_beside(config, layout, nodes)
     saved = checkpoint_bytes(config, shape)
-    copying = Machine(gpu, efficiency, config.resources.ranks_per_node).to_host(saved / layout.world_size)
+    copying = machine.to_cpu(saved / layout.world_size)
     whole = _weights(config, shape)
     steps, every = config.train.steps, config.checkpoint.every
     write = copying + saved / writing
@@ -94,7 +92,7 @@ def predict_run(
     total = steps + (config.sft.steps if config.sft is not None else 0)
     ends_saved = bool(every) and total % every == 0
     prompts = validation_prompts(config)
-    round_of = predict_validation(config, shape, layout, gpu, efficiency, prompts) if prompts else []
+    round_of = predict_validation(config, shape, layout, machine.gpu, machine.efficiency, prompts) if prompts else []
     return RunTime(
         steps=steps,
         step=step.seconds,
@@ -164,18 +162,18 @@ def _weights(config: RunConfig, shape: ModelShape) -> float:
 
 def _read_bytes(config: RunConfig, shape: ModelShape, layout: ParallelLayout, nodes: int) -> float:
     """Of a model, by all nodes: each reads once what its ranks hold. A reference is read where the actor was."""
-    ranks = config.resources.ranks_per_node * max(part.count for part in held(shape, layout))
+    ranks = config.resources.ranks_per_node * max(part.count for part in stage_parameters(shape, layout))
     return nodes * min(_weights(config, shape), ITEMSIZE[config.model.dtype] * ranks)
 
 
 def _read_beside(config: RunConfig, layout: ParallelLayout, nodes: int) -> float:
     """Of a critic's own model and of a reward model."""
     models = []
-    if config.algorithm.name in WITH_CRITIC and config.critic.model is not None:
-        models.append((config.critic.model, config.critic.parallel))
-    if config.reward.model is not None:
-        models.append((config.reward.model.path, config.reward.model.parallel))
+    if config.algorithm.name in WITH_CRITIC and config.critic.path is not None:
+        models.append((config.critic.path, config.critic.parallel))
+    if config.reward_model is not None:
+        models.append((config.reward_model.model, config.reward_model.parallel))
     return sum(
-        _read_bytes(config, value_shape(path), make_layout(parallel or config.parallel, layout.world_size), nodes)
+        _read_bytes(config, value_shape(path), make_layout(parallel or config.actor.parallel, layout.world_size), nodes)
         for path, parallel in models
     )

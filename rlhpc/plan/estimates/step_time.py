@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from rlhpc.config.model_settings import critic_settings, reward_model_settings
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
@@ -14,9 +15,9 @@ from rlhpc.models.flops import forward_terms
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.rollout_time import Engines, rollout_time, weight_sync_time
-from rlhpc.plan.estimates.roofline import Machine, PhaseTime, total
-from rlhpc.plan.estimates.train_time import Held, Training, held, pass_time, update_time
-from rlhpc.plan.estimates.workload import Workload, workload_of
+from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, total
+from rlhpc.plan.estimates.train_time import StageParameters, Training, pass_time, stage_parameters, update_time
+from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 
 
@@ -25,7 +26,7 @@ class StepTime:
     """A step by its phases, in their order. ``engine_fits``: the cache holds at least one response."""
 
     phases: tuple[PhaseTime, ...]
-    work: Workload
+    work: StepWorkload
     ranks: int
     peak: float  # operations a second of one GPU
     training_flops: float
@@ -72,9 +73,9 @@ def predict_step(
 
     ``generating``: what predict_rollout said of the same engines before.
     """
-    work, itemsize = workload_of(config), ITEMSIZE[config.model.dtype]
-    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
-    training = Training(shape, layout, config.parallel, machine, itemsize)
+    work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
+    machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
+    training = Training(shape, layout, config.actor.parallel, machine, itemsize)
     generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
     engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
     phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
@@ -88,9 +89,9 @@ def predict_rollout(
     config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
 ) -> PhaseTime | None:
     """Generating a step's responses on so many ranks; None when the engines' cache holds not one."""
-    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
-    return rollout_time(engines, workload_of(config))
+    return rollout_time(engines, step_workload(config))
 
 
 def predict_validation(
@@ -102,52 +103,51 @@ def predict_validation(
     prompts: int,
 ) -> list[PhaseTime]:
     """One round of answers to so many held-out prompts; what reward functions take is not in it."""
-    machine = Machine(gpu, efficiency, config.resources.ranks_per_node)
+    machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
     each = config.validation.samples_per_prompt
-    work = replace(workload_of(config), samples=prompts * each, generated=prompts * each, group=each)
+    work = replace(step_workload(config), samples=prompts * each, generated=prompts * each, group=each)
     generating = rollout_time(engines, work)
     phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
     reward_model = _reward_model(
-        config, Training(shape, layout, config.parallel, machine, ITEMSIZE[config.model.dtype])
+        config, Training(shape, layout, config.actor.parallel, machine, ITEMSIZE[config.model.dtype])
     )
-    if config.reward.model is not None and reward_model is not None:
-        tokens = config.reward.model.tokens_per_microbatch or config.train.tokens_per_microbatch
+    if config.reward_model is not None and reward_model is not None:
+        tokens = config.reward_model.tokens_per_microbatch or config.train.tokens_per_microbatch
         phases.append(pass_time(reward_model, work, tokens, "reward model"))
     return phases
 
 
-def _training_phases(config: RunConfig, training: Training, work: Workload) -> Iterator[PhaseTime]:
+def _training_phases(config: RunConfig, training: Training, work: StepWorkload) -> Iterator[PhaseTime]:
     train = config.train
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     reward_model, critic = _reward_model(config, training), _critic(config, training) if work.critic else None
     moving = _offload(config, training, reward_model, critic)
     if moving is not None:
         yield moving
-    if config.reward.model is not None and reward_model is not None:
-        yield pass_time(reward_model, work, config.reward.model.tokens_per_microbatch or passing, "reward model")
+    if config.reward_model is not None and reward_model is not None:
+        yield pass_time(reward_model, work, config.reward_model.tokens_per_microbatch or passing, "reward model")
     if work.policy_pass:
         yield pass_time(training, work, passing, "log-probs")
     if work.reference_pass:
         yield pass_time(training, work, passing, "reference")
     if critic is not None:
-        section = config.critic
-        tokens = section.tokens_per_microbatch or train.tokens_per_microbatch
-        memory = section.memory or config.memory
+        tokens = config.critic.tokens_per_microbatch or train.tokens_per_microbatch
+        settings = critic_settings(config)
         yield pass_time(critic, work, tokens, "values")
-        yield update_time(critic, work, tokens, section.optimizer, memory, "critic update")
-    yield update_time(training, work, train.tokens_per_microbatch, train.optimizer, config.memory, "update")
+        yield update_time(critic, work, tokens, config.critic.optimizer, settings.memory, "critic update")
+    actor = config.actor
+    yield update_time(training, work, train.tokens_per_microbatch, actor.optimizer, actor.memory, "update")
 
 
 def _reward_model(config: RunConfig, training: Training) -> Training | None:
     """The reward model, where there is one."""
-    section = config.reward.model
-    return None if section is None else _beside(training, section.path, section.parallel or config.parallel)
+    section = config.reward_model
+    return None if section is None else _beside(training, section.model, reward_model_settings(config).parallel)
 
 
 def _critic(config: RunConfig, training: Training) -> Training:
-    section = config.critic
-    return _beside(training, section.model, section.parallel or config.parallel)
+    return _beside(training, config.critic.path, critic_settings(config).parallel)
 
 
 def _beside(training: Training, model: Path | None, parallel: ParallelSection) -> Training:
@@ -161,14 +161,16 @@ def _offload(
     config: RunConfig, training: Training, reward_model: Training | None, critic: Training | None
 ) -> PhaseTime | None:
     """Weights and optimizer go to the host while the engine generates and come back; frozen models come back too."""
-    size = offloaded_bytes(training, config.memory, config.train.optimizer)
+    size = offloaded_bytes(training, config.actor.memory, config.actor.optimizer)
     if critic is not None:
-        size += offloaded_bytes(critic, config.critic.memory or config.memory, config.critic.optimizer)
-    if config.memory.offload.reference:
-        frozen = [reward_model] if reward_model is not None else []
-        frozen += [training] if config.algorithm.kl.coefficient > 0 else []
-        size += sum(_most_held(each).count * each.itemsize for each in frozen)
-    return PhaseTime("offload", {"host": training.machine.to_host(size)}) if size else None
+        size += offloaded_bytes(critic, critic_settings(config).memory, config.critic.optimizer)
+    frozen = []
+    if reward_model is not None and reward_model_settings(config).memory.offload.parameters:
+        frozen.append(reward_model)
+    if config.reference.memory.offload and config.algorithm.kl.coefficient > 0:
+        frozen.append(training)
+    size += sum(_most_held(each).count * each.itemsize for each in frozen)
+    return PhaseTime("offload", {"host": training.machine.to_cpu(size)}) if size else None
 
 
 def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection) -> float:
@@ -180,6 +182,6 @@ def offloaded_bytes(training: Training, memory: MemorySection, optimizer: Optimi
     return 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
 
 
-def _most_held(training: Training) -> Held:
+def _most_held(training: Training) -> StageParameters:
     """Of the stage that holds most."""
-    return max(held(training.shape, training.layout), key=lambda part: part.count)
+    return max(stage_parameters(training.shape, training.layout), key=lambda part: part.count)

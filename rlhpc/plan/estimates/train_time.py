@@ -15,8 +15,8 @@ from math import ceil
 from rlhpc.config.training import MemorySection, OptimizerSection, ParallelSection
 from rlhpc.models import ModelShape
 from rlhpc.models.flops import attention_weights, feed_forward_weights, forward_terms, head_rows
-from rlhpc.plan.estimates.roofline import Machine, Parts, PhaseTime, times, total
-from rlhpc.plan.estimates.workload import Workload
+from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times, total
+from rlhpc.plan.estimates.workload import StepWorkload
 from rlhpc.sharding.layout import ParallelLayout
 
 # Times that elementwise work of a layer (norms, residuals, activation, rotation, routing) passes the hidden state, the
@@ -26,7 +26,7 @@ _HIDDEN_PASSES, _FEED_FORWARD_PASSES, _EXPERT_PASSES = 16, 4, 6
 _LOGIT_BYTES = 14  # of a logit, forward: written in 16 bits, read into float32 for maximum, sum and the chosen one
 _KERNELS = {"dense": 30, "latent": 14, "experts": 30}  # started in a layer's forward pass
 _UPDATE_BYTES = 30  # of a parameter: gradient, master and both moments read; master, moments and weight written
-_HOST_COPY_BYTES = 6  # of a parameter updated on the host: gradient there, weight back
+_CPU_COPY_BYTES = 6  # of a parameter updated on the host: gradient there, weight back
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Training:
     shape: ModelShape
     layout: ParallelLayout
     parallel: ParallelSection
-    machine: Machine
+    machine: MachineSpeed
     itemsize: int = 2
 
     @cached_property
@@ -52,7 +52,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Held:
+class StageParameters:
     """Parameters that a rank of a stage holds outside of experts and in them."""
 
     dense: float
@@ -64,7 +64,7 @@ class Held:
 
 
 def update_time(
-    training: Training, work: Workload, tokens: int, optimizer: OptimizerSection, memory: MemorySection, name: str
+    training: Training, work: StepWorkload, tokens: int, optimizer: OptimizerSection, memory: MemorySection, name: str
 ) -> PhaseTime:
     """All of a step's updates, with ``tokens`` of a micro batch on each rank at most."""
     layout = training.layout
@@ -79,7 +79,7 @@ def update_time(
     return PhaseTime(name, parts, flops, work.updates * _sent(training, count * size * 3), {"micro batches": count})
 
 
-def pass_time(training: Training, work: Workload, tokens: int, name: str) -> PhaseTime:
+def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
     """One pass without gradient over a step's samples."""
     training = replace(training, machine=training.machine.without_gradient)
     count, size = _micro_batches(training.layout, work.tokens, work.length, tokens)
@@ -88,7 +88,7 @@ def pass_time(training: Training, work: Workload, tokens: int, name: str) -> Pha
     return PhaseTime(name, parts, flops, _sent(training, count * size), {"micro batches": count})
 
 
-def held(shape: ModelShape, layout: ParallelLayout) -> tuple[Held, ...]:
+def stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[StageParameters, ...]:
     """What a rank of each pipeline stage holds; norms and biases are left out."""
     embedding, found = shape.vocab_size * shape.hidden_size / layout.tp, []
     of_experts = shape.experts.layers if shape.experts else ()
@@ -99,7 +99,7 @@ def held(shape: ModelShape, layout: ParallelLayout) -> tuple[Held, ...]:
         cut = dense * _dense_weights(shape, plain) + (experts and experts * _dense_weights(shape, sparse))
         whole = (dense + experts) * _latent_weights(shape) + experts * _router_weights(shape)
         inside = experts and experts * _expert_weights(shape, sparse) / (layout.etp * layout.ep)
-        found.append(Held((cut - whole) / layout.tp + whole + ends * embedding, float(inside)))
+        found.append(StageParameters((cut - whole) / layout.tp + whole + ends * embedding, float(inside)))
     return tuple(found)
 
 
@@ -149,7 +149,7 @@ def _stages(
     """Forward seconds of a micro batch on every stage; with ``recompute``: of what is computed once more."""
     if recompute is not None and recompute.recompute == "none":
         return [{}] * training.layout.pp
-    kinds = [_layer(training, tokens, pairs, kind, recompute) for kind in (False, True)]
+    kinds = [_layer(training, tokens, pairs, recompute, experts=kind) for kind in (False, True)]
     found = []
     for stage, (dense, experts) in enumerate(training.stages):
         parts = total(times(kinds[0], dense), times(kinds[1], experts))
@@ -162,7 +162,7 @@ def _stages(
 
 
 def _layer(
-    training: Training, tokens: float, pairs: float, experts: bool, recompute: MemorySection | None
+    training: Training, tokens: float, pairs: float, recompute: MemorySection | None, *, experts: bool
 ) -> dict[str, float]:
     """Forward seconds of a layer with or without experts."""
     shape, layout = training.shape, training.layout
@@ -191,7 +191,7 @@ def _layer(
     parts = total(
         {"compute": machine.compute(local * flops), "memory": machine.memory(size * (local * passes + weights))},
         times(_attention_messages(training, tokens), attention),
-        times(_feed_forward_messages(training, tokens, experts), feed_forward),
+        times(_feed_forward_messages(training, tokens, experts=experts), feed_forward),
     )
     kernels = _KERNELS["dense"] + (_KERNELS["latent"] if shape.latent else 0) + (_KERNELS["experts"] if experts else 0)
     starting = 1e-6 * machine.efficiency.launch_us * kernels * (attention + feed_forward) / 2
@@ -219,7 +219,7 @@ def _attention_messages(training: Training, tokens: float) -> dict[str, float]:
     return parts
 
 
-def _feed_forward_messages(training: Training, tokens: float, experts: bool) -> dict[str, float]:
+def _feed_forward_messages(training: Training, tokens: float, *, experts: bool) -> dict[str, float]:
     shape, layout, machine = training.shape, training.layout, training.machine
     if not experts or shape.experts is None:
         return _tensor_messages(training, tokens)
@@ -277,7 +277,7 @@ def _pipeline(stages: Sequence[Parts], count: int, layout: ParallelLayout) -> di
 def _optimizer(training: Training, section: OptimizerSection, backward: Sequence[Parts]) -> dict[str, float]:
     """Gradients summed as far as the last backward pass does not hide it, AdamW, and the new weights gathered."""
     layout, machine = training.layout, training.machine
-    mine = max(held(training.shape, layout), key=lambda part: part.count)
+    mine = max(stage_parameters(training.shape, layout), key=lambda part: part.count)
     groups = (
         (mine.dense, layout.dp * layout.cp, layout.tp),
         (mine.experts, layout.edp, layout.etp * layout.ep),
@@ -291,15 +291,15 @@ def _optimizer(training: Training, section: OptimizerSection, backward: Sequence
         gathering = total(gathering, machine.ring(training.itemsize * count * share, ranks, stride))
         owned += count / ranks
     hidden = min(1.0, max(sum(part.values()) for part in backward) / max(1e-12, sum(summing.values())))
-    on_host = section.optimizer_offload_fraction * owned
+    on_cpu = section.optimizer_offload_fraction * owned
     parts = total(
         times(summing, 1 - hidden),
         gathering,
-        {"memory": machine.memory(_UPDATE_BYTES * (owned - on_host) + 4 * mine.count)},
+        {"memory": machine.memory(_UPDATE_BYTES * (owned - on_cpu) + 4 * mine.count)},
     )
-    if on_host:
-        copies = machine.to_host(_HOST_COPY_BYTES * on_host)
-        parts = total(parts, {"host": copies + machine.host_memory(_UPDATE_BYTES * on_host)})
+    if on_cpu:
+        copies = machine.to_cpu(_CPU_COPY_BYTES * on_cpu)
+        parts = total(parts, {"host": copies + machine.cpu_memory(_UPDATE_BYTES * on_cpu)})
     return parts
 
 
@@ -316,6 +316,6 @@ def _sent(training: Training, tokens: float) -> float:
     return layers * shape.hidden_size * size * (tensor + dispatch)
 
 
-def _forward_flops(training: Training, work: Workload) -> float:
+def _forward_flops(training: Training, work: StepWorkload) -> float:
     of_token, of_pair = training.terms
     return work.tokens * (of_token + of_pair * work.pairs)

@@ -14,7 +14,7 @@ _BISECTIONS = 60
 
 
 @dataclass(frozen=True)
-class Workload:
+class StepWorkload:
     """Of one step, over all ranks. Lengths are means; ``spread`` is that of the logarithm of responses' lengths."""
 
     samples: int  # that are learnt from
@@ -47,14 +47,14 @@ class Workload:
         return sum(length * (length + 1) / 2 for length in whole) / sum(whole)
 
 
-def workload_of(config: RunConfig) -> Workload:
+def step_workload(config: RunConfig) -> StepWorkload:
     """What the configuration asks of a step; lengths are those of its ``plan`` section, or half of the bounds."""
     train, rollout, section = config.train, config.rollout, config.planning
     samples = train.prompts_per_step * rollout.samples_per_prompt
     batches = section.sampling_batches if train.dynamic_sampling else 1.0
     updates = train.minibatches * train.epochs
     longest, kl = rollout.max_response_tokens, config.algorithm.kl
-    return Workload(
+    return StepWorkload(
         samples=samples,
         generated=round(samples * batches),
         group=rollout.samples_per_prompt,

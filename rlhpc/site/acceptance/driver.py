@@ -46,7 +46,7 @@ Decision = Literal["run", "done", "failed", "no_gpu", "no_time"]
 class Options:
     """Options of one invocation."""
 
-    names: tuple[str, ...] = ()  # default: all parts; a named part runs again whatever its status
+    names: tuple[str, ...] = ()  # default: all parts; a named part runs again in any case
     minutes: float | None = None  # a part starts only if its time limit still fits
     size: Size | None = None  # full with a GPU, tiny without
     retry: bool = False  # rerun failed parts

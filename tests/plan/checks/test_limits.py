@@ -16,12 +16,12 @@ from rlhpc.models import ModelShape, Rope, read_model
 from rlhpc.plan.checks import limits
 from rlhpc.plan.checks.limits import (
     check_cache,
+    check_cpu_memory,
     check_disk,
-    check_host,
     check_lengths,
+    check_limits,
     check_network,
     check_tensor_parallel,
-    foresee,
 )
 from rlhpc.plan.checks.run import check_config
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
@@ -148,18 +148,19 @@ def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
 def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """7.6B on 8 ranks of 80 GB, nothing offloaded, at dp 8 and at dp 4."""
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
-    kept = "memory.offload={parameters: false, gradients: false, optimizer: false, reference: false}"
+    kept = "actor.memory.offload={parameters: false, gradients: false, optimizer: false}"
+    reference = "reference.memory.offload=false"
     share, cache = "rollout.gpu_memory_utilization", "rollout.kv_cache_gib"
 
     def reported(*changes: str) -> str:
-        config, shape = parts("planning.gpu=h100", kept, *changes)
-        warnings = foresee(config, shape, make_layout(config.parallel, config.world_size))
+        config, shape = parts("planning.gpu=h100", kept, reference, *changes)
+        warnings = check_limits(config, shape, make_layout(config.actor.parallel, config.world_size))
         return next((line for line in warnings if "beside the trainer" in line), "")
 
-    line = reported("parallel.tp=1", f"{share}=0.6")
+    line = reported("actor.parallel.tp=1", f"{share}=0.6")
     assert line == (
         "rollout.gpu_memory_utilization: vLLM starts only if 0.6 of the GPU is free, 47.8 GiB, and rank 0 has about "
-        "10.7 free beside the trainer; offload more (memory.offload); `rlhpc plan` shows what helps"
+        "10.7 free beside the trainer; offload more (actor.memory.offload); `rlhpc plan` shows what helps"
     ), "the engine's weights alone take 14.2"
     for key, value in ((share, 0.6), (cache, 40.0)):
         line = reported(f"{key}={value}")
@@ -171,54 +172,54 @@ def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(m
 
 
 def test_tensor_parallelism_over_nodes_is_told() -> None:
-    config, _ = parts("slurm.nodes=2", "parallel.tp=16")
+    config, _ = parts("slurm.nodes=2", "actor.parallel.tp=16")
     (warning,) = check_tensor_parallel(config, None)
     assert warning.startswith(
-        "parallel.tp: activations of every layer cross the network between 16 ranks on nodes of 8"
+        "actor.parallel.tp: activations of every layer cross the network between 16 ranks on nodes of 8"
     )
     assert warning.endswith("use one of [1, 2, 4, 8], and pp for the rest")
     assert list(check_tensor_parallel(config, GPUS["gb200"])) == [], "72 of them are linked"
-    assert list(check_tensor_parallel(parts("slurm.nodes=2", "parallel.tp=8")[0], None)) == []
-    config, shape = parts("slurm.nodes=2", "parallel.tp=2", "train.steps=0", name="qwen2.5-0.5b-1gpu.yaml")
-    assert warning.split()[:5] in [line.split()[:5] for line in foresee(config, shape, ParallelLayout(2, tp=2))]
+    assert list(check_tensor_parallel(parts("slurm.nodes=2", "actor.parallel.tp=8")[0], None)) == []
+    config, shape = parts("slurm.nodes=2", "actor.parallel.tp=2", "train.steps=0", name="qwen2.5-0.5b-1gpu.yaml")
+    assert warning.split()[:5] in [line.split()[:5] for line in check_limits(config, shape, ParallelLayout(2, tp=2))]
 
 
 def test_hosts_that_are_too_small_are_told() -> None:
     config, shape = parts("slurm.memory=100G")
-    layout = make_layout(config.parallel, config.world_size)
+    layout = make_layout(config.actor.parallel, config.world_size)
     gpu = replace(GPUS["h100"], cpu_memory_gib=50.0)
     plan = predict_memory(config, shape, layout, gpu.memory_gib)
-    (warning,) = check_host(config, plan, gpu)
+    (warning,) = check_cpu_memory(config, plan, gpu)
     assert warning.startswith("slurm.memory: ranks need about")
     assert "a node's memory, which has 100; raise it" in warning
-    (warning,) = check_host(parts()[0], plan, gpu)
+    (warning,) = check_cpu_memory(parts()[0], plan, gpu)
     assert warning.startswith("site.gpus: ")
-    assert list(check_host(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
+    assert list(check_cpu_memory(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
 
 
 def test_a_hosts_limit_is_what_a_node_needs_and_no_more() -> None:
     config, shape = parts()
-    layout = make_layout(config.parallel, config.world_size)
+    layout = make_layout(config.actor.parallel, config.world_size)
     plan = predict_memory(config, shape, layout, GPUS["h100"].memory_gib)
-    needed = plan.host.node / 2**30
-    assert list(check_host(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 1.001))) == []
-    assert len(list(check_host(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 0.999)))) == 1
+    needed = plan.cpu.node / 2**30
+    assert list(check_cpu_memory(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 1.001))) == []
+    assert len(list(check_cpu_memory(config, plan, replace(GPUS["h100"], cpu_memory_gib=needed * 0.999)))) == 1
 
 
 def test_a_run_is_warned_of_its_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**15))
     config, shape = parts("slurm.memory=100G")
-    layout = make_layout(config.parallel, config.world_size)
-    assert [line for line in limits.foresee(config, shape, layout) if line.startswith("slurm.memory: ranks need")]
-    assert not [line for line in limits.foresee(config, shape, layout, prepared=False) if "ranks need" in line]
+    layout = make_layout(config.actor.parallel, config.world_size)
+    assert [line for line in limits.check_limits(config, shape, layout) if line.startswith("slurm.memory: ranks need")]
+    assert not [line for line in limits.check_limits(config, shape, layout, prepared=False) if "ranks need" in line]
 
 
 def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
     (tmp_path / "gpus.yaml").write_text("gpus: {a100-40: {context_gib: 30}}\n")
     small = "qwen2.5-0.5b-1gpu.yaml"
     config, shape = parts("planning.gpu=a100-40", name=small)
-    layout = make_layout(config.parallel, config.world_size)
+    layout = make_layout(config.actor.parallel, config.world_size)
     refused = "rollout.gpu_memory_utilization: vLLM starts only if"
-    assert not [line for line in foresee(config, shape, layout) if line.startswith(("memory: ", refused))]
+    assert not [line for line in check_limits(config, shape, layout) if line.startswith(("memory: ", refused))]
     config, shape = parts("planning.gpu=a100-40", f"site.file={tmp_path}/gpus.yaml", name=small)
-    assert [line for line in foresee(config, shape, layout) if line.startswith(refused)]
+    assert [line for line in check_limits(config, shape, layout) if line.startswith(refused)]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config.schema import ParallelSection, RolloutSection
+from rlhpc.config.schema import RolloutSection
+from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.plan.checks.parallelism import check_engine, fitting_layout, misfits, nearest_layouts
@@ -50,14 +51,20 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             shape("dense"),
             3,
             {"tp": 3},
-            "parallel.tp: 3 does not divide the model's 8 attention heads; nearest that fit",
+            "actor.parallel.tp: 3 does not divide the model's 8 attention heads; nearest that fit",
         ),
-        (shape("dense", intermediate_size=30), 4, {"tp": 4}, "parallel.tp: 4 does not divide the model's 30 feed-forw"),
+        (
+            shape("dense", intermediate_size=30),
+            4,
+            {"tp": 4},
+            "actor.parallel.tp: 4 does not divide the model's 30 feed-forw",
+        ),
         (
             shape("dense", num_attention_heads=12, num_key_value_heads=3, hidden_size=24),
             2,
             {"tp": 2},
-            "parallel.tp: 2 and the model's 3 key-value heads do not divide one another; nearest that fit: tp 1 x dp 2",
+            "actor.parallel.tp: 2 and the model's 3 key-value heads do not divide one another; nearest "
+            "that fit: tp 1 x dp 2",
         ),
         (
             shape("deepseek", n_shared_experts=3, moe_intermediate_size=10),
@@ -69,71 +76,81 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             shape("dense"),
             16,
             {"tp": 4, "cp": 4, "cp_method": "ulysses"},
-            "parallel.cp: 4 does not divide the 2 attention heads of a rank, as cp_method ulysses needs; nearest that "
-            "fit: tp 2 x cp 4 x dp 2 | tp 4 x cp 2 x dp 2 | ",
+            "actor.parallel.cp: 4 does not divide the 2 attention heads of a rank, as cp_method ulysses needs; "
+            "nearest that fit: tp 2 x cp 4 x dp 2 | tp 4 x cp 2 x dp 2 | ",
         ),
         (
             shape("dense"),
             2,
             {"ep": 2},
-            "parallel.ep: 2 ranks are to share experts, which the model does not have; near",
+            "actor.parallel.ep: 2 ranks are to share experts, which the model does not have; near",
         ),
-        (shape("dense"), 2, {"etp": 2}, "parallel.etp: 2 ranks are to share experts, which the model does not have"),
+        (
+            shape("dense"),
+            2,
+            {"etp": 2},
+            "actor.parallel.etp: 2 ranks are to share experts, which the model does not have",
+        ),
         (
             shape("mixtral"),
             48,
             {"ep": 3},
-            "parallel.ep: 3 does not divide the model's 8 experts; nearest that fit: tp 1",
+            "actor.parallel.ep: 3 does not divide the model's 8 experts; nearest that fit: tp 1",
         ),
         (
             shape("qwen3_moe"),
             5,
             {"etp": 5},
-            "parallel.etp: 5 does not divide the model's 768 feed-forward size of an ex",
+            "actor.parallel.etp: 5 does not divide the model's 768 feed-forward size of an ex",
         ),
         (
             shape("mixtral"),
             2,
             {"tp": 2, "sequence_parallel": False},
-            "parallel.sequence_parallel: a model with experts needs it at tp 2; set it to true, or tp to 1",
+            "actor.parallel.sequence_parallel: a model with experts needs it at tp 2; set it to true, or tp to 1",
         ),
         (
             shape("deepseek", first_k_dense_replace=61),
             2,
             {"tp": 2, "sequence_parallel": False},
-            "parallel.sequence_parallel: a model with experts needs it at tp 2",
+            "actor.parallel.sequence_parallel: a model with experts needs it at tp 2",
         ),
         (
             shape("dense"),
             4,
             {"pp": 4},
-            "parallel.pp: 6 layers do not divide into 4 pipeline stages; nearest that fit: ",
+            "actor.parallel.pp: 6 layers do not divide into 4 pipeline stages; nearest that fit: ",
         ),
         (
             shape("dense"),
             2,
             {"pp": 2, "vpp": 2},
-            "parallel.vpp: the 3 layers of a pipeline stage do not divide into 2 v",
+            "actor.parallel.vpp: the 3 layers of a pipeline stage do not divide into 2 v",
         ),
-        (shape("dense"), 2, {"vpp": 2}, "parallel.vpp: 2 has a meaning only with several pipeline stages (pp > 1)"),
+        (
+            shape("dense"),
+            2,
+            {"vpp": 2},
+            "actor.parallel.vpp: 2 has a meaning only with several pipeline stages (pp > 1)",
+        ),
         (
             shape("dense"),
             2,
             {"first_stage_layers": 2},
-            "parallel.first_stage_layers: 2 has a meaning only with several",
+            "actor.parallel.first_stage_layers: 2 has a meaning only with several",
         ),
         (
             shape("dense"),
             3,
             {"pp": 3, "last_stage_layers": 1},
-            "parallel.pp: 5 of the 6 layers do not divide into 2 oth",
+            "actor.parallel.pp: 5 of the 6 layers do not divide into 2 oth",
         ),
         (
             shape("dense"),
             6,
             {"tp": 4},
-            "parallel: tp 4 x cp 1 x pp 1 = 4 ranks does not divide the 6 ranks of the job; nearest that fit: tp 2 x "
-            "dp 3 | ",
+            "actor.parallel: tp 4 x cp 1 x pp 1 = 4 ranks does not divide the 6 ranks of the job; nearest that "
+            "fit: tp 2 x dp 3 | ",
         ),
         (
             shape("mixtral"),
@@ -161,7 +178,7 @@ def test_what_fits_is_the_layout_asked_for() -> None:
 def test_an_expert_s_part_on_a_rank_suits_grouped_products() -> None:
     """768 rows on 64 ranks are 12 each, whose 24 bytes are not a multiple of 16."""
     text = refused(shape("qwen3_moe"), 64, etp=64)
-    assert text.startswith("parallel.etp: 64 leaves a rank 12 of the model's 768 feed-forward size of an expert")
+    assert text.startswith("actor.parallel.etp: 64 leaves a rank 12 of the model's 768 feed-forward size of an expert")
     assert fitting_layout(ParallelSection(etp=32), 32, shape("qwen3_moe")).etp == 32
 
 

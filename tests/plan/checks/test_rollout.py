@@ -26,9 +26,9 @@ def config(**sections: Any) -> RunConfig:
         ({"rollout": {"tools": [TOOL, TOOL]}}, "rollout.tools"),
         ({"rollout": {"samples_per_prompt": 1}, "train": {"dynamic_sampling": {}}}, "rollout.samples_per_prompt"),
         ({"train": {"dynamic_sampling": {"arguments": {"x": 1}}}}, "train.dynamic_sampling.arguments"),
-        ({"train": {"dynamic_sampling": {}}, "reward": {"model": {"path": "r"}}}, "train.dynamic_sampling"),
+        ({"train": {"dynamic_sampling": {}}, "rewards": [{"model": "r"}]}, "train.dynamic_sampling"),
         (
-            {"train": {"dynamic_sampling": {"metric": "model"}}, "reward": {"function": "m:f", "model": {"path": "r"}}},
+            {"train": {"dynamic_sampling": {"metric": "model"}}, "rewards": [{"function": "m:f"}, {"model": "r"}]},
             "train.dynamic_sampling.metric",
         ),
     ],
@@ -45,7 +45,7 @@ def test_what_cannot_be_is_refused(sections, where):
     [
         {"rollout": {"tools": [TOOL]}, "train": {"dynamic_sampling": {}, "replay": {"capacity": 9}}},
         {"rollout": {"samples_per_prompt": 1}, "train": {"dynamic_sampling": {"filter": "mine:keep"}}},
-        {"train": {"dynamic_sampling": {}}, "reward": {"function": "m:f", "model": {"path": "r"}}},
+        {"train": {"dynamic_sampling": {}}, "rewards": [{"function": "m:f"}, {"model": "r"}]},
     ],
 )
 def test_what_can_be_passes(sections):

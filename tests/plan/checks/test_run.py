@@ -23,12 +23,14 @@ def inputs(tmp_path):
 
 def refused(folder, *overrides: str, prepared: bool = True) -> str:
     with pytest.raises(UserError) as caught:
-        check_config(load_config(folder / "config.yaml", overrides), prepared)
+        check_config(load_config(folder / "config.yaml", overrides), prepared=prepared)
     return str(caught.value)
 
 
 def test_a_good_run_is_summarised(inputs):
-    summary = dict(check_config(load_config(inputs / "config.yaml", ["resources.ranks_per_node=2", "parallel.tp=2"])))
+    summary = dict(
+        check_config(load_config(inputs / "config.yaml", ["resources.ranks_per_node=2", "actor.parallel.tp=2"]))
+    )
     assert "training tp 2 x dp 1; rollout 2 engine(s) of tp 1" in summary["layout"]
     assert "rl 3 steps of 8 prompts x 4 samples" in summary["batch"]
     assert "Qwen2ForCausalLM, 2 layers" in summary["model"]
@@ -37,7 +39,7 @@ def test_a_good_run_is_summarised(inputs):
 
 
 def test_the_summary_names_every_axis(inputs):
-    ranks, axes = "resources.ranks_per_node=8", "parallel={tp: 2, pp: 2, cp: 2, first_stage_layers: 1, vpp: 1}"
+    ranks, axes = "resources.ranks_per_node=8", "actor.parallel={tp: 2, pp: 2, cp: 2, first_stage_layers: 1, vpp: 1}"
     summary = dict(check_config(load_config(inputs / "config.yaml", [ranks, axes])))
     assert "training tp 2 x pp 2 (first stage of 1) x cp 2 x dp 1; rollout" in summary["layout"]
 
@@ -46,44 +48,49 @@ def test_the_summary_names_every_axis(inputs):
     ("overrides", "told"),
     [
         (
-            ["resources.ranks_per_node=3", "parallel.tp=2"],
-            "parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide the 3 ranks of the job; nearest that fit: tp 1 x "
-            "dp 3",
+            ["resources.ranks_per_node=3", "actor.parallel.tp=2"],
+            "actor.parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide the 3 ranks of the job; nearest that "
+            "fit: tp 1 x dp 3",
         ),
         (
-            ["resources.ranks_per_node=4", "parallel.pp=4"],
-            "parallel.pp: 2 layers do not divide into 4 pipeline stages; nearest that fit: tp 1 x pp 2 x dp 2",
+            ["resources.ranks_per_node=4", "actor.parallel.pp=4"],
+            "actor.parallel.pp: 2 layers do not divide into 4 pipeline stages; nearest that fit: tp 1 x pp 2 x dp 2",
         ),
         (
-            ["resources.ranks_per_node=2", "parallel.ep=2"],
-            "parallel.ep: 2 ranks are to share experts, which the model does not have; nearest that fit: tp 1 x dp 2",
+            ["resources.ranks_per_node=2", "actor.parallel.ep=2"],
+            "actor.parallel.ep: 2 ranks are to share experts, which the model does not have; nearest that fit: tp 1"
+            " x dp 2",
         ),
         (["resources.ranks_per_node=4", "rollout.tp=3"], "rollout.tp: engines of 3 ranks do not divide the 4 ranks"),
-        (["resources.ranks_per_node=3", "parallel.tp=3"], "parallel.tp: 3 does not divide the model's 4 attention"),
+        (
+            ["resources.ranks_per_node=3", "actor.parallel.tp=3"],
+            "actor.parallel.tp: 3 does not divide the model's 4 attention",
+        ),
         (["resources.ranks_per_node=3", "rollout.tp=3"], "rollout.tp: 3 does not divide the model's 4 attention"),
-        (["train.optimizer.arguments.momentum=1"], "train.optimizer.arguments: momentum without a function to take"),
+        (["actor.optimizer.arguments.momentum=1"], "actor.optimizer.arguments: momentum without a function to take"),
         (
             ["sft={data: [a], steps: 1}", "sft.optimizer.function=a:b", "sft.optimizer.optimizer_offload_fraction=0.5"],
             "sft.optimizer.optimizer_offload_fraction: 0.5 with a:b: only AdamW can update on the CPU; set",
         ),
         (
-            ["memory.recompute=selective", "memory.recompute_modules=[moe]"],
-            "memory.recompute_modules: the model has none of ['moe']; use core_attn, mlp or both, or set",
+            ["actor.memory.recompute=selective", "actor.memory.recompute_modules=[moe]"],
+            "actor.memory.recompute_modules: the model has none of ['moe']; use core_attn, mlp or both, or set",
         ),
         (
-            ["memory.recompute=full", "memory.recompute_layers=3"],
-            "memory.recompute_layers: groups of 3 layers do not divide stages of 2 layers; use one of [1, 2]",
+            ["actor.memory.recompute=full", "actor.memory.recompute_layers=3"],
+            "actor.memory.recompute_layers: groups of 3 layers do not divide stages of 2 layers; use one of [1, 2]",
         ),
         (
-            ["memory.recompute=selective", "memory.recompute_modules=[]"],
-            "memory.recompute_modules: no modules to recompute; use core_attn, mlp or both, or set memory.recompute to",
+            ["actor.memory.recompute=selective", "actor.memory.recompute_modules=[]"],
+            "actor.memory.recompute_modules: no modules to recompute; use core_attn, mlp or both, or set "
+            "actor.memory.recompute to",
         ),
         (
-            ["reshard.share_weights=true", "memory.offload.parameters=true"],
+            ["reshard.share_weights=true", "actor.memory.offload.parameters=true"],
             "reshard.share_weights: engines cannot use the memory of weights that are moved to the host",
         ),
         (["reshard.share_weights=true", "reshard.method=gather"], "reshard.share_weights: nothing is shared where"),
-        (["train.experts.router_replay=true"], "train.experts.router_replay: the model has no experts; set it to fal"),
+        (["actor.moe.router_replay=true"], "actor.moe.router_replay: the model has no experts; set it to fal"),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
         (
             ["resources.ranks_per_node=4", "train.minibatches=16"],
@@ -239,13 +246,13 @@ def test_what_a_critic_cannot_be(inputs):
     said = refused(inputs, *ppo, "critic.parallel.tp=3")
     assert "the critic: " in said
     assert "critic.parallel" in said
-    assert "critic.model: no config.json in" in refused(inputs, *ppo, "critic.model=/nowhere")
+    assert "critic.path: no config.json in" in refused(inputs, *ppo, "critic.path=/nowhere")
     other = inputs / "other"
     other.mkdir()
     config = json.loads((inputs / "model" / "config.json").read_text())
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": 32}))
-    assert "critic.model: a vocabulary of 32, the actor's has 16" in refused(inputs, *ppo, f"critic.model={other}")
-    later = load_config(inputs / "config.yaml", [*ppo, "model.path=later", f"critic.model={inputs / 'model'}"])
+    assert "critic.path: a vocabulary of 32, the actor's has 16" in refused(inputs, *ppo, f"critic.path={other}")
+    later = load_config(inputs / "config.yaml", [*ppo, "model.path=later", f"critic.path={inputs / 'model'}"])
     assert check_config(later, prepared=False), "nothing to compare a vocabulary with yet"
     assert "critic.optimizer.optimizer_offload_fraction" in refused(
         inputs, *ppo, "critic.optimizer={function: 'torch.optim:SGD', optimizer_offload_fraction: 0.5}"
@@ -263,8 +270,8 @@ def test_the_summary_names_a_critics_own_layout(inputs):
     [
         ("model.path", []),
         ("model.weights", []),
-        ("critic.model", ["algorithm.name=ppo"]),
-        ("reward.model.path", ["reward.function=null"]),
+        ("critic.path", ["algorithm.name=ppo"]),
+        ("rewards.0.model", []),
     ],
 )
 def test_a_model_among_the_run_s_own_checkpoints_is_refused(inputs, key, more):

@@ -34,7 +34,7 @@ def config(*changes: str) -> RunConfig:
 def told(folder: Path, name: str) -> str:
     """What is said of a reward of that name: an error, warnings or nothing."""
     try:
-        return "".join(check_own_code(config(f"reward.function={name}"), folder))
+        return "".join(check_own_code(config(f"rewards.0.function={name}"), folder))
     except UserError as error:
         return str(error)
 
@@ -44,10 +44,10 @@ def test_all_paths_of_a_configuration_are_found() -> None:
         "algorithm.name=my_algorithm:RLOO",
         "model.family=my_family:MISTRAL",
         "data.filter=my_data:wanted",
-        "reward.function=null",
-        "reward.functions=[{name: a, function: my_reward:score, arguments: {function: x:y}}]",
+        "rewards.0.function=null",
+        "rewards=[{name: a, function: my_reward:score, arguments: {function: x:y}}]",
         "rollout.tools=[{name: t, function: my_notebook:Notebook.write}]",
-        "train.optimizer.function=my_optimizer:Lion",
+        "actor.optimizer.function=my_optimizer:Lion",
         "train.dynamic_sampling={filter: my_filter:keep}",
         "slurm.environment={function: x:y}",
     )
@@ -56,9 +56,9 @@ def test_all_paths_of_a_configuration_are_found() -> None:
         "algorithm.name": "my_algorithm:RLOO",
         "model.family": "my_family:MISTRAL",
         "data.filter": "my_data:wanted",
-        "reward.functions.0.function": "my_reward:score",
+        "rewards.0.function": "my_reward:score",
         "rollout.tools.0.function": "my_notebook:Notebook.write",
-        "train.optimizer.function": "my_optimizer:Lion",
+        "actor.optimizer.function": "my_optimizer:Lion",
         "train.dynamic_sampling.filter": "my_filter:keep",
     }
 
@@ -75,11 +75,11 @@ def test_what_a_file_binds_is_there(tmp_path: Path, name: str) -> None:
 def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MODULE)
-    assert told(tmp_path, "mine:scor") == f"reward.function: {file} has no 'scor'; did you mean 'score'?"
+    assert told(tmp_path, "mine:scor") == f"rewards.0.function: {file} has no 'scor'; did you mean 'score'?"
     assert told(tmp_path, "rlhpc.rewards.rules:maths") == ""
     assert "rules.py has no 'math'; did you mean 'maths'" in told(tmp_path, "rlhpc.rewards.rules:math")
     file.write_text("def score(:")
-    assert told(tmp_path, "mine:score").startswith(f"reward.function: {file} is no Python (invalid syntax")
+    assert told(tmp_path, "mine:score").startswith(f"rewards.0.function: {file} is no Python (invalid syntax")
 
 
 @pytest.mark.parametrize("line", ["from elsewhere import *", "def __getattr__(name): ...", "globals().update(f())"])
@@ -90,9 +90,11 @@ def test_a_file_that_may_have_any_name_passes(tmp_path: Path, line: str) -> None
 
 def test_a_module_that_is_not_found_is_a_warning(tmp_path: Path) -> None:
     found = told(tmp_path, "no_such:score")
-    assert found.startswith(f"reward.function: no_such:score: no module 'no_such' neither in {tmp_path} nor among")
+    assert found.startswith(f"rewards.0.function: no_such:score: no module 'no_such' neither in {tmp_path} nor among")
     assert sys.executable in found
-    assert not check_own_code(config("reward.function=no_such:score", "slurm.conda=other"), tmp_path), "it may be there"
+    assert not check_own_code(config("rewards.0.function=no_such:score", "slurm.conda=other"), tmp_path), (
+        "it may be there"
+    )
     (tmp_path / "no_such").mkdir()
     assert not told(tmp_path, "no_such.inner:score"), "a folder may be a package"
     assert told(tmp_path, ".x:score"), "no name of a module"
@@ -105,6 +107,6 @@ def test_the_pages_examples_are_there() -> None:
 
 def test_a_submission_looks_for_them(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"rules\.py has no 'math'; did you mean 'maths'"):
-        make_plan([config("reward.function=rlhpc.rewards.rules:math")], tmp_path)
-    warnings = make_plan([config("reward.function=no_such:score")], tmp_path).warnings
-    assert any(warning.startswith("reward.function: no_such:score: no module") for warning in warnings)
+        make_plan([config("rewards.0.function=rlhpc.rewards.rules:math")], tmp_path)
+    warnings = make_plan([config("rewards.0.function=no_such:score")], tmp_path).warnings
+    assert any(warning.startswith("rewards.0.function: no_such:score: no module") for warning in warnings)

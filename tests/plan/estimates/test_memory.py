@@ -11,11 +11,13 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.training import OffloadSection
 from rlhpc.models import ModelShape, read_model, shape_of
-from rlhpc.plan.estimates.activations import Setting, stage_kept
+from rlhpc.plan.estimates.activations import ActivationSetting, stage_activations
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import (
     GIB,
+    Device,
     MemoryPlan,
     engine_bytes,
     engine_memory,
@@ -26,7 +28,7 @@ from rlhpc.plan.estimates.memory import (
     sequence_tokens,
 )
 from rlhpc.plan.estimates.model_memory import rank_models
-from rlhpc.plan.estimates.optimizer_memory import Parameter, default_bucket, lay_out, state_bytes
+from rlhpc.plan.estimates.optimizer_memory import LocalParameter, default_bucket, lay_out, state_bytes
 from rlhpc.plan.remedies import changed_config, find_remedies
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
@@ -35,12 +37,17 @@ from tests.helpers.published import MIXTRAL_8X7B
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
 SMALL, LARGE = "qwen2.5-7b-1node.yaml", "deepseek-v3-671b-96gpus.yaml"
+EVERYTHING = (
+    "actor.memory.offload={parameters: true, gradients: true, optimizer: true}",
+    "reference.memory.offload=true",
+)
+STAYS = "reference.memory.offload=false"
 MODELS = sorted(path for path in (READY / "models").iterdir() if path.is_dir())
 
 
 def parts(name: str, *changes: str) -> tuple[RunConfig, ModelShape, ParallelLayout]:
     config = load_config(READY / name, changes)
-    return config, read_model(config.model.path), make_layout(config.parallel, config.world_size)
+    return config, read_model(config.model.path), make_layout(config.actor.parallel, config.world_size)
 
 
 def phases(plan: MemoryPlan) -> dict[str, dict[str, int]]:
@@ -84,22 +91,27 @@ def test_an_engine_s_passes_hold_what_a_token_s_experts_make() -> None:
 
 def test_buffers_by_hand() -> None:
     """Places are multiples of 64, ends of 128 and of the ranks; the last parameter comes first."""
-    given = [Parameter("a", 100), Parameter("b", 30), Parameter("c", 65, shared=True)]
+    given = [LocalParameter("a", 100), LocalParameter("b", 30), LocalParameter("c", 65, shared=True)]
     one = lay_out(given, ranks=3)
     assert one.places == ((0, 65), (384, 414), (448, 548))
     assert one.buckets == ((0, 384), (384, 768))
     assert one.owned(3, 0) == [(given[2], 65), (given[1], 30), (given[0], 64)]
     assert one.owned(3, 1) == [(given[0], 36)]
-    small = lay_out([Parameter(name, 100) for name in "abc"], ranks=1, bucket=150)
+    small = lay_out([LocalParameter(name, 100) for name in "abc"], ranks=1, bucket=150)
     assert small.buckets == ((0, 256), (256, 384))
 
 
 def test_what_is_let_go_is_away_while_the_engine_generates() -> None:
-    offload = "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}"
-    config, shape, layout = parts(SMALL, offload)
-    away = phases(rank_memory(config, shape, layout, 0, 80.0))
+    config, shape, layout = parts(SMALL, *EVERYTHING)
+    away = phases(rank_memory(config, shape, layout, 0, Device(80.0)))
     kept = phases(
-        rank_memory(changed_config(config, {"memory.offload": type(config.memory.offload)()}), shape, layout, 0, 80.0)
+        rank_memory(
+            changed_config(config, {"actor.memory.offload": OffloadSection(), "reference.memory.offload": False}),
+            shape,
+            layout,
+            0,
+            Device(80.0),
+        )
     )
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
     assert kept["rollout"]["weights"] == state.parameters
@@ -113,9 +125,9 @@ def test_what_is_let_go_is_away_while_the_engine_generates() -> None:
 
 
 def test_a_reward_model_judges_while_the_actor_is_away() -> None:
-    own = f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}"
-    given = parts(SMALL, own, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}")
-    found = phases(rank_memory(*given, 0, 80.0))
+    own = f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]"
+    given = parts(SMALL, own, *EVERYTHING)
+    found = phases(rank_memory(*given, 0, Device(80.0)))
     assert {what for what in found["reward model"] if "weights" in what} == {"reward model: weights"}
     assert {what for what in found["log-probs"] if "weights" in what} == {"weights", "reference: weights"}
 
@@ -132,7 +144,7 @@ def test_a_reward_model_judges_while_the_actor_is_away() -> None:
     ],
 )
 def test_without_rl_steps_nothing_is_judged(changes: list[str], names: list[str]) -> None:
-    assert list(phases(rank_memory(*parts(SMALL, "train.steps=0", *changes), 0, 80.0))) == names
+    assert list(phases(rank_memory(*parts(SMALL, "train.steps=0", *changes), 0, Device(80.0)))) == names
 
 
 def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
@@ -146,12 +158,12 @@ def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
 def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
     """Nothing that is offloaded stands in its way; what is not does."""
     share = "rollout.gpu_memory_utilization=0.95"
-    config, shape, layout = parts(
-        SMALL, share, "memory.offload={parameters: true, gradients: true, optimizer: true, reference: true}"
+    config, shape, layout = parts(SMALL, share, *EVERYTHING)
+    assert (
+        rank_memory(config, shape, layout, 0, Device(80.0)).phases[0].total == int(0.95 * 80 * GIB) + Reserves().context
     )
-    assert rank_memory(config, shape, layout, 0, 80.0).phases[0].total == int(0.95 * 80 * GIB) + Reserves().context
-    config, shape, layout = parts(SMALL, share, "memory.offload={gradients: true, optimizer: true}")
-    (load, *_) = rank_memory(config, shape, layout, 0, 80.0).phases
+    config, shape, layout = parts(SMALL, share, STAYS, "actor.memory.offload={gradients: true, optimizer: true}")
+    (load, *_) = rank_memory(config, shape, layout, 0, Device(80.0)).phases
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
     assert load.parts["weights"] == state.parameters
     assert not {"gradients", "optimizer"} & load.parts.keys()
@@ -159,15 +171,15 @@ def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
 
 def test_a_save_takes_nothing_of_the_gpu_and_of_the_host_what_the_rank_writes() -> None:
     """By hand: 12 bytes for each parameter that the rank updates, 2 for those weights that it writes for its group."""
-    config, shape, layout = parts(SMALL, "parallel.tp=2", "algorithm.kl.coefficient=0")
+    config, shape, layout = parts(SMALL, "actor.parallel.tp=2", "algorithm.kl.coefficient=0")
     plan = rank_memory(config, shape, layout, 0)
     assert phases(plan)["save"] == phases(plan)["optimizer step"]
     numel = sum(prod(spec.shape) for spec in model_tensors(shape))
-    assert plan.host.parts["checkpoint"] == pytest.approx((12 + 2) * numel / 8, rel=1e-2)
-    on_host = changed_config(config, {"train.optimizer.optimizer_offload_fraction": 1.0})
-    assert rank_memory(on_host, shape, layout, 0).host.parts["checkpoint"] == plan.host.parts["checkpoint"]
+    assert plan.cpu.parts["checkpoint"] == pytest.approx((12 + 2) * numel / 8, rel=1e-2)
+    on_cpu = changed_config(config, {"actor.optimizer.optimizer_offload_fraction": 1.0})
+    assert rank_memory(on_cpu, shape, layout, 0).cpu.parts["checkpoint"] == plan.cpu.parts["checkpoint"]
     full = changed_config(config, {"model.dtype": "float32"})
-    assert rank_memory(full, shape, layout, 0).host.parts["checkpoint"] == pytest.approx(16 * numel / 8, rel=1e-2)
+    assert rank_memory(full, shape, layout, 0).cpu.parts["checkpoint"] == pytest.approx(16 * numel / 8, rel=1e-2)
 
 
 def test_logits_of_a_pass_are_taken_apart_in_float32() -> None:
@@ -177,12 +189,14 @@ def test_logits_of_a_pass_are_taken_apart_in_float32() -> None:
         "rollout.max_response_tokens=100",
         "train.log_prob_tokens_per_microbatch=200",
     ]
-    config, shape, layout = parts(SMALL, "parallel.tp=2", *short)
+    config, shape, layout = parts(SMALL, "actor.parallel.tp=2", *short)
     assert rank_models(config, shape, layout, 0)[0].passing == 200 * 152064 // 2 * (2 + 3 * 4)
 
 
 def test_a_fraction_goes_gradients_first() -> None:
-    config, shape, layout = parts(SMALL, "memory.offload={gradients: true, optimizer: true, fraction: 0.5}")
+    config, shape, layout = parts(
+        SMALL, STAYS, "actor.memory.offload={gradients: true, optimizer: true, fraction: 0.5}"
+    )
     actor = rank_models(config, shape, layout, 0)[0]
     state, left = actor.state, actor.resting
     assert left.gradients == 0
@@ -192,18 +206,18 @@ def test_a_fraction_goes_gradients_first() -> None:
 
 def test_stages_hold_the_micro_batches_that_are_under_way() -> None:
     """1F1B: the first of four stages holds four, the last one; interleaved stages hold more."""
-    config, shape, _ = parts(SMALL, "parallel={pp: 4}", "train.prompts_per_step=1024")
-    layout = make_layout(config.parallel, 8)
+    config, shape, _ = parts(SMALL, "actor.parallel={pp: 4}", "train.prompts_per_step=1024")
+    layout = make_layout(config.actor.parallel, 8)
     kept = []
     for stage in range(4):
         (actor, *_) = rank_models(config, shape, layout, stage * 2)
-        one = stage_kept(actor.setting, stage, actor.tokens.trained)
+        one = stage_activations(actor.setting, stage, actor.tokens.trained)
         assert actor.tokens.microbatches > 8
         kept.append((actor.kept - one.head) / (one.chunks[0] + one.embedding + one.shared))
     assert kept == [4, 3, 2, 1]
-    config, shape, _ = parts(SMALL, "parallel={pp: 4, vpp: 7}", "train.prompts_per_step=1024")
-    (actor, *_) = rank_models(config, shape, make_layout(config.parallel, 8), 0)
-    one = stage_kept(actor.setting, 0, actor.tokens.trained)
+    config, shape, _ = parts(SMALL, "actor.parallel={pp: 4, vpp: 7}", "train.prompts_per_step=1024")
+    (actor, *_) = rank_models(config, shape, make_layout(config.actor.parallel, 8), 0)
+    one = stage_activations(actor.setting, 0, actor.tokens.trained)
     assert actor.kept > 4 * sum(one.chunks)
 
 
@@ -211,8 +225,10 @@ def test_recomputation_keeps_less_and_works_more() -> None:
     config, shape, layout = parts(SMALL)
     kept = {}
     for way in ("none", "selective", "full"):
-        memory = config.memory.model_copy(update={"recompute": way})
-        kept[way] = stage_kept(Setting(shape, layout, config.parallel, memory, "bfloat16"), 0, 8192)
+        memory = config.actor.memory.model_copy(update={"recompute": way})
+        kept[way] = stage_activations(
+            ActivationSetting(shape, layout, config.actor.parallel, memory, "bfloat16"), 0, 8192
+        )
     assert kept["none"].chunks[0] > kept["selective"].chunks[0] > kept["full"].chunks[0]
     assert kept["none"].recomputed == 0 < kept["selective"].recomputed < kept["full"].recomputed
     assert kept["full"].chunks[0] == shape.num_layers * 2 * 8192 // layout.tp * shape.hidden_size
@@ -235,7 +251,7 @@ def test_what_does_not_fit_is_named_and_what_is_said_to_help_does() -> None:
     assert {len(remedy.changes) for remedy in remedies} == {1}, "each helps alone"
     for remedy in remedies:
         changed = changed_config(config, dict(remedy.changes))
-        again = predict_memory(changed, shape, make_layout(changed.parallel, changed.world_size), 80.0)
+        again = predict_memory(changed, shape, make_layout(changed.actor.parallel, changed.world_size), 80.0)
         assert again == remedy.plan
         assert again.first_too_large is None
         load_config(READY / SMALL, remedy.text.split())  # can be pasted
@@ -263,13 +279,13 @@ def test_the_picture_says_what_the_plan_says() -> None:
 def test_routed_experts_of_a_step_are_in_the_host_s_memory() -> None:
     """By hand: a byte for each of 8 experts in 58 layers of a token; 96 ranks, 8 of a node, engines of 32 and of 4."""
     config, shape, layout = parts(LARGE)
-    assert "routed_experts" not in rank_memory(config, shape, layout, 0).host.parts
+    assert "routed_experts" not in rank_memory(config, shape, layout, 0).cpu.parts
     tokens = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
     whole = tokens * 58 * 8
     for tp, drawn in ((32, whole / 3 / 8), (4, whole / 24 * 2 / 8)):
-        replayed = changed_config(config, {"train.experts.router_replay": True, "rollout.tp": tp})
+        replayed = changed_config(config, {"actor.moe.router_replay": True, "rollout.tp": tp})
         held = drawn + 3 * whole / (layout.dp * layout.pp)
-        assert rank_memory(replayed, shape, layout, 0).host.parts["routed_experts"] == pytest.approx(held)
+        assert rank_memory(replayed, shape, layout, 0).cpu.parts["routed_experts"] == pytest.approx(held)
 
 
 def test_a_host_that_is_too_small_is_told() -> None:
@@ -277,26 +293,26 @@ def test_a_host_that_is_too_small_is_told() -> None:
 
     config, shape, layout = parts(SMALL)
     plan = predict_memory(config, shape, layout, 80.0)
-    for gib, fits in ((plan.host.node / GIB - 1, False), (plan.host.node / GIB + 1, True)):
+    for gib, fits in ((plan.cpu.node / GIB - 1, False), (plan.cpu.node / GIB + 1, True)):
         limit = ("slurm.memory", gib * GIB)
-        text = [str(line) for line in render_memory(plan, 80.0, host_limit=limit).renderables]
-        assert any(f"{plan.host.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
-        told = [line for line in text if line.startswith("DOES NOT FIT: a node's host needs 1.0 GiB more than slurm.m")]
+        text = [str(line) for line in render_memory(plan, 80.0, cpu_memory_limit=limit).renderables]
+        assert any(f"{plan.cpu.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
+        told = [line for line in text if line.startswith("DOES NOT FIT: a node needs 1.0 GiB of CPU memory more than slurm.m")]
         assert len(told) == (0 if fits else 1)
-        assert memory_json(plan, limit)["host"]["limit"] == gib * GIB
+        assert memory_json(plan, limit)["cpu"]["limit"] == gib * GIB
 
 
 def test_the_plan_of_the_worst_rank_is_of_the_worst_rank() -> None:
     config, shape, layout = parts(LARGE)
     plan = predict_memory(config, shape, layout, 141.0)
     each = layout.world_size // layout.pp
-    peaks = [rank_memory(config, shape, layout, stage * each, 141.0).peak for stage in range(layout.pp)]
+    peaks = [rank_memory(config, shape, layout, stage * each, Device(141.0)).peak for stage in range(layout.pp)]
     assert plan.peak == max(peaks)
 
 
 def test_671b_on_1024_gpus_is_planned_in_no_time() -> None:
     config, shape, layout = parts(
-        LARGE, "slurm.nodes=128", "parallel={tp: 8, pp: 16, ep: 64, last_stage_layers: 1}", "rollout.tp=32"
+        LARGE, "slurm.nodes=128", "actor.parallel={tp: 8, pp: 16, ep: 64, last_stage_layers: 1}", "rollout.tp=32"
     )
     began = time.process_time()
     plan = predict_memory(config, shape, layout, 141.0)
@@ -315,7 +331,7 @@ def test_several_changes_that_help_together_are_all_needed(gib: float) -> None:
         assert remedy.fits
         for left_out in remedy.changes:
             less = changed_config(config, dict(change for change in remedy.changes if change != left_out))
-            cut = make_layout(less.parallel, less.world_size)
+            cut = make_layout(less.actor.parallel, less.world_size)
             assert predict_memory(less, shape, cut, gib).first_too_large is not None, left_out
 
 
@@ -340,13 +356,13 @@ def test_a_last_micro_batch_that_is_not_full_is_under_way_too() -> None:
         SMALL,
         longest,
         "rollout.max_response_tokens=1536",
-        "parallel={pp: 2, tp: 4}",
+        "actor.parallel={pp: 2, tp: 4}",
         "train.prompts_per_step=3",
         "rollout.samples_per_prompt=1",
         "train.minibatches=1",
         "train.tokens_per_microbatch=4096",
     )
-    (actor, *_) = rank_models(config, shape, make_layout(config.parallel, 8), 0)
+    (actor, *_) = rank_models(config, shape, make_layout(config.actor.parallel, 8), 0)
     assert actor.tokens.microbatches == 2
 
 

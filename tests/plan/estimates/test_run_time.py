@@ -16,7 +16,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.walltime import walltime_warnings
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
 from rlhpc.plan.estimates.run_time import RunTime, check_walltime, validation_prompts
-from rlhpc.plan.scenario import case_of
+from rlhpc.plan.scenario import make_scenario
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
 SMALL = str(READY / "qwen2.5-7b-1node.yaml")
@@ -37,7 +37,7 @@ PLAIN = RunTime(
 
 
 def run_of(*changes: str, name: str = "qwen2.5-7b-1node") -> RunTime:
-    case = case_of(load_config(READY / f"{name}.yaml", changes))
+    case = make_scenario(load_config(READY / f"{name}.yaml", changes))
     assert case is not None
     return case.run(case.step())
 
@@ -78,7 +78,7 @@ def test_each_job_starts_again() -> None:
 
 def test_reading_and_writing_are_bytes_over_the_disk() -> None:
     config = load_config(Path(SMALL))
-    case = case_of(config)
+    case = make_scenario(config)
     assert case is not None
     size = checkpoint_bytes(config, case.shape)
     quick = run_of("planning.start_seconds=0")
@@ -97,11 +97,11 @@ def test_reading_and_writing_are_bytes_over_the_disk() -> None:
 def test_every_node_reads_what_its_ranks_hold() -> None:
     """Weights of 7.6 G parameters in two bytes: each of four nodes has all of them, or a quarter."""
     nodes = "qwen2.5-7b-math-4nodes"
-    whole = run_of("parallel.tp=1", "parallel.pp=1", name=nodes).read_bytes
+    whole = run_of("actor.parallel.tp=1", "actor.parallel.pp=1", name=nodes).read_bytes
     assert whole == pytest.approx(4 * 2 * 7.6e9, rel=0.01)
-    parts = run_of("parallel.tp=4", "parallel.pp=4", name=nodes).read_bytes
+    parts = run_of("actor.parallel.tp=4", "actor.parallel.pp=4", name=nodes).read_bytes
     assert 0.5 * whole < parts < 0.75 * whole, "two stages on a node, and the largest of them counts"
-    judge = f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}"
+    judge = f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]"
     judged = run_of(judge, "planning.start_seconds=0")
     assert judged.read_bytes == pytest.approx(2 * (7.6e9 + 3.1e9), rel=0.02)
     assert judged.start == pytest.approx(judged.read_bytes / 4e9)
@@ -141,7 +141,7 @@ def test_validation_takes_what_its_answers_take(tmp_path: Path) -> None:
     assert (unknown.validations, unknown.validation) == (21, None)
     none = run_of("data.validation=[]")
     assert (none.validations, none.validation) == (0, 0.0)
-    judge = f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}"
+    judge = f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]"
     judged = run_of(f"data.validation=[{file}]", judge)
     assert judged.validation is not None
     assert judged.validation > run.validation

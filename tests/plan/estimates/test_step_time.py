@@ -17,10 +17,10 @@ from rlhpc.plan.checks.run import check_layout
 from rlhpc.plan.estimates.hardware import GPUS, Gpu
 from rlhpc.plan.estimates.memory import engine_memory
 from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, rollout_time, weight_sync_time
-from rlhpc.plan.estimates.roofline import Machine
+from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
-from rlhpc.plan.estimates.train_time import Training, _attention_messages, _feed_forward_messages, held
-from rlhpc.plan.estimates.workload import response_lengths, workload_of
+from rlhpc.plan.estimates.train_time import Training, _attention_messages, _feed_forward_messages, stage_parameters
+from rlhpc.plan.estimates.workload import response_lengths, step_workload
 from rlhpc.plan.weight_sync_report import report_weight_sync
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import megatron_shards
@@ -48,14 +48,14 @@ def test_updates_at_the_full_rate_have_full_utilisation() -> None:
     found = step(SMALL, gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "graph_us": 0, "message_us": 0})
     assert found.mfu == pytest.approx(1.0, rel=1e-3)
     recomputed = step(
-        SMALL, "memory.recompute=full", gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "message_us": 0}
+        SMALL, "actor.memory.recompute=full", gpu=free, efficiency={"compute": 1.0, "launch_us": 0, "message_us": 0}
     )
     assert 0.7 < recomputed.mfu < 0.82  # three passes of four are counted, and the head is not computed again
 
 
 def test_the_arithmetic_of_an_update_is_that_of_its_samples() -> None:
     config, shape, _ = loaded(SMALL, "planning.response_spread=0")
-    work = workload_of(config)
+    work = step_workload(config)
     lengths = [round(work.length)] * work.samples
     assert step(SMALL, "planning.response_spread=0").training_flops == pytest.approx(
         training_flops(shape, lengths), rel=1e-6
@@ -67,7 +67,7 @@ def test_weights_of_a_rank_are_those_of_its_shards(name: str, rank: int) -> None
     _, shape, layout = loaded(name)
     exact = sum(shard.box.volume for shard in megatron_shards(shape, layout, rank, stacked=True))
     stage = layout.coord(rank)["pp"]
-    assert held(shape, layout)[stage].count == pytest.approx(
+    assert stage_parameters(shape, layout)[stage].count == pytest.approx(
         exact, rel=0.015
     )  # routers and the way down are whole on each
 
@@ -75,7 +75,7 @@ def test_weights_of_a_rank_are_those_of_its_shards(name: str, rank: int) -> None
 @pytest.mark.parametrize("name", [NODE, "qwen2.5-7b-math-4nodes", "qwen2.5-7b-1node"])
 def test_synced_bytes_are_those_of_the_plan(name: str) -> None:
     config, shape, layout = loaded(name)
-    machine = Machine(GPUS["h100"], config.site.efficiency, config.resources.ranks_per_node)
+    machine = MachineSpeed(GPUS["h100"], config.site.efficiency, config.resources.ranks_per_node)
     found = weight_sync_time(Engines(shape, config.rollout, machine, layout.world_size), layout)
     assert found.sent == pytest.approx(report_weight_sync(config).spread("received").mean, rel=0.02)
 
@@ -86,8 +86,8 @@ def test_one_token_steps_read_weights_and_cache() -> None:
         SMALL, "planning.response_spread=0", "rollout.max_num_seqs=1000", "rollout.samples_per_prompt=1"
     )
     free = config.site.efficiency.model_copy(update={"decode": 1.0, "graph_us": 0, "compute": 1.0})
-    engines = Engines(shape, config.rollout, Machine(GPUS["h100"], free, 1), 1)
-    work = workload_of(config)
+    engines = Engines(shape, config.rollout, MachineSpeed(GPUS["h100"], free, 1), 1)
+    work = step_workload(config)
     found = rollout_time(engines, work)
     assert found is not None
     tokens = work.samples * (work.prompt + work.response / 2)
@@ -98,8 +98,8 @@ def test_one_token_steps_read_weights_and_cache() -> None:
 
 def test_a_full_cache_makes_waves() -> None:
     config, shape, _ = loaded(MIXED)
-    machine = Machine(GPUS["h20"], config.site.efficiency, 8)
-    engines, work = Engines(shape, config.rollout, machine, 96), workload_of(config)
+    machine = MachineSpeed(GPUS["h20"], config.site.efficiency, 8)
+    engines, work = Engines(shape, config.rollout, machine, 96), step_workload(config)
     found, roomy = (
         rollout_time(engines, work),
         rollout_time(replace(engines, machine=replace(machine, gpu=GPUS["h200"])), work),
@@ -118,13 +118,13 @@ def test_an_engine_that_does_not_fit_is_told() -> None:
 @pytest.mark.parametrize(
     ("changes", "phase", "longer"),
     [
-        (["memory.recompute=none"], "update", False),
-        (["train.optimizer.optimizer_offload_fraction=0"], "update", False),
-        (["memory.offload.parameters=false"], "offload", False),
+        (["actor.memory.recompute=none"], "update", False),
+        (["actor.optimizer.optimizer_offload_fraction=0"], "update", False),
+        (["actor.memory.offload.parameters=false"], "offload", False),
         (["rollout.cuda_graphs=false"], "rollout", True),
         (["planning.response_tokens=4000"], "rollout", True),
         (["reshard.method=gather"], "weight sync", True),
-        (["parallel.ep=1"], "update", True),
+        (["actor.parallel.ep=1"], "update", True),
     ],
 )
 def test_what_makes_a_phase_longer(changes: list[str], phase: str, longer: bool) -> None:
@@ -133,7 +133,7 @@ def test_what_makes_a_phase_longer(changes: list[str], phase: str, longer: bool)
 
 
 def test_virtual_stages_shorten_the_wait() -> None:
-    waits = [step(NODE, *more).phase("update").parts["pipeline"] for more in ([], ["parallel.vpp=2"])]
+    waits = [step(NODE, *more).phase("update").parts["pipeline"] for more in ([], ["actor.parallel.vpp=2"])]
     assert waits[1] == pytest.approx(waits[0] / 2, rel=0.1)
 
 
@@ -167,17 +167,17 @@ def test_shares_and_sums() -> None:
 
 def test_models_beside_the_actor_take_their_own_time() -> None:
     """A critic of another size is reckoned by its own shape, and a value head is no vocabulary."""
-    model = f"critic.model={READY / 'models' / 'Qwen2.5-3B-Instruct'}"
+    model = f"critic.path={READY / 'models' / 'Qwen2.5-3B-Instruct'}"
     own, larger = (step(SMALL, "algorithm.name=ppo", *more).phase("values").flops for more in ([], [model]))
     assert larger > 5 * own
     _, shape, _ = loaded(SMALL)
     of_token = 2 * shape.hidden_size * (shape.vocab_size - 1)
     policy, value = forward_terms(shape)[0], forward_terms(shape.with_value_head)[0]
     assert policy - value == of_token
-    ends = [held(each, ParallelLayout(1))[0].count for each in (shape, shape.with_value_head)]
+    ends = [stage_parameters(each, ParallelLayout(1))[0].count for each in (shape, shape.with_value_head)]
     assert ends[0] == ends[1], "one embedding in both: tied, and no head"
-    before = step(SMALL, "memory.offload.reference=true")
-    judged = step(SMALL, f"reward.model={{path: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}")
+    before = step(SMALL, "reference.memory.offload=true")
+    judged = step(SMALL, f"rewards=[{{model: {READY / 'models' / 'Qwen2.5-3B-Instruct'}}}]")
     assert judged.phase("reward model").flops == pytest.approx(larger)
     assert judged.phase("offload").seconds > before.phase("offload").seconds
     critics = [step(SMALL, f"algorithm.name={name}").phase("offload").seconds for name in ("grpo", "ppo")]
@@ -187,11 +187,11 @@ def test_models_beside_the_actor_take_their_own_time() -> None:
 def test_shared_experts_exchange_what_a_dense_layer_does() -> None:
     config, shape, layout = loaded(MIXED)
     assert shape.experts is not None
-    machine = Machine(GPUS["h20"], config.site.efficiency, 8)
-    training = Training(shape, layout, config.parallel, machine)
+    machine = MachineSpeed(GPUS["h20"], config.site.efficiency, 8)
+    training = Training(shape, layout, config.actor.parallel, machine)
     without = replace(training, shape=replace(shape, experts=replace(shape.experts, shared_ffn_size=0)))
     more, less, dense = (
-        _feed_forward_messages(case, 8192, experts).get("node", 0.0)
+        _feed_forward_messages(case, 8192, experts=experts).get("node", 0.0)
         for case, experts in ((training, True), (without, True), (training, False))
     )
     assert more == pytest.approx(less + dense)
@@ -217,7 +217,7 @@ def test_ways_of_exchange_by_hand(way: str, ranks: int, stride: int, node: float
     """Nodes of eight; 60 GB, at 300 GB/s between GPUs of a node and 50 out of each; two messages of 10 us a hop."""
     gpu = replace(GPUS["h100"], node_gbps=300, network_gbps=50)
     reached = loaded(SMALL)[0].site.efficiency.model_copy(update={"node": 1.0, "network": 1.0, "message_us": 10})
-    found = getattr(Machine(gpu, reached, 8), way)(60e9, ranks, stride, messages=2)
+    found = getattr(MachineSpeed(gpu, reached, 8), way)(60e9, ranks, stride, messages=2)
     assert found.get("node", 0.0) == pytest.approx(60 / 300 * node)
     assert found.get("network", 0.0) == pytest.approx(60 / 50 * network)
     assert found.get("messages", 0.0) == pytest.approx(2 * 10e-6 * hops)
@@ -228,15 +228,17 @@ def test_messages_of_a_layer_by_hand() -> None:
     config, shape, _ = loaded(SMALL)
     shape = replace(shape, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64)
     reached = config.site.efficiency.model_copy(update={"node": 1.0, "message_us": 0})
-    machine = Machine(replace(GPUS["h100"], node_gbps=1), reached, 8)
+    machine = MachineSpeed(replace(GPUS["h100"], node_gbps=1), reached, 8)
 
     def kilobytes(
         experts: bool | None = None, method: str = "all_gather", given: ModelShape = shape, **cut: int
     ) -> float:
-        parallel = config.parallel.model_copy(update={"cp_method": method})
+        parallel = config.actor.parallel.model_copy(update={"cp_method": method})
         training = Training(given, ParallelLayout(8, **cut), parallel, machine)
         parts = (
-            _attention_messages(training, 1024) if experts is None else _feed_forward_messages(training, 1024, experts)
+            _attention_messages(training, 1024)
+            if experts is None
+            else _feed_forward_messages(training, 1024, experts=experts)
         )
         assert set(parts) <= {"node", "network", "messages"}
         return parts.get("node", 0.0) * 1e9 / 1024
@@ -255,5 +257,5 @@ def test_messages_of_a_layer_by_hand() -> None:
 
 def test_time_and_memory_tell_of_one_cache() -> None:
     config, shape, _ = loaded(MIXED)
-    engines = Engines(shape, config.rollout, Machine(GPUS["h20"], config.site.efficiency, 8), 96)
+    engines = Engines(shape, config.rollout, MachineSpeed(GPUS["h20"], config.site.efficiency, 8), 96)
     assert cache_tokens(engines) == engine_memory(config, shape, GPUS["h20"].memory_bytes).tokens

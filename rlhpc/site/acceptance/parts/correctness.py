@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from rlhpc.config.model_settings import ModelSettings
-from rlhpc.config.training import ExpertsSection, MemorySection, OffloadSection, OptimizerSection, ParallelSection
+from rlhpc.config.training import MemorySection, MoeSection, OffloadSection, OptimizerSection, ParallelSection
 from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal, Skipped
 from rlhpc.site.acceptance.parts import rig, timing
 from rlhpc.site.acceptance.workers import BOTH, WorkerCall, run_each, run_lanes
@@ -112,7 +112,7 @@ class _Checks:
         settings = ModelSettings(
             ParallelSection(),
             MemorySection(offload=offload) if variant == "offload" else MemorySection(),
-            ExpertsSection(router_replay=variant == "replay"),
+            MoeSection(router_replay=variant == "replay"),
             OptimizerSection(optimizer_offload_fraction=optimizer_offload_fraction),
         )
         actor = rig.make_actor(self._shape, self._dtype, settings)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rlhpc.config.training import ExpertsSection, MemorySection, ParallelSection
+from rlhpc.config.training import MemorySection, MoeSection, ParallelSection
 from rlhpc.models import ModelShape
-from rlhpc.plan.estimates.activations import Setting
+from rlhpc.plan.estimates.activations import ActivationSetting
 from rlhpc.plan.estimates.model_memory import RankModel, Tokens
 from rlhpc.plan.estimates.optimizer_memory import default_bucket, state_bytes
 from rlhpc.sharding.layout import ParallelLayout
@@ -23,8 +23,8 @@ def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
     """Peak bytes of an update in bfloat16 on one rank, with microbatches of ``tokens``."""
     layout = ParallelLayout(1)
     state = state_bytes(shape, layout, 0, "bfloat16", bucket=default_bucket(layout))
-    in_float32 = shape.experts is not None and shape.experts.float32_router(ExpertsSection().router_dtype)
-    setting = Setting(shape, layout, ParallelSection(), memory, "bfloat16", float32_router=in_float32)
+    in_float32 = shape.experts is not None and shape.experts.float32_router(MoeSection().router_dtype)
+    setting = ActivationSetting(shape, layout, ParallelSection(), memory, "bfloat16", float32_router=in_float32)
     model = RankModel("actor", setting, 0, state, Tokens(tokens, tokens, 2), trained=True)
     return state.parameters + state.gradients + state.optimizer + model.kept + model.workspace
 

@@ -137,7 +137,7 @@ def run_config(folder: Path, work: Work, *, on_gpu: bool) -> RunConfig:
         "run_dir": str(folder / "run"),
         "model": {"path": str(folder / "model"), "dtype": "bfloat16" if on_gpu else "float32"},
         "data": {"train": [str(folder / "prompts.jsonl")], "max_prompt_tokens": work.prompt_tokens + 4},
-        "reward": {"function": "rlhpc.site.acceptance.parts.rewards:varied"},
+        "rewards": [{"function": "rlhpc.site.acceptance.parts.rewards:varied"}],
         "rollout": rollout,
         "algorithm": {"kl": {"coefficient": 0.0}},
         "train": {

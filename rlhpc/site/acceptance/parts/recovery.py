@@ -83,7 +83,8 @@ def run_config(context: Context, name: str, model: Path | None = None, *, rl: bo
         "run_dir": str(context.folder / name),
         "model": {"path": str(model or inputs / "model"), "dtype": rig.dtype_of(context)},
         "data": {"train": [str(inputs / "train.parquet")], "max_prompt_tokens": 16},
-        "reward": {"function": "rlhpc.site.acceptance.parts.rewards:varied"},
+        "actor": {"optimizer": {"learning_rate": 5e-4}},
+        "rewards": [{"function": "rlhpc.site.acceptance.parts.rewards:varied"}],
         "rollout": {"samples_per_prompt": 4, "max_response_tokens": 12, "kv_cache_gib": 0.25, "cuda_graphs": False},
         "sft": {
             "data": [str(inputs / "sft.jsonl")],
@@ -95,7 +96,6 @@ def run_config(context: Context, name: str, model: Path | None = None, *, rl: bo
             "steps": _RL_STEPS if rl else 0,
             "prompts_per_step": 16,
             "minibatches": 2,
-            "optimizer": {"learning_rate": 5e-4},
         },
         "algorithm": {"kl": {"coefficient": 0.05}},
         "checkpoint": {"every": 1},
