@@ -65,11 +65,11 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
         for topic, text in check_config(loaded, prepared=loaded.prepare is None):
             click.echo(f"{topic:<8}{text}")
     elif mode.submits:
-        from rlhpc.cli.submit import SubmitOptions, hand_over
+        from rlhpc.cli.submit import SubmitOptions, submit_plan
         from rlhpc.launch.runs.submit import make_plan
 
         sites = [given.site.text] if given.site else []
-        hand_over(make_plan([loaded], Path.cwd()), SubmitOptions(mode.dry_run, mode.follow), sites=sites)
+        submit_plan(make_plan([loaded], Path.cwd()), SubmitOptions(mode.dry_run, mode.follow), sites=sites)
     else:
         from rlhpc.launch.runs.run import run_here
 

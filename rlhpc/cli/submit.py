@@ -64,7 +64,7 @@ def submit(
     if run_dir is not None:
         configs = [configs[0].model_copy(update={"run_dir": Path(run_dir)})]
     sites = dict.fromkeys(one.site.text for one in loaded if one.site is not None)
-    hand_over(make_plan(configs, Path.cwd()), options, sites=[*sites])
+    submit_plan(make_plan(configs, Path.cwd()), options, sites=[*sites])
 
 
 @click.command()
@@ -88,10 +88,10 @@ def resume(*, run: str, overrides: tuple[str, ...], options: SubmitOptions) -> N
     known = find_run(run)
     workdir = workdir_of(known)
     os.chdir(workdir)  # relative paths in the config start there
-    hand_over(plan_again(known, overrides, workdir), options, again=True)
+    submit_plan(plan_again(known, overrides, workdir), options, again=True)
 
 
-def hand_over(plan: Plan, options: SubmitOptions, *, again: bool = False, sites: Sequence[str] = ()) -> None:
+def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, sites: Sequence[str] = ()) -> None:
     """Submit the plan and print the jobs. ``sites``: for a dry run, what comes from which site file."""
     for warning in plan.warnings:
         click.echo(f"rlhpc: warning: {warning}", err=True)
@@ -101,9 +101,9 @@ def hand_over(plan: Plan, options: SubmitOptions, *, again: bool = False, sites:
         for site in sites:
             click.echo(f"# from site file {site}")
         return
-    from rlhpc.launch.runs.submit import submit as submit_plan
+    from rlhpc.launch.runs.submit import submit as submit_to_slurm
 
-    runs = submit_plan(plan, again=again, keep=options.keep, entry=options.entry)
+    runs = submit_to_slurm(plan, again=again, keep=options.keep, entry=options.entry)
     _print_jobs(runs)
     if options.follow:
         from rlhpc.launch.runs.follow import follow as watch

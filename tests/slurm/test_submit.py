@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_the_job_running(front):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
-    assert out.endswith(f"rlhpc: job {job} keeps running; end it with `rlhpc cancel {job}`\n")
+    assert out.endswith(f"rlhpc: job {job} keeps running; cancel it with `rlhpc cancel {job}`\n")
     assert "Traceback" not in err
     assert front.cluster.job(job)["JobState"] == "RUNNING"
 

@@ -31,8 +31,8 @@ def accounted(accounted_cluster, tmp_path):
     ("overrides", "message"),
     [
         (["slurm.partition=mian"], "slurm.partition: no partition 'mian'; did you mean 'main'?"),
-        (["slurm.gpus_per_node=9"], "slurm.gpus_per_node: no node of the cluster has GPUs, 9 are asked for"),
-        (["slurm.partition=main", "slurm.nodes=9"], "slurm.nodes: 9 nodes, but partition main has 4"),
+        (["slurm.gpus_per_node=9"], "slurm.gpus_per_node: no node of the cluster has GPUs, but 9 per node"),
+        (["slurm.partition=main", "slurm.nodes=9"], "slurm.nodes: 9 nodes, but partition main has only 4"),
         (["slurm.time=9-0"], "slurm.time: 9-0 is longer than the cluster allows; use at most 1-00:00:00"),
         (["slurm.memory=999G"], "slurm.memory: 999G of memory on each node"),
         (["slurm.cpus_per_rank=99"], "slurm.cpus_per_rank: 99 CPUs on each node"),
@@ -123,7 +123,11 @@ def test_runs_that_ask_for_different_things_are_no_array(front):
 @pytest.mark.parametrize(
     ("fault", "repair", "message"),
     [
-        ("stop_controller", "start_controller", "slurm: the controller does not answer (down: login); wait until it"),
+        (
+            "stop_controller",
+            "start_controller",
+            "slurm: the controller does not answer (down: login); wait until `scontrol",
+        ),
         ("stop_munge", "start_munge", "login: munge, Slurm's authentication service, does not run on this machine"),
     ],
 )

@@ -23,7 +23,7 @@ from rlhpc.core.storage import exists
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.job_shape import JobShape, overrides_from_job
 from rlhpc.launch.runs.prepare import run_prepare
-from rlhpc.launch.runs.run_registry import enter, new_record, read_run
+from rlhpc.launch.runs.run_registry import new_record, read_run, register
 from rlhpc.launch.runs.submit import check_free
 from rlhpc.launch.slurm.executor import check_folder_name
 from rlhpc.launch.slurm.gpu_binding import check_job_binding
@@ -70,7 +70,7 @@ def _claim(run: RunFolder, config: RunConfig, *, resume: bool) -> None:
         write_atomic(run.config, dump_config(config))
         remove(run.stop_requested)
         cluster = os.environ.get(env.SLURM_CLUSTER_NAME, "")
-        enter(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))
+        register(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))
 
 
 def _own_log() -> Path:

@@ -54,7 +54,7 @@ def read_run(path: Path, patience: Patience | None = None) -> RunEntry:
     return RunEntry(folder, JobRecord(**fields))
 
 
-def enter(folder: RunFolder, record: JobRecord) -> None:
+def register(folder: RunFolder, record: JobRecord) -> None:
     """Writes job.json, and adds the folder to this user's list; failure to write the list is only a warning."""
     write_json(folder.job, asdict(record))
     try:

@@ -23,10 +23,10 @@ from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.machine import package_warnings
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.prepare import run_prepare
-from rlhpc.launch.runs.run_registry import RunEntry, enter, new_record, read_run
+from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
 from rlhpc.launch.runs.walltime import walltime_warnings
 from rlhpc.launch.slurm.commands import ask, private_files, require_controller
-from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, hand_over, script
+from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, script, submit_jobs
 from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
@@ -108,7 +108,7 @@ def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry
         for config, folder in zip(plan.configs, plan.folders, strict=True):
             stack.enter_context(_written(config, folder))
         run_dirs = [folder.path for folder in plan.folders]
-        jobs = hand_over(plan.spec, plan.submission, run_dirs, plan.configs[0].slurm, entry)
+        jobs = submit_jobs(plan.spec, plan.submission, run_dirs, plan.configs[0].slurm, entry)
     runs = [_record(plan, index, job) for index, job in enumerate(jobs)]
     states = wait_for_reason([job.job_id for job in jobs])
     if not keep:
@@ -249,5 +249,5 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
 def _record(plan: Plan, index: int, job: SubmittedJob) -> RunEntry:
     folder = plan.folders[index]
     record = new_record(job.job_id, plan.configs[index].name, plan.workdir, job.log)
-    enter(folder, record)
+    register(folder, record)
     return RunEntry(folder, record)

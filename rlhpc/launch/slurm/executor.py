@@ -46,7 +46,7 @@ def script(spec: JobSpec, folder: Path, jobs: int = 1) -> str:
     return str(_make_sbatch_string(command=command, folder=folder, map_count=count, **_parameters(spec)))
 
 
-def hand_over(
+def submit_jobs(
     spec: JobSpec, folder: Path, run_dirs: Sequence[Path], slurm: SlurmSection, entry: str = JOB
 ) -> list[SubmittedJob]:
     """Submits one job for each run folder, as an array if there are several. Raises UserError if Slurm refuses."""

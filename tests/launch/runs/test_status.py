@@ -19,7 +19,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.runs import run_registry
 from rlhpc.launch.runs.logs import batch_log, failed_rank, log_files, tail
 from rlhpc.launch.runs.resume import plan_again
-from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, enter, find_run, find_runs, read_run
+from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, find_run, find_runs, read_run, register
 from rlhpc.launch.runs.status import as_json, queue_words, run_status, tail_records, verdict_words
 from rlhpc.launch.runs.status_view import details, overview, show
 from rlhpc.launch.slurm.queue import JobStatus
@@ -37,7 +37,7 @@ def make_run(path: Path, job_id: str = "7", name: str = "tiny", submitted: float
     folder = RunFolder(path)
     folder.create()
     submitted = time.time() if submitted is None else submitted
-    enter(folder, JobRecord(job_id, "", submitted, "alice", name, str(path.parent), str(path / "batch.log")))
+    register(folder, JobRecord(job_id, "", submitted, "alice", name, str(path.parent), str(path / "batch.log")))
     folder.config.write_text("name: tiny\n")
     return read_run(path)
 
