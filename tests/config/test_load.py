@@ -150,7 +150,11 @@ def test_the_committed_schema_is_current():
 
 
 def test_shipped_configurations_can_work_and_name_the_schema():
-    files = [file for file in sorted((ROOT / "configs").rglob("*.yaml")) if file.parent.name != "ready"]
+    files = [
+        file
+        for file in sorted((ROOT / "configs").rglob("*.yaml"))
+        if file.parent.name != "ready" and file.name != "site.yaml"
+    ]
     for file in files:
         check_config(load_config(file), prepared=False)
         up = "../" * (len(file.relative_to(ROOT / "configs").parts) - 1)

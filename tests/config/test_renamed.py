@@ -8,10 +8,9 @@ import pytest
 
 from rlhpc.config import yaml12
 from rlhpc.config.load import load_config
-from rlhpc.config.planning import EfficiencySection, GpuEntry
 from rlhpc.config.renamed import RENAMED, RENAMED_FIGURES, RENAMED_VALUES
+from rlhpc.config.site import EfficiencySection, GpuEntry
 from rlhpc.core.errors import UserError
-from rlhpc.plan.estimates.hardware import read_site
 
 DEMO = Path(__file__).parents[2] / "configs" / "demo.yaml"
 # What a section needs before it can be written at all.
@@ -62,7 +61,7 @@ def test_an_old_figure_in_the_site_s_file_names_the_new_one(old: str, tmp_path: 
     in_efficiency = new in EfficiencySection.model_fields
     assert in_efficiency or new in GpuEntry.model_fields
     figures = {"efficiency": {old: 0.5}} if in_efficiency else {"gpus": {"mine": {"like": "h100", old: 0.5}}}
-    file = tmp_path / "gpus.yaml"
+    file = tmp_path / "site.yaml"
     file.write_text(yaml12.dump(figures))
     with pytest.raises(UserError, match=f"{old}: has another name now; write {new}$"):
-        read_site(load_config(DEMO, [f"planning.gpus_file={file}"]))
+        load_config(DEMO, [f"site={file}"])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.calibrate import PHASES, calibrate, phase_seconds, read_run

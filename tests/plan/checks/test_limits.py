@@ -193,7 +193,7 @@ def test_too_little_cpu_memory_is_a_warning() -> None:
     assert warning.startswith("slurm.memory: ranks need about")
     assert "a node's memory, which has 100; raise it" in warning
     (warning,) = check_cpu_memory(parts()[0], plan, gpu)
-    assert warning.startswith("planning.gpus_file: ")
+    assert warning.startswith("site.gpus: ")
     assert list(check_cpu_memory(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
 
 
@@ -221,5 +221,5 @@ def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
     layout = make_layout(config.actor.parallel, config.world_size)
     refused = "rollout.gpu_memory_utilization: vLLM starts only if"
     assert not [line for line in check_limits(config, shape, layout) if line.startswith(("memory: ", refused))]
-    config, shape = parts("planning.gpu=a100-40", f"planning.gpus_file={tmp_path}/gpus.yaml", name=small)
+    config, shape = parts("planning.gpu=a100-40", f"site.file={tmp_path}/gpus.yaml", name=small)
     assert [line for line in check_limits(config, shape, layout) if line.startswith(refused)]

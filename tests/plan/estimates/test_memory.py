@@ -297,11 +297,9 @@ def test_too_little_cpu_memory_is_reported() -> None:
         limit = ("slurm.memory", gib * GIB)
         text = [str(line) for line in render_memory(plan, 80.0, cpu_memory_limit=limit).renderables]
         assert any(f"{plan.cpu.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
-        message = [
-            line for line in text if line.startswith("DOES NOT FIT: a node's host needs 1.0 GiB more than slurm.m")
-        ]
-        assert len(message) == (0 if fits else 1)
-        assert memory_json(plan, limit)["host"]["limit"] == gib * GIB
+        start = "DOES NOT FIT: a node needs 1.0 GiB of CPU memory more than slurm.m"
+        assert len([line for line in text if line.startswith(start)]) == (0 if fits else 1)
+        assert memory_json(plan, limit)["cpu"]["limit"] == gib * GIB
 
 
 def test_the_plan_of_the_worst_rank_is_of_the_worst_rank() -> None:
