@@ -45,21 +45,25 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, field in node["properties"].items():
             section = next((s for s in _alternatives(field) if "$ref" in s), None)
             lists = (s["items"] for s in _alternatives(field) if "items" in s)
-            items = (item for kind in lists for item in _alternatives(kind) if "$ref" in item)
-            item = next((s for s in items if "properties" in defined(s)), None)
+            items = [item for kind in lists for item in _alternatives(kind) if "$ref" in item]
             required = {"required": name in node.get("required", [])}
             if section is None:
                 yield prefix + name, {**field, **required}
-            if section or item:
-                mark = "" if section else "[]"
-                yield from walk(defined(section or item), f"{prefix}{name}{mark}.")
+                found: dict[str, dict[str, Any]] = {}
+                for item in items:
+                    for key, inner in walk(defined(item), f"{prefix}{name}[]."):
+                        found.setdefault(key, {**inner, "required": inner["required"] and len(items) == 1})
+                yield from found.items()
+            else:
+                yield from walk(defined(section), f"{prefix}{name}.")
 
     yield from walk(schema, "")
 
 
 def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
     """The field itself, or its alternatives except null."""
-    return [s for s in field.get("anyOf", [field]) if s.get("type") != "null"]
+    kinds = field.get("anyOf", field.get("oneOf", [field]))
+    return [s for s in kinds if s.get("type") != "null"]
 
 
 def _kind(field: dict[str, Any]) -> str:
@@ -74,7 +78,7 @@ def _kind(field: dict[str, Any]) -> str:
     if "enum" in kind:
         return " or ".join(f"`{value}`" for value in kind["enum"])
     if kind.get("type") == "array":
-        words = [_kind(item) for item in _alternatives(kind["items"])]
+        words = dict.fromkeys(_kind(item) for item in _alternatives(kind["items"]))
         return "list of " + " or ".join(f"{word}s" if word.isalpha() else word for word in words)
     if kind.get("type") == "object":
         return "keys and values"
@@ -99,7 +103,14 @@ def default(field: dict[str, Any]) -> str:
     value = field.get("default")
     if value in (None, [], {}):
         return "none"
+    if isinstance(value, list) and isinstance(value[0], dict):
+        value = "[" + ", ".join(_entry(item) for item in value) + "]"
     return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def _entry(item: dict[str, Any]) -> str:
+    """A section of a list as YAML in a line, without empty keys."""
+    return "{" + ", ".join(f"{key}: {value}" for key, value in item.items() if value not in (None, [], {})) + "}"
 
 
 def _meaning(field: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ import pytest
 from tests.helpers import peer
 
 _TOLERANCE = 1e-5
-_ANEW = "If the cases were meant to change: tests/helpers/peer_verl.py says how to make the file anew."
+_ANEW = "If the cases change on purpose: tests/helpers/peer_verl.py describes how to make the file again."
 
 
 CASES, VERSIONS = peer.stored()

@@ -1,4 +1,4 @@
-"""Loading a configuration: YAML 1.2 scalars, overrides, and faults message in one line."""
+"""Loading a configuration: YAML 1.2 scalars, overrides, and errors of one line."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_a_missing_key_is_named(config):
     assert fault(config) == f"{config}:4: train.steps: is missing; add it"
 
 
-def test_several_faults_are_told_in_one_line(config):
+def test_several_faults_are_one_line(config):
     message = fault(config, "rollout.tp=0", "seed=-1", "rollout.top_p=2", "rollout.top_k=1")
     assert message.count(" | ") == 3
     assert message.endswith("and 1 more")

@@ -25,7 +25,7 @@ def log_normal_lengths() -> list[int]:
 
 @pytest.mark.parametrize("equal", [False, True])
 def test_the_published_batch_is_balanced_to_a_thousandth_in_50_ms(equal: bool) -> None:
-    """512 lengths into 64 parts: largest differencing comes to 1.010 with free counts, to 1.286 with equal ones."""
+    """512 lengths into 64 parts: largest differencing reaches 1.010 with free counts, to 1.286 with equal ones."""
     lengths = log_normal_lengths()
     seconds = []
     for _ in range(5):
@@ -40,7 +40,7 @@ def test_the_published_batch_is_balanced_to_a_thousandth_in_50_ms(equal: bool) -
 
 @pytest.mark.parametrize("equal", [False, True])
 def test_never_worse_than_another_librarys_division(equal: bool) -> None:
-    """verl 0.9.1's fullest part of 200 batches; tests/helpers/peer_verl.py says how to make the file anew."""
+    """verl 0.9.1's fullest part of 200 batches; tests/helpers/peer_verl.py describes how to make the file again."""
     golden = np.load(GOLDEN)
     for seed in range(200):
         lengths, parts = make_batch(seed)

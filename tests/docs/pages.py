@@ -1,4 +1,4 @@
-"""The pages that users read, and what stands in them."""
+"""The pages that users read, and their contents."""
 
 from __future__ import annotations
 

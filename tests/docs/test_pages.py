@@ -24,7 +24,7 @@ _DEMO = ROOT / "configs" / "demo.yaml"
 
 # `slurm.nodes`, also `slurm.nodes: [2, 4]`; not a file such as slurm.conf or data/x.jsonl.
 _SECTIONS = "|".join(name for name, field in RunConfig.model_fields.items() if "Section" in str(field.annotation))
-_KEY = re.compile(rf"`({_SECTIONS})\.(?!conf\b|md\b|py\b)([a-z][\w.]*)")
+_KEY = re.compile(rf"`({_SECTIONS})((?:\[\]|\.\d+)?\.(?!conf\b|md\b|py\b)[a-z][\w.]*)")
 
 YAML = [pytest.param(text, id=f"{name_of(page)}-{i}") for page in PAGES for i, text in enumerate(blocks(page, "yaml"))]
 COMMANDS = [
@@ -67,7 +67,7 @@ def unknown_keys(text: str) -> list[str]:
         "slurm.sbatch_options.",
         "prepare.arguments.",
     )  # their names are the user's
-    named = [f"{section}.{key.rstrip('.')}" for section, key in _KEY.findall(text)]
+    named = [re.sub(r"\.\d+\.", "[].", f"{section}{key.rstrip('.')}") for section, key in _KEY.findall(text)]
     return [key for key in named if key not in known and not key.startswith(free)]
 
 

@@ -112,7 +112,7 @@ def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
 
 
 def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
-    """Groups of two keep half the inputs of ten layers of eight micro batches, and need one layer's tensors more."""
+    """Groups of two keep half the inputs of ten layers of eight microbatches, and need one layer's tensors more."""
     best, shape = long_sequences(54.0)
     assert best.fragment["actor"]["memory"]["recompute_layers"] == 2
     ungrouped = changed_config(best.config, {"actor.memory.recompute_layers": 1})
@@ -183,29 +183,29 @@ def test_memory_is_used_up_to_a_twentieth_of_the_gpu() -> None:
     assert leaner.memory.peak < ample.memory.peak
 
 
-def test_nothing_that_suits_or_fits_is_told(tmp_path: Path) -> None:
+def test_no_layout_that_fits_is_reported(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from rlhpc.cli.main import cli
 
-    def told(*arguments: str) -> str:
+    def error_line(*arguments: str) -> str:
         done = CliRunner().invoke(cli, ["plan", "search", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments])
         assert isinstance(done.exception, UserError), done.output
         return str(done.exception)
 
     few = ("train.prompts_per_step=1", "rollout.samples_per_prompt=8", "train.minibatches=1")
-    assert told("resources.ranks_per_node=11", "rollout.tp=1", *few).startswith(
+    assert error_line("resources.ranks_per_node=11", "rollout.tp=1", *few).startswith(
         "rlhpc plan search: no layout of 11 ranks suits model, batches and h100; take another number of nodes"
     )
-    line = told("slurm.memory=1G")
+    line = error_line("slurm.memory=1G")
     assert " layouts fits into 79.6 GiB and 1 GiB of CPU memory per node (slurm.memory); use more" in line
 
 
-def test_engines_too_large_for_every_size_are_told() -> None:
+def test_engines_too_large_for_every_size_are_refused() -> None:
     config, shape = loaded(
         MIXED, "slurm.nodes=1", "actor.parallel.pp=1", "actor.parallel.last_stage_layers=null", "rollout.tp=8"
     )
-    with pytest.raises(UserError, match="no size of the engines leaves room"):
+    with pytest.raises(UserError, match="no engine size leaves room"):
         found_for(config, shape, "h20")
 
 
@@ -229,7 +229,7 @@ def test_ranges_that_are_none(text: str) -> None:
         parse_range(text)
 
 
-def test_no_number_that_suits_is_told() -> None:
+def test_no_number_that_fits_is_refused() -> None:
     config, shape = loaded(MIXED)
     with pytest.raises(UserError, match="use multiples of 96"):
         sweep(config, shape, GPUS["h20"], config.site.efficiency, 97, 100)

@@ -51,7 +51,7 @@ def test_a_reward_of_nan_names_function_and_sample(tmp_path: Path) -> None:
 
 
 def test_a_late_failure_loses_nothing_that_was_saved(tmp_path: Path) -> None:
-    """The third step's reward fails; the two steps before it can be resumed once the function is mended."""
+    """The third step's reward fails; the two steps before it can be resumed once the function is fixed."""
     config = _config(
         tmp_path, checkpoint__every=1, rewards__0__function="tests.trainer.test_bad_input:fails_at_third_step"
     )

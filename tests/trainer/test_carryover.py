@@ -33,7 +33,7 @@ def test_a_step_that_was_too_small_is_not_too_small_for_ever():
     ("prompt_cursor", "prompt_at", "taken"),
     [
         (3, same, ([2], [1])),
-        (2, same, ([], [])),  # the prompts have begun anew
+        (2, same, ([], [])),  # the prompts have started over
         (3, lambda number: Prompt(7, (5, number), "", "", {}), ([], [])),  # or have another order: another seed
     ],
 )

@@ -119,7 +119,7 @@ def make(folder: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.long
 def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None:
-    """On two ranks, which are data-parallel there, with fewer prompts' likeliest responses than samples."""
+    """On two ranks, which are data-parallel there, with fewer greedy responses than samples."""
     inputs = str(tmp_path / "inputs")
     config = write_config(
         tmp_path,

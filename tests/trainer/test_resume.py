@@ -1,5 +1,5 @@
-"""kill -9 and go on: every step's loss equal, bit for bit, to the run that was left alone. Its steps leave much to the
-next ones: groups that had no place, responses that are not finished, groups to be learnt from again."""
+"""kill -9 and resume: every step's loss is bit-equal to that of an undisturbed run. Its steps carry over surplus
+groups, unfinished responses and groups to replay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are full of groups that teach something, with tools between turns, on engines of two ranks."""
+"""Steps full of groups with non-zero advantage, with tools between turns, on engines of two ranks."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def _context(attempt: AttemptFolder) -> Any:
 
 
 def spoiler(params: Any) -> Any:
-    """An optimizer that makes NaN of a weight at its first step, whatever the gradient."""
+    """An optimizer that makes NaN of a weight at its first step, for any gradient."""
     import torch
 
     class Spoiler(torch.optim.SGD):

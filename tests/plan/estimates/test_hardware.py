@@ -63,16 +63,16 @@ gpus:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("gpus: {ours: {tflops: 3}}", "site.gpus.ours.memory_gib: is missing; add it, or like:"),
         ("gpus: {ours: {like: h10}}", "site.gpus.ours.like: no GPU 'h10'; did you mean 'h100'"),
     ],
 )
-def test_an_incomplete_gpu_is_refused(text: str, told: str) -> None:
+def test_an_incomplete_gpu_is_refused(text: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         site(text)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 def test_what_an_acceptance_has_measured_becomes_lines_of_the_site_file() -> None:

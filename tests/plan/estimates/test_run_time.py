@@ -167,22 +167,22 @@ def test_held_out_prompts_are_counted_by_set(tmp_path: Path) -> None:
     assert prompts("[]") == 0
 
 
-def test_a_job_that_is_too_short_is_told_at_submission(tmp_path: Path) -> None:
-    def told(*changes: str) -> list[str]:
+def test_a_job_that_is_too_short_is_reported_at_submission(tmp_path: Path) -> None:
+    def error_line(*changes: str) -> list[str]:
         return walltime_warnings(load_config(Path(SMALL), ["planning.gpu=h200", *changes]))
 
-    (warning,) = told("slurm.time=60", "train.steps=100000")
+    (warning,) = error_line("slurm.time=60", "train.steps=100000")
     assert warning.startswith("slurm.time: 100000 steps")
-    assert told("planning.gpu=null", "slurm.gpu_type=null", "slurm.time=60") == []
+    assert error_line("planning.gpu=null", "slurm.gpu_type=null", "slurm.time=60") == []
     rare = ("train.steps=50", "slurm.time=60", "checkpoint.every=0", "data.validation=[]")
-    assert told(*rare) == []
-    (warning,) = told(*rare, "checkpoint.every=1")
+    assert error_line(*rare) == []
+    (warning,) = error_line(*rare, "checkpoint.every=1")
     assert "and 49 checkpoint(s) of 5" in warning
-    (warning,) = told(*rare, "planning.start_seconds=3000")
+    (warning,) = error_line(*rare, "planning.start_seconds=3000")
     assert "and a start of 3,004 s" in warning
     assert "4 jobs of the limit" in warning
     often = (f"data.validation=[{held_out(tmp_path, 30000)}]", "validation.every=1")
-    (warning,) = told(*rare, *often)
+    (warning,) = error_line(*rare, *often)
     assert "and 51 validation(s) of" in warning
 
 

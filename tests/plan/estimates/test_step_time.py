@@ -1,4 +1,4 @@
-"""The time of a step: figures that can be reckoned by hand, and what must make it longer or shorter."""
+"""The time of a step: figures that can be computed by hand, and what must make it longer or shorter."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_a_full_cache_makes_waves() -> None:
     assert cache_tokens(engines) < work.samples / 3 * work.length
 
 
-def test_an_engine_that_does_not_fit_is_told() -> None:
+def test_an_engine_that_does_not_fit_is_reported() -> None:
     assert not step(MIXED, "rollout.tp=8").engine_fits
 
 
@@ -166,7 +166,7 @@ def test_shares_and_sums() -> None:
 
 
 def test_models_beside_the_actor_take_their_own_time() -> None:
-    """A critic of another size is reckoned by its own shape, and a value head is no vocabulary."""
+    """A critic of another size is predicted from its own shape, with a value head instead of a vocabulary."""
     model = f"critic.path={READY / 'models' / 'Qwen2.5-3B-Instruct'}"
     own, larger = (step(SMALL, "algorithm.name=ppo", *more).phase("values").flops for more in ([], [model]))
     assert larger > 5 * own
