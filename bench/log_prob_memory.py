@@ -22,7 +22,6 @@ def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
     import torch
     import torch.distributed as dist
 
-    from rlhpc.backends.megatron.log_probs import token_stats
     from rlhpc.parallel.compat import device
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -31,17 +30,19 @@ def measure(way: str, tokens: int, vocabulary: int) -> dict[str, float]:
     logits = torch.randn(tokens, vocabulary, dtype=torch.bfloat16, device=where).requires_grad_()
     targets, rows = torch.randint(0, vocabulary, (tokens,), device=where), torch.arange(tokens, device=where)
     warm = torch.randn(2, vocabulary, dtype=torch.bfloat16, device=where).requires_grad_()
-    _both(way, warm, rows[:2], targets[:2], token_stats)
+    _both(way, warm, rows[:2], targets[:2])
     before = _peak(where)
-    _both(way, logits, rows, targets, token_stats)
+    _both(way, logits, rows, targets)
     return {"MiB": (_peak(where) - before) / 2**20, "checksum": float(logits.grad[:16].float().abs().sum())}
 
 
-def _both(way: str, logits, rows, targets, token_stats) -> None:  # type: ignore[no-untyped-def]
+def _both(way: str, logits, rows, targets) -> None:  # type: ignore[no-untyped-def]
     import torch.distributed as dist
 
+    from rlhpc.backends.megatron.log_probs import Rows, token_stats
+
     if way == "rlhpc":
-        stats = token_stats(logits, rows, targets, dist.group.WORLD, 1.0, logits.size(-1))
+        stats = token_stats(logits, Rows(rows, targets, logits.size(-1)), dist.group.WORLD, 1.0)
         (stats.log_probs.sum() + stats.entropy.sum()).backward()
     else:
         log_probs = logits.float().log_softmax(-1)

@@ -101,6 +101,7 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     from rlhpc.parallel.groups import build_groups
     from rlhpc.reshard.manager import Job, ReshardManager
     from rlhpc.reshard.sides import sync_sides
+    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from rlhpc.sharding.engine_shards import EngineLayout
     from rlhpc.sharding.layout import make_layout
@@ -111,7 +112,7 @@ def _managers(model: Path, axes: dict[str, int], tp: int) -> dict[str, Any]:
     actor = MegatronBackend(shape, layout, info, "float32", ModelSettings(parallel))
     actor.load_pretrained(model)
     section = RolloutSection(tp=tp, kv_cache_gib=0.0625, max_num_seqs=8)
-    engine = VllmEngine(model, shape, section, dtype="float32", max_model_len=256, end_tokens=())
+    engine = VllmEngine(ServedModel(model, shape, "float32", 256), section)
     sides, job = sync_sides(shape, layout, EngineLayout(tp)), Job(RANKS, torch.float32, torch.device("cpu"))
     ways = {
         "direct": ReshardSection(verify="never"),

@@ -53,11 +53,12 @@ def start_rlhpc(model: Path, workload: Workload, batch: Batch) -> tuple[Generate
     from rlhpc.api import Request
     from rlhpc.config.schema import RolloutSection
     from rlhpc.models import read_model
+    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     section = RolloutSection(kv_cache_gib=CACHE_GIB, max_num_seqs=len(batch))
     shape = read_model(model)
-    engine = VllmEngine(model, shape, section, dtype="float32", max_model_len=_context(workload), end_tokens=())
+    engine = VllmEngine(ServedModel(model, shape, "float32", _context(workload)), section)
     tensors = load_file(model / "model.safetensors")
     requests = [
         Request(prompt, seed=seed, max_tokens=length, temperature=1.0) for seed, (prompt, length) in enumerate(batch)

@@ -86,7 +86,7 @@ def _range(values: Sequence[float]) -> str:
 def ready_table() -> str:
     """Markdown of the predictions for every ready configuration."""
     rows = [
-        "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GiB of GPU | GiB of host |",
+        "| configuration | GPUs | step | rollout | updates | tokens/s | MFU of updates | GPU, GiB | CPU memory, GiB |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for file in sorted(READY.glob("*.yaml")):
@@ -115,8 +115,8 @@ def figures(row: Published) -> Iterator[tuple[str, float, float]]:
     allocated = sum(size for what, size in update.parts.items() if what not in _UNSEEN)
     yield "GPU memory of updates, GB", row.gpu_gb, allocated / _GB
     if row.cpu_memory_gb is not None:
-        held = memory.host.total - memory.host.parts.get("checkpoint", 0)
-        yield "host memory between saves, GB", row.cpu_memory_gb, held * memory.host.ranks_per_node / _GB
+        held = memory.cpu.total - memory.cpu.parts.get("checkpoint", 0)
+        yield "CPU memory between saves, GB", row.cpu_memory_gb, held * memory.cpu.ranks_per_node / _GB
 
 
 def _number(value: float) -> str:

@@ -1,9 +1,9 @@
 """Files with weights: a run's checkpoints here, formats of model files in ``formats``.
 
-    all ranks ─> .writing-0001/ of their attempt ─> sizes recorded, flushed ─> renamed: a folder of that name is whole
+    all ranks ─> .writing-0001/ of their attempt ─> sizes recorded, flushed ─> renamed: now it is complete
 
-``store.py`` names, keeps and finds checkpoints; the back end writes models and optimizer. The next attempt takes the
-former one's folder away, and with it the means to finish a checkpoint. A save in the background is a process forked
-from each rank, which sees what was in memory then; what is on a GPU, pinned or shared is copied before
-(``parallel/saving.py``).
+``store.py`` commits, removes and finds checkpoints; the back end writes models and optimizer. The next attempt removes
+the previous one's staging folder, so that a late rank cannot commit a checkpoint. A background save is a process forked
+from each rank, with the contents of memory at that time; tensors on a GPU and in pinned or shared memory are copied
+first (``parallel/saving.py``).
 """

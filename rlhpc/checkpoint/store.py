@@ -1,8 +1,8 @@
-"""Checkpoint folders: written under another name, then renamed, so that what has the right name is whole.
+"""Checkpoint folders: written under another name, then renamed, so that a folder with a final name is complete.
 
 checkpoints/step-00000120/state.json    RunState, and every file with its size
                           actor/        the training back end's own format
-            .writing-0003/              where the ranks of the third start write; gone when a later one begins
+            .writing-0003/              staging folder of the third attempt; removed when a later one begins
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _STATE = "state.json"
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Saved:
-    """One whole checkpoint."""
+    """A complete checkpoint."""
 
     folder: Path
     state: RunState
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Open:
-    """A checkpoint that has no name yet."""
+    """A checkpoint that has not been committed."""
 
     writing: Path
     final: Path
@@ -53,23 +53,23 @@ class _Open:
 
 
 class CheckpointStore:
-    """The checkpoints of one run. ``save`` and ``settle`` are collective over all ranks."""
+    """Checkpoints of one run. ``save`` and ``settle`` are collective over all ranks."""
 
     def __init__(self, attempt: AttemptFolder, keep: int) -> None:
         self._folder, self._keep = attempt.run.checkpoints, keep
-        self._workshop = self._folder / f".writing-{attempt.path.name}"
+        self._staging = self._folder / f".writing-{attempt.path.name}"
         self._open: _Open | None = None
 
     def save(self, state: RunState, write: Callable[[Path], Sequence[BackgroundWrite] | None]) -> Path:
-        """Let ``write`` fill a new folder on all ranks, then give it its name; older ones beyond ``keep`` go.
+        """Lets ``write`` fill a new folder on all ranks, then commits it and removes older ones beyond ``keep``.
 
-        Where ``write`` leaves shares to the background, the name is given by a later ``settle``, or by the next save
-        before it begins. A rank killed at any moment leaves the former checkpoint as it was.
+        If ``write`` returns shares that are written in the background, a later ``settle`` commits them, or the next
+        save before it begins. A rank killed at any moment leaves the previous checkpoint intact.
         """
         self.settle(wait=True)
         final = self._folder / f"step-{state.total_steps:08d}"
-        writing = self._workshop / final.name
-        with self._plainly(writing):
+        writing = self._staging / final.name
+        with self._user_errors(writing):
             on_first_rank(lambda: self._clear_for(writing))
             shares = together(lambda: tuple(write(writing) or ()))
             self._open = _Open(writing, final, replace(state), shares)
@@ -77,8 +77,8 @@ class CheckpointStore:
             self.settle(wait=True)
         return final
 
-    def settle(self, wait: bool) -> None:
-        """End a save that is in the background; without ``wait`` only if every rank has written its share."""
+    def settle(self, *, wait: bool) -> None:
+        """Commits a background save; without ``wait`` only if every rank has written its share."""
         pending = self._open
         if pending is None:
             return
@@ -88,12 +88,12 @@ class CheckpointStore:
             if not int(done):
                 return
         self._open = None
-        with self._plainly(pending.writing):
+        with self._user_errors(pending.writing):
             together(lambda: [share.finish() for share in pending.shares])
             on_first_rank(lambda: self._commit(pending))
 
     def latest(self) -> Saved | None:
-        """The newest checkpoint whose files are all there in full."""
+        """Newest checkpoint whose files all exist with their full size."""
         for folder in reversed(self._named()):
             try:
                 document = read_json(folder / _STATE)
@@ -103,44 +103,44 @@ class CheckpointStore:
                 damaged = [_STATE]
             if not damaged:
                 return Saved(folder, RunState(**document["state"]))
-            log.warning("%s is passed over: %s is missing or cut short", folder, damaged[0])
+            log.warning("skipping checkpoint %s: %s is missing or truncated", folder, damaged[0])
         return None
 
     @contextlib.contextmanager
-    def _plainly(self, writing: Path) -> Iterator[None]:
-        """What the user can correct is one line, unless a later attempt has taken the folder away."""
+    def _user_errors(self, writing: Path) -> Iterator[None]:
+        """Turns errors that the user can fix into a UserError; Superseded if a later attempt removed the folder."""
         try:
             yield
         except OSError as error:
-            if not exists(self._workshop):
-                raise Superseded(f"a later start of the run has begun; {writing.name} is not saved") from error
+            if not exists(self._staging):
+                raise Superseded(f"a later attempt of the run has begun; {writing.name} is not saved") from error
             if kind_of(error) == "transient":
                 raise as_storage_error(error, path=str(writing)) from error
-            if isinstance(error, ConnectionError):  # a helper process was lost: that is no matter of the disk
+            if isinstance(error, ConnectionError):  # a helper process was lost: not an error of the disk
                 raise
             remedy = "free disk space or quota" if kind_of(error) == "full" else "check path and permissions"
             raise UserError(
                 f"cannot save a checkpoint ({error.strerror or error})",
                 where=str(writing),
-                remedy=f"{remedy}; the former checkpoint is untouched; then resume the run",
+                remedy=f"{remedy}, then resume the run; the previous checkpoint is intact",
             ) from error
 
     def _clear_for(self, writing: Path) -> None:
-        for leftover in names_in(self._workshop):
-            _remove(self._workshop / leftover)
+        for leftover in names_in(self._staging):
+            _remove(self._staging / leftover)
         make_folder(writing)
 
     def _commit(self, pending: _Open) -> None:
-        """Give a checkpoint its name. Each rank has flushed what it wrote, and has written it again after an error; to
-        flush the files here only makes sure."""
+        """Renames a checkpoint to its final name. Each rank has flushed its files, and rewritten them after an error;
+        flushing them here is a safeguard."""
         writing, final, state = pending.writing, pending.final, pending.state
         files = patiently(lambda: _files(writing), writing)
         for path in files:
             patiently(functools.partial(_flush, path), path)
         sizes = patiently(lambda: {str(path.relative_to(writing)): path.stat().st_size for path in files}, writing)
         write_json(writing / _STATE, {"state": state.to_json(), "files": sizes})
-        if exists(final):  # a run resumed from an older checkpoint comes by again
-            rename(final, self._workshop / f"former-{final.name}")
+        if exists(final):  # a run resumed from an older checkpoint reaches it again
+            rename(final, self._staging / f"former-{final.name}")
         rename(writing, final)
         patiently(lambda: _flush(self._folder), self._folder)
         for old in self._named()[: -self._keep]:
@@ -163,7 +163,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _remove(folder: Path) -> None:
     def check(function: object, path: str, info: Any) -> None:
-        if not isinstance(info[1], FileNotFoundError):  # a try that reported an error may have removed it
+        if not isinstance(info[1], FileNotFoundError):  # an attempt that reported an error may have removed it
             raise info[1]
 
     patiently(lambda: shutil.rmtree(folder, onerror=check), folder)
@@ -174,7 +174,7 @@ def _size(path: Path) -> int | None:
 
 
 def _flush(path: Path) -> None:
-    """Force a file or folder to disk."""
+    """Flushes a file or folder to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,6 @@
 """The algorithm's section: advantages and losses.
 
-Defaults are GRPO's; another algorithm of ours puts those of ``DEFAULTS`` in their place.
+Defaults are GRPO's; the other built-in algorithms replace some of them with those in ``DEFAULTS``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from rlhpc.config.section import Fraction, NonNegativeFloat, PositiveFloat, Posi
 _NO_KL = {"coefficient": 0.0}
 _KL_IN_REWARD = {"estimator": "k1", "placement": "reward"}
 
-# Every algorithm of ours by name, and the keys whose default is not the one in the sections below.
+# Built-in algorithms by name, with the keys whose default differs from that in the sections below.
 DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
     "dr_grpo": {"normalise_std": False, "aggregation": "constant", "kl": _NO_KL},
@@ -30,7 +30,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-WITH_CRITIC = ("ppo",)  # of these
+WITH_CRITIC = ("ppo",)  # built-in algorithms that train a critic
 
 
 class KLSection(Section):
@@ -93,8 +93,8 @@ class AlgorithmSection(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _lay_over_defaults(cls, data: Any) -> Any:
-        """What is given, over the named algorithm's own defaults."""
+    def _fill_defaults(cls, data: Any) -> Any:
+        """Fills in the named algorithm's own defaults."""
         if not isinstance(data, dict) or not isinstance(data.get("name"), str):
             return data
         merged = {**DEFAULTS.get(data["name"], {}), **data}

@@ -15,7 +15,7 @@ Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # letters, digits and . _ -
 
 
 class DataFile(Section):
-    """A prompt file; the path alone will do where nothing else is set."""
+    """A prompt file; written as its path alone where no other key is set."""
 
     path: Path
     """Path to a .parquet or .jsonl file."""
@@ -36,7 +36,7 @@ class DataFile(Section):
 
 
 class _OrPath:
-    """Says in the schema that a path alone will do."""
+    """Allows a plain path in the JSON schema."""
 
     def __get_pydantic_json_schema__(self, core_schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         return {"anyOf": [{"type": "string", "format": "path"}, handler(core_schema)]}
@@ -60,7 +60,7 @@ class DataSection(Section):
     filter: ImportPath | None = None
     """Import path of a filter called as function(row) with each training row; false drops the row."""
     shuffle: bool = True
-    """Shuffling of training prompts, anew in each epoch; false: file order."""
+    """Shuffling of training prompts, in another order each epoch; false: file order."""
     chat_template: bool | Path = True
     """Chat template for messages: the tokenizer's (true), a Jinja file, or none (false): contents are concatenated."""
     template_arguments: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""From a YAML file and overrides of the command line to a checked RunConfig, and back."""
+"""Loads a RunConfig from a YAML file and command-line overrides, and writes it back."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ _SHOWN_ERRORS = 3
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """The configuration in ``path`` with ``key.sub=value`` overrides laid over it.
+    """Returns the configuration in ``path`` with ``key.sub=value`` overrides applied.
 
-    Relative paths inside the file are relative to the working folder, not to the file. Raises one UserError that
-    names the first faults, each with file and line, dotted key, value and what is allowed.
+    Relative paths in the file are relative to the working folder. Raises one UserError with the first errors, each
+    with file and line, dotted key, value and allowed values.
     """
     text = _read(path)
     data = yaml12.parse(text, str(path))
     if not isinstance(data, dict):
-        raise UserError("holds no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`")
+        raise UserError(
+            "contains no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`"
+        )
     places = {key: f"{path}:{line}" for key, line in yaml12.key_lines(text).items()}
     for override in overrides:
         key, value = _parse_override(override)
-        _lay_over(data, key, value)
+        _apply_override(data, key, value)
         places = {other: place for other, place in places.items() if not f"{other}.".startswith(f"{key}.")}
         for part in _parents(key):
             places.setdefault(part, COMMAND_LINE)
     try:
-        # JSON mode takes a text for a path and an integer for a float, and is strict about everything else.
+        # JSON mode accepts a string as a path and an integer as a float, and is strict about all other types.
         return RunConfig.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
@@ -50,7 +52,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def absolute_paths(config: RunConfig) -> RunConfig:
-    """The same with every relative path made absolute from the working folder, for ranks that start elsewhere."""
+    """Makes relative paths absolute from the working folder, for ranks that start in another one."""
     return RunConfig.model_validate(_absolute(config.model_dump()))
 
 
@@ -63,12 +65,12 @@ def _absolute(value: Any) -> Any:
 
 
 def dump_config(config: RunConfig) -> str:
-    """YAML of every key, defaults too; loads as the same configuration."""
+    """Returns YAML with every key, defaults included, that loads as the same configuration."""
     return yaml12.dump(config.model_dump(mode="json"))
 
 
 def json_schema() -> str:
-    """The JSON schema of the configuration, for editors."""
+    """Returns the JSON schema of the configuration, for editors."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_schema()}
     return json.dumps(schema, indent=2, ensure_ascii=False) + "\n"
 
@@ -100,8 +102,8 @@ def _parse_override(text: str) -> tuple[str, Any]:
     return key, yaml12.parse(value, f"{COMMAND_LINE}: {key}")
 
 
-def _lay_over(data: dict[str, Any], key: str, value: Any) -> None:
-    """Set the item that the dotted ``key`` names; sections that are absent or null are made."""
+def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
+    """Sets the item at the dotted ``key``; creates absent or null sections on the way."""
     *parents, last = key.split(".")
     item: Any = data
     for depth, part in enumerate([*parents, last]):
@@ -124,13 +126,13 @@ def _lay_over(data: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _parents(key: str) -> list[str]:
-    """The dotted key and every section around it."""
+    """Returns the dotted key and all sections that contain it, innermost first."""
     parts = key.split(".")
     return [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
 
 
 def _list_index(items: list[Any], part: str, key: str) -> int:
-    """``part`` as an index of ``items``, or of the place after its last item."""
+    """Returns ``part`` as an index into ``items``; the index after the last item appends."""
     if part.isdecimal() and int(part) <= len(items):
         return int(part)
     raise UserError(
@@ -141,7 +143,7 @@ def _list_index(items: list[Any], part: str, key: str) -> int:
 
 
 def _user_error(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str) -> UserError:
-    """One UserError for all that the schema found."""
+    """Joins all schema errors into one UserError."""
     first: dict[tuple[int | str, ...], ErrorDetails] = {}
     for detail in details:  # one error per place, not one per type that its value may have
         first.setdefault(_location(detail), detail)
@@ -154,8 +156,8 @@ def _user_error(details: Sequence[ErrorDetails], places: Mapping[str, str], file
 
 
 def _location(detail: ErrorDetails) -> tuple[int | str, ...]:
-    """Keys, list indices and the name of an entry's class where a list has entries of several classes. Pydantic also
-    adds the kind of a value that may be of several kinds."""
+    """Returns keys, list indices, and the class name of an entry in a list of several classes, without the other
+    parts that pydantic adds for unions."""
     node, found = _schema(), []
     for part in detail["loc"]:
         options = [option for option in _options(node) if _has(option, part)]
@@ -194,28 +196,28 @@ def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> U
 
 
 def _key(location: Sequence[int | str]) -> str:
-    """Dotted, without names of classes."""
+    """Returns the dotted key, without class names."""
     classes = _schema()["$defs"]
     return ".".join(str(part) for part in location if part not in classes)
 
 
 def _place(key: str, places: Mapping[str, str], file: str) -> str:
-    """Where the key, or the nearest section around it, was given."""
+    """Returns where the key, or the innermost section around it, was set."""
     return next((places[part] for part in _parents(key) if part in places), file)
 
 
 def _valid_keys(location: Sequence[int | str]) -> list[str]:
-    """The keys of the section at ``location``."""
+    """Returns the keys of the section at ``location``."""
     return [key for option in _options(_node(location)) for key in option.get("properties", ())]
 
 
 def _allowed(location: Sequence[int | str]) -> str:
-    """What may stand at ``location``, in words."""
+    """Describes the values allowed at ``location``."""
     return _in_words(_node(location))
 
 
 def _node(location: Sequence[int | str]) -> dict[str, Any]:
-    """The schema of what stands at ``location``."""
+    """Returns the schema at ``location``."""
     node = _schema()
     for part in location:
         node = _inside(next(option for option in _options(node) if _has(option, part)), part)
@@ -223,7 +225,7 @@ def _node(location: Sequence[int | str]) -> dict[str, Any]:
 
 
 def _options(node: dict[str, Any]) -> list[dict[str, Any]]:
-    """What a value may be besides null, with references followed."""
+    """Returns the alternatives of a value except null, with references resolved."""
     if "$ref" in node:
         return _options(_schema()["$defs"][node["$ref"].rpartition("/")[2]])
     for several in ("anyOf", "oneOf"):
@@ -233,7 +235,7 @@ def _options(node: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _has(option: dict[str, Any], part: int | str) -> bool:
-    """A key or index of the option, or the name of its class."""
+    """Whether ``part`` is a key or index of the option, or its class name."""
     if isinstance(part, int):
         return "items" in option or "prefixItems" in option
     return part in option.get("properties", ()) or part == option.get("title")
@@ -262,7 +264,7 @@ def _one_in_words(node: dict[str, Any]) -> str:
             least = f" of at least {node['minItems']}" if "minItems" in node else ""
             return f"a list{least}, each item {_in_words(node['items'])}"
         case "string":
-            kind = "a path" if node.get("format") == "path" else "a text"
+            kind = "a path" if node.get("format") == "path" else "a string"
             return f"{kind} that matches {node['pattern']}" if "pattern" in node else kind
         case "boolean":
             return "true or false"

@@ -1,4 +1,4 @@
-"""Settings of each model of a run, with the actor's where its own section has none."""
+"""Settings of each model of a run; what its own section leaves out is the actor's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ModelSettings:
 
 
 def actor_settings(config: RunConfig) -> ModelSettings:
-    """With the optimizer of the RL phase."""
+    """Returns the actor's settings, with the optimizer of the RL phase."""
     actor = config.actor
     return ModelSettings(actor.parallel, actor.memory, actor.moe, actor.optimizer)
 
@@ -43,7 +43,7 @@ def reference_settings(config: RunConfig) -> ModelSettings:
 
 
 def reward_model_settings(config: RunConfig) -> ModelSettings:
-    """Of a configuration with a reward model."""
+    """Returns the reward model's settings; the configuration must have one."""
     section, actor = config.reward_model, config.actor
     assert section is not None
     moe = actor.moe.model_copy(update={"router_replay": False})

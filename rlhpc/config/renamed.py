@@ -17,7 +17,7 @@ _FIGURES = {
 
 
 def _moved(old: str, new: str, section: type[Section]) -> dict[str, str]:
-    """A section and all of its keys."""
+    """Returns the new names of a moved section and of all its keys."""
     found = {old: new}
     for key, field in section.model_fields.items():
         inner = field.annotation
@@ -83,7 +83,7 @@ RENAMED_VALUES: Mapping[str, Mapping[str, str]] = {
 
 
 def renamed_keys(key: str, value: Any) -> Iterator[str]:
-    """Old keys in the value of an unknown key, a section's key alone where all of it has moved; none if nothing has."""
+    """Yields the old keys in the value of an unknown key; a section's key alone if all that is given moved with it."""
     inner = {f"{key}.{name}": item for name, item in value.items()} if isinstance(value, dict) else {}
     if len(inner) > 1 and _moved_whole(key, value):
         yield key
@@ -94,7 +94,7 @@ def renamed_keys(key: str, value: Any) -> Iterator[str]:
 
 
 def _moved_whole(key: str, value: Any) -> bool:
-    """Every key given inside has kept its name and place in the section."""
+    """Whether all keys given inside still have their names and places in the section."""
     items = value if isinstance(value, dict) else {}
     return all(
         key in RENAMED

@@ -1,6 +1,6 @@
-"""The whole configuration of a run: one YAML file with strict keys, each field described in a line.
+"""The configuration of a run: one YAML file with strict keys.
 
-Field descriptions go into the JSON schema that editors complete from (``rlhpc schema``).
+Field docstrings become the descriptions in the JSON schema (``rlhpc schema``) and in docs/configuration.md.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class ReshardSection(Section):
 
 class SFTOptimizerSection(OptimizerSection):
     learning_rate: PositiveFloat = 1e-5
-    """Highest rate of the schedule."""
+    """Peak learning rate."""
 
 
 class SFTSection(Section):
@@ -171,12 +171,12 @@ class RunConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Ranks of the largest job that slurm.nodes allows."""
+        """Number of ranks in the largest job that slurm.nodes allows."""
         return self.slurm.most_nodes * self.resources.ranks_per_node
 
     @property
     def reward_functions(self) -> dict[str, RewardFunctionSection]:
-        """The functions among the rewards by their keys, such as rewards.0."""
+        """Reward functions by their keys, such as rewards.0."""
         found = {f"rewards.{index}": entry for index, entry in enumerate(self.rewards)}
         return {key: entry for key, entry in found.items() if isinstance(entry, RewardFunctionSection)}
 
@@ -186,12 +186,12 @@ class RunConfig(Section):
 
     @property
     def reward_model_key(self) -> str:
-        """Such as rewards.1, where there is a reward model."""
+        """Key of the reward model's entry, such as rewards.1. Needs a reward model."""
         return f"rewards.{next(i for i, entry in enumerate(self.rewards) if isinstance(entry, RewardModelSection))}"
 
     @property
     def evaluates_only(self) -> bool:
-        """There is nothing to learn."""
+        """Whether the run trains nothing."""
         return not self.train.steps and self.sft is None
 
     @property

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""Base class of all sections, and their number types."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YAML as people expect it: the scalars of YAML 1.2, no key twice, and the line of every key.
+"""YAML with the scalars of YAML 1.2, an error on duplicate keys, and the line of every key.
 
 PyYAML follows YAML 1.1, where ``1e-6`` is a string, ``no`` a boolean, ``12:30`` a number and ``010`` is eight.
 """
@@ -27,12 +27,12 @@ _SCALARS: dict[str, tuple[str, str]] = {
 
 class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, *args: Any, **keywords: Any) -> dict:
-        _refuse_double_keys(node)
+        _refuse_duplicate_keys(node)
         return super().construct_mapping(node, *args, **keywords)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes what either version of YAML would take for something other than a string."""
+    """Quotes strings that YAML 1.1 or 1.2 would read as another type."""
 
 
 def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
@@ -40,7 +40,7 @@ def _construct_int(loader: _Loader, node: yaml.ScalarNode) -> int:
     return int(text, 0) if text[:2] in ("0o", "0x") else int(text)
 
 
-_Loader.yaml_implicit_resolvers = {}  # none of YAML 1.1's; the dumper keeps them and quotes what they match
+_Loader.yaml_implicit_resolvers = {}  # without YAML 1.1's; the dumper keeps those and quotes what they match
 for _tag, (_pattern, _first) in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _characters = [*_first, ""] if _tag.endswith("null") else [*_first]
@@ -49,7 +49,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def parse(text: str, where: str) -> Any:
-    """The value of a YAML document; a syntax error or a double key is a UserError at ``where:line``."""
+    """Returns the value of a YAML document. Raises UserError at ``where:line`` for bad syntax or a duplicate key."""
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
@@ -62,7 +62,7 @@ def parse(text: str, where: str) -> Any:
 
 
 def key_lines(text: str) -> dict[str, int]:
-    """Line number of every key of a well-formed document, by dotted key (``data.train.0`` for list items)."""
+    """Returns the line number of each dotted key of a valid document; ``data.train.0`` is a list item."""
     lines: dict[str, int] = {}
 
     def visit(node: yaml.Node | None, prefix: str) -> None:
@@ -83,11 +83,11 @@ def key_lines(text: str) -> dict[str, int]:
 
 
 def dump(value: Any) -> str:
-    """YAML that ``parse`` reads back as the same value, keys in the order given."""
+    """Returns YAML that ``parse`` reads as the same value, with keys in the same order."""
     return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def _refuse_double_keys(node: yaml.MappingNode) -> None:
+def _refuse_duplicate_keys(node: yaml.MappingNode) -> None:
     seen: dict[str, int] = {}
     for key, _ in node.value:
         if not isinstance(key, yaml.ScalarNode) or key.tag.endswith("merge"):

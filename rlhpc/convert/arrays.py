@@ -1,13 +1,12 @@
-"""Blocks of arrays in files, and elements from one type to another, by numpy alone.
+"""Reads blocks of arrays from files and casts elements, with numpy alone.
 
-Types have the names of safetensors. numpy has no bfloat16: such elements are their bits, in uint16; fp8 in uint8.
+Types have the names of safetensors. numpy has no bfloat16: such elements are stored as bits in uint16, fp8 in uint8.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,15 +22,15 @@ from rlhpc.sharding.shards import Box
 Array = np.ndarray
 
 NUMPY = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2"), "F8_E4M3": np.dtype("u1")}
-# Rows of at least so many bytes are read by themselves; shorter ones together with what lies between them.
+# Rows of at least this many bytes are read one by one; shorter ones together with the bytes between them.
 _OWN_READ = 4096
 _SLAB_BYTES = 8 << 20
-CAST_ELEMENTS = 1 << 20  # at once, so that the float32 in between stays small
+CAST_ELEMENTS = 1 << 20  # per step, to bound the size of the float32 intermediate
 
 
 @dataclass(frozen=True)
 class FileArray:
-    """An array in the bytes of a file from ``start`` on, row after row."""
+    """An array in a file from byte ``start`` on, in row-major order."""
 
     path: Path
     start: int
@@ -39,15 +38,15 @@ class FileArray:
     shape: tuple[int, ...]
 
     def read(self, box: Box) -> Array:
-        """A block of it."""
+        """A block of the array."""
         out = np.empty(box.shape, NUMPY[self.dtype])
         self.read_into(out, box)
         return out
 
     def read_into(self, out: Array, box: Box) -> None:
-        """Fill ``out``, of the box's shape, with the block; elements are not changed."""
+        """Reads the block into ``out``, of the box's shape, without casting."""
         shape, bounds = list(self.shape), list(zip(box.start, box.stop, strict=True))
-        whole = 0  # last dimensions that are taken as a whole are one run of bytes
+        whole = 0  # trailing dimensions that the box covers completely are one run of bytes
         while whole < len(shape) and bounds[-1 - whole] == (0, shape[-1 - whole]):
             whole += 1
         split = max(0, len(shape) - whole - 1)
@@ -62,7 +61,7 @@ class FileArray:
         self._read_short_rows(out, box, split)
 
     def _read_short_rows(self, out: Array, box: Box, split: int) -> None:
-        """By slabs of whole rows, of which the block's columns are kept."""
+        """Reads slabs of whole rows and selects the block's columns."""
         row = self.shape[split:]
         each = max(1, _SLAB_BYTES // (prod(row) * NUMPY[self.dtype].itemsize))
         columns = tuple(slice(a, b) for a, b in zip(box.start[split:], box.stop[split:], strict=True))
@@ -80,7 +79,7 @@ class FileArray:
             read = os.preadv(handle, [view[done:]], at + done)
             if not read:
                 raise UserError(
-                    f"is cut short, {len(view) - done} bytes are missing",
+                    f"is truncated, {len(view) - done} bytes are missing",
                     where=str(self.path),
                     remedy="copy the file again",
                 )
@@ -115,13 +114,13 @@ class _Handle:
 
 
 def close_files() -> None:
-    """Forget open files: what is under their names now may be another."""
+    """Closes cached files, whose names may refer to other files now."""
     _open.cache_clear()
 
 
 def reuse_memory() -> None:
-    """Let the C library keep the memory of arrays that are gone: new pages from the kernel for each block would cost
-    more than the copy into them. Where there is no glibc nothing happens."""
+    """Makes the C library keep the memory of freed arrays: new pages from the kernel for each block would cost more
+    than the copy into them. No effect without glibc."""
     with suppress(OSError, AttributeError):
         library = ctypes.CDLL(None)
         for option in (-3, -1):  # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
@@ -129,9 +128,9 @@ def reuse_memory() -> None:
 
 
 def cast(values: Array, source: str, target: str, what: str = "") -> Array:
-    """The elements in another type, rounded to the nearest, halves to even, as torch does.
+    """Casts elements, rounding to nearest with ties to even, like torch.
 
-    Raises UserError, naming ``what``, where a finite number does not fit into float16.
+    Raises UserError, naming ``what``, if a finite number exceeds the range of float16.
     """
     if source == target:
         return values
@@ -144,7 +143,7 @@ def cast(values: Array, source: str, target: str, what: str = "") -> Array:
 
 
 def to_float32(values: Array, dtype: str) -> Array:
-    """Every type's numbers are float32 numbers too."""
+    """Casts to float32, which represents the numbers of every type exactly."""
     if dtype == "BF16":
         return (values.astype(np.uint32) << 16).view(np.float32)
     if dtype == "F8_E4M3":
@@ -162,7 +161,7 @@ def _from_float32(values: Array, target: str, what: str) -> Array:
             halves = values.astype(np.float16)
         if np.any(np.isinf(halves) & np.isfinite(values)):
             raise UserError(
-                "has numbers beyond the range of float16", where=what, remedy="convert to bfloat16 or float32"
+                "contains numbers beyond the range of float16", where=what, remedy="convert to bfloat16 or float32"
             )
         return halves
     return values
@@ -170,15 +169,10 @@ def _from_float32(values: Array, target: str, what: str) -> Array:
 
 @lru_cache(maxsize=1)
 def _fp8_numbers() -> Array:
-    """The 256 numbers of float8_e4m3fn: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; all ones is no number."""
+    """The 256 numbers of float8_e4m3fn: 1 sign, 4 exponent (bias 7) and 3 mantissa bits; all ones is NaN."""
     bits = np.arange(256)
     exponent, mantissa = (bits >> 3) & 15, bits & 7
     size = np.where(exponent == 0, mantissa / 8 * 2.0**-6, (1 + mantissa / 8) * 2.0 ** (exponent - 7.0))
     numbers = np.where(bits >> 7, -size, size).astype(np.float32)
     numbers[[0x7F, 0xFF]] = np.nan
     return numbers
-
-
-def slabs(shape: tuple[int, ...], most_elements: int) -> Iterator[Box]:
-    """A whole array in boxes of few elements."""
-    yield from cut_box(Box((0,) * len(shape), shape), most_elements)

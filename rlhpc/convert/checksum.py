@@ -1,4 +1,4 @@
-"""rlhpc.reshard.checksum by numpy, for a block of a tensor that is no stack: the same number, however it is cut."""
+"""rlhpc.reshard.checksum in numpy, for a block of an unstacked tensor; independent of how the tensor is split."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from rlhpc.sharding.shards import Box
 
 _BITS = {1: np.int8, 2: np.int16, 4: np.int32}
 _MULTIPLIERS = (-7046029254386353131, -4417276706812531889, 1609587929392839161)
-_CHUNK = 1 << 19  # elements that are widened to 64 bits at once
+_CHUNK = 1 << 19  # elements widened to 64 bits per step
 
 
 def checksum(block: Array, box: Box) -> int:
-    """Of a box of a tensor, as a signed number of 64 bits; those of disjoint boxes add up modulo 2^64."""
+    """Checksum of a box of a tensor, as a signed 64-bit number; those of disjoint boxes add up modulo 2^64."""
     matrix = block.view(_BITS[block.itemsize]).reshape(-1, block.shape[-1])
     rows, columns = (box.start[0], box.start[-1]) if len(box.start) > 1 else (0, box.start[0])
     weights = _weights(columns, matrix.shape[1], 1)
@@ -30,7 +30,7 @@ def checksum(block: Array, box: Box) -> int:
 
 
 def add(first: int, second: int) -> int:
-    """Modulo 2^64, as a signed number."""
+    """Sum modulo 2^64, as a signed number."""
     total = (first + second) & (1 << 64) - 1
     return total - (1 << 64) if total >> 63 else total
 

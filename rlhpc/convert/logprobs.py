@@ -1,6 +1,6 @@
-"""Both sides of a conversion run on the same tokens: transformers on HuggingFace's files, Megatron on its own.
+"""Compares log-probs of both sides of a conversion: transformers on HuggingFace's files, Megatron on its own.
 
-Both compute in float32, whatever the files hold, and hold the whole model: for models that fit one machine.
+Both compute in float32 for any type in the files, and load the whole model: for models that fit on one machine.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 
 _SEQUENCES, _LENGTH = 2, 64
-_MOST = 1e-3  # nats; rounding of float32 in another order makes a hundredth of it
+_MAX_DIFFERENCE = 1e-3  # nats; float32 rounding in another order causes a hundredth of it
 
 
 def compare_logprobs(report: Report) -> list[str]:
-    """A line on how far the log-probs are apart; too far is a fault of ``report``."""
+    """Line with the largest difference of log-probs; adds a fault to ``report`` if it is too large."""
     assert report.source is not None
     assert report.target is not None
-    os.environ.setdefault(env.TORCHDYNAMO_DISABLE, "1")  # one pass: compiling would take longer
+    os.environ.setdefault(env.TORCHDYNAMO_DISABLE, "1")  # one forward pass: compiling would take longer
     shape = report.source.shape
     sequences = [
         [(7919 * (number * _LENGTH + i) + 13) % shape.vocab_size for i in range(min(_LENGTH, shape.max_positions))]
@@ -31,14 +31,14 @@ def compare_logprobs(report: Report) -> list[str]:
     ]
     one, two = (_log_probs(side, sequences) for side in (report.source, report.target))
     apart = max(abs(a - b) for first, second in zip(one, two, strict=True) for a, b in zip(first, second, strict=True))
-    text = f"log-probs of {sum(map(len, one))} tokens are at most {apart:.1e} apart"
-    if not apart < _MOST:
+    text = f"log-probs of {sum(map(len, one))} tokens differ by at most {apart:.1e}"
+    if not apart < _MAX_DIFFERENCE:
         report.faults.append(text)
     return [text]
 
 
 def _log_probs(side: Side, sequences: list[list[int]]) -> list[list[float]]:
-    """Of each token after the first, given those before it."""
+    """Log-probs of each token after the first, given those before it."""
     if isinstance(side, HuggingFaceSide):
         return _by_transformers(side.folder, sequences)
     return _by_megatron(side.folder, side.shape, sequences)
@@ -82,5 +82,5 @@ def _by_megatron(folder: Path, shape: ModelShape, sequences: list[list[int]]) ->
     finally:
         if joined:
             leave()
-    # What is given at a position is of the token after it.
+    # The value at a position belongs to the next token.
     return [found.log_probs[: len(tokens) - 1].tolist() for found, tokens in zip(stats, sequences, strict=True)]

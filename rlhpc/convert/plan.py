@@ -1,4 +1,4 @@
-"""What a conversion writes where, from headers alone: files, and the pieces that workers take one by one."""
+"""Plan of a conversion, from headers alone: files, and the pieces that workers write one by one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from math import lcm, prod
 from pathlib import Path
 
 from rlhpc.checkpoint.formats.safetensors_headers import ITEM_BYTES, NewFile, plan_files
-from rlhpc.checkpoint.formats.torch_dist import Parameter, checkpoint_parameters, chunk_boxes, extra_states
+from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters, chunk_boxes, extra_states
 from rlhpc.config.training import ParallelSection
 from rlhpc.convert.sides import HuggingFaceSide, MegatronSide, Side
 from rlhpc.core.errors import UserError
@@ -20,17 +20,17 @@ from rlhpc.sharding.shards import Box, TensorSpec, padded_vocab
 
 FORMAT = 1
 DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-CHUNK_BYTES = 32 << 20  # what a worker holds of the target at once
-FILE_BYTES = 5 * 10**9  # of one safetensors file, as HuggingFace cuts them
-PIECE_BYTES, _MOST_PIECES = 256 << 20, 1024
-_WRITE_RATE = 1e9  # bytes a second that a dry run reckons with
+CHUNK_BYTES = 32 << 20  # of the target in a worker's memory
+FILE_BYTES = 5 * 10**9  # of one safetensors file, HuggingFace's default
+PIECE_BYTES, _MAX_PIECES = 256 << 20, 1024
+_WRITE_RATE = 1e9  # bytes per second that a dry run assumes
 
 
 @dataclass(frozen=True)
 class NewChunk:
-    """``box`` of a parameter, or of the optimizer's state ``prefix`` of it, to be saved as one chunk."""
+    """``box`` of a parameter, or of its optimizer state ``prefix``, to be saved as one chunk."""
 
-    parameter: Parameter
+    parameter: CheckpointParameter
     prefix: str
     box: Box
     dtype: str
@@ -46,7 +46,7 @@ class NewChunk:
 
 @dataclass(frozen=True)
 class NewTensor:
-    """A tensor whose bytes are to be written into a safetensors file from ``start`` on."""
+    """A tensor to be written into a safetensors file from byte ``start`` on."""
 
     spec: TensorSpec
     dtype: str
@@ -59,7 +59,7 @@ class NewTensor:
 
 @dataclass(frozen=True)
 class Piece:
-    """What a worker does at once, and what is not done again after a kill. All of it goes into one file."""
+    """Unit of a worker's work, which is not repeated after a kill. All of it is in one file."""
 
     number: int
     file: str
@@ -72,7 +72,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """``target`` is megatron or hf. ``dtypes``: tensors that had another type before, to which they go back."""
+    """``target``: megatron or hf. ``dtypes``: original types of tensors that changed, for the conversion back."""
 
     source: Side
     target: str
@@ -85,7 +85,7 @@ class ConversionPlan:
 
     @property
     def parameters(self) -> int:
-        """Numbers in the model, tied ones once."""
+        """Number of parameters, with tied ones counted once."""
         return sum(prod(spec.shape) for spec in self.source.specs.values())
 
     @property
@@ -94,7 +94,7 @@ class ConversionPlan:
 
     @property
     def read_bytes(self) -> int:
-        """Of the source's files, what the model takes."""
+        """Bytes of the model in the source's files."""
         if isinstance(self.source, HuggingFaceSide):
             return sum(tensor.size for tensor in (*self.source.tensors.values(), *self.source.scales.values()))
         keys = {item.key for piece in self.pieces for item in piece.items if isinstance(item, NewChunk)}
@@ -104,7 +104,7 @@ class ConversionPlan:
 
 
 def plan_layout(source: Side, axes: Mapping[str, int | None]) -> ParallelLayout:
-    """The layout of the options ``--tp`` and so on; a UserError when it does not suit the model."""
+    """Layout from the options ``--tp`` and so on; raises UserError if it does not fit the model."""
     section = ParallelSection(**{axis: size for axis, size in axes.items() if size is not None})
     world = section.pp * lcm(section.tp, section.etp * section.ep)
     try:
@@ -122,9 +122,9 @@ def plan_conversion(
     piece_bytes: int = PIECE_BYTES,
     file_bytes: int = FILE_BYTES,
 ) -> ConversionPlan:
-    """``target``: megatron or hf; ``dtype``: as safetensors names it, by default what each tensor has.
+    """``target``: megatron or hf; ``dtype``: name in safetensors, by default that of each tensor.
 
-    ``piece_bytes``: the least that a worker takes at once; ``file_bytes``: the most in one safetensors file.
+    ``piece_bytes``: minimum size of a piece; ``file_bytes``: maximum size of a safetensors file.
     """
     digest = _digest(source, target, layout, dtype, piece_bytes, file_bytes)
     if target == "megatron":
@@ -141,7 +141,7 @@ def plan_conversion(
 
 
 def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
-    """What a dry run prints."""
+    """Lines that a dry run prints."""
     source, write = plan.source, plan.write_bytes
     into = f"torch_dist in chunks of {plan.layout.text}" if plan.target == "megatron" else "safetensors"
     dtypes = sorted({item.dtype for piece in plan.pieces for item in piece.items})
@@ -152,17 +152,17 @@ def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
         f"{len({piece.file for piece in plan.pieces})} file(s)",
         f"disk      {_size(free_bytes)} free, {_size(write)} needed",
         f"work      {len(plan.pieces)} piece(s) for {workers} worker(s), about "
-        f"{_time(max(write, plan.read_bytes) / _WRITE_RATE)} on a disk that does 1 GB/s",
+        f"{_time(max(write, plan.read_bytes) / _WRITE_RATE)} at 1 GB/s",
     ]
     lines += [f"changed   {text}" for text in _changes(plan)]
     return lines
 
 
 def check_disk(folder: Path, needed: int, free: int) -> None:
-    """Refuse to begin what cannot be ended."""
+    """Raises UserError if the disk has too little room."""
     if needed > free:
         raise UserError(
-            f"{_size(needed)} are needed, {_size(free)} are free",
+            f"not enough disk space: {_size(needed)} needed, {_size(free)} free",
             where=str(folder),
             remedy="free disk space, or choose another disk",
         )
@@ -172,19 +172,19 @@ def _changes(plan: ConversionPlan) -> Iterator[str]:
     source = plan.source
     if isinstance(source, HuggingFaceSide):
         if source.scales:
-            yield f"{len(source.scales)} tensors of fp8 are dequantised with their scales"
+            yield f"{len(source.scales)} tensors in fp8 are dequantized with their scales"
         if source.left_out:
             yield f"{len(source.left_out)} tensors are left out, such as {next(iter(source.left_out))}"
         rounded = plan.dtype and [n for n, t in source.tensors.items() if t.dtype == "F32" and plan.dtype != "F32"]
         if rounded:
-            yield f"{len(rounded)} tensors of float32 are rounded to {plan.dtype}"
+            yield f"{len(rounded)} float32 tensors are rounded to {plan.dtype}"
     elif plan.target == "hf" and len(source.prefixes) > 1:
-        yield "the optimizer's states are left out: HuggingFace's files have no place for them"
+        yield "optimizer states are left out: HuggingFace's format does not contain them"
 
 
 def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tuple[list[NewChunk], dict[str, str]]:
     parameters = checkpoint_parameters(source.shape, layout.tp)
-    if isinstance(source, MegatronSide):  # no row of a checkpoint is lost, though it may be padding
+    if isinstance(source, MegatronSide):  # keeps all rows of a checkpoint, even padding
         saved_rows = {p.key: padded_vocab(p.shape[0], layout.tp) for p in source.parameters if p.pads}
         parameters = [p.with_rows(saved_rows[p.key]) if p.pads else p for p in parameters]
     prefixes = source.prefixes if isinstance(source, MegatronSide) else [""]
@@ -208,8 +208,8 @@ def _new_chunks(source: Side, layout: ParallelLayout, dtype: str | None) -> tupl
     return chunks, had if dtype is None else {}
 
 
-def _key_dtypes(source: Side, parameters: list[Parameter], dtype: str | None) -> dict[str, str]:
-    """One type for each key: what was asked for, or one that has every number of all its parts."""
+def _key_dtypes(source: Side, parameters: list[CheckpointParameter], dtype: str | None) -> dict[str, str]:
+    """One type for each key: the requested one, or one that represents all its parts exactly."""
     found: dict[str, set[str]] = {}
     for parameter in parameters:
         if parameter.float32:
@@ -229,7 +229,7 @@ def _tensor_dtype(source: Side, spec: TensorSpec, dtype: str | None) -> str:
 
 
 def _pieces_of_chunks(chunks: list[NewChunk], least: int) -> Iterator[Piece]:
-    least = max(least, sum(chunk.size for chunk in chunks) // _MOST_PIECES)
+    least = max(least, sum(chunk.size for chunk in chunks) // _MAX_PIECES)
     held: list[NewChunk] = []
     number = size = 0
     for chunk in chunks:
@@ -243,7 +243,7 @@ def _pieces_of_chunks(chunks: list[NewChunk], least: int) -> Iterator[Piece]:
 
 
 def _pieces_of_files(files: list[NewFile], specs: Mapping[str, TensorSpec], least: int) -> Iterator[Piece]:
-    least = max(least, sum(file.size for file in files) // _MOST_PIECES)
+    least = max(least, sum(file.size for file in files) // _MAX_PIECES)
     number = 0
     for file in files:
         held: list[NewTensor] = []
@@ -255,14 +255,14 @@ def _pieces_of_files(files: list[NewFile], specs: Mapping[str, TensorSpec], leas
 
 
 def objects_of(plan: ConversionPlan) -> list[str]:
-    """Keys of what is saved beside tensors: Megatron's empty states, and what a training checkpoint has besides."""
+    """Keys of objects saved beside tensors: Megatron's empty states, or all those of a training checkpoint."""
     if isinstance(plan.source, MegatronSide):
         return list(plan.source.objects)
     return extra_states(checkpoint_parameters(plan.source.shape))
 
 
 def _digest(source: Side, *options: object) -> str:
-    """Of everything that the result depends on; files by size and time of change."""
+    """Digest of everything that the result depends on; files by size and modification time."""
     stats = [(str(file), file.stat()) for file in source.files]
     files = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     value = [FORMAT, [repr(option) for option in options], files, dict(source.fields), CHUNK_BYTES]

@@ -1,4 +1,4 @@
-"""Blocks of a model's tensors from either kind of folder, in the type that is asked for."""
+"""Reads blocks of a model's tensors from either kind of folder, in any supported type."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HuggingFaceReader:
         return out
 
     def chunk(self, new: NewChunk) -> Array:
-        """What is to be saved as one chunk; rows that pad the vocabulary are zero."""
+        """Contents of a new chunk; rows that pad the vocabulary are zero."""
         out = (np.zeros if new.parameter.pads else np.empty)(new.box.shape, NUMPY[new.dtype])
         for shard, at in new.parameter.within(new.box):
             inside = out[_relative(at, new.box)]
@@ -52,7 +52,7 @@ class HuggingFaceReader:
                 out[_relative(part, box)] = cast(values, stored.dtype, dtype, name)
 
     def _scales(self, name: str, box: Box) -> Array:
-        """The factor of each element of a block: one for each 128 x 128 of the tensor."""
+        """Scale of each element of a block; the tensor has one for each 128 x 128 elements."""
         scale = _array_of(self._side.scales[name + SCALE])
         rows, columns = (np.arange(a, b) // FP8_BLOCK for a, b in zip(box.start, box.stop, strict=True))
         needed = Box((int(rows[0]), int(columns[0])), (int(rows[-1]) + 1, int(columns[-1]) + 1))
@@ -79,7 +79,7 @@ class MegatronReader:
         return out
 
     def chunk(self, new: NewChunk) -> Array:
-        """What is to be saved as one chunk; rows that pad the vocabulary further than before are zero."""
+        """Contents of a new chunk; additional rows that pad the vocabulary are zero."""
         out = np.zeros(new.box.shape, NUMPY[new.dtype])
         limits = self._side.tensors[new.key].shape
         inside = new.parameter.in_key(new.box).meet(Box((0,) * len(limits), limits))
@@ -117,13 +117,16 @@ Reader = HuggingFaceReader | MegatronReader
 
 
 def reader_of(side: Side) -> Reader:
-    """What reads the tensors of a folder, as it is now."""
+    """Reader of a folder in its current state."""
     close_files()
     return HuggingFaceReader(side) if isinstance(side, HuggingFaceSide) else MegatronReader(side)
 
 
 def check_tied(side: Side) -> None:
-    """A head that is stored although it is said to be the embedding is left out: it must be the same, bit by bit."""
+    """Refuses a stored head of a model with tied embeddings, unless it equals the embedding bit by bit: it is left out.
+
+    Raises UserError.
+    """
     head = side.left_out.get("lm_head.weight") if isinstance(side, HuggingFaceSide) else None
     if head is None or not side.shape.tied_embeddings:
         return
@@ -132,9 +135,9 @@ def check_tied(side: Side) -> None:
     boxes = cut_box(Box((0,) * len(head.shape), head.shape), CAST_ELEMENTS)
     if not both or not all(np.array_equal(_array_of(head).read(box), embedding.read(box)) for box in boxes):
         raise UserError(
-            "config.json has tie_word_embeddings, but 'lm_head.weight' is not the embedding",
+            "config.json sets tie_word_embeddings, but 'lm_head.weight' differs from the embedding",
             where=str(head.file),
-            remedy="set it to false in config.json if the head is meant, or remove the tensor",
+            remedy="set it to false in config.json to use the head, or remove the tensor",
         )
 
 

@@ -1,4 +1,4 @@
-"""The two kinds of folders that hold a model's weights, as their headers and indexes describe them."""
+"""Contents of the two kinds of model folders, from their headers and indexes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor, read_folder
-from rlhpc.checkpoint.formats.torch_dist import Parameter, checkpoint_parameters
+from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters
 from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, check_tensors, is_torch_dist, read_index
 from rlhpc.config import yaml12
 from rlhpc.core.errors import UserError, did_you_mean
@@ -24,13 +24,13 @@ SCALE = "_scale_inv"
 FP8_BLOCK = 128
 _STEP = re.compile(r"step-(\d+)")
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Not weights of the model: tables that old versions saved, and the layers of DeepSeek-V3 that predict further tokens.
+# Not weights of the model: tables that old versions saved.
 _LEFT_OUT = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
 
 
 @dataclass(frozen=True)
 class HuggingFaceSide:
-    """Safetensors of a model. ``left_out``: tensors in the files that belong to no part of it that is built here."""
+    """Safetensors of a model. ``left_out``: tensors in the files that rlhpc's model does not contain."""
 
     folder: Path
     shape: ModelShape
@@ -42,7 +42,7 @@ class HuggingFaceSide:
 
     @property
     def model_folder(self) -> Path:
-        """Where its config and tokenizer are."""
+        """Folder of config and tokenizer."""
         return self.folder
 
     @cached_property
@@ -50,7 +50,7 @@ class HuggingFaceSide:
         return {tensor.name: tensor for tensor in model_tensors(self.shape)}
 
     def dtype_of(self, name: str) -> str:
-        """What the tensor's numbers are; those of fp8 with scales are given out as bfloat16 unless told otherwise."""
+        """Type of the tensor's numbers; bfloat16 for fp8 with scales."""
         dtype = self.tensors[name].dtype
         return "BF16" if dtype == "F8_E4M3" else dtype
 
@@ -61,7 +61,7 @@ class HuggingFaceSide:
 
 @dataclass(frozen=True)
 class MegatronSide:
-    """A torch_dist checkpoint. ``record`` is what the conversion that made it has left, empty for one of training."""
+    """A torch_dist checkpoint. ``record``: that of the conversion that wrote it; empty for a training checkpoint."""
 
     folder: Path
     shape: ModelShape
@@ -77,8 +77,8 @@ class MegatronSide:
         return {tensor.name: tensor for tensor in model_tensors(self.shape)}
 
     @cached_property
-    def parameters(self) -> list[Parameter]:
-        """Of the model, with the rows of the vocabulary that the checkpoint has."""
+    def parameters(self) -> list[CheckpointParameter]:
+        """Parameters of the model, with the checkpoint's number of vocabulary rows."""
         found = []
         for parameter in checkpoint_parameters(self.shape):
             saved = self.tensors[parameter.key]
@@ -87,9 +87,9 @@ class MegatronSide:
         return found
 
     @cached_property
-    def places(self) -> dict[str, list[tuple[Parameter, Shard]]]:
-        """Of each HuggingFace tensor, the parameters that hold it."""
-        found: dict[str, list[tuple[Parameter, Shard]]] = {}
+    def places(self) -> dict[str, list[tuple[CheckpointParameter, Shard]]]:
+        """Parameters that contain each HuggingFace tensor, with its shards."""
+        found: dict[str, list[tuple[CheckpointParameter, Shard]]] = {}
         for parameter in self.parameters:
             for shard in parameter.shards:
                 found.setdefault(shard.tensor.name, []).append((parameter, shard))
@@ -97,7 +97,7 @@ class MegatronSide:
 
     @property
     def prefixes(self) -> list[str]:
-        """'' for the weights, and those of the optimizer's states of them, such as 'optimizer.state.exp_avg.'"""
+        """Prefixes of keys: '' for the weights, and those of optimizer states such as 'optimizer.state.exp_avg.'"""
         first = self.parameters[0].key
         return [key.removesuffix(first) for key in self.tensors if key == first or key.endswith("." + first)]
 
@@ -114,13 +114,13 @@ Side = HuggingFaceSide | MegatronSide
 
 
 def read_side(path: Path, step: int | None = None, model: Path | None = None, family: str | None = None) -> Side:
-    """What is in a HuggingFace folder, a converted one, a checkpoint of a run, or the run's folder.
+    """Contents of a HuggingFace folder, a converted folder, a checkpoint of a run, or a run folder.
 
-    ``step``: which checkpoint of a run, by default the newest; ``model``: where config and tokenizer are, if not where
-    they are looked for. Raises UserError.
+    ``step``: checkpoint of a run, by default the newest; ``model``: folder of config and tokenizer if it is not found.
+    Raises UserError.
     """
     if not path.is_dir():
-        raise UserError("no such folder", where=str(path), remedy="give a model's folder")
+        raise UserError("no such folder", where=str(path), remedy="pass the folder of a model")
     checkpoint = _checkpoint_of(path, step)
     if checkpoint is None:
         return _read_huggingface(path, family)
@@ -133,30 +133,30 @@ def read_side(path: Path, step: int | None = None, model: Path | None = None, fa
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """What the conversion that made a folder has left in it; nothing in another folder."""
+    """Record of the conversion that wrote a folder; empty for other folders."""
     return _read_json(folder / RECORD) if (folder / RECORD).is_file() else {}
 
 
 def read_fields(folder: Path) -> dict[str, Any]:
-    """Of a model's config.json."""
+    """Fields of a model's config.json."""
     file = folder / "config.json"
     if not file.is_file():
-        raise UserError("no config.json", where=str(folder), remedy="give a folder as HuggingFace saves it")
+        raise UserError("no config.json", where=str(folder), remedy="pass a folder in HuggingFace's format")
     return _read_json(file)
 
 
 def unquantised(fields: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """The fields of the model once its weights are dequantised; refuses what cannot be."""
+    """Fields of the model with dequantized weights. Raises UserError for unsupported quantization."""
     found = dict(fields)
-    told = found.pop("quantization_config", None)
-    if not told:
+    quantization = found.pop("quantization_config", None)
+    if not quantization:
         return found
-    method, fmt, block = (told.get(name) for name in ("quant_method", "fmt", "weight_block_size"))
+    method, fmt, block = (quantization.get(name) for name in ("quant_method", "fmt", "weight_block_size"))
     if method != "fp8" or fmt not in (None, "e4m3") or list(block or []) != [FP8_BLOCK, FP8_BLOCK]:
         raise UserError(
-            f"weights quantised by {method!r} (fmt {fmt!r}, blocks {block}) are not read",
+            f"weights quantized by {method!r} (fmt {fmt!r}, blocks {block}) are not supported",
             where=str(folder / "config.json"),
-            remedy="dequantise them first; supported: fp8 e4m3 in blocks of 128 x 128",
+            remedy="dequantize them first; supported: fp8 e4m3 in blocks of 128 x 128",
         )
     return found
 
@@ -166,9 +166,9 @@ def _read_huggingface(folder: Path, family: str | None) -> HuggingFaceSide:
     pickles = sorted(file.name for file in folder.iterdir() if file.suffix in _PICKLES)
     if pickles and not safe:
         raise UserError(
-            f"holds {pickles[0]}, a pickle, which may run any program when it is read: it is not opened",
+            f"contains {pickles[0]}, a pickle, which can run any program when it is read: it is not opened",
             where=str(folder),
-            remedy="download the model's safetensors; or, on a machine where nothing can be harmed, load it with "
+            remedy="download the model's safetensors; or, in a sandbox, load it with "
             "AutoModelForCausalLM.from_pretrained and save it with save_pretrained",
         )
     fields = read_fields(folder)
@@ -195,7 +195,7 @@ def _check_huggingface(side: HuggingFaceSide) -> None:
         stored = side.tensors[name]
         if stored.shape != spec.shape:
             raise UserError(
-                f"{name!r} has shape {list(stored.shape)}, config.json asks for {list(spec.shape)}",
+                f"{name!r} has shape {list(stored.shape)}, config.json requires {list(spec.shape)}",
                 where=str(stored.file),
                 remedy="use the config.json that belongs to these weights",
             )
@@ -223,6 +223,7 @@ def _check_scale(side: HuggingFaceSide, stored: StoredTensor) -> None:
 
 
 def _may_be_left_out(shape: ModelShape, name: str) -> bool:
+    """Whether rlhpc's model has no such tensor: old tables, a tied head, DeepSeek-V3's layers for further tokens."""
     if _LEFT_OUT.search(name) or (shape.tied_embeddings and name == "lm_head.weight"):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.", name)
@@ -230,13 +231,13 @@ def _may_be_left_out(shape: ModelShape, name: str) -> bool:
 
 
 def _checkpoint_of(path: Path, step: int | None) -> Path | None:
-    """The folder of the torch_dist files; None for a HuggingFace folder."""
+    """Folder of the torch_dist files; None for a HuggingFace folder."""
     checkpoints = RunFolder(path).checkpoints
     if checkpoints.is_dir():
         return _step_folder(checkpoints, step) / "actor"
     if step is not None:
         raise UserError(
-            f"{str(path)!r} is no run folder", where="--step", remedy="give the run's folder, or leave out --step"
+            f"{str(path)!r} is not a run folder", where="--step", remedy="pass the run folder, or leave out --step"
         )
     for folder in (path, path / "actor"):
         if is_torch_dist(folder):
@@ -245,40 +246,40 @@ def _checkpoint_of(path: Path, step: int | None) -> Path | None:
 
 
 def _step_folder(checkpoints: Path, step: int | None) -> Path:
-    there = {int(found[1]): folder for folder in checkpoints.iterdir() if (found := _STEP.fullmatch(folder.name))}
-    if not there:
-        raise UserError("holds no checkpoint", where=str(checkpoints))
+    steps = {int(found[1]): folder for folder in checkpoints.iterdir() if (found := _STEP.fullmatch(folder.name))}
+    if not steps:
+        raise UserError("contains no checkpoint", where=str(checkpoints))
     if step is None:
-        return there[max(there)]
-    if step not in there:
+        return steps[max(steps)]
+    if step not in steps:
         raise UserError(
             f"no checkpoint of step {step}",
             where=str(checkpoints),
-            remedy="there are " + ", ".join(map(str, sorted(there))),
+            remedy="choose one of " + ", ".join(map(str, sorted(steps))),
         )
-    return there[step]
+    return steps[step]
 
 
 def _model_folder(checkpoint: Path) -> Path:
-    """Where the config of a checkpoint's model is: beside it, or where its run's configuration says."""
+    """Folder of the config of a checkpoint's model: the checkpoint, or the model that its run's config names."""
     if (checkpoint / "config.json").is_file():
         return checkpoint
     run = next((folder for folder in checkpoint.absolute().parents if (folder / "config.yaml").is_file()), None)
     if run is None:
         raise UserError(
-            "no config.json, and no config.yaml of a run above it",
+            "no config.json, and no config.yaml of a run in the folders above",
             where=str(checkpoint),
-            remedy="name the HuggingFace folder that training started from with --model",
+            remedy="pass the HuggingFace folder that training started from as --model",
         )
     config = yaml12.parse((run / "config.yaml").read_text(encoding="utf-8"), str(run / "config.yaml"))
-    told = Path(str(config["model"]["path"]))
+    folder = Path(str(config["model"]["path"]))
     for base in (Path.cwd(), *run.parents):
-        if (base / told / "config.json").is_file():
-            return base / told
+        if (base / folder / "config.json").is_file():
+            return base / folder
     raise UserError(
-        f"the model {str(told)!r} that the run started from is not there",
+        f"the model {str(folder)!r} that the run started from does not exist",
         where=str(run / "config.yaml"),
-        remedy="name its folder with --model",
+        remedy="pass its folder as --model",
     )
 
 

@@ -1,7 +1,7 @@
-"""Writing one part of a file from front to end, past the page cache where the file system allows it.
+"""Writes a part of a file sequentially, bypassing the page cache if the file system allows it.
 
-Gigabytes that nobody reads soon need not be copied into the kernel's memory first: without that a disk takes them
-about as fast as they are made, and they are on it when the call returns.
+Direct writes save the copy into the kernel's memory, which is useless for gigabytes that nobody reads soon: they reach
+the disk's speed, and are on it when the call returns.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import mmap
 import os
 from pathlib import Path
 
-_BLOCK = 4096  # what offsets, lengths and memory of direct writes must be multiples of, on every disk
+_BLOCK = 4096  # alignment of offsets, lengths and memory that direct writes require on any disk
 _BUFFER = 8 << 20
 
 
 class Stream:
-    """Writes into ``path``, into which other processes may write elsewhere at the same time. A context, at whose end
-    everything is on disk."""
+    """Context manager to write into ``path``, while other processes may write other parts; flushes to disk at its
+    end."""
 
-    def __init__(self, path: Path, truncate: bool) -> None:
+    def __init__(self, path: Path, *, truncate: bool) -> None:
         self._plain = os.open(path, os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if truncate else 0), 0o666)
         self._direct = _open_direct(path)
-        self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # begins a page
-        self._start = 0  # of the buffer's first byte in the file
+        self._buffer = memoryview(mmap.mmap(-1, _BUFFER))  # page-aligned
+        self._start = 0  # offset of the buffer in the file
         self._filled = 0
 
     def __enter__(self) -> Stream:
@@ -41,17 +41,17 @@ class Stream:
 
     @property
     def at(self) -> int:
-        """Where in the file the next byte goes."""
+        """Offset of the next byte in the file."""
         return self._start + self._filled
 
     def seek(self, at: int) -> None:
-        """Go on elsewhere in the file."""
+        """Continues at another offset."""
         if at != self.at:
             self._flush()
             self._start = at
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append."""
+        """Writes at the current offset."""
         view = memoryview(data)
         while len(view):
             room = self._room()
@@ -62,12 +62,12 @@ class Stream:
                 self._flush()
 
     def _room(self) -> int:
-        """Up to the next block after an uneven beginning, or to the buffer's end."""
+        """Bytes up to the next block after an unaligned start, or up to the buffer's end."""
         uneven = self._start % _BLOCK
         return (_BLOCK - uneven if uneven else _BUFFER) - self._filled
 
     def _flush(self) -> None:
-        """Whole blocks directly; an uneven beginning or end as usual."""
+        """Writes whole blocks directly, and an unaligned start or end through the page cache."""
         done = 0
         if self._direct is not None and self._start % _BLOCK == 0:
             done = _write_blocks(self._direct, self._buffer[: self._filled - self._filled % _BLOCK], self._start)
@@ -77,7 +77,7 @@ class Stream:
 
 
 def _open_direct(path: Path) -> int | None:
-    """None where the file system has no direct writes, as some in memory or over networks."""
+    """Descriptor for direct writes; None if the file system has none, as some in memory or over networks."""
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError:
@@ -85,7 +85,7 @@ def _open_direct(path: Path) -> int | None:
 
 
 def _write_blocks(descriptor: int, data: memoryview, at: int) -> int:
-    """As many as the file system takes so; the others are left to the usual way."""
+    """Number of bytes that the file system accepted as direct writes; the rest goes through the page cache."""
     done = 0
     while done < len(data):
         try:

@@ -1,7 +1,7 @@
-"""Files as torch.save writes them, made and opened without torch: a zip archive with one record for the elements.
+"""Writes and opens files of torch.save without torch: zip archives with one record for the elements.
 
-Reading, only the few names that make up a plain tensor are known in its pickle; anything else is refused. Writing,
-pickles name torch's functions without importing them.
+A pickle that is read may contain only the few names of a plain tensor; anything else is refused. Pickles that are
+written name torch's functions without importing them.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ _LOCAL, _CENTRAL, _END = "<IHHHHHIIIHH", "<IHHHHHHIIIHHHHHII", "<IHHHHIIH"
 _ALIGN = 64  # of the record, for mappings of the file
 
 
-# --- pickles that name what they do not import
+# --- pickles with names that are not imported
 
 
 @dataclass(frozen=True)
-class Name:
+class PickledName:
     module: str
     name: str
 
 
 @dataclass(frozen=True)
-class Call:
-    """What ``function(*arguments)`` gives when the pickle is read."""
+class PickledCall:
+    """Result of ``function(*arguments)`` when the pickle is read."""
 
-    function: Name
+    function: PickledName
     arguments: tuple[Any, ...]
 
 
@@ -57,23 +57,23 @@ class _Pickler(pickle._Pickler):
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, _Storage):
-            return ("storage", Name("torch", _STORAGES[value.dtype]), "0", "cpu", value.elements)
+            return ("storage", PickledName("torch", _STORAGES[value.dtype]), "0", "cpu", value.elements)
         return None
 
-    def save_name(self, value: Name) -> None:
+    def save_name(self, value: PickledName) -> None:
         self.write(pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode())
 
-    def save_call(self, value: Call) -> None:
+    def save_call(self, value: PickledCall) -> None:
         self.save(value.function)
         self.save(value.arguments)
         self.write(pickle.REDUCE)
 
-    dispatch[Name] = save_name
-    dispatch[Call] = save_call
+    dispatch[PickledName] = save_name
+    dispatch[PickledCall] = save_call
 
 
 def pickled(value: Any) -> bytes:
-    """A pickle of plain values, names and calls, in the protocol that torch.save uses."""
+    """Pickle of plain values, names and calls, in torch.save's protocol."""
     file = io.BytesIO()
     _Pickler(file, 2).dump(value)
     return file.getvalue()
@@ -83,31 +83,33 @@ def pickled(value: Any) -> bytes:
 def _tensor_pickle(dtype: str, shape: tuple[int, ...]) -> bytes:
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     storage = _Storage(dtype, prod(shape))
-    empty = Call(Name("collections", "OrderedDict"), ())
-    return pickled(Call(Name("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides, False, empty)))
+    empty = PickledCall(PickledName("collections", "OrderedDict"), ())
+    return pickled(
+        PickledCall(PickledName("torch._utils", "_rebuild_tensor_v2"), (storage, 0, shape, strides, False, empty))
+    )
 
 
 # --- archives
 
 
 def wrap(dtype: str, shape: tuple[int, ...], checksum: int) -> tuple[bytes, bytes]:
-    """What comes before and after the elements of a tensor in its file; ``checksum`` is the CRC-32 of their bytes."""
+    """Bytes before and after the elements of a tensor in its file; ``checksum`` is the CRC-32 of the elements."""
     size = prod(shape) * NUMPY[dtype].itemsize
     before = [("data.pkl", _tensor_pickle(dtype, shape)), ("byteorder", b"little")]
     return _archive(before, ("data/0", size, checksum))
 
 
 def archive(value: Any) -> bytes:
-    """What torch.save writes of a value without tensors."""
+    """File of torch.save for a value without tensors."""
     head, tail = _archive([("data.pkl", pickled(value)), ("byteorder", b"little")], None)
     return head + tail
 
 
 def _archive(before: list[tuple[str, bytes]], record: tuple[str, int, int] | None) -> tuple[bytes, bytes]:
-    """An archive without compression, up to the bytes of the record and after them."""
+    """Uncompressed archive: its bytes before and after those of the record."""
     head, central, at = bytearray(), bytearray(), 0
 
-    def enter(name: str, size: int, crc: int, pad: bool) -> bytes:
+    def enter(name: str, size: int, crc: int, *, pad: bool) -> bytes:
         path = f"archive/{name}".encode()
         fill = -(at + 30 + len(path) + 4) % _ALIGN if pad else 0
         extra = b"FB" + struct.pack("<H", fill) + b"Z" * fill if pad else b""
@@ -165,7 +167,7 @@ class _Part(io.RawIOBase):
 
 
 def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
-    """Where the elements of a chunk are; it must hold one plain tensor of its box's shape. Raises UserError."""
+    """Elements of a chunk, which must contain one plain tensor of its box's shape. Raises UserError."""
     path = folder / chunk.file
     try:
         with _Part(path, chunk.start, chunk.length) as part, zipfile.ZipFile(part) as archive:
@@ -197,30 +199,30 @@ def _check(array: FileArray, tensor: _Tensor, chunk: Chunk, record: zipfile.ZipI
     good = rows_in_order and record.compress_type == zipfile.ZIP_STORED and end <= record.file_size
     if not good or tensor.shape != chunk.box.shape:
         raise UserError(
-            f"the chunk at byte {chunk.start} holds {list(tensor.shape)} in strides {list(tensor.strides)}, not rows "
-            f"of {list(chunk.box.shape)}",
+            f"the chunk at byte {chunk.start} contains {list(tensor.shape)} with strides {list(tensor.strides)}, not "
+            f"contiguous {list(chunk.box.shape)}",
             where=str(array.path),
         )
 
 
 @dataclass(frozen=True)
-class _Found:
+class _StorageReference:
     dtype: str
     key: str
 
 
 @dataclass(frozen=True)
 class _Tensor:
-    storage: _Found
+    storage: _StorageReference
     first: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
 
 
 class _TensorReader(pickle.Unpickler):
-    def persistent_load(self, value: Any) -> _Found:
+    def persistent_load(self, value: Any) -> _StorageReference:
         _, storage, key, _, _ = value
-        return _Found(storage, str(key))
+        return _StorageReference(storage, str(key))
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPE_OF:
@@ -231,7 +233,7 @@ class _TensorReader(pickle.Unpickler):
             return dict
         if (module, name) == ("torch", "Size"):
             return tuple
-        raise UserError(f"names {module}.{name}, which no plain tensor does: it is not opened")
+        raise UserError(f"names {module}.{name}, which is not part of a plain tensor: it is not opened")
 
 
 # --- the index of a checkpoint
@@ -240,22 +242,24 @@ class _TensorReader(pickle.Unpickler):
 def index_bytes(
     tensors: Mapping[str, tuple[str, tuple[int, ...], list[Chunk]]], objects: Mapping[str, tuple[str, int, int]]
 ) -> bytes:
-    """.metadata of a torch_dist checkpoint: of each key (dtype, shape, chunks), and where plain objects lie."""
+    """.metadata of a torch_dist checkpoint, from (dtype, shape, chunks) of each tensor and the places of objects."""
 
-    def size(numbers: tuple[int, ...]) -> Call:
-        return Call(Name("torch", "Size"), (tuple(numbers),))
+    def size(numbers: tuple[int, ...]) -> PickledCall:
+        return PickledCall(PickledName("torch", "Size"), (tuple(numbers),))
 
-    def made(name: str, *arguments: Any) -> Call:
-        return Call(Name(_METADATA, name), arguments)
+    def made(name: str, *arguments: Any) -> PickledCall:
+        return PickledCall(PickledName(_METADATA, name), arguments)
 
-    def info(file: str, start: int, length: int) -> Call:
-        return Call(Name("torch.distributed.checkpoint.filesystem", "_StorageInfo"), (file, start, length))
+    def info(file: str, start: int, length: int) -> PickledCall:
+        return PickledCall(
+            PickledName("torch.distributed.checkpoint.filesystem", "_StorageInfo"), (file, start, length)
+        )
 
-    keys: dict[str, Call] = {}
-    places: dict[Call, Call] = {}
+    keys: dict[str, PickledCall] = {}
+    places: dict[PickledCall, PickledCall] = {}
     for key, (dtype, shape, chunks) in tensors.items():
         parts = [made("ChunkStorageMetadata", size(chunk.box.start), size(chunk.box.shape)) for chunk in chunks]
-        properties = made("TensorProperties", Name("torch", TORCH_DTYPES[dtype]))
+        properties = made("TensorProperties", PickledName("torch", TORCH_DTYPES[dtype]))
         keys[key] = made("TensorStorageMetadata", properties, size(shape), parts)
         for chunk in chunks:
             where = info(chunk.file, chunk.start, chunk.length)

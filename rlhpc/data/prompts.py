@@ -153,7 +153,9 @@ class PromptSet:
 
     def numbered(self, prompt_id: int) -> Prompt:
         """The prompt of row ``prompt_id``."""
-        return self.prompts[bisect_left(range(len(self)), prompt_id, key=self.prompts.id_of)]
+        prompt = self.prompts[bisect_left(range(len(self)), prompt_id, key=self.prompts.id_of)]
+        assert prompt.prompt_id == prompt_id, f"row {prompt_id} was excluded"
+        return prompt
 
     @property
     def digest(self) -> str:

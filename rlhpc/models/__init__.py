@@ -1,6 +1,6 @@
-"""What is known of each model family, from ``config.json`` alone. Torch-free.
+"""Model families: how each one's ``config.json`` and tensors map to Megatron. Torch-free.
 
-A family is a file here and a line in ``FAMILIES``, or a value of one's own that the configuration names.
+A family is a file here and an entry of ``FAMILIES``, or a user's own value that ``model.family`` names.
 """
 
 from rlhpc.models.dense import attention_rows, dense_table, frame_table, mlp_rows

@@ -1,7 +1,7 @@
 """DeepSeek-V3 and R1 (DeepSeek-AI 2024, arXiv 2412.19437): latent attention, experts in groups, shared experts.
 
-The layers that predict further tokens (num_nextn_predict_layers), stored as layers after the last one, are not built:
-neither the policy nor its log-probs use them.
+Multi-token-prediction layers (num_nextn_predict_layers), stored after the last layer, are not built: neither the
+policy nor its log-probs use them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rlhpc.models.shape import ConfigReader, Experts, LatentAttention, ModelShap
 from rlhpc.models.tables import Family, Row
 
 _NEUTRAL = (
-    "auto_map",  # the same model, in code of its own
+    "auto_map",  # the same model as remote code
     "aux_loss_alpha",  # of pre-training
     "ep_size",  # of DeepSeek's own inference code
     "num_mtp_layers",
@@ -42,10 +42,10 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
 
 
 def _read_latent(reader: ConfigReader) -> LatentAttention:
-    # The reference code's norms between down and up have this one whatever the field says, vLLM's have the field's.
+    # The reference code's norms between down and up projections always use this value, vLLM's use the field.
     reader.expect("rms_norm_eps", (1e-6,))
     rank, nope_dim, rope_dim = (reader.get("q_lora_rank"), *map(reader.need, ("qk_nope_head_dim", "qk_rope_head_dim")))
-    reader.expect("head_dim", (None, rope_dim))  # transformers' name for what the rotary embedding turns
+    reader.expect("head_dim", (None, rope_dim))  # transformers' name of the rotated dimensions
     reader.expect("qk_head_dim", (None, nope_dim + rope_dim))
     return LatentAttention(
         query_rank=None if rank is None else int(rank),
@@ -64,7 +64,7 @@ def _read_experts(reader: ConfigReader) -> Experts:
     top_k, groups, kept = (reader.get(name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
     grouped = groups is not None and int(groups) > 1
     if grouped and int(top_k) != 2 * int(kept):
-        # The reference code ranks groups by their two best experts, Megatron by top_k / groups kept.
+        # The reference code ranks groups by their two best experts, Megatron by their top_k / topk_group best.
         raise UserError(
             f"num_experts_per_tok {top_k} with topk_group {kept} is not supported",
             where=reader.where,

@@ -1,4 +1,4 @@
-"""The rows that Llama-like families share; what differs is in the shape (biases, query and key norms)."""
+"""Table rows that Llama-like families share; they differ in the shape (biases, query and key norms)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ LAYER, LOCAL_LAYER = "model.layers.{layer}.", "decoder.layers.{layer}."
 
 
 def dense_table(shape: ModelShape) -> list[Row]:
-    """The table of a family with grouped-query attention and a SwiGLU feed-forward part in every layer."""
+    """Returns the table of a family with grouped-query attention and a SwiGLU feed-forward part in every layer."""
     return frame_table(shape, attention_rows(shape), mlp_rows(shape))
 
 
 def frame_table(shape: ModelShape, attention: list[Row], feed_forward: list[Row]) -> list[Row]:
-    """Embedding, layers of the given parts with an RMS norm before each, final norm and head."""
+    """Returns embedding, layers of the given parts with an RMS norm before each, final norm and head."""
     vocab, norm = (shape.vocab_size, shape.hidden_size), (shape.hidden_size,)
     pre_mlp = "post_attention_layernorm.weight"
     rows = [
@@ -33,7 +33,7 @@ def frame_table(shape: ModelShape, attention: list[Row], feed_forward: list[Row]
 
 
 def attention_rows(shape: ModelShape) -> list[Row]:
-    """Grouped-query attention: q, k and v fused by query group in Megatron."""
+    """Returns the rows of grouped-query attention: q, k and v fused by query group in Megatron."""
     hf, local = LAYER + "self_attn.", LOCAL_LAYER + "self_attention."
     heads = (("q_proj", shape.num_heads), ("k_proj", shape.num_kv_heads), ("v_proj", shape.num_kv_heads))
     rows = []
@@ -55,7 +55,7 @@ def attention_rows(shape: ModelShape) -> list[Row]:
 def mlp_rows(
     shape: ModelShape, name: str = "mlp.", ffn_size: int | None = None, where: Where = Where.LAYER
 ) -> list[Row]:
-    """SwiGLU: gate and up fused in Megatron's first linear. ``name`` is the module's, the same on both sides."""
+    """Returns the rows of SwiGLU: gate and up fused in Megatron's first linear. ``name``: of the module in both."""
     hf, local, size = LAYER + name, LOCAL_LAYER + name, ffn_size or shape.ffn_size
     up, down = (size, shape.hidden_size), (shape.hidden_size, size)
     return [

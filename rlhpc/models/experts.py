@@ -1,4 +1,4 @@
-"""What families with experts share: the rows of a layer's experts, and the checks on their config fields."""
+"""Table rows that families with experts share."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from rlhpc.models.tables import Cut, Row, Where
 def expert_rows(
     shape: ModelShape, name: str = "mlp.", parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> list[Row]:
-    """Router, experts and shared experts of the layers that have them, and the plain part of those that have not.
+    """Returns the rows of routers, experts and shared experts, and of the feed-forward part of dense layers.
 
-    ``name`` is HuggingFace's module, ``parts`` are its names of an expert's gate, up and down.
+    ``name`` is HuggingFace's module, ``parts`` are its names of an expert's gate, up and down projections.
     """
     experts = shape.experts
     assert experts is not None

@@ -1,4 +1,4 @@
-"""Floating-point operations that a model's arithmetic needs, whatever a back end makes of it (no recomputation).
+"""Floating-point operations of a model, without recomputation.
 
 After PaLM (arXiv 2204.02311, appendix B), with causal attention counted at half the square.
 """
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 
 from rlhpc.models import ModelShape
 
-# The backward pass multiplies twice for each product of the forward pass.
+# The backward pass has two products for each one of the forward pass.
 _FORWARD_AND_BACKWARD = 3
 
 
 def training_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Of one forward and backward pass over sequences of ``lengths`` tokens."""
+    """Returns the operations of a forward and backward pass over sequences of ``lengths`` tokens."""
     return _FORWARD_AND_BACKWARD * forward_flops(shape, lengths)
 
 
 def forward_flops(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Of one forward pass: two for each weight that a token meets, and attention."""
+    """Returns the operations of a forward pass: two per token and weight, and attention."""
     of_token, of_pair = forward_terms(shape)
     return of_token * sum(lengths) + of_pair * sum(length * (length + 1) / 2 for length in lengths)
 
 
 def forward_terms(shape: ModelShape) -> tuple[float, float]:
-    """Of one forward pass: for each token, and for each pair of a token and one that it attends to."""
+    """Returns the forward operations per token, and per pair of a token and one that it attends to."""
     weights = shape.num_layers * attention_weights(shape) + head_rows(shape) * shape.hidden_size
     weights += sum(feed_forward_weights(shape, layer) for layer in range(shape.num_layers))
     key_dim = shape.head_dim
@@ -34,12 +34,12 @@ def forward_terms(shape: ModelShape) -> tuple[float, float]:
 
 
 def head_rows(shape: ModelShape) -> int:
-    """Of the last projection: the vocabulary, or the one of a value head."""
+    """Returns the rows of the output projection: the vocabulary, or one for a value head."""
     return 1 if shape.head == "value" else shape.vocab_size
 
 
 def attention_weights(shape: ModelShape) -> int:
-    """Of one layer's projections."""
+    """Returns the parameters of one layer's attention projections."""
     hidden, heads = shape.hidden_size, shape.num_heads
     if shape.latent is None:
         return hidden * shape.head_dim * 2 * (heads + shape.num_kv_heads)
@@ -52,7 +52,7 @@ def attention_weights(shape: ModelShape) -> int:
 
 
 def feed_forward_weights(shape: ModelShape, layer: int) -> int:
-    """That a token meets in the layer's feed-forward part."""
+    """Returns the parameters of a layer's feed-forward part that a token is multiplied with."""
     experts = shape.experts
     if experts is None or layer not in experts.layers:
         return 3 * shape.hidden_size * shape.ffn_size

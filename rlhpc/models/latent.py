@@ -1,4 +1,4 @@
-"""The rows of multi-head latent attention."""
+"""Table rows of multi-head latent attention."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from rlhpc.models.tables import Cut, Row
 
 
 def latent_rows(shape: ModelShape) -> list[Row]:
-    """Down to a small vector (a copy on every rank), a norm, and up to the heads, which are cut over ranks.
+    """Returns the rows of the down projections (whole on every rank), norms, and up projections, cut by heads.
 
-    The engine keeps the two ways down in one parameter, queries' rows first.
+    The engine fuses both down projections in one parameter, queries' rows first.
     """
     latent = shape.latent
     assert latent is not None

@@ -9,7 +9,7 @@ from rlhpc.models.tables import Family, Row
 
 
 def _read(reader: ConfigReader, architecture: str) -> ModelShape:
-    reader.expect("sliding_window", (None,))  # in this family it is on when it is there
+    reader.expect("sliding_window", (None,))  # on whenever the field is set
     reader.expect("router_jitter_noise", (0.0,))
     experts = Experts(
         num_experts=int(reader.need("num_local_experts")),

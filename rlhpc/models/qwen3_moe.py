@@ -20,7 +20,7 @@ def _read(reader: ConfigReader, architecture: str) -> ModelShape:
         layers=tuple(layer for layer in layers if layer not in dense and (layer + 1) % step == 0),
         normalise=bool(reader.get("norm_topk_prob", False)),
     )
-    reader.get("num_experts")  # beside the new name, in files of both
+    reader.get("num_experts")  # some files have both names
     reader.check_experts(experts)
     return read_dense(reader, "qwen3_moe", architecture, qk_norm=True, experts=experts)
 

@@ -1,4 +1,4 @@
-"""The families, by the architecture that ``config.json`` names."""
+"""Finds the family of a model by the architecture in its ``config.json``."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, 
 
 
 def find_family(name: str) -> Family:
-    """A family of the package by its name, or one from outside by ``package.module:attribute``."""
+    """Returns a built-in family by its name, or a user's own by ``package.module:attribute``."""
     if name in FAMILIES:
         return FAMILIES[name]
     family = import_attribute(name, where="model.family")
@@ -38,9 +38,9 @@ def find_family(name: str) -> Family:
 
 
 def read_model(folder: Path, family: str | None = None, *, classifier: bool = False) -> ModelShape:
-    """The shape of the HuggingFace model in ``folder``; ``family`` as in ``find_family``, by its config if None.
+    """Returns the shape of the HuggingFace model in ``folder``. ``family``: see ``find_family``; None: by its config.
 
-    ``classifier``: it may be a sequence classifier, whose transformer is the same.
+    ``classifier``: also accept a sequence classifier, whose transformer is the same.
     """
     file = folder / "config.json"
     if not folder.is_dir():
@@ -63,14 +63,15 @@ def read_model(folder: Path, family: str | None = None, *, classifier: bool = Fa
 
 @lru_cache(maxsize=8)
 def value_shape(folder: Path) -> ModelShape:
-    """Shape of the model in ``folder`` with a value head. Read once: a search asks for it with every layout."""
+    """Returns the shape of the model in ``folder`` with a value head; cached, because a search needs it per layout."""
     return read_model(folder, classifier=True).with_value_head
 
 
 def shape_of(fields: Mapping[str, Any], where: str = "config.json", family: str | None = None) -> ModelShape:
-    """The shape that the fields of a ``config.json`` describe; refuses what the family does not understand.
+    """Returns the shape that the fields of a ``config.json`` describe. Raises UserError for fields that the family does
+    not know.
 
-    It names its family as ``find_family`` takes it, so that it means the same in every process.
+    ``ModelShape.family`` is as ``find_family`` takes it, so that it means the same in every process.
     """
     names = [family] if family is not None else list(FAMILIES)
     known = {architecture: name for name in names for architecture in find_family(name).architectures}

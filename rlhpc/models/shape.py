@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from rlhpc.core.errors import UserError, did_you_mean
 
-_STRETCHED = ("yarn", "linear")  # scalings that vLLM takes a model's positions times the factor for
+_STRETCHED = ("yarn", "linear")  # scalings for which vLLM multiplies a model's positions by the factor
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Experts:
     layers: tuple[int, ...]  # the layers that have experts; the others are dense
     score: Literal["softmax", "sigmoid"] = "softmax"
     normalise: bool = True  # the weights of a token's experts sum to one
-    bias: bool = False  # a number per expert that is added for the choice alone (DeepSeek-V3, section 2.1.2)
+    bias: bool = False  # added per expert for the selection only (DeepSeek-V3, section 2.1.2)
     shared_ffn_size: int = 0  # of the experts that every token takes, together
-    num_groups: int | None = None  # a token chooses groups_kept groups first, then experts among theirs
+    num_groups: int | None = None  # a token selects groups_kept groups first, then experts in them
     groups_kept: int | None = None
     scale: float = 1.0  # factor on the weights
     router_dtype: Literal["model", "float32"] = "model"  # of the router's logits in vLLM; model: that of the weights
@@ -57,7 +57,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything the plans and the builders need of a decoder-only transformer."""
+    """Dimensions and features of a decoder-only transformer."""
 
     family: str
     architecture: str
@@ -76,7 +76,7 @@ class ModelShape:
     qk_norm: bool = False
     experts: Experts | None = None
     latent: LatentAttention | None = None
-    head: Literal["vocabulary", "value"] = "vocabulary"  # value: one number for each token, as a critic has
+    head: Literal["vocabulary", "value"] = "vocabulary"  # value: one number per token, for critics and reward models
 
     @property
     def with_value_head(self) -> ModelShape:
@@ -85,7 +85,7 @@ class ModelShape:
 
     @property
     def usable_positions(self) -> int:
-        """Positions that the engine takes: under some scalings, those of the original length times the factor."""
+        """Positions that the engine accepts: under some scalings, the original ones times the factor."""
         if self.rope.kind not in _STRETCHED:
             return self.max_positions
         original = int(self.rope.parameters.get("original_max_position_embeddings") or self.max_positions)
@@ -105,7 +105,7 @@ class ModelShape:
         return more**2 / math.sqrt(self.head_dim)
 
 
-# Fields that say nothing of the network's function: bookkeeping, generation, training-time settings that are off.
+# Fields without effect on the network's function: bookkeeping, generation, disabled training settings.
 _NEUTRAL = {
     "_name_or_path",
     "architectures",
@@ -137,7 +137,7 @@ _NEUTRAL = {
 }
 
 
-# Fields that count something, and the most that is believed of them.
+# Fields that are counts, and their largest plausible values.
 _COUNTS = {
     "num_hidden_layers": 10**4,
     "max_position_embeddings": 10**9,
@@ -167,7 +167,7 @@ _REALS = ("rms_norm_eps", "rope_theta")
 
 
 class ConfigReader:
-    """Reads the fields of one ``config.json``, remembers which, and refuses what nobody read."""
+    """Reads the fields of one ``config.json``, and refuses those that were not read."""
 
     def __init__(self, fields: Mapping[str, Any], where: str) -> None:
         self._fields, self.where, self._read = fields, where, set(_NEUTRAL)
@@ -177,12 +177,12 @@ class ConfigReader:
         value = self._fields.get(name, default)
         if name in _COUNTS and value is not None and (type(value) is not int or not 1 <= value <= _COUNTS[name]):
             raise UserError(
-                f"{name} = {value!r} is no number of anything",
+                f"{name} = {value!r} is not a valid count",
                 where=self.where,
                 remedy=f"restore the file; an integer from 1 to {_COUNTS[name]:,} is expected",
             )
         if name in _REALS and value is not None and (type(value) not in (int, float) or value <= 0):
-            raise UserError(f"{name} = {value!r} is no number above 0", where=self.where, remedy="restore the file")
+            raise UserError(f"{name} = {value!r} is not a number above 0", where=self.where, remedy="restore the file")
         return value
 
     def need(self, name: str) -> Any:
@@ -192,7 +192,7 @@ class ConfigReader:
         return value
 
     def expect(self, name: str, allowed: Sequence[Any]) -> None:
-        """Refuse a field whose value asks for a network that is not built here."""
+        """Refuses a field with a value that is not implemented; without the field, the first of ``allowed`` holds."""
         value = self.get(name, allowed[0])
         if value not in allowed:
             raise UserError(
@@ -202,8 +202,8 @@ class ConfigReader:
             )
 
     def check_experts(self, experts: Experts) -> None:
-        """Refuse numbers of experts that make no model."""
-        least = 2 if experts.normalise else 1  # one weight that is normalised is always one: nothing to learn
+        """Refuses impossible numbers of experts."""
+        least = 2 if experts.normalise else 1  # a single normalised weight is always 1: nothing to learn
         if not least <= experts.top_k <= experts.num_experts:
             raise UserError(
                 f"num_experts_per_tok = {experts.top_k} of {experts.num_experts} experts is not supported",
@@ -217,8 +217,8 @@ class ConfigReader:
                 remedy="correct n_group",
             )
 
-    def finish(self) -> None:
-        """Every field was understood, or is one that does not matter."""
+    def refuse_unread(self) -> None:
+        """Refuses fields that were not read and may have an effect."""
         unknown = sorted(set(self._fields) - self._read)
         if unknown:
             raise UserError(
@@ -228,7 +228,7 @@ class ConfigReader:
             )
 
 
-# Scalings whose frequencies do not depend on a sequence's length: parameters that each one needs, and may have
+# Scalings whose frequencies are independent of the sequence length: required and optional parameters of each
 # (transformers/modeling_rope_utils.py).
 _ROPE_KINDS = {
     "default": ((), ()),
@@ -250,20 +250,20 @@ _ROPE_KINDS = {
 
 
 def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> Rope:
-    """transformers 5 keeps ``rope_parameters``; older files ``rope_theta`` beside ``rope_scaling``."""
+    """Reads ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of older files."""
     theta, scaling = reader.get("rope_theta"), dict(reader.get("rope_scaling") or {})
     parameters = {**scaling, **dict(reader.get("rope_parameters") or {})}
     theta = parameters.pop("rope_theta", None) or theta or default_theta
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
-    if parameters.get("partial_rotary_factor") == 1.0:  # all of a head
+    if parameters.get("partial_rotary_factor") == 1.0:  # the whole head
         del parameters["partial_rotary_factor"]
     _check_rope(kind, parameters, reader.where)
     return Rope(float(theta), kind, parameters)
 
 
 def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
-    """Refuse a scaling that is not built here, lacks a parameter, or has one that is not understood."""
+    """Refuses a scaling that is not implemented, lacks a parameter or has an unknown one."""
     if kind not in _ROPE_KINDS:
         raise UserError(
             f"rope_type = {kind!r} is not supported",
@@ -290,7 +290,7 @@ def _check_rope(kind: str, parameters: Mapping[str, Any], where: str) -> None:
 def read_dense(
     reader: ConfigReader, family: str, architecture: str, default_theta: float = 10000.0, **features: Any
 ) -> ModelShape:
-    """The fields that Llama and all that descend from it share; ``features`` are set in the shape as they are."""
+    """Returns the shape from the fields that Llama-like families share; ``features`` go into it unchanged."""
     if reader.get("quantization_config"):
         raise UserError(
             "the weights are quantised (quantization_config)",
@@ -316,5 +316,5 @@ def read_dense(
         "rope": read_rope(reader, default_theta),
         "tied_embeddings": bool(reader.get("tie_word_embeddings", False)),
     }
-    reader.finish()
+    reader.refuse_unread()
     return ModelShape(**{**fields, **features})

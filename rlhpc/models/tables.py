@@ -1,7 +1,7 @@
-"""The vocabulary of a family's table: which HuggingFace tensor lies where in Megatron's model.
+"""Types of a family's table: which HuggingFace tensor is where in Megatron's model.
 
 A ``Row`` names one HuggingFace tensor (``{layer}`` and ``{expert}`` stand for numbers), its shape, and the Megatron
-parameter that holds it with the way that parameter is cut over ranks.
+parameter that holds it, with its cut over ranks.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Row:
     cut: Cut
     where: Where = Where.LAYER
     part: int = 0  # in a fused parameter: 0 q or gate, 1 k or up, 2 v
-    engine_name: str = ""  # the engine's parameter, where neither HuggingFace's name nor the cut says it
+    engine_name: str = ""  # the engine's parameter, where neither HuggingFace's name nor the cut implies it
     engine_start: int = 0  # first row in it
-    float32: bool = False  # kept in float32 whatever the model's dtype
+    float32: bool = False  # float32 in a model of any dtype
 
     @property
     def of_each_expert(self) -> bool:

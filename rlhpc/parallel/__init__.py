@@ -1,1 +1,1 @@
-"""Joining the ranks, and what stands between Megatron and the machine."""
+"""Process groups and transfers between ranks, pinned memory, and all changes to Megatron's and vLLM's state."""

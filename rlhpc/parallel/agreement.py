@@ -1,4 +1,4 @@
-"""Agreement of all ranks: on program and config when they have joined, and on an error that one of them met."""
+"""Agreement of all ranks: on software and config at startup, and on an error of one of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def facts_of(files: Sequence[Path]) -> dict[str, str]:
-    """What must be alike on this rank: versions, rlhpc's own source, and the contents of ``files``."""
+    """What must be equal on all ranks: versions, rlhpc's own source, and the contents of ``files``."""
     source = Path(rlhpc.__file__).parent
     return {
         "python": platform.python_version(),
@@ -37,20 +37,22 @@ def facts_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 def check_agreement(info: RankInfo, facts: Facts) -> None:
-    """Raise a UserError on every rank if one differs. Collective over all ranks."""
+    """Raises UserError on every rank if the facts differ. Collective over all ranks."""
     everyone: list[tuple[str, Facts]] = [("", {})] * info.world_size
     dist.all_gather_object(everyone, (info.node, facts))
-    told = disagreement(everyone)
-    if told is not None:
+    difference = disagreement(everyone)
+    if difference is not None:
         raise UserError(
-            told, where="ranks", remedy="install one environment for all nodes, and start the run from one place"
+            difference,
+            where="ranks",
+            remedy="use the same environment on all nodes, and start the run from the same place",
         )
 
 
 def disagreement(everyone: Sequence[tuple[str, Facts]]) -> str | None:
-    """(node, facts) of each rank to what differs first, and on which ranks; None when all agree."""
+    """First difference between the facts of ranks, given as (node, facts), and its ranks; None if all agree."""
     for name in everyone[0][1]:
-        values = [facts.get(name, "nothing") for _, facts in everyone]
+        values = [facts.get(name, "none") for _, facts in everyone]
         usual, _ = Counter(values).most_common(1)[0]
         others = [rank for rank, value in enumerate(values) if value != usual]
         if others:
@@ -64,7 +66,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "nothing"
+        return "none"
 
 
 def _digest(files: Sequence[Path]) -> str:
@@ -79,28 +81,28 @@ def _content(file: Path) -> bytes:
 
 
 def together(action: Callable[[], T]) -> T:
-    """The result of ``action``, which every rank calls; an OSError of one of them is raised on all. Collective.
+    """Result of ``action``, which every rank calls; raises an OSError of one of them on all. Collective.
 
-    Collectives inside ``action`` must come before what may fail on a single rank.
+    Collectives inside ``action`` must precede all that can fail on a single rank.
     """
-    result, met = None, None
+    result, failure = None, None
     try:
         result = action()
     except OSError as error:
-        met = error
-    raise_together(met)
+        failure = error
+    raise_together(failure)
     return cast(T, result)
 
 
 def on_first_rank(action: Callable[[], object]) -> None:
-    """Let rank 0 act while the others wait; an OSError of it is raised on all. Collective."""
+    """Calls ``action`` on rank 0 while the others wait; raises its OSError on all. Collective."""
     together(lambda: action() if dist.get_rank() == 0 else None)
 
 
 def raise_together(error: OSError | None) -> None:
-    """Raise on every rank what one of them met; nothing if none did. Collective over all ranks.
+    """Raises an error of one rank on every rank, if there is any. Collective over all ranks.
 
-    A rank with an error of its own raises that one; the others raise that of the first rank that has one, and name it.
+    A rank with an error of its own raises that one; the others raise that of the first rank with an error, and name it.
     """
     failed = torch.tensor([int(error is not None)])
     dist.all_reduce(failed, dist.ReduceOp.MAX)

@@ -1,7 +1,7 @@
-"""What this rank's process groups have called last, from torch's own flight recorder.
+"""Last collectives of this rank's process groups, from torch's flight recorder.
 
-The recorder is on by default and sees every collective of gloo and NCCL, Megatron's and the engine's too: it sits in
-the process groups. Sends and receives it sees on NCCL only, so they are left out.
+The recorder is on by default and records every collective on gloo and NCCL, including Megatron's and the engine's. It
+records sends and receives on NCCL only, so they are left out.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch.distributed as dist
 
 from rlhpc.core.collectives import Collective, GroupState
 
-KEPT = 8  # of each group, besides those that are not finished
-# One recorder for the CPU's back ends, one for NCCL's; each build of torch has what it needs (c10d/init.cpp).
+RECENT = 8  # collectives of each group, besides unfinished ones
+# One recorder for the CPU's back ends, one for NCCL's; a build of torch has those that it needs (c10d/init.cpp).
 _RECORDERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 
 
 def last_collectives() -> list[GroupState]:
-    """Each group that has called a collective among the last 2,000 of this process. Never waits for other ranks."""
+    """Groups with a collective among the last 2,000 of this process. Never waits for other ranks."""
     entries = [entry for name in _RECORDERS for entry in _entries(name)]
     members = _members()
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
@@ -32,11 +32,11 @@ def last_collectives() -> list[GroupState]:
 
 def _entries(recorder: str) -> list[dict[str, Any]]:
     dump = getattr(torch._C._distributed_c10d, recorder, None)
-    return json.loads(dump(True, False)).get("entries", []) if dump is not None else []
+    return json.loads(dump()).get("entries", []) if dump is not None else []
 
 
 def _members() -> dict[str, tuple[int, ...]]:
-    """Global ranks by the name of their group. Groups that this rank is not in have a number in the group's place."""
+    """Global ranks by name of their group. For groups without this rank, torch has a number in place of the group."""
     groups = list(dist.distributed_c10d._world.pg_group_ranks.items())
     return {g.group_name: tuple(sorted(ranks)) for g, ranks in groups if isinstance(g, dist.ProcessGroup)}
 
@@ -51,6 +51,6 @@ def _state(group: str, backend: str, ranks: tuple[int, ...], entries: list[dict[
         )
         for entry in entries
     ]
-    recent = [call for place, call in enumerate(calls) if not call.finished or place >= len(calls) - KEPT]
+    recent = [call for place, call in enumerate(calls) if not call.finished or place >= len(calls) - RECENT]
     description = entries[-1]["process_group"][1]
     return GroupState(group, "" if description == "undefined" else description, backend, ranks, tuple(recent))

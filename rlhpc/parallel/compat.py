@@ -198,7 +198,7 @@ def rng_states() -> dict[str, Any]:
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     return {
-        "host": torch.get_rng_state(),
+        "cpu": torch.get_rng_state(),
         "device": torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None,
         "tracker": get_cuda_rng_tracker().get_states(),
     }
@@ -208,7 +208,7 @@ def restore_rng_states(states: dict[str, Any]) -> None:
     """Sets what ``rng_states`` returned; the GPU's generator only in a process that uses one."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-    torch.set_rng_state(states["host"])
+    torch.set_rng_state(states["cpu"])
     if states["device"] is not None and torch.cuda.is_initialized():
         torch.cuda.set_rng_state(states["device"])
     get_cuda_rng_tracker().set_states(states["tracker"])

@@ -55,7 +55,7 @@ RNG_FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
-def cpu_splits(tensor: Any, as_numpy: Any = False, **_: Any) -> Any:
+def cpu_splits(tensor: Any, *, as_numpy: bool = False, **_: Any) -> Any:
     """Stands in for ``maybe_move_tensor_to_cpu`` (moe_utils.py:1093), which converts GPU tensors only:
     all_to_all_single refuses tensors as splits."""
     return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor

@@ -1,4 +1,4 @@
-"""GPU memory that PyTorch holds and does not use."""
+"""GPU memory that PyTorch caches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def release_cached() -> None:
-    """Return it to the driver, for allocators other than PyTorch's; nothing to do on a CPU.
+    """Returns it to the driver, for allocators other than PyTorch's. No effect on a CPU.
 
-    Tensors in reference cycles are freed first: their memory would stay in use.
+    Frees tensors in reference cycles first: their memory would stay in use.
     """
     if torch.cuda.is_available():
         gc.collect()

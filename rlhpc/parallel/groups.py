@@ -1,4 +1,4 @@
-"""Joining the ranks: the default group, and Megatron's groups for each layout, initialised here only."""
+"""Process groups: the default group of a job, and Megatron's groups for each layout."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from rlhpc.sharding.layout import ParallelLayout
 
 
 def join(info: RankInfo, timeout_minutes: float = 30) -> None:
-    """Enter the job's default process group: NCCL with a GPU, gloo without.
+    """Joins the job's default process group: NCCL with a GPU, gloo without.
 
-    The ranks meet in the job's own store when the launcher has named one, else at MASTER_ADDR and MASTER_PORT, where
+    The ranks meet in the job's own store if the launcher has named one, else at MASTER_ADDR and MASTER_PORT, where
     torch's TCPStore lets any user of the cluster read and write.
     """
-    os.environ.setdefault(env.MASTER_ADDR, info.master_addr)  # for libraries that ask
+    os.environ.setdefault(env.MASTER_ADDR, info.master_addr)  # for libraries that read it
     os.environ.setdefault(env.MASTER_PORT, str(info.master_port or 29500))
     on_gpu, timeout = torch.cuda.is_available(), datetime.timedelta(minutes=timeout_minutes)
     if on_gpu:
@@ -41,20 +41,20 @@ def join(info: RankInfo, timeout_minutes: float = 30) -> None:
 
 
 def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store | None:
-    """Where this rank finds the others; None to let torch open a TCPStore."""
+    """Store in which this rank finds the others; None to let torch open a TCPStore."""
     store = open_store()
     if store is not None:
         store.set_timeout(timeout)
         return store
-    # Alone there is nobody to meet, and no port to be taken by somebody else.
+    # A single rank needs no port, which somebody else could take.
     return dist.HashStore() if info.world_size == 1 and not info.master_port else None
 
 
 class Groups:
-    """Megatron's process groups for one layout. ``with groups:`` puts them in force, and then those before again."""
+    """Megatron's process groups for one layout. ``with groups:`` activates them, and restores those active before."""
 
     def __init__(self, layout: ParallelLayout) -> None:
-        """Collective. Nested in other groups that are in force, which stay so."""
+        """Creates the groups and leaves those active that are. Collective."""
         self.layout = layout
         self._former: list[MegatronGlobals] = []
         self._own: MegatronGlobals = {}
@@ -70,7 +70,7 @@ class Groups:
 
 
 def build_groups(layout: ParallelLayout, seed: int) -> Groups:
-    """The groups that are in force for the rest of the process, and Megatron's random-number tracker. Collective."""
+    """Activates groups for the rest of the process, and seeds Megatron's random-number tracker. Collective."""
     groups = Groups(layout)
     groups.__enter__()
     seed_rng_tracker(seed)
@@ -78,7 +78,7 @@ def build_groups(layout: ParallelLayout, seed: int) -> Groups:
 
 
 def engine_group(world_size: int, rank: int, tp: int) -> dist.ProcessGroup | None:
-    """The ranks of this rank's engine, a block of ``tp``, on the host; None for one alone. Called on all ranks."""
+    """Gloo group of this rank's engine, a block of ``tp`` ranks; None for an engine of one. Collective."""
     if tp == 1:
         return None
     groups = [dist.new_group(range(start, start + tp), backend="gloo") for start in range(0, world_size, tp)]
@@ -86,6 +86,6 @@ def engine_group(world_size: int, rank: int, tp: int) -> dist.ProcessGroup | Non
 
 
 def leave() -> None:
-    """Leave every group. Called at a normal end only: after an error the others may not answer."""
+    """Leaves every group. For a normal end only: after an error other ranks may not respond."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Files of a checkpoint, written whole again after a file system has failed (rlhpc.core.storage)."""
+"""Writes files of a checkpoint, and rewrites them after a file system has failed (rlhpc.core.storage)."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from rlhpc.core.storage import os_error_in, patiently
-from rlhpc.parallel import host_memory
+from rlhpc.parallel import pinned_memory
 
-Buckets = list[tuple[Any, str, tuple[list[Any], list[Any]]]]  # file, its key, (bytes, tensors), each with its item
+Buckets = list[tuple[Any, str, tuple[list[Any], list[Any]]]]  # file, key, (bytes, tensors), each with its item
 
 
 def write_archive(file: Path, value: Any) -> None:
-    """torch.save to disk, once. Its errors are the file system's own, which torch.save hides behind others."""
+    """Writes with torch.save and flushes to disk; raises the file system's OSError, which torch.save hides."""
     try:
         with open(file, "wb") as stream:
             torch.save(value, stream)
@@ -30,22 +30,22 @@ def write_archive(file: Path, value: Any) -> None:
 
 
 def private_buckets(buckets: Buckets) -> Buckets:
-    """What a forked process writes while training continues, in memory that training does not change.
+    """Buckets in memory that training does not change, for a forked process to write while training continues.
 
-    Stands in for ``preload_tensors`` (filesystem_async.py:245), which leaves CPU tensors where they are, and copies
-    those of a device into pinned memory. A fork shares pinned memory, and the parent reuses it at once: it drops its
-    references when the process has started.
+    Replaces ``preload_tensors`` (filesystem_async.py:245), which leaves CPU tensors in place and copies those of a
+    device into pinned memory. A fork shares pinned memory, and the parent reuses it at once: it drops its references
+    when the process has started.
     """
     return [
-        (file, key, (data, [(item, host_memory.private(tensor)) for item, tensor in tensors]))
+        (file, key, (data, [(item, pinned_memory.private(tensor)) for item, tensor in tensors]))
         for file, key, (data, tensors) in buckets
     ]
 
 
 def patient_writer(write: Callable[..., None]) -> Callable[..., None]:
-    """``write_preloaded_data`` of Megatron's writer processes, repeated as long as the file system fails.
+    """``write_preloaded_data`` of Megatron's writer processes, retried while the file system fails.
 
-    It replies an error as OSError where that is what it came from.
+    Reports errors that an OSError caused as that OSError.
     """
 
     def write_patiently(*args: Any, results_queue: Any, count_queue: Any, local_proc_idx: int, **options: Any) -> None:
@@ -61,7 +61,9 @@ def patient_writer(write: Callable[..., None]) -> Callable[..., None]:
         try:
             reply = patiently(once, options["write_bucket"][0])
         except OSError as error:
-            plain = OSError(error.errno, error.strerror, error.filename)  # it crosses processes that know no other
+            plain = OSError(
+                error.errno, error.strerror, error.filename
+            )  # without the types that other processes cannot unpickle
             reply = (local_proc_idx, plain)
         results_queue.put(reply)
         count_queue.get()
@@ -71,7 +73,7 @@ def patient_writer(write: Callable[..., None]) -> Callable[..., None]:
 
 
 class _Reply:
-    """Stands in for both queues of a writer process, and keeps what it puts there."""
+    """Replaces both queues of a writer process, and stores what it puts there."""
 
     def __init__(self) -> None:
         self.value: Any = None

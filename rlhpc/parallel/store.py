@@ -1,4 +1,4 @@
-"""The job's own key-value store as torch sees it: a ``Store`` for ``init_process_group`` and every group after it."""
+"""The job's own key-value store as a torch ``Store``, for ``init_process_group`` and every later group."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rlhpc.core.store_client import StoreAddress, StoreConnection, reach
 from rlhpc.core.store_protocol import Op, ProtocolError, Status, as_number, number, seconds
 
 CONNECT_SECONDS = 60.0
-_addresses: dict[str, StoreAddress] = {}  # the secret leaves the environment when it is read, and stays here
-_stores: list[JobStore] = []  # torch's C++ objects call a store's methods for as long as the process lives
+_addresses: dict[str, StoreAddress] = {}  # the secret is removed from the environment when it is read
+_stores: list[JobStore] = []  # torch's C++ objects call a store until the process ends
 
 
 def open_store(environ: MutableMapping[str, str] = os.environ) -> JobStore | None:
-    """The store that the launcher has named in the environment; None when it has named none.
+    """Store that the launcher has named in the environment; None if it has named none.
 
-    The secret is taken out of ``environ``, so that what this process starts does not inherit it.
+    Removes the secret from ``environ``, so that child processes do not inherit it.
     """
     address = _address(environ)
     return None if address is None else JobStore(address)
@@ -37,13 +37,13 @@ def _address(environ: MutableMapping[str, str]) -> StoreAddress | None:
 
 
 class JobStore(dist.Store):
-    """A client of ``launch.store.StoreServer``. Threads may use one together: each call has a connection to itself.
+    """Client of the job's store server. Thread-safe: each call has a connection of its own.
 
-    Raises UserError when the server cannot be reached or refuses the secret, DistStoreError when keys do not come in
-    time, DistNetworkError when the connection is lost.
+    Raises UserError if the server cannot be reached or rejects the secret, DistStoreError if keys are not set in time,
+    DistNetworkError if the connection is lost.
     """
 
-    # getNumKeys and deleteKey are what torch's C++ side calls; the others' names are the same on both sides.
+    # torch's C++ side calls getNumKeys and deleteKey; the other methods have the same names on both sides.
 
     def __init__(self, address: StoreAddress, connect_seconds: float = CONNECT_SECONDS) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class JobStore(dist.Store):
         _stores.append(self)
 
     def clone(self) -> JobStore:
-        """This store: a clone is for threads that must not wait for each other's calls, and here none does."""
+        """This store: clones serve threads that must not wait for each other, and here none does."""
         return self
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -94,7 +94,7 @@ class JobStore(dist.Store):
         self._call(Op.MULTI_SET, fields)
 
     def has_extended_api(self) -> bool:
-        """append, multi_get and multi_set are there."""
+        """Whether append, multi_get and multi_set exist."""
         return True
 
     def _wait(self, op: Op, keys: Sequence[str], timeout: datetime.timedelta) -> list[bytes]:
@@ -109,7 +109,7 @@ class JobStore(dist.Store):
             connection.close()
             raise dist.DistNetworkError(f"lost the job's store at {self._address!r}: {error}") from error
         except BaseException:
-            connection.close()  # interrupted: the answer would be taken for that of the next request
+            connection.close()  # interrupted: the next request would receive this answer
             raise
         with self._lock:
             self._idle.append(connection)
@@ -120,7 +120,7 @@ class JobStore(dist.Store):
         return answer
 
     def _take(self) -> StoreConnection:
-        """A connection that nobody uses. One that a parent process opened is the parent's."""
+        """An idle connection; a forked process opens its own."""
         if self._pid != os.getpid():
             self._lock, self._idle, self._pid = threading.Lock(), [], os.getpid()
         with self._lock:

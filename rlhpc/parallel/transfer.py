@@ -1,9 +1,9 @@
-"""The transfers of ``rlhpc.sharding.dispatch`` between real ranks. All calls are collective over the whole job."""
+"""Transfers of ``rlhpc.sharding.dispatch`` between ranks. All calls are collective over the whole job."""
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TypeVar
 
 import torch
@@ -13,14 +13,14 @@ from rlhpc.sharding.dispatch import Transfer
 from rlhpc.sharding.layout import ParallelLayout
 
 T = TypeVar("T")
-_MESSAGE = 1 << 28  # bytes of a broadcast: gloo counts in int, and a heartbeat is not kept waiting
+_MESSAGE = 1 << 28  # bytes of a broadcast: gloo counts in int, and heartbeats must not wait
 
 
 def gather_objects(mine: T | None) -> list[T | None]:
-    """Every rank's object on every rank, through the host; None of those that have none.
+    """Every rank's object on every rank, through CPU memory; None from ranks without one.
 
-    As ``all_gather_object``, which takes room for the largest object once for each rank: what some engines' first
-    ranks have for all would be held as often as there are ranks.
+    Unlike ``all_gather_object``, which allocates the size of the largest object for each rank: the objects of a few
+    engines' first ranks would take as much memory as if every rank had one.
     """
     own = torch.empty(0, dtype=torch.uint8)
     if mine is not None:
@@ -32,49 +32,43 @@ def gather_objects(mine: T | None) -> list[T | None]:
     for rank, size in enumerate(sizes.tolist()):
         if rank == dist.get_rank():
             found.append(mine)
-            _send(own, rank)
+            _broadcast(own, rank)
         elif size:
             arriving = torch.empty(size, dtype=torch.uint8)
-            _send(arriving, rank)
+            _broadcast(arriving, rank)
             found.append(pickle.loads(memoryview(arriving.numpy())))
         else:
             found.append(None)
     return found
 
 
-def _send(content: torch.Tensor, speaker: int) -> None:
+def _broadcast(content: torch.Tensor, speaker: int) -> None:
     for message in content.split(_MESSAGE) if len(content) else ():
         dist.broadcast(message, src=speaker)
 
 
 def gather_parts(transfer: Transfer, layout: ParallelLayout, mine: T) -> list[T]:
-    """Every part's value on every rank, in the order of the parts; one rank of each part sends it."""
+    """Every part's value on every rank, in order of parts; one rank of each part sends it."""
     speakers = [transfer.speaker(layout, part) for part in range(transfer.parts(layout))]
     sent = gather_objects(mine if dist.get_rank() in speakers else None)
     return [sent[rank] for rank in speakers]  # type: ignore[misc]
 
 
-def gather_items(transfer: Transfer, layout: ParallelLayout, mine: Sequence[T]) -> list[T]:
-    """The items of all parts end to end: what ``Transfer.share`` has taken apart, in its order."""
-    return [item for part in gather_parts(transfer, layout, mine) for item in part]
-
-
 def one_to_all(value: T, speaker: int = 0) -> T:
-    """The speaker's value on every rank."""
+    """Value of rank ``speaker`` on every rank."""
     box = [value]
     dist.broadcast_object_list(box, src=speaker)
     return box[0]
 
 
 def give_parts(transfer: Transfer, layout: ParallelLayout, mine: Mapping[int, T]) -> dict[int, T]:
-    """``mine`` has for some parts what all their ranks need and no other rank does. What this rank is given, by who had
-    it."""
+    """Sends a value to all ranks of each part in ``mine``; returns the received values by sending rank."""
     parts = ((rank, transfer.part_of(layout, rank)) for rank in range(layout.world_size))
     return give_objects({rank: mine[part] for rank, part in parts if part in mine})
 
 
 def give_objects(mine: Mapping[int, T]) -> dict[int, T]:
-    """What each rank has for others, to these alone, through the host; what this rank is given, by who had it."""
+    """Sends an object to each rank in ``mine``, through CPU memory; returns the received objects by sending rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     gives = torch.zeros(ranks, ranks, dtype=torch.uint8)
     gives[rank, list(mine)] = 1
@@ -89,7 +83,7 @@ def give_objects(mine: Mapping[int, T]) -> dict[int, T]:
 
 
 def _swap(leaving: object | None, to: int, source: int | None) -> torch.Tensor | None:
-    """Send to one rank while another one, if any, sends to this one: the bytes."""
+    """Sends to one rank and receives the bytes that another one, if any, sends to this one."""
     own = None if leaving is None else torch.frombuffer(bytearray(pickle.dumps(leaving)), dtype=torch.uint8)
     size = torch.zeros(1, dtype=torch.int64)
     _pass(None if own is None else torch.tensor([own.numel()]), to, None if source is None else size, source)
@@ -99,8 +93,8 @@ def _swap(leaving: object | None, to: int, source: int | None) -> torch.Tensor |
 
 
 def _pass(own: torch.Tensor | None, to: int, arriving: torch.Tensor | None, source: int | None) -> None:
-    under_way = [dist.isend(message, to) for message in own.split(_MESSAGE)] if own is not None else []
+    works = [dist.isend(message, to) for message in own.split(_MESSAGE)] if own is not None else []
     if arriving is not None:
-        under_way += [dist.irecv(message, source) for message in arriving.split(_MESSAGE)]
-    for work in under_way:
+        works += [dist.irecv(message, source) for message in arriving.split(_MESSAGE)]
+    for work in works:
         work.wait()

@@ -1,4 +1,4 @@
-"""Answers of `rlhpc plan`: scenarios, search over layouts, calibration, remedies. Torch-free.
+"""`rlhpc plan`: scenarios, search over layouts, calibration, remedies. Torch-free.
 
-`checks` refuses what cannot work, `estimates` predicts memory and time; both serve every command.
+`checks` refuses what cannot work, `estimates` predicts memory and time; all commands use both.
 """

@@ -1,4 +1,4 @@
-"""What a finished run reached of its machine's figures, from the seconds of its phases."""
+"""Fits the machine's efficiency to the measured seconds of a run's phases."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.sharding.layout import ParallelLayout
 
-# Of metrics.jsonl, the phases whose seconds each of them has.
+# Names in metrics.jsonl, and the predicted phases that each one measures.
 PHASES: Mapping[str, tuple[str, ...]] = {
     "weight_sync": ("weight sync",),
     "rollout": ("rollout",),
@@ -28,7 +28,7 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "log_probs": ("log-probs", "reference", "values"),
     "update": ("update", "critic update"),
 }
-# Without them a record tells neither the step's time nor its lengths.
+# Required for the step's time and lengths.
 _NEEDED = (
     "perf/update_seconds",
     "perf/step_seconds",
@@ -38,12 +38,12 @@ _NEEDED = (
 )
 _BISECTIONS, _ROUNDS = 26, 3
 _LEAST = 1e-7
-_Change = Callable[[EfficiencySection, float], EfficiencySection]  # the same, so many times as fast
+_Change = Callable[[EfficiencySection, float], EfficiencySection]  # the same efficiency, ``factor`` times as fast
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Medians over a run's steps, its first one left out where it has others."""
+    """Medians over a run's steps, without the first one if there are others."""
 
     seconds: Mapping[str, float]  # by the keys of PHASES
     prompt_tokens: float
@@ -52,7 +52,7 @@ class Measured:
 
     @property
     def lengths(self) -> dict[str, int]:
-        """Keys of the section that say them."""
+        """Mean lengths by their keys in the section ``planning``."""
         found = {"prompt_tokens": self.prompt_tokens, "response_tokens": self.response_tokens}
         return {name: max(1, round(tokens)) for name, tokens in found.items()}
 
@@ -64,12 +64,12 @@ class Calibration:
     measured: Measured
     efficiency: EfficiencySection
     changed: Mapping[str, float]
-    before: Mapping[str, float]  # seconds predicted with what was known before, by the keys of PHASES
+    before: Mapping[str, float]  # predicted seconds before the fit, by the keys of PHASES
     after: Mapping[str, float]
 
 
 def read_run(folder: Path) -> Measured:
-    """From metrics.jsonl of a run folder; a UserError when it has no RL step."""
+    """Reads metrics.jsonl of a run folder. Raises UserError without an RL step."""
     path = RunFolder(folder).metrics
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -89,7 +89,7 @@ def read_run(folder: Path) -> Measured:
 
 
 def _whole_steps(lines: Sequence[str]) -> Iterator[Mapping[str, float]]:
-    """Records of RL steps that updated; not a last line that a crash has cut short."""
+    """Yields records of RL steps with updates; skips a truncated last line."""
     for line in lines:
         with suppress(ValueError):
             record = json.loads(line)
@@ -113,11 +113,10 @@ def calibrate(
     efficiency: EfficiencySection,
     measured: Measured,
 ) -> Calibration:
-    """The efficiency with which the run's phases take what they took, as near as the bounds of each key allow.
+    """Returns the efficiency at which predicted phases take the measured time, within the bounds of each key.
 
-    The share of matrix products and the pace of kernels in training, alike, are fitted to updates, and those of passes
-    without gradient to these, where they were measured; that of memory and the pace of kernels in decoding, alike, to
-    the rollout; weight_sync to the weight sync.
+    compute and launch_us are fitted to updates by one factor, forward_compute and forward_launch_us to forward passes
+    where they were measured; decode, kernel_us and graph_us to the rollout; weight_sync to the weight sync.
     """
     config = config.model_copy(update={"planning": config.planning.model_copy(update=measured.lengths)})
 
@@ -131,11 +130,11 @@ def calibrate(
     passes = [name for name in ("reward_model", "log_probs") if name in measured.seconds]
     fits: list[tuple[list[str], _Change]] = [
         (["update"], _compute),
-        (passes, _passing),
+        (passes, _forward),
         (["rollout"], _decoding),
         (["weight_sync"], _weight_sync),
     ]
-    for _ in range(_ROUNDS):  # each changes a little of what the others are fitted to
+    for _ in range(_ROUNDS):  # each fit shifts the others a little
         for names, change in fits:
             if names and all(name in measured.seconds for name in names):
                 goal = sum(measured.seconds[name] for name in names)
@@ -157,7 +156,7 @@ def _fitted(
 
 
 def phase_seconds(step: StepTime) -> dict[str, float]:
-    """A predicted step by the names that metrics.jsonl has for its phases."""
+    """Returns a predicted step's seconds by the names in metrics.jsonl."""
     return {name: sum(step.phase(phase).seconds for phase in phases) for name, phases in PHASES.items()}
 
 
@@ -165,7 +164,7 @@ def _compute(base: EfficiencySection, factor: float) -> EfficiencySection:
     return _scaled(base, factor, ("compute",), ("launch_us",))
 
 
-def _passing(base: EfficiencySection, factor: float) -> EfficiencySection:
+def _forward(base: EfficiencySection, factor: float) -> EfficiencySection:
     own = {"forward_compute": base.compute, "forward_launch_us": base.launch_us}
     start = base.model_copy(update={name: value for name, value in own.items() if getattr(base, name) is None})
     return _scaled(start, factor, ("forward_compute",), ("forward_launch_us",))
@@ -180,13 +179,13 @@ def _weight_sync(base: EfficiencySection, factor: float) -> EfficiencySection:
 
 
 def _scaled(base: EfficiencySection, factor: float, shares: Sequence[str], times: Sequence[str]) -> EfficiencySection:
-    """``factor`` times as fast, as far as shares can be: they are 1 at most."""
+    """Returns ``base`` made ``factor`` times as fast; fractions are at most 1."""
     update = {name: min(1.0, max(_LEAST, getattr(base, name) * factor)) for name in shares}
     return base.model_copy(update=update | {name: getattr(base, name) / factor for name in times})
 
 
 def _fit(seconds: Callable[[float], float], goal: float) -> float:
-    """The factor at which falling ``seconds`` come nearest to the goal; 1 where they do not depend on it."""
+    """Returns the factor at which the decreasing ``seconds`` are nearest to the goal; 1 if they do not depend on it."""
     low, high = log(1e-6), log(1e3)
     slowest, fastest = seconds(exp(low)), seconds(exp(high))
     if slowest - fastest < 1e-3 * goal:
@@ -198,7 +197,7 @@ def _fit(seconds: Callable[[float], float], goal: float) -> float:
 
 
 def _prompt_length(record: Mapping[str, float]) -> float:
-    """Mean of the step's samples, from what it counts: all tokens by their speed, and those of the responses."""
+    """Returns the step's mean prompt length, from tokens per second and response tokens."""
     response = record["response/length_mean"]
     samples = record["rollout/completion_tokens"] / response
     return record["perf/tokens_per_second"] * record["perf/step_seconds"] / samples - response

@@ -1,4 +1,4 @@
-"""What makes a run fit that does not: changes of its keys, the cheapest first, each tried on the plan."""
+"""Finds changes of keys with which a run fits into memory, cheapest first, each tried on the prediction."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tok
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 
-Change = tuple[str, Any]  # a key and its value
+Change = tuple[str, Any]  # dotted key and new value
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Keys to change, and the plan with them."""
+    """Keys to change, and the resulting plan."""
 
     changes: tuple[Change, ...]
     plan: MemoryPlan
 
     @property
     def fits(self) -> bool:
-        """All phases do with it."""
+        """Whether all phases fit."""
         return self.plan.first_too_large is None
 
     @property
     def text(self) -> str:
-        """As ``rlhpc`` takes overrides on its command line."""
+        """The changes as command-line overrides."""
         return " ".join(
             f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in self.changes
         )
@@ -45,10 +45,10 @@ class Remedy:
 def find_remedies(
     config: RunConfig, shape: ModelShape, layout: ParallelLayout, plan: MemoryPlan, count: int = 3
 ) -> list[Remedy]:
-    """At most ``count``, the cheapest in time first: changes that make all phases fit, alone or several together, and
-    where there are fewer those that make at least the first phase fit that does not.
+    """Returns at most ``count`` remedies, cheapest in time first: single changes or combinations that make all phases
+    fit; if there are fewer, changes that make the first phase fit that does not.
 
-    Nothing for a plan that fits, or without a GPU to fit into.
+    Empty for a plan that fits, or without a known GPU.
     """
     if plan.first_too_large is None or plan.gpu_bytes is None:
         return []
@@ -75,7 +75,7 @@ def find_remedies(
 
 
 def _several(attempt: _Attempt, ladder: Sequence[Change]) -> Remedy | None:
-    """Changes that make all phases fit together, of which none could be left out; the beginning of the ladder first."""
+    """Returns a minimal combination of changes that makes all phases fit, from the beginning of the ladder."""
     ladder = attempt.compatible(ladder)
     low, high = 1, len(ladder)
     if not attempt.enough(ladder):
@@ -83,7 +83,7 @@ def _several(attempt: _Attempt, ladder: Sequence[Change]) -> Remedy | None:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if attempt.enough(ladder[:middle]) else (middle + 1, high)
-    needed = dict(ladder[:high])  # of each key its last value
+    needed = dict(ladder[:high])  # the last value of each key
     for key in reversed(list(needed)):
         less = {name: value for name, value in needed.items() if name != key}
         if attempt.enough(list(less.items())):
@@ -97,14 +97,14 @@ def _several(attempt: _Attempt, ladder: Sequence[Change]) -> Remedy | None:
 
 
 def _helps(tried: MemoryPlan, plan: MemoryPlan) -> bool:
-    """What did not fit does, and nothing before it has come to be too large."""
+    """Whether the first phase that did not fit does now, and all phases before it still do."""
     order = [phase.name for phase in plan.phases]
     first, before = tried.first_too_large, plan.first_too_large
     return before is not None and (first is None or order.index(first.name) > order.index(before.name))
 
 
 def changed_config(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
-    """The config with other values of some keys."""
+    """Returns the config with ``changes`` applied."""
     for key, value in changes.items():
         config = _changed(config, key.split("."), value)
     return config
@@ -118,7 +118,7 @@ def _changed(section: Any, names: list[str], value: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Attempt:
-    """Changes of a configuration, tried on a GPU of so many GiB."""
+    """Tries changes of a configuration on a GPU of ``gib`` GiB."""
 
     config: RunConfig
     shape: ModelShape
@@ -126,16 +126,16 @@ class _Attempt:
     reserves: Reserves
 
     def __call__(self, changes: Sequence[Change]) -> Remedy | None:
-        """None where the changed config cannot run."""
+        """Returns None if the changed config cannot run."""
         config = changed_config(self.config, dict(changes))
         layout = self._layout(config)
         if layout is not None:
-            with suppress(UserError):  # of a critic's or reward model's own layout
+            with suppress(UserError):  # from a critic's or reward model's own layout
                 return Remedy(tuple(changes), predict_memory(config, self.shape, layout, self.gib, self.reserves))
         return None
 
     def _layout(self, config: RunConfig) -> ParallelLayout | None:
-        """None where it suits model, ranks, nodes or batches badly."""
+        """Returns None if the layout does not fit model, ranks, nodes or batches."""
         with suppress(UserError, ValidationError):
             layout = make_layout(config.actor.parallel, config.world_size)
             if any(misfits(self.shape, layout, config.actor.parallel)) or config.world_size % config.rollout.tp:
@@ -150,21 +150,22 @@ class _Attempt:
         return None
 
     def compatible(self, changes: Sequence[Change]) -> list[Change]:
-        """One after the other, without those that cannot run with the ones before them."""
-        kept: list[Change] = []
+        """Returns the changes without those that cannot run together with earlier ones."""
+        usable: list[Change] = []
         for change in changes:
-            if self._layout(changed_config(self.config, dict([*kept, change]))) is not None:
-                kept.append(change)
-        return kept
+            if self._layout(changed_config(self.config, dict([*usable, change]))) is not None:
+                usable.append(change)
+        return usable
 
     def enough(self, changes: Sequence[Change]) -> bool:
-        """They make all phases fit."""
+        """Whether the changes make all phases fit."""
         remedy = self(list(dict(changes).items()))
         return remedy is not None and remedy.fits
 
 
 def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
-    """From what costs nothing to what costs most: copies, smaller steps, recomputation, the host, cuts, nodes."""
+    """Yields changes from cheapest to most expensive: offload, smaller batches, recomputation, CPU optimizer, layout,
+    nodes."""
     memory, optimizer, train, rollout = config.actor.memory, config.actor.optimizer, config.train, config.rollout
     for kind in ("gradients", "optimizer", "parameters"):
         if not getattr(memory.offload, kind):

@@ -1,4 +1,4 @@
-"""A configuration with all that its time and memory are predicted from."""
+"""A configuration with everything that predictions of its time and memory need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rlhpc.sharding.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class Scenario:
-    """On the most nodes that the configuration allows."""
+    """A run on the most nodes that the configuration allows."""
 
     config: RunConfig
     shape: ModelShape
@@ -30,13 +30,13 @@ class Scenario:
         return predict_step(self.config, self.shape, self.layout, self.gpu, self.efficiency)
 
     def run(self, step: StepTime) -> RunTime:
-        """All of its steps, each as ``step`` was predicted."""
+        """Returns the time of all of its steps, each as long as ``step``."""
         machine = MachineSpeed(self.gpu, self.efficiency, self.config.resources.ranks_per_node)
         return predict_run(self.config, self.shape, self.layout, machine, self.disk, step)
 
 
 def make_scenario(config: RunConfig, gpu: str | None = None) -> Scenario | None:
-    """On the GPU of that name, else on the one that the configuration names; None where neither does."""
+    """Returns the scenario on the named GPU, else on the configured one; None without either."""
     site = read_site(config)
     found = named_gpu(config, site, gpu)
     if found is None:

@@ -1,4 +1,4 @@
-"""Which layout, recomputation, offload, micro batch and engine size is fastest within memory, as far as predicted."""
+"""Searches the fastest predicted layout, recomputation, offload, microbatch and engine size within memory."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 
 _LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
-_MICRO_BATCHES = (1, 2, 4)  # of the longest sequence
+_MICROBATCHES = (1, 2, 4)  # in longest sequences
 _VIRTUAL = (2, 3, 4, 5, 6)
 _CONTEXT = (1, 2, 4, 8)
-_ENGINES = 3  # engine sizes that are tried with each layout, the fastest ones
+_ENGINES = 3  # number of fastest engine sizes tried with each layout
 _AROUND = ("load", "save")  # phases outside of steps
-_USABLE = 0.95  # of a GPU: fragments of the allocator are not predicted, and the rest not to the last percent
+_USABLE = 0.95  # fraction of a GPU: allocator fragmentation is not predicted, other memory only to a few percent
 _LEVELS = ("none", "selective", "full")
-_GROUPS = (1, 2, 3, 4)  # layers that are computed again together: larger ones need more than they leave behind
-_PASSES = "forward and backward"  # the phases whose memory the size of these groups changes
+_GROUPS = (1, 2, 3, 4)  # layers recomputed together: larger groups need more memory than they save
+_PASSES = "forward and backward"  # phases whose memory depends on the size of these groups
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration that suits model and batches; ``config`` is the one that was ``asked`` for, changed."""
+    """A configuration that fits model and batches; ``config`` is ``asked``, changed."""
 
     asked: RunConfig
     config: RunConfig
@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def fragment(self) -> dict[str, Any]:
-        """What to write into a configuration for it."""
+        """Keys to write into the configuration."""
         config, asked = self.config, self.asked.actor.parallel
         parallel = {
             name: getattr(config.actor.parallel, name)
@@ -78,27 +78,27 @@ class Candidate:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The fastest within memory, best first, each of another layout."""
+    """The fastest configurations within memory, one per layout, best first."""
 
     best: tuple[Candidate, ...]
-    layouts: int  # that suit model, ranks and batches
-    timed: int  # variants of them whose time was predicted
-    looked_at: int  # of layouts and variants, whose memory was
+    layouts: int  # that fit model, ranks and batches
+    timed: int  # variants with predicted time
+    looked_at: int  # layouts and variants with predicted memory
 
 
 def search(
     config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection, count: int = 5
 ) -> SearchResult:
-    """The ``count`` fastest layouts for so many ranks, with what else they need to fit into the GPU's memory.
+    """Returns the ``count`` fastest layouts for ``ranks`` ranks, with the recomputation and offload that make them fit.
 
-    Where none fits in all phases, those that fit in the phases of a step. Best first: a layout's time without
-    recomputation and offload bounds all of its variants from below, so that only layouts are looked at whose bound is
-    less than what has been found. Of those that cannot fit by any means, nothing else is looked at.
+    If none fits in all phases, those that fit in the phases of a step. Best-first: a layout's time without
+    recomputation and offload is a lower bound for its variants, so that only layouts with a bound below the best
+    results are expanded. Layouts that no variant makes fit are skipped.
     """
     generating = _engines(config, shape, ranks, gpu, efficiency)
     if not generating:
         raise UserError(
-            "no size of the engines leaves room for one response in their cache",
+            "no engine size leaves room for one response in the KV cache",
             where="rollout.gpu_memory_utilization",
             remedy="raise it, lower rollout.max_response_tokens, or use more or larger GPUs",
         )
@@ -115,7 +115,7 @@ def search(
 
 @dataclass(frozen=True)
 class _Offload:
-    """What leaves the GPU while unused."""
+    """State that leaves the GPU while unused."""
 
     actor: OffloadSection
     reference: FrozenMemorySection
@@ -133,7 +133,7 @@ class _Search:
     generating: Sequence[tuple[PhaseTime, int]]
 
     def bound(self, layout: ParallelLayout) -> float:
-        """No variant of the layout takes less."""
+        """Returns a lower bound of the seconds of the layout's variants."""
         return min(self._step(tried, layout, self.generating[0][0]).seconds for tried in _bounds(self.config, layout))
 
     def run(self, bounds: Sequence[tuple[float, int, ParallelLayout]], count: int, *, whole_run: bool) -> SearchResult:
@@ -158,18 +158,18 @@ class _Search:
         return SearchResult(tuple(best.values()), len(bounds), timed, looked_at)
 
     def _variants(self, layout: ParallelLayout, *, whole_run: bool) -> Iterator[tuple[float, RunConfig]]:
-        """With their seconds; none where not even the leanest fits."""
-        hosts: dict[tuple[float, _Offload], bool] = {}
+        """Yields (seconds, variant); none if not even the leanest fits."""
+        fits: dict[tuple[float, _Offload], bool] = {}
         for phase, tp in self.generating:
-            # The host is not looked at: what leaves most of the GPU needs most of it.
+            # CPU memory is not checked: the leanest variant on the GPU needs most of it.
             if self._fitting(_with_engine(_leanest(self.config, layout), tp), layout, whole_run=whole_run) is None:
                 continue
             for changed in _variants(self.config, layout, self.shape, self.gpu):
                 variant = _with_engine(changed, tp)
-                kept = changed.actor.optimizer.optimizer_offload_fraction, _offload_of(changed)
-                if kept not in hosts:  # a host's memory depends on nothing else
-                    hosts[kept] = self._fits_cpu_memory(variant, layout)
-                if not hosts[kept]:
+                used = changed.actor.optimizer.optimizer_offload_fraction, _offload_of(changed)
+                if used not in fits:  # CPU memory depends on nothing else
+                    fits[used] = self._fits_cpu_memory(variant, layout)
+                if not fits[used]:
                     continue
                 yield self._step(variant, layout, phase).seconds, variant
 
@@ -185,7 +185,7 @@ class _Search:
     def _fitting(
         self, tried: RunConfig, layout: ParallelLayout, *, whole_run: bool
     ) -> tuple[RunConfig, MemoryPlan] | None:
-        """What the GPU holds: it or the same in larger groups of layers, which take as long; the smallest groups."""
+        """Returns the variant with the smallest recomputed groups that fits the GPU; all sizes take equally long."""
         groups = _groups(tried, self.shape, layout) if tried.actor.memory.recompute == "full" else (None,)
         for size in groups:
             changed = tried if size is None else _grouped(tried, size)
@@ -198,7 +198,7 @@ class _Search:
         return None
 
     def _too_large(self, memory: MemoryPlan, *, whole_run: bool) -> list[str]:
-        """Phases that need more than what is used of the GPU."""
+        """Returns the phases that need more than the usable part of the GPU."""
         phases = [phase for phase in memory.phases if whole_run or phase.name not in _AROUND]
         return [phase.name for phase in phases if phase.total > _USABLE * self.gpu.memory_bytes]
 
@@ -208,7 +208,7 @@ def _key(layout: ParallelLayout) -> tuple[int, ...]:
 
 
 def _legal(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterator[ParallelLayout]:
-    """Those that suit model, ranks and batches and whose weights fit; tensor parallelism stays among linked GPUs."""
+    """Yields layouts that fit model, ranks and batches, with weights that fit; tp stays among linked GPUs."""
     inside = linked_ranks(config.resources.ranks_per_node, gpu)
     experts = shape.experts.num_experts if shape.experts else 1
     asked = config.actor.parallel
@@ -223,14 +223,14 @@ def _legal(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterat
             continue
         for stages in _stages(shape.num_layers, pp):
             layout = ParallelLayout(ranks, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, **stages)
-            # The least that updates need: weights and gradients; what else they have can leave the device.
+            # Updates need at least weights and gradients on the device.
             least = max(part.count for part in stage_parameters(shape, layout)) * 2
             if least <= gpu.memory_bytes and not any(misfits(shape, layout, _parallel(asked, layout))):
                 yield layout
 
 
 def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:
-    """Layers of the first and last of ``pp`` stages that come out even, near to equal; with and without chunks."""
+    """Yields layers of the first and last of ``pp`` nearly equal stages, with and without virtual stages."""
     if pp == 1:
         yield {}
         return
@@ -256,24 +256,24 @@ def _parallel(asked: ParallelSection, layout: ParallelLayout) -> ParallelSection
 
 
 def _variants(config: RunConfig, layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> Iterator[RunConfig]:
-    """The same with every recomputation, offload and micro batch; those left out whose weights alone are too large."""
+    """Yields variants by recomputation, offload and microbatch, except those whose weights alone are too large."""
     parts = max(stage_parameters(shape, layout), key=lambda part: part.count)
     owned = parts.dense / (layout.dp * layout.cp) + parts.experts / layout.edp
     for size, fraction, level, offload in product(
         _sizes(config, layout), _fractions(config), _LEVELS, _offloads(config)
     ):
-        if 6 * parts.count + 12 * (1 - fraction) * owned <= gpu.memory_bytes:  # while it is updated
+        if 6 * parts.count + 12 * (1 - fraction) * owned <= gpu.memory_bytes:  # during updates
             yield _changed(config, layout, size, fraction, level, offload)
 
 
 def _bounds(config: RunConfig, layout: ParallelLayout) -> Iterator[RunConfig]:
-    """With each micro batch, what takes no longer than any other way to the same."""
+    """Yields the fastest variant with each microbatch size."""
     for size in _sizes(config, layout):
         yield _changed(config, layout, size, min(_fractions(config)), "none", _NOTHING)
 
 
 def _leanest(config: RunConfig, layout: ParallelLayout) -> RunConfig:
-    """What needs least memory."""
+    """Returns the variant that needs least memory."""
     return _changed(config, layout, min(_sizes(config, layout)), max(_fractions(config)), "full", _offloads(config)[0])
 
 
@@ -296,7 +296,7 @@ def _changed(
 
 
 def _groups(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> list[int]:
-    """How many layers can be computed again together, those of a critic likewise; small ones, and what is asked for."""
+    """Returns sizes of recomputed groups that divide the stages of actor and critic: small ones and the configured."""
     lengths = {layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)}
     critic = config.critic
     if config.algorithm.name in WITH_CRITIC and critic.memory is None:
@@ -311,10 +311,10 @@ def _grouped(config: RunConfig, size: int) -> RunConfig:
 
 
 def _sizes(config: RunConfig, layout: ParallelLayout) -> list[int]:
-    """Micro batches: one, two and four of the longest sequences, and what is asked for."""
+    """Returns microbatch sizes: one, two and four longest sequences, and the configured size."""
     longest = -(-(config.data.max_prompt_tokens + config.rollout.max_response_tokens) // layout.cp)
     asked = config.train.tokens_per_microbatch
-    return sorted({longest * count for count in _MICRO_BATCHES} | ({asked} if asked >= longest else set()))
+    return sorted({longest * count for count in _MICROBATCHES} | ({asked} if asked >= longest else set()))
 
 
 def _fractions(config: RunConfig) -> list[float]:
@@ -336,7 +336,7 @@ def _offloads(config: RunConfig) -> list[_Offload]:
 def _engines(
     config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
 ) -> list[tuple[PhaseTime, int]]:
-    """The fastest engine sizes; those that lie on a node where there are any."""
+    """Returns the fastest engine sizes; only those within a node if there are any."""
     found = []
     for tp in divisors(ranks):
         if not fits_nodes(tp, config.resources.ranks_per_node):

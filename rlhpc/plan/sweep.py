@@ -1,4 +1,4 @@
-"""How a step's time, traffic and memory change with the number of GPUs, the layout of one model copy as it is."""
+"""Predicts a step's time, traffic and memory over numbers of GPUs, with a fixed layout of each model copy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _WHERE = "--sweep"
 
 @dataclass(frozen=True)
 class Point:
-    """The run on so many GPUs."""
+    """The run on ``ranks`` GPUs."""
 
     ranks: int
     layout: ParallelLayout
@@ -35,7 +35,7 @@ class Point:
 
     @property
     def received(self) -> float:
-        """Bytes that a rank gets in a weight sync."""
+        """Bytes that a rank receives in a weight sync."""
         return self.step.phase("weight sync").sent
 
     @property
@@ -47,7 +47,7 @@ class Point:
 def sweep(
     config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection, least: int, most: int
 ) -> list[Point]:
-    """From ``least`` to ``most`` GPUs, about twice as many each time; numbers that suit layout, engines and batches."""
+    """Returns points from ``least`` to ``most`` GPUs, about doubling, that fit layout, engines and batches."""
     points = []
     for ranks in _counts(config, least, most):
         with suppress(UserError):
@@ -58,7 +58,7 @@ def sweep(
                 points.append(Point(ranks, layout, step, memory))
     if not points:
         raise UserError(
-            f"no number of GPUs from {least} to {most} suits layout, engines and batches",
+            f"no number of GPUs from {least} to {most} fits layout, engines and batches",
             where=_WHERE,
             remedy=f"use multiples of {_unit(config)}",
         )
@@ -74,13 +74,13 @@ def parse_range(text: str) -> tuple[int, int]:
 
 
 def plot(points: Sequence[Point], path: Path, title: str) -> None:
-    """Phases of the step, tokens a second beside what as many times the GPUs would give, bytes of a rank: a picture.
+    """Plots phases of the step, tokens per second beside linear scaling, and bytes per rank.
 
-    A UserError when it cannot be written to ``path``.
+    Raises UserError if ``path`` cannot be written.
     """
-    if not path.suffix:  # one would be added, and the file be another than is told
-        raise UserError(f"{str(path)!r} has no ending", where="--plot", remedy="name a .png file")
-    # Figure and canvas by hand: pyplot would keep state and look for a display.
+    if not path.suffix:  # matplotlib would add one
+        raise UserError(f"{str(path)!r} has no suffix", where="--plot", remedy="name a .png file")
+    # Not pyplot, which keeps state and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -92,17 +92,17 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
         heights = [point.step.phase(phase.name).seconds for point in points]
         seconds.bar(labels, heights, bottom=floor, label=phase.name)
         floor = [low + height for low, height in zip(floor, heights, strict=True)]
-    seconds.set(xlabel="GPUs", ylabel="seconds of a step", title=title)
+    seconds.set(xlabel="GPUs", ylabel="seconds per step", title=title)
     seconds.legend(fontsize="small", frameon=False)
     ranks, first = [point.ranks for point in points], points[0]
     speed.plot(ranks, [point.step.tokens_per_second for point in points], marker="o", label="tokens/s")
     ideal = [first.step.tokens_per_second * count / first.ranks for count in ranks]
-    speed.plot(ranks, ideal, linestyle="--", color="0.6", label="in proportion")
-    _style(speed, ranks, "tokens a second")
-    sizes.plot(ranks, [point.memory.peak / 1e9 for point in points], marker="o", label="memory at most")
-    sizes.plot(ranks, [point.sent / 1e9 for point in points], marker="o", label="sent in a step")
-    sizes.plot(ranks, [point.received / 1e9 for point in points], marker="o", label="received in a weight sync")
-    _style(sizes, ranks, "GB of a rank")
+    speed.plot(ranks, ideal, linestyle="--", color="0.6", label="linear scaling")
+    _style(speed, ranks, "tokens per second")
+    sizes.plot(ranks, [point.memory.peak / 1e9 for point in points], marker="o", label="peak memory")
+    sizes.plot(ranks, [point.sent / 1e9 for point in points], marker="o", label="sent per step")
+    sizes.plot(ranks, [point.received / 1e9 for point in points], marker="o", label="received per weight sync")
+    _style(sizes, ranks, "GB per rank")
     try:
         figure.savefig(path)
     except (OSError, ValueError) as error:  # no such folder; no such format

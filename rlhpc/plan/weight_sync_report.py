@@ -1,4 +1,4 @@
-"""What a weight sync moves, predicted from the config and the model's config.json alone."""
+"""Predicts the bytes of a weight sync from the config and the model's config.json alone."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2}
-# Kinds of bytes: fields of Traffic.
+# Fields of Traffic.
 BYTES = ("received", "received_across", "received_within", "sent", "sent_across", "sent_within", "local")
 _LAYER = re.compile(r"\.layers\.\d+\.")
 
 
 @dataclass(frozen=True)
 class Bandwidths:
-    """Of one rank, in bytes a second and one direction; of memory bytes read and written together."""
+    """Bandwidths of one rank in bytes per second, one direction; of memory, reads and writes together."""
 
     network: float
     node: float
@@ -35,7 +35,7 @@ class Bandwidths:
 
 @dataclass(frozen=True)
 class Spread:
-    """Bytes over ranks, and the rank that has most."""
+    """Bytes over ranks, and the rank with most."""
 
     total: int
     least: int
@@ -46,7 +46,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Duration:
-    """Seconds that a rank needs for its bytes across nodes, inside the node and in memory, one after the other."""
+    """Seconds of a rank's traffic across nodes, inside the node and in memory, one after the other."""
 
     rank: int
     network: float
@@ -60,7 +60,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class CopyGroup:
-    """Copies of one rank that differ in layer, place and partner alone. ``layers`` is empty outside of layers."""
+    """Copies of one rank that differ only in layer, offset and partner. ``layers`` is empty outside of layers."""
 
     direction: str  # local, sends or receives
     tensor: str
@@ -73,15 +73,15 @@ class CopyGroup:
 
 @dataclass(frozen=True)
 class WeightSyncReport:
-    """A plan with what a person wants to know of it."""
+    """A weight-sync plan with its summary."""
 
     training: ParallelLayout
     engine: EngineLayout
     ranks_per_node: int
     itemsize: int
     plan: ReshardPlan
-    least: Mapping[int, int]  # bytes that each rank must receive at the least
-    seconds: float  # that planning took
+    least: Mapping[int, int]  # minimum bytes that each rank must receive
+    seconds: float  # of planning
 
     @property
     def engines(self) -> int:
@@ -89,40 +89,40 @@ class WeightSyncReport:
 
     @property
     def engine_nodes(self) -> int:
-        """Over which each engine lies."""
+        """Number of nodes of each engine."""
         return max(1, self.engine.tp // self.ranks_per_node)
 
     @property
     def reaches_least(self) -> bool:
-        """No rank receives a byte more than it must."""
+        """Whether no rank receives more bytes than it must."""
         return all(traffic.received == self.least.get(rank, 0) for rank, traffic in self.plan.traffic.items())
 
     @property
     def buffer_bytes(self) -> int:
-        """What the busiest rank takes besides the weights: two buffers to send from and two to receive into."""
+        """Bytes of the busiest rank besides the weights: two buffers to send and two to receive."""
         return 4 * self.plan.largest_bucket
 
     def spread(self, kind: str) -> Spread:
-        """How bytes of the kind, one of BYTES, are spread over the ranks."""
+        """Returns the distribution over ranks of ``kind``, one of BYTES."""
         sizes = {rank: int(getattr(traffic, kind)) for rank, traffic in self.plan.traffic.items()}
         busiest = max(sizes, key=lambda rank: (sizes[rank], -rank))
         total = sum(sizes.values())
         return Spread(total, min(sizes.values()), total / len(sizes), sizes[busiest], busiest)
 
     def slowest(self, bandwidths: Bandwidths) -> Duration:
-        """Of the rank that takes longest, when no rank waits for another."""
+        """Returns the duration of the slowest rank, if no rank waits for another."""
         return max(
             (_duration(rank, traffic, bandwidths) for rank, traffic in self.plan.traffic.items()),
             key=lambda duration: (duration.total, -duration.rank),
         )
 
     def copies_of(self, rank: int) -> list[CopyGroup]:
-        """The rank's copies, like ones together, most bytes first; the plan must have kept them."""
+        """Returns the rank's copies in groups, most bytes first. Only of the rank given to report_weight_sync."""
         return _groups(self.plan.copies, rank, self.itemsize)
 
 
 def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSyncReport:
-    """Plan the weight sync of the most nodes that the config allows; ``rank``: keep its copies."""
+    """Plans the weight sync on the most nodes that the config allows; with ``rank``, the report has its copies."""
     shape, ranks_per_node = read_model(config.model.path, config.model.family), config.resources.ranks_per_node
     training = check_layout(config, config.slurm.most_nodes, shape)
     if rank is not None and not 0 <= rank < training.world_size:
@@ -135,7 +135,7 @@ def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSync
         ranks_per_node=ranks_per_node,
         bucket_bytes=config.reshard.bucket_mib << 20,
         itemsize=itemsize,
-        rank=-1 if rank is None else rank,  # no rank's
+        rank=-1 if rank is None else rank,  # none
     )
     seconds = time.perf_counter() - started
     least = lower_bound(sides.source, sides.target, itemsize)
@@ -143,7 +143,7 @@ def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSync
 
 
 def as_json(report: WeightSyncReport, bandwidths: Bandwidths, rank: int | None = None) -> dict[str, Any]:
-    """The report for programs, bytes and seconds; of ``rank`` every copy."""
+    """Returns the report as JSON data, in bytes and seconds, with every copy of ``rank``."""
     plan, slowest = report.plan, report.slowest(bandwidths)
     document: dict[str, Any] = {
         "ranks": report.training.world_size,

@@ -80,7 +80,7 @@ class BlockIndex:
         blocks = self._blocks.get((geometry, wanted.box, tensor.float32))
         if blocks is None:
             blocks = self._blocks[geometry, wanted.box, tensor.float32] = tuple(self._cut(cells, wanted))
-        held = tuple(self._holders(tensor, inside, [by_box[boxes[index]] for index in inside]) for _, inside in blocks)
+        held = tuple(self._holding(tensor, inside, [by_box[boxes[index]] for index in inside]) for _, inside in blocks)
         return Located(tuple(block for block, _ in blocks), held, len(cells) > len(boxes))
 
     def _cut(self, cells: Cells, wanted: Shard) -> Iterator[tuple[Block, tuple[int, ...]]]:
@@ -92,7 +92,7 @@ class BlockIndex:
                 yield self.block(part, wanted.tensor), inside
         assert volume == wanted.box.volume, f"{wanted.box} of {wanted.tensor.name} is not held whole"
 
-    def _holders(self, tensor: TensorSpec, inside: tuple[int, ...], shards: list[dict[int, Shard]]) -> BlockHolders:
+    def _holding(self, tensor: TensorSpec, inside: tuple[int, ...], shards: list[dict[int, Shard]]) -> BlockHolders:
         """Holders of one cell: the ranks that hold any of the boxes ``inside`` which it lies."""
         held = self._known_holders.get((tensor, inside))
         if held is None:

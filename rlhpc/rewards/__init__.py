@@ -1,10 +1,10 @@
-"""Rewards, and the processes that compute them.
+"""Reward functions, and the processes that call them.
 
-    response ─> reward_workers.py ─> pool.py ─> worker.py (a process each) ─> a reward function
+    response ─> reward_workers.py ─> pool.py ─> worker.py (one per process) ─> a reward function
                                │            └─> code.py ─> sandbox.py: guard, namespaces, the program under limits
-                               └ watches the time of each call, replaces a worker that hangs or dies
+                               └ limits the time of each call, replaces a worker that hangs or dies
 
-In: responses as they finish; out: scores. Workers are started afresh, not forked, import no torch, ignore the signals
-that ask ranks to stop, and end with the rank. ``reward_workers`` is for the trainer; all else is free of torch, and
-nothing is imported here, because the processes import this package too.
+In: responses as they finish; out: scores. Workers are spawned, not forked; they import no torch, ignore the signals
+that ask ranks to stop, and end with the rank. ``reward_workers`` and ``failures`` run in the trainer. The worker
+processes import this package too, so it imports nothing itself, and every other module is free of torch.
 """

@@ -1,4 +1,4 @@
-"""One call of a reward function: what it is given, and what may come of it. Free of torch, as all of a worker is."""
+"""One call of a reward function: its inputs and outcomes. Free of torch, because worker processes import it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.imports import import_attribute
 
 KEYWORDS = ("data_source", "solution_str", "ground_truth", "extra_info")
-# Given to a function that has a parameter of the name.
+# Passed to functions that have a parameter of this name.
 ON_REQUEST = ("response_tokens", "max_response_tokens")
 _SHOWN = 300
-_ANSWER = "pred"  # as other trainers' reward functions call it
+_ANSWER = "pred"  # verl's key
 
 FailureKind = Literal["raised", "result", "timeout", "memory", "died"]
-# The function did not run to its end: nothing that it returned or raised is to blame.
+# Kinds of calls that ended before the function returned or raised.
 UNFINISHED: frozenset[FailureKind] = frozenset({"timeout", "memory", "died"})
 
 
 class CallDied(RuntimeError):
-    """Raised by a built-in function whose call was lost with another process, as if its own had died."""
+    """Raised by a built-in function that lost another process; handled as if the worker had died."""
 
 
 @dataclass(frozen=True)
@@ -36,19 +36,19 @@ class Entry:
     path: str
     arguments: dict[str, Any]
     where: str
-    loader: str = "rlhpc.rewards.calls:load_function"  # makes of the entry what a worker calls
-    max_response_tokens: int | None = None  # for a ``check`` that has such a parameter
-    time_limit_seconds: float | None = None  # per call; default: the pool's
-    memory_limit_mib: int | None = None  # per call, beyond what the worker has when it begins
-    built_in: bool = False  # one of this package, which keeps nothing that another worker would lack
+    loader: str = "rlhpc.rewards.calls:load_function"  # turns the entry into what a worker calls
+    max_response_tokens: int | None = None  # passed to a ``check`` with such a parameter
+    time_limit_seconds: float | None = None  # per call; None: the pool's
+    memory_limit_mib: int | None = None  # per call, in addition to the worker's memory at its beginning
+    built_in: bool = False  # a function of this package: it keeps no state, so its worker may be replaced
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a function returned; ``parts`` are the further numbers of an object.
+    """Result of a function; ``parts`` are the other numbers of a returned dict.
 
-    ``answer`` is what the response answers, equal answers being equal texts, "" if nothing; None from a function that
-    does not tell.
+    ``answer`` is the response's answer, normalized so that equal answers are equal texts, "" if there is none; None if
+    the function does not extract answers.
     """
 
     value: float
@@ -58,7 +58,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Failure:
-    """``what`` goes on from the function's name: raised ValueError: …"""
+    """A failed call. ``what`` completes a sentence that begins with the function's name: raised ValueError: …"""
 
     kind: FailureKind
     what: str
@@ -69,17 +69,18 @@ Outcome = Score | Failure
 
 @dataclass(frozen=True)
 class Retired:
-    """A worker's last message: it makes no further call, because calls have left too much memory allocated."""
+    """Last message of a worker that exits because its calls have left too much memory allocated."""
 
 
 def load_function(entry: Entry) -> Callable[[Mapping[str, Any]], Outcome]:
-    """The function as one that never raises, of a dict of all KEYWORDS and ON_REQUEST.
+    """Wraps the function into one that takes a dict of all KEYWORDS and ON_REQUEST and never raises.
 
-    UserErrors if there is none, if its parameters do not fit, or from its own ``check`` (called with the arguments).
+    Raises a UserError if there is no such function, if its parameters do not match, or if its own ``check`` (called
+    with the arguments) fails.
     """
     function = import_attribute(entry.path, entry.where)
     if not callable(function):
-        raise UserError(f"{entry.path!r} is not a function", where=entry.where, remedy="name one")
+        raise UserError(f"{entry.path!r} is not a function", where=entry.where, remedy="name a function")
     answer_of = getattr(function, "answer", None)
     wanted = (*KEYWORDS, *_requested(function, entry))
     _check(function, entry)
@@ -90,31 +91,31 @@ def load_function(entry: Entry) -> Callable[[Mapping[str, Any]], Outcome]:
             if isinstance(outcome, Score) and callable(answer_of):
                 return replace(outcome, answer=_text(answer_of(keywords["solution_str"])))
             return outcome
-        except BaseException as error:  # the user's code may raise anything, SystemExit too
+        except BaseException as error:  # the user's code may raise anything, including SystemExit
             return failure_of(error, entry.memory_limit_mib)
 
     return call
 
 
 def failure_of(error: BaseException, memory_limit_mib: int | None = None) -> Failure:
-    """The failure of a call that raised ``error``; running out of memory is a kind of its own."""
+    """The failure of a call that raised ``error``; running out of memory is its own kind."""
     if isinstance(error, CallDied):
         return Failure("died", str(error))
     if _is_memory_error(error):
         limit = f" (limit: {memory_limit_mib} MiB)" if memory_limit_mib is not None else ""
         return Failure("memory", f"ran out of memory{limit}")
-    return Failure("raised", told(error))
+    return Failure("raised", described(error))
 
 
 def _is_memory_error(error: BaseException) -> bool:
-    """PyTorch raises a plain RuntimeError where an allocation on the CPU fails."""
+    """Whether memory ran out; PyTorch raises a plain RuntimeError when a CPU allocation fails."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (type(error) is RuntimeError and "DefaultCPUAllocator" in str(error))
 
 
 def outcome_of(result: Any) -> Outcome:
-    """A finite number, or a dict whose ``score`` is one; its ``pred`` is the answer."""
+    """Outcome of a returned value: a finite number, or a dict whose ``score`` is one, with ``pred`` as its answer."""
     score = result["score"] if isinstance(result, dict) and "score" in result else result
     value = _number(score)
     if value is None:
@@ -134,26 +135,26 @@ def _text(answer: Any) -> str:
 
 def _number(value: Any) -> float | None:
     if type(value).__module__ == "numpy" and getattr(value, "shape", None) == ():
-        value = value.item()  # numpy's truth values are no numbers.Real
+        value = value.item()  # numpy's booleans are not numbers.Real
     try:
         return float(value) if isinstance(value, numbers.Real) else None
-    except OverflowError:  # a whole number that is too large
+    except OverflowError:  # an integer too large for a float
         return math.inf
 
 
-def told(error: BaseException) -> str:
-    """The exception in a line, with the place that raised it."""
+def described(error: BaseException) -> str:
+    """The exception in one line, with the line of code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
     try:
         text = str(error)
-    except Exception:  # the user's own exception may be wrong itself
+    except Exception:  # the exception's own __str__ may fail
         text = "(no text)"
     return f"raised {one_line(f'{type(error).__name__}: {text}')[:_SHOWN]}{place}"
 
 
 def _check(function: Callable[..., Any], entry: Entry) -> None:
-    """Let a function that has a ``check`` say what it lacks."""
+    """Calls the function's ``check``, if it has one, with its arguments."""
     check = getattr(function, "check", None)
     if not callable(check):
         return
@@ -164,14 +165,16 @@ def _check(function: Callable[..., Any], entry: Entry) -> None:
     except UserError as error:
         raise UserError(error.message, where=error.where or entry.where, remedy=error.remedy) from None
     except Exception as error:
-        raise UserError(f"{entry.path} {told(error)}", where=entry.where, remedy="mend its arguments, or it") from None
+        raise UserError(
+            f"{entry.path} {described(error)}", where=entry.where, remedy="fix its arguments, or it"
+        ) from None
 
 
 def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:
-    """Those of ON_REQUEST that the function has parameters for; it takes what it will be called with."""
+    """Those of ON_REQUEST that the function has parameters for. Raises a UserError if it cannot be called with them."""
     try:
         signature = inspect.signature(function)
-    except ValueError:  # a function written in C may tell none
+    except ValueError:  # a function written in C may have no signature
         return []
     requested = [name for name in ON_REQUEST if name in signature.parameters and name not in entry.arguments]
     names = (*KEYWORDS, *requested)
@@ -182,6 +185,6 @@ def _requested(function: Callable[..., Any], entry: Entry) -> list[str]:
         raise UserError(
             f"{entry.path} cannot be called with {', '.join((*names, *entry.arguments))} ({error})",
             where=where if entry.arguments else entry.where,
-            remedy="make its parameters and the configured arguments agree",
+            remedy="make its parameters match the configured arguments",
         ) from None
     return requested

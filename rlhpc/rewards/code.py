@@ -1,4 +1,4 @@
-"""Programs in responses, run against tests in a sandbox."""
+"""Reward of programs in responses, run against tests in a sandbox."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhpc.rewards.sandbox import Ended, Isolation, Limits, Sandbox
+from rlhpc.rewards.sandbox import Isolation, Limits, ProgramResult, Sandbox
 
 _FENCE = re.compile(r"[ \t]*+`{3,}+[ \t]*+([\w+#-]*+)([^`]*+)")  # possessive: linear
 _LANGUAGES = ("", "python", "python3", "py")
 
-# Runs the solution as a module and then each test in it. What it prints last shows that the tests were come to.
+# Runs the solution as a module, then each test in it. Its output proves that the tests were reached.
 _DRIVER = """
 import json, os, sys, types
 given = json.load(sys.stdin)
@@ -39,81 +39,76 @@ run()
 
 @dataclass(frozen=True)
 class Streams:
-    """A test by what a program reads and what it prints then."""
+    """A test by a program's input and expected output."""
 
     stdin: str
     stdout: str
 
 
-Tests = list[Streams] | list[str]  # or statements that raise nothing
+Tests = list[Streams] | list[str]  # or statements, each passed if it does not raise
+
+
+@dataclass(frozen=True)
+class ProgramOptions:
+    """Arguments of ``python``."""
+
+    partial: bool = False  # the score is the share of tests passed
+    seconds: float = 5.0  # CPU time per input, or for all statements together
+    total_seconds: float = 20.0  # wall-clock time per response; the remaining tests fail
+    memory_mib: int = 512  # per process of the program
+    processes: int = 8
+    packages: bool = False  # the program may import installed packages, not only the standard library
+    paths: tuple[str, ...] = ()  # further files and folders that it may read
+    isolation: Isolation = "namespaces"  # see ``rlhpc.rewards.sandbox``
 
 
 def python(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any],
-    partial: bool = False,
-    seconds: float = 5.0,
-    total_seconds: float = 20.0,
-    memory_mib: int = 512,
-    processes: int = 8,
-    packages: bool = False,
-    paths: Sequence[str] = (),
-    isolation: Isolation = "namespaces",
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], **options: Any
 ) -> dict[str, float]:
-    """1 if the last fenced Python block of the response passes all tests; with ``partial`` the share that it passes.
+    """1 if the last fenced Python block of the response passes all tests, else 0; ``options``: ``ProgramOptions``.
 
     ``ground_truth`` is ``{"inputs": [...], "outputs": [...]}``, or statements such as asserts (a text, or a list of
-    them), or either as JSON. Without a block, 0. A program may take ``seconds`` of processor time for each input, or
-    for all statements; after ``total_seconds`` by the clock what is left counts as failed. ``packages``: a program may
-    import what is installed beside rlhpc, not the standard library alone. ``isolation``: see
-    ``rlhpc.rewards.sandbox``.
+    them), or either as JSON.
     """
     tests = read_tests(ground_truth)
     program = last_block(solution_str)
-    passed = 0.0
+    read, passed = _read_options(options), 0.0
     if program is not None:
-        sandbox = make_sandbox(seconds, memory_mib, processes, packages, tuple(paths), isolation)
-        if isinstance(tests[0], Streams):
-            passed = _run_streams(sandbox, program, tests, partial, total_seconds) / len(tests)
-        else:
-            passed = _run_statements(sandbox, program, tests, total_seconds) / len(tests)
-    return {"score": passed if partial else float(passed == 1), "passed": passed}
+        passed = _count_passed(read, program, tests) / len(tests)
+    return {"score": passed if read.partial else float(passed == 1), "passed": passed}
+
+
+def _read_options(options: Mapping[str, Any]) -> ProgramOptions:
+    return ProgramOptions(**{**options, "paths": tuple(options.get("paths", ()))})
 
 
 @functools.lru_cache(maxsize=8)
-def make_sandbox(
-    seconds: float = 5.0,
-    memory_mib: int = 512,
-    processes: int = 8,
-    packages: bool = False,
-    paths: tuple[str, ...] = (),
-    isolation: Isolation = "namespaces",
-) -> Sandbox:
-    """See ``python``."""
-    if isolation not in ("namespaces", "filter"):
-        raise ValueError(f"isolation {isolation!r} is neither namespaces nor filter")
-    return Sandbox(Limits(seconds=seconds, memory_mib=memory_mib, processes=processes), isolation, packages, paths)
+def _make_sandbox(options: ProgramOptions) -> Sandbox:
+    if options.isolation not in ("namespaces", "filter"):
+        raise ValueError(f"isolation {options.isolation!r} is neither namespaces nor filter")
+    limits = Limits(seconds=options.seconds, memory_mib=options.memory_mib, processes=options.processes)
+    return Sandbox(limits, options.isolation, packages=options.packages, paths=options.paths)
 
 
-def check(partial: bool = False, total_seconds: float = 20.0, paths: Sequence[str] = (), **sandbox: Any) -> None:
-    """A UserError where the sandbox cannot be had; called before the run."""
-    make_sandbox(paths=tuple(paths), **sandbox).check()
+def check(**options: Any) -> None:
+    """Raises a UserError if this machine does not allow the sandbox; called before the run."""
+    _make_sandbox(_read_options(options)).check()
 
 
 python.check = check  # type: ignore[attr-defined]
 
 
 def last_block(text: str) -> str | None:
-    """The last fenced block that is said to be Python or says nothing; None without one."""
-    last, block, language = None, None, ""
+    """The last fenced block marked as Python or unmarked; None without one."""
+    last: str | None = None
+    block: list[str] | None = None
+    language = ""
     for line in text.split("\n"):
         fence = _FENCE.fullmatch(line)
         if fence is None:
             if block is not None:
                 block.append(line + "\n")
-        elif block is None or (fence[1] and not fence[2].strip()):  # a lone word begins another block
+        elif block is None or (fence[1] and not fence[2].strip()):  # a fence with a single word opens another block
             block, language = [], fence[1].lower()
         else:
             last = "".join(block) if language in _LANGUAGES else last
@@ -122,7 +117,7 @@ def last_block(text: str) -> str | None:
 
 
 def read_tests(ground_truth: Any) -> Tests:
-    """See ``python``; a ValueError for anything else."""
+    """Tests in any form that ``python`` takes; a ValueError for anything else."""
     given = _from_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(given, str) and given.strip():
         return [given]
@@ -132,7 +127,7 @@ def read_tests(ground_truth: Any) -> Tests:
         inputs, outputs = (given.get(key) for key in ("inputs", "outputs"))
         if isinstance(inputs, list) and isinstance(outputs, list) and 0 < len(inputs) == len(outputs):
             return [Streams(_lines(one), _lines(other)) for one, other in zip(inputs, outputs, strict=True)]
-    raise ValueError(f"the ground truth holds no tests of a known form: {given!r:.80}")
+    raise ValueError(f"the ground truth has no tests in a known form: {given!r:.80}")
 
 
 def _from_json(text: str) -> Any:
@@ -147,29 +142,38 @@ def _lines(value: Any) -> str:
     return value if isinstance(value, str) else "\n".join(map(str, value))
 
 
-def _run_streams(sandbox: Sandbox, program: str, tests: Sequence[Streams], partial: bool, total: float) -> int:
-    """How many tests it passes; without ``partial`` none after the first that it does not."""
-    passed, end = 0, time.monotonic() + total
+def _count_passed(options: ProgramOptions, program: str, tests: Tests) -> int:
+    sandbox = _make_sandbox(options)
+    streams = [test for test in tests if isinstance(test, Streams)]
+    if streams:
+        return _run_streams(sandbox, program, streams, options)
+    statements = [test for test in tests if isinstance(test, str)]
+    return _run_statements(sandbox, program, statements, options.total_seconds)
+
+
+def _run_streams(sandbox: Sandbox, program: str, tests: Sequence[Streams], options: ProgramOptions) -> int:
+    """Number of tests passed; without ``partial`` it stops at the first failure."""
+    passed, end = 0, time.monotonic() + options.total_seconds
     for test in tests:
         left = end - time.monotonic()
         if left <= 0:
             break
         good = _prints(sandbox.run(program, test.stdin, left), test.stdout)
-        if not good and not partial:
+        if not good and not options.partial:
             break
         passed += good
     return passed
 
 
-def _prints(ended: Ended, wanted: str) -> bool:
-    """White space at the ends of lines and of the whole aside."""
-    printed, expected = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (ended.output, wanted))
-    return ended.code == 0 and printed == expected
+def _prints(result: ProgramResult, wanted: str) -> bool:
+    """Whether the program printed ``wanted``; ignores trailing white space of lines and of the whole."""
+    printed, expected = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (result.output, wanted))
+    return result.code == 0 and printed == expected
 
 
 def _run_statements(sandbox: Sandbox, program: str, tests: Sequence[str], total: float) -> int:
-    """All in one process: what one test changes, the next one finds so."""
+    """Number of tests passed; all run in one process and see each other's changes."""
     token = secrets.token_hex(16)
-    ended = sandbox.run(_DRIVER, json.dumps({"solution": program, "tests": tests, "token": token}), total)
-    found = re.fullmatch(rf"{token} (\d{{1,9}})", ended.output)  # a program can learn the token and print anything
+    result = sandbox.run(_DRIVER, json.dumps({"solution": program, "tests": tests, "token": token}), total)
+    found = re.fullmatch(rf"{token} (\d{{1,9}})", result.output)  # a program can learn the token and print anything
     return min(int(found[1]), len(tests)) if found else 0

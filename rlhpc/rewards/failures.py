@@ -1,10 +1,11 @@
-"""Decides what becomes of a response that a reward failed on."""
+"""Handles responses that a reward function failed on."""
 
 from __future__ import annotations
 
 import logging
 from typing import Literal
 
+from rlhpc.api import Prompt
 from rlhpc.config.reward import RewardWorkersSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import UNFINISHED, Failure
@@ -18,7 +19,7 @@ class Failures:
     """Handles failures as configured, and logs the first of each kind."""
 
     def __init__(self, section: RewardWorkersSection, remedy: str) -> None:
-        """``remedy`` for a user whose run ends because a function raised or returned no finite number."""
+        """``remedy`` is the fix named when a function raises or returns no finite number, and that ends the run."""
         self._on_failure, self._on_timeout, self._remedy = section.on_failure, section.on_timeout, remedy
         self._logged: set[tuple[str, str]] = set()
 
@@ -26,20 +27,19 @@ class Failures:
         self,
         where: str,
         failure: Failure,
-        prompt_id: int,
-        source: str,
+        prompt: Prompt,
         text: str,
         *,
         log: bool = True,
         built_in: bool = False,
     ) -> bool:
-        """Whether a response is dropped because the reward at ``where`` failed on it.
+        """Whether the response ``text`` is dropped because the reward at ``where`` failed on it.
 
-        Otherwise that reward counts as 0. A UserError where the failure ends the run.
+        If not, that reward counts as 0. Raises a UserError if the failure ends the run.
         """
         unfinished = failure.kind in UNFINISHED
-        action = self._action(unfinished, built_in)
-        what = f"{failure.what} for prompt {prompt_id} of {source!r}, response {text[:_SHOWN]!r}"
+        action = self._action(unfinished=unfinished, built_in=built_in)
+        what = f"{failure.what} for prompt {prompt.prompt_id} of {prompt.data_source!r}, response {text[:_SHOWN]!r}"
         if action == "error":
             raise UserError(what, where=where, remedy=_REMEDY_UNFINISHED if unfinished else self._remedy)
         if log and (where, failure.kind) not in self._logged:
@@ -48,8 +48,8 @@ class Failures:
             _log.warning("%s: %s; %s, like further failures of this kind, which are not logged", where, what, handled)
         return action == "drop"
 
-    def _action(self, unfinished: bool, built_in: bool) -> Literal["error", "zero", "drop"]:
-        """No response can end a run or leave it by making one of our own functions slow."""
+    def _action(self, *, unfinished: bool, built_in: bool) -> Literal["error", "zero", "drop"]:
+        """The configured action; a response cannot end the run or be dropped by making a built-in function slow."""
         if not unfinished:
             return self._on_failure
         return "zero" if built_in else self._on_timeout

@@ -1,6 +1,6 @@
-"""A filter of system calls (seccomp, see Documentation/userspace-api/seccomp_filter.rst of Linux), as BPF instructions.
+"""System-call filter (seccomp, see Linux Documentation/userspace-api/seccomp_filter.rst) as BPF instructions.
 
-It only ever denies, and has no rights to give. On a processor that is not in the table there is none.
+It can only deny calls. Processors that are not in the table have no filter.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020000  # users, files, processes, network, IPC, control groups, host name
 _PR_SET_PDEATHSIG = 1
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
-# Nothing that a solution needs, much that faults of the kernel have been reached by, that names other processes, or
-# that has memory which no limit of a process counts.
+# Calls that no solution needs and that have exposed kernel bugs, refer to other processes, or allocate memory that no
+# process limit counts.
 _NEVER = (
     "ptrace",
     "process_vm_readv",
@@ -92,17 +92,17 @@ _TABLES = {
 class _Step:
     code: int
     value: int
-    yes: int = 0  # instructions to leap over
+    yes: int = 0  # instructions to skip if the condition holds
     no: int = 0
 
     def packed(self) -> bytes:
         return struct.pack("HBBI", self.code, self.yes, self.no, self.value)
 
 
-def program(alone: bool) -> bytes | None:
-    """The filter for this process; None on a processor that is not known.
+def filter_program(*, alone: bool) -> bytes | None:
+    """The filter for this process; None on an unknown processor.
 
-    ``alone``: nothing else holds the program, so it may start no process, signal none but itself, and have no network.
+    ``alone``: without namespaces the filter also denies new processes, signals to other processes, and the network.
     """
     table = _TABLES.get(platform.machine())
     if table is None:
@@ -110,17 +110,18 @@ def program(alone: bool) -> bytes | None:
     numbers = table.numbers
     steps = [_Step(_LOAD, _MACHINE), _Step(_EQUAL, table.machine, yes=1), _deny(errno.EPERM)]
     steps += [_Step(_LOAD, _NUMBER)]
-    if platform.machine() == "x86_64":  # its calls with pointers of 32 bits
+    if platform.machine() == "x86_64":  # the x32 ABI
         steps += [_Step(_AT_LEAST, 1 << 30, no=1), _deny(errno.ENOSYS)]
     for name in (*_NEVER, *(_NEW_PROCESS if alone else ())):
         if name in numbers:
             steps += [_Step(_EQUAL, numbers[name], no=1), _deny(errno.EPERM)]
     families = () if alone else (_AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK)
     steps += _only_with(numbers["socket"], families, errno.EAFNOSUPPORT)
-    steps += [_Step(_EQUAL, numbers["clone3"], no=1), _deny(errno.ENOSYS)]  # its flags cannot be seen: use clone
+    # The flags of clone3 are in memory, which a filter cannot read: libc falls back to clone.
+    steps += [_Step(_EQUAL, numbers["clone3"], no=1), _deny(errno.ENOSYS)]
     spaces = [_Step(_LOAD, _ARGUMENT), _Step(_ANY_BIT, _CLONE_NAMESPACES, no=1), _deny(errno.EPERM)]
     steps += _when(numbers["clone"], spaces)
-    # It ends with the process that runs it.
+    # The program must end with its parent.
     outliving = [_Step(_LOAD, _ARGUMENT), _Step(_EQUAL, _PR_SET_PDEATHSIG, no=1), _deny(errno.EPERM)]
     steps += _when(numbers["prctl"], outliving)
     if alone:
@@ -136,12 +137,12 @@ def _deny(number: int) -> _Step:
 
 
 def _when(number: int, steps: Sequence[_Step]) -> list[_Step]:
-    """The steps for one system call, whose number is loaded again after them."""
+    """Steps for one system call; reloads the call's number after them."""
     return [_Step(_EQUAL, number, no=len(steps) + 1), *steps, _Step(_LOAD, _NUMBER)]
 
 
 def _only_with(number: int, values: Iterable[int], error: int) -> list[_Step]:
-    """One system call is allowed if its first argument is one of the values."""
+    """Allows one system call only if its first argument is one of the values."""
     wanted = list(values)
     checks = [_Step(_EQUAL, value, yes=len(wanted) - index) for index, value in enumerate(wanted)]
     return _when(number, [_Step(_LOAD, _ARGUMENT), *checks, _deny(error)])

@@ -1,4 +1,4 @@
-"""Rewards of a response's form and length, whatever it answers; for use with weights beside a rule that judges."""
+"""Rewards of a response's format and length, to be weighted beside a reward of its correctness."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 def pattern(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], regex: str, score: float = 1.0
 ) -> float:
-    """``score`` if the regular expression matches the whole response, 0 otherwise; a dot is any character."""
+    """``score`` if the regular expression matches the whole response, else 0; a dot matches newlines too."""
     return score * bool(re.fullmatch(regex, solution_str, re.DOTALL))
 
 
 def think_answer(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the response is ``<think>…</think><answer>…</answer>`` with each tag once and white space around."""
-    # Tags are counted first: where they are many, the expression has many ways to fail.
+    """1 if the response is ``<think>…</think><answer>…</answer>`` with each tag once, ignoring white space."""
+    # Counts tags first: with many of them the expression would backtrack.
     return float(len(_TAG.findall(solution_str)) == 4 and bool(_THINK_ANSWER.fullmatch(solution_str)))
 
 
@@ -30,21 +30,14 @@ def length(
     response_tokens: int,
     max_response_tokens: int,
 ) -> float:
-    """From 0 down to -1 for a response that is as long as it may be."""
+    """Length of the response from 0 to -1 at the maximum."""
     return -response_tokens / max_response_tokens
 
 
 def overlong(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: dict[str, Any],
-    response_tokens: int,
-    max_response_tokens: int,
-    buffer_tokens: int = 4096,
-    penalty: float = 1.0,
+    response_tokens: int, max_response_tokens: int, buffer_tokens: int = 4096, penalty: float = 1.0, **_row: Any
 ) -> float:
-    """0, and from ``buffer_tokens`` before the longest response on linearly down to -``penalty`` (DAPO's soft overlong
+    """0, and within ``buffer_tokens`` of the maximum length linearly down to -``penalty`` (DAPO's soft overlong
     punishment, arXiv 2503.14476, equation 13)."""
     _check_overlong(max_response_tokens, buffer_tokens)
     over = response_tokens - (max_response_tokens - buffer_tokens)

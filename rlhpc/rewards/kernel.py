@@ -1,4 +1,4 @@
-"""Calls of Linux that Python 3.11 has no names for."""
+"""Linux system calls without a wrapper in Python 3.11."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _SECCOMP_MODE_FILTER = 2
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 
-# statvfs says by these bits what a mount must keep when it is mounted anew.
-_KEPT = {
+# Flags of statvfs that a remount must repeat.
+_MOUNT_FLAGS = {
     1: MS_RDONLY,
     2: MS_NOSUID,
     4: MS_NODEV,
@@ -36,30 +36,30 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends. Lost when the user changes."""
+    """Makes the kernel kill this process when the thread that started it ends. Undone by a change of user."""
     _call("prctl", _PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
 
 
 def gain_no_rights() -> None:
-    """Neither this process nor its children gain rights by executing a program, setuid or other."""
+    """Prevents this process and its children from gaining privileges by executing a program, such as setuid ones."""
     _call("prctl", _PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
 
 
 def filter_calls(program: bytes) -> None:
-    """Let system calls through a filter from now on, for this process and its children; gain_no_rights goes before."""
+    """Applies a filter to the system calls of this process and its children. Requires ``gain_no_rights`` before."""
     code = ctypes.create_string_buffer(program)
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, head, 0, 0)
 
 
 def forget_keys() -> None:
-    """Leave the session's keyring, which may hold tickets of Kerberos."""
-    with contextlib.suppress(OSError):  # a kernel without keys has none to forget
+    """Leaves the session's keyring, which may hold Kerberos tickets."""
+    with contextlib.suppress(OSError):  # a kernel without keyrings
         _system_call(_KEYCTL, _KEYCTL_JOIN_SESSION_KEYRING, None)
 
 
 def unshare_all() -> None:
-    """New namespaces for users, files, processes (of the children), network, IPC and host name."""
+    """Creates namespaces for users, mounts, processes (of the children), network, IPC and host name."""
     kinds = _CLONE_NEWUSER | _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
     _call("unshare", kinds)
 
@@ -73,26 +73,26 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def make_read_only(target: str) -> None:
-    """Of one bind mount, which keeps all else that was said of it."""
-    has = os.statvfs(target).f_flag
-    kept = sum(flag for bit, flag in _KEPT.items() if has & bit)
-    mount("none", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | kept)
+    """Makes one bind mount read-only; its other flags stay."""
+    present = os.statvfs(target).f_flag
+    flags = sum(flag for bit, flag in _MOUNT_FLAGS.items() if present & bit)
+    mount("none", target, flags=MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | flags)
 
 
 def change_root(folder: str) -> None:
-    """Make the mount at ``folder`` the root, with nothing left of the former one."""
+    """Makes the mount at ``folder`` the root, and detaches the old root."""
     os.chdir(folder)
     try:
         _system_call(_PIVOT_ROOT, b".", b".")
         _call("umount2", b".", _MNT_DETACH)
-    except OSError:  # a node whose root is its initramfs
+    except OSError:  # the root is an initramfs, which cannot be pivoted
         mount(".", "/", flags=MS_MOVE)
         os.chroot(".")
     os.chdir("/")
 
 
 def _call(name: str, *arguments: int | bytes | None) -> int:
-    """A function of the C library that returns -1 and sets errno when it fails."""
+    """Calls a function of the C library that returns -1 and sets errno on failure."""
     result = getattr(_libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result == -1:
         number = ctypes.get_errno()
@@ -103,5 +103,5 @@ def _call(name: str, *arguments: int | bytes | None) -> int:
 def _system_call(numbers: Mapping[str, int], *arguments: int | bytes | None) -> int:
     machine = platform.machine()
     if machine not in numbers:
-        raise OSError(38, f"not known on {machine}")
+        raise OSError(38, f"system call unknown on {machine}")
     return _call("syscall", numbers[machine], *arguments)

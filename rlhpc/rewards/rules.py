@@ -1,4 +1,4 @@
-"""Rules that reward workers an answer by the ground truth: 1 or 0."""
+"""Rewards of 1 or 0 that compare the response's answer with the ground truth."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from types import ModuleType
 from typing import Any
 
 _MOST_DIGITS = 4300
-# math-verify reads no more of a response: its expressions take quadratic time and more.
+# Longest text passed to math-verify, whose expressions take at least quadratic time.
 _MOST_CHARACTERS = 4000
 
 
 def maths(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if math-verify finds the last boxed expression, or else the answer at the end of the text, equal to the ground
-    truth.
+    """1 if math-verify finds the last boxed expression, or else the answer at the end, equal to the ground truth.
 
-    The caller bounds time and memory: a response can make sympy compute a number that fits nowhere, and no signal
-    interrupts that.
+    The caller must limit time and memory: a response can make sympy compute a number of any size, which no signal
+    interrupts.
     """
     truth = _parse_truth(str(ground_truth))
     return float(_math_verify().verify(truth, _parse_answer(solution_str), timeout_seconds=None))
@@ -28,27 +27,27 @@ def maths(data_source: str, solution_str: str, ground_truth: Any, extra_info: di
 def _math_verify() -> ModuleType:
     import math_verify
 
-    # It logs whole responses, and warns that it has no time limit of its own.
+    # It would log whole responses, and warn about its missing time limit.
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     return math_verify
 
 
 def _warm_up() -> None:
-    """Import math-verify and compile its expressions before the first call's time begins."""
+    """Imports math-verify and compiles its expressions, so that the first call's time limit does not include it."""
     maths("", r"\boxed{\frac{1}{2}}", "2", {})
 
 
 def _maths_answer(solution_str: str) -> str:
-    """What math-verify reads, as sympy writes it; a decimal number as the fraction that it is."""
+    """The answer that math-verify finds, as sympy's text; a decimal number as a fraction."""
     found = _parse_answer(solution_str)
     try:
         return _written(found[0]) if found else ""
-    except Exception:  # a number of too many digits, say
+    except Exception:  # for example a number of too many digits
         return found[-1] if isinstance(found[-1], str) else ""
 
 
 def _written(expression: Any) -> str:
-    """The expression as text; an exception where sympy would have to compute a tower of powers to order its terms."""
+    """The expression as text; raises if sympy would have to compute a tower of powers to order its terms."""
     import sympy
 
     if isinstance(expression, sympy.Float):
@@ -64,7 +63,7 @@ maths.answer = _maths_answer  # type: ignore[attr-defined]
 
 
 def exact(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the response is the ground truth, white space at the ends aside."""
+    """1 if the response equals the ground truth, ignoring white space at both ends."""
     return float(solution_str.strip() == str(ground_truth).strip())
 
 
@@ -72,13 +71,13 @@ exact.answer = str.strip  # type: ignore[attr-defined]
 
 
 def number(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    """1 if the last integer in the response is the ground truth."""
+    """1 if the last integer in the response equals the ground truth."""
     found = _last_number(solution_str)
     return float(found is not None and int(found) == int(ground_truth))
 
 
 def _last_number(solution_str: str) -> str | None:
-    """As Python writes it, which makes no number of thousands of digits."""
+    """The last integer, normalized; None without one, or above Python's limit of digits."""
     found = re.findall(r"-?\d+", solution_str)
     return str(int(found[-1])) if found and len(found[-1]) < _MOST_DIGITS else None
 
@@ -87,7 +86,7 @@ number.answer = _last_number  # type: ignore[attr-defined]
 
 
 def boxed(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> float:
-    r"""1 if the last ``\boxed{…}`` holds the ground truth, letter by letter, white space aside."""
+    r"""1 if the content of the last ``\boxed{…}`` equals the ground truth, ignoring white space."""
     return float(_in_box(solution_str) == _squeezed(str(ground_truth)))
 
 
@@ -100,7 +99,7 @@ boxed.answer = _in_box  # type: ignore[attr-defined]
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The last ``\boxed{…}`` of the text with its braces balanced; None without one."""
+    r"""The last ``\boxed{…}`` of the text, with balanced braces; None without one."""
     start = text.rfind("\\boxed{")
     if start < 0:
         return None
@@ -116,7 +115,7 @@ def _squeezed(text: str) -> str:
     return re.sub(r"\s+", "", text)
 
 
-@functools.lru_cache(maxsize=1)  # scored first, then asked for its answer
+@functools.lru_cache(maxsize=1)  # called once to score, once for the answer
 def _parse_answer(solution_str: str) -> Any:
     text = last_boxed(solution_str) or solution_str[-_MOST_CHARACTERS:]
     return _math_verify().parse(text, parsing_timeout=None) if len(text) <= _MOST_CHARACTERS else []

@@ -1,8 +1,8 @@
-"""Runs a Python program that nobody has read, so that it can harm nothing but its own result.
+"""Runs untrusted Python programs so that they can affect nothing but their own result.
 
-The program is in namespaces of its own: it sees the interpreter's files, read-only, and a folder in memory that is
-gone with it; no other process, no network, no environment. Limits bound what it takes. Its first process is one of
-ours; with that one's end the kernel kills all that the program has started.
+A program runs in its own namespaces: it sees the interpreter's files, read-only, and a folder in memory that vanishes
+with it, but no other process, no network and no environment variables. Limits bound its resources. The first process
+of its namespace is ours; when that one ends, the kernel kills everything that the program has started.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from typing import Literal, NoReturn
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.rewards import filter as calls
 from rlhpc.rewards import kernel
 from rlhpc.rewards.calls import CallDied
+from rlhpc.rewards.filter import filter_program
 
 Isolation = Literal["namespaces", "filter"]
 
 _MIB = 1 << 20
-_USER = 1000  # the program's, as it sees it itself
+_USER = 1000  # the program's user, inside its namespace
 _NOBODY = 65534
 _WORK = "/tmp"
-# Where the new root is put together. It is there on every Linux, and nothing that is shown to the program is in it.
+# Mount point of the new root. Every Linux has it, and nothing shown to the program lies below it.
 _ROOT = "/proc"
 _SHOWN = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
@@ -42,8 +42,8 @@ _DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a program. ``seconds`` of processor time and ``memory_mib`` are for each of its processes; by the clock, which
-    other work on the machine makes slow, it may take three times as long. ``file_mib`` bounds what it prints too."""
+    """Limits of a program. CPU ``seconds`` and ``memory_mib`` apply to each of its processes. The wall-clock limit is
+    three times ``seconds``, since the machine may be busy. ``file_mib`` limits the output too."""
 
     seconds: float = 5.0
     memory_mib: int = 512
@@ -54,8 +54,8 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Ended:
-    """``code`` is the exit code, or less than 0 for a signal; None if it did not end in time."""
+class ProgramResult:
+    """How a program ended; ``code`` is the exit code, negative for a signal, None after its time limit."""
 
     code: int | None
     output: str
@@ -63,25 +63,35 @@ class Ended:
     seconds: float
 
 
+@dataclass(frozen=True)
+class _Pipes:
+    """The guard's parent process, the pipe for its messages, and the one it waits at for its users to be mapped."""
+
+    parent: int
+    outbox: int
+    wait: int
+
+
 class SandboxError(RuntimeError):
-    """The program could not be run as it should; no fault of its own."""
+    """The sandbox failed, not the program."""
 
 
 class SandboxKilled(SandboxError, CallDied):
-    """Its first process was killed from outside, for want of memory say."""
+    """The sandbox's first process was killed from outside, for example because memory ran out."""
 
 
 class Sandbox:
-    """Runs programs, one at a time, each in a new sandbox. Make it in a process without threads.
+    """Runs programs one at a time, each in a new sandbox. Only for processes without threads.
 
-    ``packages``: they may import what is installed beside this interpreter's own. ``paths``: absolute paths of files
-    and folders that they may read, such as libraries that the interpreter needs and that are in no usual place.
+    ``packages``: programs may import installed packages, not only the standard library. ``paths``: absolute paths of
+    further files and folders that they may read, such as libraries of the interpreter in unusual places.
     """
 
     def __init__(
         self,
         limits: Limits,
         isolation: Isolation = "namespaces",
+        *,
         packages: bool = False,
         paths: Sequence[str] = (),
     ) -> None:
@@ -96,7 +106,7 @@ class Sandbox:
             env.LANG: "C.UTF-8",
             env.OMP_NUM_THREADS: "1",
             env.OPENBLAS_NUM_THREADS: "1",
-            env.MALLOC_ARENA_MAX: "1",  # each takes 64 MiB of what RLIMIT_AS allows
+            env.MALLOC_ARENA_MAX: "1",  # each arena takes 64 MiB of RLIMIT_AS
             **({env.LD_LIBRARY_PATH: libraries} if libraries else {}),
         }
         prefixes = [sys.base_prefix, sys.base_exec_prefix, *([sys.prefix, sys.exec_prefix] if packages else [])]
@@ -106,19 +116,19 @@ class Sandbox:
         self._mounts = _outermost(there) if self._isolated else []
 
     def check(self) -> None:
-        """A UserError if this machine does not allow the sandbox."""
+        """Raises a UserError if this machine does not allow the sandbox."""
         try:
-            ended = self.run("print('ready')")
+            result = self.run("print('ready')")
         except SandboxError as error:
             raise UserError(f"this machine allows no sandbox: {error}", remedy=_remedy()) from None
-        if ended.output != "ready\n":
+        if result.output != "ready\n":
             raise UserError(
-                f"Python does not start in the sandbox: exit code {ended.code}, {ended.errors.strip()[-300:]!r}",
+                f"Python does not start in the sandbox: exit code {result.code}, {result.errors.strip()[-300:]!r}",
                 remedy="raise memory_mib, or use a Python whose files everyone may read",
             )
 
-    def run(self, program: str, stdin: str = "", within: float = math.inf) -> Ended:
-        """Run it to its end, or to the end of its time, or of ``within`` seconds."""
+    def run(self, program: str, stdin: str = "", within: float = math.inf) -> ProgramResult:
+        """Runs a program to its end, its time limit or ``within`` seconds."""
         streams = [os.memfd_create(name) for name in ("in", "out", "err")]
         folder = _WORK if self._isolated else tempfile.mkdtemp(prefix="sandbox-")
         try:
@@ -127,7 +137,7 @@ class Sandbox:
             started = time.monotonic()
             started_as = self._start(program.encode(), streams, folder)
             code = self._attend(started + min(3 * self._limits.seconds, within), *started_as)
-            return Ended(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
+            return ProgramResult(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
         finally:
             for stream in streams:
                 os.close(stream)
@@ -137,40 +147,40 @@ class Sandbox:
     # ---- outside
 
     def _start(self, program: bytes, streams: list[int], folder: str) -> tuple[int, int, int]:
-        """(process, pipe of its words, pipe that it waits at)."""
-        words, said = os.pipe()
+        """(process, pipe of its messages, pipe that it waits at)."""
+        messages, outbox = os.pipe()
         wait, go = os.pipe()
         parent = os.getpid()
         process = os.fork()
         if process:
-            os.close(said)
+            os.close(outbox)
             os.close(wait)
-            return process, words, go
+            return process, messages, go
         try:
-            os.close(words)
+            os.close(messages)
             os.close(go)
-            self._be_guard(parent, said, wait, program, streams, folder)
+            self._be_guard(_Pipes(parent, outbox, wait), program, streams, folder)
         except BaseException as error:
-            _say(said, f"E{error}")
+            _send(outbox, f"E{error}")
         finally:
             os._exit(1)
 
-    def _attend(self, deadline: float, process: int, words: int, go: int) -> int | None:
-        """Let the guard go on when it has its namespaces; the exit code that it tells, None after the deadline."""
+    def _attend(self, deadline: float, process: int, messages: int, go: int) -> int | None:
+        """Lets the guard continue once it has its namespaces. The exit code that it sends; None after the deadline."""
         try:
             while True:
-                ready, _, _ = select.select([words], [], [], max(0.0, deadline - time.monotonic()))
-                word = os.read(words, 4096).decode() if ready else ""
-                match word[:1]:
+                ready, _, _ = select.select([messages], [], [], max(0.0, deadline - time.monotonic()))
+                message = os.read(messages, 4096).decode() if ready else ""
+                match message[:1]:
                     case "U":
                         _map_users(process)
                         os.write(go, b"x")
                     case "E":
-                        raise SandboxError(word[1:].splitlines()[0])
+                        raise SandboxError(message[1:].splitlines()[0])
                     case "D":
-                        return os.waitstatus_to_exitcode(int(word[1:]))
+                        return os.waitstatus_to_exitcode(int(message[1:]))
                     case _ if ready:
-                        raise SandboxKilled("the sandbox was killed from outside, perhaps for want of memory")
+                        raise SandboxKilled("the sandbox was killed from outside, perhaps because memory ran out")
                     case _:
                         return None
         except OSError as error:
@@ -178,38 +188,39 @@ class Sandbox:
         finally:
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
-            os.close(words)
+            os.close(messages)
             os.close(go)
 
-    # ---- inside: each is a process that ends in its function
+    # ---- inside: each of these is a process that ends in its function
 
-    def _be_guard(self, parent: int, said: int, wait: int, program: bytes, streams: list[int], folder: str) -> NoReturn:
-        """The process that the worker knows: when it ends, so does the next."""
-        _close_all_but({0, 1, 2, said, wait, *streams})
+    def _be_guard(self, pipes: _Pipes, program: bytes, streams: list[int], folder: str) -> NoReturn:
+        """The worker's child; the next process ends with it."""
+        outbox = pipes.outbox
+        _close_all_but({0, 1, 2, outbox, pipes.wait, *streams})
         if self._isolated:
             kernel.unshare_all()
-            _say(said, "U")
-            os.read(wait, 1)
+            _send(outbox, "U")
+            os.read(pipes.wait, 1)
         kernel.die_with_parent()
-        if os.getppid() != parent:
+        if os.getppid() != pipes.parent:
             os._exit(1)
-        _child(said, lambda: self._be_first(said, program, streams, folder))
+        _child(outbox, lambda: self._be_first(outbox, program, streams, folder))
         os._exit(0)
 
-    def _be_first(self, said: int, program: bytes, streams: list[int], folder: str) -> NoReturn:
-        """The first of the new namespace of processes, whose others end with it. It keeps its rights, and so cannot be
-        touched by the program."""
+    def _be_first(self, outbox: int, program: bytes, streams: list[int], folder: str) -> NoReturn:
+        """First process of the new namespace, whose other processes end with it. It keeps its privileges, so that the
+        program cannot affect it."""
         kernel.die_with_parent()
         os.umask(0o022)
         if self._isolated:
             self._make_root()
         Path(folder, "solution.py").write_bytes(program)
-        _say(said, f"D{_child(said, lambda: self._be_program(said, streams, folder))}")
+        _send(outbox, f"D{_child(outbox, lambda: self._be_program(outbox, streams, folder))}")
         os._exit(0)
 
-    def _be_program(self, said: int, streams: list[int], folder: str) -> NoReturn:
+    def _be_program(self, outbox: int, streams: list[int], folder: str) -> NoReturn:
         os.setsid()  # no terminal
-        ours = 2  # processes that the kernel counts as the program's user's
+        ours = 2  # of our processes that the kernel counts for the program's user
         if self._isolated and os.geteuid() == 0:
             ours = 0
             os.setgroups([])
@@ -220,23 +231,23 @@ class Sandbox:
         kernel.gain_no_rights()
         for target, stream in enumerate(streams):
             os.dup2(stream, target)
-        _close_all_but({0, 1, 2, said})  # the last one closes itself
+        _close_all_but({0, 1, 2, outbox})  # which is closed on exec
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.umask(0o077)
         os.chdir(folder)
         self._set_limits(ours)
-        allowed = calls.program(alone=not self._isolated)
-        if allowed is not None:
-            kernel.filter_calls(allowed)
+        call_filter = filter_program(alone=not self._isolated)
+        if call_filter is not None:
+            kernel.filter_calls(call_filter)
         elif not self._isolated:
-            raise OSError("no filter of system calls for this processor")
+            raise OSError("no system-call filter for this processor")
         os.execve(self._command[0], [*self._command, f"{folder}/solution.py"], self._environment)
 
     def _make_root(self) -> None:
         inner = _mount_points(self._mounts)
-        with contextlib.suppress(OSError):  # /proc/sys may be read-only; what it would gain there is a sandbox too
+        with contextlib.suppress(OSError):  # /proc/sys may be read-only; a nested namespace is confined too
             Path("/proc/sys/user/max_user_namespaces").write_text("0")
         kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
         size = f"mode=0755,size={self._limits.folder_mib}m,nr_inodes=8192"
@@ -251,7 +262,7 @@ class Sandbox:
         limits = self._limits
         wanted = {
             resource.RLIMIT_AS: limits.memory_mib * _MIB,
-            resource.RLIMIT_DATA: limits.memory_mib * _MIB,  # in place of the worker's
+            resource.RLIMIT_DATA: limits.memory_mib * _MIB,  # replaces the worker's limit
             resource.RLIMIT_CPU: math.ceil(limits.seconds),
             resource.RLIMIT_FSIZE: limits.file_mib * _MIB,
             resource.RLIMIT_NOFILE: limits.open_files,
@@ -259,7 +270,7 @@ class Sandbox:
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
         }
-        if self._isolated:  # elsewhere all processes of the user count
+        if self._isolated:  # otherwise the kernel counts all processes of the user
             wanted[resource.RLIMIT_NPROC] = limits.processes + ours
         for kind, value in wanted.items():
             hard = resource.getrlimit(kind)[1]
@@ -267,25 +278,25 @@ class Sandbox:
             resource.setrlimit(kind, (bound, bound))
 
 
-def _child(said: int, be: Callable[[], NoReturn]) -> int:
-    """Fork a process that is ``be`` and wait for it; its wait status."""
+def _child(outbox: int, be: Callable[[], NoReturn]) -> int:
+    """Forks a process that runs ``be``, waits for it, and returns its wait status."""
     child = os.fork()
     if child:
         return os.waitpid(child, 0)[1]
     try:
         be()
     except BaseException as error:
-        _say(said, f"E{error}")
+        _send(outbox, f"E{error}")
     finally:
         os._exit(1)
 
 
-def _say(said: int, word: str) -> None:
-    os.write(said, word.encode()[:2000] + b"\n")
+def _send(outbox: int, message: str) -> None:
+    os.write(outbox, message.encode()[:2000] + b"\n")
 
 
 def _map_users(process: int) -> None:
-    """Give the namespace of ``process`` its users. Root's programs run as nobody: the kernel bounds root in nothing."""
+    """Maps users into the namespace of ``process``. Root's programs run as nobody: limits do not apply to root."""
     own = (os.geteuid(), os.getegid())
     other = min(_NOBODY, _largest_id("uid_map"), _largest_id("gid_map")) if own[0] == 0 else 0
     if other:
@@ -298,14 +309,14 @@ def _map_users(process: int) -> None:
 
 
 def _largest_id(name: str) -> int:
-    """The largest id that this process's own namespace has."""
+    """The largest id in this process's own namespace."""
     lines = Path(f"/proc/self/{name}").read_text().splitlines()
     return max(int(line.split()[0]) + int(line.split()[2]) - 1 for line in lines)
 
 
 def _interpreter_libraries() -> list[str]:
-    """Folders of shared libraries that the interpreter has loaded from where they were built, not installed; none that
-    holds more than libraries, such as the user's own with a library that is preloaded."""
+    """Folders of the shared libraries that the interpreter has loaded, such as an installation in an unusual place. Not
+    folders that hold more, such as the user's home with a preloaded library."""
     with open("/proc/self/maps") as file:
         files = {line.split(maxsplit=5)[5].strip() for line in file if "/lib" in line and ".so" in line}
     folders = {os.path.dirname(path) for path in files if not path.startswith(f"{sys.prefix}/")}
@@ -317,20 +328,20 @@ def _interpreter_libraries() -> list[str]:
 
 
 def _outermost(paths: list[str]) -> list[str]:
-    """Without those that are inside another."""
+    """The paths that are not below another of them."""
     real = list(dict.fromkeys(os.path.normpath(path) for path in paths))
     return [path for path in real if not any(path.startswith(f"{other}/") for other in real)]
 
 
 def _mount_points(paths: list[str]) -> list[str]:
-    """Mounts at or below the paths, as this process sees them."""
+    """Mount points of this process at or below the paths."""
     lines = Path("/proc/self/mountinfo").read_text().splitlines()
     points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
     return [point for point in points if any(point.startswith(f"{path}/") for path in paths)]
 
 
 def _show(path: str, inner: list[str]) -> None:
-    """Let what is at ``path`` be seen in the new root, and not be written."""
+    """Binds ``path`` into the new root, read-only."""
     target = _ROOT + path
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(path):
@@ -345,9 +356,9 @@ def _show(path: str, inner: list[str]) -> None:
             kernel.make_read_only(_ROOT + point)
 
 
-def _close_all_but(kept: set[int]) -> None:
+def _close_all_but(needed: set[int]) -> None:
     for descriptor in map(int, os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else range(256):
-        if descriptor not in kept:
+        if descriptor not in needed:
             with contextlib.suppress(OSError):
                 os.close(descriptor)
 

@@ -1,6 +1,6 @@
-"""A process that calls reward functions, one after the other. It imports no torch, unless a function's module does.
+"""Worker process that calls reward functions one at a time. Imports no torch, unless a function's module does.
 
-It takes lists of calls from one pipe and answers each of them in another; it ends with the pipe or with its parent.
+Receives lists of calls through one pipe and sends each outcome through another; ends with the pipe or with its parent.
 """
 
 from __future__ import annotations
@@ -15,31 +15,32 @@ from typing import Any
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
-from rlhpc.rewards.calls import Entry, Retired, failure_of, told
+from rlhpc.rewards.calls import Entry, Retired, described, failure_of
 from rlhpc.rewards.kernel import die_with_parent
 from rlhpc.rewards.memory import MemoryBound
 
-# What asks a rank to save and end, or ends a program at a terminal. The rank decides what becomes of its workers.
+# Signals that ask a rank to save and stop, or that a terminal sends. The rank ends its workers itself.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(parent: int, reading: int, writing: int) -> None:
-    """``reading`` and ``writing`` are descriptors of pipes to the process ``parent``."""
+    """Entry point; ``reading`` and ``writing`` are descriptors of pipes to the process ``parent``."""
     for signum in _IGNORED:
         signal.signal(signum, signal.SIG_IGN)
     die_with_parent()
-    if os.getppid() != parent:  # it ended before that
+    if os.getppid() != parent:  # the parent ended before that call
         return
+    inheritable = False
     for descriptor in (reading, writing):
-        os.set_inheritable(descriptor, False)
-    with contextlib.suppress(OSError):  # where memory runs out, this process goes before the rank does
+        os.set_inheritable(descriptor, inheritable)
+    with contextlib.suppress(OSError):  # if the node runs out of memory, the kernel kills this process, not the rank
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         _serve(Connection(reading, writable=False), Connection(writing, readable=False))
     except (EOFError, BrokenPipeError):
         pass
     finally:
-        os._exit(0)  # threads of the functions are not waited for
+        os._exit(0)  # without waiting for the functions' threads
 
 
 def _serve(inbox: Connection, outbox: Connection) -> None:
@@ -50,15 +51,17 @@ def _serve(inbox: Connection, outbox: Connection) -> None:
             functions.append(import_attribute(entry.loader, entry.where)(entry))
         except UserError as error:
             return outbox.send(error)
-        except BaseException as error:  # a module may raise anything when it is imported
-            return outbox.send(UserError(f"{entry.path} {told(error)}", where=entry.where, remedy="mend its module"))
+        except BaseException as error:  # importing a module may raise anything
+            return outbox.send(
+                UserError(f"{entry.path} {described(error)}", where=entry.where, remedy="fix its module")
+            )
     bounds = [None if entry.memory_limit_mib is None else MemoryBound(entry.memory_limit_mib) for entry in entries]
     outbox.send(None)
     while True:
         for index, keywords in inbox.recv():
             bound = bounds[index]
             outbox.send(functions[index](keywords) if bound is None else _bounded(bound, functions[index], keywords))
-            if bound is not None and entries[index].built_in and bound.much_is_kept():
+            if bound is not None and entries[index].built_in and bound.has_leaked():
                 return outbox.send(Retired())
 
 
@@ -66,7 +69,7 @@ def _bounded(bound: MemoryBound, function: Callable[[Any], Any], keywords: Any) 
     bound.enforce()
     try:
         outcome = function(keywords)
-    except MemoryError as error:  # what the call has allocated lives until here, and leaves none to handle its own
+    except MemoryError as error:  # the call's allocations live until here and may leave no memory
         bound.lift()
         return failure_of(error, bound.mib)
     bound.lift()

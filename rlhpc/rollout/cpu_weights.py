@@ -1,4 +1,4 @@
-"""The weights of vLLM's model on a CPU, where its kernels want them packed. Imported by ``vllm_cpu`` only."""
+"""Weights of vLLM's model on a CPU, where its kernels need them packed. Imported by ``vllm_cpu`` only."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rlhpc.rollout.vllm_weights import load_all
 
 @dataclass
 class _Plain:
-    """A parameter as vLLM's loader knows it, the layers that have it, and its memory, of no size while not needed."""
+    """A parameter as vLLM's loader fills it, the layers that hold it, and its memory, resized to 0 while unused."""
 
-    holders: list[tuple[nn.Module, str]]
+    owners: list[tuple[nn.Module, str]]
     parameter: nn.Parameter
     tensor: Tensor
     nbytes: int
@@ -31,51 +31,51 @@ class _Plain:
 
     @property
     def in_use(self) -> bool:
-        """After packing: a layer uses it as it is. (vLLM 0.25 packs stacks of experts in place.)"""
-        held = any(getattr(layer, name) is self.parameter for layer, name in self.holders)
+        """Whether, after packing, a layer still uses it unpacked. (vLLM 0.25 packs stacks of experts in place.)"""
+        held = any(getattr(layer, name) is self.parameter for layer, name in self.owners)
         return held and self.parameter.data_ptr() == self.tensor.data_ptr() and self.tensor.dim() < 3
 
     def take(self) -> None:
-        """Give the parameter back to its layers, with memory of undefined content."""
+        """Returns the parameter to its layers, with uninitialized memory."""
         if not self.shared:
             self.tensor.untyped_storage().resize_(self.nbytes)
         self.parameter.data = self.tensor
-        for layer, name in self.holders:
+        for layer, name in self.owners:
             layer.register_parameter(name, self.parameter)
 
     def free(self) -> None:
-        """Also beneath tensors of it that somebody still holds."""
+        """Frees the memory, even if tensors still refer to it."""
         if not self.shared:
             self.tensor.untyped_storage().resize_(0)
 
 
 class PackedWeights:
-    """A model's parameters: plain while they are written, packed while they are used, nothing while they sleep.
+    """A model's parameters: plain while they are written, packed while they are used, without memory while they sleep.
 
-    Packing replaces a layer's weight by an empty one, or its data by another layout; the parameter object, which
-    carries how it is cut and loaded, is kept here and put back before weights are written.
+    Packing replaces a layer's weight by an empty one, or its data by another layout. The parameter object, which knows
+    how it is sharded and loaded, is stored here and restored before weights are written.
     """
 
     def __init__(self, model: nn.Module, vllm_config: Any) -> None:
-        """Before vLLM packs the model for the first time; ``settle`` after it."""
+        """Call it before vLLM packs the model for the first time, and ``settle`` after."""
         self._model, self._config = model, vllm_config
         self._plain: dict[str, _Plain] = {}
         self._shareable: frozenset[str] = frozenset()
-        known: dict[nn.Parameter, _Plain] = {}  # tied layers have the same
+        known: dict[nn.Parameter, _Plain] = {}  # tied layers share one
         for prefix, layer in model.named_modules():
             for name, parameter in layer.named_parameters(recurse=False):
                 if parameter not in known:
                     nbytes = parameter.untyped_storage().nbytes()
                     known[parameter] = self._plain[f"{prefix}.{name}"] = _Plain([], parameter, parameter.data, nbytes)
-                known[parameter].holders.append((layer, name))
+                known[parameter].owners.append((layer, name))
         self._of_layer: dict[nn.Module, list[_Plain]] = {}
         for plain in self._plain.values():
-            for layer, _ in plain.holders:
+            for layer, _ in plain.owners:
                 self._of_layer.setdefault(layer, []).append(plain)
         self.shapes = {name: tuple(plain.tensor.shape) for name, plain in self._plain.items()}
 
     def settle(self) -> None:
-        """Once the model is packed: free what is not used, such as vLLM's packed copy of a table that is looked up."""
+        """Frees what the packed model does not use, such as the packed copy of an embedding."""
         for layer in self._model.modules():
             if isinstance(layer, VocabParallelEmbedding):
                 self._pack(layer)
@@ -83,7 +83,7 @@ class PackedWeights:
         self._shareable = frozenset(name for name, plain in self._plain.items() if plain.in_use)
 
     def open(self) -> dict[str, Tensor]:
-        """Drop what is packed and put every parameter back."""
+        """Drops the packed weights and restores every parameter."""
         self._drop_packed()
         for plain in self._plain.values():
             plain.take()
@@ -91,7 +91,7 @@ class PackedWeights:
 
     @torch.no_grad()
     def close(self) -> None:
-        """Pack layer by layer, so that no more than one of them is there in both forms."""
+        """Packs layer by layer, so that at most one layer is in memory in both forms."""
         with set_current_vllm_config(self._config):
             for layer in self._model.modules():
                 self._pack(layer)
@@ -102,13 +102,13 @@ class PackedWeights:
         self._free_replaced(*self._plain.values())
 
     def load(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Through vLLM's own loader."""
+        """Loads weights through vLLM's own loader."""
         self.open()
         load_all(self._model, tensors)
         self.close()
 
     def free(self) -> None:
-        """Neither plain nor packed weights until they are opened."""
+        """Frees plain and packed weights; ``open`` allocates them again."""
         self._drop_packed()
         for plain in self._plain.values():
             plain.free()
@@ -120,19 +120,20 @@ class PackedWeights:
     def share(self, name: str, tensor: Tensor) -> None:
         plain = self._plain[name]
         assert tensor.dtype == plain.tensor.dtype, f"{name}: {tensor.dtype}, not {plain.tensor.dtype}"
-        assert tensor.is_contiguous(), f"{name}: kernels do not ask for strides"
+        assert tensor.is_contiguous(), f"{name}: kernels assume contiguous memory"
         plain.free()
         plain.tensor = plain.parameter.data = tensor
         plain.shared = True
 
     def _pack(self, layer: nn.Module) -> None:
-        """As vLLM does, but for tables: a head is kept packed alone, and one that is only looked up plain alone."""
+        """Packs a layer as vLLM does, except that an LM head keeps only its packed weights, an embedding only its plain
+        ones."""
         method = getattr(layer, "quant_method", None)
         if isinstance(layer, VocabParallelEmbedding):
             layer.cpu_linear = None
             if isinstance(layer, ParallelLMHead) or layer is self._model.lm_head:
                 (plain,) = self._of_layer[layer]
-                dispatch_cpu_unquantized_gemm(layer, remove_weight=len(plain.holders) == 1)
+                dispatch_cpu_unquantized_gemm(layer, remove_weight=len(plain.owners) == 1)
         elif isinstance(method, QuantizeMethodBase):
             method.process_weights_after_loading(layer)
 
@@ -145,7 +146,7 @@ class PackedWeights:
             _return_freed()
 
     def _drop_packed(self) -> None:
-        known = {holder for plain in self._plain.values() for holder in plain.holders}
+        known = {owner for plain in self._plain.values() for owner in plain.owners}
         for layer in self._model.modules():
             for name, _ in list(layer.named_parameters(recurse=False)):
                 if (layer, name) not in known:
@@ -153,12 +154,12 @@ class PackedWeights:
                 else:
                     setattr(layer, name, None)
             layer.__dict__.pop("cpu_linear", None)
-            # While it is there, vLLM holds the weights of experts for packed (unquantized_fused_moe_method.py:187).
+            # While it is set, vLLM treats the experts' weights as packed (unquantized_fused_moe_method.py:187).
             if getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
                 layer.quant_method.moe_kernel = None
 
 
 def _return_freed() -> None:
-    """What the C library keeps of freed memory goes back to the system; only glibc can be asked."""
+    """Returns memory that the C library has cached to the system; glibc only."""
     with contextlib.suppress(AttributeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,4 +1,4 @@
-"""What is asked of the engines. Which engine answers what, and with which seed, is decided by arithmetic alone."""
+"""Requests to the engines. Which engine serves a request, and its seed, are computed from indices alone."""
 
 from __future__ import annotations
 
@@ -17,50 +17,50 @@ SeedRoot = tuple[int, int, int, int]  # the run's seed, the step, the prompt, th
 
 @dataclass(frozen=True)
 class Sampling:
-    """How prompts are answered."""
+    """Sampling parameters of responses."""
 
-    max_tokens: int  # of a response, all turns together
+    max_tokens: int  # per response, over all turns
     temperature: float  # 0: greedy
     top_p: float
 
 
 @dataclass(frozen=True)
 class Task:
-    """A response to draw, or to take up again: ``draft`` is what there is of it, at first the prompt alone."""
+    """A response to sample or resume; ``draft`` is its present state, at first the prompt alone."""
 
     group: int
     index: int  # in the group
     prompt: Prompt
     draft: Sample
     root: SeedRoot
-    tool_calls: int = 0  # made for it since it was begun or resumed
-    failed_tool_calls: int = 0  # those of them answered with an error
+    tool_calls: int = 0  # since it was begun or resumed
+    failed_tool_calls: int = 0  # those answered with an error
 
 
 def share_of(items: int, parts: int, index: int) -> range:
-    """A contiguous share of the items; shares differ by at most one. A prompt's samples stay on one engine, which keeps
-    their common prefix in its cache once."""
+    """A contiguous share of the items; shares differ by at most one. It keeps a prompt's samples on one engine, which
+    caches their common prefix once."""
     return range(items * index // parts, items * (index + 1) // parts)
 
 
 def mixed_bits(*words: int) -> int:
-    """63 well-mixed bits that depend on nothing but the arguments."""
+    """63 pseudo-random bits, determined by the arguments."""
     digest = hashlib.blake2b(struct.pack(f"<{len(words)}Q", *words), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 def request_seed(root: SeedRoot) -> int:
-    """Seed of every request of a response, the first one and those that resume it: not of ranks, engines or batches.
+    """Seed of all requests of a response, including those that resume it; independent of ranks, engines and batches.
 
-    A resumed response continues its random numbers, because the engine derives those of a token from this seed and the
-    token's position (``rlhpc.rollout.token_seeds``).
+    A resumed response continues its random numbers, because the engine derives a token's from this seed and the token's
+    position (``rlhpc.rollout.token_seeds``).
     """
     return mixed_bits(*root)
 
 
 def first_samples(prompt_ids: Sequence[int], count: int, before: Counter[int] | None = None) -> list[int]:
-    """For each prompt of a step how many samples of it come before: a prompt that occurs again goes on counting, so
-    that no two of its samples are the same. ``before``: occurrences of prompts before these, to which these are added.
+    """For each prompt of a step, the number of its earlier samples, so that a repeated prompt gets new samples.
+    ``before``: earlier occurrences of prompts; updated in place.
     """
     seen = Counter() if before is None else before
     firsts = []
@@ -71,7 +71,7 @@ def first_samples(prompt_ids: Sequence[int], count: int, before: Counter[int] | 
 
 
 def blank_draft(prompt: Prompt, policy_version: int, group_id: int = 0) -> Sample:
-    """Nothing but the prompt, for weights of a version."""
+    """A draft that holds the prompt alone, for weights of the given version."""
     return Sample(
         prompt_id=prompt.prompt_id,
         group_id=group_id,
@@ -85,7 +85,7 @@ def blank_draft(prompt: Prompt, policy_version: int, group_id: int = 0) -> Sampl
 
 
 def request_of(task: Task, sampling: Sampling) -> Request:
-    """The rest of a response."""
+    """Request for the rest of a task's response."""
     return Request(
         prompt=tuple(task.draft.tokens.tolist()),
         seed=request_seed(task.root),
@@ -95,12 +95,10 @@ def request_of(task: Task, sampling: Sampling) -> Request:
     )
 
 
-def with_drawn(draft: Sample, completion: Completion, policy_version: int) -> Sample:
-    """The draft and what the policy drew after it."""
+def with_sampled(draft: Sample, completion: Completion, policy_version: int) -> Sample:
+    """The draft, extended by the tokens that the policy sampled."""
     routed_experts = completion.routed_experts
-    if (
-        routed_experts is not None and draft.routed_experts is not None
-    ):  # of what was drawn before, the routed experts of then
+    if routed_experts is not None and draft.routed_experts is not None:  # earlier tokens keep theirs
         routed_experts = np.concatenate([draft.routed_experts, routed_experts[len(draft.routed_experts) :]])
     return replace(
         draft,
@@ -115,8 +113,8 @@ def with_drawn(draft: Sample, completion: Completion, policy_version: int) -> Sa
     )
 
 
-def with_given(draft: Sample, tokens: Sequence[int]) -> Sample:
-    """The draft and what the policy was told after it."""
+def with_tool_tokens(draft: Sample, tokens: Sequence[int]) -> Sample:
+    """The draft, extended by tokens of tools' answers."""
     response_mask = np.ones(draft.response_len, bool) if draft.response_mask is None else draft.response_mask
     return replace(
         draft,
@@ -127,15 +125,17 @@ def with_given(draft: Sample, tokens: Sequence[int]) -> Sample:
 
 
 def turns(sample: Sample) -> int:
-    """How often the policy spoke, or could have: once more than it was told something."""
+    """Number of the policy's turns: one more than replies of tools."""
     if sample.response_mask is None:
         return 1
-    given = np.concatenate([[False], ~sample.response_mask])
-    return 1 + int((given[1:] & ~given[:-1]).sum())
+    masked = np.concatenate([[False], ~sample.response_mask])
+    return 1 + int((masked[1:] & ~masked[:-1]).sum())
 
 
 def last_turn(sample: Sample) -> np.ndarray:
-    """What the policy has said since it was told something."""
+    """Tokens that the policy sampled since the last reply of tools."""
     response = sample.tokens[sample.prompt_len :]
-    told = np.flatnonzero(~sample.response_mask) if sample.response_mask is not None else ()
-    return response[told[-1] + 1 :] if len(told) else response
+    if sample.response_mask is None:
+        return response
+    masked = np.flatnonzero(~sample.response_mask)
+    return response[masked[-1] + 1 :] if len(masked) else response

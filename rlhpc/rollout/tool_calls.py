@@ -1,4 +1,4 @@
-"""What the policy asks of tools, and what is done for it in a tool's process. Free of torch."""
+"""Parses the policy's tool calls, and executes them in worker processes. Free of torch."""
 
 from __future__ import annotations
 
@@ -19,32 +19,35 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A call as the policy wrote it."""
+
     name: str
     arguments: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Answer:
-    """A tool's, as text."""
+class ToolAnswer:
+    """A tool's answer, as text."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class MethodCall:
-    """Of the object that a conversation has of a class. Where there is none it is made, with ``extra_info`` if it takes
-    that, and ``past`` is called on it, methods with their arguments; ``method`` None: the object is closed."""
+    """Call of a method of a conversation's own object. If there is none, it is created, with ``extra_info`` if its
+    constructor takes it, and the ``past`` calls are repeated on it. ``method`` None closes the object."""
 
     conversation: int
     method: str | None
-    given: Mapping[str, Any]
+    given: Mapping[str, Any]  # the call's arguments
     past: tuple[tuple[str, Mapping[str, Any]], ...]
     extra_info: Mapping[str, Any]
 
 
 def parse_calls(text: str) -> list[ToolCall | Failure]:
-    """The calls of a turn in the form of Hermes and Qwen, ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
-    calls, start = [], text.find(_OPEN)
+    """The calls of a turn, in Hermes' and Qwen's format: ``<tool_call>{"name": …, "arguments": {…}}</tool_call>``."""
+    calls: list[ToolCall | Failure] = []
+    start = text.find(_OPEN)
     while start >= 0 and (end := text.find(_CLOSE, start)) >= 0:
         calls.append(_parse(text[start + len(_OPEN) : end]))
         start = text.find(_OPEN, end)
@@ -55,61 +58,61 @@ def _parse(body: str) -> ToolCall | Failure:
     try:
         call = json.loads(body)
     except (ValueError, RecursionError) as error:
-        return Failure("result", f"the call is no JSON ({error})")
+        return Failure("result", f"the call is not valid JSON ({error})")
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
     if not isinstance(name, str) or not isinstance(arguments, dict):
-        return Failure("result", 'a call is {"name": "…", "arguments": {…}}')
+        return Failure("result", 'a call must be {"name": "…", "arguments": {…}}')
     return ToolCall(name, arguments)
 
 
-def load_tool(entry: Entry) -> Callable[[Mapping[str, Any]], Answer | Failure]:
-    """The tool as a function of what the policy gives, which never raises. ``entry.arguments`` has the tool's own
-    ``arguments`` and ``most_characters``."""
+def load_tool(entry: Entry) -> Callable[[Mapping[str, Any]], ToolAnswer | Failure]:
+    """The tool as a function of the policy's arguments, which never raises. ``entry.arguments`` holds the tool's fixed
+    ``arguments`` and ``most_characters``, the limit of its answers."""
     function = import_attribute(entry.path, entry.where)
     fixed, most = entry.arguments["arguments"], entry.arguments["most_characters"]
     return lambda given: _answered(lambda: function(**given, **fixed), most)
 
 
-def load_class(entry: Entry) -> Callable[[MethodCall], Answer | Failure]:
-    """The objects of a class, one for each conversation, as a function of calls, which never raises.
+def load_class(entry: Entry) -> Callable[[MethodCall], ToolAnswer | Failure]:
+    """A class with one object per conversation, as a function of method calls, which never raises.
 
-    ``entry.arguments`` as for ``load_tool``, the constructor's, and whether it takes ``extra_info``.
+    ``entry.arguments`` holds the constructor's ``arguments``, ``most_characters``, and whether it takes ``extra_info``.
     """
-    made = import_attribute(entry.path, entry.where)
+    owner = import_attribute(entry.path, entry.where)
     fixed, most = entry.arguments["arguments"], entry.arguments["most_characters"]
     wants_info = entry.arguments["extra_info"]
     objects: dict[int, Any] = {}
 
-    def renewed(call: MethodCall) -> Any:
-        found = made(**fixed, **({"extra_info": call.extra_info} if wants_info else {}))
+    def create(call: MethodCall) -> Any:
+        created = owner(**fixed, **({"extra_info": call.extra_info} if wants_info else {}))
         for method, given in call.past:
-            getattr(found, method)(**given)
-        return found
+            getattr(created, method)(**given)
+        return created
 
     def invoke(call: MethodCall) -> Any:
         if call.method is None:
             close = getattr(objects.pop(call.conversation, None), "close", None)
             return close() if close is not None else None
         if call.conversation not in objects:
-            objects[call.conversation] = renewed(call)
+            objects[call.conversation] = create(call)
         return getattr(objects[call.conversation], call.method)(**call.given)
 
     return lambda call: _answered(lambda: invoke(call), most)
 
 
-def _answered(ask: Callable[[], Any], most: int) -> Answer | Failure:
-    """What comes of a call of the user's, as text of at most so many characters."""
+def _answered(ask: Callable[[], Any], most: int) -> ToolAnswer | Failure:
+    """Outcome of a call of the user's code, as text of at most ``most`` characters."""
     try:
         result = ask()
         text = _whole(result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str))
-    except BaseException as error:  # a tool may raise anything, SystemExit too
+    except BaseException as error:  # a tool may raise anything, including SystemExit
         return Failure("raised", _whole(f"raised {one_line(f'{type(error).__name__}: {error}')[:_SHOWN]}"))
     if len(text) > most:
-        return Failure("result", f"the answer has {len(text)} characters, too many to be shown")
-    return Answer(text)
+        return Failure("result", f"the answer has {len(text)} characters, which is too long")
+    return ToolAnswer(text)
 
 
 def _whole(text: str) -> str:
-    """Without halves of surrogate pairs, which a policy can write in JSON and no tokenizer takes."""
+    """The text without lone surrogates, which a policy can write in JSON but no tokenizer accepts."""
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""What the configured tools are: functions, or methods of objects that each conversation has of its own."""
+"""Resolves the configured tools: functions, or methods of objects that belong to one conversation each."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rlhpc.rewards.calls import Entry
 from rlhpc.rollout.tool_calls import LOADER, STATE_LOADER
 
 Schema = dict[str, Any]
-_INFO = "extra_info"  # given to a constructor that has a parameter of the name
+_INFO = "extra_info"  # passed to constructors with a parameter of this name
 
 
 @dataclass(frozen=True)
 class Tool:
-    """``method`` of the class at import path ``owner``, or ``function`` itself, of no owner."""
+    """A tool: ``method`` of the class at import path ``owner``, or ``function`` itself without an owner."""
 
     section: ToolSection
     where: str
@@ -30,12 +30,12 @@ class Tool:
 
     @property
     def kind(self) -> str:
-        """Equal for tools of the same object."""
+        """Key that is equal for tools of the same object."""
         known = json.dumps(self.section.arguments, sort_keys=True, default=str)
         return f"{self.owner} {known}" if self.owner else f"{self.section.name}"
 
     def entry(self, most_characters: int) -> Entry:
-        """For the processes that call it."""
+        """The tool as worker processes receive it."""
         arguments = {"arguments": self.section.arguments, "most_characters": most_characters}
         where = f"{self.where}.function"
         if self.owner is None:
@@ -46,7 +46,7 @@ class Tool:
 
 
 def find_tools(sections: Sequence[ToolSection]) -> list[Tool]:
-    """A UserError for what is no tool."""
+    """The configured tools; raises a UserError for one that cannot be called."""
     return [_find(section, f"rollout.tools.{index}") for index, section in enumerate(sections)]
 
 
@@ -56,9 +56,9 @@ def _find(section: ToolSection, where: str) -> Tool:
         tool = Tool(section, where, inspect.getattr_static(found, "__call__"), section.function, "__call__")
         if not inspect.isfunction(tool.function):
             raise UserError(
-                f"{section.function!r} is a class whose objects cannot be called",
+                f"{section.function!r} is a class without a method __call__",
                 where=f"{where}.function",
-                remedy=f"give it a method __call__, or name one of its methods, as {section.function}.look_up",
+                remedy=f"add one, or name another of its methods, such as {section.function}.look_up",
             )
         return _checked(tool, found)
     owner, _, method = section.function.rpartition(".")
@@ -68,28 +68,28 @@ def _find(section: ToolSection, where: str) -> Tool:
             return _checked(Tool(section, where, static, owner, method), made)
     if not callable(found):
         raise UserError(
-            f"{section.function!r} is not a function", where=f"{where}.function", remedy="name one, or a class"
+            f"{section.function!r} is not callable", where=f"{where}.function", remedy="name a function or a class"
         )
     return Tool(section, where, found)
 
 
 def _checked(tool: Tool, made: type) -> Tool:
-    """The class's constructor takes the arguments."""
+    """The tool, if its class's constructor accepts the arguments; else a UserError."""
     signature = inspect.signature(made)
     given = {_INFO: None} if _INFO in signature.parameters else {}
     try:
         signature.bind(**{**given, **tool.section.arguments})
     except TypeError as error:
         raise UserError(
-            f"{tool.owner} cannot be made with {', '.join(tool.section.arguments) or 'nothing'} ({error})",
+            f"{tool.owner} cannot be created with {', '.join(tool.section.arguments) or 'no arguments'} ({error})",
             where=f"{tool.where}.arguments",
-            remedy="make its parameters and these agree",
+            remedy="make them match the constructor's parameters",
         ) from None
     return tool
 
 
 def tool_schemas(sections: Sequence[ToolSection]) -> list[Schema]:
-    """What the policy is told of each tool: its name, docstring and parameters, in the form that templates take."""
+    """Schema of each tool for the chat template: its name, docstring and parameters."""
     return [_schema(tool) for tool in find_tools(sections)]
 
 
@@ -99,9 +99,9 @@ def _schema(tool: Tool) -> Schema:
     path, where = tool.section.function, f"{tool.where}.function"
     try:
         schema: Schema = get_json_schema(tool.function)
-    except Exception as error:  # transformers has several
+    except Exception as error:  # transformers raises several types
         raise UserError(
-            f"the policy cannot be told of {path} ({one_line(str(error))[:200]})",
+            f"no schema can be made of {path} ({one_line(str(error))[:200]})",
             where=where,
             remedy="give every parameter a type, and a line under 'Args:' of the docstring",
         ) from None
@@ -114,7 +114,7 @@ def _schema(tool: Tool) -> Schema:
 
 
 def _hide(parameters: dict[str, Any], tool: Tool) -> None:
-    """Leave out what the policy does not give."""
+    """Removes the fixed arguments, which the policy does not pass."""
     fixed = tool.section.arguments
     unknown = set(fixed) - set(parameters["properties"])
     if unknown:

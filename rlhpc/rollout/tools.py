@@ -1,4 +1,4 @@
-"""Tools between the policy's turns: called in processes beside the engine, answered in the chat template's words."""
+"""Tools between the policy's turns: called in processes beside the engine, answered through the chat template."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.data.conversation import split_turns
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.rewards.calls import Failure
-from rlhpc.rewards.pool import Call, Pool
+from rlhpc.rewards.pool import Pool, PoolCall
 from rlhpc.rollout.collect import Reply
 from rlhpc.rollout.requests import Task, last_turn, turns
-from rlhpc.rollout.tool_calls import Answer, MethodCall, ToolCall, parse_calls
+from rlhpc.rollout.tool_calls import MethodCall, ToolAnswer, ToolCall, parse_calls
 from rlhpc.rollout.tool_kinds import Tool, find_tools
 
-_CHARACTERS_PER_TOKEN = 16  # no tokenizer has texts of more on average
+_CHARACTERS_PER_TOKEN = 16  # more than any tokenizer's texts have on average
 _LOOK_SECONDS = 0.005
 _ERROR = "error: "
 _log = logging.getLogger(__name__)
@@ -31,37 +31,37 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Conversation:
-    """A response under way that has called tools with state. ``past``: its calls that were not answered with an error,
-    which are made again where an object is lost."""
+    """A response in flight that has called tools with state. ``past``: its successful calls, repeated if an object is
+    lost."""
 
     number: int
     extra_info: Mapping[str, Any]
     past: list[ToolCall]
-    used: set[int] = field(default_factory=set)  # entries that it has objects of
+    used: set[int] = field(default_factory=set)  # entries of which it has objects
 
 
 @dataclass
 class _Turn:
-    """The calls of one turn, and the texts that have come. Those of tools with state are made one after the other."""
+    """The calls of one turn and their answers. Calls of tools with state are made one at a time."""
 
     task: Task
-    answers: list[str | None]
+    answers: list[str | None]  # None: not yet answered
     failures: int = 0  # answers that are errors
-    under_way: dict[int, tuple[int, ToolCall]] = field(default_factory=dict)  # by identity: place in the turn, call
+    running: dict[int, tuple[int, ToolCall]] = field(default_factory=dict)  # by identity: place in the turn, call
     waiting: deque[tuple[int, ToolCall]] = field(default_factory=deque)
 
 
 class ToolUse:
-    """One engine's tools; a ``Dialogue`` (``rlhpc.rollout.collect``).
+    """One engine's tools; implements ``Dialogue`` (``rlhpc.rollout.collect``).
 
-    The engine's first rank calls them, and tells the others over ``group`` what they answered. A call that raises,
-    hangs or answers too much is answered with an error text.
+    The engine's first rank calls them and broadcasts their answers over ``group``. A call that raises, hangs or returns
+    too long an answer is answered with an error text.
     """
 
     def __init__(
-        self, section: RolloutSection, tokenizer: Tokenizer, leads: bool, group: dist.ProcessGroup | None = None
+        self, section: RolloutSection, tokenizer: Tokenizer, *, leads: bool, group: dist.ProcessGroup | None = None
     ) -> None:
-        """``group``: the engine's ranks, on the host; None for one alone."""
+        """``leads``: on the engine's first rank; ``group``: CPU group of the engine's ranks, None for a single one."""
         self._section, self._tokenizer, self._group = section, tokenizer, group
         tokenizer.check_tool_turns()
         tools = find_tools(section.tools) if leads else []
@@ -70,13 +70,13 @@ class ToolUse:
         self._entry_of = {tool.section.name: kinds.index(tool.kind) for tool in tools}
         self._pool = _start_pool(section, {tool.kind: tool for tool in reversed(tools)}, kinds) if leads else None
         self._turns: dict[int, _Turn] = {}
-        self._key_of: dict[int, int] = {}  # of each call under way, its turn's
+        self._key_of: dict[int, int] = {}  # by running call: key of its turn
         self._conversations: dict[tuple[int, int], _Conversation] = {}
         self._closing: set[int] = set()
         self._next = 0
 
     def begin(self, key: int, task: Task) -> bool:
-        """See ``Dialogue``. What the last turn calls is not run."""
+        """See ``Dialogue``. Calls of a response's last turn (``max_turns``) are not run."""
         if turns(task.draft) >= self._section.max_turns:
             return False
         calls = parse_calls(self._tokenizer.decode(last_turn(task.draft).tolist(), special=True))
@@ -84,14 +84,14 @@ class ToolUse:
             turn = self._turns[key] = _Turn(task, [None] * len(calls))
             for place, call in enumerate(calls):
                 self._call(key, turn, place, call)
-            self._go_on(key, turn)
+            self._call_next(key, turn)
         return bool(calls)
 
     def ready(self) -> dict[int, Reply]:
         """See ``Dialogue``. Collective over the engine's ranks."""
         return self._shared(self._finished)
 
-    def answers(self, all_of_them: bool) -> dict[int, Reply]:
+    def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
         """See ``Dialogue``. Collective over the engine's ranks."""
 
         def wait() -> dict[int, Reply]:
@@ -105,15 +105,17 @@ class ToolUse:
         return self._shared(wait)
 
     def end(self, task: Task) -> None:
-        """See ``Dialogue``. Objects of the conversation are closed; one that goes on gets new ones."""
+        """See ``Dialogue``. Closes the conversation's objects; if the response is resumed, it gets new ones."""
         conversation = self._conversations.pop((task.group, task.index), None)
-        entries = sorted(conversation.used) if conversation is not None else []
+        if conversation is None:
+            return
+        entries = sorted(conversation.used)
         for entry in entries:
-            asked = MethodCall(conversation.number, None, {}, (), {})
-            self._closing.add(self._submit(entry, asked, last=entry == entries[-1]))
+            closing = MethodCall(conversation.number, None, {}, (), {})
+            self._closing.add(self._submit(entry, closing, last=entry == entries[-1]))
 
     def close(self) -> None:
-        """End the processes, when objects of conversations that have ended are closed."""
+        """Ends the processes, once the objects of finished conversations are closed."""
         if self._pool is not None:
             while self._closing:
                 self._finished()
@@ -133,29 +135,30 @@ class ToolUse:
         else:
             identity = self._submit(self._entry_of[call.name], call.arguments)
             self._key_of[identity] = key
-            turn.under_way[identity] = place, call
+            turn.running[identity] = place, call
 
-    def _go_on(self, key: int, turn: _Turn) -> None:
-        """Make the next call of a tool with state, if none is under way."""
-        if not turn.waiting or any(self._tools[call.name].owner for _, call in turn.under_way.values()):
+    def _call_next(self, key: int, turn: _Turn) -> None:
+        """Makes the next call of a tool with state, unless one is running."""
+        if not turn.waiting or any(self._tools[call.name].owner for _, call in turn.running.values()):
             return
         place, call = turn.waiting.popleft()
         conversation = self._conversation(turn.task)
         entry = self._entry_of[call.name]
         conversation.used.add(entry)
         past = tuple(
-            (self._tools[made.name].method, made.arguments)
-            for made in conversation.past
-            if self._entry_of.get(made.name) == entry
+            (method, former.arguments)
+            for former in conversation.past
+            if self._entry_of.get(former.name) == entry and (method := self._tools[former.name].method) is not None
         )
-        method = self._tools[call.name].method
-        asked = MethodCall(conversation.number, method, call.arguments, past, conversation.extra_info)
-        identity = self._submit(entry, asked)
+        method_call = MethodCall(
+            conversation.number, self._tools[call.name].method, call.arguments, past, conversation.extra_info
+        )
+        identity = self._submit(entry, method_call)
         self._key_of[identity] = key
-        turn.under_way[identity] = place, call
+        turn.running[identity] = place, call
 
     def _conversation(self, task: Task) -> _Conversation:
-        """The response's; one that was begun before has its calls from what is written in it."""
+        """The response's conversation; for a resumed response, its past calls are parsed from its tokens."""
         key = task.group, task.index
         if key not in self._conversations:
             self._next += 1
@@ -163,27 +166,29 @@ class ToolUse:
             self._conversations[key] = _Conversation(self._next, task.prompt.extra_info, past)
         return self._conversations[key]
 
-    def _submit(self, entry: int, asked: Any, last: bool = False) -> int:
-        """Give a call to the processes; its identity."""
+    def _submit(self, entry: int, keywords: MethodCall | Mapping[str, Any], *, last: bool = False) -> int:
+        """Submits a call to the processes; returns its identity."""
+        assert self._pool is not None, "only the engine's first rank calls tools"
         self._next += 1
-        home = asked.conversation if isinstance(asked, MethodCall) else None
-        self._pool.submit([Call((self._next, entry), asked, home, last)])
+        home = keywords.conversation if isinstance(keywords, MethodCall) else None
+        self._pool.submit([PoolCall((self._next, entry), keywords, home, last)])
         return self._next
 
-    def _answer(self, turn: _Turn, place: int, outcome: Answer | Failure) -> bool:
-        """Note the answer to a call; false if it is an error."""
-        if isinstance(outcome, Answer):
+    def _answer(self, turn: _Turn, place: int, outcome: ToolAnswer | Failure) -> bool:
+        """Records the answer to a call; false if it is an error."""
+        if isinstance(outcome, ToolAnswer):
             count = self._tokenizer.count(outcome.text)
             if count <= self._section.max_tool_answer_tokens:
                 turn.answers[place] = outcome.text
                 return not outcome.text.startswith(_ERROR)
-            outcome = Failure("result", f"the answer has {count} tokens, too many to be shown")
+            outcome = Failure("result", f"the answer has {count} tokens, which is too long")
         turn.failures += 1
         turn.answers[place] = f"{_ERROR}{outcome.what}"
         return False
 
     def _finished(self) -> dict[int, Reply]:
-        """Turns whose last call has been answered."""
+        """Replies to turns of which all calls are answered."""
+        assert self._pool is not None, "only the engine's first rank calls tools"
         for (identity, _), outcome in self._pool.ready().items():
             if identity in self._closing:
                 self._closing.remove(identity)
@@ -191,22 +196,24 @@ class ToolUse:
                     _log.warning("a tool's close %s", outcome.what)
                 continue
             self._settle(identity, outcome)
-        done = [key for key, turn in self._turns.items() if not turn.under_way]
+        done = [key for key, turn in self._turns.items() if not turn.running]
         return {key: self._reply(self._turns.pop(key)) for key in done}
 
     def _reply(self, turn: _Turn) -> Reply:
-        return Reply(self._tokenizer.tool_turn(turn.answers), len(turn.answers), turn.failures)
+        answers = [answer for answer in turn.answers if answer is not None]
+        assert len(answers) == len(turn.answers), "a call without an answer"
+        return Reply(self._tokenizer.tool_turn(answers), len(answers), turn.failures)
 
-    def _settle(self, identity: int, outcome: Answer | Failure) -> None:
+    def _settle(self, identity: int, outcome: ToolAnswer | Failure) -> None:
         key = self._key_of.pop(identity)
         turn = self._turns[key]
-        place, call = turn.under_way.pop(identity)
+        place, call = turn.running.pop(identity)
         if self._answer(turn, place, outcome) and self._tools[call.name].owner is not None:
             self._conversation(turn.task).past.append(call)
-        self._go_on(key, turn)
+        self._call_next(key, turn)
 
     def _shared(self, find: Callable[[], Mapping[int, Reply]]) -> dict[int, Reply]:
-        """What the first rank finds, on every rank of the engine."""
+        """Broadcasts the first rank's replies to every rank of the engine."""
         found = [find() if self._pool is not None else None]
         if self._group is not None:
             dist.broadcast_object_list(found, src=dist.get_global_rank(self._group, 0), group=self._group)
@@ -214,7 +221,7 @@ class ToolUse:
 
 
 def answered_calls(tokenizer: Tokenizer, draft: Sample) -> list[ToolCall]:
-    """What the response's former turns have called and was answered without an error, in its order."""
+    """The successful calls of the response's earlier turns, in order."""
     found: list[ToolCall] = []
     calls: list[ToolCall | Failure] = []
     for of_policy, tokens in split_turns(draft):
@@ -222,17 +229,17 @@ def answered_calls(tokenizer: Tokenizer, draft: Sample) -> list[ToolCall]:
             calls = parse_calls(tokenizer.decode(tokens.tolist(), special=True))
             continue
         answers: Sequence[str] = tokenizer.tool_answers(tokens.tolist())
-        if len(answers) != len(calls):  # an answer that has the template's words between answers in it
+        if len(answers) != len(calls):  # an answer contains the template's separator
             answers = [""] * len(calls)
         pairs = zip(calls, answers, strict=True)
         found += [call for call, text in pairs if isinstance(call, ToolCall) and not text.startswith(_ERROR)]
     return found
 
 
-def _start_pool(section: RolloutSection, tools: Mapping[str, Tool], kinds: Sequence[str]) -> Pool:
+def _start_pool(section: RolloutSection, tools: Mapping[str, Tool], kinds: Sequence[str]) -> Pool[ToolAnswer]:
     most = section.max_tool_answer_tokens * _CHARACTERS_PER_TOKEN
     entries = [tools[kind].entry(most) for kind in kinds]
-    pool = Pool(entries, section.tool_processes, section.tool_time_limit_seconds)
+    pool = Pool[ToolAnswer](entries, section.tool_processes, section.tool_time_limit_seconds)
     try:
         pool.wait_until_started()
     except BaseException:

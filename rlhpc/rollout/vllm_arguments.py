@@ -1,50 +1,53 @@
-"""What vLLM is asked for at its start, from the configuration and the model's shape."""
+"""vLLM's engine arguments, from the configuration and the model's shape."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.schema import RolloutSection
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 
 GIB = 1 << 30
-CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.Worker", "rlhpc.rollout.vllm_gpu.Worker"
+CPU_WORKER, GPU_WORKER = "rlhpc.rollout.vllm_cpu.EngineCpuWorker", "rlhpc.rollout.vllm_gpu.EngineGpuWorker"
 
 
-def engine_arguments(
-    model_path: Path,
-    shape: ModelShape,
-    section: RolloutSection,
-    dtype: str,
-    max_model_len: int,
-    *,
-    on_gpu: bool,
-    world_size: int,
-) -> dict[str, Any]:
-    """What vLLM is asked for. No weights are read: they come from the trainer."""
+@dataclass(frozen=True)
+class ServedModel:
+    """A model as an engine serves it; ``end_tokens`` end a response and are part of it."""
+
+    path: Path
+    shape: ModelShape
+    dtype: str
+    max_model_len: int  # tokens of prompt and response together
+    end_tokens: tuple[int, ...] = ()
+
+
+def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: bool, world_size: int) -> dict[str, Any]:
+    """Arguments of vLLM's engine. It reads no weights: they come from the trainer."""
     arguments: dict[str, Any] = {
-        "model": str(model_path),
+        "model": str(model.path),
         "load_format": "dummy",
-        "dtype": dtype,
-        "max_model_len": max_model_len,
+        "dtype": model.dtype,
+        "max_model_len": model.max_model_len,
         "max_num_seqs": section.max_num_seqs,
         "tensor_parallel_size": section.tp,
-        "enable_expert_parallel": section.expert_parallel and shape.experts is not None,
+        "enable_expert_parallel": section.expert_parallel and model.shape.experts is not None,
         "enable_prefix_caching": section.prefix_caching,
         "enable_chunked_prefill": section.chunked_prefill,
         "logprobs_mode": "processed_logprobs",  # of logits / temperature
         "skip_tokenizer_init": True,
-        "generation_config": "vllm",  # sampling is ours to say, not the model folder's
+        "generation_config": "vllm",  # ignore the model folder's sampling parameters
         "disable_log_stats": True,
         "seed": 0,
-        **_shape_arguments(model_path, shape, on_gpu),
+        **_shape_arguments(model.path, model.shape, on_gpu=on_gpu),
     }
     if world_size > 1:
         arguments["distributed_executor_backend"] = "external_launcher"
     if not section.chunked_prefill:
-        arguments["max_num_batched_tokens"] = max(8192, max_model_len)
+        arguments["max_num_batched_tokens"] = max(8192, model.max_model_len)
     if on_gpu:
         arguments |= {
             "enable_sleep_mode": True,
@@ -53,35 +56,35 @@ def engine_arguments(
             "worker_cls": GPU_WORKER,
         }
     else:
-        # Compiling takes half a minute at every start and would keep the packed weights of before a weight sync.
+        # Compilation takes half a minute per start and would retain the packed weights from before a weight sync.
         arguments |= {"enforce_eager": True, "worker_cls": CPU_WORKER}
     if section.kv_cache_gib is not None or not on_gpu:
         arguments["kv_cache_memory_bytes"] = int((section.kv_cache_gib or 1.0) * GIB)
     return arguments
 
 
-def _shape_arguments(model_path: Path, shape: ModelShape, on_gpu: bool) -> dict[str, Any]:
-    """What vLLM has to be told of models with experts and latent attention."""
+def _shape_arguments(model_path: Path, shape: ModelShape, *, on_gpu: bool) -> dict[str, Any]:
+    """Further arguments for models with experts and latent attention."""
     arguments: dict[str, Any] = {}
     if shape.experts and shape.experts.bias:
-        # transformers 5 does not write these two; without them vLLM takes softmax for sigmoid, and no bias.
+        # transformers 5 does not write these two; without them vLLM uses softmax in place of sigmoid, and no bias.
         arguments["hf_overrides"] = {"scoring_func": shape.experts.score, "topk_method": "noaux_tc"}
     if shape.experts and on_gpu:
-        arguments["moe_backend"] = "triton"  # keeps weights as they were loaded; others reorder them for their kernels
+        arguments["moe_backend"] = "triton"  # other backends reorder the weights for their kernels
     if shape.latent and not shape.latent.interleaved_rope:
         raise UserError(
-            "rope_interleave = False is not supported by vLLM, which would rotate other dimensions",
+            "vLLM does not support rope_interleave = False: it would rotate other dimensions",
             where=f"{model_path}/config.json",
-            remedy="take a model with interleaved rotary dimensions, as DeepSeek publishes them",
+            remedy="use a model with interleaved rotary dimensions, as DeepSeek publishes them",
         )
     if shape.latent and not on_gpu:
-        # The CPU build's own kernel rotates them wrongly in float32: log-probs are off by up to 1.6.
+        # The CPU build's kernel rotates these wrongly in float32: log-probs are off by up to 1.6.
         arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
     return arguments
 
 
 def route_arguments(section: RolloutSection) -> dict[str, Any]:
-    """What makes vLLM return routed experts on a GPU."""
+    """Arguments that make vLLM return routed experts on a GPU."""
     from vllm import EngineArgs
 
     known = EngineArgs.__dataclass_fields__
@@ -90,12 +93,12 @@ def route_arguments(section: RolloutSection) -> dict[str, Any]:
         raise UserError("this version of vLLM does not return routed experts", where=where, remedy=remedy)
     if section.tp > 1:
         raise UserError(
-            f"on a GPU vLLM returns routed experts on an engine's first rank alone, and rollout.tp is {section.tp}",
+            f"on a GPU vLLM returns routed experts only on an engine's first rank, and rollout.tp is {section.tp}",
             where=where,
             remedy=f"{remedy}, or rollout.tp to 1",
         )
-    arguments = {"enable_return_routed_experts": True}
+    arguments: dict[str, Any] = {"enable_return_routed_experts": True}
     if "aux_output_config" not in known:
-        # Before it had that, vLLM mixed up routed experts of concurrent steps.
+        # Versions without that option mix up routed experts of concurrent steps.
         arguments["async_scheduling"] = False
     return arguments

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build lacks, added through its own extension points: a worker class and a model loader.
+"""vLLM's CPU worker with what its CPU build lacks, through its extension points: a worker class and a model loader.
 
 Imported by vLLM only, by the name in ``vllm_arguments.CPU_WORKER``.
 """
@@ -29,7 +29,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
-from rlhpc.rollout.cpu_experts import keep_to_held_experts
+from rlhpc.rollout.cpu_experts import restrict_to_local_experts
 from rlhpc.rollout.cpu_routed_experts import RouteRecorder
 from rlhpc.rollout.cpu_weights import PackedWeights
 from rlhpc.rollout.token_seeds import seed_tokens
@@ -38,17 +38,18 @@ _LOAD_FORMAT = "rlhpc_unfilled"
 _KERNELS = "rlhpc_cpu"
 
 
-class Worker(CPUWorker):
-    """vLLM's CPU worker with reloadable weights, a KV cache that can sleep, a seed for each token, routed experts, and
-    faster norms."""
+class EngineCpuWorker(CPUWorker):
+    """vLLM's CPU worker with reloadable weights, a KV cache that can sleep, a seed per token, routed experts and fast
+    norms."""
 
     def __init__(self, vllm_config: Any, local_rank: int, rank: int, distributed_init_method: str, **rest: Any) -> None:
         _check_head_size(vllm_config.model_config)
-        self._segment, self._recorder = "", None
+        self._segment = ""
+        self._recorder: RouteRecorder | None = None
         if vllm_config.parallel_config.tensor_parallel_size > 1:
-            # Used for nothing else once the default group is initialised, it names the shared-memory segments of the
-            # tensor-parallel ranks. As "env://" it would name every job's segments alike, crashed ones included. Where
-            # ranks of an engine name them differently, vLLM goes through gloo: there is no memory between nodes.
+            # Once the default group is initialized, this only names the shared-memory segments of the tensor-parallel
+            # ranks. "env://" would give all jobs the same names, crashed ones included. Ranks on different nodes get
+            # different names, so that vLLM uses gloo between them.
             self._segment = f"{_common_name()}-{RankInfo.from_environ().place}"
             distributed_init_method = f"file:///{self._segment}"
         _choose_norm_kernels(vllm_config)
@@ -57,7 +58,7 @@ class Worker(CPUWorker):
     def init_device(self) -> None:
         super().init_device()
         if self._segment:
-            dist.barrier()  # every rank has mapped the segments; without their names nothing of them outlives the ranks
+            dist.barrier()  # every rank has mapped the segments; unlinked, they are freed when the ranks end
             for file in Path("/dev/shm").glob(f"{self._segment}-*"):
                 file.unlink(missing_ok=True)
 
@@ -68,63 +69,64 @@ class Worker(CPUWorker):
         self.model_runner.get_model().packed_weights.settle()
 
     def record_routed_experts(self) -> None:
-        """From now on; see ``RouteRecorder``."""
+        """Begins to record; see ``RouteRecorder``."""
         self._recorder = RouteRecorder(self.model_runner, self.cache_config.block_size)
 
     def routed_experts_of(self, request_id: str, tokens: int) -> np.ndarray:
+        assert self._recorder is not None, "record_routed_experts() comes first"
         return self._recorder.of(request_id, tokens)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         output = super().execute_model(scheduler_output)
         if self._recorder is not None and scheduler_output.total_num_scheduled_tokens:
-            self._recorder.keep(scheduler_output.total_num_scheduled_tokens)
+            self._recorder.store(scheduler_output.total_num_scheduled_tokens)
         seed_tokens(self.model_runner)
         return output
 
     def sleep(self, level: int = 1) -> None:
-        """Release the memory of the KV cache and of the weights, packed and plain."""
+        """Frees the memory of the KV cache and of the weights, packed and plain."""
         storages = [cache.untyped_storage() for cache in self.model_runner.kv_caches]
         for storage in {storage.data_ptr(): storage for storage in storages}.values():
             _release(storage.data_ptr(), storage.nbytes())
         self.model_runner.get_model().packed_weights.free()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Nothing to do: the cache's memory comes back, zeroed, when it is touched; weights' when they are opened."""
+        """Does nothing: the cache's memory returns, zeroed, on access; the weights' when they are opened."""
 
 
 class _UnfilledLoader(BaseModelLoader):
-    """Leaves the parameters as they were allocated."""
+    """Leaves the parameters uninitialized."""
 
     def download_model(self, model_config: Any) -> None:
         pass
 
     def load_weights(self, model: nn.Module, model_config: Any) -> None:
-        keep_to_held_experts(model)
+        restrict_to_local_experts(model)
         model.packed_weights = PackedWeights(model, get_current_vllm_config())
 
 
 def _check_head_size(model_config: Any) -> None:
-    """vLLM itself notices only when it generates."""
+    """Raises a UserError for unsupported head sizes, which vLLM would notice only when it generates."""
     backend, what = CPUAttentionBackend, "attention heads"
     if model_config.use_mla:
         backend, what = CPUMLABackend, "latent keys (kv_lora_rank + qk_rope_head_dim)"
     size, sizes = model_config.get_head_size(), backend.get_supported_head_sizes()
     if size not in sizes:
         raise UserError(
-            f"{what} of size {size} are not among those of vLLM's CPU build ({', '.join(map(str, sizes))})",
+            f"vLLM's CPU build does not support {what} of size {size}, only {', '.join(map(str, sizes))}",
             where=f"{model_config.model}/config.json",
-            remedy="take a model with another head size, or a GPU",
+            remedy="use a model with another head size, or a GPU",
         )
 
 
 def _choose_norm_kernels(vllm_config: Any) -> None:
-    """RMSNorm by the kernels that the CPU build has and does not use: one pass in place of five, 4 to 9% of a step."""
+    """Selects RMSNorm kernels that the CPU build has but does not use: one pass instead of five, 4 to 9% of a step."""
     current_platform.import_kernels()
     priority = vllm_config.kernel_config.ir_op_priority
     if _KERNELS not in ir.ops.rms_norm.impls:
         ir.ops.rms_norm.register_impl(_KERNELS, supports_args=_norm_fits)(_rms_norm)
         ir.ops.fused_add_rms_norm.register_impl(_KERNELS, supports_args=_add_norm_fits, inplace=True)(_add_rms_norm)
-    vllm_config.compilation_config.ir_enable_torch_wrap = False  # a detour that only a compiler needs
+    vllm_config.compilation_config.ir_enable_torch_wrap = False  # overhead that only a compiler needs
     for providers in (priority.rms_norm, priority.fused_add_rms_norm):
         if _KERNELS not in providers:
             providers.insert(0, _KERNELS)
@@ -154,14 +156,14 @@ def _add_rms_norm(
 
 
 def _common_name() -> str:
-    """A name that no other job or engine has, the same on every rank."""
+    """A name that no other job has, the same on every rank."""
     names = [f"rlhpc-{os.environ.get(env.SLURM_JOB_ID, 'local')}-{uuid.uuid4().hex[:12]}"]
     dist.broadcast_object_list(names, src=0)
     return names[0]
 
 
 def _release(address: int, size: int) -> None:
-    """Give private memory back to the system; it reads as zeros afterwards."""
+    """Returns private memory to the system; it reads as zeros afterwards."""
     if sys.platform != "linux":
         ctypes.memset(address, 0, size)
         return

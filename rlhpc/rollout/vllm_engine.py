@@ -1,7 +1,6 @@
-"""vLLM in the rank's own process: its requests, its sleep and its weights. What only its CPU build needs is in
-``vllm_cpu``.
+"""vLLM in the rank's process: requests, sleep and weights. Code for its CPU build alone is in ``vllm_cpu``.
 
-Serves vLLM 0.25 and 0.32 and asks for features, not for versions.
+Supports vLLM 0.25 and 0.32; checks for features, not for versions.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,63 +18,51 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlhpc.api import Completion, Request
-from rlhpc.config.schema import RolloutSection
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
-from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import thread_setter_restored, unlink_engine_queue
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
-from rlhpc.rollout.vllm_arguments import engine_arguments, route_arguments
+from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, route_arguments
 from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
 
-_WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags for what can sleep
+_WEIGHTS, _CACHE = "weights", "kv_cache"  # vLLM's tags of what can sleep
 _LAUNCHER_VARIABLES = (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE)
 
 
 class VllmEngine:
     """One engine over a contiguous block of ``section.tp`` ranks; implements ``RolloutEngine``.
 
-    All ranks of the job build their engines together, after the default process group is initialised (a rank alone
+    All ranks of the job build their engines together, after the default process group is initialized (a single rank
     needs none). A new engine sleeps and has no weights: ``wake_weights``, ``load_weights``, ``wake_cache``, then
-    ``generate``. ``end_tokens`` end a response and are part of it. With ``routed_experts`` each completion says to
-    which experts its tokens went. Raises UserError when vLLM refuses the model or the memory it is given.
+    ``generate``. With ``routed_experts``, completions include the experts of their tokens. Raises UserError if vLLM
+    rejects the model or has too little memory.
     """
 
-    def __init__(
-        self,
-        model_path: Path,
-        shape: ModelShape,
-        section: RolloutSection,
-        *,
-        dtype: str,
-        max_model_len: int,
-        end_tokens: Sequence[int],
-        routed_experts: bool = False,
-    ) -> None:
-        self._end_tokens = list(end_tokens)
+    def __init__(self, model: ServedModel, section: RolloutSection, *, routed_experts: bool = False) -> None:
+        shape = model.shape
+        self._model = model
         self._expert_layers = list(shape.experts.layers) if routed_experts and shape.experts else []
-        self._max_model_len = max_model_len
         self._on_gpu = torch.cuda.is_available()
         self._loaded = False
         self._asleep: set[str] = set()
         self._shared: set[str] = set()
         layout, world_size = EngineLayout(section.tp, section.expert_parallel), _world_size()
         self._shards = engine_shards(shape, layout, dist.get_rank() % section.tp if world_size > 1 else 0)
-        arguments = engine_arguments(
-            model_path, shape, section, dtype, max_model_len, on_gpu=self._on_gpu, world_size=world_size
-        )
+        arguments = engine_arguments(model, section, on_gpu=self._on_gpu, world_size=world_size)
         if self._expert_layers and self._on_gpu:
             arguments |= route_arguments(section)
-        if section.tp > 1 and self._on_gpu and over_nodes(section.tp):
-            # Its rendezvous shares GPU memory through unix sockets, and may wait for another node for ever.
+        if section.tp > 1 and self._on_gpu and spans_nodes(section.tp):
+            # Its rendezvous shares GPU memory through unix sockets, and may wait forever for another node.
             os.environ.setdefault(env.VLLM_ALLREDUCE_USE_SYMM_MEM, "0")
-        self._engine = self._start(arguments, section, shape, dtype)
-        # vLLM's own way out, taken at exit or when the engine is collected as garbage, destroys the default group.
+        total = torch.cuda.mem_get_info()[1] if self._on_gpu else None
+        self._engine = _start(arguments, model, section, total)
+        # vLLM's finalizer, run at exit or garbage collection, would destroy the default group.
         finalizer = getattr(self._engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
@@ -89,7 +76,7 @@ class VllmEngine:
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order. A request's tokens depend on its prompt and seed, not on its neighbors.
 
-        With ``top_p`` < 1 the log-probs are of the distribution cut to the kept tokens.
+        With ``top_p`` < 1 log-probs are those of the truncated distribution.
         """
         for index, request in enumerate(requests):
             self.submit(index, request)
@@ -100,17 +87,17 @@ class VllmEngine:
 
     def submit(self, key: int, request: Request) -> None:
         """See ``RolloutEngine``."""
-        assert not self._asleep, f"a request while {sorted(self._asleep)} sleep"
-        assert self._loaded, "a request before load_weights()"
+        assert not self._asleep, f"request while {sorted(self._asleep)} sleep"
+        assert self._loaded, "request before load_weights()"
         from vllm.inputs import tokens_input
 
-        assert len(request.prompt) + request.max_tokens <= self._max_model_len, (
-            f"{len(request.prompt)} + {request.max_tokens} tokens in a model of {self._max_model_len}"
-        )
-        self._engine.add_request(str(key), tokens_input(list(request.prompt)), self._parameters(request))
+        length, longest = len(request.prompt) + request.max_tokens, self._model.max_model_len
+        assert length <= longest, f"request of {length} tokens, but max_model_len is {longest}"
+        parameters = sampling_parameters(request, self._model.end_tokens)
+        self._engine.add_request(str(key), tokens_input(list(request.prompt)), parameters)
 
     def step(self) -> list[tuple[int, Completion]]:
-        """See ``RolloutEngine``. Also while nothing is under way."""
+        """See ``RolloutEngine``. Returns nothing if no request is in flight."""
         if not self._engine.has_unfinished_requests():
             return []
         touch("generate")
@@ -120,7 +107,7 @@ class VllmEngine:
         ]
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
-        """See ``RolloutEngine``. On a GPU without routed experts: vLLM tells them at the end of a request alone."""
+        """See ``RolloutEngine``. Without routed experts on a GPU: vLLM returns them only with finished requests."""
         states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
         found = {}
         for key in keys:
@@ -132,33 +119,33 @@ class VllmEngine:
             )
             assert tokens.shape == log_probs.shape
         self._engine.abort_request([str(key) for key in keys])
-        for _ in range(2):  # a step may be under way on the device, and workers have to hear of the end
+        for _ in range(2):  # a step may be in flight on the device, and workers must process the abort
             self._engine.step()
         return found
 
     @property
     def unfinished(self) -> int:
-        """Requests under way, beneath which no weight may change."""
+        """Number of requests in flight, during which weights must not change."""
         return int(self._engine.get_num_unfinished_requests())
 
     def choices(self) -> dict[str, str]:
-        """What vLLM chose on this machine: its model runner, and the kernels of its attention layers."""
+        """vLLM's choices on this machine: its model runner, and the kernels of its attention layers."""
         found: dict[str, str] = self._engine.collective_rpc(_choices)[0]
         return found
 
     def wake_weights(self) -> None:
-        """Take back the weights' memory, on a CPU when they are opened; nothing when they are awake."""
-        self._refuse_under_way()
+        """Allocates the weights' memory, on a CPU when they are opened. Does nothing if they are awake."""
+        self._check_idle()
         self._wake(_WEIGHTS)
 
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """By vLLM's names, as ``engine_parameters`` gives them."""
+        """Shapes by vLLM's names, as in ``engine_parameters``."""
         return self._weights.shapes
 
     def open_weights(self) -> Mapping[str, Tensor]:
-        """Every parameter, to be written in place before ``close_weights``; rows that only pad are zero already.
+        """Every parameter, to be written in place before ``close_weights``; rows of padding are already zero.
 
-        On a CPU the tensors lose their memory then: vLLM keeps them packed.
+        On a CPU ``close_weights`` frees the tensors' memory: vLLM uses packed weights.
         """
         self._begin_sync()
         parameters = self._weights.open()
@@ -166,22 +153,22 @@ class VllmEngine:
         return parameters
 
     def close_weights(self) -> None:
-        """Renew what vLLM derives from the parameters, and forget the prefixes of the old ones."""
+        """Recomputes what vLLM derives from the parameters, and drops cached prefixes."""
         self._weights.close()
         self._end_sync()
 
     def load_weights(self, tensors: Iterator[tuple[str, Tensor]]) -> None:
-        """Take every weight of the model, whole and by HuggingFace's name, through vLLM's own loader."""
+        """Loads all weights, whole tensors by HuggingFace's names, through vLLM's own loader."""
         self._begin_sync()
         self._weights.load(tensors)
         self._end_sync()
 
     def shareable(self) -> frozenset[str]:
-        """What vLLM's kernels read as it is: on a CPU all that is not packed; nothing once CUDA graphs are captured."""
+        """Parameters that vLLM's kernels read unpacked; none once CUDA graphs are captured."""
         return self._weights.shareable()
 
     def share(self, name: str, tensor: Tensor) -> None:
-        """Use ``tensor`` as the parameter from now on; a part of a weight sync, before or after ``open_weights``."""
+        """Replaces the parameter by ``tensor``; part of a weight sync, before or after ``open_weights``."""
         shape = self._weights.shapes[name]
         assert name in self._weights.shareable(), name
         assert tuple(tensor.shape) == shape, f"{name}: {tuple(tensor.shape)}, not {shape}"
@@ -190,20 +177,20 @@ class VllmEngine:
         self._shared.add(name)
 
     def wake_cache(self) -> None:
-        """Take back the KV cache; nothing when it is awake."""
+        """Allocates the KV cache. Does nothing if it is awake."""
         self._wake(_CACHE)
 
     def sleep(self) -> None:
-        """Give up weights and KV cache: on a GPU both, on a CPU the weights and the memory of the cache."""
+        """Frees the memory of weights and KV cache."""
         if self._asleep == {_WEIGHTS, _CACHE}:
             return
-        self._wake(_WEIGHTS)  # vLLM 0.25 would unmap a second time what sleeps already
+        self._wake(_WEIGHTS)  # vLLM 0.25 would unmap sleeping memory a second time
         self._wake(_CACHE)
         self._engine.sleep(level=2)
         self._asleep, self._loaded = {_WEIGHTS, _CACHE}, False
 
     def shutdown(self) -> None:
-        """Free the engine and leave vLLM's process groups; the default group stays. Collective."""
+        """Frees the engine and destroys vLLM's process groups; the default group stays. Collective."""
         from vllm.distributed import destroy_model_parallel
 
         sockets = _sockets()
@@ -214,103 +201,114 @@ class VllmEngine:
             socket.unlink(missing_ok=True)
 
     def _routed_experts(self, output: Any) -> np.ndarray | None:
-        """See ``Completion``."""
+        """Routed experts of a finished request; see ``Completion``."""
         if not self._expert_layers:
             return None
         if self._on_gpu:
-            routed_experts: np.ndarray = output.outputs[0].routed_experts[:, self._expert_layers]
-            return routed_experts if routed_experts.dtype == np.uint8 else routed_experts.astype(np.int16)
-        tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
-        return self._engine.collective_rpc("routed_experts_of", args=(output.request_id, tokens))[0]
+            return _routed_on_gpu(output, self._expert_layers)
+        return self._recorded(output.request_id, len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1)
 
-    def _routed_experts_so_far(self, state: Any, drawn: int) -> np.ndarray | None:
-        """Of a request under way; the last token drawn has not been an input yet."""
-        if not self._expert_layers or self._on_gpu or not drawn:
+    def _routed_experts_so_far(self, state: Any, sampled: int) -> np.ndarray | None:
+        """Routed experts of a request in flight, whose last sampled token has not been an input yet."""
+        if not self._expert_layers or self._on_gpu or not sampled:
             return None
-        tokens = len(state.prompt_token_ids) + drawn - 1
-        return self._engine.collective_rpc("routed_experts_of", args=(state.external_req_id, tokens))[0]
+        return self._recorded(state.external_req_id, len(state.prompt_token_ids) + sampled - 1)
 
-    def _start(self, arguments: dict[str, Any], section: RolloutSection, shape: ModelShape, dtype: str) -> Any:
-        """vLLM's engine. If it refuses the memory of one rank, all raise the same error."""
-        total = torch.cuda.mem_get_info()[1] if self._on_gpu else None
-        memory = engine_bytes(section, shape, dtype, total)
-        if total is not None:
-            arguments = {**arguments, "gpu_memory_utilization": vllm_memory.claimed_share(section, memory, total)}
-        with _process_kept():
-            try:
-                return _build(arguments)
-            except vllm_memory.EngineRefused as refused:
-                raise vllm_memory.explain(refused, section, memory, self._max_model_len) from refused
+    def _recorded(self, request_id: str, tokens: int) -> np.ndarray:
+        """Routed experts recorded by the CPU worker."""
+        found: np.ndarray = self._engine.collective_rpc("routed_experts_of", args=(request_id, tokens))[0]
+        return found
 
     def _find_weights(self, section: RolloutSection) -> Weights:
         def find(model: nn.Module) -> Weights:
             if not self._on_gpu:
-                return model.packed_weights
+                return cast(Weights, model.packed_weights)
             return LiveWeights(model, self._engine.model_config.dtype, captured=section.cuda_graphs)
 
-        return self._engine.apply_model(find)[0]
+        return cast(Weights, self._engine.apply_model(find)[0])
 
-    def _refuse_under_way(self) -> None:
+    def _check_idle(self) -> None:
         if self.unfinished:
             raise RuntimeError(
-                f"{self.unfinished} requests are under way: finish or abort them before weights are synced"
+                f"{self.unfinished} requests are in flight: finish or abort them before weights are synced"
             )
 
     def _begin_sync(self) -> None:
-        self._refuse_under_way()
-        assert _WEIGHTS not in self._asleep, "a weight sync before wake_weights()"
+        self._check_idle()
+        assert _WEIGHTS not in self._asleep, "weight sync before wake_weights()"
         self._loaded = False
 
     def _end_sync(self) -> None:
-        assert self._engine.reset_prefix_cache(), "requests still hold cached prefixes of the old weights"
+        assert self._engine.reset_prefix_cache(), "requests still use cached prefixes of the old weights"
         self._loaded = True
 
     def _wake(self, tag: str) -> None:
         if tag in self._asleep:
-            release_cached()  # vLLM maps memory from the driver, and 0.25 leaves PyTorch's cache as it is
+            release_cached()  # vLLM maps memory from the driver, and 0.25 does not empty PyTorch's cache
             self._engine.wake_up(tags=[tag])
             self._asleep.discard(tag)
 
-    def _parameters(self, request: Request) -> Any:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
 
-        return SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            seed=request.seed,
-            ignore_eos=True,  # or the model folder would add end tokens of its own
-            stop_token_ids=self._end_tokens,
-            logprobs=0,  # of the sampled token only
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            skip_clone=True,  # nobody else holds this object
-        )
+def sampling_parameters(request: Request, end_tokens: Sequence[int]) -> Any:
+    """vLLM's parameters of a request."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        max_tokens=request.max_tokens,
+        temperature=request.temperature,
+        top_p=request.top_p,
+        seed=request.seed,
+        ignore_eos=True,  # of the model folder; only our end tokens count
+        stop_token_ids=list(end_tokens),
+        logprobs=0,  # of the sampled token only
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        skip_clone=True,  # this object is not shared
+    )
+
+
+def _routed_on_gpu(output: Any, layers: Sequence[int]) -> np.ndarray:
+    """Routed experts of vLLM's own recorder, which counts all layers."""
+    routed_experts: np.ndarray = output.outputs[0].routed_experts[:, list(layers)]
+    return routed_experts if routed_experts.dtype == np.uint8 else routed_experts.astype(np.int16)
 
 
 def _choices(worker: Any) -> dict[str, str]:
-    """Called in vLLM's worker."""
+    """``VllmEngine.choices`` in vLLM's worker."""
     kernels = {type(module.impl).__name__ for module in worker.get_model().modules() if hasattr(module, "impl")}
     runner = "V2" if getattr(worker, "use_v2_model_runner", False) else "V1"
     return {"model runner": runner, "attention": ", ".join(sorted(kernels))}
 
 
-def over_nodes(tp: int) -> bool:
-    """This rank's engine has ranks on several nodes. Collective over the job's ranks, which have joined."""
+def spans_nodes(tp: int) -> bool:
+    """Whether this rank's engine has ranks on several nodes. Collective over the job's ranks."""
     places: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(places, RankInfo.from_environ().place)
     first = dist.get_rank() // tp * tp
     return len(set(places[first : first + tp])) > 1
 
 
+def _start(arguments: dict[str, Any], model: ServedModel, section: RolloutSection, total: int | None) -> Any:
+    """Starts vLLM's engine; ``total``: bytes of the GPU, None on a CPU. If vLLM refuses one rank's memory, all ranks
+    raise the same error."""
+    memory = engine_bytes(section, model.shape, model.dtype, total)
+    if total is not None:
+        arguments = {**arguments, "gpu_memory_utilization": vllm_memory.claimed_share(section, memory, total)}
+    with _process_state_restored():
+        try:
+            return _build(arguments)
+        except vllm_memory.EngineRefused as refused:
+            raise vllm_memory.explain(refused, section, memory, model.max_model_len) from refused
+
+
 def _build(arguments: dict[str, Any]) -> Any:
-    """The engine core and its scheduler in this process, driven by ``add_request`` and ``step``."""
+    """Builds the engine core and its scheduler in this process, driven by ``add_request`` and ``step``."""
     os.environ[env.VLLM_ENABLE_V1_MULTIPROCESSING] = "0"
     for name, value in ((env.VLLM_NO_USAGE_STATS, "1"), (env.DO_NOT_TRACK, "1"), (env.VLLM_LOGGING_LEVEL, "ERROR")):
         os.environ.setdefault(name, value)
-    # The external launcher reads who it is from torchrun's variables, whatever started us.
+    # vLLM's external launcher reads its rank from torchrun's variables.
     info = RankInfo.from_environ()
     os.environ[env.RANK], os.environ[env.LOCAL_RANK] = str(info.rank), str(info.local_rank)
 
@@ -323,38 +321,39 @@ def _build(arguments: dict[str, Any]) -> Any:
         raise
     except ValueError as error:
         raise UserError(
-            f"vLLM refuses: {error}",
+            f"vLLM rejects the configuration: {error}",
             where="rollout",
-            remedy="correct what it names; memory is set by rollout.kv_cache_gib and rollout.gpu_memory_utilization",
+            remedy="fix what it names; memory is set by rollout.kv_cache_gib and rollout.gpu_memory_utilization",
         ) from error
 
 
 def _sockets() -> list[Path]:
-    """Files in TMPDIR by which the queue's readers came to it; vLLM leaves them."""
+    """Socket files of the queue in TMPDIR, which vLLM does not remove."""
     handle = getattr(_queue(), "handle", None)
     addresses = (getattr(handle, name, None) or "" for name in ("local_subscribe_addr", "local_notify_addr"))
     return [Path(address.removeprefix("ipc://")) for address in addresses if address.startswith("ipc:///")]
 
 
 def _queue() -> Any:
-    """What vLLM tells an engine's ranks through; None where there is but one."""
+    """vLLM's message queue between an engine's ranks; None for a single rank."""
     from vllm.distributed.parallel_state import get_tp_group
 
     return get_tp_group().mq_broadcaster
 
 
 @contextlib.contextmanager
-def _process_kept() -> Iterator[None]:
-    """Keep what vLLM's start changes for the whole process and the trainer relies on.
+def _process_state_restored() -> Iterator[None]:
+    """Restores process-wide state that vLLM's startup changes and the trainer relies on.
 
-    It reseeds every random generator, makes ``torch.set_num_threads`` a no-op (CPU), overwrites LOCAL_WORLD_SIZE, and
+    vLLM reseeds all random generators, makes ``torch.set_num_threads`` a no-op (CPU), overwrites LOCAL_WORLD_SIZE, and
     resets PyTorch's allocator options (0.25).
     """
     environ = dict(os.environ)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     try:
-        with torch.random.fork_rng(devices=devices), vllm_memory.allocator_settings_kept(), thread_setter_restored():
+        settings = vllm_memory.allocator_settings_restored()
+        with torch.random.fork_rng(devices=devices), settings, thread_setter_restored():
             yield
     finally:
         random.setstate(python_state)

@@ -1,4 +1,4 @@
-"""vLLM's GPU worker with a seed for each token and a start that all ranks agree on.
+"""vLLM's GPU worker with a seed per token, and a startup whose failure all ranks learn of.
 
 Imported by vLLM only, by the name in ``vllm_arguments.GPU_WORKER``.
 """
@@ -14,9 +14,9 @@ from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.token_seeds import seed_tokens
 
 
-class Worker(gpu_worker.Worker):
+class EngineGpuWorker(gpu_worker.Worker):
     def init_device(self) -> None:
-        """The last place where ranks can agree: those that vLLM accepts wait for all in its next collective."""
+        """Fails on all ranks if it fails on one; later, ranks would already wait in vLLM's next collective."""
         refused = None
         try:
             super().init_device()

@@ -1,4 +1,4 @@
-"""GPU memory between vLLM and the trainer: what an engine claims, weights it no longer needs, allocator options."""
+"""GPU memory shared by vLLM and the trainer: an engine's claim, replaced weights, allocator options."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlhpc.config.schema import RolloutSection
+from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.compat import unmap_vllm_allocation
@@ -21,13 +21,13 @@ from rlhpc.plan.estimates.memory import EngineMemory
 
 _GIB = 1 << 30
 _OFFLOAD = "offload more of the trainer (actor.memory.offload)"
-_unmapped: list[Tensor] = []  # weights of which only the addresses are left, until the process ends
+_unmapped: list[Tensor] = []  # weights without memory, whose addresses stay reserved until the process ends
 _SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the keys of a snapshot, newest first
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """What vLLM found on a rank that it refuses, in bytes of its GPU, and its own words."""
+    """A rank that vLLM refuses: its node, free and total bytes of its GPU, and vLLM's reason."""
 
     node: str
     free: int
@@ -44,18 +44,18 @@ class EngineRefused(Exception):
 
 
 def claimed_share(section: RolloutSection, memory: EngineMemory, total: int) -> float:
-    """Share of the GPU that vLLM requires to be free when it starts (v1/worker/utils.py, request_memory).
+    """Share of the GPU that vLLM requires to be free at startup (v1/worker/utils.py, request_memory).
 
-    ``rollout.gpu_memory_utilization``, or with ``rollout.kv_cache_gib`` what the engine needs: vLLM does not size the
-    cache by the share then, and uses it in no other place.
+    ``rollout.gpu_memory_utilization``, or with ``rollout.kv_cache_gib`` the engine's need: vLLM then uses the share for
+    nothing else.
     """
     return section.gpu_memory_utilization if section.kv_cache_gib is None else min(1.0, memory.claimed / total)
 
 
 def agree(error: ValueError | None, free: int, total: int) -> None:
-    """Raise EngineRefused on every rank if vLLM has refused one with ``error``. Collective over the job's ranks."""
+    """Raises EngineRefused on every rank if vLLM refused one with ``error``. Collective over the job's ranks."""
     mine = None if error is None else Refusal(RankInfo.from_environ().node, free, total, one_line(str(error)))
-    everyone = [mine]
+    everyone: list[Refusal | None] = [mine]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, mine)
@@ -64,8 +64,8 @@ def agree(error: ValueError | None, free: int, total: int) -> None:
 
 
 def explain(refused: EngineRefused, section: RolloutSection, memory: EngineMemory, sequence: int) -> UserError:
-    """The error of the rank with the least memory and the value that would fit. ``sequence``: tokens of the longest
-    sequence, which the KV cache has to hold."""
+    """Error that names the rank with the least memory and the value that would fit. ``sequence``: tokens of the longest
+    sequence, which the KV cache must hold."""
     rank, found = min(refused.ranks.items(), key=lambda item: item[1].free)
     share = claimed_share(section, memory, found.total)
     claim = math.ceil(share * found.total)
@@ -86,11 +86,11 @@ def explain(refused: EngineRefused, section: RolloutSection, memory: EngineMemor
 
 
 def free_weights(replaced: Sequence[Tensor], used: Sequence[Tensor]) -> None:
-    """Return the memory of vLLM's weights that others have replaced, but for what is ``used``. vLLM must be awake.
+    """Frees the memory of vLLM's ``replaced`` weights, except what is still ``used``. vLLM must be awake.
 
-    Memory is unmapped where nothing else shares an allocation with it (``compat.unmap_vllm_allocation``). The tensors
-    stay, for PyTorch to neither reuse their addresses nor unmap them a second time: its statistics still count them,
-    those of the GPU do not.
+    Memory is unmapped if nothing else shares its allocation (``compat.unmap_vllm_allocation``). The tensors are
+    retained, so that PyTorch neither reuses their addresses nor unmaps them again: PyTorch's statistics still count
+    them, the GPU's do not.
     """
     from vllm.device_allocator import get_mem_allocator_instance
 
@@ -102,8 +102,7 @@ def free_weights(replaced: Sequence[Tensor], used: Sequence[Tensor]) -> None:
 
 
 def unused_segments(segments: Iterable[Mapping[str, Any]], replaced: set[int]) -> dict[int, set[int]]:
-    """Of a memory snapshot's segments those in which blocks are used, and all of these are ``replaced``: the blocks'
-    addresses by that of the segment."""
+    """Segments of a memory snapshot whose used blocks are all ``replaced``: the blocks' addresses by the segment's."""
     found = {}
     for segment in segments:
         used = {block["address"] for block in segment["blocks"] if block["state"] != "inactive"}
@@ -118,17 +117,17 @@ def _address(tensor: Tensor) -> int:
 
 def _segments(allocator: Any) -> Iterator[Mapping[str, Any]]:
     pools = allocator.allocator_and_pools["weights"]
-    for pool, _ in pools if isinstance(pools, list) else [pools]:  # vLLM 0.25 has one pool for each tag
+    for pool, _ in pools if isinstance(pools, list) else [pools]:  # vLLM 0.25 has one pool per tag
         yield from pool.snapshot()
 
 
 @contextlib.contextmanager
-def allocator_settings_kept() -> Iterator[None]:
-    """For vLLM's start: PyTorch's allocator options (PYTORCH_ALLOC_CONF) without expandable segments; restored after.
+def allocator_settings_restored() -> Iterator[None]:
+    """Disables expandable segments in PyTorch's allocator options during vLLM's startup; restores the options after.
 
-    vLLM's pools do not work with expandable segments (cumem.py:321). 0.25 turns them off itself only where
-    PYTORCH_CUDA_ALLOC_CONF asks for them, and sets max_split_size_mb (gpu_worker.py:255), both alone: with each PyTorch
-    resets garbage_collection_threshold and roundup_power2_divisions for the rest of the process.
+    vLLM's pools do not work with expandable segments (cumem.py:321). 0.25 disables them only if they are set in
+    PYTORCH_CUDA_ALLOC_CONF, and sets max_split_size_mb (gpu_worker.py:255); each time PyTorch resets the other options,
+    garbage_collection_threshold and roundup_power2_divisions, for the rest of the process.
     """
     if not torch.cuda.is_available():
         yield
@@ -147,7 +146,7 @@ def _set_allocator_settings(settings: str) -> None:
 
 
 def _allocator_settings() -> str:
-    """The options in force, as they were set last."""
+    """The current options, as last set."""
     get = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if get is not None:
         return str(get())

@@ -1,4 +1,4 @@
-"""The parameters of vLLM's model on this rank: their names and shapes, checked, and their memory, to be written."""
+"""Parameters of vLLM's model on this rank: checks of names and shapes, and their memory, to be written."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from rlhpc.sharding.shards import Shard
 
 TESTED = "0.25 or 0.32"
-_DERIVED = ("W_UV", "W_UK_T")  # what vLLM's latent attention keeps of kv_b_proj, by head
+_DERIVED = ("W_UV", "W_UK_T")  # per-head matrices that vLLM's latent attention derives from kv_b_proj
 
 
 class Weights(Protocol):
-    """See the methods of ``RolloutEngine`` that have these names."""
+    """An engine's weights; see the methods of ``RolloutEngine`` with these names."""
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -36,9 +36,9 @@ class Weights(Protocol):
 
 
 class LiveWeights:
-    """Parameters that vLLM's kernels use as they were loaded: on a GPU, where no address may change."""
+    """Parameters that vLLM's kernels use as loaded: on a GPU, where addresses must not change."""
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype, captured: bool) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype, *, captured: bool) -> None:
         """``captured``: CUDA graphs hold the addresses."""
         from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 
@@ -47,7 +47,7 @@ class LiveWeights:
         derived = {id(own) for module in self._latent for own in module.parameters(recurse=False)}
         self._parameters = {name: own for name, own in model.named_parameters() if id(own) not in derived}
         self.shapes = {name: tuple(own.shape) for name, own in self._parameters.items()}
-        self._replaced: dict[str, Tensor] = {}  # vLLM's own, by the names of parameters that are shared
+        self._replaced: dict[str, Tensor] = {}  # vLLM's own tensors, by name of the shared parameter
         self._to_free = False
 
     def open(self) -> dict[str, Tensor]:
@@ -78,17 +78,17 @@ class LiveWeights:
 
     def _free_replaced(self) -> None:
         if self._to_free:
-            used = [*self._model.parameters(), *self._model.buffers()]  # some may be views of what others have replaced
+            used = [*self._model.parameters(), *self._model.buffers()]  # some may be views of replaced ones
             free_weights(list(self._replaced.values()), used)
             self._to_free = False
 
 
 @torch.no_grad()
 def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
-    """vLLM's own loader of the model, and the check that no parameter was left out."""
+    """Loads weights through vLLM's own loader, and asserts that every parameter was loaded."""
     parameters = dict(model.named_parameters())
     loaded = model.load_weights(tensors)
-    # Latent attention keeps views of a parameter's parts as parameters of their own.
+    # Latent attention registers views of a parameter as parameters.
     storages = {parameters[name].untyped_storage().data_ptr() for name in loaded & parameters.keys()}
     missing = [
         name
@@ -99,30 +99,30 @@ def load_all(model: nn.Module, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
 
 def check_parameters(found: Mapping[str, tuple[int, ...]], shape: ModelShape, layout: EngineLayout) -> None:
-    """Refuse an engine whose parameters are not those that the plan of a weight sync writes."""
+    """Raises a UserError unless the engine's parameters are those that a weight sync plan writes."""
     expected = engine_parameters(shape, layout)
     for name in sorted(expected.keys() | found.keys()):
         if found.get(name) == expected.get(name):
             continue
         if shape.tied_embeddings and name == "lm_head.weight":
             raise UserError(
-                "tie_word_embeddings is true, but the model's folder holds an lm_head.weight, which vLLM would use",
+                "tie_word_embeddings is true, but the model folder contains an lm_head.weight, which vLLM would use",
                 where="model",
                 remedy="set tie_word_embeddings to false in config.json, or remove that tensor",
             )
         import vllm
 
-        has, wants = (f"of shape {list(size)}" if size else "none" for size in (found.get(name), expected.get(name)))
+        has, wants = (f"shape {list(size)}" if size else "nothing" for size in (found.get(name), expected.get(name)))
         raise UserError(
-            f"vLLM {vllm.__version__} keeps weights otherwise than this version of rlhpc knows: of the parameter {name}"
-            f" it has {has}, and {wants} was expected",
+            f"vLLM {vllm.__version__} has other parameters than this version of rlhpc supports: {name} has {has},"
+            f" expected was {wants}",
             where="rollout",
-            remedy=f"install vLLM {TESTED}, which are tested",
+            remedy=f"install a tested version of vLLM, {TESTED}",
         )
 
 
 def zero_padding(parameters: Mapping[str, Tensor], shards: Iterable[Shard]) -> None:
-    """Zero the rows that no weight of the model fills: those that pad the vocabulary, at the end."""
+    """Zeroes the last rows, which pad the vocabulary and are not written by a weight sync."""
     filled: defaultdict[str, int] = defaultdict(int)
     for shard in shards:
         filled[shard.local_name] = max(filled[shard.local_name], shard.local_box.stop[0])
@@ -132,7 +132,7 @@ def zero_padding(parameters: Mapping[str, Tensor], shards: Iterable[Shard]) -> N
 
 @torch.no_grad()
 def _renew_latent(module: Any, dtype: torch.dtype) -> None:
-    """Compute anew what latent attention derives, where vLLM did; CUDA graphs hold the addresses."""
+    """Recomputes in place what latent attention derives: CUDA graphs hold the addresses."""
     source = module.kv_b_proj.weight.untyped_storage().data_ptr()
     before = {name: getattr(module, name) for name in _DERIVED}
     if all(tensor.untyped_storage().data_ptr() == source for tensor in before.values()):

@@ -1,1 +1,1 @@
-"""Which rank holds which part of which tensor, in training and in the engine. Torch-free."""
+"""Placement of each tensor on the ranks, in training and in the engine. Torch-free."""

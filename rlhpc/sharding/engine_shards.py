@@ -1,7 +1,7 @@
-"""Which part of the model each rank of an engine keeps, and in which of vLLM's parameters.
+"""Part of the model that each rank of an engine holds, and vLLM's parameters that contain it.
 
-vLLM cuts every kind of weight in one way (model_executor/layers/linear.py, vocab_parallel_embedding.py,
-fused_moe/layer.py), so that the training side's cut says the engine's too.
+vLLM shards every kind of weight in one way (model_executor/layers/linear.py, vocab_parallel_embedding.py,
+fused_moe/layer.py), which follows from the kind of sharding in training.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ VOCAB_MULTIPLE = 64  # vLLM pads the vocabulary to a multiple of it (DEFAULT_VOC
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How the ``tp`` ranks of an engine are cut. With ``expert_parallel`` each keeps whole experts instead of parts."""
+    """Layout of the ``tp`` ranks of an engine. With ``expert_parallel`` each holds whole experts instead of parts."""
 
     tp: int
     expert_parallel: bool = False
@@ -33,24 +33,24 @@ class EngineLayout:
 
 
 def fits_nodes(tp: int, ranks_per_node: int) -> bool:
-    """Engines of ``tp`` neighbouring ranks lie on a node each, or on whole nodes."""
+    """Whether each engine of ``tp`` consecutive ranks is within a node, or on whole nodes."""
     return ranks_per_node % tp == 0 or tp % ranks_per_node == 0
 
 
 def engine_shards(shape: ModelShape, layout: EngineLayout, tp_rank: int) -> list[Shard]:
-    """What one rank of an engine keeps, in the order of the model's tensors; a layer's experts are one tensor."""
+    """Shards of one rank of an engine, in the order of the model's tensors; a layer's experts are one tensor."""
     return [
         shard for place in _engine_places(shape, layout, tp_rank) for shard in _shards(shape, place, layout, tp_rank)
     ]
 
 
 def engine_parameters(shape: ModelShape, layout: EngineLayout) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every parameter of a rank's engine; alike on all its ranks."""
+    """Name and shape of every parameter of an engine; equal on all its ranks."""
     parameters: dict[str, tuple[int, ...]] = {}
     for place in _engine_places(shape, layout, 0):
         size = _local_shape(shape, place, layout)
         before = parameters.get(place.local_name)
-        # Tensors fused into one parameter follow each other in its rows, the last dimension but one.
+        # Tensors fused into one parameter are concatenated along its rows, the last dimension but one.
         rows = size[-2 if len(size) > 1 else 0] + (before[-2 if len(before) > 1 else 0] if before else 0)
         parameters[place.local_name] = (*size[:-2], rows, size[-1]) if len(size) > 1 else (rows,)
     return parameters
@@ -69,7 +69,7 @@ def _engine_places(shape: ModelShape, layout: EngineLayout, tp_rank: int) -> Ite
 
 
 def _parameter_name(row: Row) -> str:
-    """vLLM fuses q, k and v, and gate and up, and stacks experts."""
+    """Name of vLLM's parameter: it fuses q, k and v, and gate and up, and stacks experts."""
     if row.engine_name:
         return row.engine_name
     match row.cut:
@@ -111,7 +111,7 @@ def _shards(shape: ModelShape, place: Place, layout: EngineLayout, tp_rank: int)
 def _heads(shape: ModelShape, part: int, tp: int, rank: int) -> tuple[int, int, int]:
     """(first row, rows, row in the fused parameter) of the rank's q, k or v heads: all q, then all k, then all v.
 
-    With more ranks than key-value heads, neighbours keep copies of the same one.
+    With more ranks than key-value heads, consecutive ranks hold copies of the same head.
     """
     queries, keys = shape.num_heads // tp, max(1, shape.num_kv_heads // tp)
     first = rank * queries if part == 0 else rank * shape.num_kv_heads // tp
@@ -121,7 +121,7 @@ def _heads(shape: ModelShape, part: int, tp: int, rank: int) -> tuple[int, int, 
 
 
 def _local_shape(shape: ModelShape, place: Place, layout: EngineLayout) -> tuple[int, ...]:
-    """What the place's tensor takes of its parameter, the vocabulary's padding with it."""
+    """Shape that the place's tensor has in its parameter, including the padding of the vocabulary."""
     row = place.row
     if row.cut is Cut.VOCAB:
         return engine_vocab(row.shape[0]) // layout.tp, row.shape[1]
@@ -129,5 +129,5 @@ def _local_shape(shape: ModelShape, place: Place, layout: EngineLayout) -> tuple
 
 
 def engine_vocab(size: int) -> int:
-    """Rows of embedding and head, of all ranks together, in the engine."""
+    """Rows of embedding and head in the engine, over all ranks."""
     return -(-size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE

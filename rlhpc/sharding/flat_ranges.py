@@ -1,4 +1,4 @@
-"""Ranges of a flattened tensor, as a distributed optimizer keeps them, as boxes, as a checkpoint does."""
+"""Converts ranges of a flattened tensor, as in a distributed optimizer, to boxes, as in a checkpoint."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rlhpc.sharding.shards import Box
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """Elements ``start`` to ``stop`` of a tensor in row-major order, as boxes one after the other.
+    """Elements ``start`` to ``stop`` of a tensor in row-major order, as consecutive boxes.
 
     At most ``2 * len(shape) - 1``: a part of the first row, whole rows, a part of the last row.
     """

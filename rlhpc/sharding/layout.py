@@ -1,4 +1,4 @@
-"""Who works with whom: the only place where a rank is computed."""
+"""Parallel layout of ranks: the only module that computes rank numbers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 
 # Innermost axis first, Megatron's order "tp-cp-ep-dp-pp" (megatron/core/parallel_state.py, RankGenerator). Dense layers
-# and experts cut the same ranks differently: where one has tp and cp, the other has etp and ep.
+# and experts divide the same ranks differently: by tp and cp, and by etp and ep.
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """How ``world_size`` ranks are cut. dp and edp (the experts' dp) are what the other axes leave.
+    """Division of ``world_size`` ranks into axes. dp and edp (the experts' dp) follow from the others.
 
     ``vpp`` is the number of virtual stages on each pipeline rank, None without interleaving. The first and the last
-    pipeline rank may have a number of layers of their own; the others share the rest evenly.
+    pipeline rank may have numbers of layers of their own; the others share the rest evenly.
     """
 
     world_size: int
@@ -55,7 +55,7 @@ class ParallelLayout:
 
     @property
     def text(self) -> str:
-        """The axes as a person reads them: tp and dp, and what else is more than one."""
+        """Readable axes: tp and dp, and others larger than one."""
         stages = [f"vpp {self.vpp}"] if self.vpp else []
         for name, layers in (("first", self.first_stage_layers), ("last", self.last_stage_layers)):
             stages += [f"{name} stage of {layers}"] if layers else []
@@ -75,29 +75,13 @@ class ParallelLayout:
         """The rank's index on every axis."""
         return self._coords[rank]
 
-    def groups(self, *axes: str) -> list[list[int]]:
-        """The groups of ranks that differ only along ``axes``, each in order, the axes' own order of nesting."""
-        order = EXPERT_AXES if set(axes) & {"etp", "ep", "edp"} else DENSE_AXES
-        assert set(axes) <= set(order), f"{axes} are not axes of one cut"
-        members: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            coord = self.coord(rank)
-            # Groups in Megatron's order: by the remaining axes, innermost fastest.
-            key = tuple(coord[axis] for axis in reversed(order) if axis not in axes)
-            members.setdefault(key, []).append(rank)
-        return [members[key] for key in sorted(members)]
-
-    def group_of(self, rank: int, *axes: str) -> list[int]:
-        """The group along ``axes`` that ``rank`` belongs to."""
-        return next(group for group in self.groups(*axes) if rank in group)
-
     def stage_layers(self, num_layers: int) -> list[int]:
-        """Layers on each pipeline rank; a UserError when they do not come out even."""
+        """Layers on each pipeline rank; raises UserError if they do not divide evenly."""
         own = {0: self.first_stage_layers, self.pp - 1: self.last_stage_layers} if self.pp > 1 else {}
         sizes = {stage: layers for stage, layers in own.items() if layers is not None}
         if self.vpp and len(sizes) == self.pp:
             raise UserError(
-                "of two ranks with virtual stages, the last takes what the first leaves",
+                "with two pipeline ranks and virtual stages, the last rank has the layers that the first leaves",
                 where="actor.parallel.last_stage_layers",
                 remedy="leave it out",
             )
@@ -105,9 +89,9 @@ class ParallelLayout:
         share = rest // others if others else 0
         counts = [sizes.get(stage, share) for stage in range(self.pp)]
         if sum(counts) != num_layers or min(counts) < 1:
-            told = f"{rest} of the {num_layers} layers" if sizes else f"{num_layers} layers"
+            remaining = f"{rest} of the {num_layers} layers" if sizes else f"{num_layers} layers"
             raise UserError(
-                f"{told} do not divide into {others}{' other' if sizes else ''} pipeline stages",
+                f"{remaining} do not divide into {others}{' other' if sizes else ''} pipeline stages",
                 where="actor.parallel.pp",
                 remedy="set actor.parallel.first_stage_layers or last_stage_layers, or another pp",
             )
@@ -121,10 +105,10 @@ class ParallelLayout:
         return counts
 
     def layer_places(self, num_layers: int) -> list[tuple[int, int, int]]:
-        """(pipeline rank, chunk, number inside the chunk) of every layer: chunks are dealt round the ranks.
+        """(pipeline rank, chunk, number inside the chunk) of every layer: chunks are assigned round-robin.
 
-        As Megatron's get_num_layers_to_build (transformer_block.py) and get_transformer_layer_offset
-        (transformer_layer.py) do.
+        Equal to Megatron's get_num_layers_to_build (transformer_block.py) and get_transformer_layer_offset
+        (transformer_layer.py).
         """
         chunks, counts = self.vpp or 1, self.stage_layers(num_layers)
         return [
@@ -148,7 +132,7 @@ class ParallelLayout:
 
 
 def make_layout(parallel: ParallelSection, world_size: int) -> ParallelLayout:
-    """The layout that the configuration asks for on so many ranks."""
+    """Layout of a configuration on ``world_size`` ranks."""
     return ParallelLayout(
         world_size,
         tp=parallel.tp,
@@ -163,6 +147,6 @@ def make_layout(parallel: ParallelSection, world_size: int) -> ParallelLayout:
 
 
 def divisors(number: int) -> list[int]:
-    """All of them, from 1 to the number."""
+    """Divisors of a number, ascending."""
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return small + [number // d for d in reversed(small) if d * d != number]

@@ -1,7 +1,7 @@
-"""Where a model's weights are: tensors in HuggingFace's names and shapes, boxes of them, and who keeps which box.
+"""Placement of a model's weights: tensors by HuggingFace's names and shapes, and the rank that holds each box of them.
 
-These coordinates are common to every side (Megatron, a HuggingFace file, an engine): loading, saving and moving
-weights are all one operation, the intersection of two lists of shards.
+These coordinates are common to Megatron, HuggingFace files and engines: loading, saving and moving weights are one
+operation, the intersection of two lists of shards.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rlhpc.sharding.layout import ParallelLayout
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One weight of the model as HuggingFace names and shapes it."""
+    """One weight of the model, with HuggingFace's name and shape."""
 
     name: str
     shape: tuple[int, ...]
     layer: int | None = None
     expert: int | None = None
-    float32: bool = False  # whatever the model's dtype
+    float32: bool = False  # for any dtype of the model
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Box:
         return prod(self.shape)
 
     def meet(self, other: Box) -> Box | None:
-        """What both have in common; None if that is nothing."""
+        """Intersection of both; None if it is empty."""
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
         return Box(start, stop) if all(a < b for a, b in zip(start, stop, strict=True)) else None
@@ -55,9 +55,9 @@ class Box:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank keeps ``box`` of ``tensor`` in its parameter ``local_name`` at ``local_start``.
+    """``box`` of ``tensor``, which a rank holds in its parameter ``local_name`` at ``local_start``.
 
-    ``chunk`` is the virtual pipeline stage whose module holds the parameter. A parameter that stacks experts has one
+    ``chunk`` is the virtual pipeline stage whose module contains the parameter. A parameter that stacks experts has one
     leading dimension more than the tensor of one expert.
     """
 
@@ -73,7 +73,7 @@ class Shard:
         return Box(self.local_start, tuple(a + n for a, n in zip(self.local_start, shape, strict=True)))
 
     def part(self, box: Box) -> Shard:
-        """The shard of a box inside this one's."""
+        """Shard of a box inside this shard's."""
         lead = len(self.local_start) - len(box.start)
         moved = (at + b - a for at, a, b in zip(self.local_start[lead:], self.box.start, box.start, strict=True))
         return Shard(self.tensor, box, self.local_name, (*self.local_start[:lead], *moved), self.chunk)
@@ -81,9 +81,9 @@ class Shard:
 
 @dataclass(frozen=True)
 class Place:
-    """A tensor, the row of its table, and the parameter that holds it: on which stage, in which chunk.
+    """A tensor, its row in the family's table, and the parameter that contains it, with stage and chunk.
 
-    ``experts`` are those that the rank holds of a stack, or the one whose tensor it is.
+    ``experts``: those of a stack that the rank holds, or the one that the tensor belongs to.
     """
 
     tensor: TensorSpec
@@ -96,25 +96,25 @@ class Place:
 
 
 def model_tensors(shape: ModelShape) -> list[TensorSpec]:
-    """Every tensor of the model, in the order of its layers."""
+    """Every tensor of the model, in order of layers."""
     return [place.tensor for place in tensor_places(shape)]
 
 
 def num_parameters(shape: ModelShape) -> int:
-    """Elements of all of them. A layer's experts are counted at once: it is asked often, and they are many."""
+    """Number of parameters. Counts a layer's experts as a stack, because it is called often and they are many."""
     return sum(prod(place.tensor.shape) for place in tensor_places(shape, stacked=True))
 
 
 def padded_vocab(vocab_size: int, tp: int) -> int:
-    """Rows of embedding and head in Megatron: the vocabulary, up to a multiple of tp."""
+    """Rows of embedding and head in Megatron: the vocabulary, padded to a multiple of tp."""
     return -(-vocab_size // tp) * tp
 
 
-def megatron_shards(shape: ModelShape, layout: ParallelLayout, rank: int, stacked: bool = False) -> list[Shard]:
-    """What one rank of the training side keeps, in the order of the model's tensors; ``stacked`` as in places."""
+def megatron_shards(shape: ModelShape, layout: ParallelLayout, rank: int, *, stacked: bool = False) -> list[Shard]:
+    """Shards of one training rank, in the order of the model's tensors; ``stacked`` as in ``tensor_places``."""
     coord = layout.coord(rank)
     shards: list[Shard] = []
-    for place in tensor_places(shape, layout, coord, stacked):
+    for place in tensor_places(shape, layout, coord, stacked=stacked):
         shards += _tensor_shards(shape, place, layout, coord)
     if shape.tied_embeddings and layout.pp > 1 and coord["pp"] == layout.pp - 1:
         # Megatron keeps a second copy of tied embeddings on the last stage.
@@ -128,11 +128,13 @@ def tensor_places(
     shape: ModelShape,
     layout: ParallelLayout | None = None,
     coord: Mapping[str, int] | None = None,
+    *,
     stacked: bool = False,
 ) -> Iterator[Place]:
-    """Every tensor of the model, or of the rank at ``coord``: of its stage, and of each layer's experts its own.
+    """Every tensor of the model, or of the rank at ``coord``: of its stage, and of each layer its own experts.
 
-    ``stacked``: the experts of a layer are one tensor with a leading dimension, named with ``*`` for their number.
+    ``stacked``: the experts of a layer are one tensor with a leading dimension, with ``*`` in its name for their
+    number.
     """
     layout = layout or ParallelLayout(1)
     rows = find_family(shape.family).table(shape)
@@ -146,7 +148,7 @@ def tensor_places(
         if coord is None or coord["pp"] == stage:
             kind = Where.EXPERT_LAYER if layer in expert_layers else Where.DENSE_LAYER
             held = [row for row in rows if row.where in (Where.LAYER, kind)]
-            for tensor, row, experts in _layer_tensors(shape, layout, coord, held, layer, stacked):
+            for tensor, row, experts in _layer_tensors(shape, layout, coord, held, layer, stacked=stacked):
                 first = experts.start % (shape.experts.num_experts // layout.ep) if shape.experts else 0
                 local_name = row.local_name.format(layer=local)
                 yield Place(tensor, row, local_name, stage, chunk, experts, first)
@@ -162,16 +164,17 @@ def _layer_tensors(
     coord: Mapping[str, int] | None,
     rows: list[Row],
     layer: int,
+    *,
     stacked: bool,
 ) -> Iterator[tuple[TensorSpec, Row, range]]:
-    """(tensor, row, experts) of one layer; the rows of experts stacked, or for one expert after another."""
+    """(tensor, row, experts) of one layer, with the experts stacked or one after another."""
     for of_each_expert, group in groupby(rows, key=lambda row: row.of_each_expert):
         if not of_each_expert:
             for row in group:
                 name = row.hf_name.format(layer=layer)
                 yield TensorSpec(name, row.shape, layer, float32=row.float32), row, range(0)
             continue
-        assert shape.experts is not None, "a row for each expert of a model that has none"
+        assert shape.experts is not None, "a row for experts in a model without experts"
         each, expert_rows = shape.experts.num_experts // layout.ep, list(group)
         held = (
             range(shape.experts.num_experts) if coord is None else range(each * coord["ep"], each * (coord["ep"] + 1))
@@ -227,9 +230,9 @@ def place_shard(place: Place, dim: int, start: int, stop: int, local: int) -> Sh
 def _qkv_shards(
     shape: ModelShape, part: int, tp: int, tp_rank: int, shard: Callable[[int, int, int, int], Shard]
 ) -> list[Shard]:
-    """The rank's slice of Megatron's fused rows, cut by query group, back in the coordinates of q, k or v.
+    """The rank's slice of Megatron's fused rows, ordered by query group, in the coordinates of q, k or v.
 
-    With more ranks than key-value heads a rank's slice begins or ends inside a group, so segments are intersected.
+    With more ranks than key-value heads a rank's slice starts or ends inside a group, so segments are intersected.
     """
     queries = shape.num_heads // shape.num_kv_heads
     group_rows = (queries + 2) * shape.head_dim

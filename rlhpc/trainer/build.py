@@ -27,6 +27,7 @@ from rlhpc.reshard.sides import sync_sides
 from rlhpc.rewards.reward_workers import start_reward_workers
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
+from rlhpc.rollout.vllm_arguments import ServedModel
 from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.trainer.batches import Batching
@@ -119,7 +120,7 @@ def _engine_parts(config: RunConfig, tokenizer: Tokenizer, place: EngineRank) ->
     tools = None
     if config.rollout.tools:
         group = engine_group(place.world_size, place.rank, place.tp)
-        tools = ToolUse(config.rollout, tokenizer, place.leads, group)
+        tools = ToolUse(config.rollout, tokenizer, leads=place.leads, group=group)
     return _EngineParts(place, workers, tools, RewardReader.of(config, tokenizer))
 
 
@@ -160,15 +161,9 @@ def _readers(info: RankInfo) -> Readers:
 
 
 def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
-    return VllmEngine(
-        config.model.path,
-        shape,
-        config.rollout,
-        dtype=config.model.dtype,
-        max_model_len=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-        end_tokens=tokenizer.end_tokens,
-        routed_experts=config.actor.moe.router_replay,
-    )
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    served = ServedModel(config.model.path, shape, config.model.dtype, longest, tokenizer.end_tokens)
+    return VllmEngine(served, config.rollout, routed_experts=config.actor.moe.router_replay)
 
 
 def _manager(config: RunConfig, shape: ModelShape, models: Models, engine: RolloutEngine) -> ReshardManager:

@@ -132,7 +132,7 @@ class Loop:
     def _settle(self, *, wait: bool) -> None:
         """Ends a background save that is written; with ``wait`` waits for it."""
         touch("end of a save", self.state.total_steps)
-        self._store.settle(wait)
+        self._store.settle(wait=wait)
 
     def _write_models(self, folder: Path, *, asynchronous: bool) -> list[BackgroundWrite]:
         run, shares = self._run, []

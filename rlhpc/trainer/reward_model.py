@@ -68,7 +68,6 @@ class RewardModel:
     def _drops(self, sample: Sample, failure: Failure, prompts: PromptSet | None) -> bool:
         """Whether a failure drops the sample; otherwise its score is 0."""
         assert prompts is not None, "a failure is reported with its prompt"
-        source = prompts.numbered(sample.prompt_id).data_source
         text = self.tokenizer.decode(sample.tokens[sample.prompt_len :].tolist())
         where, log = f"{self.reader.key}.model {self.reader.section.model}", self.role.rank == 0
-        return self.reader.failures.handle(where, failure, sample.prompt_id, source, text, log=log)
+        return self.reader.failures.handle(where, failure, prompts.numbered(sample.prompt_id), text, log=log)

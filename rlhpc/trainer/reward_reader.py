@@ -20,7 +20,7 @@ from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
 from rlhpc.parallel.transfer import gather_objects
-from rlhpc.plan.checks.rewards import most_tokens, reads_own_words
+from rlhpc.plan.checks.rewards import most_tokens, uses_own_tokenizer
 from rlhpc.rewards.failures import Failures
 
 _REMEDY = "look at the model and its weights, or set reward_workers.on_failure"
@@ -49,7 +49,7 @@ class RewardReader:
         if section is None:
             return None
         shape = read_model(section.model, classifier=True)
-        own = _tokenizer(config, section, shape.vocab_size) if reads_own_words(config) else None
+        own = _tokenizer(config, section, shape.vocab_size) if uses_own_tokenizer(config) else None
         failures = Failures(config.reward_workers, _REMEDY)
         most, key = most_tokens(section, shape), config.reward_model_key
         return cls(key, section, policy, own, most, _padding(section.model), failures)

@@ -257,7 +257,7 @@ class _Collection:
 
     def _totals(self) -> tuple[int, int]:
         """Over all engines: groups that have ended and are not harvested, responses in flight. Collective."""
-        mine = [self._collector.ended_groups - self._ended, self._collector.under_way]
+        mine = [self._collector.ended_groups - self._ended, self._collector.in_flight]
         totals = torch.tensor(mine if self._rollout.place.leads else [0, 0])
         dist.all_reduce(totals)
         return int(totals[0]), int(totals[1])

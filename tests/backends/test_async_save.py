@@ -64,7 +64,7 @@ def test_a_full_disk_is_one_clear_line_on_every_rank(found: dict[str, Any]) -> N
 
 
 def test_a_writer_that_is_lost_costs_this_checkpoint_only(found: dict[str, Any]) -> None:
-    assert found["lost writer"] == "RuntimeError: a checkpoint was not written"
+    assert found["lost writer"] == "RuntimeError: writing a checkpoint failed"
     assert found["named after a lost writer"] == ["step-00000003", "step-00000004"]
 
 
@@ -248,8 +248,8 @@ def _fill_the_disk(run: _Run) -> dict[str, Any]:
     run.save(RunState(step=5), full)
     run.go_on()
     return {
-        "full disk": _told(run.settle),
-        "full disk at once": _told(lambda: run.save(RunState(step=5), full, asynchronous=False)),
+        "full disk": _message_of(run.settle),
+        "full disk at once": _message_of(lambda: run.save(RunState(step=5), full, asynchronous=False)),
         "named after a full disk": run.names(),
     }
 
@@ -263,7 +263,7 @@ def _lose_a_writer(run: _Run) -> dict[str, Any]:
     if dist.get_rank() == 1:
         run.lose_writer()
     run.go_on()
-    return {"lost writer": _told(run.settle), "named after a lost writer": run.names()}
+    return {"lost writer": _message_of(run.settle), "named after a lost writer": run.names()}
 
 
 def _fail_for_a_moment(run: _Run) -> dict[str, Any]:
@@ -292,10 +292,10 @@ def _fail(run: _Run) -> dict[str, Any]:
     from rlhpc.core import storage
 
     storage.use(storage.Patience(0.2))
-    before, told = run.names(), {}
+    before, reported = run.names(), {}
     for name in ("common.pt", "metadata.json", ".metadata.tmp", "__1_0.distcp"):
         with _failing_fsync(run.folder / f"failed-{name}", times=10**6, only=name):
-            told[name] = _told(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
+            reported[name] = _message_of(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
     replace = os.replace
 
     def refuse(source: Any, target: Any) -> None:
@@ -304,11 +304,11 @@ def _fail(run: _Run) -> dict[str, Any]:
         replace(source, target)
 
     os.replace = refuse
-    told["commit"] = _told(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
+    reported["commit"] = _message_of(lambda: run.save(RunState(step=10), asynchronous=False))[:42]
     os.replace = replace
     storage.use(storage.Patience())
     dist.barrier()
-    return {"failed for good": told, "named before that": before, "named after that": run.names()}
+    return {"failed for good": reported, "named before that": before, "named after that": run.names()}
 
 
 @contextlib.contextmanager
@@ -352,10 +352,10 @@ def _be_superseded(run: _Run) -> dict[str, Any]:
         _begin(run.folder)
     dist.barrier()
     run.go_on()
-    return {"superseded": _told(run.settle).partition(":")[0], "named by an orphan": run.names()}
+    return {"superseded": _message_of(run.settle).partition(":")[0], "named by an orphan": run.names()}
 
 
-def _told(call: Any) -> str:
+def _message_of(call: Any) -> str:
     """What the call raised, as its user reads it."""
     try:
         call()

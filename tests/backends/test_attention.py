@@ -26,7 +26,7 @@ def run(case: Case, align: int = 1, dtype: torch.dtype = torch.float32) -> list[
     local = local_batch(batch(case), split_context(case.lengths, cp=1, align=align), 0, rotary_table(case))
     *leaves, gradient = inputs(case, dtype)
     leaves = [leaf.requires_grad_() for leaf in leaves]
-    output = attention(case)(*map(local.take, leaves), packed_seq_params=local.params)
+    output = attention(case)(*map(local.select, leaves), packed_seq_params=local.params)
     return outcome(local.gather(output, None), gradient, *leaves)
 
 

@@ -76,20 +76,20 @@ def _difference(case: Case, method: str) -> float:
     """Between this rank's part of what one rank computes, and what it computes with the others."""
     local, group = _local(case), dist.group.WORLD
     *whole, gradient = inputs(case)
-    leaves = [local.take(x).requires_grad_() for x in whole]
+    leaves = [local.select(x).requires_grad_() for x in whole]
     output = attention(case, method, group)(*leaves, packed_seq_params=local.params)
     ours = outcome(local.gather(output, group), gradient, *leaves)
 
     whole = [x.requires_grad_() for x in whole]
     expected, *gradients = outcome(one_at_a_time(case, *whole), gradient, *whole)
-    return farthest(ours, [expected, *map(local.take, gradients)])
+    return farthest(ours, [expected, *map(local.select, gradients)])
 
 
 def _gathered_equal(case: Case) -> bool:
     local, packed = _local(case), batch(case)
-    positions = local.gather(local.take(packed.positions), dist.group.WORLD)
+    positions = local.gather(local.select(packed.positions), dist.group.WORLD)
     rows = torch.arange(2.0 * len(packed.tokens)).view(-1, 2)
-    both = local.gather(local.take(rows), dist.group.WORLD)
+    both = local.gather(local.select(rows), dist.group.WORLD)
     return torch.equal(positions, packed.positions) and torch.equal(both, rows)
 
 
@@ -104,7 +104,7 @@ def _parameter_difference(case: Case, method: str) -> float:
         return (x @ weight * 0.1).unflatten(-1, (case.heads, case.dim))
 
     output = attention(case, method, group)(
-        queries(local.take(hidden)), local.take(key), local.take(value), packed_seq_params=local.params
+        queries(local.select(hidden)), local.select(key), local.select(value), packed_seq_params=local.params
     )
     _, ours = outcome(local.gather(output, group), gradient, weight)
     dist.all_reduce(ours, group=group)
@@ -119,7 +119,7 @@ def _filling_difference(case: Case, method: str) -> float:
     filling = (local.params.context.packed < 0)[:, None, None]
     outputs, stray = [], 0.0
     for value in (0.0, 7.0):
-        leaves = [local.take(x).masked_fill(filling, value).requires_grad_() for x in whole]
+        leaves = [local.select(x).masked_fill(filling, value).requires_grad_() for x in whole]
         output = local.gather(attention(case, method, group)(*leaves, packed_seq_params=local.params), group)
         gradients = torch.autograd.grad(output.sum(), leaves)
         stray += sum(float(gradient.masked_select(filling).abs().sum()) for gradient in gradients)

@@ -35,7 +35,7 @@ def _differences() -> tuple[float, float]:
         (picked * a + (entropy * b if with_entropy else 0)).sum().backward()
         padded = torch.nn.functional.pad(full.detach(), (0, padding), value=9.0)
         part = padded.chunk(group.size(), -1)[group.rank()].clone().requires_grad_()
-        stats = log_probs.token_stats(part, chosen, targets, group, temperature, vocabulary)
+        stats = log_probs.token_stats(part, log_probs.Rows(chosen, targets, vocabulary), group, temperature)
         (stats.log_probs * a + (stats.entropy * b if with_entropy else 0)).sum().backward()
         forward = max(forward, _far(stats.log_probs, picked), _far(stats.entropy, entropy))
         gradient = torch.nn.functional.pad(full.grad, (0, padding)).chunk(group.size(), -1)[group.rank()]

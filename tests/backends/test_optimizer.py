@@ -100,7 +100,7 @@ def test_weights_decay_and_vectors_do_not(found: dict[str, Any]) -> None:
 
 
 def test_an_optimizer_of_one_s_own_trains_and_resumes(found: dict[str, Any]) -> None:
-    """The first update of Lion moves every weight by the rate, whatever the gradient."""
+    """The first update of Lion moves every weight by the rate, for any gradient."""
     lion = found["losses"]["lion"]
     assert lion[0] == found["losses"]["host 0.0"][0]
     assert lion[-1][0] < lion[0][0]
@@ -109,13 +109,13 @@ def test_an_optimizer_of_one_s_own_trains_and_resumes(found: dict[str, Any]) -> 
 
 
 def test_what_megatron_cannot_save_is_refused_at_the_first_update(found: dict[str, Any]) -> None:
-    told = found["told"]
-    assert told["torch.optim:AdamW"] == (
-        "actor.optimizer.function: torch.optim:AdamW keeps ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
-        "checkpoint cannot hold; keep exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
+    refusals = found["refusals"]
+    assert refusals["torch.optim:AdamW"] == (
+        "actor.optimizer.function: torch.optim:AdamW stores ['exp_avg', 'exp_avg_sq', 'step'] for a parameter, which a "
+        "checkpoint cannot contain; store exp_avg and exp_avg_sq of the parameter's shape, and the step in its group"
     )
-    assert "made a str, which is no torch.optim.Optimizer; return one" in told["nothing"]
-    assert "cannot be called with parameter groups and ['momentum']" in told["wrong arguments"]
+    assert "returned a str, not a torch.optim.Optimizer; return a torch.optim.Optimizer" in refusals["nothing"]
+    assert "does not accept parameter groups and ['momentum']" in refusals["wrong arguments"]
 
 
 def test_bfloat16_weights_have_float32_masters_moments_and_gradients(found: dict[str, Any]) -> None:
@@ -137,12 +137,12 @@ def _look(model: Path, folder: Path) -> dict[str, Any]:
         if share == 0.4:
             _save(actor, folder / "adamw")
         losses[name] += train(actor, 2)
-        shares[name] = _share_on_host(actor)
+        shares[name] = _share_on_cpu(actor)
     for share in (0.4, 0.0, 1.0):
         actor = make_actor(model, optimizer_section(optimizer_offload_fraction=share))
         actor.load(folder / "adamw")
         losses[f"resumed with {share}"] = train(actor, 2)
-    found = {"losses": losses, "shares": shares, "decay": _decay(actor), "told": _refusals(model)}
+    found = {"losses": losses, "shares": shares, "decay": _decay(actor), "refusals": _refusals(model)}
 
     section = optimizer_section(function=LION, weight_decay=0.0)
     actor = make_actor(model, section)
@@ -223,10 +223,10 @@ def _inner(actor: Any) -> Any:
     return inner
 
 
-def _share_on_host(actor: Any) -> float:
+def _share_on_cpu(actor: Any) -> float:
     inner = _inner(actor)
     params = [param for group in inner.param_groups for param in group["params"]]
-    return sum(param.numel() for param in inner.on_host) / sum(param.numel() for param in params)
+    return sum(param.numel() for param in inner.on_cpu) / sum(param.numel() for param in params)
 
 
 def _decay(actor: Any) -> dict[int, set[float]]:
@@ -241,7 +241,7 @@ def _decay(actor: Any) -> dict[int, set[float]]:
 def _refusals(model: Path) -> dict[str, str]:
     from rlhpc.core.errors import UserError
 
-    told = {}
+    refusals = {}
     for name, keys in {
         "torch.optim:AdamW": {"function": "torch.optim:AdamW"},
         "nothing": {"function": "tests.backends.test_optimizer:make_nothing"},
@@ -249,8 +249,8 @@ def _refusals(model: Path) -> dict[str, str]:
     }.items():
         with pytest.raises(UserError) as caught:
             train(make_actor(model, optimizer_section(**keys)))
-        told[name] = str(caught.value)
-    return told
+        refusals[name] = str(caught.value)
+    return refusals
 
 
 def _types(model: Path) -> dict[str, set[torch.dtype]]:

@@ -87,7 +87,7 @@ def _by_megatron(actor: Any, folder: Path, save: bool) -> None:
 
     from rlhpc.parallel.compat import megatron_device
 
-    content = actor._content
+    content = actor._checkpoint
     with megatron_device(), torch.no_grad():
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
         metadata = {

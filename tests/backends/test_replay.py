@@ -59,7 +59,7 @@ def told_reference(folder: Path, kind: str) -> Path:
     routed_experts = [torch.from_numpy(r).long() for r in routed_experts_of(kind)]
     current = [0]
 
-    def told(place: int) -> Any:
+    def hook_of(place: int) -> Any:
         def hook(router: Any, _: Any, output: Any) -> Any:
             logits, _, index = output
             index = torch.cat([routed_experts[current[0]][:, place], index[-1:]])
@@ -73,7 +73,7 @@ def told_reference(folder: Path, kind: str) -> Path:
     routers = [module for module in model.modules() if type(module).__name__.lower().endswith("topkrouter")]
     assert len(routers) == routed_experts[0].size(1)
     for place, router in enumerate(routers):
-        router.register_forward_hook(told(place))
+        router.register_forward_hook(hook_of(place))
     log_probs = []
     for current[0], s in enumerate(sequences()):
         log_probs.append(model(s[None]).logits[0, :-1].log_softmax(-1).gather(-1, s[1:, None])[:, 0])
@@ -86,7 +86,7 @@ def told_reference(folder: Path, kind: str) -> Path:
     return folder
 
 
-def batches_of(kind: str, layout: Any, rank: int, told: bool = True) -> list[Any]:
+def batches_of(kind: str, layout: Any, rank: int, replayed: bool = True) -> list[Any]:
     """This rank's share of the sequences in three micro batches, which leave one place of a round of two; routed
     experts of its own layers alone."""
     from rlhpc.data.collate import pack_batch
@@ -99,7 +99,7 @@ def batches_of(kind: str, layout: Any, rank: int, told: bool = True) -> list[Any
         pack_batch(
             [(s.numpy(), 1) for _, s in part],
             sample_ids=[i for i, _ in part],
-            routed_experts=[routed_experts[i][:, own] for i, _ in part] if told else None,
+            routed_experts=[routed_experts[i][:, own] for i, _ in part] if replayed else None,
         )
         for part in parts
     ]
@@ -119,7 +119,7 @@ def _measure(reference: Path, case: Case, memory: dict[str, Any]) -> Distance:
 
     results = torch.load(reference / "results.pt")
     backend = actor(reference / "start", case, optimizer_section(), memory=MemorySection(**memory))
-    batches, free = (batches_of(case.kind, backend.layout, dist.get_rank(), told) for told in (True, False))
+    batches, free = (batches_of(case.kind, backend.layout, dist.get_rank(), replayed) for replayed in (True, False))
     apart, moved = 0.0, 0.0
     for batch, stats, own in zip(batches, backend.log_probs(batches, 1.0), backend.log_probs(free, 1.0), strict=True):
         ones = [1] * len(batch.sample_ids)

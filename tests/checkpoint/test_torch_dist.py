@@ -69,17 +69,17 @@ def test_states_that_megatron_asks_for_are_those_of_linears() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "changed"),
-    [({}, []), ({"dtype": "float32"}, []), ({"dtype": "bfloat16"}, ["tensors of float32 are rounded to BF16"])],
+    [({}, []), ({"dtype": "float32"}, []), ({"dtype": "bfloat16"}, ["float32 tensors are rounded to BF16"])],
 )
-def test_a_dry_run_tells_what_is_rounded(tmp_path: Path, dtype: dict[str, str], changed: list[str]) -> None:
+def test_a_dry_run_reports_what_is_rounded(tmp_path: Path, dtype: dict[str, str], changed: list[str]) -> None:
     lines = describe(plan(make_model(tmp_path / "model", "qwen2"), "megatron", **dtype), 10**9, 2)
     assert [line.split(maxsplit=2)[2] for line in lines if line.startswith("changed")] == changed
 
 
-@pytest.mark.parametrize(("text", "told"), [("{", "is not a JSON document"), ("[1]", "is not a JSON object")])
-def test_a_damaged_config_is_refused(tmp_path: Path, text: str, told: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [("{", "is not a JSON document"), ("[1]", "is not a JSON object")])
+def test_a_damaged_config_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(UserError, match=rf"config\.json: {told}"):
+    with pytest.raises(UserError, match=rf"config\.json: {message}"):
         read_fields(tmp_path)
 
 
@@ -103,21 +103,21 @@ def _nowhere(document: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("harm", "told"),
+    ("harm", "message"),
     [
-        (_outside, r"\.metadata: '.*' lies outside the checkpoint, in '\.\./elsewhere\.distcp'; "),
-        (_absolute, r"lies outside the checkpoint, in '/etc/passwd'; "),
-        (_twice, r"\.metadata: the chunks of '.*' do not hold each element once; "),
+        (_outside, r"\.metadata: '.*' is outside the checkpoint, in '\.\./elsewhere\.distcp'; "),
+        (_absolute, r"is outside the checkpoint, in '/etc/passwd'; "),
+        (_twice, r"\.metadata: the chunks of '.*' do not contain each element exactly once; "),
         (_nowhere, r"\.metadata: is damaged \(KeyError\); "),
     ],
 )
 def test_an_index_that_cannot_be_true_is_refused(
-    saved: Path, tmp_path: Path, harm: Callable[[Any], None], told: str
+    saved: Path, tmp_path: Path, harm: Callable[[Any], None], message: str
 ) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "copy"))
     assert read_index(folder).tensors
     document = pickle.loads((folder / ".metadata").read_bytes())
     harm(document)
     (folder / ".metadata").write_bytes(pickle.dumps(document))
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_index(folder)

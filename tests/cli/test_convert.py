@@ -75,7 +75,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, model: Path) ->
     target = tmp_path / "target"
     assert refusal("hf-to-megatron", model, target, "--tp", 3).startswith("--tp: 3 does not divide the model's 4")
     assert refusal("hf-to-megatron", model, target, "--ep", 3).startswith("--ep: 3 does not divide the model's 4 exp")
-    assert refusal("hf-to-megatron", tmp_path / "none", target).endswith("no such folder; give a model's folder")
+    assert refusal("hf-to-megatron", tmp_path / "none", target).endswith("no such folder; pass the folder of a model")
     assert "is no torch_dist checkpoint; use `rlhpc convert hf-to-megatron`" in refusal("reshard", model, target)
     assert refusal("hf-to-megatron", model, target, "--share", "4/4").startswith("--share: '4/4' is no share")
     assert not target.exists()
@@ -86,7 +86,7 @@ def test_pickles_are_refused_with_a_safe_way_out(tmp_path: Path, model: Path) ->
     (tmp_path / "model" / "config.json").write_bytes((model / "config.json").read_bytes())
     (tmp_path / "model" / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'touch " + b"harm'\ntR.")
     line = refusal("hf-to-megatron", tmp_path / "model", tmp_path / "target")
-    assert "holds pytorch_model.bin, a pickle" in line
+    assert "contains pytorch_model.bin, a pickle" in line
     assert "download the model's safetensors" in line
 
 
@@ -96,7 +96,7 @@ def test_an_index_that_names_a_program_is_not_opened(tmp_path: Path, model: Path
     assert convert("hf-to-megatron", model, there).returncode == 0
     harm = tmp_path / "harm"
     (there / ".metadata").write_bytes(f"cposix\nsystem\n(S'touch {harm}'\ntR.".encode())
-    assert "names posix.system, which is no part of the format" in refusal("megatron-to-hf", there, tmp_path / "back")
+    assert "names posix.system, which is not part of the format" in refusal("megatron-to-hf", there, tmp_path / "back")
     assert not harm.exists()
 
 
@@ -117,4 +117,4 @@ def test_deepseek_v3_is_planned_from_its_headers_in_seconds(tmp_path: Path) -> N
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10
     assert "671,026,419,200 parameters" in done.stdout
     assert "1.342 TB of BF16, F32: torch_dist in chunks of tp 4 x pp 4 (last stage of 13)" in done.stdout
-    assert "45032 tensors of fp8 are dequantised with their scales" in done.stdout
+    assert "45032 tensors in fp8 are dequantized with their scales" in done.stdout

@@ -48,12 +48,12 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
     [
         (["--step", "3"], "rlhpc: --step: is for the checkpoints of a run; add --run"),
         (["--run", "a", "--model", "b"], "rlhpc: --model: is the model of another run; leave out --model or --run"),
-        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; give a model's folder"),
+        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; pass the folder of a model"),
         (["--follow"], "rlhpc: --follow: is for a batch job; add --submit"),
         (["data.validation=[]"], "rlhpc: data.validation: no held-out prompts; name at least one file"),
         (
             ["validation.samples_per_prompt=4", "--check"],
-            "rlhpc: validation.samples_per_prompt: 4 responses to a prompt would all be the likeliest one; set "
+            "rlhpc: validation.samples_per_prompt: 4 responses to a prompt would all be the greedy one; set "
             "validation.temperature above 0, such as 1.0",
         ),
     ],
@@ -65,7 +65,7 @@ def test_what_cannot_work_is_one_line(config: Path, options: list[str], line: st
 def test_a_run_without_checkpoints_is_told(config: Path, tmp_path: Path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(config.read_text())
-    with pytest.raises(UserError, match="checkpoints: holds no checkpoint"):
+    with pytest.raises(UserError, match="checkpoints: contains no checkpoint"):
         evaluation_of(load_config(config), run=str(tmp_path / "run"))
 
 
@@ -73,7 +73,7 @@ def test_a_check_says_what_would_be_done_and_imports_nothing_heavy(config: Path)
     done = rlhpc("eval", str(config), "--check")
     assert done.returncode == 0, done.stderr
     rows = dict(line.split(maxsplit=1) for line in done.stdout.splitlines())
-    assert rows["batch"] == "1 response(s) to each held-out prompt"
+    assert rows["batch"] == "1 response(s) to each validation prompt"
     assert not modules_after("eval", str(config), "--check") & {*HEAVY, "submitit", "rich"}
 
 

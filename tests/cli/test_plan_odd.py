@@ -57,7 +57,7 @@ def told(*arguments: str) -> str:
         ),
         (("--reshard", "--network", "nan"), "--network: nan is not allowed"),
         (("--sweep", ""), "--sweep: '': invalid range; write it as gpus=96..1024"),
-        (("--sweep", "gpus=8..8", "--plot", "/tmp"), "--plot: '/tmp' has no ending; name a .png file"),
+        (("--sweep", "gpus=8..8", "--plot", "/tmp"), "--plot: '/tmp' has no suffix; name a .png file"),
         (("--sweep", "gpus=99999999999..999999999999"), "--sweep: no number of GPUs from 99999999999"),
         (("--gpu", ""), "--gpu: no GPU '' is known"),
         (("rewards=[{model: /nowhere}]",), "rewards.0.model: no config.json in '/nowhere'; correct the path"),
@@ -101,7 +101,7 @@ def test_a_folder_without_records_calibrates_nothing(tmp_path: Path) -> None:
 )
 def test_a_models_field_that_is_no_number_is_told(tmp_path: Path, field: str, value: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**json.loads(MODEL.read_text()), field: value}))
-    assert f"config.json: {field} = {value!r} is no number" in told(f"model.path={tmp_path}")
+    assert f"config.json: {field} = {value!r} is not a" in told(f"model.path={tmp_path}")
 
 
 def test_a_model_without_its_config_is_told(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def plan(
 
 
 def to_megatron(source: Path, target: Path, **options: Any) -> Path:
-    """Or anew, from a checkpoint."""
+    """From either format."""
     convert(plan(source, "megatron", **options), target, workers=1, force=True)
     return target
 

@@ -83,5 +83,5 @@ def test_other_quantisations_are_refused(tmp_path: Path, quantised: tuple[Path, 
     fields = json.loads((model / "config.json").read_text())
     fields["quantization_config"] = {"quant_method": "awq", "bits": 4}
     (model / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(UserError, match="weights quantised by 'awq'"):
+    with pytest.raises(UserError, match="weights quantized by 'awq'"):
         to_megatron(model, tmp_path / "megatron")

@@ -141,7 +141,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path) 
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
-    assert "TB are needed, " in done.stderr
+    assert "TB needed, " in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

@@ -34,7 +34,7 @@ MORE: Cases = [
 @dataclass(frozen=True)
 class Found:
     """Digests of the HuggingFace folder and of the converted one as loaded; (loss, gradient norm) of the updates after
-    a checkpoint, and again from that checkpoint cut anew for another layout."""
+    a checkpoint, and again from that checkpoint resharded for another layout."""
 
     expected: str
     loaded: str
@@ -62,9 +62,9 @@ def load_and_save(folder: Path, cases: Cases) -> list[Found]:
         backend.load(here / "trained")
         went_on = train(backend, 2)
         if dist.get_rank() == 0:
-            to_megatron(here / "trained", here / "anew", model=here / "hf", **axes)
+            to_megatron(here / "trained", here / "resharded", model=here / "hf", **axes)
         dist.barrier()
-        backend.load(here / "anew")
+        backend.load(here / "resharded")
         found.append(Found(expected, loaded, went_on, train(backend, 2)))
     return found
 

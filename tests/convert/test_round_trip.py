@@ -102,7 +102,7 @@ def test_a_number_beyond_float16_is_refused(tmp_path: Path, models: dict[str, Pa
     tensors = tensors_of(model)
     tensors["model.norm.weight"][3] = 1e6
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"model\.norm\.weight: has numbers beyond the range of float16"):
+    with pytest.raises(UserError, match=r"model\.norm\.weight: contains numbers beyond the range of float16"):
         to_megatron(model, tmp_path / "megatron", dtype="float16")
     assert not (tmp_path / "megatron").exists()
 
@@ -174,7 +174,7 @@ def test_a_head_beside_tied_embeddings_must_be_the_same(tmp_path: Path, models: 
         back = to_huggingface(to_megatron(model, tmp_path / "megatron", pp=2), tmp_path / "back")
         assert not differing(models["qwen2_tied"], back)
         return
-    with pytest.raises(UserError, match=r"'lm_head\.weight' is not the embedding"):
+    with pytest.raises(UserError, match=r"'lm_head\.weight' differs from the embedding"):
         to_megatron(model, tmp_path / "megatron")
 
 

@@ -49,13 +49,13 @@ def test_a_checkpoint_by_its_own_folder(tmp_path: Path, run: Path) -> None:
 
 
 def test_a_step_that_is_not_there_is_refused(run: Path) -> None:
-    with pytest.raises(UserError, match="no checkpoint of step 7; there are 5, 12"):
+    with pytest.raises(UserError, match="no checkpoint of step 7; choose one of 5, 12"):
         read_side(run, step=7)
 
 
 def test_a_model_that_is_gone_is_asked_for(tmp_path: Path, run: Path) -> None:
     moved = shutil.move(tmp_path / "models" / "start", tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="the model 'models/start' that the run started from is not there; name its"):
+    with pytest.raises(UserError, match="the model 'models/start' that the run started from does not exist; pass its"):
         read_side(run)
     assert read_side(run, model=Path(moved)).model_folder == Path(moved)
 

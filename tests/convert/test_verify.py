@@ -1,4 +1,4 @@
-"""Faults planted in files: each is found from the disk, and told by file, tensor or field."""
+"""Faults planted in files: each is found on disk and reported by file, tensor or field."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_truncated_file_is_named(folders: dict[str, Path], copy: Callable[[str
     file = sorted([*target.glob("*.safetensors"), *target.glob("*_0.distcp")])[0]
     with open(file, "r+b") as handle:
         handle.truncate(file.stat().st_size - 100)
-    assert any(file.name in fault and "cut short" in fault for fault in faults(folders, target))
+    assert any(file.name in fault and "truncated" in fault for fault in faults(folders, target))
 
 
 def swap(folder: Path, one: str, other: str, copy_only: bool = False) -> None:
@@ -141,7 +141,7 @@ def test_an_expert_that_is_there_twice_is_named(folders: dict[str, Path], copy: 
 
 
 def test_another_head_count_of_the_same_shapes_is_named(tmp_path: Path) -> None:
-    """Each half as wide: no tensor's shape tells, only the comparison of fields."""
+    """Each half as wide: no tensor has another shape, only the fields differ."""
     source = make_model(tmp_path / "source", "llama")
     target = to_megatron(source, tmp_path / "megatron", tp=2)
     fields = json.loads((target / "config.json").read_text())

@@ -94,10 +94,11 @@ def _model(folder: Path, kind: str) -> Path:
 def _arguments(path: Path, **section: Any) -> dict[str, Any]:
     from rlhpc.config.schema import RolloutSection
     from rlhpc.models import read_model
-    from rlhpc.rollout.vllm_arguments import engine_arguments
+    from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments
 
     options = RolloutSection(**{"tp": 1, **section})
-    return engine_arguments(path, read_model(path), options, "bfloat16", 512, on_gpu=True, world_size=2)
+    model = ServedModel(path, read_model(path), "bfloat16", 512)
+    return engine_arguments(model, options, on_gpu=True, world_size=2)
 
 
 def _unknown_arguments(models: dict[str, Path]) -> list[str]:
@@ -251,11 +252,9 @@ def _routed_experts_config(path: Path, folder: Path) -> dict[str, Any]:
 def _sampling_parameters() -> dict[str, Any]:
     """``VllmEngine`` makes them from a request."""
     from rlhpc.api import Request
-    from rlhpc.rollout.vllm_engine import VllmEngine
+    from rlhpc.rollout.vllm_engine import sampling_parameters
 
-    engine = object.__new__(VllmEngine)
-    engine._end_tokens = [7]
-    made = engine._parameters(Request((1, 2), seed=2**40, max_tokens=3, temperature=0.5))
+    made = sampling_parameters(Request((1, 2), seed=2**40, max_tokens=3, temperature=0.5), [7])
     return {"seed": made.seed, "stop": list(made.stop_token_ids), "flat": bool(made.flat_logprobs)}
 
 

@@ -1,4 +1,4 @@
-"""Responses in the words of their conversations: what the policy said, and what it was told."""
+"""Responses as messages: turns of the policy, and answers of tools."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer(inner, (inner.eos_token_id,), DataSection())
 
 
-def make_sample(*parts: tuple[int, ...], told: bool | None) -> Sample:
-    """To a prompt of two tokens; every second part was ``told``, None: nothing is said of who chose what."""
+def make_sample(*parts: tuple[int, ...], given: bool | None) -> Sample:
+    """Response to a prompt of two tokens. ``given``: every second part is masked; False: all are; None: no mask."""
     response = [token for part in parts for token in part]
     response_mask = [place % 2 == 0 for place, part in enumerate(parts) for _ in part]
     return Sample(
@@ -34,14 +34,14 @@ def make_sample(*parts: tuple[int, ...], told: bool | None) -> Sample:
         reward=0.0,
         policy_version=0,
         truncated=False,
-        response_mask=None if told is None else np.array(response_mask) & told,
+        response_mask=None if given is None else np.array(response_mask) & given,
     )
 
 
 def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
     turn, last = tokenizer.encode_responses([CALLS[0], "49"])
     parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy has drawn the end of its turn
-    sample = make_sample(*parts, told=True)
+    sample = make_sample(*parts, given=True)
     assert [(of_policy, tuple(part)) for of_policy, part in split_turns(sample)] == list(
         zip((True, False, True), parts, strict=True)
     )
@@ -53,12 +53,12 @@ def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
     ]
 
 
-@pytest.mark.parametrize("told", [None, False])
-def test_a_response_of_which_nothing_is_known_or_learnt_is_one_turn(tokenizer: Tokenizer, told: bool | None) -> None:
+@pytest.mark.parametrize("given", [None, False])
+def test_a_response_of_which_nothing_is_known_or_learnt_is_one_turn(tokenizer: Tokenizer, given: bool | None) -> None:
     (response,) = tokenizer.encode_responses(["49"])
-    sample = make_sample(response, told=told)
+    sample = make_sample(response, given=given)
     ((of_policy, part),) = split_turns(sample)
-    assert (of_policy, tuple(part)) == (told is None, response)
+    assert (of_policy, tuple(part)) == (given is None, response)
     assert response_messages(tokenizer, sample) == [{"role": "assistant", "content": "49"}]
 
 

@@ -196,16 +196,16 @@ def test_only_texts_without_a_template_are_begun_by_the_tokenizer():
 
 
 @pytest.mark.parametrize(
-    ("template", "told"),
+    ("template", "message"),
     [
         (None, "tools need a chat template"),
         ("{{ m.content if m.role != 'tool' }}", "the chat template does not render tools' answers"),
         ("{{ m.content if loop.last or m.role == 'tool' else '+' }}", "renders a turn differently once tools"),
     ],
 )
-def test_templates_that_cannot_tell_what_tools_answer_are_refused(template: str | None, told: str):
+def test_templates_that_cannot_tell_what_tools_answer_are_refused(template: str | None, message: str):
     inner = make_tokenizer()
     Tokenizer(inner, (1,), DataSection()).check_tool_turns()
     inner.chat_template = f"{{% for m in messages %}}{template}{{% endfor %}}"
-    with pytest.raises(UserError, match=f"^data.chat_template: .*{told}"):
+    with pytest.raises(UserError, match=f"^data.chat_template: .*{message}"):
         Tokenizer(inner, (1,), DataSection(chat_template=template is not None)).check_tool_turns()

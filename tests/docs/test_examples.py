@@ -15,7 +15,7 @@ from rlhpc.config.rollout import ToolSection
 from rlhpc.core.imports import import_attribute
 from rlhpc.launch.runs.submit import make_plan
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
-from rlhpc.rollout.tool_calls import Answer, Failure, MethodCall, ToolCall, load_class, load_tool, parse_calls
+from rlhpc.rollout.tool_calls import Failure, MethodCall, ToolAnswer, ToolCall, load_class, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import find_tools, tool_schemas
 from tests.data.test_groups import make_sample
 from tests.docs.pages import DOCS, ROOT, blocks
@@ -70,8 +70,8 @@ def test_the_tool_answers_the_pages_call() -> None:
     (call,) = [call for text in blocks(DOCS / "tools.md", "") for call in parse_calls(text)]
     assert isinstance(call, ToolCall)
     ask = load_tool(find_tools([section])[0].entry(100))
-    assert ask(call.arguments) == Answer("42.000")
-    assert ask({**call.arguments, "operation": "multiply"}) == Answer("360.000")
+    assert ask(call.arguments) == ToolAnswer("42.000")
+    assert ask({**call.arguments, "operation": "multiply"}) == ToolAnswer("360.000")
 
 
 def test_each_conversation_has_a_notebook() -> None:
@@ -79,14 +79,14 @@ def test_each_conversation_has_a_notebook() -> None:
     entry = find_tools([section])[0].entry(100)
     ask, rebuilt = load_class(entry), load_class(entry)
     write = {"method": "write", "past": (), "extra_info": {}}
-    assert ask(MethodCall(1, given={"line": "a"}, **write)) == Answer("line 1")
-    assert ask(MethodCall(1, given={"line": "b"}, **write)) == Answer("line 2")
+    assert ask(MethodCall(1, given={"line": "a"}, **write)) == ToolAnswer("line 1")
+    assert ask(MethodCall(1, given={"line": "b"}, **write)) == ToolAnswer("line 2")
     assert ask(MethodCall(1, given={"line": "c"}, **write)) == Failure(
         "raised", "raised ValueError: the notebook is full"
     )
-    assert ask(MethodCall(2, given={"line": "c"}, **write)) == Answer("line 1")
+    assert ask(MethodCall(2, given={"line": "c"}, **write)) == ToolAnswer("line 1")
     past = (("write", {"line": "a"}), ("write", {"line": "b"}))
-    assert rebuilt(MethodCall(1, "read", {}, past, {})) == Answer("a\nb"), "a lost object is rebuilt"
+    assert rebuilt(MethodCall(1, "read", {}, past, {})) == ToolAnswer("a\nb"), "a lost object is rebuilt"
 
 
 def test_the_step_masks_all_but_correct_responses() -> None:

@@ -18,7 +18,7 @@ from rlhpc.rollout import vllm_arguments, vllm_gpu, vllm_weights
 from tests.helpers.fake_cuda import FakeCuda
 
 
-class Worker(vllm_gpu.Worker, CPUWorker):
+class Worker(vllm_gpu.EngineGpuWorker, CPUWorker):
     """``execute_model`` is the GPU worker's own; beneath it is vLLM's CPU worker.
 
     Nothing moves when it sleeps. The stand-in for CUDA counts its memory, as the driver does.

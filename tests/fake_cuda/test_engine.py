@@ -218,13 +218,11 @@ def _routed_experts() -> dict[str, Any]:
     """Of a request of two tokens in a model of three layers, the second with experts."""
     from vllm.outputs import CompletionOutput
 
-    engine = object.__new__(vllm_engine.VllmEngine)
-    engine._expert_layers, engine._on_gpu = [1], True
     found = {}
     for dtype in (np.uint8, np.int32):
         routed = np.arange(1, 13, dtype=dtype).reshape(2, 3, 2)
         output = CompletionOutput(0, "", [5], None, None, routed_experts=routed)
-        routed_experts = engine._routed_experts(SimpleNamespace(outputs=[output]))
+        routed_experts = vllm_engine._routed_on_gpu(SimpleNamespace(outputs=[output]), [1])
         found[np.dtype(dtype).name] = (routed_experts.dtype.name, routed_experts.tolist())
     return found
 
@@ -296,7 +294,7 @@ def _vllm_with(fields: dict[str, Any]) -> Any:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_an_engine_over_nodes_shares_no_gpu_memory_through_sockets(tmp_path: Path, nodes: int) -> None:
+def test_an_engine_spans_nodes_shares_no_gpu_memory_through_sockets(tmp_path: Path, nodes: int) -> None:
     make_model(tmp_path / "model", "qwen2")
     expected = {1: None, 2: "0"}[nodes]
     assert run_ranks(_start, 2, tmp_path / "model", nodes) == [expected] * 2

@@ -88,11 +88,10 @@ def test_what_is_offloaded_leaves_the_device_and_comes_back(fraction: float) -> 
         offload = Offload(KINDS, fraction, lambda kind: [content[kind]])
         total = cuda.bytes_held
         offload.release(*KINDS)
-        assert cuda.bytes_held == total - offload.bytes_away
-        assert offload.bytes_away >= fraction * total
-        kept = offload.bytes_away - content["gradients"].numel() * 4  # gradients need no copy
-        assert cuda.bytes_pinned >= kept
-        # The copies are asynchronous: memory must not be let go before they are done.
+        offloaded = total - cuda.bytes_held
+        assert offloaded >= fraction * total
+        assert cuda.bytes_pinned >= offloaded - content["gradients"].numel() * 4  # gradients need no copy
+        # The copies are asynchronous: memory must not be released before they are done.
         names = [call[0] for call in cuda.calls]
         assert "stream.synchronize" in names
         assert names.index("stream.synchronize") < names.index("empty_cache")

@@ -97,7 +97,7 @@ def _over_nccl(method: str) -> dict[str, float]:
         split = split_context(case.lengths, group.size(), align=2)
         local = local_batch(batch(case, "cuda"), split, group.rank(), rotary_table(case, "cuda"))
         *whole, gradient = inputs(case, torch.bfloat16, "cuda")
-        leaves = [local.take(x).requires_grad_() for x in whole]
+        leaves = [local.select(x).requires_grad_() for x in whole]
         output = local.gather(attention(case, method, group)(*leaves, packed_seq_params=local.params), group)
         output, *gradients = outcome(output, gradient, *leaves)
         ours = [output, *(local.gather(x, group) for x in gradients)]

@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.distributed import run_ranks
 from tests.helpers.tiny_models import make_model
+from tests.helpers.training import logits_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -76,7 +77,7 @@ def _distances(folder: Path) -> tuple[float, float]:
 
     backend = _actor(folder, "bfloat16")
     sequences, batch = _batch()
-    (logits,) = backend.logits([batch])
+    (logits,) = logits_of(backend, [batch])
     exact = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
     half = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).cuda()
     ours = theirs = 0.0

@@ -114,12 +114,12 @@ def test_pinned_memory_is_as_large_as_what_is_in_it(tmp_path: Path) -> None:
 
 
 def _pin() -> dict[str, Any]:
-    from rlhpc.parallel import host_memory
+    from rlhpc.parallel import pinned_memory
 
     device, size = torch.device("cuda", 0), (1 << 30) + 12345
     content = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
     before = _shared_bytes()
-    tensor = host_memory.allocate(size, device)
+    tensor = pinned_memory.allocate(size, device)
     found: dict[str, Any] = {"size": size, "taken": _shared_bytes() - before, "pinned": tensor.is_pinned()}
     tensor.copy_(content, non_blocking=True)
     torch.cuda.synchronize()

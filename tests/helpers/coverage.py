@@ -9,7 +9,7 @@ import numpy as np
 
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
-from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout
 from rlhpc.sharding.shards import Box, megatron_shards, model_tensors
 
 STAGES: list[dict[str, int]] = [
@@ -40,6 +40,19 @@ def small_layouts(shape: ModelShape) -> list[ParallelLayout]:
     return layouts
 
 
+def groups_of(layout: ParallelLayout, *axes: str) -> list[list[int]]:
+    """Groups of ranks that differ only along ``axes``, each in order of the axes' nesting."""
+    order = EXPERT_AXES if set(axes) & {"etp", "ep", "edp"} else DENSE_AXES
+    assert set(axes) <= set(order), f"{axes} mixes dense and expert axes"
+    members: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(layout.world_size):
+        coord = layout.coord(rank)
+        # Groups in Megatron's order: by the remaining axes, innermost fastest.
+        key = tuple(coord[axis] for axis in reversed(order) if axis not in axes)
+        members.setdefault(key, []).append(rank)
+    return [members[key] for key in sorted(members)]
+
+
 def assert_held_once(shape: ModelShape, layout: ParallelLayout) -> None:
     """Assert that each replica of the model holds every element once, or on every tensor-parallel rank.
 
@@ -48,7 +61,7 @@ def assert_held_once(shape: ModelShape, layout: ParallelLayout) -> None:
     held = [megatron_shards(shape, layout, rank) for rank in range(layout.world_size)]
     for axes, of_expert in ((("tp", "pp"), False), (("etp", "ep", "pp"), True)):
         tensors = [tensor for tensor in model_tensors(shape) if (tensor.expert is not None) == of_expert]
-        for group in layout.groups(*axes) if tensors else ():
+        for group in groups_of(layout, *axes) if tensors else ():
             counts = {tensor.name: np.zeros(tensor.shape, np.int8) for tensor in tensors}
             for shard in (shard for rank in group for shard in held[rank]):
                 is_second_copy = shard.local_name == "output_layer.weight" and shape.tied_embeddings

@@ -1,10 +1,10 @@
 """A fake CUDA device: CPU tensors that pose as GPU tensors, so that code for GPUs runs on any machine.
 
 ``with FakeCuda() as cuda:`` makes ``torch.cuda`` report a device. A tensor created on it, moved to it or computed from
-its tensors is a CPU tensor with a registered storage, whose ``device`` and ``is_cuda`` are those of a GPU. An
-operation on tensors of both devices raises RuntimeError, as in CUDA, which detects a missing ``device=``. Streams and events
-never wait; ``calls`` records calls to the device. NCCL groups become gloo groups. The profiler reports each CPU operator
-as a kernel. It shows nothing about GPU kernels: numbers and times are the CPU's.
+its tensors is a CPU tensor with a registered storage, whose ``device`` and ``is_cuda`` are those of a GPU. An operation
+on tensors of both devices raises RuntimeError, as in CUDA, which detects a missing ``device=``. Streams and events
+never wait; ``calls`` records calls to the device. NCCL groups become gloo groups. The profiler reports each CPU
+operator as a kernel. It shows nothing about GPU kernels: numbers and times are the CPU's.
 """
 
 from __future__ import annotations

@@ -100,7 +100,7 @@ def measure(model: Any) -> dict[str, int]:
     for part in inner_optimizers(model._optimizer) if model._optimizer is not None else []:
         staging += [buffer for slot in part._slots for buffer in (slot._gradient, slot._weight)]
         for param, state in part.state.items():
-            if param in part.on_host:
+            if param in part.on_cpu:
                 on_cpu += state.values()
             else:
                 masters += [value for name, value in state.items() if name == MASTER]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,22 @@ def make_actor(
     backend = MegatronBackend(read_model(folder, family), layout, info, dtype, settings)
     backend.load_pretrained(folder)
     return backend
+
+
+def logits_of(backend: Any, batches: Sequence[Any]) -> list[Any]:
+    """Logits over the whole vocabulary for each batch, on the last pipeline stage."""
+    import torch
+    import torch.distributed as dist
+    from megatron.core import parallel_state
+
+    def gather(batch: Any, local: Any, logits: Any, **_: Any) -> Any:
+        group = parallel_state.get_tensor_model_parallel_group()
+        parts = [torch.empty_like(logits[0]) for _ in range(group.size())]
+        dist.all_gather(parts, logits[0].contiguous(), group=group)
+        return local.gather(torch.cat(parts, dim=-1), parallel_state.get_context_parallel_group())
+
+    with torch.no_grad():
+        return list(backend._run(batches, gather, forward_only=True, collect_non_loss_data=True))
 
 
 def optimizer_section(**changes: Any) -> Any:

@@ -27,21 +27,21 @@ def test_many_ranks_are_counted() -> None:
 def test_ranks_that_read_different_configs_all_stop(tmp_path: Path) -> None:
     for name, text in (("same", "a"), ("other", "b")):
         (tmp_path / name).write_text(text)
-    for agreed, told in run_ranks(_ask, 3, tmp_path):
+    for agreed, message in run_ranks(_ask, 3, tmp_path):
         assert agreed is None
-        assert "rank 1 on " in told
-        assert "config.yaml" in told
+        assert "rank 1 on " in message
+        assert "config.yaml" in message
 
 
 def _ask(folder: Path) -> tuple[str | None, str | None]:
     info = RankInfo.from_environ()
-    told = []
+    messages = []
     for odd in ("same", "other"):
         facts = facts_of([folder / (odd if info.rank == 1 else "same")])
         named = {(name if not name.startswith("/") else "config.yaml"): value for name, value in facts.items()}
         try:
             check_agreement(info, named)
-            told.append(None)
+            messages.append(None)
         except UserError as error:
-            told.append(str(error))
-    return told[0], told[1]
+            messages.append(str(error))
+    return messages[0], messages[1]

@@ -205,7 +205,7 @@ def test_engines_too_large_for_every_size_are_told() -> None:
     config, shape = loaded(
         MIXED, "slurm.nodes=1", "actor.parallel.pp=1", "actor.parallel.last_stage_layers=null", "rollout.tp=8"
     )
-    with pytest.raises(UserError, match="no size of the engines leaves room"):
+    with pytest.raises(UserError, match="no engine size leaves room"):
         found_for(config, shape, "h20")
 
 

@@ -93,7 +93,7 @@ def move(kind: str, axes: dict[str, int], tp: int, dtype: torch.dtype) -> dict[s
     for fault, (on, shard) in faults(target, tp).items():
         with spoilt(target.view(shard), fault) if rank == on else nothing():
             found[fault] = (on, shard.tensor.name, check())
-    found["mended"] = check()
+    found["restored"] = check()
     return found
 
 
@@ -148,7 +148,7 @@ def test_no_more_memory_than_a_bucket_on_each_side(moved):
 
 
 def test_checksums_agree_when_nothing_is_wrong(moved):
-    assert all(rank["sound"] == rank["mended"] == [] for rank in moved)
+    assert all(rank["sound"] == rank["restored"] == [] for rank in moved)
 
 
 def test_a_spoilt_weight_is_named_by_its_rank_alone(moved):
@@ -160,9 +160,9 @@ def test_a_spoilt_weight_is_named_by_its_rank_alone(moved):
 
 def _is_named(moved: list[dict[str, Any]], fault: str) -> None:
     on = moved[0][fault][0]
-    _, name, told = moved[on][fault]
-    assert told
-    assert all(re.sub(r"\d+", "#", told_name).startswith(re.sub(r"\d+|\*", "#", name)) for told_name in told)
+    _, name, reported = moved[on][fault]
+    assert reported
+    assert all(re.sub(r"\d+", "#", weight).startswith(re.sub(r"\d+|\*", "#", name)) for weight in reported)
     assert [rank[fault][2] for i, rank in enumerate(moved) if i != on] == [[]] * 3
     if fault == "swapped":
-        assert [told_name.split(".experts.")[1].split(".")[0] for told_name in told] == ["0", "1"]
+        assert [weight.split(".experts.")[1].split(".")[0] for weight in reported] == ["0", "1"]

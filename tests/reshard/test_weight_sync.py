@@ -91,7 +91,7 @@ def live(models: Path) -> dict[str, Any]:
 
     if rank == 1:
         engine._engine.add_request("0", *_request(engine))
-    found["under way"] = _refused(manager.sync, ReshardError)
+    found["in flight"] = _refused(manager.sync, ReshardError)
     if rank == 1:
         engine._engine.abort_request(["0"])
     found["refused weight sync changed nothing"] = answers_as("b")
@@ -111,7 +111,7 @@ def live(models: Path) -> dict[str, Any]:
     found["spoilt"] = _refused(manager.sync, ReshardError)
     manager.write = write
     manager.sync()
-    found["mended"] = answers_as("a")
+    found["restored"] = answers_as("a")
     found["version"] = manager.policy_version
     engine.sleep()
     for method in ("direct", "gather"):
@@ -151,8 +151,8 @@ def _request(engine: Any) -> tuple[Any, Any]:
 def _refused(action: Any, error: type[Exception]) -> str:
     try:
         action()
-    except error as told:
-        return str(told)
+    except error as raised:
+        return str(raised)
     return ""
 
 
@@ -161,7 +161,7 @@ def lived(models: Path) -> list[dict[str, Any]]:
     return run_ranks(live, 2, models, timeout=600)
 
 
-@pytest.mark.parametrize("moment", ["first", "after sleep", "ten in a row", "after refusal", "mended"])
+@pytest.mark.parametrize("moment", ["first", "after sleep", "ten in a row", "after refusal", "restored"])
 def test_the_newest_weights_answer(lived, moment):
     assert [rank[moment] for rank in lived] == [True, True]
 
@@ -172,8 +172,8 @@ def test_many_weight_syncs_leave_no_memory_behind(lived):
 
 def test_a_weight_sync_beneath_requests_is_refused_on_every_rank_and_changes_nothing(lived):
     for rank in lived:
-        assert rank["under way"].startswith("weights cannot be synced while requests are in flight")
-        assert "rank 1: 1 requests" in rank["under way"]
+        assert rank["in flight"].startswith("weights cannot be synced while requests are in flight")
+        assert "rank 1: 1 requests" in rank["in flight"]
         assert rank["refused weight sync changed nothing"]
 
 

@@ -44,7 +44,7 @@ def test_an_object_may_tell_the_answer():
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "what"),
     [
         ("nan", "returned nan"),
         ("infinite", "returned inf"),
@@ -55,8 +55,8 @@ def test_an_object_may_tell_the_answer():
         ("other dict", "returned {'reward': 1.0} (dict)"),
     ],
 )
-def test_what_is_no_finite_number_is_a_failure(kind: str, told: str):
-    assert call("chosen", kind) == Failure("result", told)
+def test_what_is_no_finite_number_is_a_failure(kind: str, what: str):
+    assert call("chosen", kind) == Failure("result", what)
     assert kind in RESULTS
 
 

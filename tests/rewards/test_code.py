@@ -72,7 +72,7 @@ NO_TESTS = [
 
 @pytest.mark.parametrize("truth", NO_TESTS, ids=repr)
 def test_other_ground_truths_are_errors(truth: Any):
-    with pytest.raises(ValueError, match="holds no tests of a known form"):
+    with pytest.raises(ValueError, match="has no tests in a known form"):
         read_tests(truth)
 
 
@@ -122,13 +122,13 @@ def test_a_solution_may_use_what_modules_have():
     program = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\n@dataclass\nclass P:\n    x: int\n"
     )
-    assert score(f"{program}print('told')\ndef inc(x):\n    return P(x).x + 1", ASSERTS) == 1
+    assert score(f"{program}print('printed')\ndef inc(x):\n    return P(x).x + 1", ASSERTS) == 1
 
 
 def test_bad_arguments_are_refused_at_the_start():
-    for arguments, told in (({"isolation": "none"}, "isolation 'none' is neither"), ({"memory": 1}, "unexpected")):
+    for arguments, message in (({"isolation": "none"}, "isolation 'none' is neither"), ({"memory": 1}, "unexpected")):
         given = sections(function="rlhpc.rewards.code:python", arguments=arguments)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             start_reward_workers(*given, lambda tokens: "", 20)
 
 

@@ -36,18 +36,18 @@ def test_a_pattern_is_of_the_whole_response():
 @pytest.mark.parametrize(("tokens", "value"), [(1, 0), (80, 0), (81, -0.025), (90, -0.25), (100, -0.5), (101, -0.5)])
 def test_overlong_goes_down_linearly_within_the_buffer(tokens: int, value: float):
     """DAPO's equation 13, (L_max - L_cache - |y|) / L_cache, times the penalty."""
-    found = overlong("", "", None, {}, response_tokens=tokens, max_response_tokens=100, buffer_tokens=20, penalty=0.5)
+    found = overlong(response_tokens=tokens, max_response_tokens=100, buffer_tokens=20, penalty=0.5)
     assert found == pytest.approx(value)
 
 
 def test_overlong_is_dapos_by_itself():
-    found = [overlong("", "", None, {}, response_tokens=n, max_response_tokens=20480) for n in (16384, 18432, 20480)]
+    found = [overlong(response_tokens=n, max_response_tokens=20480) for n in (16384, 18432, 20480)]
     assert found == [0, -0.5, -1]
 
 
 def test_a_buffer_longer_than_a_response_is_refused():
     with pytest.raises(ValueError, match="buffer_tokens 200 is not between 1 and the 100"):
-        overlong("", "", None, {}, response_tokens=1, max_response_tokens=100, buffer_tokens=200)
+        overlong(response_tokens=1, max_response_tokens=100, buffer_tokens=200)
     for most, arguments in ((1, {"buffer_tokens": 1}), (4096, {})):
         load_function(
             Entry("rlhpc.rewards.formats:overlong", arguments, "rewards.0.function", max_response_tokens=most)

@@ -15,7 +15,7 @@ from rlhpc.api import RewardResult
 from rlhpc.config.reward import RewardFunctionSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import Entry, Failure, Score, failure_of
-from rlhpc.rewards.pool import Call, Pool
+from rlhpc.rewards.pool import Pool, PoolCall
 from rlhpc.rewards.reward_workers import entries_of
 from tests.rewards.scoring import HERE, failures_of, score_all, sections
 
@@ -78,7 +78,7 @@ def test_each_function_has_its_own_time_limit(make, caplog):
         RewardFunctionSection(name="short", function=f"{HERE}:does", time_limit_seconds=0.3).model_dump(),
         RewardFunctionSection(name="long", function=f"{HERE}:sleeps").model_dump(),
     ]
-    reward_workers = make(functions=functions, workers=1)
+    reward_workers = make(functions=functions, per_engine=1)
     results = score_all(reward_workers, ["hang", "ab"], truth=0.6)
     assert [result.parts for result in results.values()] == [
         {"short": 0, "long": 1},
@@ -130,7 +130,7 @@ def test_each_call_has_all_of_its_memory_whatever_former_ones_keep(built_in: boo
     words = {"data_source": "", "solution_str": "keep", "ground_truth": "", "extra_info": {}}
     keywords = {**words, "response_tokens": 0, "max_response_tokens": 0}
     try:
-        pool.submit([Call((key, 0), keywords) for key in range(3)])
+        pool.submit([PoolCall((key, 0), keywords) for key in range(3)])
         assert [outcome for _, outcome in sorted(pool.outcomes().items())] == [Score(float(count)) for count in made]
     finally:
         pool.close()

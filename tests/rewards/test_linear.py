@@ -1,4 +1,4 @@
-"""Parsing a response takes time linear in its length, for any contents."""
+"""What is read from a response is read in time linear in its length, regardless of its contents."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ FAILURES = {
     "hang": ("timeout", "took more than 1.5 s"),
     "leave": ("died", "ended its process with exit code 3"),
     "crash": ("died", "ended its process by SIGSEGV"),
-    "killed": ("died", "ended its process by SIGKILL, perhaps for want of memory"),
+    "killed": ("died", "ended its process by SIGKILL, perhaps because memory ran out"),
     "killed by another": ("died", "ended its process by signal 37"),
 }
 MIXED = ["ab", "raise", "abc", "hang", "leave", "abcd", "nan", "crash", "killed", "killed by another", *["abcde"] * 60]
@@ -214,10 +214,10 @@ def test_signals_that_ask_ranks_to_stop_leave_workers_alone(make, tmp_path):
 _MEETING = (
     "import sys, time\n"
     "from rlhpc.rewards.calls import Entry\n"
-    "from rlhpc.rewards.pool import Call, Pool\n"
+    "from rlhpc.rewards.pool import Pool, PoolCall\n"
     f"pool = Pool([Entry('{HERE}:meets', {{'name': 'a'}}, '')], 1, float(sys.argv[2]))\n"
     "words = dict(data_source='', solution_str=sys.argv[1], ground_truth=['b'], extra_info={})\n"
-    "pool.submit([Call((0, 0), {**words, 'response_tokens': 0, 'max_response_tokens': 0})])\n"
+    "pool.submit([PoolCall((0, 0), {**words, 'response_tokens': 0, 'max_response_tokens': 0})])\n"
     "print(pool.outcomes())\n"
     "pool.close()\n"
 )
@@ -231,7 +231,7 @@ def meeting(folder: Path, limit: float) -> tuple[psutil.Popen, psutil.Process]:
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    """Killed as the kernel kills, during a call."""
+    """Killed as the kernel kills, while a call is running."""
     process, worker = meeting(tmp_path, 1000)
     process.kill()
     process.wait()
@@ -285,17 +285,17 @@ def test_a_module_of_the_working_folder_is_found(make, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("x = 1 / 0", "rewards.0.function: broken:score raised ZeroDivisionError: division by zero"),
         ("import nowhere", "rewards.0.function: cannot import 'broken'"),
         ("import os; os._exit(5)", "rewards.0.function: importing broken:score ended its process with exit code 5"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypatch, text, told):
+def test_a_module_that_cannot_be_imported_is_refused_at_once(tmp_path, monkeypatch, text, message):
     (tmp_path / "broken.py").write_text(text)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    with pytest.raises(UserError, match=f"^{told}"):
+    with pytest.raises(UserError, match=f"^{message}"):
         start_reward_workers(*sections(function="broken:score"), Texts().decode, 20)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlhpc.api import Completion, Request
 from rlhpc.config.schema import RolloutSection
 from rlhpc.models import ModelShape, read_model
+from rlhpc.rollout.vllm_arguments import ServedModel
 from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
 
@@ -41,13 +42,8 @@ def build(
     **section: Any,
 ) -> VllmEngine:
     section = {"tp": tp, "kv_cache_gib": 0.0625, "max_num_seqs": 64, **section}
-    options = {
-        "dtype": DTYPE,
-        "max_model_len": CONTEXT,
-        "end_tokens": list(end_tokens),
-        "routed_experts": routed_experts,
-    }
-    return VllmEngine(path, shape or read_model(path), RolloutSection(**section), **options)
+    model = ServedModel(path, shape or read_model(path), DTYPE, CONTEXT, tuple(end_tokens))
+    return VllmEngine(model, RolloutSection(**section), routed_experts=routed_experts)
 
 
 def weights(path: Path) -> Iterator[tuple[str, Tensor]]:

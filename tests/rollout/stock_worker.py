@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from rlhpc.rollout.vllm_cpu import Worker
+from rlhpc.rollout.vllm_cpu import EngineCpuWorker
 
 
-class StockWorker(Worker):
+class StockWorker(EngineCpuWorker):
     load_model = CPUWorker.load_model

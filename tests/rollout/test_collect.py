@@ -26,8 +26,8 @@ from rlhpc.rollout.requests import (
     request_seed,
     share_of,
     turns,
-    with_drawn,
-    with_given,
+    with_sampled,
+    with_tool_tokens,
 )
 
 SAMPLING = Sampling(max_tokens=8, temperature=0.9, top_p=0.95)
@@ -104,7 +104,7 @@ class Calls:
         self.waiting = Counter({key: looks - 1 for key, looks in self.waiting.items()})
         return self._take([key for key, looks in self.waiting.items() if looks < 0])
 
-    def answers(self, all_of_them: bool) -> dict[int, Reply]:
+    def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
         keys = sorted(self.waiting, key=self.waiting.__getitem__)
         return self._take(keys if all_of_them else keys[:1])
 
@@ -124,13 +124,13 @@ def completion(tokens: Sequence[int], truncated: bool) -> Completion:
 def collect(tasks: Sequence[Task], dialogue: Calls | None = None, steps: int | None = None) -> list[tuple]:
     collector = Collector(Words(), SAMPLING, Counting(), 6, dialogue)
     collector.begin(tasks)
-    while collector.under_way:
+    while collector.in_flight:
         collector.advance(steps)
     assert collector.ended_groups == len({task.group for task in tasks})
-    return [told(scored) for scored in collector.harvest()]
+    return [summary(scored) for scored in collector.harvest()]
 
 
-def told(scored) -> tuple:
+def summary(scored) -> tuple:
     sample = scored.sample
     response_mask = None if sample.response_mask is None else sample.response_mask.tolist()
     return (
@@ -273,14 +273,14 @@ def test_a_resumed_response_is_that_of_a_run_without_interruptions():
     later.begin([replace(task(s.group, s.index), draft=s.sample) for s in unfinished])
     later.advance()
     resumed = later.harvest()
-    assert sorted(map(told, (*ended, *resumed))) == collect(tasks)
+    assert sorted(map(summary, (*ended, *resumed))) == collect(tasks)
     longer = resumed[0].sample
     assert longer.log_probs[:2].tolist() == draft.log_probs.tolist()
     assert longer.policy_version == 6, "of the weights that drew its oldest token"
 
 
 def test_a_blank_draft_is_of_the_weights_that_draw_it():
-    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 7).policy_version == 7
+    assert with_sampled(blank_draft(prompt(1), 3), completion([5], False), 7).policy_version == 7
 
 
 def test_routed_experts_of_what_was_drawn_before_stay():
@@ -290,21 +290,21 @@ def test_routed_experts_of_what_was_drawn_before_stay():
     def drawn(tokens: Sequence[int], length: int, value: int) -> Completion:
         return replace(completion(tokens, False), routed_experts=routed_experts(length, value))
 
-    assert with_drawn(blank_draft(prompt(1), 3), completion([5], False), 3).routed_experts is None
-    first = with_drawn(blank_draft(prompt(1), 3), drawn([5, 6], 3, 1), 3)
-    told_more = with_given(first, [7, 8])
-    last = with_drawn(told_more, drawn([9], 6, 2), 4)
+    assert with_sampled(blank_draft(prompt(1), 3), completion([5], False), 3).routed_experts is None
+    first = with_sampled(blank_draft(prompt(1), 3), drawn([5, 6], 3, 1), 3)
+    told_more = with_tool_tokens(first, [7, 8])
+    last = with_sampled(told_more, drawn([9], 6, 2), 4)
     assert last.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]
 
 
 def test_turns_are_counted_by_what_is_given():
-    draft = with_drawn(blank_draft(prompt(1), 3), completion([5, END], False), 3)
+    draft = with_sampled(blank_draft(prompt(1), 3), completion([5, END], False), 3)
     assert turns(draft) == 1
-    twice = with_drawn(with_given(draft, [7, 8]), completion([6], False), 3)
+    twice = with_sampled(with_tool_tokens(draft, [7, 8]), completion([6], False), 3)
     assert turns(twice) == 2
     assert twice.response_mask.tolist() == [True, True, False, False, True]
     assert twice.log_probs[2:4].tolist() == [0, 0]
-    assert turns(with_given(twice, [7])) == 3
+    assert turns(with_tool_tokens(twice, [7])) == 3
 
 
 def test_requests_carry_the_sampling():

@@ -80,7 +80,7 @@ def test_temperature_zero_takes_the_likeliest_token(sampled, models):
         np.testing.assert_allclose(log_probs, expected.max(-1), atol=1e-4)
 
 
-def draw_first_tokens(path: Path, count: int) -> list[int]:
+def sample_first_tokens(path: Path, count: int) -> list[int]:
     engine = engines.build(path)
     engines.sync(engine, path)
     requests = [Request(PROMPTS[0], seed=seed, max_tokens=1, temperature=1.0) for seed in range(count)]
@@ -89,7 +89,7 @@ def draw_first_tokens(path: Path, count: int) -> list[int]:
 
 def test_seeds_draw_from_the_model_s_distribution(models):
     path, count = models / "qwen2" / "a", 4000
-    drawn = np.bincount(run_ranks(draw_first_tokens, 1, path, count)[0], minlength=VOCAB)
+    drawn = np.bincount(run_ranks(sample_first_tokens, 1, path, count)[0], minlength=VOCAB)
     expected = count * np.exp(all_log_probs(path, PROMPTS[0], [0], 1.0)[0])
     kept = expected > 5
     statistic = ((drawn - expected)[kept] ** 2 / expected[kept]).sum()
@@ -147,7 +147,7 @@ def test_ends_and_refusals(models, tmp_path):
     assert found["cut"].truncated
     assert "sleep" in found["unloaded"]
     assert "sleep" in found["asleep"]
-    assert found["unloaded again"] == "a request before load_weights()"
+    assert found["unloaded again"] == "request before load_weights()"
     assert "['kv_cache'] sleep" in found["cache asleep"]
 
 
@@ -215,8 +215,9 @@ def test_what_vllm_cannot_do_is_told_in_a_line(models, tmp_path):
     halves = make_model(tmp_path / "halves", "dsv3_direct", vocab_size=VOCAB)
     others = (head_16, latent_48, halves)
     memory, heads, latent, rotated = run_ranks(build_wrongly, 1, models / "qwen3" / "a", *others)[0]
-    assert heads.startswith(f"{head_16}/config.json: attention heads of size 16")
-    assert latent.startswith(f"{latent_48}/config.json: latent keys (kv_lora_rank + qk_rope_head_dim) of size 48")
-    assert rotated.startswith(f"{halves}/config.json: rope_interleave = False is not supported by vLLM")
-    assert memory.startswith("rollout: vLLM refuses: No available memory")
+    unsupported = "config.json: vLLM's CPU build does not support"
+    assert heads.startswith(f"{head_16}/{unsupported} attention heads of size 16")
+    assert latent.startswith(f"{latent_48}/{unsupported} latent keys (kv_lora_rank + qk_rope_head_dim) of size 48")
+    assert rotated.startswith(f"{halves}/config.json: vLLM does not support rope_interleave = False")
+    assert memory.startswith("rollout: vLLM rejects the configuration: No available memory")
     assert "rollout.kv_cache_gib" in memory

@@ -11,7 +11,7 @@ import pytest
 
 from rlhpc.api import Request
 from rlhpc.core import env
-from rlhpc.rollout.vllm_engine import over_nodes
+from rlhpc.rollout.vllm_engine import spans_nodes
 from rlhpc.sharding.engine_shards import EngineLayout
 from tests.helpers.distributed import run_ranks
 from tests.rollout import engines
@@ -42,9 +42,9 @@ def sample(path: Path, tp: int) -> tuple[list[Result], str]:
 
 def sample_on_nodes(path: Path) -> dict[str, Any]:
     """With an engine for each rank, then with one over both, each rank on a node of its own."""
-    found: dict[str, Any] = {"near": [over_nodes(1), over_nodes(2)], "alone": sample(path, 1)}
+    found: dict[str, Any] = {"near": [spans_nodes(1), spans_nodes(2)], "alone": sample(path, 1)}
     os.environ[env.LOCAL_RANK] = "0"
-    return {**found, "far": [over_nodes(1), over_nodes(2)], "together": sample(path, 2)}
+    return {**found, "far": [spans_nodes(1), spans_nodes(2)], "together": sample(path, 2)}
 
 
 def test_an_engine_over_two_nodes_says_what_one_rank_says(models):

@@ -1,4 +1,4 @@
-"""To which experts the engine says that tokens went: where HuggingFace sends them, whatever the cache has done."""
+"""Routed experts that the engine returns equal HuggingFace's, regardless of caching."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generate(path: Path, tp: int, **section: Any) -> list[Completion]:
     return completions
 
 
-def generate_over_nodes(path: Path) -> list[Completion]:
+def generate_spans_nodes(path: Path) -> list[Completion]:
     """By an engine of two ranks, each on a node of its own; those of one node are in test_weight_sync.py."""
     os.environ[env.LOCAL_RANK] = "0"
     return generate(path, 2)
@@ -83,7 +83,7 @@ def test_routed_experts_are_huggingface_s(routed, models, case):
 
 
 def test_ranks_of_an_engine_agree_on_routed_experts(models, routed):
-    both = run_ranks(generate_over_nodes, 2, models / "qwen3moe" / "a")
+    both = run_ranks(generate_spans_nodes, 2, models / "qwen3moe" / "a")
     for ours, theirs, alone in zip(*both, routed["qwen3moe"], strict=True):
         np.testing.assert_array_equal(ours.routed_experts, theirs.routed_experts)
         np.testing.assert_array_equal(np.sort(ours.routed_experts, axis=-1), np.sort(alone.routed_experts, axis=-1))

@@ -1,4 +1,4 @@
-"""Tools between turns: what the policy is told of them, how its calls are read, and what becomes of those that fail."""
+"""Tools between turns: their schemas, how calls are parsed, and how failures are answered."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rlhpc.core.errors import UserError
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.rewards import pool
 from rlhpc.rewards.calls import Entry, Failure
-from rlhpc.rollout.requests import Task, blank_draft, with_drawn, with_given
-from rlhpc.rollout.tool_calls import Answer, ToolCall, load_tool, parse_calls
+from rlhpc.rollout.requests import Task, blank_draft, with_sampled, with_tool_tokens
+from rlhpc.rollout.tool_calls import ToolAnswer, ToolCall, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import tool_schemas
 from rlhpc.rollout.tools import ToolUse
 from tests.rollout.tool_task import ASSISTANT, CALLS, END, TOOL, call, make_tokenizer, tool_sections
@@ -51,12 +51,12 @@ def tools(tokenizer: Tokenizer) -> Iterator[ToolUse]:
     tools.close()
 
 
-def task(turn: Sequence[int], group: int = 0, after: Task | None = None, told: Sequence[int] = ()) -> Task:
-    """A response whose last turn is ``turn``, after what there was of it and what was told then."""
+def task(turn: Sequence[int], group: int = 0, after: Task | None = None, reply: Sequence[int] = ()) -> Task:
+    """A response whose last turn is ``turn``, after an earlier task and the ``reply`` to it."""
     prompt = Prompt(group, (5,), "sums", "", {"start": 10 * group})
-    draft = blank_draft(prompt, 0) if after is None else with_given(after.draft, told)
+    draft = blank_draft(prompt, 0) if after is None else with_tool_tokens(after.draft, reply)
     drawn = Completion(np.array(turn, np.int32), np.zeros(len(turn), np.float32), False)
-    return Task(group, 0, prompt, with_drawn(draft, drawn, 0), (0, 0, 0, 0))
+    return Task(group, 0, prompt, with_sampled(draft, drawn, 0), (0, 0, 0, 0))
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -77,14 +77,14 @@ def test_the_policy_is_told_of_what_it_gives():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"function": "tests.rollout.tool_functions:untold"}, "cannot be told of"),
+        ({"function": "tests.rollout.tool_functions:untold"}, "no schema can be made of"),
         ({"function": "tests.rollout.tool_functions:nothing"}, "has no 'nothing'"),
-        ({"function": "tests.rollout.tool_functions:__name__"}, "not a function"),
+        ({"function": "tests.rollout.tool_functions:__name__"}, "is not callable"),
         ({"arguments": {"c": 1}}, "no parameter 'c'"),
-        ({"function": "tests.rollout.tool_functions:Silent"}, "cannot be called"),
-        ({"function": "tests.rollout.tool_functions:Counter", "arguments": {"c": 1}}, "cannot be made with c"),
+        ({"function": "tests.rollout.tool_functions:Silent"}, "without a method __call__"),
+        ({"function": "tests.rollout.tool_functions:Counter", "arguments": {"c": 1}}, "cannot be created with c"),
         ({"function": "tests.rollout.tool_functions:Counter.run"}, "has no 'Counter.run'"),
-        ({"function": "tests.rollout.tool_functions:Counter.close"}, "cannot be told of"),
+        ({"function": "tests.rollout.tool_functions:Counter.close"}, "no schema can be made of"),
     ],
 )
 def test_tools_that_cannot_be_are_refused(changes, said):
@@ -135,10 +135,10 @@ def test_an_answer_cannot_speak_for_others(tokenizer):
     ("template", "said"),
     [
         ("{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "does not render"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "in another way"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "renders a turn differently"),
         (
             "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no') }}{% endif %}{% endfor %}",
-            "refuses",
+            "rejects",
         ),
     ],
 )
@@ -156,14 +156,14 @@ def test_without_a_template_there_are_no_tools():
 
 
 def test_an_answer_is_text_that_has_tokens(tokenizer: Tokenizer):
-    r"""Whatever the policy writes: "\\ud83d" is JSON."""
+    r"""Also if the policy writes a lone surrogate: "\\ud83d" is JSON."""
     (asked,) = parse_calls(r'<tool_call>{"name": "reach", "arguments": {"host": "\ud83d"}}</tool_call>')
     options = {"arguments": {}, "most_characters": 99}
     failing = load_tool(Entry("tests.rollout.tool_functions:reach", options, ""))
     assert failing(asked.arguments) == Failure("raised", "raised ConnectionError: ? is not there")
-    told = load_tool(Entry("builtins:str", options, ""))({"object": asked.arguments["host"]})
-    assert told == Answer("?")
-    assert tokenizer.tool_turn([told.text])
+    found = load_tool(Entry("builtins:str", options, ""))({"object": asked.arguments["host"]})
+    assert found == ToolAnswer("?")
+    assert tokenizer.tool_turn([found.text])
 
 
 @pytest.mark.workers
@@ -180,9 +180,9 @@ def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
     counts: list[tuple[int, int]] = []
     assert answer(good) == ["420"]
     assert answer(good + good) == [f"420{TOOL}420"]
-    told = answer(failing, long, broken, good)
-    assert all("error:" in text for text in told[:3])
-    assert told[3] == "420"
+    texts = answer(failing, long, broken, good)
+    assert all("error:" in text for text in texts[:3])
+    assert texts[3] == "420"
     assert counts == [(1, 0), (2, 0), (1, 1), (1, 1), (1, 1), (1, 0)]
     *run, last = answer(good * (SECTION.max_calls_per_turn + 1))[0].split(TOOL)
     assert run == ["420"] * SECTION.max_calls_per_turn
@@ -225,8 +225,8 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.workers
 def test_the_last_turn_s_calls_are_not_run(tools: ToolUse, tokenizer: Tokenizer):
-    turn, told = encode(tokenizer, CALLS[0]), tokenizer.tool_turn(["420"])
-    third = task(turn, after=task(turn, after=task(turn), told=told), told=told)
+    turn, reply = encode(tokenizer, CALLS[0]), tokenizer.tool_turn(["420"])
+    third = task(turn, after=task(turn, after=task(turn), reply=reply), reply=reply)
     assert not tools.begin(0, third)
     assert not tools.begin(0, task(encode(tokenizer, "42")))
     assert tools.answers(all_of_them=True) == {}
@@ -241,7 +241,7 @@ class Talk:
     def __init__(self, tools: ToolUse, monkeypatch: pytest.MonkeyPatch) -> None:
         self.tools, self.texts = tools, [""]
         self.tasks: dict[int, Task] = {}
-        self.told: dict[int, tuple[int, ...]] = {}
+        self.replies: dict[int, tuple[int, ...]] = {}
         tokenizer = tools._tokenizer
         monkeypatch.setattr(tokenizer, "decode", lambda tokens, special: self.texts[tokens[0]])
         monkeypatch.setattr(tokenizer, "tool_turn", lambda answers: self.token("\n".join(answers)))
@@ -256,10 +256,10 @@ class Talk:
         """What is answered to a turn of each of some conversations, made at once."""
         for group, calls in asked:
             turn = self.token(calls)
-            self.tasks[group] = task(turn, group, self.tasks.get(group), self.told.get(group, ()))
+            self.tasks[group] = task(turn, group, self.tasks.get(group), self.replies.get(group, ()))
             assert self.tools.begin(group, self.tasks[group])
         answers = {key: reply.tokens for key, reply in self.tools.answers(all_of_them=True).items()}
-        self.told |= answers
+        self.replies |= answers
         return [self.texts[answers[group][0]] for group, _ in asked]
 
 
@@ -272,9 +272,9 @@ def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
         ToolSection(name="count", function=module, **counter),
         ToolSection(name="leap", function=f"{module}.leap", **counter),
     ]
-    told = tool_schemas(sections)[1]["function"]["parameters"]
-    assert list(told["properties"]) == ["steps", "seconds"]
-    assert told["required"] == ["steps"]
+    parameters = tool_schemas(sections)[1]["function"]["parameters"]
+    assert list(parameters["properties"]) == ["steps", "seconds"]
+    assert parameters["required"] == ["steps"]
     limits = {"max_turns": 10, "tool_processes": 1, "tool_time_limit_seconds": 1.0}
     tools = ToolUse(RolloutSection(tools=sections, **limits), tokenizer, leads=True)
     talk = Talk(tools, monkeypatch)
@@ -290,7 +290,7 @@ def test_tools_with_state(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
     assert talk.ask((0, count), (1, count)) == ["3", "21"]
     assert file.read_text().split() == ["made"] * 4
 
-    tools.end(talk.tasks[1])  # taken back, and gone on with
+    tools.end(talk.tasks[1])  # aborted, and resumed
     assert talk.ask((1, count)) == ["22"]
     for task_of_one in talk.tasks.values():
         tools.end(task_of_one)

@@ -1,5 +1,4 @@
-"""Responses of several turns on the real engine: taken back, gone on with, answered by tools, and still what the model
-says of them."""
+"""Responses of several turns on the real engine: aborted, resumed, answered by tools, with the model's log-probs."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     def finish(steps: int | None = None) -> list[Scored]:
         running = collector()
         running.begin(tasks)
-        while running.under_way:
+        while running.in_flight:
             running.advance(steps)
         return running.harvest()
 
@@ -127,21 +126,21 @@ def test_log_probs_are_the_model_s_where_it_chose(found, task_folder, way):
 
 def test_given_tokens_are_the_template_s(found, task_folder):
     tokenizer = Tokenizer.load(task_folder / "model", read_model(task_folder / "model").vocab_size, DataSection())
-    told = []
+    answered = []
     for sample in found["at once"]:
         if sample.response_mask is None:
             continue
         given = sample.tokens[sample.prompt_len :][~sample.response_mask].tolist()
         text = tokenizer.decode(given, special=True)
-        told += [part.removesuffix(ASSISTANT) for part in text.split(TOOL)[1:]]
+        answered += [part.removesuffix(ASSISTANT) for part in text.split(TOOL)[1:]]
         assert text.endswith(ASSISTANT)
-    assert any("420" in text or "42" in text for text in told)
-    assert any(text.startswith("error:") for text in told), told
+    assert any("420" in text or "42" in text for text in answered)
+    assert any(text.startswith("error:") for text in answered), answered
 
 
 @pytest.mark.parametrize("way", ["at once", "in steps", "interrupted"])
 def test_a_tool_with_state_is_each_conversation_s_own(found, task_folder, way):
-    """It counts from 1, also where the response was taken back and gone on with."""
+    """It counts from 1, also if the response was aborted and resumed."""
     tokenizer = Tokenizer.load(task_folder / "model", read_model(task_folder / "model").vocab_size, DataSection())
     counts: list[list[str]] = []
     for sample in found[way]:

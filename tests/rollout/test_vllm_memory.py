@@ -40,21 +40,21 @@ def refuse(section: RolloutSection, free: tuple[int, ...]) -> str:
     from vllm.v1.worker import gpu_worker
 
     from rlhpc.rollout import vllm_engine
-    from rlhpc.rollout.vllm_gpu import Worker
+    from rlhpc.rollout.vllm_arguments import ServedModel
+    from rlhpc.rollout.vllm_gpu import EngineGpuWorker
 
     mine = free[dist.get_rank()]
 
     def build(arguments: dict[str, Any]) -> None:
         """As far as vLLM gets without a GPU."""
         gpu_worker.Worker.init_device = lambda self: request(arguments["gpu_memory_utilization"], mine)
-        Worker.__new__(Worker).init_device()
+        EngineGpuWorker.__new__(EngineGpuWorker).init_device()
 
     torch.cuda.mem_get_info = lambda *device: (mine, TOTAL)
     vllm_engine._build = build
-    engine = vllm_engine.VllmEngine.__new__(vllm_engine.VllmEngine)
-    engine._on_gpu, engine._max_model_len = True, SEQUENCE
+    model = ServedModel(MODEL, read_model(MODEL), "bfloat16", SEQUENCE)
     try:
-        engine._start({}, section, read_model(MODEL), "bfloat16")
+        vllm_engine._start({}, model, section, TOTAL)
     except UserError as error:
         return str(error)
     return ""
@@ -287,11 +287,11 @@ ALL = "expandable_segments:True,garbage_collection_threshold:0.8,max_split_size_
 @pytest.mark.parametrize("text", ["", "garbage_collection_threshold:0.8", ALL])
 def test_allocator_options_survive_vllm_s_start(monkeypatch: pytest.MonkeyPatch, text: str, getter: bool) -> None:
     """As vLLM 0.25 sets them, where the options are in PYTORCH_ALLOC_CONF."""
-    from rlhpc.rollout.vllm_engine import _process_kept
+    from rlhpc.rollout.vllm_engine import _process_state_restored
 
     options = Options(monkeypatch, text, getter)
     before = dict(options.values)
-    with _process_kept():
+    with _process_state_restored():
         assert options.values.get("expandable_segments") != "True"
         options.set("max_split_size_mb:20")
         options.set("max_split_size_mb:17592186044415")
@@ -302,6 +302,6 @@ def test_allocator_options_survive_vllm_s_start(monkeypatch: pytest.MonkeyPatch,
 
 def test_allocator_options_survive_a_start_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     options = Options(monkeypatch, ALL, getter=True)
-    with pytest.raises(KeyError), vllm_memory.allocator_settings_kept():
+    with pytest.raises(KeyError), vllm_memory.allocator_settings_restored():
         raise KeyError
     assert options.text == ALL

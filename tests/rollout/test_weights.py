@@ -14,6 +14,7 @@ from torch import Tensor
 from rlhpc.api import Request
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
+from rlhpc.rollout.vllm_engine import sampling_parameters
 from rlhpc.rollout.vllm_weights import check_parameters
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from tests.helpers.distributed import run_ranks
@@ -70,9 +71,9 @@ def test_an_engine_of_another_layout_is_refused(models):
 
     (message,) = run_ranks(build_another, 1, models / "llama" / "a")
     assert f"vLLM {vllm.__version__}" in message
-    assert "layers.0.mlp.down_proj.weight it has of shape [128, 256], and of shape [128, 512] was" in message
+    assert "layers.0.mlp.down_proj.weight has shape [128, 256], expected was shape [128, 512]" in message
     assert message.startswith("rollout: ")
-    assert message.endswith("install vLLM 0.25 or 0.32, which are tested")
+    assert message.endswith("install a tested version of vLLM, 0.25 or 0.32")
 
 
 @pytest.mark.ranks
@@ -83,15 +84,15 @@ def test_parameters_of_other_names_are_refused(models):
     sound = engine_parameters(shape, layout)
     check_parameters(sound, shape, layout)
     name = "model.layers.1.self_attn.qkv_proj.bias"
-    for planted, told in (
-        ({**sound, name: (96,)}, f"{name} it has of shape [96], and of shape [128] was expected"),
-        ({**sound, "model.rope.scale": (1,)}, "model.rope.scale it has of shape [1], and none was expected"),
-        ({key: size for key, size in sound.items() if key != name}, f"{name} it has none, and of shape [128] was"),
-        ({**sound, "lm_head.weight": (128, 128)}, "tie_word_embeddings is true, but the model's folder holds"),
+    for planted, message in (
+        ({**sound, name: (96,)}, f"{name} has shape [96], expected was shape [128]"),
+        ({**sound, "model.rope.scale": (1,)}, "model.rope.scale has shape [1], expected was nothing"),
+        ({key: size for key, size in sound.items() if key != name}, f"{name} has nothing, expected was shape [128]"),
+        ({**sound, "lm_head.weight": (128, 128)}, "tie_word_embeddings is true, but the model folder contains"),
     ):
         with pytest.raises(UserError) as caught:
             check_parameters(planted, shape, layout)
-        assert told in str(caught.value)
+        assert message in str(caught.value)
 
 
 def by_experts(models: Path, tp: int) -> dict[str, dict[str, Any]]:
@@ -130,14 +131,15 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
     engine = engines.build(a)
     engines.write(engine, a)
     expected = engines.greedy(engine)
-    engine._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, engine._parameters(Request((5, 6, 7), 0, 4, 0.0)))
+    parameters = sampling_parameters(Request((5, 6, 7), 0, 4, 0.0), [])
+    engine._engine.add_request("0", {"prompt_token_ids": [5, 6, 7]}, parameters)
     engine._engine.step()
-    found: dict[str, Any] = {"unfinished": engine.unfinished, "told": []}
+    found: dict[str, Any] = {"unfinished": engine.unfinished, "refusals": []}
     for write in (engine.wake_weights, engine.open_weights, lambda: engine.load_weights(engines.weights(b))):
         try:
             write()
         except RuntimeError as error:
-            found["told"].append(str(error))
+            found["refusals"].append(str(error))
     while engine._engine.has_unfinished_requests():
         engine._engine.step()
     found["finished"] = engine.unfinished
@@ -159,12 +161,12 @@ def write_beneath_requests(a: Path, b: Path) -> dict[str, Any]:
 def test_weights_are_not_written_beneath_requests(models):
     (found,) = run_ranks(write_beneath_requests, 1, models / "qwen2" / "a", models / "qwen2" / "b")
     assert found["unfinished"] == 1
-    assert found["told"] == ["1 requests are under way: finish or abort them before weights are synced"] * 3
+    assert found["refusals"] == ["1 requests are in flight: finish or abort them before weights are synced"] * 3
     assert found["finished"] == 0
     assert found["same"]
     assert found["padding"].shape == (256 - VOCAB, 128)
     assert not found["padding"].any()
-    assert found["open"] == "a request before load_weights()"
+    assert found["open"] == "request before load_weights()"
     assert found["other"]
 
 

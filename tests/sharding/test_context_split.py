@@ -24,7 +24,7 @@ def gathered(split: ContextSplit) -> np.ndarray:
     return np.concatenate([split.part(rank).packed for rank in range(split.cp)])
 
 
-def starts_of(lengths: np.ndarray) -> np.ndarray:
+def offsets_of(lengths: np.ndarray) -> np.ndarray:
     return np.cumsum(lengths) - lengths
 
 
@@ -70,7 +70,7 @@ def test_gathered_tokens_come_back_to_packed_and_to_whole_order(lengths: tuple[i
 
     whole = held[split.gathered_of_whole]
     start = 0
-    for length, first, filled in zip(lengths, starts_of(np.array(lengths)), split.filled_lengths, strict=False):
+    for length, first, filled in zip(lengths, offsets_of(np.array(lengths)), split.padded_lengths, strict=False):
         np.testing.assert_array_equal(whole[start : start + length], np.arange(first, first + length))
         assert (whole[start + length : start + filled] == -1).all()
         start += filled
@@ -83,7 +83,7 @@ def test_a_query_sees_itself_and_all_before_it(lengths: tuple[int, ...], cp: int
     """As kernels align it: the last query of a segment sees the last key."""
     split = split_context(lengths, cp, align=3)
     held = gathered(split)
-    first_of = np.repeat(starts_of(np.array(lengths)), lengths)
+    first_of = np.repeat(offsets_of(np.array(lengths)), lengths)
     for rank in range(cp):
         part = split.part(rank)
         assert part.query_lengths.sum() == split.local_tokens
@@ -123,7 +123,7 @@ def test_one_rank_without_alignment_changes_nothing() -> None:
 def test_one_rank_is_filled_up_to_the_alignment_by_one_more_sequence() -> None:
     split = split_context((5, 2), cp=1, align=4)
     assert not split.is_trivial
-    assert split.filled_lengths.tolist() == [5, 2, 1]
+    assert split.padded_lengths.tolist() == [5, 2, 1]
     assert split.part(0).packed.tolist() == [0, 1, 2, 3, 4, 5, 6, -1]
 
 

@@ -1,4 +1,4 @@
-"""Every item reaches the ranks that it is meant for, and comes back once, in order."""
+"""Every object reaches the ranks that it is meant for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import random
 import pytest
 
 from rlhpc.parallel import transfer
-from rlhpc.parallel.transfer import gather_items, gather_objects, give_objects, one_to_all
-from rlhpc.sharding.dispatch import EACH_RANK, ONE_TO_ALL, PIPELINE_AS_DATA, SPLIT_BY_DATA, Transfer
+from rlhpc.parallel.transfer import gather_objects, gather_parts, give_objects, one_to_all
+from rlhpc.sharding.dispatch import PIPELINE_AS_DATA, SPLIT_BY_DATA, Transfer
 from rlhpc.sharding.layout import ParallelLayout
 from tests.helpers.distributed import run_ranks
 
-ALL = (SPLIT_BY_DATA, PIPELINE_AS_DATA, ONE_TO_ALL, EACH_RANK)
+ALL = (SPLIT_BY_DATA, PIPELINE_AS_DATA)
 
 
 def layouts() -> list[ParallelLayout]:
@@ -25,16 +25,13 @@ def layouts() -> list[ParallelLayout]:
 
 
 @pytest.mark.parametrize("transfer", ALL, ids=lambda transfer: transfer.name)
-def test_speakers_together_have_every_item_once_and_in_order(transfer: Transfer) -> None:
-    for number, layout in enumerate(layouts()):
-        items = list(range(number))
-        parts = transfer.parts(layout)
-        speakers = [transfer.speaker(layout, part) for part in range(parts)]
-        shares = [transfer.share(layout, rank, items) for rank in speakers]
-        assert [item for share in shares for item in share] == items, layout
-        assert max(map(len, shares)) - min(map(len, shares)) <= 1
-        for rank in range(layout.world_size):
-            assert transfer.share(layout, rank, items) == shares[transfer.part_of(layout, rank)]
+def test_each_part_has_as_many_ranks_and_the_first_of_them_speaks(transfer: Transfer) -> None:
+    for layout in layouts():
+        parts = [transfer.part_of(layout, rank) for rank in range(layout.world_size)]
+        assert sorted(set(parts)) == list(range(transfer.parts(layout))), layout
+        assert len({parts.count(part) for part in parts}) == 1, layout
+        for part in set(parts):
+            assert transfer.speaker(layout, part) == parts.index(part)
 
 
 def test_which_ranks_share() -> None:
@@ -42,16 +39,14 @@ def test_which_ranks_share() -> None:
     layout = ParallelLayout(world_size=8, tp=2, pp=2)
     assert [SPLIT_BY_DATA.part_of(layout, rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [PIPELINE_AS_DATA.part_of(layout, rank) for rank in range(8)] == [0, 0, 2, 2, 1, 1, 3, 3]
-    assert [ONE_TO_ALL.part_of(layout, rank) for rank in range(8)] == [0] * 8
-    assert sorted(EACH_RANK.part_of(layout, rank) for rank in range(8)) == list(range(8))
 
 
 @pytest.mark.ranks
-def test_real_ranks_get_back_what_was_shared_out() -> None:
-    """And what one rank has for all takes its own room, not as much for each rank."""
-    for rank, (back, told, gathered, room, given) in enumerate(run_ranks(_share_and_gather, 4)):
-        assert back == [list(range(11))] * 4
-        assert told == "rank 2"
+def test_ranks_receive_what_the_others_send() -> None:
+    """An object of one rank for all takes its own room, not as much for each rank."""
+    for rank, (back, value, gathered, room, given) in enumerate(run_ranks(_share_and_gather, 4)):
+        assert back == [[0], [0, 1]]
+        assert value == "rank 2"
         assert gathered == [None, 150, "rank 2", None]
         assert room < 2.5 * _LARGE
         assert given == {source: (3_000_000, 10 * source + rank) for source in range(4) if source + rank in (2, 3)}
@@ -67,8 +62,8 @@ def _share_and_gather() -> tuple[list[list[int]], str, list[object], int, dict[i
     import torch.distributed as dist
 
     layout, rank = ParallelLayout(world_size=4, tp=2, pp=2), dist.get_rank()
-    back = [gather_items(t, layout, t.share(layout, rank, list(range(11)))) for t in ALL]
-    told = one_to_all(f"rank {rank}", speaker=2)
+    back = [gather_parts(t, layout, t.part_of(layout, rank)) for t in ALL]
+    value = one_to_all(f"rank {rank}", speaker=2)
     transfer._MESSAGE = 10_000_000  # the large one in several messages, the last one shorter
     mine = {1: np.full(_LARGE // 4, 150, dtype=np.int32), 2: f"rank {rank}"}.get(rank)
     gather_objects("all ranks are here")
@@ -79,4 +74,4 @@ def _share_and_gather() -> tuple[list[list[int]], str, list[object], int, dict[i
     found[1] = int(found[1].mean())
     mine = {to: np.full(3_000_000, 10 * rank + to, dtype=np.int32) for to in range(4) if rank + to in (2, 3)}
     given = {source: (len(values), int(values.mean())) for source, values in give_objects(mine).items()}
-    return back, told, found, room, given
+    return back, value, found, room, given

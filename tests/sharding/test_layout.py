@@ -9,6 +9,7 @@ import pytest
 from rlhpc.config.training import ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from tests.helpers.coverage import groups_of
 
 SIZES = (1, 2, 3, 4)
 
@@ -30,10 +31,10 @@ def test_groups_equal_megatrons_over_hundreds_of_layouts() -> None:
     for layout in layouts:
         dense = RankGenerator(layout.tp, 1, layout.dp, layout.pp, layout.cp, "tp-cp-ep-dp-pp")
         for axes in ("tp", "cp", "dp", "pp", "tp-pp", "dp-cp", "tp-cp", "tp-dp-cp", "tp-dp"):
-            assert layout.groups(*axes.split("-")) == dense.get_ranks(axes), (layout, axes)
+            assert groups_of(layout, *axes.split("-")) == dense.get_ranks(axes), (layout, axes)
         expert = RankGenerator(layout.etp, layout.ep, layout.edp, layout.pp, 1, "tp-cp-ep-dp-pp")
         for ours, axes in (("ep", "ep"), ("etp", "tp"), ("edp", "dp"), ("etp-ep", "tp-ep"), ("etp-ep-pp", "tp-ep-pp")):
-            assert layout.groups(*ours.split("-")) == expert.get_ranks(axes), (layout, ours)
+            assert groups_of(layout, *ours.split("-")) == expert.get_ranks(axes), (layout, ours)
 
 
 def test_coordinates_name_every_rank_once() -> None:
@@ -41,16 +42,6 @@ def test_coordinates_name_every_rank_once() -> None:
         for axes in (("tp", "cp", "dp", "pp"), ("etp", "ep", "edp", "pp")):
             coords = {tuple(layout.coord(rank)[axis] for axis in axes) for rank in range(layout.world_size)}
             assert len(coords) == layout.world_size
-
-
-def test_group_of_contains_the_rank_and_differs_only_along_the_axes() -> None:
-    layout = ParallelLayout(24, tp=2, pp=3, cp=2)
-    for rank in range(24):
-        group = layout.group_of(rank, "tp", "pp")
-        assert rank in group
-        assert len(group) == 6
-        assert {layout.coord(r)["cp"] for r in group} == {layout.coord(rank)["cp"]}
-        assert {layout.coord(r)["dp"] for r in group} == {layout.coord(rank)["dp"]}
 
 
 def test_sizes_that_do_not_divide_are_refused_by_name() -> None:
@@ -121,7 +112,8 @@ def test_layers_that_do_not_divide_are_refused_by_name() -> None:
     ):
         ParallelLayout(3, pp=3, first_stage_layers=2, last_stage_layers=2).layer_places(4)
     with pytest.raises(
-        UserError, match=r"actor.parallel.last_stage_layers: of two ranks with virtual stages, .*; leave it out"
+        UserError,
+        match=r"actor.parallel.last_stage_layers: with two pipeline ranks and virtual stages, .*; leave it out",
     ):
         ParallelLayout(2, pp=2, vpp=2, first_stage_layers=2, last_stage_layers=2).layer_places(4)
     with pytest.raises(

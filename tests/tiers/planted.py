@@ -119,8 +119,8 @@ FAULTS = (
         "reward-weights-ignored",
         "rlhpc/rewards/reward_workers.py",
         "reward functions count alike, whatever their weights",
-        "reward += function.weight * value",
-        "reward += value",
+        "reward += function.weight * outcome.value",
+        "reward += outcome.value",
     ),
     Fault(
         "sandbox-with-network",
@@ -161,7 +161,7 @@ FAULTS = (
         "stale-prefix-cache",
         "rlhpc/rollout/vllm_engine.py",
         "after a weight sync, responses are generated from cached prefixes of the old weights",
-        '        assert self._engine.reset_prefix_cache(), "requests still hold cached prefixes of the old weights"\n',
+        '        assert self._engine.reset_prefix_cache(), "requests still use cached prefixes of the old weights"\n',
         "",
     ),
     Fault(

@@ -1,4 +1,4 @@
-"""The table of all algorithms is made of what was kept of their runs."""
+"""The table of all algorithms shows the stored results of their runs."""
 
 from __future__ import annotations
 

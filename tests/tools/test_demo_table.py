@@ -1,4 +1,4 @@
-"""README's table is made of what the runs measured."""
+"""The README's table shows the results of the runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_table_keeps_a_seed_that_missed() -> None:
 
 
 def test_a_seed_has_inputs_of_its_own() -> None:
-    """No path of the demo's own inputs is left."""
+    """All paths of the demo's own inputs are replaced."""
     config = load_config(demo_table.CONFIG, overrides(7, Path("there")))
     assert config.sft is not None
     assert config.prepare is not None

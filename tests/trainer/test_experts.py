@@ -100,6 +100,7 @@ def replay(model: Path) -> dict[str, Any]:
     from rlhpc.data.collate import pack_batch, unpack
     from rlhpc.models import read_model
     from rlhpc.reshard.gather import sync
+    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor, optimizer_section
 
@@ -107,9 +108,8 @@ def replay(model: Path) -> dict[str, Any]:
     actor = make_actor(model, optimizer_section(), ep=2)
     for router in routers_of(actor._models):
         router.register_forward_hook(lambda *call: maps.append(call[2][1]))
-    options = {"dtype": "float32", "max_model_len": 256, "end_tokens": []}
-    section = RolloutSection(kv_cache_gib=0.0625)
-    engine = VllmEngine(model, read_model(model), section, **options, routed_experts=True)
+    served = ServedModel(model, read_model(model), "float32", 256)
+    engine = VllmEngine(served, RolloutSection(kv_cache_gib=0.0625), routed_experts=True)
     sync(actor, engine)
     prompts = [tuple((7 * i + j + 50 * rank) % 190 + 5 for j in range(5 + 4 * i)) for i in range(12)]
     completions = engine.generate([Request(p, seed=i, max_tokens=40, temperature=1.0) for i, p in enumerate(prompts)])

@@ -133,7 +133,7 @@ def test_a_number_that_is_not_finite_is_a_reward_that_failed(found) -> None:
         first = given[wrong.index(True)]
         text = make_tokenizer().decode(first.tokens[first.prompt_len :].tolist(), skip_special_tokens=True)
         assert broken["error"].startswith(
-            f"returned nan for prompt {first.prompt_id} of 'sums', response {text[:5]!r}"[:-1]
+            f"returned nan for prompt {first.prompt_id + 1} of 'sums', response {text[:5]!r}"[:-1]
         )
         assert [value is None for value in broken["drop"]] == wrong
         for zero, dropped, bad, part, sample in zip(broken["zero"], broken["drop"], wrong, parts, given, strict=True):
@@ -225,7 +225,9 @@ def _scores(
 
 
 def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
-    """The result of non-finite scores by reward_workers.on_failure: the refusal, or reward and part of each."""
+    """What comes of scores that are not finite, by reward_workers.on_failure: the error, or reward and part of each."""
+    from dataclasses import replace
+
     import torch
 
     from rlhpc.trainer.reward_model import RewardModel
@@ -236,12 +238,13 @@ def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, A
         for name, parameter in parameters:
             if name.endswith("word_embeddings.weight"):
                 parameter[BROKEN] = float("nan")
+    samples = [replace(sample, prompt_id=sample.prompt_id + 1) for sample in make_samples(0)]  # 0 is filtered out
     found: dict[str, Any] = {"counts": []}
     for policy in ("error", "zero", "drop"):
         section = config.reward_workers.model_copy(update={"on_failure": policy})
         reader = RewardReader.of(config.model_copy(update={"reward_workers": section}), None)
         try:
-            scored, failures = RewardModel(role, reader, tokenizer).score(make_samples(0), prompts)
+            scored, failures = RewardModel(role, reader, tokenizer).score(samples, prompts)
             found["counts"].append(failures)
             found[policy] = [s and (s.reward, s.reward_parts["model"]) for s in scored]
         except UserError as error:
@@ -268,7 +271,7 @@ def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
     """Samples as an engine would draw them, the end of the last turn included."""
     from dataclasses import replace
 
-    from rlhpc.rollout.requests import blank_draft, with_given
+    from rlhpc.rollout.requests import blank_draft, with_tool_tokens
 
     samples = []
     for place, (_, turns) in enumerate(CONVERSATIONS):
@@ -283,7 +286,8 @@ def _conversations(tokenizer: Any, prompts: Any) -> list[Any]:
                 zeros = np.zeros(len(tokens) - draft.prompt_len, dtype=np.float32)
                 draft = replace(draft, tokens=tokens, log_probs=zeros, response_mask=response_mask)
             else:
-                draft = with_given(draft, tokenizer.tool_turn(turn)[1:])  # the policy has drawn the end of its turn
+                # Without the end of the policy's turn, which it sampled itself.
+                draft = with_tool_tokens(draft, tokenizer.tool_turn(turn)[1:])
         samples.append(draft)
     return samples
 

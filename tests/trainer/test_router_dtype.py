@@ -79,11 +79,12 @@ def agreements(model: Path) -> list[Agreement]:
     from rlhpc.config.training import MoeSection
     from rlhpc.models import read_model
     from rlhpc.reshard.gather import sync
+    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
     from tests.helpers.training import make_actor
 
-    options = {"dtype": "bfloat16", "max_model_len": 256, "end_tokens": [], "routed_experts": True}
-    engine = VllmEngine(model, read_model(model), RolloutSection(kv_cache_gib=0.0625), **options)
+    served = ServedModel(model, read_model(model), "bfloat16", 256)
+    engine = VllmEngine(served, RolloutSection(kv_cache_gib=0.0625), routed_experts=True)
     sections = [MoeSection(), MoeSection(router_dtype="float32")]
     actors = [make_actor(model, dtype="bfloat16", experts=section) for section in sections]
     sync(actors[0], engine)

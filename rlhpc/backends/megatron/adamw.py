@@ -1,8 +1,8 @@
-"""AdamW (Loshchilov and Hutter 2019) with the step count in the parameter group, as apex's FusedAdam keeps it.
+"""AdamW (Loshchilov and Hutter 2019) with the step count in the parameter group, like apex's FusedAdam.
 
-Megatron's distributed checkpoints are written for that contract. The arithmetic is PyTorch's own fused kernel. Of
-half-precision parameters it keeps float32 master weights beside the moments. A share of the parameters may have both in
-host memory, where the CPU updates it (Ren et al. 2021, ZeRO-Offload).
+Megatron's distributed checkpoints expect that contract. The arithmetic is PyTorch's fused kernel. Half-precision
+parameters have float32 master weights beside the moments. A share of the parameters may have both in CPU memory, where
+the CPU updates them (Ren et al. 2021, ZeRO-Offload).
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from rlhpc.parallel import host_memory
+from rlhpc.parallel import pinned_memory
 from rlhpc.plan.estimates.optimizer_memory import STAGED
 
 MASTER = "master_param"  # Megatron's name (distrib_optimizer.py:904)
 
 
 class AdamW(torch.optim.Optimizer):
-    """``optimizer_offload_fraction`` of the elements, whole parameters in their order, are the CPU's: set it before
-    ``begin``.
+    """Updates at least ``optimizer_offload_fraction`` of the elements, leading whole parameters, on the CPU: set it
+    before ``begin``.
 
-    Gradients of half-precision parameters are read from ``decoupled_grad``, as Megatron's precision-aware optimizers
-    do: PyTorch wants a ``grad`` to have the parameter's type.
+    Gradients of half-precision parameters are read from ``decoupled_grad``, as in Megatron's precision-aware
+    optimizers: PyTorch requires that ``grad`` has the parameter's type.
     """
 
     def __init__(
@@ -35,26 +35,26 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        adam_w_mode: bool = True,
-        bias_correction: bool = True,
+        **modes: bool,
     ) -> None:
-        assert adam_w_mode, "only decoupled weight decay is built"
-        assert bias_correction, "only bias correction is built"
+        """``modes``: FusedAdam's adam_w_mode and bias_correction, which must be on."""
+        assert modes.keys() <= {"adam_w_mode", "bias_correction"}, f"unknown arguments {sorted(modes)}"
+        assert all(modes.values()), "only decoupled weight decay with bias correction is implemented"
         self.optimizer_offload_fraction = 0.0
-        self.on_host: set[Tensor] = set()  # parameters whose state is in CPU memory
+        self.on_cpu: set[Tensor] = set()  # parameters whose state is in CPU memory
         self._slots: list[_Slot] = []
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Share the parameters out and make their state, where it is to stay.
+        """Divides the parameters between device and CPU, and allocates their state there.
 
-        Called when Megatron has put its shards in the place of the parameters. State that exists is what a load
-        writes into: without it Megatron would make all of it on the device.
+        Called after Megatron has replaced the parameters by its shards. Loading a checkpoint writes into existing
+        state: without it Megatron would allocate all of it on the device.
         """
         params = [param for group in self.param_groups for param in group["params"]]
         leading = leading_share(params, self.optimizer_offload_fraction)
-        self.on_host = set(leading)
+        self.on_cpu = set(leading)
         longest = min(STAGED, max((param.numel() for param in leading), default=0))
         self._slots = [_Slot(longest, leading[0]) for _ in range(2)] if leading else []
         for param in params:
@@ -65,31 +65,31 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
         for group in self.param_groups:
-            # Counted in empty groups too: every rank must save the same common state.
+            # Counted in empty groups too: the common state must be equal on every rank.
             group["step"] = group.get("step", 0) + 1
             params = [param for param in group["params"] if _gradient(param) is not None]
-            device = [param for param in params if param not in self.on_host]
+            device = [param for param in params if param not in self.on_cpu]
             weights = [self.master(param) for param in device]
             self._update(group, weights, [_gradient(param) for param in device], [self.state[p] for p in device])
             for param, weight in zip(device, weights, strict=True):
                 if weight is not param:
                     param.copy_(weight)
-            self._update_on_host(group, [param for param in params if param in self.on_host])
+            self._update_on_cpu(group, [param for param in params if param in self.on_cpu])
 
     def master(self, param: Tensor) -> Tensor:
-        """The float32 weights that are updated: the parameter itself where it is float32."""
+        """Float32 weights that the update changes; the parameter itself if it is float32."""
         return self.state[param].get(MASTER, param)
 
     def get_unscaled_state(self, param: Tensor, name: str) -> Tensor:
-        """For Megatron's checkpoints, as TransformerEngine's FusedAdam has it (distrib_optimizer.py:903)."""
+        """For Megatron's checkpoints, as in TransformerEngine's FusedAdam (distrib_optimizer.py:903)."""
         return self.state[param][name]
 
     def set_scaled_state(self, param: Tensor, name: str, value: Tensor) -> None:
-        """For Megatron's checkpoints, as TransformerEngine's FusedAdam has it (distrib_optimizer.py:932)."""
+        """For Megatron's checkpoints, as in TransformerEngine's FusedAdam (distrib_optimizer.py:932)."""
         self.state[param][name].copy_(value)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's own, but state stays on the device that it is on."""
+        """Loads like torch's method, but leaves state on its device."""
         for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
             params = group["params"]
             group.clear()
@@ -99,12 +99,12 @@ class AdamW(torch.optim.Optimizer):
                     self.state[param] = state_dict["state"][index]
 
     def _empty(self, param: Tensor) -> Tensor:
-        if param in self.on_host:
-            return host_memory.allocate(4 * param.numel(), param.device).view(torch.float32).view(param.shape)
+        if param in self.on_cpu:
+            return pinned_memory.allocate(4 * param.numel(), param.device).view(torch.float32).view(param.shape)
         return torch.empty_like(param, dtype=torch.float32)
 
-    def _update_on_host(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
-        """Piece by piece; the next one's gradient comes over while the CPU works on one."""
+    def _update_on_cpu(self, group: dict[str, Any], params: Sequence[Tensor]) -> None:
+        """Updates piece by piece; while the CPU updates one, the gradient of the next is copied."""
         pieces = [(p, slice(start, start + STAGED)) for p in params for start in range(0, p.numel(), STAGED)]
         slots = self._slots
         for number in range(len(pieces) + 1):
@@ -131,7 +131,7 @@ class AdamW(torch.optim.Optimizer):
         """One update of float32 ``weights``, all on one device."""
         if not weights:
             return
-        # The kernel adds one to each count it is given, and wants one of its own for every parameter.
+        # The kernel increments the counts, and needs one tensor for each parameter.
         before = [torch.tensor(float(group["step"] - 1), device=weight.device) for weight in weights]
         adamw(
             list(weights),
@@ -155,15 +155,16 @@ class AdamW(torch.optim.Optimizer):
 
 
 class _Slot:
-    """A gradient on its way to the host, and the new weight on its way back; in pinned memory where there is a GPU."""
+    """Staging buffers for a gradient on its way to the CPU and the weight on its way back; pinned if there is a GPU."""
 
     def __init__(self, numel: int, like: Tensor) -> None:
-        self._gradient = host_memory.allocate(4 * numel, like.device).view(torch.float32)
-        self._weight = host_memory.allocate(like.itemsize * numel, like.device).view(like.dtype)
+        self._gradient = pinned_memory.allocate(4 * numel, like.device).view(torch.float32)
+        self._weight = pinned_memory.allocate(like.itemsize * numel, like.device).view(like.dtype)
         self._event = torch.cuda.Event() if like.is_cuda else None
         self._length = 0
 
-    def fetch(self, param: Tensor, piece: slice, with_weight: bool) -> None:
+    def fetch(self, param: Tensor, piece: slice, *, with_weight: bool) -> None:
+        """Starts to copy a piece of the parameter's gradient, and of the weight if it is its own master."""
         self.wait()
         gradient = _gradient(param)[piece]
         self._length = len(gradient)
@@ -173,11 +174,12 @@ class _Slot:
         self._record()
 
     def fetched(self) -> tuple[Tensor, Tensor]:
-        """(gradient, weight): what was last fetched."""
+        """(gradient, weight) of the last fetch."""
         self.wait()
         return self._gradient[: self._length], self._weight[: self._length]
 
     def send(self, param: Tensor, piece: slice) -> None:
+        """Starts to copy the weight back."""
         param[piece].copy_(self._weight[: self._length], non_blocking=True)
         self._record()
 
@@ -191,14 +193,14 @@ class _Slot:
 
 
 def leading_share(tensors: Sequence[Tensor], share: float) -> list[Tensor]:
-    """The first tensors, as many as it takes to hold at least this share of all elements."""
-    wanted, held, chosen = share * sum(tensor.numel() for tensor in tensors), 0, []
+    """Shortest prefix of the tensors with at least this share of all elements."""
+    wanted, held, leading = share * sum(tensor.numel() for tensor in tensors), 0, []
     for tensor in tensors:
         if held >= wanted:
             break
-        chosen.append(tensor)
+        leading.append(tensor)
         held += tensor.numel()
-    return chosen
+    return leading
 
 
 def _gradient(param: Tensor) -> Any:

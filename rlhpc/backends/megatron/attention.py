@@ -1,4 +1,4 @@
-"""The attention core that Megatron's layers call: packed sequences, causal, cut over context-parallel ranks or not."""
+"""Attention core of Megatron's layers: causal, on packed sequences, with or without context parallelism."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from rlhpc.backends.megatron.segments import Segments
 class PackedAttention(torch.nn.Module):
     """Causal attention over packed sequences with grouped queries, rotary embedding included.
 
-    Rotating here, by explicit positions, needs one multiplication for the whole batch; Megatron's own way loops over
-    the sequences. With ``rotates=False`` queries and keys come rotated, and may be longer than values.
+    Rotating here, by explicit positions, needs one multiplication for the whole batch; Megatron's own code loops over
+    the sequences. With ``rotates`` false, queries and keys are already rotated, and may be longer than values.
 
-    Under context parallelism ``cp_comm_type`` says how ranks come to see whole sequences: "all_gather" gives every
-    rank all keys and values, "a2a" gives it all tokens of some heads, which the number of heads must allow.
+    ``cp_comm_type`` under context parallelism: "all_gather" gives every rank all keys and values, "a2a" all tokens of
+    some heads, which the number of heads must allow.
     """
 
     def __init__(
@@ -37,6 +37,7 @@ class PackedAttention(torch.nn.Module):
         softmax_scale: float | None = None,
         cp_comm_type: str | None = None,
         pg_collection: ProcessGroupCollection | None = None,
+        *,
         rotates: bool = True,
         **_: Any,
     ) -> None:
@@ -86,10 +87,10 @@ def attend(
     segments: Segments,
     scale: float,
 ) -> Float[Tensor, "queries heads dv"]:
-    """Attention of each segment's queries to its keys. Fused kernels take half precision on a GPU."""
+    """Attention of each segment's queries to its keys; by fused kernels for half precision on a GPU."""
     fused = query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
     function = _attend_fused if fused else _attend_padded
-    # Kernels want values as long as keys: zeros more of them give zeros more of output.
+    # Kernels require values as long as keys: zeros appended to values append zeros to the output.
     value_dim, missing = value.size(-1), key.size(-1) - value.size(-1)
     if missing:
         value = F.pad(value, (0, missing))
@@ -97,8 +98,8 @@ def attend(
 
 
 def _attend_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """PyTorch's attention, one call for each bucket of segments of like lengths."""
-    key, value = _one_for_each_query(query, key, value)
+    """PyTorch's attention, one call for each bucket of segments of similar lengths."""
+    key, value = _repeat_for_queries(query, key, value)
     output = torch.zeros_like(query)
     for bucket in segments.buckets:
         q, k, v = (
@@ -114,7 +115,7 @@ def _attend_padded(query: Tensor, key: Tensor, value: Tensor, segments: Segments
 
 
 def _attend_fused(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scale: float) -> Tensor:
-    """flash-attn where the site has built it, PyTorch's variable-length kernel elsewhere.
+    """flash-attn if it is installed, else PyTorch's variable-length kernel.
 
     Both align causal attention bottom-right: flash-attn since 2.1 (its README), and PyTorch's kernel is flash-attn's.
     """
@@ -131,19 +132,19 @@ def _attend_fused(query: Tensor, key: Tensor, value: Tensor, segments: Segments,
         if "enable_gqa" in accepted:
             options["enable_gqa"] = True
         else:
-            key, value = _one_for_each_query(query, key, value)
+            key, value = _repeat_for_queries(query, key, value)
     return varlen_attn(query, key, value, *bounds, **options)
 
 
-def kernel_name(on_gpu: bool) -> str:
-    """Which kernels attend in half precision on a GPU, and in any precision on a CPU."""
+def kernel_name(*, on_gpu: bool) -> str:
+    """Name of the attention kernels: in half precision on a GPU, in any precision on a CPU."""
     if not on_gpu:
         return "torch scaled_dot_product_attention"
     return "flash-attn" if _flash_attention() is not None else "torch varlen_attn"
 
 
-def _one_for_each_query(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated to as many heads as queries have."""
+def _repeat_for_queries(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeats keys and values to the number of query heads."""
     groups = query.size(1) // key.size(1)
     if groups == 1:
         return key, value

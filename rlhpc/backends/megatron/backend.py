@@ -1,4 +1,4 @@
-"""The training back end on megatron-core: one model cut over ranks, with its optimizer when it is trained."""
+"""Training back end on megatron-core: one model sharded over ranks, with its optimizer if it is trained."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int16
+from jaxtyping import Float
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
-from rlhpc.backends.megatron.checkpoint import BackgroundWrite, Content
+from rlhpc.backends.megatron.checkpoint import ForkedWrite, ModelCheckpoint
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
-from rlhpc.backends.megatron.log_probs import token_stats
+from rlhpc.backends.megatron.log_probs import Rows, token_stats
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
 from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, device_tensors
 from rlhpc.backends.megatron.optimizer import (
@@ -47,11 +47,11 @@ from rlhpc.sharding.context_split import ContextSplit, split_context
 from rlhpc.sharding.layout import ParallelLayout
 from rlhpc.sharding.shards import Shard
 
-_MAX = "max/"  # metrics of this prefix are combined by maximum, all others by sum
+_MAX = "max/"  # metrics with this prefix are combined by maximum, all others by sum
 
 
 def _in_its_groups(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method, run with the model's own process groups in force."""
+    """Method that runs with the model's own process groups active."""
 
     @functools.wraps(method)
     def run(self: MegatronBackend, *args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class MegatronBackend:
         self.layout, self._coord = layout, layout.coord(info.rank)
         self._has_experts = shape.experts is not None
         self._kind = TokenValues if shape.head == "value" else TokenStats
-        self.rope = RotaryTable(shape, self._device)
+        self._rope = RotaryTable(shape, self._device)
         with self._groups, megatron_device():
             self._config = transformer_config(shape, layout, DTYPES[dtype], settings)
             models = build_chunks(shape, layout, self._config)
@@ -112,11 +112,10 @@ class MegatronBackend:
 
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:
-        """Take the weights of a HuggingFace folder, or of a torch_dist checkpoint; a trained model starts its
-        optimizer afresh."""
+        """See ``TrainBackend``; a critic may start from a checkpoint of a model without value head."""
         self._offload.restore("parameters")
         if is_torch_dist(folder):
-            Content(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)
+            ModelCheckpoint(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)
         else:
             self.weights.load(folder)
         self.reset_optimizer()
@@ -131,18 +130,18 @@ class MegatronBackend:
             mine.load_state_dict(theirs.state_dict(), strict=False)
 
     def take_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Take whole tensors by HuggingFace's names, whatever layout they come from, and start the optimizer afresh."""
+        """See ``TrainBackend``."""
         self._offload.restore("parameters")
         self.weights.take(tensors)
         self.reset_optimizer()
 
     @_in_its_groups
     def reset_optimizer(self, section: OptimizerSection | None = None) -> None:
-        """Forget moments and step count, and take the weights as they are for the master weights."""
+        """See ``TrainBackend``."""
         if self._section is None:
             return
         self._section = section or self._section
-        self._drop_optimizer()  # first: there is no room for two
+        self._drop_optimizer()  # first: memory does not suffice for two
         self._offload.restore(*KINDS)
         with megatron_device():
             self._optimizer = build_optimizer(self._section, self._config, self._chunks)
@@ -150,7 +149,7 @@ class MegatronBackend:
     def _drop_optimizer(self) -> None:
         self._optimizer = self._config.grad_scale_func = None
         self._offload.drop("optimizer")
-        gc.collect()  # Megatron's optimizers refer to themselves
+        gc.collect()  # Megatron's optimizers contain reference cycles
 
     @_in_its_groups
     def log_probs(self, batches: Sequence[PackedBatch], temperature: float) -> list[TokenStats]:
@@ -160,29 +159,16 @@ class MegatronBackend:
     @_in_its_groups
     def values(self, batches: Sequence[PackedBatch]) -> list[TokenValues]:
         """See ``TrainBackend``."""
-        assert self._kind is TokenValues, "a model without a value head"
+        assert self._kind is TokenValues, "the model has no value head"
         return self._evaluate(batches, temperature=1.0)
 
     def _evaluate(self, batches: Sequence[PackedBatch], temperature: float) -> list[Any]:
-        def keep(batch: PackedBatch, local: LocalBatch, logits: Tensor, non_loss_data: bool = True) -> Any:
+        def collect(batch: PackedBatch, local: LocalBatch, logits: Tensor, **_: Any) -> Any:
             return self._stats(logits, batch, local, temperature)
 
         with torch.no_grad():
-            stats = self._run(batches, keep, forward_only=True, collect_non_loss_data=True)
+            stats = self._run(batches, collect, forward_only=True, collect_non_loss_data=True)
         return self._from_last_stage(stats, batches)
-
-    @_in_its_groups
-    def logits(self, batches: Sequence[PackedBatch]) -> list[Float[Tensor, "T V"]]:
-        """Whole-vocabulary logits of each batch on the last pipeline stage: for tests and tools, not for training."""
-
-        def gather(batch: PackedBatch, local: LocalBatch, logits: Tensor, non_loss_data: bool = True) -> Tensor:
-            group = parallel_state.get_tensor_model_parallel_group()
-            parts = [torch.empty_like(logits[0]) for _ in range(group.size())]
-            dist.all_gather(parts, logits[0].contiguous(), group=group)
-            return local.gather(torch.cat(parts, dim=-1), parallel_state.get_context_parallel_group())
-
-        with torch.no_grad():
-            return self._run(batches, gather, forward_only=True, collect_non_loss_data=True)
 
     @_in_its_groups
     def train(
@@ -190,14 +176,14 @@ class MegatronBackend:
     ) -> TrainStats:
         """See ``TrainBackend``."""
         biases = biases_of(self._routers)
-        found = self._differentiate(batches, loss, denominator, temperature)
-        if not math.isfinite(found.grad_norm):
+        stats = self._differentiate(batches, loss, denominator, temperature)
+        if not math.isfinite(stats.grad_norm):
             restore_biases(self._routers, biases)
-            return found
+            return stats
         set_rate(self._optimizer, rate, self._section.weight_decay)
         with megatron_device():
-            take_step(self._optimizer, found.grad_norm)
-        return replace(found, applied=True)
+            take_step(self._optimizer, stats.grad_norm)
+        return replace(stats, applied=True)
 
     @_in_its_groups
     def differentiate(
@@ -205,14 +191,14 @@ class MegatronBackend:
     ) -> TrainStats:
         """See ``TrainBackend``."""
         biases = biases_of(self._routers)
-        found = self._differentiate(batches, loss, denominator, temperature)
+        stats = self._differentiate(batches, loss, denominator, temperature)
         restore_biases(self._routers, biases)
-        return found
+        return stats
 
     def _differentiate(
         self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float
     ) -> TrainStats:
-        """Makes the gradients ready for the optimizer; stats of an update that is not applied yet."""
+        """Prepares the gradients for the optimizer; returns the stats of an update that is not applied yet."""
 
         def differentiate(
             batch: PackedBatch, local: LocalBatch, logits: Tensor
@@ -230,13 +216,15 @@ class MegatronBackend:
         with megatron_device():
             norm = ready_gradients(self._optimizer)
         gauges = routing_metrics(self._routers, self._config.moe_router_topk) if self._has_experts else {}
+        for router in self._routers:
+            router.reset_counts()
         return TrainStats(norm, self._reduce_metrics(metrics), gauges, applied=False)
 
     @_in_its_groups
     def has_finite_weights(self) -> bool:
         """See ``TrainBackend``."""
         self._offload.restore("parameters")
-        # Extremes take no memory, unlike a mask of every weight; what is not finite shows in them.
+        # Minimum and maximum need no memory, unlike a mask of every weight, and are not finite if any weight is not.
         extremes = [torch.stack(torch.aminmax(param.detach())) for param in self.weights.parameters()]
         finite = torch.stack([torch.isfinite(pair).all() for pair in extremes]).all().int()
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
@@ -257,40 +245,41 @@ class MegatronBackend:
         self._offload.release(*(kind for kind in KINDS if not (keep_parameters and kind == "parameters")))
 
     @_in_its_groups
-    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
-        """Weights, and optimizer state when there is one, in Megatron's torch_dist format: any layout may load it."""
+    def save(self, folder: Path, *, asynchronous: bool = False) -> ForkedWrite | None:
+        """See ``TrainBackend``. In Megatron's torch_dist format, which any layout can load."""
         self._offload.restore("optimizer", "parameters")
-        return self._content.save(folder, asynchronous=asynchronous)
+        return self._checkpoint.save(folder, asynchronous=asynchronous)
 
     @_in_its_groups
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
         self._offload.restore("optimizer", "parameters")
-        self._content.load(folder)
+        self._checkpoint.load(folder)
 
     @property
-    def _content(self) -> Content:
-        return Content(self.layout, self._models, self._optimizer)
+    def _checkpoint(self) -> ModelCheckpoint:
+        return ModelCheckpoint(self.layout, self._models, self._optimizer)
 
     def _stats(
         self, logits: Float[Tensor, "1 L V"], batch: PackedBatch, local: LocalBatch, temperature: float
     ) -> TokenStats | TokenValues:
-        """What the head says of the whole batch: values everywhere, words where they are trained on and 0 elsewhere."""
+        """Head's output for the whole batch: values of all tokens, or stats of those trained on and 0 elsewhere."""
         if self._kind is TokenValues:
             return TokenValues(local.gather(logits[0, :, 0], parallel_state.get_context_parallel_group()))
-        weight = local.take(batch.loss_weight)
+        weight = local.select(batch.loss_weight)
         index = weight.nonzero()[:, 0]
         group = parallel_state.get_tensor_model_parallel_group()
-        targets = local.take(batch.targets)[index]
-        stats = token_stats(logits[0], index, targets, group, temperature, self.weights.shape.vocab_size)
+        targets = local.select(batch.targets)[index]
+        rows = Rows(index, targets, self.weights.shape.vocab_size)
+        stats = token_stats(logits[0], rows, group, temperature)
         zeros = torch.zeros_like(weight)
         both = torch.stack([zeros.index_copy(0, index, x) for x in (stats.log_probs, stats.entropy)], dim=-1)
         return TokenStats(*local.gather(both, parallel_state.get_context_parallel_group()).unbind(-1))
 
     def _run(
-        self, batches: Sequence[PackedBatch], finish: Callable[..., Any], forward_only: bool, **options: Any
+        self, batches: Sequence[PackedBatch], finish: Callable[..., Any], *, forward_only: bool, **options: Any
     ) -> list[Any]:
-        """The pipeline schedule over the micro batches; what ``finish`` returned for each, on the last stage."""
+        """Runs the pipeline schedule over the microbatches; results of ``finish`` for each, on the last stage."""
         self._offload.restore("parameters")
         padded = self._whole_rounds(batches)
 
@@ -300,15 +289,13 @@ class MegatronBackend:
             touch("backward and forward" if not forward_only else "forward")
             batch, split = next(batches)
             batch = batch.to(self._device)
-            local = local_batch(batch, split, self._coord["cp"], self.rope)
-            local.params.routed_experts, local.params.routed_layers = (
-                self._own_routed_experts(batch, local),
-                batch.routed_layers,
-            )
+            local = local_batch(batch, split, self._coord["cp"], self._rope, router_part)
             logits = chunk(local.tokens[None], local.positions[None], None, packed_seq_params=local.params, **output)
             return logits, functools.partial(finish, batch, local)
 
-        # Half-precision logits stay so: the wrapper would copy all of them to float32.
+        # Under sequence parallelism this rank's routers see one part of the local tokens.
+        router_part = (self._coord["tp"], self.layout.tp) if self._config.sequence_parallel else (0, 1)
+        # Half-precision logits stay half-precision: the wrapper would copy all of them to float32.
         output = {"fp32_output": False} if self._config.bf16 else {}
         splits = self._splits(padded)
         iterators = [iter(list(zip(padded, splits, strict=True))) for _ in self._chunks]
@@ -326,19 +313,8 @@ class MegatronBackend:
             )
         return results[: len(batches)]
 
-    def _own_routed_experts(self, batch: PackedBatch, local: LocalBatch) -> Int16[Tensor, "T layers topk"] | None:
-        """Of the tokens that this rank's routers see: a part of the local ones under sequence parallelism."""
-        if batch.routed_experts is None:
-            return None
-        routed_experts = local.take(batch.routed_experts)
-        return (
-            routed_experts.chunk(self.layout.tp)[self._coord["tp"]]
-            if self._config.sequence_parallel
-            else routed_experts
-        )
-
     def _weigh_aux_losses(self, batches: Sequence[PackedBatch]) -> None:
-        """Tell the routers by what the update divides: the tokens of all ranks' batches."""
+        """Sets the routers' weight of auxiliary losses: 1 / tokens of all ranks' batches."""
         if not self._config.moe_aux_loss_coeff:
             return
         tokens = torch.tensor(float(sum(len(batch.tokens) for batch in batches)), device=self._device)
@@ -347,12 +323,12 @@ class MegatronBackend:
             router.aux_weight = 1.0 / float(tokens)
 
     def _whole_rounds(self, batches: Sequence[PackedBatch]) -> list[PackedBatch]:
-        """Interleaved stages take micro batches in rounds of pp: blank ones fill the last round."""
+        """The batches, and for interleaved stages blank ones that fill the last round of pp microbatches."""
         missing = -len(batches) % self.layout.pp if self.layout.vpp else 0
         return [*batches, *[batches[0].blank(1) for _ in range(missing)]]
 
     def _splits(self, batches: Sequence[PackedBatch]) -> list[ContextSplit]:
-        """How each batch is cut over cp. Expert dispatch by all-gather needs equal lengths on all ranks."""
+        """Split of each batch over cp. Expert dispatch by all-gather needs equal lengths on all ranks."""
         lengths = [batch.cu_seqlens.diff().tolist() for batch in batches]
         cp, align = self.layout.cp, self.layout.tp if self._config.sequence_parallel else 1
         splits = [split_context(batch_lengths, cp, align) for batch_lengths in lengths]
@@ -364,7 +340,7 @@ class MegatronBackend:
         return [split_context(batch_lengths, cp, align, int(least)) for batch_lengths in lengths]
 
     def _from_last_stage(self, stats: list[Any], batches: Sequence[PackedBatch]) -> list[Any]:
-        """The last pipeline stage's results on every stage."""
+        """Broadcasts the last pipeline stage's results to every stage."""
         if self.layout.pp == 1:
             return stats
         lengths = [len(batch.tokens) for batch in batches]
@@ -378,18 +354,18 @@ class MegatronBackend:
         return [self._kind(*part) for part in flat.split(lengths, dim=1)]
 
     def _reduce_metrics(self, metrics: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sums (maxima where the name says so) over micro batches and data-parallel ranks, on every rank."""
+        """Sums, or maxima of metrics named so, over microbatches and data-parallel ranks; on every rank."""
         names = sorted({name for sums in metrics for name in sums})
         sums = [name for name in names if not name.startswith(_MAX)]
         maxima = [name for name in names if name.startswith(_MAX)]
         reduced: dict[str, float] = {}
-        for chosen, combine, operation in ((sums, sum, dist.ReduceOp.SUM), (maxima, max, dist.ReduceOp.MAX)):
-            if not chosen:
+        for selected, combine, operation in ((sums, sum, dist.ReduceOp.SUM), (maxima, max, dist.ReduceOp.MAX)):
+            if not selected:
                 continue
-            values = [combine(float(m[name]) for m in metrics if name in m) for name in chosen]
+            values = [combine(float(m[name]) for m in metrics if name in m) for name in selected]
             tensor = torch.tensor(values, dtype=torch.float64, device=self._device)
             dist.all_reduce(tensor, op=operation, group=parallel_state.get_data_parallel_group())
-            reduced.update(zip(chosen, tensor.tolist(), strict=True))
+            reduced.update(zip(selected, tensor.tolist(), strict=True))
         if self.layout.pp > 1:
             shared = [reduced]
             group = parallel_state.get_pipeline_model_parallel_group()

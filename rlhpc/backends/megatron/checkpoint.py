@@ -1,4 +1,4 @@
-"""A model and its optimizer in Megatron's own torch_dist format: saved in one layout, loaded in any other."""
+"""Saves a model and its optimizer in Megatron's torch_dist format, in one layout, and loads them in any other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,59 +27,57 @@ from rlhpc.parallel.compat import megatron_device, patient_saves, restore_rng_st
 from rlhpc.parallel.saving import private_buckets
 from rlhpc.sharding.layout import ParallelLayout
 
-# The optimizer's state is by parameters, not by this layout's buffers.
-_LAID_OUT = {
+# Optimizer state is saved by parameters, not by this layout's buffers.
+_METADATA = {
     "distrib_optim_sharding_type": FORMAT,
     "distrib_optim_fully_reshardable_mem_efficient": False,
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
-_RNG_AXES = ("tp", "pp", "ep", "etp")  # ranks that differ along others draw alike
+_RNG_AXES = ("tp", "pp", "ep", "etp")  # ranks that differ along other axes have equal generators
 
 
-@dataclass(frozen=True)
-class Content:
-    """What a checkpoint holds of one model: the modules of this rank's stages, and of a trained one the optimizer and
-    the states of the random generators."""
+class ModelCheckpoint:
+    """Checkpoints of one model: the modules of this rank's stages and, if it is trained, its optimizer and the states
+    of the random generators."""
 
-    layout: ParallelLayout
-    models: Sequence[GPTModel]
-    optimizer: MegatronOptimizer | None
+    def __init__(self, layout: ParallelLayout, models: Sequence[GPTModel], optimizer: MegatronOptimizer | None) -> None:
+        self.layout, self.models, self.optimizer = layout, models, optimizer
 
-    def save(self, folder: Path, *, asynchronous: bool = False) -> BackgroundWrite | None:
-        """Each rank writes its own shards into an existing empty folder. Collective.
+    def save(self, folder: Path, *, asynchronous: bool = False) -> ForkedWrite | None:
+        """Writes this rank's shards into an existing empty folder. Collective.
 
-        ``asynchronous``: what is to be written is copied, a process of its own writes it, and ``finish`` of the answer
-        makes the checkpoint whole.
+        ``asynchronous``: copies the state and writes it in a process of its own; ``finish`` of the result completes the
+        checkpoint.
         """
         failures: list[OSError] = []
         with megatron_device(), torch.no_grad(), patient_saves(folder, failures), _plain_errors():
             group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-            content = {**_LAID_OUT, "rng_axes": self._rng_sizes}
+            content = {**_METADATA, "rng_axes": self._rng_sizes}
             state, owned = {**self._models(group), **self._rng()}, self._owned()
             if self.optimizer is not None:
                 state["optimizer"] = common_state(self.optimizer)
             request = dist_checkpointing.save(
                 {**state, **self._shards(owned, state)},
                 str(folder),
-                # What data-parallel ranks hold alike is written by all of them, each a part.
+                # State that data-parallel ranks have in common is written by all of them, a part each.
                 FullyParallelSaveStrategyWrapper(get_default_save_sharded_strategy(), group),
                 async_sharded_save=asynchronous,
                 content_metadata=content,
             )
             raise_together(next(iter(failures), None))
-            return BackgroundWrite(request, folder) if asynchronous else None
+            return ForkedWrite(request, folder) if asynchronous else None
 
     def load(self, folder: Path, *, without_head: bool = False) -> None:
-        """Take what was saved, in this layout or another; generators only where they are cut alike. Collective.
+        """Loads what was saved in any layout; generators only if the axes that they differ along are equal. Collective.
 
-        ``without_head``: the head stays as it is, where a critic begins with the weights of another model.
+        ``without_head`` leaves the head unchanged: for a critic that starts from the weights of another model.
         """
         with megatron_device(), torch.no_grad():
             common = dist_checkpointing.load_common_state_dict(str(folder))
             saved = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
             if self.optimizer is not None:
-                self.optimizer.load_state_dict(common["optimizer"])  # first: what is read into may not exist yet
+                self.optimizer.load_state_dict(common["optimizer"])  # first: the tensors to read into may not exist yet
             owned = self._owned()
             template = self._models(parallel_state.get_data_parallel_group(with_context_parallel=True))
             template |= self._shards(owned, template)
@@ -98,7 +95,7 @@ class Content:
                 restore_rng_states(state["rng"])
 
     def _models(self, group: dist.ProcessGroup) -> dict[str, Any]:
-        metadata = {**_LAID_OUT, "dp_cp_group": group}
+        metadata = {**_METADATA, "dp_cp_group": group}
         return {f"model{i}": model.sharded_state_dict(metadata=metadata) for i, model in enumerate(self.models)}
 
     def _owned(self) -> list[Owned]:
@@ -113,8 +110,8 @@ class Content:
         return {axis: self.layout.size(axis) for axis in _RNG_AXES}
 
     def _rng(self) -> dict[str, ShardedObject]:
-        """The generators' states, by one rank for all that draw alike. No step of a run draws from them: sampling and
-        data have seeds of their own."""
+        """States of the generators, written by one of the ranks that have them in common. No step of a run uses them:
+        sampling and data have seeds of their own."""
         if self.optimizer is None:
             return {}
         coords = [tuple(self.layout.coord(rank)[axis] for axis in _RNG_AXES) for rank in range(self.layout.world_size)]
@@ -124,24 +121,27 @@ class Content:
         return {"rng": ShardedObject("rng", rng_states(), (len(kinds),), (kinds.index(mine),), replica_id=replica)}
 
 
-class BackgroundWrite:
-    """Shards on their way to disk. A process forked from the rank writes them from private copies of what is on a GPU,
-    pinned or shared; of all other memory it sees what was there at the fork."""
+class ForkedWrite:
+    """Background write of a rank's shards; implements ``BackgroundWrite``.
+
+    A process forked from the rank writes private copies of tensors on a GPU and in pinned or shared memory; of all
+    other memory it has the contents at the time of the fork.
+    """
 
     def __init__(self, request: AsyncRequest, folder: Path) -> None:
         self._folder = folder
         self._caller, self._finalize = TemporalAsyncCaller(), request.finalize_fns
-        if request.preload_fn is not None:  # there is something to write
+        if request.preload_fn is not None:  # None: nothing to write
             request = request._replace(preload_fn=functools.partial(private_buckets, request.async_fn_args[1]))
         self._caller.schedule_async_call(request._replace(finalize_fns=[]))
 
     def done(self) -> bool:
-        """This rank's writer has ended, well or not."""
+        """See ``BackgroundWrite``."""
         process = self._caller.process
         return process is None or not process.is_alive()
 
     def finish(self) -> None:
-        """Wait for the writer, and make the checkpoint whole; an OSError if it could not be written. Collective."""
+        """Waits for the writer and completes the checkpoint; raises OSError if it could not be written. Collective."""
         failures: list[OSError] = []
         with megatron_device(), patient_saves(self._folder, failures), _plain_errors():
             self._caller.close()
@@ -152,7 +152,7 @@ class BackgroundWrite:
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """An error of the disk as the OSError that it was, on every rank: Megatron tells rank 0 alone, in a traceback."""
+    """Raises the original OSError of a failed write on every rank: Megatron raises it on rank 0 alone, as text."""
     try:
         yield
     except CheckpointException as error:
@@ -161,4 +161,4 @@ def _plain_errors() -> Iterator[None]:
         dist.broadcast(number, src=0)
         if int(number):
             raise OSError(int(number), os.strerror(int(number))) from error
-        raise RuntimeError("a checkpoint was not written") from error
+        raise RuntimeError("writing a checkpoint failed") from error

@@ -1,4 +1,4 @@
-"""Mixture of experts in Megatron's MoE layer: the router and the experts, on PyTorch alone."""
+"""Router and experts of Megatron's MoE layer, in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from rlhpc.parallel.compat import device
 class Router(TopKRouter):
     """Megatron's router with its gate in plain PyTorch: upstream's calls Transformer Engine (moe_utils.py:1192).
 
-    It counts what it decides while gradients are on, for the metrics of an update; a recomputed forward counts once.
+    Counts its decisions while gradients are enabled, for the metrics of an update; a recomputed forward counts once.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
         super().__init__(config=config, pg_collection=pg_collection)
         self.aux_weight = 0.0  # 1 / tokens of the whole batch, set before each update
-        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens that each expert took
+        self.load = torch.zeros(config.num_moe_experts, device=device())  # tokens per expert
         self.entropy = torch.zeros((), device=device())  # sum over tokens
         self.tokens = torch.zeros((), device=device())
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
-        """Casts parameters, and leaves the bias per expert and its counts float32 and where they are.
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any) -> Router:
+        """Casts parameters, and leaves the bias per expert and its counts unchanged, in float32.
 
-        Float16Module would put bfloat16 copies in their place (module.py, ``convert_module``): weights are loaded into
-        the tensors that were there before, and counts above 256 would be rounded.
+        Float16Module would replace them by bfloat16 copies (module.py, ``convert_module``): weights are loaded into the
+        original tensors, and counts above 256 would be rounded.
         """
         before = dict(self._buffers)
-        super()._apply(fn, recurse)
+        super()._apply(fn, *args)
         for name, buffer in before.items():
             if buffer is not None:
                 self._buffers[name] = buffer.to(self._buffers[name].device)
         return self
 
     def gating(self, input: Float[Tensor, "T 1 hidden"]) -> Float32[Tensor, "T 1 experts"]:
-        """Logits as vLLM computes them: a product rounded to the model's dtype, which its kernels for the choice of
-        experts take to float32. In bfloat16 that rounding decides between experts that are nearly equal."""
+        """Logits as vLLM computes them: a product rounded to the model's dtype, which its top-k kernels cast to
+        float32. In bfloat16 that rounding decides between experts with nearly equal logits."""
         dtype = torch.float32 if self.config.moe_router_dtype == "fp32" else input.dtype
         return F.linear(input.to(dtype), self.weight.to(dtype)).float()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        # By the name of padding_mask come the experts that are given to the tokens (ReplayLayer).
+        # padding_mask contains the tokens' given experts (ReplayLayer).
         self.router_replay = None if padding_mask is None else GivenRoutes(padding_mask)
         probs, routing_map = super().routing(logits)
         if torch.is_grad_enabled():
@@ -72,12 +72,15 @@ class Router(TopKRouter):
         self.entropy -= (log_probs.exp() * log_probs).sum()
         self.tokens += len(scores)
 
-    def take_counts(self) -> Float[Tensor, " experts+2"]:
-        """Load of each expert, sum of entropies, tokens, on this rank since the last call."""
-        counts = torch.cat([self.load, self.entropy[None], self.tokens[None]])
+    @property
+    def counts(self) -> Float[Tensor, " experts+2"]:
+        """Load of each expert, sum of entropies, tokens, on this rank since the last reset."""
+        return torch.cat([self.load, self.entropy[None], self.tokens[None]])
+
+    def reset_counts(self) -> None:
+        """Sets the counts to zero."""
         for counter in (self.load, self.entropy, self.tokens):
             counter.zero_()
-        return counts
 
     def attach_and_log_load_balancing_loss(
         self,
@@ -88,26 +91,26 @@ class Router(TopKRouter):
         reduce_group: dist.ProcessGroup,
         **_: Any,
     ) -> Tensor:
-        """Micro batches' auxiliary losses, averaged by their tokens; ``aux_loss`` is this rank's part of one.
+        """Averages the microbatches' auxiliary losses by tokens; ``aux_loss`` is this rank's part of one.
 
-        Upstream leaves the division to finalize_model_grads, which here gets losses that are divided already.
+        Upstream divides in finalize_model_grads, which here receives losses that are divided already.
         """
         tokens = len(activation) * reduce_group.size()
         return MoEAuxLossAutoScaler.apply(activation, aux_loss * tokens * self.aux_weight)
 
 
 def routers_of(models: Sequence[torch.nn.Module]) -> list[Router]:
-    """The routers of this rank's modules, layer after layer."""
+    """Routers of this rank's modules, in order of layers."""
     return [module for model in models for module in model.modules() if isinstance(module, Router)]
 
 
 def biases_of(routers: Sequence[Router]) -> list[Tensor]:
-    """Copies of the biases per expert, of the routers that have one."""
+    """Copies of the per-expert biases of the routers that have one."""
     return [router.expert_bias.clone() for router in routers if router.expert_bias is not None]
 
 
 def restore_biases(routers: Sequence[Router], biases: Sequence[Tensor]) -> None:
-    """Puts the copies back after an update that is skipped: Megatron moves the biases when it reduces the gradients
+    """Restores the copies after a skipped update: Megatron updates the biases when it reduces the gradients
     (finalize_model_grads.py:476), before their norm is known."""
     with_bias = [router for router in routers if router.expert_bias is not None]
     for router, bias in zip(with_bias, biases, strict=True):
@@ -115,14 +118,15 @@ def restore_biases(routers: Sequence[Router], biases: Sequence[Tensor]) -> None:
 
 
 def routing_metrics(routers: Sequence[Router], top_k: int) -> dict[str, float]:
-    """What the routers did since the last call, over all ranks and layers; equal on every rank. Collective.
+    """Statistics of the routers' counts, over all ranks and layers; equal on every rank. Collective.
 
-    load_max: the busiest expert's tokens over the mean, in the worst layer; idle: share of experts without a token;
-    dropped: share of choices that no expert took; entropy: of a token's distribution over experts, in nats.
+    load_max: tokens of the busiest expert over the mean, in the worst layer; idle: share of experts without tokens;
+    dropped: share of token-expert assignments that no expert processed; entropy: of a token's distribution over
+    experts, in nats.
     """
     sums = torch.zeros(5, device=device())  # layers, idle, dropped, entropy; then the maximum
     for router in routers:
-        counts = router.take_counts()
+        counts = router.counts
         dist.all_reduce(counts, group=parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True))
         load, entropy, tokens = counts[:-2], counts[-2], counts[-1]
         choices = tokens * top_k
@@ -143,10 +147,9 @@ def routing_metrics(routers: Sequence[Router], top_k: int) -> dict[str, float]:
 
 
 class GroupedExperts(MegatronModule):
-    """All experts of this rank in two tensors, each multiplied in one grouped product.
+    """All experts of this rank in two tensors, with one grouped product each.
 
-    Weights lie as vLLM keeps them: w13 [experts, 2 x ffn / etp, hidden], gate then up, and
-    w2 [experts, hidden, ffn / etp].
+    Weights have vLLM's shapes: w13 [experts, 2 x ffn / etp, hidden], gate then up, and w2 [experts, hidden, ffn / etp].
     """
 
     def __init__(self, num_local_experts: int, config: TransformerConfig, pg_collection: Any = None, **_: Any) -> None:
@@ -168,8 +171,8 @@ class GroupedExperts(MegatronModule):
         probs: Float[Tensor, " N"],
     ) -> tuple[Float[Tensor, "N hidden"], None]:
         if not len(x):
-            # No token chose them: gradients of zero, through all inputs, for the backward passes of the exchanges that
-            # brought them wait for every rank.
+            # Without tokens: zero gradients through all inputs, because the backward passes of the exchanges wait for
+            # every rank.
             return x + 0 * (self.w13.sum() + self.w2.sum() + probs.sum()), None
         ends = tokens_per_expert.to(x.device).cumsum(0).to(torch.int32)
         idle = _idle_experts(tokens_per_expert)
@@ -180,7 +183,7 @@ class GroupedExperts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """Global tensors [all experts, …]; gate and up are two parts of dim 1, each cut over etp."""
+        """Global tensors [all experts, …]; gate and up are two parts of dim 1, each sharded over etp."""
         ep, etp, edp = self._groups.ep, self._groups.expt_tp, self._groups.expt_dp
         axis = len(sharded_offsets)
         experts, replica = (axis, ep.rank(), ep.size()), (0, 0, edp.rank())
@@ -214,9 +217,9 @@ class GroupedExperts(MegatronModule):
 
 
 def _grouped_product(x: Tensor, weight: Float[Tensor, "G out in"], ends: Tensor, idle: Sequence[int]) -> Tensor:
-    """x's rows up to ends[0] times weight[0] transposed, and so on. On a GPU PyTorch has this for bfloat16 only.
+    """Rows of x up to ends[0] times weight[0] transposed, and so on. On a GPU PyTorch supports bfloat16 only.
 
-    ``idle`` are the experts without rows.
+    ``idle``: experts without rows.
     """
     if x.is_cuda and x.dtype is not torch.bfloat16:
         parts = x.tensor_split(ends[:-1].tolist())
@@ -227,16 +230,16 @@ def _grouped_product(x: Tensor, weight: Float[Tensor, "G out in"], ends: Tensor,
 
 
 def _idle_experts(tokens_per_expert: Int64[Tensor, " local_experts"]) -> list[int]:
-    """Experts without tokens. Both dispatchers have moved the counts to the CPU (token_dispatcher.py:295, :876), so
-    that reading them does not wait for the GPU."""
+    """Experts without tokens. Both dispatchers move the counts to the CPU (token_dispatcher.py:295, :876), so that
+    reading them does not synchronize with the GPU."""
     return [expert for expert, count in enumerate(tokens_per_expert.tolist()) if not count]
 
 
 class _ZeroGradients(torch.autograd.Function):
-    """Passes the weights on, and sets the gradients of idle experts to zero.
+    """Identity for the weights that sets the gradients of idle experts to zero.
 
-    On Blackwell the backward pass of ``grouped_mm`` leaves there what was in memory before (pytorch#172439). Touches
-    those experts' gradients alone.
+    On Blackwell the backward pass of ``grouped_mm`` leaves them uninitialized (pytorch#172439). Does not touch the
+    gradients of other experts.
     """
 
     @staticmethod
@@ -246,6 +249,6 @@ class _ZeroGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        # In place: the product has just made this tensor, and nothing else refers to it.
+        # In place: the product has just created this tensor, and nothing else refers to it.
         torch._foreach_zero_([gradient[expert] for expert in ctx.idle])
         return gradient, None

@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), for training.
 
-A module of our own: upstream's (multi_latent_attention.py) gives wrong gradients at tp > 1 without Transformer Engine,
-because that of the shared rotary key is never summed over tp, and rotates sequence by sequence.
+Replaces upstream's module (multi_latent_attention.py), which computes wrong gradients at tp > 1 without Transformer
+Engine, because that of the shared rotary key is never summed over tp, and rotates sequence by sequence.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from rlhpc.parallel.compat import device
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """The same weights on every tensor-parallel rank, each with its part of the sequence: gradients are summed."""
+    """Linear layer replicated on tensor-parallel ranks, which sum its gradients: each has a part of the sequence."""
 
     def __init__(self, config: TransformerConfig, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False, dtype=config.params_dtype, device=device())
@@ -34,7 +34,7 @@ class ReplicatedLinear(torch.nn.Linear):
 
 
 class LatentSelfAttention(MegatronModule):
-    """Implements what TransformerLayer asks of its ``self_attention``."""
+    """Implements the ``self_attention`` of TransformerLayer."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class LatentSelfAttention(MegatronModule):
     ) -> None:
         super().__init__(config=config)
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        assert groups.tp.size() == 1 or config.sequence_parallel, "gradients of replicated parts are summed under it"
+        assert groups.tp.size() == 1 or config.sequence_parallel, "tp > 1 needs sequence parallelism here"
         self.latent, self._tp = latent, groups.tp
         self._heads = config.num_attention_heads // groups.tp.size()
         self._recompute = config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
@@ -101,13 +101,14 @@ class LatentSelfAttention(MegatronModule):
             return self.core_attention(query, key, value, packed_seq_params=packed_seq_params)
 
         if self._recompute and self.training:
-            attended = tensor_parallel.checkpoint(attend, False, query, key, value)
+            distribute_saved = False
+            attended = tensor_parallel.checkpoint(attend, distribute_saved, query, key, value)
         else:
             attended = attend(query, key, value)
         return self.linear_proj(attended.reshape(len(attended), 1, -1))
 
     def _project(self, x: Tensor, params: PackedParams) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key [T, heads / tp, nope + rope], value [T, heads / tp, value_dim]."""
+        """Query and key [T, heads / tp, nope + rope]; value [T, heads / tp, value_dim]."""
         latent = self.latent
         if latent.query_rank is None:
             query, _ = self.linear_q_proj(x)
@@ -116,7 +117,7 @@ class LatentSelfAttention(MegatronModule):
         query = query.view(len(query), self._heads, -1)
         compressed, rotary_key = self.linear_kv_down_proj(x).split([latent.kv_rank, latent.rope_dim], dim=-1)
         if self.config.sequence_parallel:
-            # Backward: reduce-scatter, the sum over the heads of all tensor-parallel ranks.
+            # Its backward pass is a reduce-scatter, which sums over the heads of all tensor-parallel ranks.
             rotary_key = tensor_parallel.gather_from_sequence_parallel_region(rotary_key, group=self._tp)
         key_value, _ = self.linear_kv_up_proj(self.kv_layernorm(compressed))
         key_value = key_value.view(len(query), self._heads, -1)
@@ -128,6 +129,6 @@ class LatentSelfAttention(MegatronModule):
 
     def _rotate(self, x: Float[Tensor, "T heads rope"], params: PackedParams) -> Float[Tensor, "T heads rope"]:
         if self.latent.interleaved_rope:
-            # Neighbours to halves, for query and key alike: their product is the same.
+            # From interleaved pairs to halves, for both query and key: their product does not change.
             x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
         return rotate(x, params.cos, params.sin)

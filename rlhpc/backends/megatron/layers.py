@@ -1,6 +1,8 @@
-"""Our modules in Megatron's layer specs: what each layer of a model is made of."""
+"""Megatron's layer specs with rlhpc's modules."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.backends import LocalSpecProvider
@@ -29,9 +31,9 @@ from rlhpc.models import ModelShape
 
 
 class _Provider(LocalSpecProvider):
-    """Megatron's plain PyTorch modules, with our norm and attention core."""
+    """Megatron's plain PyTorch modules, with rlhpc's norm and attention core."""
 
-    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+    def layer_norm(self, *_: Any, **__: Any) -> type:
         return RMSNorm
 
     def core_attention(self) -> type:
@@ -39,7 +41,7 @@ class _Provider(LocalSpecProvider):
 
 
 def block_spec(shape: ModelShape, config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The spec of the layers that this pipeline rank builds for one chunk."""
+    """Spec of the layers that this pipeline rank builds for one chunk."""
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     layers = range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
     specs = [_layer_spec(shape, config, layer) for layer in layers]

@@ -1,7 +1,8 @@
-"""Log-probs and entropy from logits whose vocabulary is cut over tensor-parallel ranks."""
+"""Log-probs and entropy from logits whose vocabulary is sharded over tensor-parallel ranks."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,29 +12,28 @@ from torch import Tensor
 
 from rlhpc.api import TokenStats
 
-# Rows are taken in chunks of about this many elements: no float32 copy of the logits ever exists, and on a CPU a chunk
+# Rows are processed in chunks of about this many elements: no float32 copy of all logits exists, and on a CPU a chunk
 # stays in cache through all its passes.
 _CHUNK_ELEMENTS = 1 << 19
 _CHUNK_ELEMENTS_GPU = 1 << 26
 
 
-def token_stats(
-    logits: Float[Tensor, "T V"],
-    rows: Int64[Tensor, " N"],
-    targets: Int64[Tensor, " N"],
-    group: dist.ProcessGroup,
-    temperature: float,
-    vocab_size: int,
-) -> TokenStats:
+@dataclass(frozen=True)
+class Rows:
+    """Rows of logits to evaluate, and their targets in a vocabulary of ``vocab_size``."""
+
+    index: Int64[Tensor, " N"]
+    targets: Int64[Tensor, " N"]
+    vocab_size: int
+
+
+def token_stats(logits: Float[Tensor, "T V"], rows: Rows, group: dist.ProcessGroup, temperature: float) -> TokenStats:
     """Natural-log probability of each target and entropy of its distribution at logits / temperature, of some rows.
 
-    ``logits`` are this rank's part of the vocabulary, parts in rank order; columns beyond ``vocab_size``, which only
-    fill the parts up, take no part. Differentiable; besides the gradient of
-    ``logits``, in its own type, no tensor of its size is made.
+    ``logits`` are this rank's part of the vocabulary, with the parts in rank order; padding columns beyond the
+    vocabulary are ignored. Differentiable; allocates no tensor of the size of ``logits`` but its gradient, in its type.
     """
-    columns = min(logits.size(-1), vocab_size - group.rank() * logits.size(-1))
-    assert columns > 0, f"rank {group.rank()} has no part of a vocabulary of {vocab_size}"
-    log_probs, entropy = _VocabParallelStats.apply(logits, rows, targets, group, 1.0 / temperature, columns)
+    log_probs, entropy = _VocabParallelStats.apply(logits, rows, group, 1.0 / temperature)
     return TokenStats(log_probs, entropy)
 
 
@@ -42,15 +42,12 @@ class _VocabParallelStats(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: Tensor,
-        rows: Tensor,
-        targets: Tensor,
-        group: dist.ProcessGroup,
-        inverse_temperature: float,
-        columns: int,
+        ctx: Any, logits: Tensor, asked: Rows, group: dist.ProcessGroup, inverse_temperature: float
     ) -> tuple[Float32[Tensor, " N"], Float32[Tensor, " N"]]:
-        column = targets - group.rank() * logits.size(-1)
+        rows, first = asked.index, group.rank() * logits.size(-1)  # first: of this rank's columns
+        columns = min(logits.size(-1), asked.vocab_size - first)
+        assert columns > 0, f"rank {group.rank()} has no part of a vocabulary of {asked.vocab_size}"
+        column = asked.targets - first
         ctx.shape, logits = logits.shape, logits[:, :columns]
         here = (column >= 0) & (column < logits.size(-1))
         column = column.clamp(0, logits.size(-1) - 1)
@@ -73,7 +70,7 @@ class _VocabParallelStats(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None
-    ) -> tuple[Tensor, None, None, None, None, None]:
+    ) -> tuple[Tensor, None, None, None]:
         logits, rows, column, here, log_total, mean = ctx.saved_tensors
         if grad_log_probs is None:
             grad_log_probs = torch.zeros_like(log_total)
@@ -89,11 +86,11 @@ class _VocabParallelStats(torch.autograd.Function):
                 -1, column[part, None], (grad_log_probs[part] * here[part] * ctx.inverse_temperature)[:, None]
             )
             grad[rows[part], : logits.size(-1)] = x.to(grad.dtype)
-        return grad, None, None, None, None, None
+        return grad, None, None, None
 
 
 def _softmax_sums(logits: Tensor, rows: Tensor, inverse_temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of the rows of x = logits / temperature: maximum m, sum of exp(x - m), sum of exp(x - m) (x - m)."""
+    """Maximum m, sum of exp(x - m) and sum of exp(x - m) (x - m) of each row of x = logits / temperature."""
     results = [logits.new_empty(len(rows), dtype=torch.float32) for _ in range(3)]
     maximum, total, weighted = results
     for part in _chunks(rows, logits):

@@ -1,4 +1,4 @@
-"""Building Megatron's GPTModel for a shape and a layout."""
+"""Builds Megatron's GPTModel for a shape and a layout."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
-        # Weights come from files. Initialisation still runs, as a no-op: it sets the tags that tell which parameters
-        # are cut over tp, without which the gradient norm is wrong at tp > 1.
+        # Weights come from files. Initialization still runs, as a no-op: it marks the parameters that are sharded over
+        # tp, without which the gradient norm is wrong at tp > 1.
         perform_initialization=True,
         init_method=_leave,
         output_layer_init_method=_leave,
         use_cpu_initialization=False,
-        # Packed batches differ in length; "allgather" takes them padded to one length.
+        # Packed batches differ in length; for "allgather" they are padded to one length.
         variable_seq_lengths=layout.pp > 1 and dispatch == "alltoall",
         moe_token_dispatcher_type=dispatch,
-        # With interleaved stages, batched sends over gloo mix up tensors (wrong losses, no error).
+        # With interleaved stages, batched sends over gloo mix up tensors: wrong losses and no error.
         overlap_p2p_comm=layout.vpp is not None,
         batch_p2p_comm=layout.vpp is None,
         cp_comm_type="a2a" if parallel.cp_method == "ulysses" else "all_gather",
@@ -76,7 +76,7 @@ def transformer_config(
 
 
 def _sizes(layout: ParallelLayout) -> dict[str, Any]:
-    """The axes in Megatron's names."""
+    """Parallel sizes by Megatron's names."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -90,7 +90,7 @@ def _sizes(layout: ParallelLayout) -> dict[str, Any]:
 
 
 def _recompute_options(memory: MemorySection) -> dict[str, Any]:
-    """Which activations Megatron computes again in the backward pass."""
+    """Options for the activations that Megatron recomputes in the backward pass."""
     if memory.recompute == "none":
         return {}
     if memory.recompute == "selective":
@@ -111,7 +111,7 @@ def _expert_options(shape: ModelShape, section: MoeSection) -> dict[str, Any]:
         "moe_layer_freq": [int(layer in experts.layers) for layer in range(shape.num_layers)],
         "moe_shared_expert_intermediate_size": experts.shared_ffn_size or None,
         "moe_router_score_function": experts.score,
-        # Softmax over the chosen experts alone is softmax over all, then normalised.
+        # Softmax over the selected experts alone equals softmax over all, normalized afterwards.
         "moe_router_pre_softmax": experts.score == "softmax" and not experts.normalise,
         "moe_router_enable_expert_bias": experts.bias,
         "moe_router_bias_update_rate": section.bias_update_rate,
@@ -120,13 +120,13 @@ def _expert_options(shape: ModelShape, section: MoeSection) -> dict[str, Any]:
         "moe_router_topk_scaling_factor": experts.scale if experts.scale != 1.0 else None,
         "moe_router_load_balancing_type": "aux_loss" if section.aux_loss else "none",
         "moe_aux_loss_coeff": section.aux_loss,
-        # None: Router computes logits in the model's dtype, and all that follows in float32.
+        # None: Router computes logits in the model's dtype, and the rest in float32.
         "moe_router_dtype": "fp32" if experts.float32_router(section.router_dtype) else None,
     }
 
 
 def build_chunks(shape: ModelShape, layout: ParallelLayout, config: TransformerConfig) -> list[GPTModel]:
-    """This rank's modules, one for each virtual pipeline stage."""
+    """Builds this rank's modules, one for each virtual pipeline stage."""
     if layout.vpp:
         hold_sent_tensors()
     chunks = []

@@ -1,4 +1,4 @@
-"""The norm of every layer: PyTorch's own, one fused kernel on a GPU, also in images that have apex."""
+"""Norm of every layer: PyTorch's, a single fused kernel on a GPU, also in images with apex."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Memory of the training device given away between phases: gradients, optimizer state and weights on the host.
+"""Offload of gradients, optimizer state and weights from the training device to CPU memory between phases.
 
-What is moved is whole storages, emptied in place: every view of Megatron's contiguous buffers stays valid. On a CPU
-the same bytes take the same way, so that one path serves both.
+Whole storages are moved and emptied in place, so that every view of Megatron's contiguous buffers stays valid. On a CPU
+the same code moves the same bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, UntypedStorage
 from rlhpc.backends.megatron.adamw import AdamW
 from rlhpc.backends.megatron.optimizer import inner_optimizers
 from rlhpc.config.training import OffloadSection
-from rlhpc.parallel import host_memory
+from rlhpc.parallel import pinned_memory
 
 Kind = Literal["gradients", "optimizer", "parameters"]
 KINDS: tuple[Kind, ...] = ("gradients", "optimizer", "parameters")
@@ -25,12 +25,12 @@ KINDS: tuple[Kind, ...] = ("gradients", "optimizer", "parameters")
 
 @dataclass
 class _Part:
-    """A storage and, while it is away, its size and its bytes on the host (None: not worth keeping)."""
+    """A storage and, while it is offloaded, its size and its bytes in CPU memory (None: discarded)."""
 
     kind: Kind
     storage: UntypedStorage
-    away: int = 0
-    host: Tensor | None = None
+    away: int = 0  # bytes while it is offloaded
+    copy: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -38,62 +38,57 @@ class _Part:
 
 
 class Offload:
-    """Moves ``kinds`` of a model's memory away and back, at least ``fraction`` of their bytes, in the order of KINDS.
+    """Moves at least ``fraction`` of the bytes of ``kinds`` to the CPU and back, in the order of KINDS.
 
-    ``find`` gives the present tensors of a kind, on the device. Gradients come back as zeros.
+    ``find`` returns the current tensors of a kind on the device. Gradients are restored as zeros.
     """
 
     def __init__(self, kinds: Sequence[Kind], fraction: float, find: Callable[[Kind], Iterable[Tensor]]) -> None:
         self._kinds, self._fraction, self._find = [kind for kind in KINDS if kind in kinds], fraction, find
         self._away: dict[int, _Part] = {}
-        self._spare: dict[int, list[Tensor]] = {}  # pinned memory, which takes long to allocate, by size
+        self._spare: dict[int, list[Tensor]] = {}  # pinned memory by size, because allocating it is slow
 
     @torch.no_grad()
     def release(self, *kinds: Kind) -> None:
-        """Move what is configured of these kinds away."""
-        parts = [part for part in self._chosen() if part.kind in kinds and not part.away]
+        """Offloads these kinds, as far as configured."""
+        parts = [part for part in self._selected() if part.kind in kinds and not part.away]
         for part in parts:
             if part.kind != "gradients":
-                part.host = self._host(part.storage)
-                part.host.copy_(_bytes(part.storage), non_blocking=True)
+                part.copy = self._buffer(part.storage)
+                part.copy.copy_(_bytes(part.storage), non_blocking=True)
         _wait(parts)
         for part in parts:
             part.away = part.storage.nbytes()
             part.storage.resize_(0)
             self._away[_key(part.storage)] = part
         if parts and parts[0].storage.device.type == "cuda":
-            torch.cuda.empty_cache()  # the engine's allocator takes from the driver, not from PyTorch's cache
+            torch.cuda.empty_cache()  # the engine allocates from the driver, not from PyTorch's cache
 
     @torch.no_grad()
     def restore(self, *kinds: Kind) -> None:
-        """Bring back what is away of these kinds."""
+        """Restores what is offloaded of these kinds."""
         parts = [part for part in self._away.values() if part.kind in kinds]
         for part in parts:
             part.storage.resize_(part.away)
             content = _bytes(part.storage)
-            if part.host is None:
+            if part.copy is None:
                 content.zero_()
             else:
-                content.copy_(part.host, non_blocking=True)
+                content.copy_(part.copy, non_blocking=True)
         _wait(parts)
         for part in parts:
             del self._away[_key(part.storage)]
-            self._keep(part.host)
+            self._reuse(part.copy)
 
     def drop(self, kind: Kind) -> None:
-        """Forget what is away of a kind whose tensors are no more."""
+        """Discards what is offloaded of a kind whose tensors no longer exist."""
         for key, part in list(self._away.items()):
             if part.kind == kind:
                 del self._away[key]
-                self._keep(part.host)
+                self._reuse(part.copy)
 
-    @property
-    def bytes_away(self) -> int:
-        """Of the device, at present."""
-        return sum(part.away for part in self._away.values())
-
-    def _chosen(self) -> list[_Part]:
-        """Enough whole storages for the fraction, gradients first; each under the first kind that names it."""
+    def _selected(self) -> list[_Part]:
+        """Enough whole storages for the fraction, gradients first; each under the first kind that contains it."""
         found: dict[int, _Part] = {}
         for kind in ("parameters", "gradients", "optimizer"):  # float32 weights are their own master weights
             for tensor in self._find(kind):
@@ -101,35 +96,35 @@ class Offload:
                 key = _key(storage)
                 found.setdefault(key, self._away.get(key) or _Part(kind, storage))
         parts = [part for kind in self._kinds for part in found.values() if part.kind == kind and part.size]
-        wanted, held, chosen = self._fraction * sum(part.size for part in parts), 0, []
+        wanted, held, selected = self._fraction * sum(part.size for part in parts), 0, []
         for part in parts:
             if held >= wanted:
                 break
-            chosen.append(part)
+            selected.append(part)
             held += part.size
-        return chosen
+        return selected
 
-    def _keep(self, host: Tensor | None) -> None:
-        if host is not None:
-            self._spare.setdefault(host.numel(), []).append(host)
+    def _reuse(self, buffer: Tensor | None) -> None:
+        if buffer is not None:
+            self._spare.setdefault(buffer.numel(), []).append(buffer)
 
-    def _host(self, storage: UntypedStorage) -> Tensor:
+    def _buffer(self, storage: UntypedStorage) -> Tensor:
         size = storage.nbytes()
         spare = self._spare.get(size)
         if spare:
             return spare.pop()
-        return host_memory.allocate(size, storage.device)
+        return pinned_memory.allocate(size, storage.device)
 
 
-def configured_kinds(section: OffloadSection, trained: bool) -> list[Kind]:
-    """What the config lets go: of the actor, or of a frozen model its weights."""
+def configured_kinds(section: OffloadSection, *, trained: bool) -> list[Kind]:
+    """Kinds that the configuration offloads; of a frozen model its weights."""
     if not trained:
         return ["parameters"] if section.parameters else []
     return [kind for kind in KINDS if getattr(section, kind)]
 
 
 def device_tensors(models: Sequence[torch.nn.Module], optimizer: MegatronOptimizer | None, kind: Kind) -> list[Tensor]:
-    """The tensors of a kind that are on the training device."""
+    """Tensors of a kind on the training device."""
     params = [param for model in models for param in model.parameters()]
     if kind == "parameters":
         return [param.data for param in params]
@@ -137,16 +132,16 @@ def device_tensors(models: Sequence[torch.nn.Module], optimizer: MegatronOptimiz
         return [param.main_grad for param in params if hasattr(param, "main_grad")]
     found = []
     for inner in [] if optimizer is None else inner_optimizers(optimizer):
-        on_host = inner.on_host if isinstance(inner, AdamW) else set()
+        on_cpu = inner.on_cpu if isinstance(inner, AdamW) else set()
         for param in (param for group in inner.param_groups for param in group["params"]):
-            state = {} if param in on_host else inner.state.get(param, {})
+            state = {} if param in on_cpu else inner.state.get(param, {})
             own = [param, *state.values()]
             found += [value for value in own if torch.is_tensor(value) and value.device == param.device]
     return found
 
 
 def _key(storage: UntypedStorage) -> int:
-    return int(storage._cdata)  # the object behind it; Python's wrappers are made anew
+    return int(storage._cdata)  # identity of the storage; Python's wrappers are not unique
 
 
 def _bytes(storage: UntypedStorage) -> Tensor:

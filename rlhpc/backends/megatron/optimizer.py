@@ -1,4 +1,4 @@
-"""Megatron's distributed optimizer from the config's section."""
+"""Builds and steps Megatron's distributed optimizer."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from rlhpc.parallel.compat import adopt_optimizer
 
 
 def wrap_chunks(config: TransformerConfig, chunks: list[GPTModel]) -> list[torch.nn.Module]:
-    """Half-precision casts around the modules, where the weights are bfloat16."""
+    """Wraps the modules in half-precision casts if the weights are bfloat16."""
     return [Float16Module(config, chunk) for chunk in chunks] if config.bf16 else list(chunks)
 
 
 def distribute(
     config: TransformerConfig, chunks: list[torch.nn.Module], bucket: int | None = None
 ) -> list[DistributedDataParallel]:
-    """Gradient buffers and their float32 reduction over the data-parallel ranks, bucket by bucket during the backward
-    pass. ``bucket``: elements that close one; None: Megatron's default, 40 million or more."""
+    """Adds gradient buffers and their float32 reduction over the data-parallel ranks, by buckets during the backward
+    pass. ``bucket``: minimum elements per bucket; None: Megatron's default, 40 million or more."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
@@ -39,7 +39,7 @@ def distribute(
     )
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
 
-    # Token counts are dropped: losses arrive divided already, by denominators over the whole batch.
+    # Token counts are ignored: losses are already divided by denominators over the whole batch.
     def finalize(model: list[torch.nn.Module], num_tokens: torch.Tensor | None, **options: object) -> None:
         finalize_model_grads(model, None, **options)
 
@@ -51,7 +51,7 @@ def distribute(
 def build_optimizer(
     section: OptimizerSection, config: TransformerConfig, chunks: list[DistributedDataParallel]
 ) -> ChainedOptimizer:
-    """AdamW or the user's optimizer, with float32 master weights, its state cut over the data-parallel ranks."""
+    """AdamW or the user's optimizer, with float32 master weights and state sharded over the data-parallel ranks."""
     adopt_optimizer(AdamW if section.function is None else functools.partial(_make_custom, section))
     options = OptimizerConfig(
         optimizer="adam",
@@ -65,8 +65,8 @@ def build_optimizer(
         bf16=config.bf16,
         params_dtype=config.params_dtype,
     )
-    # AdamW keeps master weights itself, so that they may be the host's. Megatron's own switch for that wants
-    # TransformerEngine (optimizer_config.py:375); this is what it looks at afterwards.
+    # AdamW owns the master weights, so that they may be in CPU memory. Megatron's own option for that requires
+    # TransformerEngine (optimizer_config.py:375); this is the field that it reads afterwards.
     options.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = config.bf16 and section.function is None
     optimizer = get_megatron_optimizer(options, chunks, use_gloo_process_groups=False)
     config.grad_scale_func = optimizer.scale_loss if config.bf16 else None
@@ -78,28 +78,28 @@ def build_optimizer(
 
 
 def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer]:
-    """PyTorch's view: one for the dense parameters, one for the experts', on a rank that has any."""
+    """torch optimizers inside: one for the dense parameters, and one for the experts' if the rank has any."""
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     return [part.optimizer for part in parts if part.optimizer is not None]
 
 
 def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
-    """The user's optimizer, whose state is looked at once there is any."""
+    """The user's optimizer; its state is checked after the first step."""
     where = f"{'sft' if isinstance(section, SFTOptimizerSection) else 'actor'}.optimizer.function"
     function = import_attribute(section.function, where)
     try:
         optimizer = function(params, **section.arguments)
     except TypeError as error:
         raise UserError(
-            f"{section.function} cannot be called with parameter groups and {sorted(section.arguments)} ({error})",
+            f"{section.function} does not accept parameter groups and {sorted(section.arguments)} ({error})",
             where=where,
-            remedy="make its parameters and the arguments beside it agree",
+            remedy="match its parameters and optimizer.arguments",
         ) from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UserError(
-            f"{section.function} made a {type(optimizer).__name__}, which is no torch.optim.Optimizer",
+            f"{section.function} returned a {type(optimizer).__name__}, not a torch.optim.Optimizer",
             where=where,
-            remedy="return one",
+            remedy="return a torch.optim.Optimizer",
         )
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -108,9 +108,9 @@ def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: A
             shapes = {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)}
             if shapes != dict.fromkeys(("exp_avg", "exp_avg_sq"), tuple(param.shape)) or len(state) > len(shapes):
                 raise UserError(
-                    f"{section.function} keeps {sorted(state)} for a parameter, which a checkpoint cannot hold",
+                    f"{section.function} stores {sorted(state)} for a parameter, which a checkpoint cannot contain",
                     where=where,
-                    remedy="keep exp_avg and exp_avg_sq of the parameter's shape, and the step in its group",
+                    remedy="store exp_avg and exp_avg_sq of the parameter's shape, and the step in its group",
                 )
 
     hook = optimizer.register_step_post_hook(check)
@@ -118,18 +118,18 @@ def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: A
 
 
 def ready_gradients(optimizer: ChainedOptimizer) -> float:
-    """Hands the reduced gradients to the inner optimizers. Returns their norm before clipping, one number for dense
+    """Passes the reduced gradients to the inner optimizers; returns their norm before clipping, one number for dense
     parameters and experts of all ranks, equal on every rank. Collective."""
     overflowed = optimizer.prepare_grads()
-    assert not overflowed, "only a loss scaler looks for overflows, and there is none"
+    assert not overflowed, "only a loss scaler checks for overflows, and there is none"
     return float(optimizer.get_grad_norm())
 
 
 def take_step(optimizer: ChainedOptimizer, norm: float) -> None:
     """Clips the ready gradients by their norm and updates the weights. Collective.
 
-    With ``ready_gradients`` this is Megatron's ``ChainedOptimizer.step`` (optimizer.py:1291), which takes the step
-    whatever the norm is.
+    Together with ``ready_gradients`` this is Megatron's ``ChainedOptimizer.step`` (optimizer.py:1291), which steps for
+    any norm.
     """
     for part in optimizer.chained_optimizers:
         if parameters := part.get_parameters():
@@ -139,7 +139,7 @@ def take_step(optimizer: ChainedOptimizer, norm: float) -> None:
 
 
 def set_rate(optimizer: MegatronOptimizer, rate: float, weight_decay: float) -> None:
-    """Learning rate and weight decay of every group. Megatron's wd_mult (0 for vectors) has no effect by itself."""
+    """Sets learning rate and weight decay of every group; Megatron applies its wd_mult (0 for vectors) nowhere else."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("lr_mult", 1.0)
         group["weight_decay"] = weight_decay * group.get("wd_mult", 1.0)

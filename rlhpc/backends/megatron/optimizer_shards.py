@@ -1,9 +1,8 @@
-"""Master weights and moments as each rank keeps them, described as pieces of whole parameters: nothing is gathered.
+"""Checkpoint shards of master weights and moments, as pieces of whole parameters and without gathering.
 
-A distributed optimizer cuts flat buffers over the data-parallel ranks, wherever the cut falls. What a rank has of a
-parameter is a few boxes of it, which are written and read where they lie. Keys and shapes are those of Megatron's
-``fully_reshardable`` (distrib_optimizer.py:1404), which gathers whole parameters on every rank first: either reads what
-the other has written.
+A distributed optimizer splits flat buffers over the data-parallel ranks at any element. A rank's part of a parameter is
+a few boxes of it, which are written and read in place. Keys and shapes are those of Megatron's ``fully_reshardable``
+(distrib_optimizer.py:1404), which gathers whole parameters on every rank first: each can read the other's checkpoints.
 """
 
 from __future__ import annotations
@@ -26,32 +25,32 @@ _STATE = {"param", "exp_avg", "exp_avg_sq"}
 _KEY = "optimizer.state.{name}.{key}"
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Owned:
-    """The rank's part of a parameter: elements ``start`` to ``stop`` of it, and of them the float32 tensors by
-    Megatron's names ("param" is the master weights)."""
+    """The rank's part of a parameter: its elements ``start`` to ``stop``, and their float32 tensors by Megatron's names
+    ("param" is the master weights)."""
 
-    part: Any  # Megatron's optimizer of it
+    part: Any  # Megatron's optimizer of the parameter
     parameter: Tensor
     start: int
     stop: int
     tensors: dict[str, Tensor]
 
     def put_back(self) -> None:
-        """Give the optimizer what has been read into ``tensors``, which need not be its own."""
+        """Sets the optimizer's state to what was read into ``tensors``, which may be copies."""
         self.part._set_main_param_and_optimizer_states(self.parameter, self.tensors)
 
 
 @dataclass(frozen=True)
 class Fragment:
-    """A box of the rank's parameter that is saved as a block of one tensor: of gate and up there are two."""
+    """A box of the rank's parameter that is saved as a block of one tensor; gate and up are two fragments."""
 
     box: Box
     target: ShardedTensor
 
 
 def common_state(optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """Groups with rates and step counts, equal on every rank, as Megatron lays them out."""
+    """Parameter groups with rates and step counts in Megatron's layout; equal on every rank."""
     parts = optimizer_parts(optimizer)
     if len(parts) > 1:
         optimizer._synchronize_steps()
@@ -60,24 +59,24 @@ def common_state(optimizer: MegatronOptimizer) -> dict[Any, Any]:
 
 
 def optimizer_parts(optimizer: MegatronOptimizer) -> list[Any]:
-    """Megatron's optimizers behind one: of the dense parameters, and of the experts'."""
+    """Megatron's optimizers inside one: of the dense parameters and of the experts."""
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
 def owned_state(optimizer: MegatronOptimizer) -> Iterator[Owned]:
-    """What this rank keeps, parameter by parameter."""
+    """State on this rank, parameter by parameter."""
     for part in optimizer_parts(optimizer):
         for buffer in part.gbuf_ranges:
             for buckets in buffer.values():
                 for bucket in buckets:
                     for parameter, ranges in bucket["param_map"].items():
                         tensors = part._get_main_param_and_optimizer_states(parameter)
-                        assert tensors.keys() == _STATE, f"an optimizer that keeps {sorted(tensors)}"
+                        assert tensors.keys() == _STATE, f"the optimizer stores {sorted(tensors)}"
                         yield Owned(part, parameter, ranges["param"].start, ranges["param"].end, tensors)
 
 
 def state_shards(owned: Sequence[Owned], models: dict[str, Any]) -> dict[str, ShardedTensor]:
-    """Views of ``owned`` as blocks of whole tensors; ``models``: the modules' own sharded state."""
+    """Views of ``owned`` as blocks of whole tensors; ``models``: the modules' sharded state."""
     described = {
         entry.data: entry for entry in nested_values(models) if isinstance(entry, ShardedTensor | ShardedTensorFactory)
     }
@@ -91,23 +90,23 @@ def state_shards(owned: Sequence[Owned], models: dict[str, Any]) -> dict[str, Sh
 
 
 def fragments(described: ShardedTensor | ShardedTensorFactory, name: str) -> list[Fragment]:
-    """Where a parameter's state ``name`` is saved, by the description of the parameter itself."""
+    """Places at which a parameter's state ``name`` is saved, from the description of the parameter itself."""
     key, local = _KEY.format(name=name, key=described.key), described.data
-    # A factory's parts are views of what it is given: where they begin in that says which boxes they are.
+    # A factory's parts are views of its argument: their offsets in it determine their boxes.
     whole = torch.empty(local.shape, dtype=torch.float32, device="meta")
     assert len(described.replica_id) == 3, f"{described.key}: (pp, tp, dp) expected, not {described.replica_id}"
-    replica = (*described.replica_id[:2], 0)  # data-parallel ranks have different parts, not the same
+    replica = (*described.replica_id[:2], 0)  # data-parallel ranks have different parts, not copies
     if isinstance(described, ShardedTensorFactory):
         targets = list(nested_values(described.build_fn(key, whole, replica, None)))
     else:
         targets = [replace(described, key=key, data=whole, dtype=whole.dtype, replica_id=replica)]
     found = [Fragment(_box(target.data, whole), target) for target in targets]
-    assert sum(fragment.box.volume for fragment in found) == whole.numel(), f"{key}: parts that are no views"
+    assert sum(fragment.box.volume for fragment in found) == whole.numel(), f"{key}: the parts are not views"
     return found
 
 
 def _box(view: Tensor, whole: Tensor) -> Box:
-    assert view.stride() == whole.stride(), f"{tuple(view.shape)} is no box of {tuple(whole.shape)}"
+    assert view.stride() == whole.stride(), f"{tuple(view.shape)} is not a box of {tuple(whole.shape)}"
     start, rest = [], view.storage_offset()
     for size in whole.stride():
         at, rest = divmod(rest, size)
@@ -116,7 +115,7 @@ def _box(view: Tensor, whole: Tensor) -> Box:
 
 
 def _shards(owned: Owned, values: Tensor, places: Sequence[Fragment]) -> Iterator[ShardedTensor]:
-    assert values.numel() == owned.stop - owned.start, "state of another size than the rank's part"
+    assert values.numel() == owned.stop - owned.start, "the state differs in size from the rank's part"
     flat, at = values.detach().view(-1), 0
     for box in flat_boxes(tuple(owned.parameter.shape), owned.start, owned.stop):
         block = flat[at : at + box.volume].view(box.shape)
@@ -128,7 +127,7 @@ def _shards(owned: Owned, values: Tensor, places: Sequence[Fragment]) -> Iterato
 
 
 def _shard(block: Tensor, met: Box, place: Fragment) -> ShardedTensor:
-    """``prepend_axis_num`` is spelt out: Megatron takes blocks of unequal sizes only so."""
+    """The block as a shard without ``prepend_axis_num``: only then Megatron accepts blocks of unequal sizes."""
     target = place.target
     lead = target.prepend_axis_num
     moved = (at - first for at, first in zip(met.start, place.box.start, strict=True))

@@ -1,4 +1,4 @@
-"""What a packed batch is to every layer: who sees whom, and rotary angles, computed once for all of them."""
+"""A packed batch as the layers see it: attention segments and rotary angles, computed once for all layers."""
 
 from __future__ import annotations
 
@@ -16,21 +16,26 @@ from rlhpc.models import ModelShape, Rope
 from rlhpc.sharding.context_split import ContextSplit
 
 
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Experts for router replay, as in ``PackedBatch``, of the tokens that this rank's routers see."""
+
+    experts: Int16[Tensor, "tokens layers topk"]
+    layers: tuple[int, ...] | None
+
+
 @dataclass
 class PackedParams(PackedSeqParams):
-    """Megatron's record of a packed batch, with what our attention needs besides. L is this rank's tokens."""
+    """Megatron's record of a packed batch, with what our modules need in addition. L is this rank's tokens."""
 
     cos: Float32[Tensor, "L rope_dim"] = None
     sin: Float32[Tensor, "L rope_dim"] = None
     context: ContextIndex = None
-    routed_experts: Int16[Tensor, "L_local layers topk"] | None = (
-        None  # as in PackedBatch, of the tokens that routers see here
-    )
-    routed_layers: tuple[int, ...] | None = None
+    routed: RoutedExperts | None = None
 
 
 class ContextIndex:
-    """A split's indices on this rank's device; each is made when first asked for, and serves all layers.
+    """A split's indices on this rank's device, each created at first use and shared by all layers.
 
     Sizes and orders of tokens as in ``rlhpc.sharding.context_split``.
     """
@@ -40,7 +45,7 @@ class ContextIndex:
 
     @cached_property
     def packed(self) -> Int64[Tensor, " L"]:
-        """Where in the batch each local token lies; -1 for those that only fill up."""
+        """Place of each local token in the batch; -1 for padding."""
         return self._tensor(self.part.packed)
 
     @cached_property
@@ -57,25 +62,27 @@ class ContextIndex:
 
     @cached_property
     def whole(self) -> Segments:
-        """Whole sequences: of a rank that has all their tokens, of some heads."""
-        lengths = self.split.filled_lengths
+        """Whole sequences, on a rank that has all their tokens for some heads."""
+        lengths = self.split.padded_lengths
         return Segments(lengths, lengths, self.device)
 
     @cached_property
     def visible(self) -> Int64[Tensor, " keys"]:
-        """What the local queries see, segment after segment, in gathered order."""
+        """Keys that the local queries attend to, segment after segment, in gathered order."""
         return self._tensor(self.part.visible)
 
     @cached_property
     def chunks(self) -> Segments:
-        """The local queries, with the keys that ``visible`` lays out for them."""
+        """The local queries, with their keys in the order of ``visible``."""
         return Segments(self.part.query_lengths, self.part.visible_lengths, self.device)
 
     def _tensor(self, index: np.ndarray) -> Tensor:
         return torch.from_numpy(index).to(self.device)
 
 
-def packed_params(context: ContextIndex, rope: RotaryTable, positions: Int64[Tensor, " L"]) -> PackedParams:
+def packed_params(
+    context: ContextIndex, rope: RotaryTable, positions: Int64[Tensor, " L"], routed: RoutedExperts | None = None
+) -> PackedParams:
     """The layers' view of a rank's part of a batch."""
     cos, sin = rope(positions)
     whole = context.whole
@@ -88,13 +95,14 @@ def packed_params(context: ContextIndex, rope: RotaryTable, positions: Int64[Ten
         cos=cos,
         sin=sin,
         context=context,
+        routed=routed,
     )
 
 
 class RotaryTable:
     """cos and sin by position, for the family's rotary embedding and its long-context scaling.
 
-    The frequencies of scaled kinds (linear, llama3, yarn) come from transformers' own functions, so that trainer,
+    The frequencies of scaled kinds (linear, llama3, yarn) are computed by transformers' own functions, so that trainer,
     engine and HuggingFace agree (transformers/modeling_rope_utils.py).
     """
 

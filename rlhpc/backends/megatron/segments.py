@@ -1,4 +1,4 @@
-"""Over what attention runs: runs of queries end to end, and for each the run of keys that it sees."""
+"""Segments of attention: consecutive runs of queries, each with the run of keys that it attends to."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import torch
 from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 
-# Without a fused kernel, segments are padded to the longest of their bucket, which takes lengths down to this share.
+# Without a fused kernel, segments are padded to the longest of their bucket; shorter ones than this share of it start
+# another bucket.
 _BUCKET_FILL = 0.7
-_SHORT = 32  # tokens: below it a call costs more than the padding it saves
+_SHORT = 32  # tokens, below which another call costs more than the padding
 
 
 @dataclass(frozen=True, eq=False)
 class Segments:
-    """Query j of a segment sees its keys 0 … key_length - query_length + j: the last query sees the last key.
+    """Query j of a segment attends to its keys 0 … key_length - query_length + j: the last query to the last key.
 
-    Kernels call this causal with bottom-right alignment. With as many keys as queries it is plain causal attention.
+    This is causal attention with bottom-right alignment; with as many keys as queries, plain causal attention.
     """
 
     query_lengths: np.ndarray  # int64 [segments]
-    key_lengths: np.ndarray  # int64 [segments], none shorter than its queries
+    key_lengths: np.ndarray  # int64 [segments], at least the query lengths
     device: torch.device
 
     @cached_property
@@ -44,13 +45,14 @@ class Segments:
 
     @cached_property
     def buckets(self) -> tuple[PaddedBucket, ...]:
-        """The segments grouped by like lengths, for one attention call each."""
+        """Segments grouped by similar lengths, for one attention call each."""
         pairs = list(zip(self.query_lengths.tolist(), self.key_lengths.tolist(), strict=True))
-        # Of the two chunks that a rank holds of each sequence, all early ones have one ratio, all late ones another.
+        # A rank has an early and a late chunk of each sequence; all early chunks have one ratio of lengths, and so have
+        # all late ones.
         order = sorted(range(len(pairs)), key=lambda i: (-pairs[i][1] / pairs[i][0], -pairs[i][1]))
         buckets: list[list[int]] = []
         for i in order:
-            if buckets and _alike(pairs[buckets[-1][0]], pairs[i]):
+            if buckets and _similar(pairs[buckets[-1][0]], pairs[i]):
                 buckets[-1].append(i)
             else:
                 buckets.append([i])
@@ -72,10 +74,10 @@ class Segments:
 
 @dataclass(frozen=True)
 class PaddedBucket:
-    """Segments of like lengths laid in rows: ``query_rows[i, j]`` is the index of query j of segment i.
+    """Segments of similar lengths as rows: ``query_rows[i, j]`` is the index of query j of segment i.
 
-    Beyond a segment's end the rows repeat its last token: no true query sees such a key, and what such a query yields
-    is dropped. ``cells`` are the true queries in the flattened rows, ``queries`` their indices.
+    Rows are padded with the segment's last token: no real query attends to such a key, and the output of such a query
+    is dropped. ``cells`` are the real queries in the flattened rows, ``queries`` their indices.
     """
 
     query_rows: Int64[Tensor, "segments longest_query"]
@@ -85,7 +87,7 @@ class PaddedBucket:
     mask: Bool[Tensor, "segments 1 longest_query longest_key"] | None  # None: plain causal
 
 
-def _alike(longest: tuple[int, int], pair: tuple[int, int]) -> bool:
+def _similar(longest: tuple[int, int], pair: tuple[int, int]) -> bool:
     if max(longest) <= _SHORT:
         return pair[0] <= longest[0] and pair[1] <= longest[1]
     return all(_BUCKET_FILL * most <= length <= most for most, length in zip(longest, pair, strict=True))

@@ -1,4 +1,4 @@
-"""The head of a critic or reward model: one number for each token, whole on every rank of the last stage."""
+"""Head of a critic or reward model: one number for each token, replicated on the ranks of the last stage."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from torch import Tensor
 
 
 class ValueHead(torch.nn.Module):
-    """In the place of ``GPTModel.output_layer``. Starts at zero, so that a new critic expects nothing."""
+    """Replaces ``GPTModel.output_layer``. Starts at zero, so that a new critic predicts 0."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, config.hidden_size, dtype=config.params_dtype))
         self.sequence_parallel = config.sequence_parallel
-        # Each rank sees a part of the tokens: Megatron sums such gradients over the tensor-parallel ranks.
+        # Each rank has a part of the tokens: Megatron sums such gradients over the tensor-parallel ranks.
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, hidden: Float[Tensor, "L 1 H"], **_: Any) -> tuple[Float[Tensor, "L 1 1"], None]:
         values = torch.nn.functional.linear(hidden.float(), self.weight.float())
         if self.sequence_parallel:
-            # Every rank computes the same loss of all tokens, so backward each takes its own part and sums nothing.
+            # Every rank computes the loss of all tokens, so that the backward pass selects its own part without a sum.
             values = gather_from_sequence_parallel_region(values, tensor_parallel_output_grad=False)
         return values, None
 
@@ -38,6 +38,6 @@ class ValueHead(torch.nn.Module):
 
 
 def give_value_head(model: GPTModel, config: TransformerConfig) -> None:
-    """Put it on a module of the last stage."""
+    """Adds the head to a module of the last stage."""
     model.output_layer = ValueHead(config)
     model.setup_embeddings_and_output_layer()

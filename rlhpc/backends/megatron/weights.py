@@ -1,4 +1,4 @@
-"""The weights of this rank's modules, in and out by the plan's shards."""
+"""Loads and reads the weights of this rank's modules by shards."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rlhpc.sharding.shards import Shard, TensorSpec, megatron_shards, model_tens
 _OUTPUT = "output_layer.weight"
 _PADDED = {"embedding.word_embeddings.weight", _OUTPUT}
 _VALUE_HEAD = "score.weight"
-_EXPERT_BIAS = "mlp.router.expert_bias"  # the one weight that is no parameter; float32 always
+_EXPERT_BIAS = "mlp.router.expert_bias"  # the only weight that is not a parameter; always float32
 
 ShardsByTensor = dict[str, list[Shard]]
 
 
 class ShardedWeights:
-    """The parameters of this rank's modules, and the routers' biases, seen as the plan's shards."""
+    """Parameters of this rank's modules, and the routers' biases, as shards."""
 
     def __init__(self, shape: ModelShape, layout: ParallelLayout, info: RankInfo, chunks: list[GPTModel]) -> None:
         self.shape, self._layout = shape, layout
@@ -38,25 +38,25 @@ class ShardedWeights:
         self._members: dict[dist.ProcessGroup, list[ShardsByTensor]] = {}
         held = {(shard.chunk, shard.local_name) for shard in self.shards}
         present = {(i, name) for i, params in enumerate(self._params) for name in params}
-        assert held == present, f"plan and model differ: {sorted(held ^ present)[:4]}"
+        assert held == present, f"shards and model differ: {sorted(held ^ present)[:4]}"
 
     def parameter(self, shard: Shard) -> Tensor:
-        """The parameter that holds the shard."""
+        """Parameter that contains the shard."""
         return self._params[shard.chunk][shard.local_name]
 
     def parameters(self) -> Iterator[Tensor]:
-        """Each of them once, routers' biases too."""
+        """Each parameter once, and the routers' biases."""
         for params in self._params:
             yield from params.values()
 
     def view(self, shard: Shard) -> Tensor:
-        """The live block of that parameter."""
+        """The live block of the shard's parameter."""
         return block_of(self.parameter(shard).data, shard)
 
     @torch.no_grad()
     def load(self, folder: Path) -> None:
-        """Read this rank's byte ranges of a HuggingFace folder; rows that pad the vocabulary become zero, and so does
-        a value head that the folder lacks."""
+        """Reads this rank's byte ranges of a HuggingFace folder; zeroes rows that pad the vocabulary, and a value head
+        that the folder lacks."""
         for params in self._params:
             for name in params.keys() & _PADDED:
                 params[name].data.zero_()
@@ -69,7 +69,7 @@ class ShardedWeights:
 
     @torch.no_grad()
     def take(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """This rank's blocks of whole tensors, by HuggingFace's names; those that this model lacks are passed over."""
+        """Copies this rank's blocks of whole tensors, by HuggingFace's names; ignores tensors that the model lacks."""
         mine: ShardsByTensor = {}
         for shard in self.shards:
             mine.setdefault(shard.tensor.name, []).append(shard)
@@ -81,9 +81,9 @@ class ShardedWeights:
     def full_tensors(
         self, view: Callable[[Shard], Tensor] | None = None, dtype: torch.dtype | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of the model whole, on every rank: gather over one copy of the model, then assemble.
+        """Every tensor of the model whole, on every rank, gathered over the ranks of one copy of the model.
 
-        ``view`` gives the block of a shard in ``dtype``, by default the weight itself. Collective over all ranks.
+        ``view`` returns the block of a shard in ``dtype``, by default the weight itself. Collective over all ranks.
         """
         view, dtype = view or self.view, dtype or self.dtype
         for tensor in model_tensors(self.shape):
@@ -102,7 +102,7 @@ class ShardedWeights:
             yield tensor.name, _assemble(tensor, parts, members)
 
     def _shards_by_member(self, group: dist.ProcessGroup) -> list[ShardsByTensor]:
-        """For each rank of the group, its shards by tensor; a second copy of tied embeddings is left out."""
+        """Shards by tensor for each rank of the group, without a second copy of tied embeddings."""
         if group not in self._members:
             members: list[ShardsByTensor] = []
             for rank in dist.get_process_group_ranks(group):
@@ -116,7 +116,7 @@ class ShardedWeights:
 
 
 def block_of(parameter: Tensor, shard: Shard) -> Tensor:
-    """The part of a parameter (or of its gradient) that holds ``shard``, in the tensor's own number of dims."""
+    """Part of a parameter (or of its gradient) that contains ``shard``, with the tensor's own number of dims."""
     return parameter[shard.local_box.slices].view(shard.box.shape)
 
 
@@ -126,7 +126,7 @@ def _weights_of(chunk: GPTModel) -> dict[str, Tensor]:
 
 
 def _copy_group(tensor: TensorSpec) -> dist.ProcessGroup:
-    """The ranks that hold one copy of the model between them: experts are cut by other axes than the rest."""
+    """Ranks that hold one copy of the model together; experts are sharded over other axes than the rest."""
     if tensor.expert is None:
         return parallel_state.get_model_parallel_group()
     return parallel_state.get_expert_tensor_model_pipeline_parallel_group()
@@ -138,7 +138,7 @@ def _holds_whole(tensor: TensorSpec, shards: ShardsByTensor) -> bool:
 
 
 def _flatten(blocks: Iterable[Tensor], size: int, dtype: torch.dtype) -> Tensor:
-    """This rank's blocks of a tensor end to end, padded to the largest rank's."""
+    """This rank's blocks of a tensor, concatenated and padded to the size of the largest rank's."""
     flat = torch.empty(size, dtype=dtype, device=device())
     start = 0
     for block in blocks:
@@ -148,7 +148,7 @@ def _flatten(blocks: Iterable[Tensor], size: int, dtype: torch.dtype) -> Tensor:
 
 
 def _assemble(tensor: TensorSpec, parts: list[Tensor], members: list[ShardsByTensor]) -> Tensor:
-    """The whole tensor from every member's flat blocks."""
+    """Assembles the whole tensor from every member's flat blocks."""
     full: Tensor | None = None
     for flat, shards in zip(parts, members, strict=True):
         start = 0

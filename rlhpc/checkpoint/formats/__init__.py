@@ -1,1 +1,1 @@
-"""Formats of model files, read from headers and metadata. Torch-free but for `safetensors_reader`."""
+"""Formats of model files, read from headers and metadata. Torch-free except `safetensors_reader`."""

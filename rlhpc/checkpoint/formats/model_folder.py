@@ -1,4 +1,4 @@
-"""Are the input files of a run there and whole? Answered from sizes and headers, without reading weights."""
+"""Checks that the input files of a run exist and are complete, by sizes and headers, without reading weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """What the headers of a folder's safetensors say: shape and file of each tensor."""
+    """Shape and file of each tensor, from the headers of a folder's safetensors."""
 
     shapes: dict[str, tuple[int, ...]]
     files: dict[str, Path]
@@ -30,8 +30,8 @@ class WeightFiles:
 
 
 def check_weights(folder: Path, shape: ModelShape) -> WeightFiles:
-    """The files are whole, and together they hold every tensor of ``shape``: safetensors, or a torch_dist checkpoint
-    beside its config."""
+    """Checks that the files are complete and contain every tensor of ``shape``: safetensors, or a torch_dist checkpoint
+    beside its config. Raises UserError."""
     if is_torch_dist(folder):
         return _check_torch_dist(folder, shape)
     found = _read_weights(folder)
@@ -44,7 +44,7 @@ def check_weights(folder: Path, shape: ModelShape) -> WeightFiles:
             )
         if found.shapes[tensor.name] != tensor.shape:
             raise UserError(
-                f"{tensor.name!r} has shape {list(found.shapes[tensor.name])}, config.json asks for "
+                f"{tensor.name!r} has shape {list(found.shapes[tensor.name])}, config.json requires "
                 f"{list(tensor.shape)}",
                 where=str(found.files[tensor.name]),
                 remedy="use the config.json that belongs to these weights",
@@ -52,10 +52,10 @@ def check_weights(folder: Path, shape: ModelShape) -> WeightFiles:
     return found
 
 
-def check_tokenizer(folder: Path, vocab_size: int, chat_template: bool | Path) -> int:
-    """The tokenizer's ids fit the model's vocabulary, and a chat template is there if asked for.
+def check_tokenizer(folder: Path, vocab_size: int, *, chat_template: bool | Path) -> int:
+    """Checks that the tokenizer's ids are in the model's vocabulary, and that the chat template exists if required.
 
-    Returns the largest id plus one, 0 where only tokenizer formats other than tokenizer.json are present.
+    Returns the largest id plus one, or 0 if there is no tokenizer.json but another format. Raises UserError.
     """
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         raise UserError(
@@ -86,7 +86,7 @@ def check_tokenizer(folder: Path, vocab_size: int, chat_template: bool | Path) -
 
 
 def same_vocabulary(one: Path, other: Path) -> bool:
-    """Both folders' tokenizer.json name the same tokens by the same numbers."""
+    """Whether both folders' tokenizer.json assign the same ids to the same tokens."""
     files = one / "tokenizer.json", other / "tokenizer.json"
     if not all(file.is_file() for file in files):
         return False
@@ -97,14 +97,17 @@ def same_vocabulary(one: Path, other: Path) -> bool:
 
 
 def check_data_file(path: Path, where: str) -> None:
-    """The file is there, of a known kind, whole and not empty; ``where`` is the config key that names it."""
+    """Checks that the file exists, is of a known kind, complete and not empty; ``where``: the config key that names it.
+
+    Raises UserError.
+    """
     if path.suffix not in DATA_SUFFIXES:
         raise UserError(
             f"{str(path)!r} is neither {' nor '.join(DATA_SUFFIXES)}", where=where, remedy="convert it to one of them"
         )
     if not path.is_file():
-        there = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        close = nearest(path.name, there, 1)
+        present = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
+        close = nearest(path.name, present, 1)
         remedy = f"did you mean {close[0]!r}?" if close else "correct it; relative paths start at the working folder"
         raise UserError(f"no such file {str(path)!r}", where=where, remedy=remedy)
     if path.suffix == ".jsonl":
@@ -135,7 +138,7 @@ def _check_torch_dist(folder: Path, shape: ModelShape) -> WeightFiles:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of the folder, as its index names them."""
+    """Safetensors files of the folder, from its index if it has one."""
     index = folder / _INDEX
     if not index.is_file():
         single = folder / "model.safetensors"
@@ -153,7 +156,7 @@ def weight_files(folder: Path) -> list[Path]:
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise UserError(
-            f"names {len(paths)} files, of which {len(absent)} are missing: {', '.join(absent[:3])}"
+            f"lists {len(paths)} files, of which {len(absent)} are missing: {', '.join(absent[:3])}"
             + (" …" if len(absent) > 3 else ""),
             where=str(index),
             remedy="copy or download the missing files",
@@ -162,7 +165,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """Where the data of one safetensors file begins, and its header; the data must be exactly as long as that says.
+    """Start of the data in one safetensors file, and its header; the file must have exactly the length in the header.
 
     Format: 8 bytes header length (little endian), the header as JSON, the data.
     """
@@ -174,7 +177,7 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
             raise UserError("is not a safetensors file", where=str(path), remedy=_COPY_AGAIN)
         text = file.read(length)
     if len(text) < length:
-        raise UserError(f"is cut short inside its header, {length - len(text)} bytes are missing", where=str(path))
+        raise UserError(f"is truncated inside its header, {length - len(text)} bytes are missing", where=str(path))
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
@@ -182,13 +185,13 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError("is not a safetensors file", where=str(path), remedy=_COPY_AGAIN) from None
     if size != end:
-        wrong = f"is cut short, {end - size} bytes are missing" if size < end else f"is {size - end} bytes too long"
+        wrong = f"is truncated, {end - size} bytes are missing" if size < end else f"is {size - end} bytes too long"
         raise UserError(f"{wrong} ({size} of {end} bytes)", where=str(path), remedy=_COPY_AGAIN)
     return 8 + length, dict(header)
 
 
 def _largest_id(tokenizer: dict[str, Any]) -> int:
-    """Over the vocabulary (a mapping to ids, or for unigram models a list) and the added tokens."""
+    """Largest id in the vocabulary (a mapping to ids, or for unigram models a list) and the added tokens."""
     vocab = tokenizer.get("model", {}).get("vocab", {})
     largest = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
     return max([largest, *(int(token["id"]) for token in tokenizer.get("added_tokens") or [])])
@@ -215,11 +218,11 @@ def _check_jsonl(path: Path) -> None:
                     "is not a JSON object", where=f"{path}:{number}", remedy='write one {"key": value, …} per line'
                 )
             return
-    raise UserError("holds no rows", where=str(path), remedy="give a file with at least one row")
+    raise UserError("has no rows", where=str(path), remedy="give a file with at least one row")
 
 
 def count_rows(path: Path) -> int | None:
-    """Of a data file; None where it is not there or cannot be read."""
+    """Number of rows in a data file; None if it does not exist or cannot be read."""
     try:
         if path.suffix == ".jsonl":
             with open(path, "rb") as file:
@@ -232,9 +235,9 @@ def count_rows(path: Path) -> int | None:
 
 
 def _check_parquet(path: Path) -> None:
-    """Magic bytes at both ends; rows by the footer, where the file is so small that it may have none.
+    """Checks magic bytes at both ends; and the footer's number of rows in files small enough to be empty.
 
-    pyarrow takes 0.3 s to import, and a login node may lack it: ranks look again when they read the file.
+    pyarrow takes 0.3 s to import, and a login node may lack it: ranks check again when they read the file.
     """
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -242,7 +245,7 @@ def _check_parquet(path: Path) -> None:
         file.seek(max(0, size - 4))
         tail = file.read(4)
     if head != b"PAR1" or tail != b"PAR1":
-        wrong = "is cut short" if head == b"PAR1" else "is not a parquet file"
+        wrong = "is truncated" if head == b"PAR1" else "is not a parquet file"
         raise UserError(wrong, where=str(path), remedy=_COPY_AGAIN)
     if size > _SURELY_HAS_ROWS:
         return
@@ -255,7 +258,7 @@ def _check_parquet(path: Path) -> None:
     except (OSError, ValueError) as error:  # pyarrow.ArrowInvalid is a ValueError
         raise UserError(f"cannot be read as parquet ({error})", where=str(path), remedy=_COPY_AGAIN) from None
     if not rows:
-        raise UserError("holds no rows", where=str(path), remedy="give a file with at least one row")
+        raise UserError("has no rows", where=str(path), remedy="give a file with at least one row")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

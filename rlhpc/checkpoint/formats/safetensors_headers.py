@@ -1,4 +1,4 @@
-"""What lies where in the safetensors files of a HuggingFace folder, from their headers alone."""
+"""Places of tensors in the safetensors files of a HuggingFace folder, from their headers alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 from rlhpc.checkpoint.formats.model_folder import read_header, weight_files
 from rlhpc.core.errors import UserError
 
-# Bytes of an element of the types that can be read.
+# Bytes per element of the readable types.
 ITEM_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1}
 INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor's bytes are those of ``file`` from ``start`` on, row after row."""
+    """A tensor in ``file`` from byte ``start`` on, in row-major order."""
 
     name: str
     dtype: str  # as safetensors names it
@@ -33,13 +33,13 @@ class StoredTensor:
 
 
 def read_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the folder; each file must be whole, and hold each tensor once."""
+    """Every tensor of the folder; raises UserError if a file is incomplete or a tensor occurs twice."""
     found: dict[str, StoredTensor] = {}
     for path in weight_files(folder):
         begin, header = read_header(path)
         for name, entry in header.items():
             if name in found:
-                raise UserError(f"has {name!r}, which {found[name].file.name} has too", where=str(path))
+                raise UserError(f"contains {name!r}, as does {found[name].file.name}", where=str(path))
             found[name] = _stored(name, entry, path, begin)
     return found
 
@@ -62,7 +62,7 @@ def _stored(name: str, entry: Mapping[str, Any], path: Path, begin: int) -> Stor
 
 @dataclass(frozen=True)
 class NewFile:
-    """A safetensors file to be written: its header, and the tensors behind it."""
+    """A safetensors file to be written: its header and its tensors."""
 
     name: str
     header: bytes
@@ -70,14 +70,14 @@ class NewFile:
     size: int
 
 
-def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], most_bytes: int) -> list[NewFile]:
-    """Files for (name, dtype, shape) in their order, as HuggingFace names them: none above ``most_bytes`` unless it is
-    a single tensor."""
+def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], max_bytes: int) -> list[NewFile]:
+    """Files for (name, dtype, shape) in order, with HuggingFace's names; at most ``max_bytes`` each unless for a single
+    tensor."""
     groups: list[list[tuple[str, str, tuple[int, ...]]]] = [[]]
     used = 0
     for name, dtype, shape in tensors:
         size = prod(shape) * ITEM_BYTES[dtype]
-        if groups[-1] and used + size > most_bytes:
+        if groups[-1] and used + size > max_bytes:
             groups.append([])
             used = 0
         groups[-1].append((name, dtype, shape))
@@ -92,7 +92,7 @@ def plan_files(tensors: Iterable[tuple[str, str, tuple[int, ...]]], most_bytes: 
 def _new_file(name: str, tensors: list[tuple[str, str, tuple[int, ...]]]) -> NewFile:
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     at, starts = 0, []
-    # The format's own writer sorts by size of element, so that each tensor lies at a multiple of it.
+    # Sorted by size of element, as by the format's own writer, so that each tensor is aligned to it.
     ordered = sorted(tensors, key=lambda entry: -ITEM_BYTES[entry[1]])
     for tensor, dtype, shape in ordered:
         size = prod(shape) * ITEM_BYTES[dtype]
@@ -107,7 +107,7 @@ def _new_file(name: str, tensors: list[tuple[str, str, tuple[int, ...]]]) -> New
 
 
 def index_text(files: Iterable[NewFile]) -> str:
-    """The index of sharded files, as HuggingFace writes it."""
+    """Index of sharded files, in HuggingFace's format."""
     files = list(files)
     total = sum(file.size - len(file.header) for file in files)
     parameters = sum(prod(shape) for file in files for _, _, shape, _ in file.tensors)

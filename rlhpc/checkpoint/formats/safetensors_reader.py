@@ -1,4 +1,4 @@
-"""Reading blocks of tensors from a HuggingFace folder, sharded or not, without reading whole files."""
+"""Reads blocks of tensors from a HuggingFace folder, sharded or not, without reading whole files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 
 class SafetensorsFolder:
-    """A context in which tensors of the folder are read by name and slice; files are opened when first needed."""
+    """Context manager to read tensors of a folder by name and slice; opens files at first use."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,7 +40,7 @@ class SafetensorsFolder:
         found = tuple(piece.get_shape())
         if found != shape:
             raise UserError(
-                f"tensor {name!r} has shape {found}, config.json asks for {shape}",
+                f"tensor {name!r} has shape {found}, config.json requires {shape}",
                 where=str(self._folder / self._file_of[name]),
                 remedy="use the config.json that belongs to these weights",
             )
@@ -69,6 +69,6 @@ class SafetensorsFolder:
                 raise UserError(
                     f"cannot be read ({error})",
                     where=str(self._folder / name),
-                    remedy="the file is damaged or cut short: copy it again",
+                    remedy="the file is damaged or truncated: copy it again",
                 ) from None
         return self._open[name]

@@ -1,8 +1,8 @@
-"""A model as Megatron's torch_dist checkpoints hold it: whole tensors by key, in coordinates that know no layout.
+"""A model in Megatron's torch_dist checkpoints: whole tensors by key, in coordinates independent of the layout.
 
-Of layers that are all alike one tensor holds all, its first dimension the layer. A model with experts has a tensor
-for each layer: Megatron takes any list of expert layers for layers that differ (transformer_block.py,
-sharded_state_dict). The layout only says into which chunks a tensor is cut; any other layout reads them too.
+Uniform layers are stacked into one tensor, with the layer as its first dimension. A model with experts has a tensor for
+each layer: Megatron treats any list of expert layers as layers that differ (transformer_block.py, sharded_state_dict).
+The layout determines only the chunks of a tensor, which any other layout can read.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _PARALLEL_LINEAR = (Cut.ROWS, Cut.COLUMNS, Cut.QKV, Cut.GATE_UP)
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One parameter of an uncut model: the part of tensor ``key`` at ``lead``, its layer where layers are stacked.
+class CheckpointParameter:
+    """One parameter of an unsharded model: the part of tensor ``key`` at ``lead``, its layer if layers are stacked.
 
-    ``shards`` say which boxes of HuggingFace's tensors make it up; their ``local_start`` is inside ``shape``.
+    ``shards`` are the boxes of HuggingFace's tensors that it consists of, with ``local_start`` inside ``shape``.
     """
 
     key: str
@@ -46,11 +46,11 @@ class Parameter:
 
     @property
     def pads(self) -> bool:
-        """Its rows are the vocabulary, whose number depends on the layout."""
+        """Whether its rows are the vocabulary, whose padding depends on the layout."""
         return self.cut is Cut.VOCAB
 
-    def with_rows(self, rows: int) -> Parameter:
-        """The same with another number of rows for the vocabulary."""
+    def with_rows(self, rows: int) -> CheckpointParameter:
+        """Copy with another number of rows for the vocabulary."""
         return replace(self, shape=(rows, *self.shape[1:]))
 
     def in_key(self, box: Box) -> Box:
@@ -58,7 +58,7 @@ class Parameter:
         return Box((*self.lead, *box.start), (*(at + 1 for at in self.lead), *box.stop))
 
     def within(self, box: Box) -> Iterator[tuple[Shard, Box]]:
-        """What a box of the parameter is made of: parts of shards, and where in the parameter each lies."""
+        """Parts of shards that a box of the parameter consists of, and the box of each in the parameter."""
         for (first, last), held in self._by_rows.items():
             if first >= box.stop[0] or last <= box.start[0]:
                 continue
@@ -74,7 +74,7 @@ class Parameter:
 
     @cached_property
     def _by_rows(self) -> dict[tuple[int, int], list[tuple[Shard, Box]]]:
-        """Shards by what they take of the first dimension: there are thousands in a stack of experts."""
+        """Shards by their range of the first dimension, because a stack of experts has thousands."""
         found: dict[tuple[int, int], list[tuple[Shard, Box]]] = {}
         for shard in self.shards:
             box = shard.local_box
@@ -82,8 +82,8 @@ class Parameter:
         return found
 
 
-def checkpoint_parameters(shape: ModelShape, tp: int = 1) -> list[Parameter]:
-    """Every parameter, in the order of the layers; embedding and head have as many rows as ``tp`` pads them to."""
+def checkpoint_parameters(shape: ModelShape, tp: int = 1) -> list[CheckpointParameter]:
+    """Every parameter, in order of layers; rows of embedding and head are padded for ``tp``."""
     shards: dict[str, list[Shard]] = {}
     for shard in megatron_shards(shape, ParallelLayout(1), 0):
         shards.setdefault(shard.local_name, []).append(shard)
@@ -91,18 +91,20 @@ def checkpoint_parameters(shape: ModelShape, tp: int = 1) -> list[Parameter]:
     return [_parameter(shape, name, held, *cuts[name], tp) for name, held in shards.items()]
 
 
-def _parameter(shape: ModelShape, name: str, shards: list[Shard], row: Row, layer: int | None, tp: int) -> Parameter:
+def _parameter(
+    shape: ModelShape, name: str, shards: list[Shard], row: Row, layer: int | None, tp: int
+) -> CheckpointParameter:
     size = [max(stops) for stops in zip(*(shard.local_box.stop for shard in shards), strict=True)]
     if row.cut is Cut.VOCAB:
         size[0] = padded_vocab(size[0], tp)
     stacked = layer is not None and shape.experts is None
     key = name.replace(f"{_LAYERS}{layer}.", _LAYERS) if stacked else name
     stack = shape.num_layers if stacked else None
-    return Parameter(key, tuple(size), row.cut, tuple(shards), layer, stack, row.float32)
+    return CheckpointParameter(key, tuple(size), row.cut, tuple(shards), layer, stack, row.float32)
 
 
-def extra_states(parameters: list[Parameter]) -> list[str]:
-    """Keys of the empty states that Megatron's parallel linears save beside their weights, and ask for on loading."""
+def extra_states(parameters: list[CheckpointParameter]) -> list[str]:
+    """Keys of the empty states that Megatron's parallel linears save beside their weights and require on loading."""
     keys = []
     for parameter in parameters:
         if parameter.cut in _PARALLEL_LINEAR and parameter.key.endswith(".weight"):
@@ -111,8 +113,8 @@ def extra_states(parameters: list[Parameter]) -> list[str]:
     return keys
 
 
-def chunk_boxes(parameter: Parameter, layout: ParallelLayout, most_elements: int) -> list[Box]:
-    """The boxes that the layout's ranks hold of a parameter, those above ``most_elements`` cut further by rows."""
+def chunk_boxes(parameter: CheckpointParameter, layout: ParallelLayout, max_elements: int) -> list[Box]:
+    """Boxes of a parameter on the layout's ranks, split further by rows to at most ``max_elements``."""
     parts = [1] * len(parameter.shape)
     match parameter.cut:
         case Cut.ROWS | Cut.QKV | Cut.VOCAB:
@@ -128,36 +130,38 @@ def chunk_boxes(parameter: Parameter, layout: ParallelLayout, most_elements: int
         case Cut.WHOLE:
             pass
     sizes = [n // p for n, p in zip(parameter.shape, parts, strict=True)]
-    assert all(n % p == 0 for n, p in zip(parameter.shape, parts, strict=True)), f"{parameter.key} is cut unevenly"
+    assert all(n % p == 0 for n, p in zip(parameter.shape, parts, strict=True)), (
+        f"{parameter.key} does not divide evenly"
+    )
     boxes = []
     for index in product(*map(range, parts)):
         start = tuple(i * n for i, n in zip(index, sizes, strict=True))
-        boxes += cut_box(Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))), most_elements)
+        boxes += cut_box(Box(start, tuple(a + n for a, n in zip(start, sizes, strict=True))), max_elements)
     return boxes
 
 
-def cut_box(box: Box, most_elements: int) -> list[Box]:
-    """The box in parts along its first dimensions, none above ``most_elements`` unless it is a single row."""
-    if box.volume <= most_elements or len(box.start) == 0:
+def cut_box(box: Box, max_elements: int) -> list[Box]:
+    """Splits a box along its first dimensions into parts of at most ``max_elements``, or single rows."""
+    if box.volume <= max_elements or len(box.start) == 0:
         return [box]
     dim = next((d for d, n in enumerate(box.shape[:-1]) if n > 1), len(box.start) - 1)
-    step = max(1, most_elements // prod(box.shape[dim + 1 :]))
+    step = max(1, max_elements // prod(box.shape[dim + 1 :]))
     parts = []
     for at in range(box.start[dim], box.stop[dim], step):
         start, stop = list(box.start), list(box.stop)
         start[dim], stop[dim] = at, min(at + step, box.stop[dim])
-        parts += cut_box(Box(tuple(start), tuple(stop)), most_elements)
+        parts += cut_box(Box(tuple(start), tuple(stop)), max_elements)
     return parts
 
 
 def tiles(shape: tuple[int, ...], boxes: list[Box]) -> bool:
-    """The boxes hold every element of ``shape`` exactly once."""
+    """Whether the boxes contain every element of ``shape`` exactly once."""
     inside = all(len(box.start) == len(shape) and Box((0,) * len(shape), shape).meet(box) == box for box in boxes)
     return inside and sum(box.volume for box in boxes) == prod(shape) and not _overlap(boxes, 0)
 
 
 def _overlap(boxes: list[Box], dim: int) -> bool:
-    """Any two have an element in common. Boxes in a grid are told apart dimension by dimension."""
+    """Whether any two boxes overlap. Boxes in a grid are separated dimension by dimension."""
     if len(boxes) < 2:
         return False
     if dim == len(boxes[0].start):

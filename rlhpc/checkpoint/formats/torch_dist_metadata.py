@@ -1,7 +1,7 @@
-"""The index (.metadata) of a torch_dist checkpoint, read without torch and without running what is in it.
+"""Reads the index (.metadata) of a torch_dist checkpoint without torch and without running code from it.
 
-It is a pickle of torch.distributed.checkpoint.metadata.Metadata: only the classes of that format are known here, as
-plain records, and any other name in the file is refused.
+It is a pickle of torch.distributed.checkpoint.metadata.Metadata: the classes of that format are read as plain records,
+and any other name in the file is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.models import ModelShape
 from rlhpc.sharding.shards import Box
 
-# torch's types of elements by the names that safetensors gives them.
+# torch's element types by their names in safetensors.
 TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3": "float8_e4m3fn"}
 _DTYPES = {torch: name for name, torch in TORCH_DTYPES.items()}
 _TYPES = {*_DTYPES, "float64", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool"}
@@ -37,24 +37,21 @@ class Chunk:
 @dataclass(frozen=True)
 class SavedTensor:
     key: str
-    dtype: str  # as safetensors names it, or torch's name for one that is no weight's
+    dtype: str  # name in safetensors; torch's name for types that no weight has
     shape: tuple[int, ...]
     chunks: tuple[Chunk, ...]
 
 
 @dataclass(frozen=True)
 class Index:
-    """``objects``: where each value that is no tensor lies (file, start, length)."""
+    """``objects``: place (file, start, length) of each value that is not a tensor."""
 
     tensors: dict[str, SavedTensor]
     objects: dict[str, tuple[str, int, int]]
 
 
 def read_index(folder: Path) -> Index:
-    """What a checkpoint holds, by key; every file that tensors lie in is as long as the index asks for.
-
-    Raises UserError.
-    """
+    """Contents of a checkpoint, by key. Raises UserError if a file with tensors is shorter than the index requires."""
     path = folder / ".metadata"
     if not path.is_file():
         raise UserError("no .metadata: not a torch_dist checkpoint", where=str(folder))
@@ -84,26 +81,26 @@ def read_index(folder: Path) -> Index:
 
 
 def is_torch_dist(folder: Path) -> bool:
-    """The folder is a checkpoint in Megatron's torch_dist format."""
+    """Whether the folder is a checkpoint in Megatron's torch_dist format."""
     return (folder / ".metadata").is_file() or (folder / "metadata.json").is_file()
 
 
 def check_tensors(tensors: Mapping[str, SavedTensor], shape: ModelShape, folder: Path, model: Path) -> None:
-    """The checkpoint in ``folder`` holds the model that the config in ``model`` describes. Raises UserError."""
+    """Checks that the checkpoint in ``folder`` contains the model of the config in ``model``. Raises UserError."""
     config = model / "config.json"
     for parameter in checkpoint_parameters(shape):
         saved = tensors.get(parameter.key)
         if saved is None:
             weights = [key for key in tensors if not key.startswith("optimizer.")]
             raise UserError(
-                f"the checkpoint has no {parameter.key!r}, which {config} asks for",
+                f"the checkpoint has no {parameter.key!r}, which {config} requires",
                 where=str(folder),
                 remedy=did_you_mean(parameter.key, weights),
             )
         found, wanted = saved.shape, parameter.global_shape
         if found != wanted and not (parameter.pads and found[1:] == wanted[1:] and found[0] > wanted[0]):
             raise UserError(
-                f"{parameter.key!r} has shape {list(found)}, config.json asks for {list(wanted)}",
+                f"{parameter.key!r} has shape {list(found)}, config.json requires {list(wanted)}",
                 where=str(folder / ".metadata"),
                 remedy=f"use the config.json that belongs to these weights, not {config}",
             )
@@ -115,17 +112,17 @@ def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[st
         start, size = tuple(chunk.offsets), tuple(chunk.sizes)
         info = places[key, start] if start else scalars[key]
         if getattr(info, "transform_descriptors", None):
-            raise UserError(f"{key!r} is packed with {info.transform_descriptors}, which is not read here")
+            raise UserError(f"{key!r} is packed with {info.transform_descriptors}, which is not supported")
         stop = tuple(a + n for a, n in zip(start, size, strict=True))
         chunks.append(Chunk(Box(start, stop), _inside(key, info), int(info.offset), int(info.length)))
     return SavedTensor(key, entry.properties.dtype, tuple(entry.size), tuple(chunks))
 
 
 def _inside(key: str, info: Any) -> str:
-    """The file's name, which must be one of the checkpoint's own."""
+    """Name of the file, which must be inside the checkpoint."""
     name = Path(info.relative_path)
     if name.is_absolute() or ".." in name.parts:
-        raise UserError(f"{key!r} lies outside the checkpoint, in {str(name)!r}")
+        raise UserError(f"{key!r} is outside the checkpoint, in {str(name)!r}")
     return str(name)
 
 
@@ -134,7 +131,7 @@ def _check(folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
     for tensor in tensors.values():
         if tensor.shape and not tiles(tensor.shape, [chunk.box for chunk in tensor.chunks]):
             raise UserError(
-                f"the chunks of {tensor.key!r} do not hold each element once",
+                f"the chunks of {tensor.key!r} do not contain each element exactly once",
                 where=str(folder / ".metadata"),
                 remedy=_COPY_AGAIN,
             )
@@ -142,18 +139,18 @@ def _check(folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
             ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
     for name, end in sorted(ends.items()):
         if not (folder / name).is_file():
-            raise UserError("is missing", where=str(folder / name), remedy=_COPY_AGAIN)
+            raise UserError("missing", where=str(folder / name), remedy=_COPY_AGAIN)
         size = (folder / name).stat().st_size
         if size < end:
             raise UserError(
-                f"is cut short, {end - size} bytes are missing ({size} of {end} bytes)",
+                f"is truncated, {end - size} bytes are missing ({size} of {end} bytes)",
                 where=str(folder / name),
                 remedy=_COPY_AGAIN,
             )
 
 
 class _Record:
-    """An instance of a class of the format: its fields, as positional arguments or as a state."""
+    """Instance of a class of the format: its fields, from positional arguments or a state."""
 
     names: tuple[str, ...] = ()
 
@@ -195,4 +192,4 @@ class _Reader(pickle.Unpickler):
             return _KNOWN[module, name]
         if module == "torch" and name in _TYPES:
             return _DTYPES.get(name, name)
-        raise UserError(f"names {module}.{name}, which is no part of the format: it is not opened")
+        raise UserError(f"names {module}.{name}, which is not part of the format: it is not opened")

@@ -1,4 +1,4 @@
-"""Keys of the algorithm that contradict each other."""
+"""Checks the algorithm's keys against each other."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from rlhpc.config.algorithm import DEFAULTS, AlgorithmSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean
 
-# Algorithms with the clipped surrogate, which alone has a dual clip.
+# Algorithms without the clipped surrogate, which alone has a dual clip.
 _WITHOUT_DUAL_CLIP = ("gspo", "cispo")
 _DISCOUNTED = ("reinforce_plus_plus", "ppo")
 
 
 def check_algorithm(config: RunConfig) -> None:
-    """Refuse what has no meaning or no effect. Of an algorithm of the user's own only the common keys are known."""
+    """Refuses keys without meaning or effect; of a user's own algorithm, only the common keys are checked."""
     section = config.algorithm
     own = ":" in section.name
     if not own and section.name not in DEFAULTS:
@@ -25,7 +25,7 @@ def check_algorithm(config: RunConfig) -> None:
     _check_named(section)
     if section.name == "rloo" and config.train.steps and config.rollout.samples_per_prompt < 2:
         raise UserError(
-            "rloo compares a response with the others to its prompt, and there are none",
+            "rloo compares the responses to a prompt, and there is only one",
             where="rollout.samples_per_prompt",
             remedy="use at least 2",
         )
@@ -40,14 +40,14 @@ def _check_common(section: AlgorithmSection) -> None:
         )
     if section.kl.target is not None and not section.kl.coefficient:
         raise UserError(
-            "a coefficient of 0 is not steered anywhere",
+            "a coefficient of 0 does not adapt",
             where="algorithm.kl.target",
-            remedy="leave it out, or set algorithm.kl.coefficient above 0 to begin with",
+            remedy="leave it out, or set algorithm.kl.coefficient above 0",
         )
     correction = section.rollout_correction
     if correction.method == "mask" and correction.low >= correction.high:
         raise UserError(
-            f"no weight lies between {correction.low:g} and {correction.high:g}",
+            f"no weight is between {correction.low:g} and {correction.high:g}",
             where="algorithm.rollout_correction.low",
             remedy="set it below algorithm.rollout_correction.high",
         )
@@ -66,7 +66,7 @@ def _check_named(section: AlgorithmSection) -> None:
         )
     if section.gae_lambda != 1 and section.name != "ppo":
         raise UserError(
-            f"{section.name} has no critic whose word could count",
+            f"{section.name} has no critic to bootstrap from",
             where="algorithm.gae_lambda",
             remedy="leave it out, or use ppo",
         )

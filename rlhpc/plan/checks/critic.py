@@ -1,4 +1,4 @@
-"""Can the critic be built: does its layout suit the ranks and its model, and is that model one that it can be?"""
+"""Checks the critic's model, layout, memory and optimizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.plan.checks.training import check_memory, check_optimizer
 
 
 def check_critic(config: RunConfig, world_size: int, shape: ModelShape | None) -> None:
-    """Refuse what cannot work. ``shape`` is the actor's, where its model is there already."""
+    """Refuses what cannot work. ``shape`` is the actor's, None where its model does not exist yet."""
     section, name = config.critic, config.algorithm.name
     if ":" not in name and name not in WITH_CRITIC:
         if section != CriticSection():

@@ -1,4 +1,4 @@
-"""Do the keys on data and validation agree with one another?"""
+"""Checks the keys of data and validation against each other."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from rlhpc.core.errors import UserError
 
 
 def check_data(config: RunConfig) -> None:
-    """Refuse what has no meaning."""
+    """Refuses keys without meaning."""
     data, validation = config.data, config.validation
     weighted = [file.weight is not None for file in data.train]
     if any(weighted) and not all(weighted):
@@ -17,7 +17,9 @@ def check_data(config: RunConfig) -> None:
         )
     for index, file in enumerate(data.validation):
         if file.weight is not None:
-            raise UserError("held-out files are not mixed", where=f"data.validation.{index}.weight", remedy="remove it")
+            raise UserError(
+                "validation files are not mixed", where=f"data.validation.{index}.weight", remedy="remove it"
+            )
     if data.min_prompt_tokens > data.max_prompt_tokens:
         raise UserError(
             f"{data.min_prompt_tokens} is above data.max_prompt_tokens {data.max_prompt_tokens}",
@@ -26,7 +28,7 @@ def check_data(config: RunConfig) -> None:
         )
     if validation.samples_per_prompt > 1 and not validation.temperature:
         raise UserError(
-            f"{validation.samples_per_prompt} responses to a prompt would all be the likeliest one",
+            f"{validation.samples_per_prompt} responses to a prompt would all be the greedy one",
             where="validation.samples_per_prompt",
             remedy="set validation.temperature above 0, such as 1.0",
         )

@@ -1,6 +1,6 @@
-"""Where a run would stop after hours: lengths, the KV cache, checkpoints' disk, memory. Refused, or told as a warning.
+"""Checks limits that a run would hit after hours: lengths, KV cache, disk, memory. Refuses, or warns.
 
-Warnings are lines that name key, value and remedy.
+Warnings are lines with key, value and remedy.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_
 from rlhpc.plan.estimates.step_time import predict_rollout
 from rlhpc.sharding.layout import ParallelLayout, divisors
 
-_INSIDE = ("tp", "etp")  # axes whose ranks exchange something in every layer
+_INSIDE = ("tp", "etp")  # axes whose ranks communicate in every layer
 
 
 def check_limits(config: RunConfig, shape: ModelShape, layout: ParallelLayout, *, prepared: bool = True) -> list[str]:
-    """Warnings of everything below; raises UserError for what cannot work.
+    """Returns the warnings of all checks below. Raises UserError for what cannot work.
 
-    ``prepared`` false: models beside the actor may still be absent.
+    ``prepared`` false: models other than the actor may not exist yet.
     """
     site = read_site(config)
     gpu = named_gpu(config, site)
@@ -44,14 +44,14 @@ def check_limits(config: RunConfig, shape: ModelShape, layout: ParallelLayout, *
         elif (phase := plan.first_too_large) is not None:
             warnings.append(
                 f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank}, a GPU has "
-                f"{gib:g}; `rlhpc plan` says what helps"
+                f"{gib:g}; `rlhpc plan` shows what helps"
             )
         warnings += check_cpu_memory(config, plan, gpu)
     return warnings
 
 
 def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, claimed: int, free: int) -> str:
-    """What the ranks would end with: vLLM finds less free memory than it claims."""
+    """Warns that vLLM would find less free memory than it claims."""
     section, total = config.rollout, plan.gpu_bytes or 0
     engine, sequence = engine_memory(config, shape, total), sequence_tokens(config)
     key, fits, enough = engine.fitting_setting(section, claimed, free, total, sequence)
@@ -68,7 +68,7 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Prompts with their responses are no longer than positions and rotary scaling allow."""
+    """Refuses prompts with responses that exceed the model's positions; warns if only rotary scaling reaches them."""
     if not config.train.steps and not config.data.validation:
         return
     prompt, response = config.data.max_prompt_tokens, config.rollout.max_response_tokens
@@ -85,12 +85,12 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:
         yield (
             f"rollout.max_response_tokens: {response} after prompts of {prompt} are more than the model's "
             f"{shape.max_positions} positions, which only its rope scaling ({shape.rope.kind}) reaches; lower them if "
-            "it was never trained so"
+            "it was not trained for that"
         )
 
 
 def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> Iterator[str]:
-    """The KV cache holds one whole sequence, or nothing can be generated; a warning where not all that run at once."""
+    """Refuses a KV cache too small for one sequence; warns if it cannot hold all concurrent ones."""
     section = config.rollout
     if not config.train.steps and not config.data.validation:
         return
@@ -122,7 +122,7 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
 def check_network(
     config: RunConfig, shape: ModelShape, gpu: Gpu | None, efficiency: EfficiencySection
 ) -> Iterator[str]:
-    """A warning where engines exchange every token's activations over the network, with what that costs on a GPU."""
+    """Warns if engines exchange activations over the network, with the cost on a known GPU."""
     tp, ranks = config.rollout.tp, config.resources.ranks_per_node
     if tp <= ranks or (gpu is not None and tp <= linked_ranks(ranks, gpu)):
         return
@@ -147,7 +147,7 @@ def check_network(
 
 
 def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
-    """A warning where ranks that exchange activations in every layer are on several nodes."""
+    """Warns if ranks that exchange activations in every layer are on several nodes."""
     ranks = config.resources.ranks_per_node
     sections = {"actor.parallel": config.actor.parallel, "critic.parallel": config.critic.parallel}
     if config.reward_model is not None:
@@ -165,7 +165,7 @@ def check_tensor_parallel(config: RunConfig, gpu: Gpu | None) -> Iterator[str]:
 
 
 def check_cpu_memory(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> Iterator[str]:
-    """A warning where a node's ranks need more of its host than the job or the node has."""
+    """Warns if a node's ranks need more CPU memory than the job or the node has."""
     limit = cpu_memory_limit(config, gpu)
     if limit is not None and plan.cpu.node > limit[1]:
         yield (
@@ -176,7 +176,7 @@ def check_cpu_memory(config: RunConfig, plan: MemoryPlan, gpu: Gpu | None) -> It
 
 
 def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:
-    """Room for one checkpoint, and a warning where not for all that are kept beside the one being written."""
+    """Refuses a disk too small for one checkpoint; warns if it cannot hold all that are kept and one more."""
     if config.evaluates_only:
         return
     folder = next(path for path in (config.folder.absolute(), *config.folder.absolute().parents) if path.exists())
@@ -196,12 +196,12 @@ def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 
 
 def _has_checkpoints(folder: Path) -> bool:
-    """Of an earlier start, which take part of the room already."""
+    """Whether an earlier attempt's checkpoints already take part of the disk."""
     return (folder / "checkpoints").is_dir()
 
 
 def _rounded_up(amount: float) -> str:
-    """With two decimals, never less."""
+    """Returns the amount with two decimals, rounded up."""
     return f"{ceil(amount * 100) / 100:.2f}"
 
 

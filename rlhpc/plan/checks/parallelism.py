@@ -1,4 +1,4 @@
-"""Does a layout fit a model? What does not divide what is named, and the nearest layouts that do fit."""
+"""Checks that a layout fits a model: the reason if not, and the nearest layouts that do."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 
 _AXES = ("tp", "pp", "cp", "ep", "etp")
 _GROUPED_ROW = 8  # bfloat16 elements in 16 bytes: strides that torch.nn.functional.grouped_mm takes on CUDA
-_PER_AXIS = 5  # sizes of one axis that a search looks at
+_PER_AXIS = 5  # sizes of one axis that a search tries
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """One reason why a layout does not suit a model; ``where`` is the config key."""
+    """One reason why a layout does not fit a model; ``where`` is the config key."""
 
     where: str
     message: str
-    remedy: str = ""  # where another layout is not what helps
+    remedy: str = ""  # where another layout does not help
 
 
 def fitting_layout(parallel: ParallelSection, world_size: int, shape: ModelShape | None) -> ParallelLayout:
-    """The layout asked for; a UserError with the nearest that fit when it suits ranks or model badly.
+    """Returns the configured layout. Raises UserError with the nearest fitting ones if it does not fit ranks or model.
 
-    Without a shape, which may have to be prepared first, only the ranks are looked at.
+    Without a shape, which ``prepare`` may have yet to create, only the ranks are checked.
     """
     try:
         layout = make_layout(parallel, world_size)
@@ -50,7 +50,7 @@ def fitting_layout(parallel: ParallelSection, world_size: int, shape: ModelShape
 
 
 def check_engine(shape: ModelShape, rollout: RolloutSection) -> None:
-    """Refuse a tensor-parallel size that the engine cannot cut this model by."""
+    """Refuses a tensor-parallel size that the engine cannot divide this model by."""
     where = "rollout.tp"
 
     def wrong(size: int) -> Iterator[Misfit]:
@@ -68,7 +68,7 @@ def check_engine(shape: ModelShape, rollout: RolloutSection) -> None:
 
 
 def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection) -> Iterator[Misfit]:
-    """Everything in which the layout does not suit the model."""
+    """Yields all reasons why the layout does not fit the model."""
     yield from _tensor_misfits(shape, layout.tp, "actor.parallel.tp")
     yield from _sequence_misfits(shape, layout, parallel)
     yield from _expert_misfits(shape, layout)
@@ -78,15 +78,15 @@ def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection
 def nearest_layouts(
     shape: ModelShape | None, parallel: ParallelSection, world_size: int, count: int = 3
 ) -> list[ParallelLayout]:
-    """The layouts most like the one asked for that suit ranks and model, nearest first.
+    """Returns the layouts nearest to the configured one that fit ranks and model, nearest first.
 
-    There is always one, if only data parallelism alone. Looks at a few sizes of each axis; a size twice or half as
-    large is one step away. A layout that changes more keys than another, among them the same, is left out.
+    At least one: data parallelism alone. Tries a few sizes of each axis; doubling or halving a size is one step. A
+    layout whose changed keys include all those of another is left out.
     """
     stages: Callable[[int], list[ParallelLayout]] = cache(lambda pp: _stage_variants(shape, parallel, pp))
 
     def suits(axis: str, size: int) -> bool:
-        """On its own, the size of this axis suits the model."""
+        """Whether the size of this axis alone fits the model."""
         if axis == "pp":
             return bool(stages(size))
         if shape is None or axis == "cp":
@@ -176,7 +176,7 @@ def _does_not_divide(size: int, number: int, label: str, where: str) -> Iterator
 
 
 def _stage_variants(shape: ModelShape | None, parallel: ParallelSection, pp: int) -> list[ParallelLayout]:
-    """Layouts of ``pp`` stages whose layers come out even: as asked for, even, or with another number on the last."""
+    """Returns layouts of ``pp`` stages: as configured, with equal stages, or with another last stage."""
     if pp == 1:
         return [ParallelLayout(1)]
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
@@ -195,14 +195,14 @@ def _stage_variants(shape: ModelShape | None, parallel: ParallelSection, pp: int
 
 
 def _is_sound(layout: ParallelLayout, num_layers: int) -> bool:
-    """Layers come out even, and no stage has so many that the others mostly wait."""
+    """Whether layers divide, and no stage has more than twice the mean."""
     with suppress(UserError):
         return max(layout.stage_layers(num_layers)) * layout.pp <= 2 * num_layers
     return False
 
 
 def _changed(layout: ParallelLayout, parallel: ParallelSection) -> frozenset[str]:
-    """The axes in which the layout differs from what was asked for; how stages are divided goes with their number."""
+    """Returns the axes that differ from the configured layout; the division of stages counts with their number."""
     axes = {axis for axis in _AXES if layout.size(axis) != getattr(parallel, axis)}
     asked = (parallel.vpp or 1, parallel.first_stage_layers, parallel.last_stage_layers)
     if (layout.vpp or 1, layout.first_stage_layers, layout.last_stage_layers) != asked and "pp" not in axes:
@@ -211,13 +211,13 @@ def _changed(layout: ParallelLayout, parallel: ParallelSection) -> frozenset[str
 
 
 def _distance(shape: ModelShape | None, layout: ParallelLayout, parallel: ParallelSection) -> tuple[float, float]:
-    """Steps away from what was asked for; between equals, how much more or less a rank would hold."""
+    """Returns the steps from the configured layout, and for ties the change of the model's share on a rank."""
     steps = [log2(layout.size(axis) / getattr(parallel, axis)) for axis in _AXES]
     chunks = abs(log2((layout.vpp or 1) / (parallel.vpp or 1)))
     moved = 0.0
     ends = (layout.first_stage_layers, layout.last_stage_layers)
     if shape and ends != (parallel.first_stage_layers, parallel.last_stage_layers):
-        # Ranks wait for the fullest stage.
+        # Ranks wait for the largest stage.
         counts = layout.stage_layers(shape.num_layers)
         moved = 0.25 + max(counts) * layout.pp / shape.num_layers - 1
     return sum(map(abs, steps)) + chunks + moved, abs(sum(steps))

@@ -1,4 +1,4 @@
-"""Which functions score a response, as far as the config alone can tell what is wrong with that."""
+"""Checks the list of rewards and the reward model's files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rlhpc.plan.checks.parallelism import fitting_layout
 _TAKEN = ("mean", "std", "max", "min")  # reward/mean and its like are of the whole reward
 
 
-def reads_own_words(config: RunConfig) -> bool:
-    """The reward model reads conversations through its own tokenizer."""
+def uses_own_tokenizer(config: RunConfig) -> bool:
+    """Whether the reward model reads conversations through its own tokenizer."""
     section = config.reward_model
     assert section is not None
     if section.own_tokenizer is not None:
@@ -25,19 +25,19 @@ def reads_own_words(config: RunConfig) -> bool:
 
 
 def most_tokens(section: RewardModelSection, shape: ModelShape) -> int:
-    """Of a conversation that the reward model reads."""
+    """Returns the maximum tokens of a conversation for the reward model."""
     return section.max_tokens or shape.usable_positions
 
 
 def check_reward_model(config: RunConfig, world_size: int) -> None:
-    """The reward model's files are whole, it suits its layout, and can read what the policy writes."""
+    """Refuses a reward model with incomplete files, a layout that does not fit, or a tokenizer that cannot be used."""
     section = config.reward_model
     if section is None or not (config.train.steps or config.data.validation):
         return
     shape = read_model(section.model, classifier=True)
     check_weights(section.model, shape.with_value_head)
     if config.model.path.exists():
-        _check_words(config, section, shape)
+        _check_tokens(config, section, shape)
     try:
         fitting_layout(reward_model_settings(config).parallel, world_size, shape.with_value_head)
     except UserError as error:
@@ -47,13 +47,13 @@ def check_reward_model(config: RunConfig, world_size: int) -> None:
         raise UserError(f"the reward model: {error.message}", where=where, remedy=remedy) from None
 
 
-def _check_words(config: RunConfig, section: RewardModelSection, shape: ModelShape) -> None:
+def _check_tokens(config: RunConfig, section: RewardModelSection, shape: ModelShape) -> None:
     limit, most, key = shape.usable_positions, most_tokens(section, shape), config.reward_model_key
     if most > limit:
         raise UserError(f"the model has {limit} positions", where=f"{key}.max_tokens", remedy="lower it")
-    if reads_own_words(config):
+    if uses_own_tokenizer(config):
         try:
-            check_tokenizer(section.model, shape.vocab_size, section.chat_template)
+            check_tokenizer(section.model, shape.vocab_size, chat_template=section.chat_template)
         except UserError as error:
             where = f"{key}.chat_template" if error.where == "data.chat_template" else error.where
             remedy = error.remedy.replace("set it", f"set {where}")
@@ -75,7 +75,7 @@ def _check_words(config: RunConfig, section: RewardModelSection, shape: ModelSha
 
 
 def check_rewards(config: RunConfig) -> None:
-    """Refuse several models, and functions that metrics could not tell apart."""
+    """Refuses several models, and parts of the reward without distinct names."""
     functions, rewards = config.reward_functions, config.rewards
     models = [entry for entry in rewards if isinstance(entry, RewardModelSection)]
     if len(models) > 1:

@@ -1,4 +1,4 @@
-"""What a step learns from and whom the policy may call, as far as the config alone can tell what is wrong with that."""
+"""Checks tools and dynamic sampling."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhpc.core.errors import UserError
 
 
 def check_rollout(config: RunConfig) -> None:
-    """Refuse tools without a template, and dynamic sampling that could keep no group."""
+    """Refuses tools without a chat template, and dynamic sampling that could keep no group."""
     _check_tools(config)
     dynamic = config.train.dynamic_sampling
     if dynamic is None:
@@ -24,19 +24,19 @@ def check_rollout(config: RunConfig) -> None:
         return
     if config.reward_model is not None and dynamic.metric == config.reward_model.name:
         raise UserError(
-            "groups are chosen before the reward model has scored them",
+            "groups are selected before the reward model has scored them",
             where="train.dynamic_sampling.metric",
-            remedy="use reward, which is what the functions give then, or the name of one of them",
+            remedy="use reward, the sum of the functions at that point, or the name of one of them",
         )
     if config.rollout.samples_per_prompt == 1:
         raise UserError(
-            "a single sample has no other to differ from, so that every group would be dropped",
+            "a single sample never differs from others: every group would be dropped",
             where="rollout.samples_per_prompt",
             remedy="set it to 2 or more, or name a filter in train.dynamic_sampling.filter",
         )
     if not config.reward_functions:
         raise UserError(
-            "groups are chosen before the reward model has scored them, and there is no other reward",
+            "groups are selected before the reward model has scored them, and there is no other reward",
             where="train.dynamic_sampling",
             remedy="add a function to rewards, or remove the section",
         )

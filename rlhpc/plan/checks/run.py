@@ -1,4 +1,4 @@
-"""Can this run work? Answered before anything is started, from the config and the headers of its files."""
+"""Checks before the start, from the config and the headers of its files, that a run can work."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ Summary = list[tuple[str, str]]
 
 
 def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
-    """Refuse what cannot work, with one UserError; return (topic, text) rows that say what was found.
+    """Returns (topic, text) rows that describe the run. Raises UserError for what cannot work.
 
-    ``prepared`` false: ``config.prepare`` has yet to run, so that input files may still be absent.
+    ``prepared`` false: ``config.prepare`` has yet to run, and input files may be absent.
     """
     check_node_range(config)
     check_own_checkpoints(config)
@@ -61,9 +61,9 @@ def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
 
 
 def outline(config: RunConfig) -> Summary:
-    """(topic, text) rows of layout, batches and model, from the config and the model's config.json alone.
+    """Returns (topic, text) rows of layout, batches and model, from the config and the model's config.json alone.
 
-    Raises UserError for what nothing can be predicted of; whether there are weights and prompts is not looked at.
+    Raises UserError where nothing can be predicted. Weights and prompts may be absent.
     """
     check_node_range(config)
     shape = read_model(config.model.path, config.model.family)
@@ -73,14 +73,14 @@ def outline(config: RunConfig) -> Summary:
 
 
 def check_node_range(config: RunConfig) -> None:
-    """The least number of nodes is not above the most."""
+    """Refuses a minimum number of nodes above the maximum."""
     if config.slurm.least_nodes > config.slurm.most_nodes:
         wrong = f"{config.slurm.nodes}: invalid range: minimum exceeds maximum"
         raise UserError(wrong, where="slurm.nodes", remedy="write [minimum, maximum]")
 
 
 def check_own_checkpoints(config: RunConfig) -> None:
-    """No model is read from the run's own checkpoints, of which the run removes all but the newest."""
+    """Refuses models in the run's own checkpoints, of which the run removes all but the newest."""
     if config.evaluates_only:
         return
     models = {
@@ -100,8 +100,8 @@ def check_own_checkpoints(config: RunConfig) -> None:
 
 
 def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
-    """The layout on the most nodes; a UserError where it, batches, lengths, recomputation or models beside the actor do
-    not suit."""
+    """Returns the layout on the most nodes. Raises UserError if it, batches, lengths, recomputation or other models do
+    not fit."""
     layout = check_layout(config, config.slurm.most_nodes, shape)
     check_critic(config, layout.world_size, shape)
     check_shape_files(config)
@@ -115,7 +115,7 @@ def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
 
 
 def check_shape_files(config: RunConfig) -> None:
-    """Models beside the actor have the config.json that their shape is read from."""
+    """Refuses a critic or reward model without config.json."""
     folders: dict[str, Path | None] = {**_reward_folder(config)}
     if config.algorithm.name in WITH_CRITIC:
         folders["critic.path"] = config.critic.path
@@ -125,13 +125,13 @@ def check_shape_files(config: RunConfig) -> None:
 
 
 def _reward_folder(config: RunConfig) -> dict[str, Path]:
-    """The reward model's folder by its key."""
+    """Returns the reward model's folder by its key."""
     section = config.reward_model
     return {} if section is None else {f"{config.reward_model_key}.model": section.model}
 
 
 def check_planned_lengths(config: RunConfig) -> None:
-    """Mean lengths are within the bounds on them."""
+    """Refuses mean lengths above their bounds."""
     planned = config.planning
     bounds = (
         ("prompt_tokens", planned.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens),
@@ -145,7 +145,7 @@ def check_planned_lengths(config: RunConfig) -> None:
 
 
 def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) -> ParallelLayout:
-    """The layout on so many nodes; a UserError when layout, model (if known) or batches do not fit them."""
+    """Returns the layout on ``nodes`` nodes. Raises UserError if it, the model (if known) or batches do not fit."""
     try:
         layout = check_layout(config, nodes, shape)
         _check_batches(config, layout)
@@ -157,7 +157,7 @@ def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) 
 
 
 def largest_usable(config: RunConfig, nodes: int) -> int:
-    """The most of ``nodes`` that slurm.nodes, layout and batches can use; 0 when they are too few."""
+    """Returns how many of ``nodes`` slurm.nodes, layout and batches can use; 0 if none."""
     for count in range(min(nodes, config.slurm.most_nodes), config.slurm.least_nodes - 1, -1):
         with suppress(UserError):
             check_nodes(config, count)
@@ -166,7 +166,7 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
 
 
 def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
-    """The layout on so many nodes; a UserError when it or the engines do not suit ranks or model (if known)."""
+    """Returns the layout on ``nodes`` nodes. Raises UserError if it or engines do not fit ranks or model (if known)."""
     world_size = nodes * config.resources.ranks_per_node
     layout = fitting_layout(config.actor.parallel, world_size, shape)
     if world_size % config.rollout.tp:
@@ -229,10 +229,10 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
 
 
 def _check_model(config: RunConfig, shape: ModelShape) -> str:
-    """The model's files are whole and belong together."""
+    """Describes the model. Refuses files that are incomplete or do not belong together."""
     folder = config.model.path
     weights = check_weights(config.model.weights or folder, shape)
-    tokens = check_tokenizer(folder, shape.vocab_size, config.data.chat_template)
+    tokens = check_tokenizer(folder, shape.vocab_size, chat_template=config.data.chat_template)
     return (
         f"{folder}: {_model_text(shape)} in {len(set(weights.files.values()))} file(s) of "
         f"{weights.total_bytes / 2**20:,.1f} MiB, vocabulary {tokens or '?'} of {shape.vocab_size}"
@@ -281,12 +281,12 @@ def _batch_text(config: RunConfig) -> str:
             f"{train.minibatches} minibatch(es)"
         )
     if config.evaluates_only:
-        texts.append(f"{config.validation.samples_per_prompt} response(s) to each held-out prompt")
+        texts.append(f"{config.validation.samples_per_prompt} response(s) to each validation prompt")
     return "; ".join(texts)
 
 
 def _nearest(number: int, valid: list[int]) -> str:
-    """The valid numbers next to ``number``, below and above."""
+    """Returns the nearest valid numbers below and above."""
     below = [v for v in valid if v < number][-1:]
     above = [v for v in valid if v > number][:1]
     return " or ".join(str(v) for v in below + above)

@@ -1,4 +1,4 @@
-"""Keys of optimizers and memory that contradict each other or the model."""
+"""Checks optimizers, memory and experts against each other and the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.sharding.layout import ParallelLayout, divisors
 
 
 def check_optimizers(config: RunConfig) -> None:
-    """Of both phases."""
+    """Checks the optimizers of both phases."""
     sections = {"actor.optimizer": config.actor.optimizer}
     if config.sft is not None:
         sections["sft.optimizer"] = config.sft.optimizer
@@ -22,7 +22,7 @@ def check_optimizers(config: RunConfig) -> None:
 
 
 def check_optimizer(key: str, section: OptimizerSection) -> None:
-    """Of one section."""
+    """Checks the optimizer section at ``key``."""
     if section.function is None and section.arguments:
         raise UserError(
             f"{', '.join(section.arguments)} without a function to take them",
@@ -38,7 +38,7 @@ def check_optimizer(key: str, section: OptimizerSection) -> None:
 
 
 def check_experts(section: MoeSection, shape: ModelShape) -> None:
-    """What is asked of experts is there."""
+    """Refuses router replay in a model without experts."""
     if section.router_replay and shape.experts is None:
         raise UserError(
             "the model has no experts", where="actor.moe.router_replay", remedy="set it to false, or leave it out"
@@ -46,23 +46,23 @@ def check_experts(section: MoeSection, shape: ModelShape) -> None:
 
 
 def check_sharing(config: RunConfig) -> None:
-    """Memory that engines use stays where it is."""
+    """Refuses sharing of weights that move, or with the gather method."""
     if config.reshard.share_weights and config.actor.memory.offload.parameters:
         raise UserError(
-            "engines cannot use the memory of weights that are moved to the host (actor.memory.offload.parameters)",
+            "engines cannot share weights that are offloaded (actor.memory.offload.parameters)",
             where="reshard.share_weights",
             remedy="set one of the two to false",
         )
     if config.reshard.share_weights and config.reshard.method == "gather":
         raise UserError(
-            "nothing is shared where whole tensors are gathered",
+            "method gather copies whole tensors and shares nothing",
             where="reshard.share_weights",
             remedy="set it to false, or reshard.method to direct",
         )
 
 
 def check_memory(memory: MemorySection, shape: ModelShape, layout: ParallelLayout) -> None:
-    """What is to be recomputed is there, and divides evenly."""
+    """Refuses recomputation of absent modules, or in groups that do not divide the stages."""
     if memory.recompute == "selective":
         _check_modules(memory.recompute_modules, shape)
     elif memory.recompute == "full":
@@ -79,7 +79,7 @@ def _check_modules(modules: Sequence[str], shape: ModelShape) -> None:
 
 
 def _check_groups(size: int, shape: ModelShape, layout: ParallelLayout) -> None:
-    """Megatron takes groups of equal size on every stage (transformer_block.py:535)."""
+    """Refuses groups of unequal size, which Megatron cannot form (transformer_block.py:535)."""
     lengths = sorted({layers // (layout.vpp or 1) for layers in layout.stage_layers(shape.num_layers)})
     if any(length % size for length in lengths):
         raise UserError(

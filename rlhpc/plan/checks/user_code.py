@@ -1,4 +1,4 @@
-"""Functions that a configuration names by import path, looked for in their files: nothing of them is run."""
+"""Looks for the functions that a configuration names in their files, without running them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError, did_you_mean
 
 _KEYS = ("function", "filter", "family", "step")
-_MAKERS = ("globals", "vars", "setattr", "exec")  # what may bind names that the file does not show
+_MAKERS = ("globals", "vars", "setattr", "exec")  # calls that may bind names not visible in the file
 
 
 def check_own_code(config: RunConfig, workdir: Path) -> list[str]:
-    """Refuse a name that a module's file does not have; a warning for a module that is not found.
+    """Refuses names that a module's file does not define; returns warnings for modules that are not found.
 
-    Modules are looked for in ``workdir``, then among the packages of this Python, unless the job has another one.
+    Modules are looked up in ``workdir``, then in this Python's packages unless the job uses another Python.
     """
     here = config.slurm.conda is None and config.slurm.container is None
     warnings = []
@@ -31,12 +31,14 @@ def check_own_code(config: RunConfig, workdir: Path) -> list[str]:
             _check_name(file, attribute.split(".")[0], key)
         elif here and not _known(workdir, module.split(".")[0]):
             where = f"neither in {workdir} nor among the packages of {sys.executable}"
-            warnings.append(f"{key}: {path}: no module {module!r} {where}; correct it, or see that the job finds it")
+            warnings.append(
+                f"{key}: {path}: no module {module!r} {where}; correct it, or make sure that the job finds it"
+            )
     return warnings
 
 
 def import_paths(config: RunConfig) -> list[tuple[str, str]]:
-    """(key, ``package.module:attribute``) of every function, class or value of its own that the configuration names."""
+    """Returns (key, ``package.module:attribute``) of each function, class or value that the configuration names."""
     found = list(_walk(config.model_dump(mode="json", exclude={"slurm"}), ""))
     name = config.algorithm.name
     return found + ([("algorithm.name", name)] if ":" in name else [])
@@ -52,13 +54,13 @@ def _walk(node: Any, above: str) -> Iterator[tuple[str, str]]:
 
 
 def _in_folder(folder: Path, parts: Sequence[str]) -> Path | None:
-    """The module's file below a folder that its first package is in."""
+    """Returns the module's file in a folder that contains its top package."""
     places = (folder.joinpath(*parts[:-1], f"{parts[-1]}.py"), folder.joinpath(*parts, "__init__.py"))
     return next((place for place in places if place.is_file()), None)
 
 
 def _installed(parts: Sequence[str]) -> Path | None:
-    """Its first package is found without being imported; None too for what is not written in Python."""
+    """Returns the file of an installed module without importing it; None if it is not written in Python."""
     spec = _spec(parts[0])
     if spec is None:
         return None
@@ -74,25 +76,25 @@ def _known(workdir: Path, package: str) -> bool:
 def _spec(package: str) -> ModuleSpec | None:
     try:
         return find_spec(package)
-    except ValueError:  # no name of a package
+    except ValueError:  # not a package name
         return None
 
 
 def _check_name(file: Path, name: str, key: str) -> None:
-    """Refused only if nothing in the file could bind the name."""
+    """Refuses the name only if nothing in the file could bind it."""
     try:
         tree = ast.parse(file.read_bytes(), str(file))
     except (SyntaxError, ValueError) as error:
-        raise UserError(f"{file} is no Python ({error})", where=key, remedy="correct the file") from None
+        raise UserError(f"{file} is not Python ({error})", where=key, remedy="correct the file") from None
     except OSError:
-        return  # the job's ranks will say what they find
+        return  # reported by the job's ranks, if it fails there too
     if not set(_bound(tree)) & {name, "*", "__getattr__", *_MAKERS}:
         public = [other for other in _top(tree) if not other.startswith("_")]
         raise UserError(f"{file} has no {name!r}", where=key, remedy=did_you_mean(name, public))
 
 
 def _top(tree: ast.Module) -> Iterator[str]:
-    """Names of the module's own, without those of functions and imports."""
+    """Yields the module's top-level names, without imports."""
     for node in tree.body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -101,7 +103,7 @@ def _top(tree: ast.Module) -> Iterator[str]:
 
 
 def _bound(tree: ast.AST) -> Iterator[str]:
-    """Names that anything in a module binds, and those it uses to bind others; "*" for an import of all."""
+    """Yields names bound anywhere in a module, and calls that may bind others; "*" for a star import."""
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name

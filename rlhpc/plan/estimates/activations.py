@@ -1,8 +1,8 @@
-"""Bytes that a forward pass keeps for its backward pass, module by module, as the training back end keeps them.
+"""Bytes that a forward pass stores for its backward pass, module by module, as in the training back end.
 
-What autograd holds depends on kernels. "fused" are a GPU's: flash-attention's and fused norms, which keep their inputs.
-"padded" are PyTorch's on a CPU, where norms keep float32 copies and attention copies of queries, keys and values; there
-the figures are compared with what real forward passes keep (tests/helpers/activation_memory.py).
+They depend on kernels. "fused": on a GPU, flash-attention and fused norms store their inputs. "padded": on a CPU,
+PyTorch's norms store float32 copies, and attention copies queries, keys and values; these figures are compared with
+real forward passes (tests/helpers/activation_memory.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rlhpc.sharding.shards import padded_vocab
 
 Kernels = Literal["fused", "padded"]
 _FLOAT32, _INT64 = 4, 8
-_OF_WORD = 29  # bytes a token that the log-probs keep besides the logits: indices, sums (log_probs.py)
+_LOG_PROB_BYTES = 29  # per token, stored for log-probs besides the logits: indices, sums (log_probs.py)
 
 
 @dataclass(frozen=True)
 class ActivationSetting:
-    """All that activations depend on but the tokens."""
+    """Everything but tokens that activations depend on."""
 
     shape: ModelShape
     layout: ParallelLayout
@@ -39,12 +39,12 @@ class ActivationSetting:
 
     @property
     def sequence_cut(self) -> int:
-        """Ranks that share the tokens outside of tensor-parallel regions."""
+        """Number of ranks that split the tokens outside of tensor-parallel regions."""
         return self.layout.tp if self.parallel.sequence_parallel else 1
 
     @property
     def float_copies(self) -> bool:
-        """Norms compute in float32 copies of their input."""
+        """Whether norms compute in float32 copies of their input."""
         return self.kernels == "padded" and self.dtype != "float32"
 
     def recomputes(self, module: str) -> bool:
@@ -53,18 +53,18 @@ class ActivationSetting:
 
 @dataclass(frozen=True)
 class StageActivations:
-    """Bytes of one micro batch on a rank: of its layers by chunk, and of embedding and head."""
+    """Bytes of one microbatch on a rank: of its layers by chunk, of embedding and head."""
 
     chunks: tuple[int, ...]
     embedding: int
     head: int
-    logits: int  # of these the logits, and as many again for their gradient
-    shared: int  # for all layers once: rotary angles, indices
-    recomputed: int  # what a group of layers, or a module, keeps while it is computed again
+    logits: int  # included in head; their gradient takes as many again
+    shared: int  # once for all layers: rotary angles, indices
+    recomputed: int  # of a group of layers, or a module, during its recomputation
 
 
 def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> StageActivations:
-    """Of a micro batch of ``tokens``, those of one context-parallel rank, on a pipeline stage."""
+    """Returns the activations of a microbatch of ``tokens``, of one context-parallel rank, on a pipeline stage."""
     shape, layout, e = setting.shape, setting.layout, setting.itemsize
     experts = set(shape.experts.layers) if shape.experts else set()
     has = {
@@ -91,16 +91,16 @@ def stage_activations(setting: ActivationSetting, stage: int, tokens: int) -> St
             head += _FLOAT32 * outside * shape.hidden_size
         else:
             logits = e * tokens * padded_vocab(shape.vocab_size, layout.tp) // layout.tp
-            head += e * outside * shape.hidden_size + logits + _OF_WORD * tokens
+            head += e * outside * shape.hidden_size + logits + _LOG_PROB_BYTES * tokens
     shared = 2 * _FLOAT32 * tokens * shape.rope_dim
     return StageActivations(tuple(chunks), embedding, head, logits, shared, again)
 
 
 def in_flight_activations(setting: ActivationSetting, stage: int, tokens: int, microbatches: int) -> int:
-    """Of all micro batches between their forward and backward passes on a stage, when they are most.
+    """Returns the peak bytes of all microbatches between forward and backward on a stage.
 
-    One forward, one backward (schedules.py, forward_backward_pipelining_without_interleaving): as many as there are
-    stages from this one on. Interleaved (get_pp_rank_microbatches), chunks are taken in rounds of pp micro batches.
+    1F1B (schedules.py, forward_backward_pipelining_without_interleaving): one microbatch per stage from this one on.
+    Interleaved (get_pp_rank_microbatches): chunks advance in rounds of pp microbatches.
     """
     layout, kept = setting.layout, stage_activations(setting, stage, tokens)
     chunks, behind = len(kept.chunks), layout.pp - 1 - stage
@@ -115,7 +115,7 @@ def in_flight_activations(setting: ActivationSetting, stage: int, tokens: int, m
 
 
 def layer_activations(setting: ActivationSetting, tokens: int, *, has_experts: bool) -> int:
-    """Of one layer; with full recomputation its share of the one input that a group of layers keeps."""
+    """Returns the bytes of one layer; with full recomputation, its share of its group's input."""
     if setting.memory.recompute == "full":
         group_input = setting.itemsize * (tokens // setting.sequence_cut) * setting.shape.hidden_size
         return group_input // setting.memory.recompute_layers
@@ -130,7 +130,7 @@ def _layer(setting: ActivationSetting, tokens: int, *, has_experts: bool, recomp
 
 
 def _norm(setting: ActivationSetting, rows: int, width: int, *, input_stored: bool = True) -> int:
-    """``input_stored`` false: the input is kept by something else, and need not be copied."""
+    """``input_stored`` false: another module stores the input."""
     if setting.kernels == "fused":
         return rows * (setting.itemsize * width * input_stored + _FLOAT32)
     copy = width if input_stored or setting.float_copies else 0
@@ -138,7 +138,7 @@ def _norm(setting: ActivationSetting, rows: int, width: int, *, input_stored: bo
 
 
 def _attention(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
-    """From the normed input to that of the last projection, which is kept whatever is recomputed."""
+    """Returns the bytes from the normed input to the output projection's input, which is stored in any case."""
     shape, e, tp = setting.shape, setting.itemsize, setting.layout.tp
     outside, heads = tokens // setting.sequence_cut, shape.num_heads // tp
     again = recompute and setting.recomputes("core_attn")
@@ -146,15 +146,15 @@ def _attention(setting: ActivationSetting, tokens: int, *, recompute: bool) -> i
     kept = e * (outside * shape.hidden_size + tokens * heads * value_dim)
     if shape.latent is not None:
         kept += _latent_projections(setting, outside)
-        inside = 3 * e * tokens * heads * shape.head_dim  # as many of values: padded
+        inside = 3 * e * tokens * heads * shape.head_dim  # values are padded to the same size
         if again:
             return kept + e * tokens * heads * (2 * shape.head_dim + shape.latent.nope_dim + value_dim)
         return kept + _core(setting, tokens, heads, heads, inside, output_shared=False)
     groups = max(1, shape.num_kv_heads // tp)
-    fused = e * tokens * (heads + 2 * groups) * shape.head_dim  # of which values are a view
+    fused = e * tokens * (heads + 2 * groups) * shape.head_dim  # values are a view of it
     query = e * tokens * heads * shape.head_dim
     key = e * tokens * groups * shape.head_dim
-    copied = query if groups > 1 else 0  # queries of one group are a view too
+    copied = query if groups > 1 else 0  # with one group, queries are a view too
     kept += _head_norms(setting, tokens, heads, groups) if shape.qk_norm else 0
     holds_fused = not setting.float_copies or setting.kernels == "fused"
     before = (copied if shape.qk_norm and holds_fused else 0) + (fused if shape.qk_norm and holds_fused else 0)
@@ -172,7 +172,7 @@ def _attention(setting: ActivationSetting, tokens: int, *, recompute: bool) -> i
 
 
 def _head_norms(setting: ActivationSetting, tokens: int, heads: int, groups: int) -> int:
-    """Without inputs that are views of the fused projection or its queries' copy."""
+    """Returns bytes without inputs that are views of the fused projection or of its queries' copy."""
     own = setting.float_copies
     return sum(_norm(setting, tokens * count, setting.shape.head_dim, input_stored=own) for count in (heads, groups))
 
@@ -191,15 +191,15 @@ def _latent_projections(setting: ActivationSetting, outside: int) -> int:
 def _core(
     setting: ActivationSetting, tokens: int, heads: int, groups: int, inputs: int, *, output_shared: bool = True
 ) -> int:
-    """Attention's own: what its kernel takes (``inputs``, without context parallelism), its output, its sums.
+    """Returns the bytes of the attention kernel: its ``inputs`` (without context parallelism), output and sums.
 
-    The output of a fused kernel is the last projection's input (``output_shared``) where values are as long as keys.
+    A fused kernel's output is the output projection's input (``output_shared``) where values are as wide as keys.
     """
     cp, e, width = setting.layout.cp, setting.itemsize, setting.shape.head_dim
     output = e * tokens * heads * width
     sums = _FLOAT32 * tokens * heads
     if setting.kernels == "padded":
-        output *= 2  # padded, and as it is put into its place
+        output *= 2  # padded, and the copy in place
     elif output_shared and cp == 1:
         output = 0
     if cp > 1 and setting.parallel.cp_method == "all_gather":
@@ -213,7 +213,7 @@ def _core(
 
 
 def _dense(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
-    """SwiGLU: its input, gate and up, the activated gate, up once more (glu_linear_offset), their product."""
+    """Returns the bytes of SwiGLU: input, gate and up, activated gate, up again (glu_linear_offset), product."""
     e, size = setting.itemsize, setting.shape.ffn_size
     kept = e * (tokens // setting.sequence_cut) * setting.shape.hidden_size
     if recompute and setting.recomputes("mlp"):
@@ -222,7 +222,7 @@ def _dense(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
 
 
 def _experts(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int:
-    """With tokens spread evenly over experts."""
+    """Returns the bytes of an expert layer with tokens spread evenly over experts."""
     experts, e, layout = setting.shape.experts, setting.itemsize, setting.layout
     assert experts is not None
     outside, width = tokens // setting.sequence_cut, setting.shape.hidden_size
@@ -246,7 +246,7 @@ def _experts(setting: ActivationSetting, tokens: int, *, recompute: bool) -> int
 
 
 def _router(setting: ActivationSetting, outside: int) -> int:
-    """Its input, float32 scores and choices; the map of who goes where, of all ranks where all get all tokens."""
+    """Returns the bytes of input, float32 scores and selections, and the token map; with allgather, of all ranks."""
     experts, layout = setting.shape.experts, setting.layout
     assert experts is not None
     scores = _FLOAT32 * experts.num_experts * (1 if experts.score == "softmax" else 2)
@@ -258,5 +258,5 @@ def _router(setting: ActivationSetting, outside: int) -> int:
 
 
 def _router_itemsize(setting: ActivationSetting) -> int:
-    """Of the input that the router's product keeps: a float32 copy, or what the experts' norm gave."""
+    """Returns the item size of the router's stored input: a float32 copy, or the output of the norm."""
     return _FLOAT32 if setting.float32_router else setting.itemsize

@@ -1,4 +1,4 @@
-"""What a run needs of each GPU, phase by phase, and of each node's memory: predicted from config and model shape."""
+"""Predicts a run's GPU memory phase by phase, and CPU memory per node, from config and model shape."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
 from rlhpc.sharding.layout import ParallelLayout
 
 GIB = 1 << 30
-ENGINE_TOKENS = 8192  # that vLLM takes through the model at once, at most (max_num_batched_tokens)
+ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
 CPU_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
-_ENGINE = ("engine weights", "KV cache", "engine's passes", "claimed by the engine")  # parts when it is built
-_ROUTE_COPIES = 3  # of what a rank trains on: as they came, by sample, and by micro batch
-_ESTIMATES = Reserves()  # of a machine on which nothing was measured
+_ENGINE = ("engine weights", "KV cache", "engine's passes", "claimed by the engine")  # parts when it starts
+_ROUTE_COPIES = 3  # on each rank: as received, by sample, and by microbatch
+_ESTIMATES = Reserves()  # for a machine without measurements
 
 Parts = dict[str, int]
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """Bytes on the GPU at the fullest moment of a phase, by what they are for."""
+    """Bytes on the GPU at the peak of a phase, by purpose."""
 
     name: str
     parts: dict[str, int]
@@ -40,7 +40,7 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class CpuMemory:
-    """Bytes in host memory of one rank, by what they are for, and of the ranks of its node together."""
+    """Bytes of CPU memory of one rank, by purpose, and of its node's ranks together."""
 
     parts: dict[str, int]
     ranks_per_node: int
@@ -56,7 +56,7 @@ class CpuMemory:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Of one rank. ``gpu_bytes``: what a GPU has, None where it is not known."""
+    """Memory of one rank. ``gpu_bytes``: of the GPU, None where it is not known."""
 
     rank: int
     phases: tuple[PhaseMemory, ...]
@@ -70,14 +70,14 @@ class MemoryPlan:
 
     @property
     def first_too_large(self) -> PhaseMemory | None:
-        """The first phase that does not fit into the GPU."""
+        """First phase that does not fit into the GPU."""
         if self.gpu_bytes is None:
             return None
         return next((phase for phase in self.phases if phase.total > self.gpu_bytes), None)
 
     @property
     def refused_engine(self) -> tuple[int, int] | None:
-        """(bytes that the engine claims, bytes that are free) when it is built, if that is what does not fit first."""
+        """(bytes that the engine claims, free bytes) at its start, if that is the first thing that does not fit."""
         phase = self.first_too_large
         if phase is None or phase.name != "load" or self.gpu_bytes is None or _ENGINE[0] not in phase.parts:
             return None
@@ -133,7 +133,7 @@ def rank_memory(
 
 
 def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory | None:
-    """None where nothing is generated."""
+    """Returns None where nothing is generated."""
     if not config.train.steps and not config.data.validation:
         return None
     return engine_memory(config, shape, gpu_bytes)
@@ -141,28 +141,28 @@ def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> Engi
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """Of one rank of an engine, in bytes. ``token``: of the KV cache for one token."""
+    """Bytes of one rank of an engine. ``token``: of the KV cache per token."""
 
     weights: int
     working: int  # of a forward pass
     cache: int
     token: int
-    claimed: int  # of the GPU that must be free when the engine is built
+    claimed: int  # must be free on the GPU when the engine starts
 
     @property
     def tokens(self) -> int:
-        """That the cache holds."""
+        """Number of tokens that the cache holds."""
         return self.cache // self.token
 
     def smallest(self, sequence: int) -> int:
-        """Bytes of an engine whose cache holds one sequence of so many tokens."""
+        """Returns the bytes of an engine whose cache holds one sequence of ``sequence`` tokens."""
         return self.weights + self.working + sequence * self.token
 
     def fitting_setting(
         self, section: RolloutSection, claimed: int, free: int, total: int, sequence: int
     ) -> tuple[str, float, bool]:
-        """Key in ``rollout`` that decides what the engine claims, its largest value for ``free`` bytes, and whether the
-        cache then holds a sequence. The GPU has ``total`` bytes, of which ``claimed`` are asked for at present."""
+        """Returns the key in ``rollout`` that sets the claim, its largest value for ``free`` bytes, and whether
+        the cache then holds a sequence. ``claimed`` of the GPU's ``total`` bytes are configured."""
         if section.kv_cache_gib is None:
             share = floor(100 * free / total) / 100
             return "gpu_memory_utilization", share, share * total >= self.smallest(sequence)
@@ -171,7 +171,7 @@ class EngineMemory:
 
 
 def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory:
-    """Of the configuration's engines; with a cache for one full batch where the GPU is not known."""
+    """Returns the memory of the configured engines; without a known GPU, with a cache for one full batch."""
     full = config.rollout.max_num_seqs * sequence_tokens(config)
     return engine_bytes(config.rollout, shape, config.model.dtype, gpu_bytes, full)
 
@@ -179,8 +179,8 @@ def engine_memory(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -
 def engine_bytes(
     section: RolloutSection, shape: ModelShape, dtype: str, gpu_bytes: int | None, tokens: int = 0
 ) -> EngineMemory:
-    """``rollout.kv_cache_gib``, or what ``gpu_memory_utilization`` leaves; for so many ``tokens`` where the GPU is not
-    known. A cache below 0 is one that there is no room for."""
+    """Returns the memory of an engine's rank. The cache is ``rollout.kv_cache_gib``, what ``gpu_memory_utilization``
+    leaves, or for ``tokens`` tokens without a known GPU. It is negative if there is no room for it."""
     e = ITEMSIZE[dtype]
     layout = EngineLayout(section.tp, section.expert_parallel)
     weights = e * engine_numel(shape, layout)
@@ -201,7 +201,7 @@ def engine_bytes(
 
 
 def engine_numel(shape: ModelShape, layout: EngineLayout) -> int:
-    """Elements of one rank's parameters, those of ``engine_parameters``."""
+    """Returns the elements of one rank's parameters (``engine_parameters``)."""
     expert_layers = len(shape.experts.layers) if shape.experts else 0
     layers = {
         Where.LAYER: shape.num_layers,
@@ -222,13 +222,13 @@ def _engine_row(shape: ModelShape, layout: EngineLayout, row: Row) -> int:
         return numel
     if row.cut is Cut.VOCAB:
         return engine_vocab(row.shape[0]) // layout.tp * prod(row.shape[1:])
-    if row.cut is Cut.QKV and row.part > 0:  # ranks that are more than the heads keep copies
+    if row.cut is Cut.QKV and row.part > 0:  # more ranks than heads hold copies
         return numel // shape.num_kv_heads * max(1, shape.num_kv_heads // layout.tp)
     return numel // layout.tp
 
 
 def kv_bytes_per_token(shape: ModelShape, tp: int, dtype: str) -> int:
-    """On one rank of an engine. Latent attention keeps one vector for all heads, on every rank."""
+    """Returns bytes on one rank of an engine. Latent attention stores one vector for all heads, on every rank."""
     latent = shape.latent
     if latent is not None:
         return ITEMSIZE[dtype] * shape.num_layers * (latent.kv_rank + latent.rope_dim)
@@ -236,12 +236,12 @@ def kv_bytes_per_token(shape: ModelShape, tp: int, dtype: str) -> int:
 
 
 def sequence_tokens(config: RunConfig) -> int:
-    """Of the longest prompt with the longest response."""
+    """Returns the tokens of the longest prompt with the longest response."""
     return config.data.max_prompt_tokens + config.rollout.max_response_tokens
 
 
 def _different(shape: ModelShape, layout: ParallelLayout) -> list[int]:
-    """Pipeline stages of which one needs most: of those with like layers the first has most micro batches under way."""
+    """Returns the stages that may need most memory: of stages with equal layers, the first has most in flight."""
     experts = set(shape.experts.layers) if shape.experts else set()
     counts = [[0, 0] for _ in range(layout.pp)]
     for layer, (stage, _, _) in enumerate(layout.layer_places(shape.num_layers)):
@@ -251,7 +251,7 @@ def _different(shape: ModelShape, layout: ParallelLayout) -> list[int]:
 
 
 def _state(models: Sequence[RankModel], states: Sequence[StateBytes]) -> Parts:
-    """Of several models by kind; those that are not the actor's by their own names."""
+    """Returns bytes by kind, prefixed with the model's name except for the actor."""
     parts: Parts = {}
     for model, state in zip(models, states, strict=True):
         sizes = {"weights": state.parameters, "gradients": state.gradients, "optimizer": state.optimizer}
@@ -269,13 +269,13 @@ def _largest(name: str, moments: Sequence[Parts]) -> PhaseMemory:
 
 
 def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemory:
-    """Models one after the other, each whole at first and offloaded before the next; and then the engine."""
+    """Loads the models one after the other, each offloaded before the next, then the engine."""
     moments = []
-    resting = [model.resting for model in models]
+    resting = [model.idle_state for model in models]
     for number, model in enumerate(models):
         before, own = _state(models[:number], resting[:number]), model.state
         if model.trained:
-            # Modules are made first, and then the buffers that their weights move into.
+            # Modules are created first, then the buffers that their weights move into.
             making = _state([model], [replace(own, master=0, moments=0)])
             moments.append({**before, **making, "module's own weights": own.parameters})
         moments.append({**before, **_state([model], [own])})
@@ -288,27 +288,27 @@ def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemo
 
 
 def _weight_sync(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
-    """Weights of both sides, and two buckets to send and two to receive."""
-    states = [models[0].left(keep_weights=True), *(model.resting for model in models[1:])]
+    """Holds the weights of both sides, two buckets to send and two to receive."""
+    states = [models[0].remaining(keep_weights=True), *(model.idle_state for model in models[1:])]
     buckets = {"buckets": 4 * (config.reshard.bucket_mib << 20)} if config.reshard.method == "direct" else {}
     return _phase("weight sync", {**_state(models, states), "engine weights": engine.weights, **buckets})
 
 
 def _rollout(models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
     own = {"engine weights": engine.weights, "KV cache": max(0, engine.cache), "engine's passes": engine.working}
-    return _phase("rollout", {**_state(models, [model.resting for model in models]), **own})
+    return _phase("rollout", {**_state(models, [model.idle_state for model in models]), **own})
 
 
 def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
-    """Log-probs and values, one model after the other; the actor's weights come back first and stay."""
+    """Log-probs and values, one model after the other; the actor's weights return first and stay."""
     found = []
     actor, others = models[0], models[1:]
     moments = []
     for model in models:
-        states = [actor.resting if model.name == "reward model" else actor.left(keep_weights=True)]
+        states = [actor.idle_state if model.name == "reward model" else actor.remaining(keep_weights=True)]
         for other in others:
-            states.append(other.left(keep_weights=True) if other is model else other.resting)
-        moment = {**_state(models, states), "activations": model.passing, **asleep}
+            states.append(other.remaining(keep_weights=True) if other is model else other.idle_state)
+        moment = {**_state(models, states), "activations": model.forward_peak, **asleep}
         if model.name == "reward model":
             found.append(_phase("reward model", moment))
         else:
@@ -317,21 +317,21 @@ def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
 
 
 def _update(model: RankModel, models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:
-    """The critic learns first: the actor's weights are on the device then, the rest of it as it was."""
+    """The critic's update is first: the actor's weights are on the device then, its other state is offloaded."""
     states = []
     for other in models:
         if other is model:
             states.append(other.state)
         else:
-            states.append(other.left(keep_weights=True) if other.name == "actor" else other.resting)
+            states.append(other.remaining(keep_weights=True) if other.name == "actor" else other.idle_state)
     parts = {**_state(models, states), **asleep}
     prefix = "" if model.name == "actor" else f"{model.name} "
-    passes = {**parts, "activations": model.kept, "workspace": model.workspace}
+    passes = {**parts, "activations": model.stored, "workspace": model.workspace}
     return [_phase(f"{prefix}forward and backward", passes), _phase(f"{prefix}optimizer step", parts)]
 
 
 def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
-    """The actor is whole after its update; a critic comes back for it, without gradients that were let go."""
+    """The actor is complete after its update; a critic returns, without released gradients."""
     moments = []
     for model in models:
         if not model.trained:
@@ -341,22 +341,22 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
             if other.name == "actor":
                 states.append(other.state)
             elif other is model:
-                states.append(replace(other.state, gradients=other.resting.gradients))
+                states.append(replace(other.state, gradients=other.idle_state.gradients))
             else:
-                states.append(other.resting)
+                states.append(other.idle_state)
         moments.append({**_state(models, states), **asleep})
     return _largest("save", moments)
 
 
 def _cpu(config: RunConfig, models: Sequence[RankModel], routed_experts: int) -> CpuMemory:
-    """What has left the GPU once keeps its pinned memory. A save in the background holds its copies until it is done,
-    one at once those of one model at a time. A reference after a warm-up is saved too."""
+    """Offloaded state holds its pinned memory. A background save holds the copies of all models until it finishes, a
+    blocking one those of one model at a time. After a warm-up, the reference is saved too."""
     away = {model.name: _away(model) for model in models}
     saved = [model.saved_on_cpu for model in models if model.trained or (model.name == "reference" and config.sft)]
     parts = {
         "processes": CPU_PROCESS,
         "offloaded": sum(away.values()),
-        "optimizer of the host": sum(model.state.cpu + model.state.staging for model in models),
+        "optimizer on the CPU": sum(model.state.cpu + model.state.staging for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
         "routed_experts": routed_experts,
     }
@@ -364,20 +364,20 @@ def _cpu(config: RunConfig, models: Sequence[RankModel], routed_experts: int) ->
 
 
 def _routed_experts(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
-    """Experts of a step's tokens, all responses of full length: what engines drew is with the first rank of each, and
-    ranks have what they train on beside it, of their stage's layers. A mean over the ranks of the fullest node."""
+    """Returns the bytes of a step's routed experts, at full length of all responses: the engine's, on its first rank,
+    and those that a rank trains on, of its stage's layers. Mean over the ranks of the fullest node."""
     if not config.actor.moe.router_replay or shape.experts is None or not config.train.steps:
         return 0
-    itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM gives them out
+    itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM returns them
     step = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
     step *= len(shape.experts.layers) * shape.experts.top_k * itemsize
     engines = layout.world_size // config.rollout.tp
     per_node = config.resources.ranks_per_node
-    drawn = step // engines * max(1, per_node // config.rollout.tp) // per_node
-    return drawn + _ROUTE_COPIES * step // (layout.dp * layout.pp)
+    engine = step // engines * max(1, per_node // config.rollout.tp) // per_node
+    return engine + _ROUTE_COPIES * step // (layout.dp * layout.pp)
 
 
 def _away(model: RankModel) -> int:
-    """Gradients are not kept."""
-    state, left = model.state, model.resting
+    """Returns the offloaded bytes; gradients are released, not copied."""
+    state, left = model.state, model.idle_state
     return state.parameters + state.optimizer - left.parameters - left.optimizer

@@ -1,4 +1,4 @@
-"""The models that a run keeps on a rank: their weights, gradients and optimizer state, and what may leave the GPU."""
+"""Memory of each model of a run on one rank: weights, gradients, optimizer state, activations, and offload."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from rlhpc.plan.estimates.optimizer_memory import (
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 
 _FLOAT32 = 4
-_STATISTICS = 3 * _FLOAT32 << 26  # float32 copies of a chunk of logits, and what is made of them (log_probs.py)
+_STATISTICS = 3 * _FLOAT32 << 26  # float32 copies of a chunk of logits, and tensors computed from them (log_probs.py)
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """Of one micro batch on a rank, with gradient and without; and of how many micro batches an update is made."""
+    """Tokens of a microbatch on a rank, in training and in forward passes, and the microbatches of an update."""
 
     trained: int
     passed: int
@@ -41,7 +41,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class RankModel:
-    """A model as one rank keeps it."""
+    """One model on one rank."""
 
     name: str
     setting: ActivationSetting
@@ -51,12 +51,12 @@ class RankModel:
     trained: bool
 
     @cached_property
-    def resting(self) -> StateBytes:
-        """What stays on the GPU when it is offloaded as configured."""
-        return self.left(keep_weights=False)
+    def idle_state(self) -> StateBytes:
+        """Bytes left on the GPU after offload as configured."""
+        return self.remaining(keep_weights=False)
 
-    def left(self, *, keep_weights: bool) -> StateBytes:
-        """Kinds go as the back end lets them: gradients, optimizer, weights, as whole as their buffers are."""
+    def remaining(self, *, keep_weights: bool) -> StateBytes:
+        """Returns what offload leaves, in the back end's order: gradients, optimizer, weights, in whole buffers."""
         section, state = self.setting.memory.offload, self.state
         chosen = {
             "gradients": self.trained and section.gradients,
@@ -87,25 +87,27 @@ class RankModel:
         return coordinates(self.setting.layout, self.rank)["pp"]
 
     @property
-    def kept(self) -> int:
-        """Activations at the fullest moment of an update, with those of all micro batches under way."""
+    def stored(self) -> int:
+        """Activations at the peak of an update, of all in-flight microbatches."""
         return in_flight_activations(self.setting, self.stage, self.tokens.trained, self.tokens.microbatches)
 
     @property
     def workspace(self) -> int:
-        """What is made and dropped in a backward pass: modules computed again, gradients of logits, of activations and
-        of the largest weight."""
+        """Temporary bytes of a backward pass: recomputed modules, gradients of logits, activations and the largest
+        weight."""
         kept, setting = stage_activations(self.setting, self.stage, self.tokens.trained), self.setting
         largest = max(p.numel for chunk in self.parameters for p in chunk) * setting.itemsize
         statistics = min(_STATISTICS, 3 * _FLOAT32 * kept.logits // setting.itemsize)
-        return kept.recomputed + max(kept.logits + statistics, largest + 2 * _passing(setting, self.tokens.trained))
+        return kept.recomputed + max(
+            kept.logits + statistics, largest + 2 * _forward_peak(setting, self.tokens.trained)
+        )
 
     @property
-    def passing(self) -> int:
-        """A pass without gradient: a layer's tensors, and at the end the logits."""
+    def forward_peak(self) -> int:
+        """Peak bytes of a forward pass without gradients: a layer's tensors, or the logits."""
         logits = stage_activations(self.setting, self.stage, self.tokens.passed).logits
         statistics = min(_STATISTICS, 3 * _FLOAT32 * logits // self.setting.itemsize)
-        return max(_passing(self.setting, self.tokens.passed), logits + statistics)
+        return max(_forward_peak(self.setting, self.tokens.passed), logits + statistics)
 
     @cached_property
     def parameters(self) -> list[list[LocalParameter]]:
@@ -113,23 +115,23 @@ class RankModel:
 
     @property
     def saved_on_cpu(self) -> int:
-        """Copies that a checkpoint is written from: the rank's own master weights and moments, and its share of the
-        weights that data-parallel ranks have alike."""
+        """Bytes of the copies that a checkpoint is written from: the rank's master weights and moments, and its share
+        of the weights that data-parallel ranks have in common."""
         layout, state, itemsize = self.setting.layout, self.state, self.setting.itemsize
         optimizer = state.optimizer + state.cpu
-        if itemsize == _FLOAT32:  # the weights, which are their own master weights, are saved as such too
+        if itemsize == _FLOAT32:  # the weights, which are also the master weights, are saved twice
             optimizer += optimizer // 2
         sizes = [(p.numel, layout.edp if p.expert else layout.dp * layout.cp) for c in self.parameters for p in c]
         return optimizer + itemsize * sum(numel // ranks for numel, ranks in sizes)
 
 
 def rank_models(config: RunConfig, shape: ModelShape, layout: ParallelLayout, rank: int) -> list[RankModel]:
-    """The actor first, then those beside it. A reward model or critic of its own must be there to read."""
+    """Returns the actor, then the other models. Needs the config.json of a reward model and of a critic's own model."""
     train, rl = config.train, config.train.steps > 0
     passing = train.log_prob_tokens_per_microbatch or train.tokens_per_microbatch
     make = _Maker(config, rank)
     actor = actor_settings(config)
-    if not rl:  # with both phases, a warm-up's state is as large, but for its share in CPU memory
+    if not rl:  # in RL runs, a warm-up's state is as large, apart from its share in CPU memory
         actor = replace(actor, optimizer=config.sft.optimizer if config.sft else None)
     models = [make("actor", shape, layout, actor, (train.tokens_per_microbatch, passing))]
     reward_model = config.reward_model
@@ -157,7 +159,7 @@ class _Maker:
     def __call__(
         self, name: str, shape: ModelShape, layout: ParallelLayout, settings: ModelSettings, limits: tuple[int, int]
     ) -> RankModel:
-        """``limits``: tokens of a microbatch with gradient and without, as configured."""
+        """``limits``: configured tokens of a microbatch in training and in forward passes."""
         dtype, optimizer = self.config.model.dtype, settings.optimizer
         state = state_bytes(
             shape,
@@ -174,7 +176,7 @@ class _Maker:
 
 
 def _tokens(config: RunConfig, layout: ParallelLayout, trained: int, passed: int) -> Tokens:
-    """Never less than one sequence, and no more than a rank's samples have when all are as long as they may be."""
+    """Returns at least one sequence, and at most a rank's samples at full length."""
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     least = -(-longest // layout.cp)
     samples = config.train.prompts_per_step * config.rollout.samples_per_prompt
@@ -185,8 +187,8 @@ def _tokens(config: RunConfig, layout: ParallelLayout, trained: int, passed: int
     return Tokens(trained, passed, max(1, -(-minibatch // trained)))
 
 
-def _passing(setting: ActivationSetting, tokens: int) -> int:
-    """The largest tensors of one layer at a time: the residual, what a projection takes and gives."""
+def _forward_peak(setting: ActivationSetting, tokens: int) -> int:
+    """Returns the bytes of the largest tensors of one layer: the residual, a projection's input and output."""
     shape, e, tp = setting.shape, setting.itemsize, setting.layout.tp
     ffn = shape.ffn_size / tp
     if shape.experts:

@@ -1,7 +1,7 @@
-"""Bytes of weights, gradients and optimizer state on a rank: what Megatron's buffers hold, padding included.
+"""Bytes of weights, gradients and optimizer state on a rank, with the padding of Megatron's buffers.
 
 As ``_ParamAndGradBuffer`` (megatron/core/distributed/param_and_grad_buffer.py:586, 0.16.1) lays them out and
-``DistributedOptimizer`` (optimizer/distrib_optimizer.py:207) cuts them over the data-parallel ranks.
+``DistributedOptimizer`` (optimizer/distrib_optimizer.py:207) splits them over the data-parallel ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,12 @@ _PARAM_ALIGNMENT = 64  # elements (param_and_grad_buffer.py:665)
 _BUCKET_ALIGNMENT = 128  # elements (param_and_grad_buffer.py:654)
 _BUCKET = 40_000_000  # elements at least, and ...
 STAGED = 1 << 24  # elements of a piece of the CPU's optimizer; two are in flight between device and CPU
-_MODULES = ("input_layernorm", "self_attention", "pre_mlp_layernorm", "mlp")  # of a layer, as it makes them
+_MODULES = (
+    "input_layernorm",
+    "self_attention",
+    "pre_mlp_layernorm",
+    "mlp",
+)  # of a layer, in the order of their creation
 _BUCKET_OF_RANK = 1_000_000  # ... so many for each data-parallel rank (distributed_data_parallel.py:67)
 
 
@@ -38,8 +43,8 @@ class LocalParameter:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """Of one model on one rank. ``cpu`` is what AdamW keeps on the CPU (optimizer_offload_fraction), ``staging`` the
-    buffers there that its gradients and new weights pass through."""
+    """Bytes of one model on one rank. ``cpu``: of AdamW in CPU memory (optimizer_offload_fraction); ``staging``: of the
+    buffers there for its gradients and new weights."""
 
     parameters: int
     gradients: int = 0
@@ -55,9 +60,9 @@ class StateBytes:
 
 
 def rank_parameters(shape: ModelShape, layout: ParallelLayout, stage: int) -> list[list[LocalParameter]]:
-    """Parameters of a rank of a pipeline stage, chunk after chunk, in the order of ``named_parameters``.
+    """Returns the parameters of a rank of a pipeline stage by chunk, in the order of ``named_parameters``.
 
-    Ranks that differ along other axes have as many.
+    They are the same on ranks that differ along other axes.
     """
     chunks: list[list[LocalParameter]] = [[] for _ in range(layout.vpp or 1)]
     rows = find_family(shape.family).table(shape)
@@ -86,9 +91,10 @@ def state_bytes(
     optimizer_offload_fraction: float | None = 0.0,
     bucket: int | None = None,
 ) -> StateBytes:
-    """What one rank allocates for a model; without training only its weights.
+    """Returns the bytes that one rank allocates for a model.
 
-    ``bucket``: elements that close a bucket on the first stage (``default_bucket``); None: one bucket for all.
+    ``optimizer_offload_fraction`` None: the model is frozen and has only weights. ``bucket``: elements that close a
+    bucket on the first stage (``default_bucket``); None: one bucket for all.
     """
     coord = coordinates(layout, rank)
     chunks = rank_parameters(shape, layout, coord["pp"])
@@ -120,7 +126,7 @@ def state_bytes(
 
 
 def coordinates(layout: ParallelLayout, rank: int) -> dict[str, int]:
-    """As ``layout.coord``, which first makes those of all ranks: a search looks at thousands of layouts."""
+    """Returns the rank's ``layout.coord`` without computing all ranks': a search tries thousands of layouts."""
     coord = {}
     for order in (DENSE_AXES, EXPERT_AXES):
         rest = rank
@@ -130,13 +136,13 @@ def coordinates(layout: ParallelLayout, rank: int) -> dict[str, int]:
 
 
 def default_bucket(layout: ParallelLayout) -> int:
-    """Elements that close a bucket (distributed_data_parallel.py:65)."""
+    """Returns the elements that close a bucket (distributed_data_parallel.py:65)."""
     return max(_BUCKET, _BUCKET_OF_RANK * layout.dp)
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Places (start, stop) of parameters in a contiguous buffer, and of its buckets."""
+    """Ranges (start, stop) of parameters in a contiguous buffer, and of its buckets."""
 
     parameters: tuple[LocalParameter, ...]
     places: tuple[tuple[int, int], ...]
@@ -151,7 +157,7 @@ class Buffer:
         return max((stop - start for start, stop in self.buckets), default=0)
 
     def owned(self, ranks: int, index: int) -> list[tuple[LocalParameter, int]]:
-        """Parameters, and how many of their elements are in the rank's part of their bucket, where there are any."""
+        """Returns the parameters with elements in the rank's part of their bucket, and the number of these."""
         found, at = [], 0
         for start, stop in self.buckets:
             part = (stop - start) // ranks
@@ -166,7 +172,7 @@ class Buffer:
 
 
 def lay_out(parameters: Sequence[LocalParameter], ranks: int, bucket: int | None = None) -> Buffer:
-    """The buffer of a chunk's parameters, last first; ``bucket`` elements close a bucket, None: one for all."""
+    """Returns the buffer of a chunk's parameters, last first; ``bucket`` elements close a bucket, None: one for all."""
     divisor = lcm(ranks, _BUCKET_ALIGNMENT)
     places: list[tuple[int, int]] = []
     buckets: list[tuple[int, int]] = []
@@ -191,8 +197,8 @@ def lay_out(parameters: Sequence[LocalParameter], ranks: int, bucket: int | None
 def _share(
     owned: Sequence[tuple[LocalParameter, int]], optimizer_offload_fraction: float
 ) -> tuple[list[int], list[int]]:
-    """Sizes of the parameters with state on the device and on the host: as ``leading_share`` of adamw.py, vectors
-    last."""
+    """Returns sizes of the parameters with state on the device and on the CPU, as ``leading_share`` of adamw.py splits
+    them: vectors last."""
     sizes = [size for parameter, size in owned if not parameter.vector]
     sizes += [size for parameter, size in owned if parameter.vector]
     total, held, count = sum(sizes), 0, 0
@@ -207,13 +213,13 @@ def _up(number: int, divisor: int) -> int:
 
 
 def _layer(shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], kind: Where) -> list[LocalParameter]:
-    """Of a layer with or without experts, in the order of its modules."""
+    """Returns the parameters of a dense or expert layer in the order of its modules."""
     found = _held(shape, layout, rows, Where.LAYER, kind)
     return sorted(found, key=lambda parameter: _place_in_layer(shape, parameter.name))
 
 
 def _place_in_layer(shape: ModelShape, name: str) -> tuple[int, int]:
-    """Attention.__init__ makes linear_proj before SelfAttention makes the others (transformer/attention.py:349)."""
+    """Attention.__init__ creates linear_proj before SelfAttention creates the others (transformer/attention.py:349)."""
     module, _, rest = name.removeprefix("decoder.layers.{layer}.").partition(".")
     first = rest.startswith("linear_proj.") and shape.latent is None
     return _MODULES.index(module), 0 if first else 1
@@ -222,7 +228,7 @@ def _place_in_layer(shape: ModelShape, name: str) -> tuple[int, int]:
 def _held(
     shape: ModelShape, layout: ParallelLayout, rows: Sequence[Row], *where: Where, shared: bool = False
 ) -> list[LocalParameter]:
-    """What a rank has of the parameters of these places, in the table's order."""
+    """Returns a rank's parameters of these places, in the table's order."""
     found: dict[str, LocalParameter] = {}
     for row in rows:
         if row.where in where and not row.float32:  # those are buffers

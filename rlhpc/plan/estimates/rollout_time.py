@@ -1,8 +1,7 @@
-"""Seconds of generating a step's responses, and of giving the engines new weights.
+"""Seconds of a rollout and of a weight sync.
 
-A decoding step reads the weights that its tokens meet and their keys and values; the sequences that are decoded at once
-are as many as the cache holds. Time is followed from one finished sequence to the next, so that the tail, in which few
-long responses keep the engine, counts as what it is.
+A decoding step reads the active weights and the KV cache of its sequences, as many as the cache holds. The simulation
+advances from one finished sequence to the next, so that the tail with few long responses is counted.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from rlhpc.plan.estimates.workload import StepWorkload, response_lengths
 from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
 from rlhpc.sharding.layout import ParallelLayout
 
-# Kernels that decoding starts in a layer, counted in vLLM's model files: a dense one, and what latent attention,
-# experts, a choice among groups of experts and shared experts have more.
+# Kernels launched per layer in decoding, counted in vLLM's model files: of a dense layer, and those added by latent
+# attention, experts, groups of experts and shared experts.
 _KERNELS = {"dense": 12, "latent": 14, "experts": 8, "groups": 12, "shared": 4}
-_MOST_FOLLOWED = 32768  # responses of an engine; more take as much longer
-_SPREAD_ORDER = 0.618  # the golden section deals lengths evenly over time
+_MOST_SIMULATED = 32768  # responses of an engine; beyond, time is proportional
+_SPREAD_ORDER = 0.618  # the golden section spreads lengths evenly over time
 
 
 @dataclass(frozen=True)
 class Engines:
-    """Engines of ``tp`` ranks each on all ``ranks``."""
+    """Engines of ``section.tp`` ranks each on ``ranks`` ranks."""
 
     shape: ModelShape
     section: RolloutSection
@@ -51,7 +50,7 @@ class Engines:
 
     @cached_property
     def memory(self) -> EngineMemory:
-        """Of each rank."""
+        """Memory of each rank."""
         return engine_bytes(self.section, self.shape, self.dtype, self.machine.gpu.memory_bytes)
 
     @property
@@ -73,22 +72,22 @@ class Engines:
 
     @cached_property
     def terms(self) -> tuple[float, float]:
-        """Operations of a token and of a pair of tokens."""
+        """Operations per token and per pair of tokens."""
         return forward_terms(self.shape)
 
 
 def cache_tokens(engines: Engines) -> int:
-    """Tokens that an engine's cache holds; 0 when its weights leave no room."""
+    """Returns the tokens that an engine's cache holds; 0 if weights leave no room."""
     return max(0, engines.memory.tokens)
 
 
 def rollout_time(engines: Engines, work: StepWorkload) -> PhaseTime | None:
-    """Of the engine that finishes last; None when not even one response fits into its cache."""
+    """Returns the time of the engine that finishes last; None if its cache does not hold one response."""
     shape, room = engines.shape, cache_tokens(engines)
     if room < work.prompt + work.longest:
         return None
     responses = ceil(work.generated / engines.count)
-    followed = min(responses, _MOST_FOLLOWED)
+    followed = min(responses, _MOST_SIMULATED)
     runs = _runs(engines, followed, room, work)
     parts: dict[str, float] = {}
     for steps, running, context in runs:
@@ -106,10 +105,10 @@ def rollout_time(engines: Engines, work: StepWorkload) -> PhaseTime | None:
 
 
 def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "direct") -> PhaseTime:
-    """Each rank receives what its engine needs and it has not, of which what its node has comes from there; with
-    ``gather`` the whole model.
+    """Returns the time of a weight sync. Each rank receives what it lacks, from its node as far as that has it; with
+    ``gather``, the whole model.
 
-    Shares are those of ranks that are cut independently, exact up to how the two cuts happen to lie.
+    Shares assume independent cuts of the two sides; the actual overlap may differ a little.
     """
     machine, size = engines.machine, engines.itemsize
     tp = engines.section.tp
@@ -120,7 +119,7 @@ def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "
             wanted, own = wanted * tp, 1 / (cut * training.pp)
         received["node"] += wanted * (nearby - own)
         received["network"] += wanted * (1 - nearby)
-    moved = 2 * (engines.dense + engines.experts) * size  # every byte is read and written, on both ways of a copy
+    moved = 2 * (engines.dense + engines.experts) * size  # each byte is read and written, at both ends of a copy
     parts = total(
         machine.exchange(received["node"], min(machine.linked, training.world_size)),
         machine.exchange(received["network"], 2, machine.linked) if received["network"] else {},
@@ -131,19 +130,18 @@ def weight_sync_time(engines: Engines, training: ParallelLayout, method: str = "
 
 
 def _shares(training: ParallelLayout, cut: int, tp: int, node: int) -> tuple[float, float]:
-    """Of what an engine of ``tp`` ranks wants of weights that training cuts ``cut`` times: the shares that a rank has
-    itself, and that its node has."""
-    # Both sides cut by neighbouring ranks: where one cut refines the other, every rank has its part.
+    """Returns the shares of an engine rank's weights that rank and node have; training cuts them ``cut`` times."""
+    # Both sides cut among neighbouring ranks: where one cut refines the other, every rank has its part.
     nested = tp % cut == 0 or cut % tp == 0
     own = (min(1.0, tp / cut) if nested else 1 / cut) / training.pp
     if training.pp > 1 and tp > cut:
         own = 1 / (cut * training.pp)
-    stages = max(1, node // max(1, training.world_size // training.pp))  # that lie on a node
+    stages = max(1, node // max(1, training.world_size // training.pp))  # on a node
     return own, max(own, min(1.0, node / cut) * min(1.0, stages / training.pp))
 
 
 def _decode(engines: Engines, running: float, context: float) -> dict[str, float]:
-    """Seconds of one token for each of ``running`` sequences of ``context`` tokens."""
+    """Returns the seconds of one decoding step of ``running`` sequences of ``context`` tokens."""
     shape, section, machine = engines.shape, engines.section, engines.machine
     of_token, of_pair = engines.terms
     met = 1.0
@@ -184,12 +182,12 @@ def _active(shape: ModelShape) -> float:
 
 
 def _runs(engines: Engines, responses: int, room: float, work: StepWorkload) -> list[tuple[int, int, float]]:
-    """(token steps, sequences at once, their mean context) between one end of a sequence and the next."""
+    """Returns (token steps, concurrent sequences, their mean context) between consecutive ends of sequences."""
     lengths = list(response_lengths(responses, work.response, work.longest, work.spread))
     # The longest of all engines is on the one that finishes last.
-    among = min(max(work.generated, responses), _MOST_FOLLOWED)
+    among = min(max(work.generated, responses), _MOST_SIMULATED)
     lengths[-1] = response_lengths(among, work.response, work.longest, work.spread)[-1]
-    # The prompt of a group is in the cache once.
+    # A group's prompt is in the cache once.
     shared = work.prompt / (work.group if engines.section.prefix_caching else 1)
     waiting = _mixed(lengths)
     running: list[int] = []  # token steps at which each one ends
@@ -216,6 +214,6 @@ def _runs(engines: Engines, responses: int, room: float, work: StepWorkload) -> 
 
 
 def _mixed(lengths: list[int]) -> Iterator[int]:
-    """Every length once, long and short ones in turn."""
+    """Yields every length once, long and short ones mixed."""
     for i in sorted(range(len(lengths)), key=lambda i: (i * _SPREAD_ORDER) % 1.0):
         yield lengths[i]

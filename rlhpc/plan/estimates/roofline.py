@@ -1,4 +1,4 @@
-"""Seconds for operations and bytes on one GPU and between GPUs, and a phase's seconds by what they are spent on."""
+"""Seconds for operations and bytes on one GPU and between GPUs, and a phase's seconds by bottleneck."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from math import log2
 from rlhpc.config.planning import EfficiencySection
 from rlhpc.plan.estimates.hardware import Gpu, linked_ranks
 
-Parts = Mapping[str, float]  # seconds by what limits them, one after the other
+Parts = Mapping[str, float]  # seconds by bottleneck, one after the other
 
-# What seconds are spent on.
+# Bottlenecks: keys of ``Parts``.
 LIMITS = {
     "compute": "matrix products",
     "memory": "device memory",
@@ -20,13 +20,13 @@ LIMITS = {
     "messages": "latency of collectives",
     "kernels": "starting kernels",
     "pipeline": "waiting for other stages",
-    "host": "host memory and the way to it",
+    "cpu_memory": "CPU memory and the link to it",
 }
 
 
 @dataclass(frozen=True)
 class MachineSpeed:
-    """A GPU and how much of its figures is reached; ``ranks_per_node`` as the job has them."""
+    """A GPU, the fractions of its figures that are reached, and the job's ranks per node."""
 
     gpu: Gpu
     efficiency: EfficiencySection
@@ -34,42 +34,43 @@ class MachineSpeed:
 
     @property
     def without_gradient(self) -> MachineSpeed:
-        """The same in passes without gradient."""
+        """Speed in forward passes without gradients."""
         own = {"compute": self.efficiency.forward_compute, "launch_us": self.efficiency.forward_launch_us}
         given = {name: value for name, value in own.items() if value is not None}
         return replace(self, efficiency=self.efficiency.model_copy(update=given)) if given else self
 
     @property
     def linked(self) -> int:
-        """Neighbouring ranks that need no network between them."""
+        """Number of neighbouring ranks that need no network between them."""
         return linked_ranks(self.ranks_per_node, self.gpu)
 
     @property
     def peak(self) -> float:
-        """Operations a second of the data sheet."""
+        """Operations per second of the data sheet."""
         return self.gpu.tflops * 1e12
 
     def compute(self, flops: float) -> float:
         return flops / (self.peak * self.efficiency.compute)
 
     def memory(self, size: float) -> float:
-        """Bytes read and written in the device's memory."""
+        """Returns the seconds for bytes read and written in GPU memory."""
         return size / (self.gpu.memory_gbps * 1e9 * self.efficiency.memory)
 
     def decode(self, size: float) -> float:
-        """The same while tokens are decoded."""
+        """Returns the same in decoding."""
         return size / (self.gpu.memory_gbps * 1e9 * self.efficiency.decode)
 
     def to_cpu(self, size: float) -> float:
-        """Bytes between device and host, one way."""
+        """Returns the seconds for bytes between GPU and CPU memory, one way."""
         return size / (self.gpu.cpu_link_gbps * 1e9 * self.efficiency.cpu_memory)
 
     def cpu_memory(self, size: float) -> float:
-        """Bytes read and written in the host's memory by one rank's share of its cores."""
+        """Returns the seconds for bytes read and written in CPU memory by one rank's share of the cores."""
         return size / (self.gpu.cpu_memory_gbps * 1e9 * self.efficiency.cpu_memory)
 
     def ring(self, size: float, ranks: int, stride: int = 1, messages: float = 1) -> dict[str, float]:
-        """``size`` bytes that each of ``ranks``, ``stride`` apart, sends to its neighbour, in so many collectives."""
+        """Returns the seconds for ``size`` bytes from each of ``ranks``, ``stride`` apart, to its neighbour, in
+        ``messages`` collectives."""
         if ranks == 1:
             return {}
         if ranks * stride <= self.linked:
@@ -79,7 +80,7 @@ class MachineSpeed:
         return {"network": size / slowest, "messages": messages * self._latency(inside, -(-ranks // inside))}
 
     def exchange(self, size: float, ranks: int, stride: int = 1, messages: float = 1) -> dict[str, float]:
-        """``size`` bytes that each of the ranks sends to all others in equal parts."""
+        """Returns the seconds for ``size`` bytes that each rank sends to all others in equal parts."""
         if ranks == 1:
             return {}
         inside = max(1, min(ranks, self.linked // stride))
@@ -104,11 +105,11 @@ class MachineSpeed:
 
 @dataclass(frozen=True)
 class PhaseTime:
-    """One phase of a step, of the rank that takes longest."""
+    """One phase of a step on its slowest rank."""
 
     name: str
     parts: Parts
-    flops: float = 0.0  # the model's arithmetic, of all ranks together
+    flops: float = 0.0  # of the model, over all ranks
     sent: float = 0.0  # bytes that a rank sends to others
     notes: Mapping[str, float] = field(default_factory=dict)
 
@@ -118,17 +119,17 @@ class PhaseTime:
 
     @property
     def limit(self) -> str:
-        """What most of it is spent on: a key of LIMITS."""
+        """Largest part: a key of LIMITS."""
         return max(self.parts, key=lambda part: self.parts[part], default="compute")
 
 
 def total(*several: Parts) -> dict[str, float]:
-    """The seconds of all, by what they are spent on."""
+    """Returns the sum by bottleneck."""
     return _sum((parts, 1.0) for parts in several)
 
 
 def times(parts: Parts, count: float) -> dict[str, float]:
-    """The same so many times."""
+    """Returns the parts times ``count``."""
     return _sum([(parts, count)])
 
 

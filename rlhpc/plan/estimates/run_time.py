@@ -1,4 +1,4 @@
-"""Seconds of a whole run: starts, steps, validations and checkpoints; against the time limit of its jobs."""
+"""Seconds of a whole run (starts, steps, validations, checkpoints), compared with its jobs' time limit."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.shards import num_parameters
 
-# A run ends in time when another step and a save may take so many times what they took.
+# A run stops before its time limit if a step and a save, each times its factor, no longer fit.
 _STEP_RESERVE, _SAVE_RESERVE = 1.5, 2.0
 
 
 @dataclass(frozen=True)
 class RunTime:
-    """Of each the seconds of one, and how many there are. Warm-up steps are not in it."""
+    """Counts, and seconds of each. Warm-up steps are not included."""
 
     steps: int
     step: float
     start: float  # of a job, to its first step
-    resume: float  # more in later jobs: the checkpoint is read
+    resume: float  # in addition in later jobs: reading the checkpoint
     validations: int
-    validation: float | None  # None: not known how many prompts
+    validation: float | None  # None: number of prompts unknown
     saves: int
-    save: float  # that training waits for one
-    writes: int  # saves that nothing is left of to the background: the last one, and one that shows how long it takes
+    save: float  # during which training waits
+    writes: int  # blocking saves: the last one, and one that measures its duration
     write: float
     read_bytes: float  # at the start
-    saved_bytes: float  # of one checkpoint
+    saved_bytes: float  # per checkpoint
 
     @property
     def seconds(self) -> float:
-        """In one job."""
+        """Seconds in one job."""
         return (
             self.start + self.steps * self.step + self._validating + self.saves * self.save + self.writes * self.write
         )
@@ -53,11 +53,11 @@ class RunTime:
 
     @property
     def first(self) -> float:
-        """Until the first step is saved."""
+        """Seconds until the first step is saved."""
         return self.start + (self.validation or 0.0) + self.step + self.write
 
     def jobs(self, limit: float) -> int:
-        """Jobs of so many seconds that it takes, each of which makes a step at least."""
+        """Returns the number of jobs of ``limit`` seconds; each makes at least one step."""
         if self.seconds <= limit:
             return 1
         each = self.step + (self._validating + self.saves * self.save) / self.steps
@@ -78,11 +78,11 @@ def predict_run(
     disk: DiskSection,
     step: StepTime,
 ) -> RunTime:
-    """All RL steps of ``config``, each as ``step`` was predicted."""
+    """Returns the time of all RL steps of ``config``, each as long as ``step``."""
     nodes = max(1, layout.world_size // config.resources.ranks_per_node)
     reading = min(nodes * disk.node_read_gbps, disk.read_gbps) * 1e9
     writing = min(nodes * disk.node_write_gbps, disk.write_gbps) * 1e9
-    own, beside = _read_bytes(config, shape, layout, nodes), _read_beside(config, layout, nodes)
+    own, others = _read_bytes(config, shape, layout, nodes), _read_others(config, layout, nodes)
     saved = checkpoint_bytes(config, shape)
     copying = machine.to_cpu(saved / layout.world_size)
     whole = _weights(config, shape)
@@ -96,7 +96,7 @@ def predict_run(
     return RunTime(
         steps=steps,
         step=step.seconds,
-        start=config.planning.start_seconds + (own + beside) / reading,
+        start=config.planning.start_seconds + (own + others) / reading,
         resume=(saved + own - whole) / reading,
         validations=1 + -(-steps // config.validation.every) if config.data.validation else 0,
         validation=None if prompts is None else sum(phase.seconds for phase in round_of),
@@ -104,13 +104,13 @@ def predict_run(
         save=save,
         writes=1 + (config.slurm.time is not None and every != 1),
         write=write,
-        read_bytes=own + beside,
+        read_bytes=own + others,
         saved_bytes=saved,
     )
 
 
 def validation_prompts(config: RunConfig) -> int | None:
-    """Held-out prompts of one round, by named sets; None where a file is not there to be counted."""
+    """Returns the prompts of one validation over all sets; None if a file to count does not exist."""
     sets: dict[str, int] = {}
     most = config.validation.max_prompts
     for file in config.data.validation:
@@ -123,7 +123,7 @@ def validation_prompts(config: RunConfig) -> int | None:
 
 
 def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
-    """What the run is predicted to take, against its jobs' time limit. Raises UserError where no step fits in."""
+    """Warns about jobs' time limits that the run exceeds. Raises UserError if no step fits."""
     if limit_seconds is None or not run.steps:
         return
     if run.step > limit_seconds:
@@ -137,7 +137,7 @@ def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
             f"slurm.time: the first step is predicted to be saved after {run.first:,.0f} s "
             f"(start {run.start:,.0f} s, "
             f"step {run.step:,.0f} s, checkpoint {run.write:,.0f} s), the job has {limit_seconds:,} s: a run that ends "
-            "before comes no further; raise it, take more nodes or correct planning.disk and planning.start_seconds"
+            "before makes no progress; raise it, take more nodes or correct planning.disk and planning.start_seconds"
         )
     elif run.seconds > limit_seconds:
         parts = [f"{run.steps} steps of {run.step:,.0f} s", f"a start of {run.start:,.0f} s"]
@@ -161,13 +161,13 @@ def _weights(config: RunConfig, shape: ModelShape) -> float:
 
 
 def _read_bytes(config: RunConfig, shape: ModelShape, layout: ParallelLayout, nodes: int) -> float:
-    """Of a model, by all nodes: each reads once what its ranks hold. A reference is read where the actor was."""
+    """Returns the bytes of a model read by all nodes: each reads what its ranks hold once, also for the reference."""
     ranks = config.resources.ranks_per_node * max(part.count for part in stage_parameters(shape, layout))
     return nodes * min(_weights(config, shape), ITEMSIZE[config.model.dtype] * ranks)
 
 
-def _read_beside(config: RunConfig, layout: ParallelLayout, nodes: int) -> float:
-    """Of a critic's own model and of a reward model."""
+def _read_others(config: RunConfig, layout: ParallelLayout, nodes: int) -> float:
+    """Returns the bytes read of a critic's own model and of a reward model."""
     models = []
     if config.algorithm.name in WITH_CRITIC and config.critic.path is not None:
         models.append((config.critic.path, config.critic.parallel))

@@ -23,12 +23,12 @@ from rlhpc.sharding.layout import ParallelLayout, make_layout
 
 @dataclass(frozen=True)
 class StepTime:
-    """A step by its phases, in their order. ``engine_fits``: the cache holds at least one response."""
+    """Phases of a step in order. ``engine_fits``: the cache holds at least one response."""
 
     phases: tuple[PhaseTime, ...]
     work: StepWorkload
     ranks: int
-    peak: float  # operations a second of one GPU
+    peak: float  # operations per second of one GPU
     training_flops: float
     engine_fits: bool = True
 
@@ -42,21 +42,21 @@ class StepTime:
 
     @property
     def mfu(self) -> float:
-        """Of the actor's updates alone, as it is usually told: the model's arithmetic over what the GPUs could do."""
+        """Model FLOPs utilization of the actor's updates, as usually reported."""
         return self.training_flops / (self.phase("update").seconds * self.ranks * self.peak)
 
     @property
     def limit(self) -> str:
-        """What most of the step is spent on."""
+        """Largest bottleneck of the step."""
         parts = total(*(phase.parts for phase in self.phases))
         return max(parts, key=lambda part: parts[part])
 
     def phase(self, name: str) -> PhaseTime:
-        """The phase of that name; empty when the step has none."""
+        """Returns the phase of that name; an empty one if the step has none."""
         return next((phase for phase in self.phases if phase.name == name), PhaseTime(name, {}))
 
     def share(self, name: str) -> float:
-        """Of the step's time."""
+        """Returns the phase's share of the step's time."""
         return self.phase(name).seconds / self.seconds
 
 
@@ -68,10 +68,9 @@ def predict_step(
     efficiency: EfficiencySection,
     generating: PhaseTime | None = None,
 ) -> StepTime:
-    """The step of ``config``, which has RL steps, under ``layout``. What reward functions take, and what waits for
-    tools, is not in it.
+    """Returns the time of an RL step of ``config`` under ``layout``, without reward functions and waits for tools.
 
-    ``generating``: what predict_rollout said of the same engines before.
+    ``generating``: an earlier result of predict_rollout for the same engines.
     """
     work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
@@ -88,7 +87,7 @@ def predict_step(
 def predict_rollout(
     config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection
 ) -> PhaseTime | None:
-    """Generating a step's responses on so many ranks; None when the engines' cache holds not one."""
+    """Returns the time of a step's responses on ``ranks`` ranks; None if the engines' cache does not hold one."""
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
     return rollout_time(engines, step_workload(config))
@@ -102,7 +101,7 @@ def predict_validation(
     efficiency: EfficiencySection,
     prompts: int,
 ) -> list[PhaseTime]:
-    """One round of answers to so many held-out prompts; what reward functions take is not in it."""
+    """Returns the phases of one validation on ``prompts`` prompts, without reward functions."""
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
     each = config.validation.samples_per_prompt
@@ -141,7 +140,7 @@ def _training_phases(config: RunConfig, training: Training, work: StepWorkload) 
 
 
 def _reward_model(config: RunConfig, training: Training) -> Training | None:
-    """The reward model, where there is one."""
+    """Returns the reward model, None without one."""
     section = config.reward_model
     return None if section is None else _beside(training, section.model, reward_model_settings(config).parallel)
 
@@ -151,7 +150,7 @@ def _critic(config: RunConfig, training: Training) -> Training:
 
 
 def _beside(training: Training, model: Path | None, parallel: ParallelSection) -> Training:
-    """A model with a value head on the same ranks: the one of that folder, else the actor's own."""
+    """Returns a model with a value head on the same ranks: the one in the folder, else the actor's."""
     shape = training.shape.with_value_head if model is None else value_shape(model)
     layout = make_layout(parallel, training.layout.world_size)
     return replace(training, shape=shape, layout=layout, parallel=parallel)
@@ -160,7 +159,7 @@ def _beside(training: Training, model: Path | None, parallel: ParallelSection) -
 def _offload(
     config: RunConfig, training: Training, reward_model: Training | None, critic: Training | None
 ) -> PhaseTime | None:
-    """Weights and optimizer go to the host while the engine generates and come back; frozen models come back too."""
+    """Returns the time of copies to CPU memory and back: weights and optimizer, and frozen models one way."""
     size = offloaded_bytes(training, config.actor.memory, config.actor.optimizer)
     if critic is not None:
         size += offloaded_bytes(critic, critic_settings(config).memory, config.critic.optimizer)
@@ -169,19 +168,19 @@ def _offload(
         frozen.append(reward_model)
     if config.reference.memory.offload and config.algorithm.kl.coefficient > 0:
         frozen.append(training)
-    size += sum(_most_held(each).count * each.itemsize for each in frozen)
-    return PhaseTime("offload", {"host": training.machine.to_cpu(size)}) if size else None
+    size += sum(_largest_stage(each).count * each.itemsize for each in frozen)
+    return PhaseTime("offload", {"cpu_memory": training.machine.to_cpu(size)}) if size else None
 
 
 def offloaded_bytes(training: Training, memory: MemorySection, optimizer: OptimizerSection) -> float:
-    """Bytes of a rank that cross to the host and back in a step; gradients are freed, not copied."""
-    offload, layout, mine = memory.offload, training.layout, _most_held(training)
+    """Returns a rank's bytes copied to CPU memory and back in a step; gradients are released, not copied."""
+    offload, layout, mine = memory.offload, training.layout, _largest_stage(training)
     weights = mine.count * training.itemsize
     state = 12 * (mine.dense / (layout.dp * layout.cp) + mine.experts / layout.edp)
     state *= 1 - optimizer.optimizer_offload_fraction
     return 2 * offload.fraction * (offload.parameters * weights + offload.optimizer * state)
 
 
-def _most_held(training: Training) -> StageParameters:
-    """Of the stage that holds most."""
+def _largest_stage(training: Training) -> StageParameters:
+    """Returns the parameters of the largest stage."""
     return max(stage_parameters(training.shape, training.layout), key=lambda part: part.count)

@@ -1,8 +1,8 @@
-"""Seconds of passes and updates under a training layout.
+"""Seconds of forward passes and updates under a training layout.
 
-A stage's time is that of its layers, one after the other: products at their rate, elementwise work at the memory's,
-collectives in between. The slowest stage sets the pace (Narayanan et al. 2021, section 2.2), the others' work is what
-filling and emptying the pipeline takes, divided by the virtual stages.
+A stage's time is the sum over its layers: matrix products at compute speed, elementwise work at memory speed, and
+collectives. The slowest stage sets the pace (Narayanan et al. 2021, section 2.2); filling and draining the pipeline
+takes the other stages' time, divided by the virtual stages.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from rlhpc.plan.estimates.roofline import MachineSpeed, Parts, PhaseTime, times,
 from rlhpc.plan.estimates.workload import StepWorkload
 from rlhpc.sharding.layout import ParallelLayout
 
-# Times that elementwise work of a layer (norms, residuals, activation, rotation, routing) passes the hidden state, the
-# feed-forward state and a token's copies for its experts through memory, forward; counted on the layers of
-# rlhpc/backends/megatron. Backward takes twice as much.
+# Number of times that a layer's elementwise work (norms, residuals, activation, rotation, routing) moves the hidden
+# state, the feed-forward state and a token's copies for its experts through memory in a forward pass; counted on the
+# layers of rlhpc/backends/megatron. The backward pass takes twice as much.
 _HIDDEN_PASSES, _FEED_FORWARD_PASSES, _EXPERT_PASSES = 16, 4, 6
-_LOGIT_BYTES = 14  # of a logit, forward: written in 16 bits, read into float32 for maximum, sum and the chosen one
-_KERNELS = {"dense": 30, "latent": 14, "experts": 30}  # started in a layer's forward pass
-_UPDATE_BYTES = 30  # of a parameter: gradient, master and both moments read; master, moments and weight written
-_CPU_COPY_BYTES = 6  # of a parameter updated on the host: gradient there, weight back
+_LOGIT_BYTES = 14  # per logit, forward: written in 16 bits, read into float32 for maximum, sum and the token's own
+_KERNELS = {"dense": 30, "latent": 14, "experts": 30}  # launched in a layer's forward pass
+_UPDATE_BYTES = 30  # per parameter: gradient, master and both moments read; master, moments and weight written
+_CPU_COPY_BYTES = 6  # per parameter updated on the CPU: gradient to it, weight back
 
 
 @dataclass(frozen=True)
 class Training:
-    """What is trained: a model under a layout on machines."""
+    """A model under a layout on machines."""
 
     shape: ModelShape
     layout: ParallelLayout
@@ -41,7 +41,7 @@ class Training:
 
     @cached_property
     def terms(self) -> tuple[float, float]:
-        """Operations of a token and of a pair of tokens, forward."""
+        """Forward operations per token and per pair of tokens."""
         return forward_terms(self.shape)
 
     @property
@@ -53,7 +53,7 @@ class Training:
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters that a rank of a stage holds outside of experts and in them."""
+    """Parameters of a stage's rank, outside of experts and in them."""
 
     dense: float
     experts: float
@@ -66,7 +66,7 @@ class StageParameters:
 def update_time(
     training: Training, work: StepWorkload, tokens: int, optimizer: OptimizerSection, memory: MemorySection, name: str
 ) -> PhaseTime:
-    """All of a step's updates, with ``tokens`` of a micro batch on each rank at most."""
+    """Returns the time of all of a step's updates; a microbatch has at most ``tokens`` tokens on each rank."""
     layout = training.layout
     tokens_each = work.tokens * work.epochs / work.updates
     count, size = _micro_batches(layout, tokens_each, work.length, tokens)
@@ -80,7 +80,7 @@ def update_time(
 
 
 def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
-    """One pass without gradient over a step's samples."""
+    """Returns the time of one forward pass without gradients over a step's samples."""
     training = replace(training, machine=training.machine.without_gradient)
     count, size = _micro_batches(training.layout, work.tokens, work.length, tokens)
     parts = _pipeline(_stages(training, size, work.pairs), count, training.layout)
@@ -89,7 +89,7 @@ def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) ->
 
 
 def stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[StageParameters, ...]:
-    """What a rank of each pipeline stage holds; norms and biases are left out."""
+    """Returns the parameters of a rank of each pipeline stage, without norms and biases."""
     embedding, found = shape.vocab_size * shape.hidden_size / layout.tp, []
     of_experts = shape.experts.layers if shape.experts else ()
     plain, sparse = _dense_layer(shape), of_experts[0] if of_experts else 0
@@ -104,7 +104,7 @@ def stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[StagePa
 
 
 def _latent_weights(shape: ModelShape) -> int:
-    """Of the ways down to latent vectors, which are whole on every tensor-parallel rank."""
+    """Returns the weights of the down projections, whole on every tensor-parallel rank."""
     latent = shape.latent
     return shape.hidden_size * (latent.kv_rank + latent.rope_dim + (latent.query_rank or 0)) if latent else 0
 
@@ -136,7 +136,7 @@ def _stage_kinds(layout: ParallelLayout, num_layers: int, experts: tuple[int, ..
 
 
 def _micro_batches(layout: ParallelLayout, tokens: float, length: float, most: int) -> tuple[int, float]:
-    """How many a data-parallel rank takes of so many tokens in all, and the tokens of each; whole samples."""
+    """Returns the number of microbatches of a data-parallel rank and the tokens of each, in whole samples."""
     mine = tokens / layout.dp
     fit = max(1, int(most * layout.cp // length))  # samples of mean length
     count = max(1, ceil(mine / length / fit))
@@ -146,7 +146,7 @@ def _micro_batches(layout: ParallelLayout, tokens: float, length: float, most: i
 def _stages(
     training: Training, tokens: float, pairs: float, recompute: MemorySection | None = None
 ) -> list[dict[str, float]]:
-    """Forward seconds of a micro batch on every stage; with ``recompute``: of what is computed once more."""
+    """Returns the forward seconds of a microbatch on each stage; with ``recompute``, of the recomputed part."""
     if recompute is not None and recompute.recompute == "none":
         return [{}] * training.layout.pp
     kinds = [_layer(training, tokens, pairs, recompute, experts=kind) for kind in (False, True)]
@@ -164,7 +164,7 @@ def _stages(
 def _layer(
     training: Training, tokens: float, pairs: float, recompute: MemorySection | None, *, experts: bool
 ) -> dict[str, float]:
-    """Forward seconds of a layer with or without experts."""
+    """Returns the forward seconds of a dense or expert layer."""
     shape, layout = training.shape, training.layout
     if experts and shape.experts is None:
         return {}
@@ -195,7 +195,7 @@ def _layer(
     )
     kernels = _KERNELS["dense"] + (_KERNELS["latent"] if shape.latent else 0) + (_KERNELS["experts"] if experts else 0)
     starting = 1e-6 * machine.efficiency.launch_us * kernels * (attention + feed_forward) / 2
-    busy = parts["compute"] + parts["memory"]  # the device computes while the next kernels are started
+    busy = parts["compute"] + parts["memory"]  # the GPU computes while the next kernels are launched
     return total(parts, {"kernels": max(0.0, starting - busy)})
 
 
@@ -205,7 +205,7 @@ def _dense_layer(shape: ModelShape) -> int:
 
 
 def _attention_messages(training: Training, tokens: float) -> dict[str, float]:
-    """Sequence parts are gathered before the products and scattered after them; keys and values under cp."""
+    """Gathers and scatters sequence parts around the products; with cp, exchanges keys and values."""
     shape, layout, machine = training.shape, training.layout, training.machine
     parts = _tensor_messages(training, tokens)
     if layout.cp > 1:
@@ -236,14 +236,14 @@ def _feed_forward_messages(training: Training, tokens: float, *, experts: bool) 
 
 
 def _tensor_messages(training: Training, tokens: float) -> dict[str, float]:
-    """One gathering and one scattering of the sequence, or an all-reduce, which is the same bytes."""
+    """One all-gather and one reduce-scatter of the sequence, or an all-reduce of the same bytes."""
     layout = training.layout
     size = 2 * (layout.tp - 1) / layout.tp * tokens / layout.cp * training.shape.hidden_size * training.itemsize
     return training.machine.ring(size, layout.tp, 1, messages=2)
 
 
 def _head(training: Training, tokens: float) -> dict[str, float]:
-    """Logits and the log-probs of tokens, on the last stage."""
+    """Logits and log-probs, on the last stage."""
     shape, layout, machine = training.shape, training.layout, training.machine
     cut = 1 if shape.head == "value" else layout.tp
     logits = tokens / layout.cp * head_rows(shape) / cut
@@ -254,7 +254,7 @@ def _head(training: Training, tokens: float) -> dict[str, float]:
 
 
 def _message(training: Training, tokens: float) -> dict[str, float]:
-    """A stage's output to the next one; beside the computing with virtual stages, between it without."""
+    """Sends a stage's output to the next; overlapped with computation only with virtual stages."""
     layout = training.layout
     size = tokens / (layout.tp * layout.cp) * training.shape.hidden_size * training.itemsize
     parts = training.machine.exchange(size, min(layout.pp, 2), layout.world_size // layout.pp)
@@ -262,7 +262,7 @@ def _message(training: Training, tokens: float) -> dict[str, float]:
 
 
 def _backward(forward: Parts) -> dict[str, float]:
-    """Two products for each; collectives take the mirrored way, and one gathering of the sequence more."""
+    """Two products for each forward one; mirrored collectives, and one more all-gather of the sequence."""
     more = {"compute": 2.0, "memory": 2.0, "node": 1.5, "kernels": 1.0}
     return {name: seconds * more.get(name, 1.0) for name, seconds in forward.items()}
 
@@ -275,7 +275,7 @@ def _pipeline(stages: Sequence[Parts], count: int, layout: ParallelLayout) -> di
 
 
 def _optimizer(training: Training, section: OptimizerSection, backward: Sequence[Parts]) -> dict[str, float]:
-    """Gradients summed as far as the last backward pass does not hide it, AdamW, and the new weights gathered."""
+    """Gradient reduction not hidden by the last backward pass, AdamW, and the all-gather of new weights."""
     layout, machine = training.layout, training.machine
     mine = max(stage_parameters(training.shape, layout), key=lambda part: part.count)
     groups = (
@@ -299,17 +299,17 @@ def _optimizer(training: Training, section: OptimizerSection, backward: Sequence
     )
     if on_cpu:
         copies = machine.to_cpu(_CPU_COPY_BYTES * on_cpu)
-        parts = total(parts, {"host": copies + machine.cpu_memory(_UPDATE_BYTES * on_cpu)})
+        parts = total(parts, {"cpu_memory": copies + machine.cpu_memory(_UPDATE_BYTES * on_cpu)})
     return parts
 
 
 def _sent(training: Training, tokens: float) -> float:
-    """Bytes that a rank sends for so many tokens through its layers, forward."""
+    """Returns the bytes that a rank sends for ``tokens`` tokens in a forward pass."""
     shape, layout, size = training.shape, training.layout, training.itemsize
     layers = ceil(shape.num_layers / layout.pp)
     of_experts = len(shape.experts.layers) / shape.num_layers if shape.experts else 0.0
     shares_experts = bool(shape.experts and shape.experts.shared_ffn_size)
-    pairs = 2 if shares_experts else 1 + (1 - of_experts)  # of gathering and scattering the sequence
+    pairs = 2 if shares_experts else 1 + (1 - of_experts)  # of all-gather and reduce-scatter
     tensor = 2 * pairs * (layout.tp - 1) / layout.tp * tokens / layout.cp
     experts = 2 * (shape.experts.top_k if shape.experts else 0) * of_experts
     dispatch = experts * (layout.ep - 1) / layout.ep * tokens / (layout.tp * layout.cp)

@@ -1,4 +1,4 @@
-"""How much a step has to generate and to learn from, as far as a configuration and mean lengths tell it."""
+"""Size of a step: what it generates and trains on, from the configuration and mean lengths."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _BISECTIONS = 60
 
 @dataclass(frozen=True)
 class StepWorkload:
-    """Of one step, over all ranks. Lengths are means; ``spread`` is that of the logarithm of responses' lengths."""
+    """One step over all ranks. Lengths are means; ``spread``: standard deviation of response lengths' logarithm."""
 
-    samples: int  # that are learnt from
-    generated: int  # that are asked for; more with dynamic sampling
+    samples: int  # trained on
+    generated: int  # requested; more with dynamic sampling
     group: int  # of one prompt
     prompt: float
     response: float
@@ -36,7 +36,7 @@ class StepWorkload:
 
     @property
     def tokens(self) -> float:
-        """Prompts and responses that are learnt from."""
+        """Tokens trained on, prompts included."""
         return self.samples * self.length
 
     @cached_property
@@ -48,7 +48,7 @@ class StepWorkload:
 
 
 def step_workload(config: RunConfig) -> StepWorkload:
-    """What the configuration asks of a step; lengths are those of its ``plan`` section, or half of the bounds."""
+    """Returns the configured step; lengths are those of the section ``planning``, or half of the bounds."""
     train, rollout, section = config.train, config.rollout, config.planning
     samples = train.prompts_per_step * rollout.samples_per_prompt
     batches = section.sampling_batches if train.dynamic_sampling else 1.0
@@ -72,7 +72,7 @@ def step_workload(config: RunConfig) -> StepWorkload:
 
 @lru_cache(maxsize=256)
 def response_lengths(count: int, mean: float, longest: int, spread: float) -> tuple[int, ...]:
-    """``count`` evenly spaced quantiles of lengths whose logarithm is normal, cut off at ``longest``, with that mean.
+    """Returns ``count`` evenly spaced quantiles of a log-normal distribution, cut off at ``longest``, with that mean.
 
     Shortest first.
     """

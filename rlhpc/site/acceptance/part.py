@@ -64,7 +64,7 @@ class Skipped:
 
 @dataclass(frozen=True)
 class Part:
-    """One part of acceptance, run in a process of its own.
+    """One part of acceptance, run in its own process.
 
     ``function`` is "module:name" of a ``Callable[[Context], None]``. ``minutes`` is the part's own limit, at most 8.
     ``needs_gpu`` parts are skipped by name where there is none.

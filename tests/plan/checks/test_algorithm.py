@@ -27,15 +27,18 @@ def config(samples: int = 8, **algorithm: Any) -> RunConfig:
     [
         ({"name": "dapoo"}, "algorithm.name: unknown algorithm 'dapoo'; did you mean 'dapo'"),
         ({"aggregation_length": 9}, "algorithm.aggregation_length: token-mean is not divided by a constant; leave"),
-        ({"name": "dapo", "kl": {"target": 0.1}}, "algorithm.kl.target: a coefficient of 0 is not steered anywhere;"),
+        ({"name": "dapo", "kl": {"target": 0.1}}, "algorithm.kl.target: a coefficient of 0 does not adapt;"),
         (
             {"rollout_correction": {"method": "mask", "low": 2.0, "high": 1.5}},
-            "algorithm.rollout_correction.low: no weight lies between 2 and 1.5; set it below .*correction.high",
+            "algorithm.rollout_correction.low: no weight is between 2 and 1.5; set it below .*correction.high",
         ),
         ({"name": "gspo", "dual_clip": 3.0}, "algorithm.dual_clip: the loss of gspo has no dual clip; leave it out"),
         ({"gamma": 0.9}, "algorithm.gamma: grpo does not discount: .*; leave it out, or use reinforce_plus_plus"),
         ({"name": "dr_grpo", "normalise_std": True}, "algorithm.normalise_std: dr_grpo is GRPO without .*or use grpo"),
-        ({"name": "rloo", "samples": 1}, "rollout.samples_per_prompt: rloo compares .* there are none; use at least 2"),
+        (
+            {"name": "rloo", "samples": 1},
+            "rollout.samples_per_prompt: rloo compares .* there is only one; use at least 2",
+        ),
     ],
 )
 def test_a_contradiction_names_the_key_and_the_way_out(algorithm: dict[str, Any], message: str) -> None:

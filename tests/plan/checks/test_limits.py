@@ -79,7 +79,7 @@ def test_a_cache_for_a_part_of_the_batch_is_told() -> None:
     assert list(check_cache(parts()[0], shape, None)) == [], "nothing is known of the GPU"
 
 
-def test_engines_over_nodes_are_told_what_the_network_costs() -> None:
+def test_engines_spans_nodes_are_told_what_the_network_costs() -> None:
     def told(gpu: str | None, *changes: str, name: str = "qwen2.5-72b-96gpus.yaml") -> list[str]:
         config, shape = parts(*changes, name=name)
         site = read_site(config)
@@ -171,7 +171,7 @@ def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(m
         assert reported(f"{key}={fits + 0.02}")
 
 
-def test_tensor_parallelism_over_nodes_is_told() -> None:
+def test_tensor_parallelism_over_nodes_is_reported() -> None:
     config, _ = parts("slurm.nodes=2", "actor.parallel.tp=16")
     (warning,) = check_tensor_parallel(config, None)
     assert warning.startswith(

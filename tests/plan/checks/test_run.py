@@ -87,9 +87,12 @@ def test_the_summary_names_every_axis(inputs):
         ),
         (
             ["reshard.share_weights=true", "actor.memory.offload.parameters=true"],
-            "reshard.share_weights: engines cannot use the memory of weights that are moved to the host",
+            "reshard.share_weights: engines cannot share weights that are offloaded",
         ),
-        (["reshard.share_weights=true", "reshard.method=gather"], "reshard.share_weights: nothing is shared where"),
+        (
+            ["reshard.share_weights=true", "reshard.method=gather"],
+            "reshard.share_weights: method gather copies whole tensors",
+        ),
         (["actor.moe.router_replay=true"], "actor.moe.router_replay: the model has no experts; set it to fal"),
         (["train.minibatches=3"], "train.minibatches: 32 samples a step do not divide into 3 minibatches; use 2 or 4"),
         (
@@ -126,13 +129,13 @@ def test_what_does_not_fit_is_refused_with_key_and_remedy(inputs, overrides, tol
 def test_a_weight_file_cut_short_names_file_and_missing_bytes(inputs):
     file = inputs / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
-    assert refused(inputs).startswith(f"{file}: is cut short, 100 bytes are missing")
+    assert refused(inputs).startswith(f"{file}: is truncated, 100 bytes are missing")
 
 
 def test_a_weight_file_cut_inside_its_header_is_refused(inputs):
     file = inputs / "model" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:50])
-    assert f"{file}: is cut short inside its header" in refused(inputs)
+    assert f"{file}: is truncated inside its header" in refused(inputs)
 
 
 @pytest.mark.parametrize("content", [b"", b"version https://git-lfs.github.com/spec/v1\n", (9).to_bytes(8, "little")])
@@ -147,13 +150,13 @@ def test_files_that_the_index_names_must_exist(inputs):
     index = {"weight_map": {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / "model.safetensors").rename(folder / "model-1-of-2.safetensors")
-    assert "names 2 files, of which 1 are missing: model-2-of-2.safetensors" in refused(inputs)
+    assert "lists 2 files, of which 1 are missing: model-2-of-2.safetensors" in refused(inputs)
 
 
 def test_weights_of_another_model_are_refused(inputs):
     file = inputs / "model" / "model.safetensors"
     write_safetensors(file, {"model.embed_tokens.weight": (16, 32)})
-    assert "'model.embed_tokens.weight' has shape [16, 32], config.json asks for [16, 64]" in refused(inputs)
+    assert "'model.embed_tokens.weight' has shape [16, 32], config.json requires [16, 64]" in refused(inputs)
     write_safetensors(file, {"model.embed_tokens.weight": (16, 64)})
     assert "the weights have no tensor 'model.layers.0.self_attn.q_proj.weight'" in refused(inputs)
 
@@ -209,7 +212,7 @@ def test_a_missing_chat_template_is_refused_only_when_it_is_used(inputs):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [("\n \n", "holds no rows"), ("\nnot json\n", "train.jsonl:2: is not a JSON object")]
+    ("content", "told"), [("\n \n", "has no rows"), ("\nnot json\n", "train.jsonl:2: is not a JSON object")]
 )
 def test_bad_jsonl_is_refused(inputs, content, told):
     (inputs / "train.jsonl").write_text(content)
@@ -224,11 +227,11 @@ def test_bad_parquet_is_refused(inputs):
     check_config(load_config(inputs / "config.yaml", [override]))
     whole = file.read_bytes()
     file.write_bytes(whole[:-10])
-    assert refused(inputs, override).startswith(f"{file}: is cut short")
+    assert refused(inputs, override).startswith(f"{file}: is truncated")
     file.write_bytes(b"PAR1" + bytes(20) + b"PAR1")
     assert refused(inputs, override).startswith(f"{file}: cannot be read as parquet")
     parquet.write_table(arrow.table({"prompt": arrow.array([], arrow.string())}), file)
-    assert refused(inputs, override).startswith(f"{file}: holds no rows")
+    assert refused(inputs, override).startswith(f"{file}: has no rows")
 
 
 def test_absent_inputs_pass_until_they_are_prepared(inputs):

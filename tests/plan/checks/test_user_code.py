@@ -79,7 +79,7 @@ def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     assert told(tmp_path, "rlhpc.rewards.rules:maths") == ""
     assert "rules.py has no 'math'; did you mean 'maths'" in told(tmp_path, "rlhpc.rewards.rules:math")
     file.write_text("def score(:")
-    assert told(tmp_path, "mine:score").startswith(f"rewards.0.function: {file} is no Python (invalid syntax")
+    assert told(tmp_path, "mine:score").startswith(f"rewards.0.function: {file} is not Python (invalid syntax")
 
 
 @pytest.mark.parametrize("line", ["from elsewhere import *", "def __getattr__(name): ...", "globals().update(f())"])

@@ -190,7 +190,7 @@ def test_logits_of_a_pass_are_taken_apart_in_float32() -> None:
         "train.log_prob_tokens_per_microbatch=200",
     ]
     config, shape, layout = parts(SMALL, "actor.parallel.tp=2", *short)
-    assert rank_models(config, shape, layout, 0)[0].passing == 200 * 152064 // 2 * (2 + 3 * 4)
+    assert rank_models(config, shape, layout, 0)[0].forward_peak == 200 * 152064 // 2 * (2 + 3 * 4)
 
 
 def test_a_fraction_goes_gradients_first() -> None:
@@ -198,7 +198,7 @@ def test_a_fraction_goes_gradients_first() -> None:
         SMALL, STAYS, "actor.memory.offload={gradients: true, optimizer: true, fraction: 0.5}"
     )
     actor = rank_models(config, shape, layout, 0)[0]
-    state, left = actor.state, actor.resting
+    state, left = actor.state, actor.idle_state
     assert left.gradients == 0
     gone = state.gradients + state.optimizer - left.gradients - left.optimizer
     assert gone == max(state.gradients, (state.gradients + state.optimizer) // 2)
@@ -213,12 +213,12 @@ def test_stages_hold_the_micro_batches_that_are_under_way() -> None:
         (actor, *_) = rank_models(config, shape, layout, stage * 2)
         one = stage_activations(actor.setting, stage, actor.tokens.trained)
         assert actor.tokens.microbatches > 8
-        kept.append((actor.kept - one.head) / (one.chunks[0] + one.embedding + one.shared))
+        kept.append((actor.stored - one.head) / (one.chunks[0] + one.embedding + one.shared))
     assert kept == [4, 3, 2, 1]
     config, shape, _ = parts(SMALL, "actor.parallel={pp: 4, vpp: 7}", "train.prompts_per_step=1024")
     (actor, *_) = rank_models(config, shape, make_layout(config.actor.parallel, 8), 0)
     one = stage_activations(actor.setting, 0, actor.tokens.trained)
-    assert actor.kept > 4 * sum(one.chunks)
+    assert actor.stored > 4 * sum(one.chunks)
 
 
 def test_recomputation_keeps_less_and_works_more() -> None:

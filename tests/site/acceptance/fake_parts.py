@@ -1,4 +1,4 @@
-"""Parts of the tests' own. Each function runs in a real process of acceptance and ends in one way."""
+"""Fake parts for tests. Each function runs in a real process of acceptance and ends in a different way."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.site.acceptance.part import Context, Figure, Goal, Part, Skipped
 
-LIMIT = 2.0  # minutes, far more than any of these takes
+LIMIT = 2.0  # minutes, far more than any of these needs
 _FOREVER = 3600.0
 
 
 def part(name: str, function: str | None = None, minutes: float = LIMIT, needs_gpu: bool = False) -> Part:
-    """A part whose function is the one of that name here."""
+    """A part with the function of that name in this module."""
     return Part(name, f"Part {name}", "first", minutes, f"{__name__}:{function or name}", needs_gpu)
 
 
@@ -29,7 +29,7 @@ def good(context: Context) -> None:
 
 
 def slow_sync(context: Context) -> None:
-    """Misses one goal of two."""
+    """Misses one of two goals."""
     context.report(Figure("8b: seconds", 0.31, "s", Goal("<", 0.05)))
     context.report(Figure("8b: bandwidth", 900.0, "GB/s", Goal(">", 100.0)))
 
@@ -62,7 +62,7 @@ def cases(context: Context) -> None:
 
 
 def hang(context: Context) -> None:
-    """With a process in a session of its own, as the ranks of a run lead; its id is left in the file "hanging"."""
+    """Hangs with a process in its own session, like a run's ranks; its id is in the file "hanging"."""
     context.report(Figure("before", 1.0))
     child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({_FOREVER})"], start_new_session=True)
     Path("hanging").write_text(str(child.pid))
@@ -70,15 +70,15 @@ def hang(context: Context) -> None:
 
 
 def orphan(context: Context) -> None:
-    """Crashes while a process in a session of its own is at work."""
+    """Crashes while a process in its own session is running."""
     child = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({_FOREVER})"], start_new_session=True)
     Path("hanging").write_text(str(child.pid))
-    time.sleep(1.5)  # the driver has looked
+    time.sleep(1.5)  # the driver has scanned its processes
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def until_released(context: Context) -> None:
-    """Reports, and then waits for the file "released"."""
+    """Reports, then waits for the file "released"."""
     context.report(Figure("begun", float(os.getpid())))
     while not Path("released").exists():
         time.sleep(0.05)
@@ -86,13 +86,13 @@ def until_released(context: Context) -> None:
 
 
 def rank(context: Context) -> None:
-    """Who this process believes to be."""
+    """Reports the launcher variables of this process."""
     info = RankInfo.from_environ()
     context.report(Figure("rank", f"{info.rank} of {info.world_size}"))
 
 
 def loud(context: Context) -> None:
-    """Prints more than a log keeps, and fails."""
+    """Prints more than a log stores, and fails."""
     print("first line")
     for number in range(60_000):
         print(f"line {number} of much output")

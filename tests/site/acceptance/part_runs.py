@@ -1,4 +1,4 @@
-"""Parts of acceptance run by tests: in a rank's process, or with their own processes."""
+"""Runs parts of acceptance in tests: in a rank's process, or with their own processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Results = list[Figure | Skipped]
 def collect(
     folder: Path, function: str, arguments: dict[str, Any], on_gpu: bool = False, size: Size = "tiny"
 ) -> Results:
-    """Call module:function with a context and the arguments, here; its results. For ``run_ranks``."""
+    """Call module:function with a context and the arguments in this process; returns its results. For ``run_ranks``."""
     results: Results = []
     module, _, name = function.partition(":")
     context = Context(folder, size, on_gpu, results.append)
@@ -23,7 +23,7 @@ def collect(
 
 
 def figures(results: Results) -> dict[str, Figure]:
-    """By name, each of which is there once."""
+    """Figures by name; asserts that names are unique."""
     found = [result for result in results if isinstance(result, Figure)]
     assert len({figure.name for figure in found}) == len(found), [figure.name for figure in found]
     return {figure.name: figure for figure in found}
@@ -40,12 +40,12 @@ def with_goal(results: Results) -> list[str]:
 
 
 def skipped(results: Results) -> dict[str, str]:
-    """Reasons by name."""
+    """Reasons of skipped cases by name."""
     return {result.name: result.reason for result in results if isinstance(result, Skipped)}
 
 
 def correctness_with_a_wrong_weight(folder: Path, first: int) -> Results:
-    """The dense case, in which weight sync leaves a zeroed tensor in the engine from its ``first`` writing on."""
+    """The dense case, where weight sync leaves a zeroed tensor in the engine from its ``first`` write on."""
     from rlhpc.reshard.manager import ReshardManager
 
     write, count = ReshardManager.write, 0

@@ -1,4 +1,4 @@
-"""Real parts with a fault planted in what they measure."""
+"""Real parts with planted faults in the code under measurement."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wrong_weight(context: Context) -> None:
 
 
 def slow_sync(context: Context) -> None:
-    """Each weight sync takes two seconds more."""
+    """Each weight sync takes two extra seconds."""
     from rlhpc.reshard.manager import ReshardManager
     from rlhpc.site.acceptance.parts import weight_sync
 
@@ -40,7 +40,7 @@ def slow_sync(context: Context) -> None:
 
 
 def crash(context: Context) -> None:
-    """Dies in the middle of the engine's start."""
+    """Dies during the engine's startup."""
     from rlhpc.rollout.vllm_engine import VllmEngine
     from rlhpc.site.acceptance.parts.install import run
 
@@ -52,7 +52,7 @@ def crash(context: Context) -> None:
 
 
 def other_seed(context: Context) -> None:
-    """The dense run that is killed and resumed has other random numbers than the one that is left alone."""
+    """The killed and resumed dense run has another seed than the uninterrupted one."""
     from rlhpc.site.acceptance.parts import recovery
 
     def changed(context: Context, name: str, *arguments: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How many layers of a model fit, how kernels are sorted, when an axis misses its goals: arithmetic alone."""
+"""Arithmetic of acceptance: number of layers that fit, kinds of kernels, goals of axes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_cut_of_30b_a3b_keeps_its_proportions() -> None:
 
 def test_operations_of_an_update_are_six_for_each_weight_and_token_and_attention() -> None:
     shape, update = model_shape("1.5b"), mfu.Packing("4k", (2048, 1024, 512, 512), microbatches=8)
-    weights = num_parameters(shape)  # the embedding, which is also the head, counts once
+    weights = num_parameters(shape)  # the tied embedding counts once
     assert update.operations(shape) == pytest.approx(6 * weights * 8 * 4096, rel=0.05)
 
 
@@ -67,7 +67,7 @@ def test_kernels_are_sorted_by_their_names(name: str, kind: str) -> None:
 
 
 def test_an_axis_with_other_numbers_misses_its_goals() -> None:
-    """A rank whose numbers are off by a tenth shows, wherever it is."""
+    """A rank whose numbers are off by 10% is detected at any position."""
     results: Results = []
     context = Context(Path(), "tiny", False, results.append)
     right: dict[str, Any] = {"loss": 2.0, "grad_norm": 1.0, "log_probs": {"before": {"0": [-1.0, -2.0], "1": [-3.0]}}}

@@ -1,4 +1,4 @@
-"""What the driver of a GPU reports: by nvidia-smi as a program on PATH, by NVML as the module pynvml gives it."""
+"""GPU facts from the driver: through a fake nvidia-smi on PATH, and through a fake pynvml."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NVMLError(Exception):
 
 
 def nvml(**calls: object) -> SimpleNamespace:
-    """What pynvml has for two GPUs, handles being their numbers."""
+    """A fake pynvml with two GPUs, whose handles are their indices."""
 
     def handle(index: int) -> int:
         if index > 1:

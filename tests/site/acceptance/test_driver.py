@@ -1,4 +1,4 @@
-"""The driver on real processes, with parts of the tests' own: results, failures, limits, state."""
+"""The driver on real processes, with fake parts: results, failures, limits, state."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture(autouse=True)
 def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts leave files in the working folder, and find this package."""
+    """Run in an empty folder, from which parts can import this package."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
 
 def start(parts: Sequence[Part], *names: str, **options: object) -> tuple[int, Results]:
-    """One start; its exit code and the state it left."""
+    """One invocation; its exit code and the resulting state."""
     code = accept(Path("out"), parts, Options(names=names, **options))  # type: ignore[arg-type]
     return code, read_results(Path("out", STATE))
 
@@ -54,7 +54,7 @@ def ended(pid: int) -> bool:
 
 
 def test_a_failure_ends_its_part_alone() -> None:
-    """A crash, an error, a user's error, a part that reports nothing; parts before and after them pass."""
+    """A crash, an error, a user error and a part without results; parts before and after them pass."""
     names = ("good", "crash", "error", "user_error", "nothing", "slow_sync", "not_finite", "cases")
     parts = [*(part(name) for name in names), part("on_gpu", "good", needs_gpu=True)]
     code, results = start(parts)
@@ -120,7 +120,7 @@ def test_a_crash_leaves_no_process_behind() -> None:
 
 
 def test_a_later_start_continues() -> None:
-    """What passed is not run again, what failed only when asked for, what is named always."""
+    """Passed parts do not run again, failed ones only with retry, named ones always."""
     parts = [part("good"), part("crash"), part("cases")]
     start(parts, "good")
     _, results = start(parts)
@@ -144,7 +144,7 @@ def test_a_part_starts_only_if_its_limit_fits() -> None:
 
 
 def driver(*names: str) -> subprocess.Popen[bytes]:
-    """A start in a process of its own."""
+    """An invocation in a separate process."""
     code = f"""
 import sys
 from pathlib import Path
@@ -156,13 +156,13 @@ sys.exit(accept(Path("out"), [part(name) for name in {names!r}], Options()))
 
 
 def begun() -> bool:
-    """The part has reported, and the driver has written that down."""
+    """Whether the part has reported and the driver has stored that."""
     file = Path("out", STATE)
     return file.exists() and "begun" in file.read_text()
 
 
 def test_a_killed_driver_loses_nothing_and_leaves_nothing(tmp_path: Path) -> None:
-    """kill -9 in the middle of a part: its process ends, and a later start continues with it."""
+    """After kill -9 during a part, its process ends and a later invocation resumes with it."""
     names = ("good", "until_released")
     process = driver(*names)
     until(begun, "the second part to report", seconds=120)
@@ -207,7 +207,7 @@ def test_a_second_driver_is_refused(tmp_path: Path) -> None:
 
 
 def test_much_output_is_bounded() -> None:
-    """The log keeps a part's beginning and end, the page its last lines."""
+    """The log has the beginning and end of a part's output, the page its last lines."""
     _, results = start([part("loud")])
     log = Path("out", LOG).read_text()
     assert len(log) < 600_000

@@ -1,4 +1,4 @@
-"""The real parts through the real driver, at tiny sizes on a CPU."""
+"""Real parts through the real driver, at tiny sizes on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm, cpu_only]
 
 
 def start(folder: Path, parts: Sequence[Part], **options: object) -> tuple[int, Results, str]:
-    """One start; its exit code, the state and the page it left."""
+    """One invocation; its exit code, state and page."""
     code = accept(folder, parts, Options(size="tiny", **options))  # type: ignore[arg-type]
     results = read_results(folder / STATE)
     return code, results, (folder / results.page).read_text()
@@ -44,7 +44,7 @@ def test_the_installation_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_everything_passes_in_two_starts(tmp_path: Path) -> None:
-    """The first start has no time for the last parts; the second continues with them, and a third runs nothing."""
+    """The first invocation has no time for the last parts, the second runs them, and the third runs none."""
     first = PARTS[: len(PARTS) // 2]
     code, results, _ = start(tmp_path, first)
     assert code == 0
@@ -69,7 +69,7 @@ def test_everything_passes_in_two_starts(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_planted_faults_show_on_the_page(tmp_path: Path) -> None:
-    """A wrong weight in the engine and a slow weight sync miss goals, a crash fails its part."""
+    """A wrong weight in the engine and a slow weight sync miss goals; a crash fails its part."""
     code, results, page = start(tmp_path, [planted("wrong_weight"), planted("slow_sync"), planted("crash")])
     assert code == 1
     assert {name: record.status for name, record in results.parts.items()} == {

@@ -1,4 +1,4 @@
-"""GRPO steps against the plan: what is chosen and reported, from records and peaks that are given."""
+"""GRPO steps vs. the plan: sizes and figures, from fake records and peaks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ONE = ParallelLayout(1)
 
 @pytest.fixture
 def case(tmp_path: Path) -> tuple[RunConfig, ModelShape]:
-    """1.5B, whole."""
+    """1.5B, all layers."""
     work = LARGE["1.5b"]
     config = run_config(tmp_path, work, on_gpu=True)
     config.folder.mkdir()
@@ -71,7 +71,7 @@ def test_a_model_is_cut_to_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def steps(config: RunConfig, shape: ModelShape, factors: Sequence[float]) -> list[dict[str, Any]]:
-    """Records of steps whose phases take so many times as long as the plan predicts."""
+    """Records of steps whose phases take multiples of their predicted times."""
     predicted = phase_seconds(predict_step(config, shape, ONE, H100, EfficiencySection()))
     samples, length = 256, config.rollout.max_response_tokens
     records = []

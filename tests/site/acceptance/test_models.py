@@ -1,4 +1,4 @@
-"""Folders of random models, as transformers and the checks of a run read them."""
+"""Folders of random models, read by transformers and by the checks of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlhpc.models import read_model
 from rlhpc.sharding.shards import num_parameters
 from rlhpc.site.acceptance.parts.models import END_TOKEN, SHAPES, model_fields, model_shape, write_model
 
-# Billions of parameters, as the models' publishers count them.
+# Billions of parameters, as published.
 PUBLISHED = {"1.5b": 1.54, "8b": 8.03, "30b-a3b": 30.5, "16b-a3b-mla": 16.0}
 
 
@@ -32,7 +32,7 @@ def test_a_shape_is_cut_to_its_first_layers() -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-mla"])
 def test_transformers_reads_the_weights(name: str, tmp_path: Path) -> None:
-    """Every tensor that its model has is there, and none is left over."""
+    """The files have exactly the model's tensors."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -50,7 +50,7 @@ def test_transformers_reads_the_weights(name: str, tmp_path: Path) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["tiny", "tiny-moe", "tiny-mla", "8b"])
 def test_a_run_reads_the_tokenizer(name: str, tmp_path: Path) -> None:
-    """transformers chooses its class by family too."""
+    """transformers also chooses its class by family."""
     from rlhpc.data.tokenizer import Tokenizer
 
     folder = write_model(tmp_path, name, weights=False)

@@ -24,7 +24,7 @@ def in_a_rank(folder: Path, function: str, **arguments: object) -> Results:
 
 
 def test_a_wrong_weight_in_the_engine_misses_goals_and_right_ones_reach_them(tmp_path: Path) -> None:
-    """Each sync writes twice, for itself and for its checksums: the seventh is the offload variant's second sync."""
+    """Each sync writes twice, the second time for checksums; the seventh write is the offload variant's second sync."""
     (results,) = run_ranks(part_runs.correctness_with_a_wrong_weight, 1, tmp_path, 7, join=False)
     wrong = ["dense: offload, sync 2, weights equal", "dense: offload, sync 2, logprob_diff_mean"]
     assert missed(results) == wrong

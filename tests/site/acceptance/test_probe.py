@@ -1,4 +1,4 @@
-"""Memory by phase, with a stand-in for the driver and for torch.cuda."""
+"""Memory by phase, with fakes for the driver and torch.cuda."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_peaks_are_kept_by_phase(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     sampler.start()
     sizes = {"starting": 1, "weight sync": 2, "generate": 5, "score": 4, "backward and forward": 7}
     for phase, size in sizes.items():
-        heartbeat.phase, used[0] = phase, size * GIB  # a look between the two sees the size before
+        heartbeat.phase, used[0] = phase, size * GIB  # a sample in between sees the former size
         seen = reads.count
         until(lambda seen=seen: reads.count > seen + 2, "two more looks", seconds=60)
     sampler.end(tmp_path / "peaks.json")

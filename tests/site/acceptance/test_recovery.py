@@ -1,4 +1,4 @@
-"""What is reported of a resumed run, from records that are given."""
+"""Figures of a resumed run, from fake records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Records = list[dict[str, Any]]
 
 
 def records(*losses: float) -> Records:
-    """With other times in each list."""
+    """Records with different times in each list."""
     sft = [{"phase": "sft", "step": n, "loss": loss, "time": id(losses)} for n, loss in enumerate(losses, 1)]
     return [*sft, {"phase": "rl", "step": 1, "policy_loss": 0.5, "perf/step_seconds": id(losses)}]
 
@@ -29,7 +29,7 @@ SAME, OTHER = records(2.0, 1.0), records(2.0, 1.001)
 def figures(
     monkeypatch: pytest.MonkeyPatch, folder: Path, part: Any, found: Mapping[str, Records]
 ) -> dict[str, Figure]:
-    """What a part reports when its runs leave these records, by the runs' names."""
+    """Figures of a part whose runs, by name, have these records."""
 
     def run(config: RunConfig, **_: Any) -> Records:
         return found[config.name]
@@ -73,7 +73,7 @@ def test_missing_steps_are_no_small_difference() -> None:
 
 
 def test_a_run_that_fails_before_its_kill_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And no later run is killed in its place."""
+    """And no later run is killed instead."""
     config = recovery.run_config(Context(tmp_path, "tiny", False, print), "dense", rl=True)
     monkeypatch.setattr(runs, "run_here", lambda config: 1)
     monkeypatch.setattr(runs, "show_logs", lambda config: None)

@@ -1,4 +1,4 @@
-"""State on disk, decisions made of it, the page's name, and the command line around them."""
+"""State on disk, decisions from it, the name of the page, and the command line."""
 
 from __future__ import annotations
 

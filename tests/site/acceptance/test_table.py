@@ -1,4 +1,4 @@
-"""The table of parts: its names, its functions, its time."""
+"""The table of parts: names, functions and times."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rlhpc.site.acceptance.part import Part
 from rlhpc.site.acceptance.table import PARTS
 
 ROOT = Path(__file__).parents[3]
-# A start on a bare machine of half an hour: pieces are brought there first (docs/offline_gpu.md), then a tier runs.
+# Half an hour on a bare machine: pieces are brought there first (docs/offline_gpu.md), then a tier runs.
 PIECES_MINUTES = 4.0
 TIER_MINUTES = {"first": 24.0, "rest": 26.0}
-LONGEST_MINUTES = 8.0  # of a part
+LONGEST_MINUTES = 8.0  # per part
 
 
 def function_arguments(part: Part) -> list[str]:
-    """Of the function that the part names, read from its file: imports would bring torch."""
+    """Arguments of a part's function, read from its file because an import would load torch."""
     module, _, name = part.function.partition(":")
     file = ROOT / (module.replace(".", "/") + ".py")
     functions = [node for node in ast.parse(file.read_text()).body if isinstance(node, ast.FunctionDef)]
@@ -31,7 +31,7 @@ def test_a_part_s_function_takes_a_context(part: Part) -> None:
 
 
 @pytest.mark.parametrize("tier", TIER_MINUTES)
-def test_a_tier_fits_into_one_start_on_a_bare_machine(tier: str) -> None:
+def test_a_tier_fits_into_half_an_hour_on_a_bare_machine(tier: str) -> None:
     minutes = [part.minutes for part in PARTS if part.tier == tier]
     assert sum(minutes) + PIECES_MINUTES <= TIER_MINUTES[tier]
     assert max(minutes) <= LONGEST_MINUTES

@@ -1,4 +1,4 @@
-"""Processes of parts: what they report arrives, and a crash ends only its own case."""
+"""Processes of parts: their reports arrive, and a crash ends only its own case."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of test_workers.py run."""
+"""Functions that the processes of test_workers.py run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def count(context: Context) -> Generator[int, None, None]:
 
 
 def die_with_a_fork(context: Context) -> None:
-    """The forked process outlives this one, with its end of the pipe."""
+    """Dies before a process that it forked, which holds its end of the pipe."""
     if os.fork():
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(3600)

@@ -1,4 +1,4 @@
-"""Small wheels, made here, and lists of packages as pip prints them."""
+"""Makes small wheels, and lists of packages like pip's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def wheel(
     files: Mapping[str, str] | None = None,
     tag: str = "py3-none-any",
 ) -> Path:
-    """A wheel with these requirements; by default it has one module of the package's name."""
+    """Write a wheel with these requirements; default content: one module with the package's name."""
     stem = f"{name.replace('-', '_')}-{version}"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     metadata += "".join(f"Requires-Dist: {line}\n" for line in requires)
@@ -47,7 +47,7 @@ def installed_wheel(folder: Path, name: str) -> Path:
 
 
 def index_for_rlhpc(folder: Path) -> None:
-    """A wheel for each requirement of rlhpc[gpu], empty but for those that an installation imports."""
+    """Write a wheel per requirement of rlhpc[gpu], empty unless an installation imports it."""
     folder.mkdir()
     (scratch := folder.with_name("own")).mkdir()
     for line in pack_rlhpc(scratch).requires:

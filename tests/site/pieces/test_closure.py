@@ -1,4 +1,4 @@
-"""What a set needs on a target, by its requirements and the target's markers."""
+"""Requirements of a set on a target, by the target's markers."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ NAMESPACES = shutil.which("unshare") and subprocess.run([*NO_NETWORK, "true"], c
 
 @pytest.fixture(scope="module")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Python of an environment that has pip alone."""
+    """Python of an environment with only pip."""
     folder = tmp_path_factory.mktemp("bare") / "venv"
     subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     return folder / "bin" / "python"
@@ -30,7 +30,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pieces(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A set for that environment: rlhpc itself, and a small wheel for each package that it requires."""
+    """A set for that environment: rlhpc, and a small wheel per required package."""
     folder = tmp_path_factory.mktemp("pieces")
     index_for_rlhpc(folder / "index")
     listed = subprocess.run([bare, "-m", "pip", "list", "--format=json"], check=True, capture_output=True, text=True)
@@ -46,7 +46,7 @@ def pieces(bare: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def arrive(pieces: Path, tmp_path: Path) -> Callable[..., Path]:
-    """Copies the installer, the manifest and these pieces to a new folder."""
+    """Copy the installer, the manifest and these pieces to a new folder."""
 
     def copy(name: str, *files: str) -> Path:
         (folder := tmp_path / name).mkdir()
@@ -79,7 +79,7 @@ def test_a_bare_environment_without_network_gets_all_it_needs(pieces: Path, bare
     code, _, errors = call(bare, first, "--target", target, setting=NO_NETWORK)
     assert code == 3
     assert f"bring {', '.join(names(pieces)[2:])} and run again" in errors
-    shutil.rmtree(first)  # the next pieces arrive in place of these
+    shutil.rmtree(first)  # the next pieces replace these
 
     code, exports, errors = call(bare, second, "--target", target, setting=NO_NETWORK)
     assert code == 0, errors
@@ -101,7 +101,7 @@ def test_a_bare_environment_without_network_gets_all_it_needs(pieces: Path, bare
 
 
 @pytest.mark.heavy
-def test_a_damaged_piece_is_named_and_not_kept(pieces: Path, bare: Path, arrive, tmp_path: Path) -> None:
+def test_a_damaged_piece_is_named_and_not_stored(pieces: Path, bare: Path, arrive, tmp_path: Path) -> None:
     folder = arrive("here", *names(pieces))
     damaged = folder / names(pieces)[1]
     damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
@@ -112,8 +112,8 @@ def test_a_damaged_piece_is_named_and_not_kept(pieces: Path, bare: Path, arrive,
     assert f"{damaged} is damaged" in errors
     assert f"{cut} is damaged" in errors
     assert f"bring {damaged.name}, {cut.name} and run again" in errors
-    kept = {path.name for path in tmp_path.glob("site.pieces/*/pieces/*")}
-    assert kept == {*names(pieces)} - {damaged.name, cut.name}
+    stored = {path.name for path in tmp_path.glob("site.pieces/*/pieces/*")}
+    assert stored == {*names(pieces)} - {damaged.name, cut.name}
 
 
 @pytest.mark.heavy

@@ -1,4 +1,4 @@
-"""Pieces for a target: what is brought, what is refused, and what is written."""
+"""Pieces for a target: packages in the set, refusals, and files."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from rlhpc.site.pieces.target import Target
 from rlhpc.site.pieces.wheels import read_wheel
 from tests.site.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc, target, wheel
 
-# As on a machine that has PyTorch for CUDA 13, and a Python that is not the one of these tests.
+# A machine with PyTorch for CUDA 13, and another Python than that of the tests.
 THERE = {"torch": "2.11.0+cu130", "numpy": "2.5.2", "click": "8.3.0", "pyyaml": "6.0.3", "pip": "25.3"}
 FOREIGN = "3.12" if HERE != "3.12" else "3.13"
 
 
 @pytest.fixture(scope="module")
 def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """pip finds wheels in this folder and nowhere else."""
+    """Folder that is pip's only source of wheels."""
     folder = tmp_path_factory.mktemp("index") / "wheels"
     index_for_rlhpc(folder)
     with pytest.MonkeyPatch.context() as patch:
@@ -37,7 +37,7 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def prepared(index: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[str]]:
-    """(folder, its manifest, lines of the checks) for a machine that has torch, with vLLM trimmed."""
+    """(folder, manifest, lines of checks) for a machine with torch, with vLLM trimmed."""
     out = tmp_path_factory.mktemp("prepared") / "out"
     request = PrepareOptions(
         target(THERE, FOREIGN), left_out=("unused, Bulky_Kernels",), trims=("vllm:hopper,offline",), piece_mb=0.1

@@ -1,4 +1,4 @@
-"""Lists of packages as pip prints them, and the tags of wheels that a target takes."""
+"""Lists of packages as pip prints them, and the wheel tags of a target."""
 
 from __future__ import annotations
 

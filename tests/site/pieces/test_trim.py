@@ -1,4 +1,4 @@
-"""Wheels without some of their files stay valid wheels."""
+"""Trimmed wheels are valid wheels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FILES = {"a/__init__.py": "x = 1\n", "a/fat,one.so": "s" * 5000, "a/include/b.h"
 
 
 def record_faults(path: Path) -> list[str]:
-    """Rows of RECORD that are not those of the archive, by the wheel's specification."""
+    """Rows of RECORD that differ from the archive, by the wheel specification."""
     with zipfile.ZipFile(path) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/RECORD"))
         rows = {row[0]: row[1:] for row in csv.reader(io.StringIO(archive.read(name).decode()))}
@@ -58,7 +58,7 @@ def test_the_check_of_records_sees_a_file_without_a_row(tmp_path: Path) -> None:
 
 
 def test_large_files_shrink_with_lzma_and_stay_the_same(tmp_path: Path) -> None:
-    noise = "".join(hashlib.sha256(bytes([i])).hexdigest() for i in range(256))  # repeats beyond what deflate can see
+    noise = "".join(hashlib.sha256(bytes([i])).hexdigest() for i in range(256))  # repeats beyond deflate's window
     path = wheel(tmp_path, "a", "1.0", (), {"a/kernels.so": noise * 64 * 3})
     assert has_large_files(path)
     (out := tmp_path / "out").mkdir()

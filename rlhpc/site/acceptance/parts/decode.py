@@ -198,4 +198,4 @@ def _start_stock(folder: Path, shape: Any, work: DecodeWorkload, dtype: str, *, 
         "seconds": with_([SamplingParams(temperature=1.0, **same) for _ in asked]),
         "seeded": with_([SamplingParams(temperature=1.0, seed=request.seed, **same) for request in asked]),
     }
-    return ways, llm.llm_engine.engine_core.shutdown  # its core is a process of its own
+    return ways, llm.llm_engine.engine_core.shutdown  # its core is a separate process

@@ -26,7 +26,7 @@ def planned_bytes(shape: ModelShape, tokens: int, memory: MemorySection) -> int:
     in_float32 = shape.experts is not None and shape.experts.float32_router(MoeSection().router_dtype)
     setting = ActivationSetting(shape, layout, ParallelSection(), memory, "bfloat16", float32_router=in_float32)
     model = RankModel("actor", setting, 0, state, Tokens(tokens, tokens, 2), trained=True)
-    return state.parameters + state.gradients + state.optimizer + model.kept + model.workspace
+    return state.parameters + state.gradients + state.optimizer + model.stored + model.workspace
 
 
 def most_layers(cut: Callable[[int], ModelShape], tokens: int, limit: int) -> int:

@@ -47,7 +47,7 @@ def _versions(context: Context) -> None:
 def _attention(context: Context) -> None:
     from rlhpc.backends.megatron.attention import kernel_name
 
-    context.report(Figure("attention in training", kernel_name(context.on_gpu)))
+    context.report(Figure("attention in training", kernel_name(on_gpu=context.on_gpu)))
 
 
 def _grouped_product(context: Context) -> None:
@@ -79,15 +79,15 @@ def _engine(context: Context) -> None:
     """Start a small engine without CUDA graphs."""
     from rlhpc.config.schema import RolloutSection
     from rlhpc.models import read_model
+    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     folder = write_model(context.folder / "model", "tiny", weights=False)
     section = RolloutSection(kv_cache_gib=0.0625, max_num_seqs=8, cuda_graphs=False)
     dtype = rig.dtype_of(context)
     began = time.perf_counter()
-    engine = VllmEngine(
-        folder, read_model(folder), section, dtype=dtype, max_model_len=_ENGINE_TOKENS, end_tokens=[END_TOKEN]
-    )
+    served = ServedModel(folder, read_model(folder), dtype, _ENGINE_TOKENS, (END_TOKEN,))
+    engine = VllmEngine(served, section)
     context.report(Figure("startup of a small engine", time.perf_counter() - began, "s", note="no CUDA graphs"))
     for name, choice in engine.choices().items():
         context.report(Figure(f"vLLM's {name}", choice))

@@ -104,6 +104,7 @@ class EngineSpec:
 def make_engine(spec: EngineSpec) -> Any:
     """A sleeping engine without weights. Collective."""
     from rlhpc.config.rollout import RolloutSection
+    from rlhpc.rollout.vllm_arguments import ServedModel
     from rlhpc.rollout.vllm_engine import VllmEngine
 
     section = RolloutSection(
@@ -113,15 +114,8 @@ def make_engine(spec: EngineSpec) -> Any:
         cuda_graphs=spec.graphs,
         gpu_memory_utilization=ENGINE_FRACTION,
     )
-    return VllmEngine(
-        spec.folder,
-        spec.shape,
-        section,
-        dtype=spec.dtype,
-        max_model_len=spec.context_tokens,
-        end_tokens=(),
-        routed_experts=spec.routed_experts,
-    )
+    served = ServedModel(spec.folder, spec.shape, spec.dtype, spec.context_tokens)
+    return VllmEngine(served, section, routed_experts=spec.routed_experts)
 
 
 def make_manager(actor: Any, engine: Any, *, share_weights: bool = False, tp: int = 1, ranks_per_node: int = 1) -> Any:

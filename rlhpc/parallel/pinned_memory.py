@@ -1,10 +1,10 @@
-"""CPU memory that a GPU copies to and from directly, in exactly the bytes asked for.
+"""Pinned CPU memory, which a GPU copies to and from directly, of exactly the requested size.
 
-PyTorch's own pinned memory is rounded up to a power of two (aten/src/ATen/core/CachingHostAllocator.h), almost twice
-what is needed in the worst case. Here each buffer is a mapping of its own, registered with CUDA and unregistered when
-the last tensor on it is gone. The mapping is shared with forked processes, which is what drivers make of pinned memory
-in any case: copy-on-write would move the pages of the parent away from those that the GPU knows. So a forked process
-sees later writes of its parent; ``private`` copies what it has to see unchanged.
+PyTorch rounds pinned memory up to a power of two (aten/src/ATen/core/CachingHostAllocator.h), in the worst case almost
+twice the size. Here each buffer is a mapping of its own, registered with CUDA and unregistered when its last tensor is
+freed. Forked processes share the mapping, as drivers require of pinned memory: copy-on-write would move the parent's
+pages away from those registered with the GPU. So a forked process sees later writes of its parent; ``private`` copies
+what must not change.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _GIB = 1 << 30
 
 
 class _Mapping(mmap.mmap):
-    """Anonymous shared memory, and whether CUDA has it registered."""
+    """Anonymous shared memory, possibly registered with CUDA."""
 
     address = 0
     registered_by = 0  # process id; 0: not registered
@@ -39,7 +39,7 @@ class _Mapping(mmap.mmap):
         self.registered_by = os.getpid()
 
     def __del__(self) -> None:
-        # A forked process has no CUDA context, and at its exit a process has none any more.
+        # A forked process has no CUDA context, and neither has a process at its exit.
         if self.registered_by == os.getpid() and not sys.is_finalizing():
             torch.cuda.cudart().cudaHostUnregister(self.address)
 
@@ -48,8 +48,8 @@ _mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
 
 
 def allocate(nbytes: int, device: torch.device) -> Tensor:
-    """Zeroed bytes, pinned if ``device`` is a GPU. They are returned to the system with the last tensor on them: only
-    drop it when no copy to or from ``device`` is in flight."""
+    """Zeroed bytes, pinned if ``device`` is a GPU. They are freed with the last tensor on them, which must not happen
+    while a copy to or from ``device`` is in flight."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     mapping = _Mapping(-1, nbytes)
@@ -62,8 +62,8 @@ def allocate(nbytes: int, device: torch.device) -> Tensor:
 
 
 def private(tensor: Tensor) -> Tensor:
-    """The tensor in CPU memory that a forked process sees as it is now: itself, or a copy of what is on a device,
-    pinned or shared."""
+    """Tensor in CPU memory whose contents a forked process sees unchanged: the tensor itself, or a copy if it is on a
+    device, pinned or shared."""
     if tensor.device.type == "cpu" and not (tensor.is_pinned() or tensor.is_shared() or _is_mapped(tensor)):
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=False).copy_(tensor)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rlhpc.core.errors import UserError
-from rlhpc.parallel import host_memory
+from rlhpc.parallel import pinned_memory
 
 GPU = torch.device("cuda")  # named only: nothing here runs on one
 CPU = torch.device("cpu")
@@ -52,7 +52,7 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch, result: int = 0) -> Cudart:
 
 @pytest.mark.parametrize("size", [1, mmap.PAGESIZE, (5 << 20) + 3])
 def test_exactly_what_is_asked_for_is_registered_until_the_last_view_is_gone(cudart: Cudart, size: int) -> None:
-    tensor = host_memory.allocate(size, GPU)
+    tensor = pinned_memory.allocate(size, GPU)
     assert cudart.registered == {tensor.data_ptr(): size}
     assert tensor.untyped_storage().nbytes() == size
     assert not tensor.any()
@@ -66,15 +66,15 @@ def test_exactly_what_is_asked_for_is_registered_until_the_last_view_is_gone(cud
 
 
 def test_nothing_is_registered_without_a_gpu_or_for_no_bytes(cudart: Cudart) -> None:
-    assert len(host_memory.allocate(100, CPU)) == 100
-    assert len(host_memory.allocate(0, GPU)) == 0
+    assert len(pinned_memory.allocate(100, CPU)) == 100
+    assert len(pinned_memory.allocate(0, GPU)) == 0
     assert cudart.calls == 0
 
 
 def test_memory_that_cannot_be_pinned_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = _stand_in(monkeypatch, result=2)
     with pytest.raises(UserError) as caught:
-        host_memory.allocate(3 << 20, GPU)
+        pinned_memory.allocate(3 << 20, GPU)
     assert str(caught.value).startswith(
         "actor.memory.offload: CUDA cannot pin 0.00 GiB of CPU memory (error 2); offload less"
     )
@@ -83,7 +83,7 @@ def test_memory_that_cannot_be_pinned_is_one_line(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forked_process_does_not_unregister(cudart: Cudart) -> None:
-    held = [host_memory.allocate(100, GPU)]
+    held = [pinned_memory.allocate(100, GPU)]
     child = os.fork()
     if child == 0:
         held.clear()
@@ -95,12 +95,12 @@ def test_a_forked_process_does_not_unregister(cudart: Cudart) -> None:
 
 def test_a_fork_sees_later_writes_but_not_in_private_copies() -> None:
     tensors = {
-        "allocated": host_memory.allocate(8, CPU),
-        "a view": host_memory.allocate(16, CPU)[8:],
+        "allocated": pinned_memory.allocate(8, CPU),
+        "a view": pinned_memory.allocate(16, CPU)[8:],
         "shared": torch.zeros(8, dtype=torch.uint8).share_memory_(),
         "ordinary": torch.zeros(8, dtype=torch.uint8),
     }
-    copies = {name: host_memory.private(tensor) for name, tensor in tensors.items()}
+    copies = {name: pinned_memory.private(tensor) for name, tensor in tensors.items()}
     go_on, written = os.pipe()
     child = os.fork()
     if child == 0:
