@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from rlhpc.core import env
 from tests.helpers import session
 from tests.tiers.plugin import Tiers, add_options
 
@@ -20,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Tiers(config), "tiers")
     session.all_fresh = config.getoption("--fresh-processes")
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ[env.RLHPC_SITE] = ""  # not this user's own
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

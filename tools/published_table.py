@@ -15,7 +15,7 @@ from math import exp, log
 from pathlib import Path
 
 from rlhpc.config.load import load_config
-from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.site import EfficiencySection
 from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.scenario import Scenario, make_scenario
 from tools.markers import rewrite

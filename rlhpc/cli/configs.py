@@ -48,5 +48,5 @@ def _with_absolute_paths(text: str) -> str:
     from rlhpc.core.shipped import shipped
 
     folder = shipped("configs")
-    text = re.sub(r"(?<=\$schema=)\S+", str(folder / "schema.json"), text)
+    text = re.sub(r"(?<=\$schema=)\S+", lambda name: str(folder / name[0].rpartition("/")[2]), text)
     return text.replace("path: configs/", f"path: {folder}/")

@@ -1,19 +1,31 @@
-"""``rlhpc convert``: models from HuggingFace's files to Megatron's and back. Imports click only."""
+"""``rlhpc convert``: HuggingFace files to Megatron files and back. Imports click only; the rest when it runs."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlhpc.cli.options import grouped
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlhpc.convert.plan import ConversionPlan
     from rlhpc.convert.sides import Side
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """Options on which model of SRC is meant."""
+
+    step: int | None
+    model: Path | None
+    family: str | None
+
 
 _AXES = ("tp", "pp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 _FOLDER = click.Path(path_type=Path)
@@ -21,7 +33,10 @@ _FOLDER = click.Path(path_type=Path)
 
 @click.group()
 def convert() -> None:
-    """Convert a model between HuggingFace's files and Megatron's, on CPUs, without holding it in memory."""
+    """Convert models between HuggingFace and Megatron files.
+
+    Runs on CPUs and never holds a whole model in memory.
+    """
 
 
 def _options(*options: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -38,26 +53,39 @@ def _axis(name: str, meaning: str) -> Callable[[Any], Any]:
 
 
 _LAYOUT = _options(
-    _axis("tp", "Tensor parallel size that the chunks are cut for; any other can load them."),
-    _axis("pp", "Pipeline parallel size."),
-    _axis("ep", "Expert parallel size."),
-    _axis("etp", "Tensor parallel size inside an expert."),
-    _axis("vpp", "Virtual pipeline stages on each pipeline rank."),
-    _axis("first-stage-layers", "Layers on the first pipeline rank, if not as many as on the others."),
-    _axis("last-stage-layers", "Layers on the last pipeline rank."),
+    _axis("tp", "Tensor-parallel size to cut chunks for; other sizes can load them."),
+    _axis("pp", "Pipeline-parallel size."),
+    _axis("ep", "Expert-parallel size."),
+    _axis("etp", "Tensor-parallel size inside an expert."),
+    _axis("vpp", "Virtual pipeline stages per pipeline rank."),
+    _axis("first-stage-layers", "Number of layers on the first pipeline rank, if it differs."),
+    _axis("last-stage-layers", "Number of layers on the last pipeline rank, if it differs."),
 )
+_WORKERS = click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; default: one per core, at most 8."
+)
+_FAMILY = click.option("--family", metavar="PACKAGE.MODULE:NAME", help="Your own model family, as model.family.")
 _WORK = _options(
-    click.option("--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Default: as it is."),
-    click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one for each core."),
-    click.option("--dry-run", is_flag=True, help="Say what would be done, from headers alone, and write nothing."),
-    click.option("--force", is_flag=True, help="Replace DST if a conversion wrote it; refused for any other folder."),
-    click.option("--share", metavar="I/N", help="Only the pieces of job I (0 to N-1) of N; then once without it."),
-    click.option("--family", metavar="PACKAGE.MODULE:NAME", help="A model family of your own, as model.family."),
+    click.option(
+        "--dtype", type=click.Choice(["bfloat16", "float16", "float32"]), help="Data type; default: as in SRC."
+    ),
+    click.option(
+        "--workers",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Number of processes; default: one per core, at most 8.",
+    ),
+    click.option("--dry-run", is_flag=True, help="Print the plan, made from headers alone; write nothing."),
+    click.option("--force", is_flag=True, help="Replace DST if a conversion wrote it."),
+    click.option("--share", metavar="I/N", help="Share I (0 to N-1) of N jobs; run once more without it at the end."),
+    click.option(
+        "--family", metavar="PACKAGE.MODULE:NAME", help="Import path of your own model family, as model.family."
+    ),
     click.option("--piece-mib", type=click.IntRange(min=1), default=256, hidden=True),
 )
 _FROM_RUN = _options(
-    click.option("--step", type=int, metavar="N", help="Which checkpoint of a run; default: the newest."),
-    click.option("--model", type=_FOLDER, metavar="FOLDER", help="Where config and tokenizer are, if not found."),
+    click.option("--step", type=int, metavar="N", help="Checkpoint of a run; default: the newest."),
+    click.option("--model", type=_FOLDER, metavar="FOLDER", help="Folder of config and tokenizer, if not found."),
 )
 
 
@@ -67,7 +95,10 @@ _FROM_RUN = _options(
 @_LAYOUT
 @_WORK
 def hf_to_megatron(src: Path, dst: Path, **options: Any) -> None:
-    """Write SRC, a HuggingFace folder with safetensors, as a torch_dist checkpoint DST."""
+    """Convert HuggingFace files to Megatron files.
+
+    Writes SRC, a HuggingFace folder, as a torch_dist checkpoint DST.
+    """
     from rlhpc.convert.sides import read_side
 
     _run(_of_kind(read_side(src, family=options["family"]), "hf"), "megatron", dst, options)
@@ -79,7 +110,10 @@ def hf_to_megatron(src: Path, dst: Path, **options: Any) -> None:
 @_FROM_RUN
 @_WORK
 def megatron_to_hf(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
-    """Write SRC, a torch_dist checkpoint or a run's folder, as a HuggingFace folder DST."""
+    """Convert Megatron files to HuggingFace files.
+
+    Writes SRC, a torch_dist checkpoint or a run folder, as a HuggingFace folder DST.
+    """
     from rlhpc.convert.sides import read_side
 
     _run(_of_kind(read_side(src, step, model, options["family"]), "megatron"), "hf", dst, options)
@@ -92,7 +126,10 @@ def megatron_to_hf(src: Path, dst: Path, step: int | None, model: Path | None, *
 @_FROM_RUN
 @_WORK
 def reshard(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
-    """Write SRC, a torch_dist checkpoint, anew as DST in chunks for another layout, optimizer included."""
+    """Rewrite a torch_dist checkpoint for another layout.
+
+    Writes SRC to DST in chunks for that layout, optimizer state included.
+    """
     from rlhpc.convert.sides import read_side
 
     _run(_of_kind(read_side(src, step, model, options["family"]), "megatron"), "megatron", dst, options)
@@ -102,22 +139,20 @@ def reshard(src: Path, dst: Path, step: int | None, model: Path | None, **option
 @click.argument("src", type=_FOLDER)
 @click.argument("dst", type=_FOLDER)
 @_FROM_RUN
-@click.option("--family", metavar="PACKAGE.MODULE:NAME", help="A model family of your own, as model.family.")
-@click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes; default: one for each core.")
-@click.option("--logprobs", is_flag=True, help="Also run both sides on the same tokens and compare. Needs PyTorch.")
-def verify(
-    src: Path,
-    dst: Path,
-    step: int | None,
-    model: Path | None,
-    family: str | None,
-    workers: int | None,
-    logprobs: bool,
-) -> None:
-    """Compare the model in SRC with the one in DST, both as they are on disk. Exit code 1 if they differ."""
+@_FAMILY
+@click.option(
+    "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; default: one per core, at most 8."
+)
+@click.option("--logprobs", is_flag=True, help="Compare log-probs of both on the same tokens too; needs PyTorch.")
+@grouped(chosen=_Choice)
+def verify(*, src: Path, dst: Path, chosen: _Choice, workers: int | None, logprobs: bool) -> None:
+    """Compare the models in SRC and DST as they are on disk.
+
+    Exits with 1 if they differ.
+    """
     from rlhpc.convert.verify import verify as compare
 
-    report = compare(src, dst, _workers(workers), step=step, model=model, family=family)
+    report = compare(src, dst, _workers(workers), **asdict(chosen))
     for fault in report.faults:
         click.echo(f"fault: {fault}")
     for line in report.notes:
@@ -170,12 +205,12 @@ def _execute(plan: ConversionPlan, dst: Path, workers: int, options: dict[str, A
     try:
         done = execute(plan, dst, workers, force=options["force"], share=share, progress=line)
     except KeyboardInterrupt:
-        line.note("stopped; the same command goes on from what is finished")
+        line.note("stopped; the same command continues from what is finished")
         sys.exit(130)
     finally:
         line.end()
     if not done:
-        show(f"{dst} is there already, made from the same files with the same options")
+        show(f"{dst} already exists, made from the same files with the same options")
     elif share is not None:
         show(f"share {share.index} of {share.count} is done; when all are, run the command without --share")
     else:
@@ -189,7 +224,7 @@ def _share(text: str | None) -> Any:
         return None
     index, _, count = text.partition("/")
     if not (index.isdigit() and count.isdigit() and int(index) < int(count)):
-        raise UserError(f"{text!r} is no share", where="--share", remedy="write 0/8 for the first of eight")
+        raise UserError(f"{text!r} is not a share", where="--share", remedy="write 0/8 for the first of eight")
     return Share(int(index), int(count))
 
 

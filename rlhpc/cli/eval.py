@@ -3,57 +3,73 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import click
 
+from rlhpc.cli.options import CONFIG, OVERRIDES, grouped
+from rlhpc.core.errors import UserError
+
 _FOLDER = click.Path(path_type=Path)
 
 
-@click.command("eval")
-@click.argument("config")
-@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
-@click.option("--model", type=_FOLDER, metavar="FOLDER", help="A HuggingFace folder or a torch_dist checkpoint.")
-@click.option("--run", metavar="RUN", help="A run's newest checkpoint; its folder, its name or its job's id.")
-@click.option("--step", type=int, metavar="N", help="With --run: the checkpoint of this step.")
-@click.option("--name", metavar="NAME", help="Results are in eval/NAME; default: the model's or checkpoint's name.")
-@click.option("--check", is_flag=True, help="Say whether it can work, and start nothing.")
-@click.option("--submit", "submits", is_flag=True, help="Hand it to Slurm as a batch job.")
-@click.option("--dry-run", is_flag=True, help="With --submit: print the job script, and submit nothing.")
-@click.option("--follow", is_flag=True, help="With --submit: wait for the end, showing it live.")
-def evaluate(
-    config: str,
-    overrides: tuple[str, ...],
-    model: Path | None,
-    run: str | None,
-    step: int | None,
-    name: str | None,
-    check: bool,
-    submits: bool,
-    dry_run: bool,
-    follow: bool,
-) -> None:
-    """Answer the held-out prompts of CONFIG, a YAML file, with its engine, and say how good the answers are.
+@dataclass(frozen=True)
+class _Weights:
+    """Where the weights are, if not in the configuration's own model."""
 
-    The weights are those of --model or --run, else of CONFIG's own model.
+    model: Path | None
+    run: str | None
+    step: int | None
+    name: str | None
+
+
+@dataclass(frozen=True)
+class _Mode:
+    """Whether to check, to submit or to run here."""
+
+    check: bool
+    submits: bool
+    dry_run: bool
+    follow: bool
+
+
+@click.command("eval")
+@CONFIG
+@OVERRIDES
+@click.option("--model", type=_FOLDER, metavar="FOLDER", help="HuggingFace folder or torch_dist checkpoint.")
+@click.option("--run", metavar="RUN", help="Newest checkpoint of a run: its folder, name or job id.")
+@click.option("--step", type=int, metavar="N", help="With --run: the checkpoint of this step.")
+@click.option("--name", metavar="NAME", help="Write results to eval/NAME; default: name of the model or checkpoint.")
+@click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
+@click.option("--submit", "submits", is_flag=True, help="Submit to Slurm as a batch job.")
+@click.option("--dry-run", is_flag=True, help="With --submit: print the job script; submit nothing.")
+@click.option("--follow", is_flag=True, help="With --submit: show the run live until it ends.")
+@grouped(weights=_Weights, mode=_Mode)
+def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode: _Mode) -> None:
+    """Evaluate a model on held-out prompts.
+
+    The prompts are those of CONFIG, a YAML file. The weights are those of --model or --run, else of CONFIG's own model.
     """
-    from rlhpc.config.load import load_config
-    from rlhpc.core.errors import UserError
+    from rlhpc.config.load import load_with_site
     from rlhpc.launch.runs.evaluate import evaluation_of
 
-    if (dry_run or follow) and not submits:
-        raise UserError("is for a batch job", where="--dry-run" if dry_run else "--follow", remedy="add --submit")
-    loaded = evaluation_of(load_config(Path(config), overrides), model, run, step, name)
-    if check:
+    if (mode.dry_run or mode.follow) and not mode.submits:
+        option = "--dry-run" if mode.dry_run else "--follow"
+        raise UserError("applies to batch jobs only", where=option, remedy="add --submit")
+    given = load_with_site(Path(config), overrides)
+    loaded = evaluation_of(given.config, *astuple(weights))
+    if mode.check:
         from rlhpc.plan.checks.run import check_config
 
         for topic, text in check_config(loaded, prepared=loaded.prepare is None):
             click.echo(f"{topic:<8}{text}")
-    elif submits:
-        from rlhpc.cli.submit import hand_over
+    elif mode.submits:
+        from rlhpc.cli.submit import SubmitOptions, submit_plan
         from rlhpc.launch.runs.submit import make_plan
 
-        hand_over(make_plan([loaded], Path.cwd()), dry_run, follow, {})
+        sites = [given.site.text] if given.site else []
+        submit_plan(make_plan([loaded], Path.cwd()), SubmitOptions(mode.dry_run, mode.follow), sites=sites)
     else:
         from rlhpc.launch.runs.run import run_here
 

@@ -11,6 +11,7 @@ from rlhpc.cli.acceptance import acceptance
 from rlhpc.cli.configs import configs
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
+from rlhpc.cli.options import CONFIG, OVERRIDES
 from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
 from rlhpc.cli.replay import replay
@@ -22,49 +23,55 @@ from rlhpc.core.exits import EXIT_STORAGE
 from rlhpc.core.shown import show, use_escapes
 from rlhpc.core.storage import Patience, kind_of, use
 
-_COMMAND_SECONDS = 30.0  # a user waits; a run has its own limit
+_COMMAND_SECONDS = 30.0  # a user is waiting; a run has its own limit
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.version_option(__version__, prog_name="rlhpc", message="%(prog)s %(version)s")
 def cli() -> None:
-    """Reinforcement-learning post-training of large language models, as plain processes."""
+    """Reinforcement-learning post-training of large language models on Slurm clusters."""
 
 
 @cli.command()
-@click.argument("config")
-@click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
-@click.option("--check", is_flag=True, help="Say whether the run can work, and start nothing.")
-@click.option("--resume", is_flag=True, help="Continue the run in its folder from the newest checkpoint.")
-@click.option("--run-dir", metavar="FOLDER", help="Where the run is written; default: run_dir of CONFIG.")
-def run(config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_dir: str | None) -> None:
-    """Run CONFIG, a YAML file, on this machine; KEY.SUB=VALUE changes a key of it."""
+@CONFIG
+@OVERRIDES
+@click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
+@click.option("--resume", is_flag=True, help="Resume the run in its folder from the newest checkpoint.")
+@click.option("--run-dir", metavar="FOLDER", help="Run folder; default: run_dir of CONFIG.")
+def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_dir: str | None) -> None:
+    """Run CONFIG, a YAML file, on this machine.
+
+    KEY.SUB=VALUE overrides a key of CONFIG.
+    """
     from pathlib import Path
 
-    from rlhpc.config.load import load_config
+    from rlhpc.config.load import load_with_site
 
-    loaded = load_config(Path(config), overrides)
+    given = load_with_site(Path(config), overrides)
+    loaded = given.config
     if run_dir is not None:
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
         from rlhpc.plan.checks.run import check_config
         from rlhpc.plan.checks.user_code import check_own_code
 
-        lines = check_config(loaded, prepared=loaded.prepare is None)
-        for topic, text in [*lines, *(("warning", told) for told in check_own_code(loaded, Path.cwd()))]:
+        lines = [*check_config(loaded, prepared=loaded.prepare is None)]
+        lines += [("site", given.site.text)] if given.site else []
+        for topic, text in [*lines, *(("warning", warning) for warning in check_own_code(loaded, Path.cwd()))]:
             click.echo(f"{topic:<8}{text}")
         return
     from rlhpc.launch.runs.run import run_here
 
-    sys.exit(run_here(loaded, resume))
+    sys.exit(run_here(loaded, resume=resume))
 
 
 @cli.command()
-def schema() -> None:
-    """Print the JSON schema of the configuration, for editors."""
-    from rlhpc.config.load import json_schema
+@click.option("--site", is_flag=True, help="Print the schema of the site file.")
+def schema(*, site: bool) -> None:
+    """Print the JSON schema of the configuration for editors."""
+    from rlhpc.config import load, site_file
 
-    click.echo(json_schema(), nl=False)
+    click.echo(site_file.json_schema() if site else load.json_schema(), nl=False)
 
 
 _RUNS = (plan, submit, status, logs, cancel, resume, evaluate, samples, replay)
@@ -73,7 +80,7 @@ for command in (*_RUNS, configs, convert, acceptance, pieces):
 
 
 def main() -> None:
-    """Entry point of the ``rlhpc`` command: a user's error is one line and exit code 2."""
+    """Entry point of the ``rlhpc`` command: an error that the user can fix is one line and exit code 2."""
     use_escapes()
     use(Patience(_COMMAND_SECONDS))
     try:
@@ -84,13 +91,13 @@ def main() -> None:
     except OSError as error:
         if kind_of(error) != "transient":
             raise
-        show(f"rlhpc: {error}; the file system does not answer, try again later", file=sys.stderr)
+        show(f"rlhpc: {error}; the file system does not respond, try again later", file=sys.stderr)
         sys.exit(EXIT_STORAGE)
-    except ModuleNotFoundError as error:  # a login node may have what checks, submits and watches, and no more
+    except ModuleNotFoundError as error:  # a login node may have only what checks, submits and watches
         if error.name is None or error.name.partition(".")[0] == "rlhpc":
             raise
         print(
-            f"rlhpc: {error.name} is not installed in {sys.prefix}, and this needs it (README, Install)",
+            f"rlhpc: {error.name} is not installed in {sys.prefix}, but this command needs it (README, Install)",
             file=sys.stderr,
         )
         sys.exit(EXIT_USER_ERROR)

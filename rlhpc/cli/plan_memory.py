@@ -1,4 +1,4 @@
-"""How a memory plan looks: a table by phase, a bar for each, and what helps where one is too large."""
+"""Text and JSON of a memory plan: a table by phase with bars, and what helps where one is too large."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def render_memory(
     remedies: Sequence[Remedy] = (),
     cpu_memory_limit: tuple[str, float] | None = None,
 ) -> RenderableType:
-    """For a terminal. Bars are drawn against ``gpu_gib``, without it against the fullest phase; ``cpu_memory_limit`` is
-    what a node has, as the key that says so and the bytes."""
+    """Table for a terminal. Bars are relative to ``gpu_gib``, else to the fullest phase. ``cpu_memory_limit``: that of
+    a node, as the key that sets it and bytes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -52,29 +52,29 @@ def render_memory(
     table.add_column("of which", overflow="fold")
     for phase in plan.phases:
         largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:4]
-        told = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
-        table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak)), told)
+        parts = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
+        table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak)), parts)
     lines = [_LEGEND, *_verdict(plan, limit), *(_remedy(remedy) for remedy in remedies)]
     if plan.first_too_large is not None and not remedies:
-        lines.append("  none of the usual changes is enough; --search tries other layouts, or take more nodes")
-    lines += _host(plan, cpu_memory_limit)
+        lines.append("  no usual change is enough: try other layouts with `rlhpc plan search`, or take more nodes")
+    lines += _cpu_lines(plan, cpu_memory_limit)
     return Group(table, *(Text(line) for line in lines))
 
 
 def memory_json(plan: MemoryPlan, cpu_memory_limit: tuple[str, float] | None = None) -> dict[str, object]:
-    """For programs, in bytes."""
+    """The plan, in bytes."""
     too_large = plan.first_too_large
     limit = cpu_memory_limit[1] if cpu_memory_limit else None
     return {
         "rank": plan.rank,
         "phases": {phase.name: {**phase.parts, "total": phase.total} for phase in plan.phases},
-        "host": {**plan.cpu.parts, "node": plan.cpu.node, "limit": limit},
+        "cpu": {**plan.cpu.parts, "node": plan.cpu.node, "limit": limit},
         "first_too_large": too_large.name if too_large else None,
     }
 
 
 def _bar(phase: PhaseMemory, limit: int) -> str:
-    """Parts to scale; beyond the GPU's end a bar."""
+    """Bar of the parts to scale, with a mark beyond the GPU's memory."""
     letters: dict[str, int] = {}
     for what, size in phase.parts.items():
         letter = next((letter for begin, letter in _LETTERS.items() if what.startswith(begin)), ".")
@@ -88,7 +88,7 @@ def _bar(phase: PhaseMemory, limit: int) -> str:
 
 def _verdict(plan: MemoryPlan, limit: int | None) -> list[str]:
     if limit is None:
-        return [f"rank {plan.rank} needs most, {_gib(plan.peak)} GiB; name a GPU to see whether that fits"]
+        return [f"rank {plan.rank} needs most, {_gib(plan.peak)} GiB; name a GPU to check whether that fits"]
     too_large = next((phase for phase in plan.phases if phase.total > limit), None)
     if too_large is None:
         return [f"rank {plan.rank} needs most, {_gib(plan.peak)} of {_gib(limit)} GiB"]
@@ -96,14 +96,14 @@ def _verdict(plan: MemoryPlan, limit: int | None) -> list[str]:
     return [f"DOES NOT FIT: {too_large.name} on rank {plan.rank} needs {_gib(missing)} GiB more than {_gib(limit)}"]
 
 
-def _host(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
+def _cpu_lines(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
     parts = ", ".join(f"{what} {_gib(size)}" for what, size in plan.cpu.parts.items())
     ranks, of = plan.cpu.ranks_per_node, f" of {_gib(limit[1])}" if limit else ""
-    lines = [f"host: {_gib(plan.cpu.node)}{of} GiB a node, {ranks} rank(s) of {_gib(plan.cpu.total)}: {parts}"]
+    lines = [f"CPU memory: {_gib(plan.cpu.node)}{of} GiB a node, {ranks} rank(s) of {_gib(plan.cpu.total)}: {parts}"]
     if limit and plan.cpu.node > limit[1]:
         missing = _gib(plan.cpu.node - limit[1])
         lines.append(
-            f"DOES NOT FIT: a node's host needs {missing} GiB more than {limit[0]} says it has; raise that, take more "
+            f"DOES NOT FIT: a node needs {missing} GiB of CPU memory more than {limit[0]}; raise that, take more "
             "nodes or offload less (actor.memory.offload, actor.optimizer.optimizer_offload_fraction)"
         )
     return lines

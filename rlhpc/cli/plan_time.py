@@ -1,4 +1,4 @@
-"""What ``rlhpc plan`` says of time: a step, the best layouts, a sweep, a calibration. Imported when it runs."""
+"""Text and JSON of times in ``rlhpc plan``: a step, a search, a sweep, a calibration."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config import yaml12
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
@@ -25,13 +26,13 @@ from rlhpc.plan.sweep import Point, parse_range, plot, sweep
 
 
 def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelShape, Gpu, Site]:
-    """Model, GPU and site, whatever the layout; a UserError when no GPU is named or there is no step."""
+    """Model, GPU and site for the command ``where``, for any layout. Raises UserError without a GPU or RL steps."""
     site = read_site(config)
     found = named_gpu(config, site, gpu)
     if found is None:
-        raise UserError("which GPU?", where=where, remedy="name one with --gpu or in planning.gpu, such as h200")
+        raise UserError("no GPU is named", where=where, remedy="name one with --gpu or in planning.gpu, such as h200")
     if not config.train.steps:
-        raise UserError("is of RL steps, and train.steps is 0", where=where, remedy="set train.steps to 1 or more")
+        raise UserError("there are no RL steps to predict", where=where, remedy="set train.steps to 1 or more")
     check_node_range(config)
     check_planned_lengths(config)
     check_shape_files(config)
@@ -39,20 +40,20 @@ def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[Mode
 
 
 def needed_case(config: RunConfig, gpu: str | None, where: str) -> Scenario:
-    """The same with the layout, which has to suit."""
+    """The same with the layout, which must be valid."""
     shape, found, site = needed_machine(config, gpu, where)
     layout = check_plannable(config, shape)
     return Scenario(config, shape, layout, found, site.efficiency, site.disk)
 
 
 def step_lines(case: Scenario, step: StepTime) -> list[str]:
-    """A line of the whole and a table of the phases."""
+    """The time of a step in a line, and a table of its phases."""
     work = step.work
     if not step.engine_fits:
         cut = "the engines' weights leave no memory for one response: raise rollout.tp or gpu_memory_utilization"
-        return [f"time      of a step cannot be told: {cut}"]
+        return [f"time      of a step cannot be predicted: {cut}"]
     head = (
-        f"time      {_seconds(step.seconds)} a step on {step.ranks} x {case.gpu.name}, "
+        f"time      {seconds_text(step.seconds)} a step on {step.ranks} x {case.gpu.name}, "
         f"{step.tokens_per_second:,.0f} tokens/s, MFU of updates {step.mfu:.2f}; most of it {LIMITS[step.limit]}"
     )
     assumed = (
@@ -64,33 +65,33 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         pflop = f"{phase.flops / 1e15:,.1f}" if phase.flops else ""
         sent = f"{phase.sent / 1e9:,.1f}" if phase.sent else ""
         share = f"{step.share(phase.name):.0%}"
-        rows.append([phase.name, _seconds(phase.seconds), share, pflop, sent, LIMITS[phase.limit]])
-    return [head, assumed, "", *_table(rows, last=True), "", *_run_lines(case.run(step))]
+        rows.append([phase.name, seconds_text(phase.seconds), share, pflop, sent, LIMITS[phase.limit]])
+    return [head, assumed, "", *table(rows, left=(0, 5)), "", *_run_lines(case.run(step))]
 
 
 def _run_lines(run: RunTime) -> list[str]:
-    """What is outside of steps, and the whole."""
+    """Time outside of steps, and the total."""
     rows = [["outside of steps", "each", "times", "GB"]]
-    rows.append(["start", _seconds(run.start), "1", f"{run.read_bytes / 1e9:,.1f}"])
+    rows.append(["start", seconds_text(run.start), "1", f"{run.read_bytes / 1e9:,.1f}"])
     if run.validation is not None and run.validations:
-        rows.append(["validation", _seconds(run.validation), f"{run.validations:,}", ""])
+        rows.append(["validation", seconds_text(run.validation), f"{run.validations:,}", ""])
     saved = f"{run.saved_bytes / 1e9:,.1f}"
     if run.saves:
-        rows.append(["checkpoint", _seconds(run.save), f"{run.saves:,}", saved])
-    rows.append(["save at once", _seconds(run.write), f"{run.writes:,}", saved])
+        rows.append(["checkpoint", seconds_text(run.save), f"{run.saves:,}", saved])
+    rows.append(["save at once", seconds_text(run.write), f"{run.writes:,}", saved])
     known = "" if run.validation is not None else "; validations are not counted: their files cannot be read here"
     time = f"{run.seconds / 3600:,.1f} hours" if run.seconds >= 3600 else f"{run.seconds / 60:,.1f} minutes"
     whole = f"run       {time} for {run.steps:,} step(s) of RL"
-    return [*_table(rows), "", f"{whole} (planning.disk, planning.start_seconds){known}"]
+    return [*table(rows), "", f"{whole} (site.disk, planning.start_seconds){known}"]
 
 
 def run_json(run: RunTime) -> dict[str, Any]:
-    """The same for programs, in seconds and bytes."""
+    """The same in seconds and bytes."""
     return {"seconds": run.seconds, **asdict(run)}
 
 
 def step_json(step: StepTime) -> dict[str, Any]:
-    """The same for programs, in seconds and bytes."""
+    """The same in seconds and bytes."""
     phases = {
         phase.name: {
             "seconds": phase.seconds,
@@ -113,45 +114,51 @@ def step_json(step: StepTime) -> dict[str, Any]:
 
 
 def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
-    """The best layouts; a UserError when none fits."""
+    """The best layouts. Raises UserError if none fits."""
     found = search(config, shape, config.world_size, gpu, efficiency)
     if not found.layouts:
         raise UserError(
             f"no layout of {config.world_size:,} ranks suits model, batches and {gpu.name}",
-            where="--search",
+            where="rlhpc plan search",
             remedy="take another number of nodes, or raise train.prompts_per_step",
         )
     if not found.best:
         limit = cpu_memory_limit(config, gpu)
-        host = f" and a host of {limit[1] / 2**30:,.0f} GiB ({limit[0]})" if limit else ""
+        cpu = f" and {limit[1] / 2**30:,.0f} GiB of CPU memory per node ({limit[0]})" if limit else ""
         raise UserError(
-            f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{host}",
-            where="--search",
+            f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{cpu}",
+            where="rlhpc plan search",
             remedy="use more or larger GPUs, or shorter sequences",
         )
     return found
 
 
-def asked_text(case: Scenario) -> str:
-    """Time and layout of the configuration as it is."""
+def configured_text(config: RunConfig, gpu: str | None) -> str:
+    """Time and layout of the configuration as it is, which need not be able to run."""
+    try:
+        case = needed_case(config, gpu, "rlhpc plan search")
+    except UserError as error:
+        return f"cannot run ({error.where}: {error.message})"
     step = case.step()
-    time = f"{_seconds(step.seconds)} a step" if step.engine_fits else "no room for a response in the engines' cache"
+    time = (
+        f"{seconds_text(step.seconds)} a step" if step.engine_fits else "no room for a response in the engines' cache"
+    )
     return f"{time}, {case.layout.text}"
 
 
 def search_lines(config: RunConfig, gpu: Gpu, found: SearchResult, asked: str) -> list[str]:
-    """The best layouts as YAML; what is said of each is a comment."""
+    """The best layouts as YAML, with time and memory of each in comments."""
     lines = [
-        f"# {found.layouts:,} layouts suit; of {found.timed:,} ways to run them the time was predicted",
+        f"# {found.layouts:,} valid layouts; time predicted for {found.timed:,} ways to run them",
         f"# as configured: {asked}",
-        f"# each is to be merged into the sections of {config.name}, or its second line pasted behind CONFIG",
+        f"# merge one into the sections of {config.name}, or append its line of KEY=VALUE to the command",
     ]
     for number, best in enumerate(found.best, 1):
         memory = f"{best.memory.peak / 2**30:,.1f} GiB of {gpu.memory_gib:g}"
         more = [phase for phase in best.memory.phases if phase.total > gpu.memory_bytes]
         lines += [
             "---",
-            f"# {number}: {_seconds(best.step.seconds)} a step, {memory}, {best.layout.text}",
+            f"# {number}: {seconds_text(best.step.seconds)} a step, {memory}, {best.layout.text}",
             f"# {_overrides(best.fragment)}",
             *(f"# {phase.name.upper()} DOES NOT FIT: {phase.total / 2**30:,.1f} GiB" for phase in more),
             *yaml12.dump(best.fragment).splitlines(),
@@ -160,14 +167,14 @@ def search_lines(config: RunConfig, gpu: Gpu, found: SearchResult, asked: str) -
 
 
 def _overrides(fragment: Mapping[str, Any], above: str = "") -> str:
-    """KEY.SUB=VALUE for each of its values, as the command line takes them."""
-    told = []
+    """KEY.SUB=VALUE for each value, as the command line takes them."""
+    words = []
     for key, value in fragment.items():
         if isinstance(value, Mapping):
-            told.append(_overrides(value, f"{above}{key}."))
+            words.append(_overrides(value, f"{above}{key}."))
         else:
-            told.append(f"{above}{key}={json.dumps(value)}")
-    return " ".join(told)
+            words.append(f"{above}{key}={json.dumps(value)}")
+    return " ".join(words)
 
 
 def search_json(found: SearchResult) -> list[dict[str, Any]]:
@@ -178,7 +185,7 @@ def search_json(found: SearchResult) -> list[dict[str, Any]]:
 
 
 def swept(case: Scenario, text: str, file: Path) -> tuple[list[Point], str]:
-    """A point for each number of GPUs, and what became of the plot in ``file``: a login node may lack matplotlib."""
+    """A point for each number of GPUs, and a line on the plot: a login node may lack matplotlib."""
     points = sweep(case.config, case.shape, case.gpu, case.efficiency, *parse_range(text))
     try:
         plot(points, file, f"{case.config.name} on {case.gpu.name}")
@@ -188,7 +195,7 @@ def swept(case: Scenario, text: str, file: Path) -> tuple[list[Point], str]:
 
 
 def sweep_json(points: Sequence[Point]) -> list[dict[str, Any]]:
-    """For programs, in seconds and bytes."""
+    """Points in seconds and bytes."""
     return [
         {
             "gpus": point.ranks,
@@ -207,27 +214,29 @@ def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
     head = ["GPUs", "dp", "step", "rollout", "update", "tokens/s", "scaling", "MFU"]
     rows = [[*head, "weight sync GB", "sent GB", "GiB"]]
     rows += [_sweep_row(point, points[0]) for point in points]
-    return [*_table(rows), "", plotted]
+    return [*table(rows), "", plotted]
 
 
 def calibrated(case: Scenario, run: Path) -> Calibration:
-    """By the run in that folder; a UserError when it has no step."""
+    """Calibration by the run in that folder. Raises UserError if it has no RL step."""
     return calibrate(case.config, case.shape, case.layout, case.gpu, case.efficiency, read_run(run))
 
 
 def calibrate_lines(found: Calibration) -> list[str]:
-    """YAML of what was fitted and of the run's lengths, and in comments what is predicted with it."""
-    return [*(f"# {line}".rstrip() for line in _calibration(found)), *yaml12.dump(_fitted(found)).splitlines()]
+    """The section ``efficiency`` of a site file; in comments, times before and after, and the run's lengths."""
+    lengths = " ".join(f"planning.{name}={tokens}" for name, tokens in found.measured.lengths.items())
+    comments = [*_calibration(found), "", f"lengths of this run, for its config: {lengths}"]
+    return [
+        *(f"# {line}".rstrip() for line in comments),
+        *yaml12.dump({"efficiency": dict(found.changed)}).splitlines(),
+    ]
 
 
 def calibrate_json(found: Calibration) -> dict[str, Any]:
-    """The same for programs, in seconds."""
+    """The same, in seconds."""
     seconds = {"measured": dict(found.measured.seconds), "before": dict(found.before), "after": dict(found.after)}
-    return {**_fitted(found), "steps": found.measured.steps, "seconds": seconds}
-
-
-def _fitted(found: Calibration) -> dict[str, Any]:
-    return {"planning": {**found.measured.lengths, "efficiency": dict(found.changed)}}
+    sections = {"efficiency": dict(found.changed), "planning": found.measured.lengths}
+    return {**sections, "steps": found.measured.steps, "seconds": seconds}
 
 
 def _calibration(found: Calibration) -> list[str]:
@@ -235,8 +244,8 @@ def _calibration(found: Calibration) -> list[str]:
     lengths = f"{measured.prompt_tokens:,.0f} + {measured.response_tokens:,.0f} tokens"
     rows = [["phase", "measured", "before", "with this"]]
     for name, seconds in measured.seconds.items():
-        rows.append([name, *map(_seconds, (seconds, found.before[name], found.after[name]))])
-    return [f"fitted to {measured.steps} step(s) of samples of {lengths}", *_table(rows)]
+        rows.append([name, *map(seconds_text, (seconds, found.before[name], found.after[name]))])
+    return [f"fitted to {measured.steps} step(s) of samples of {lengths}", *table(rows)]
 
 
 def _sweep_row(point: Point, first: Point) -> list[str]:
@@ -245,9 +254,9 @@ def _sweep_row(point: Point, first: Point) -> list[str]:
     return [
         f"{point.ranks:,}",
         str(point.layout.dp),
-        _seconds(step.seconds),
-        _seconds(step.phase("rollout").seconds),
-        _seconds(step.phase("update").seconds),
+        seconds_text(step.seconds),
+        seconds_text(step.phase("rollout").seconds),
+        seconds_text(step.phase("update").seconds),
         f"{step.tokens_per_second:,.0f}",
         f"{scaling:.0%}",
         f"{step.mfu:.2f}",
@@ -255,23 +264,3 @@ def _sweep_row(point: Point, first: Point) -> list[str]:
         f"{point.sent / 1e9:,.0f}",
         f"{point.memory.peak / 2**30:,.1f}",
     ]
-
-
-def _table(rows: Sequence[Sequence[str]], last: bool = False) -> list[str]:
-    """Columns to the right, the first one and, with ``last``, the last one to the left."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    left = {0, len(widths) - 1} if last else {0}
-    return [
-        "  ".join(
-            cell.ljust(width) if place in left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 100:
-        return f"{seconds:,.0f} s"
-    scale, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
-    return f"{seconds * scale:.3g} {unit}"

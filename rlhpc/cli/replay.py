@@ -10,13 +10,12 @@ import click
 @click.command()
 @click.argument("run")
 @click.argument("update", required=False)
-@click.option("--step", type=int, metavar="N", help="Weights of the checkpoint of this step; default: the newest.")
+@click.option("--step", type=int, metavar="N", help="Checkpoint to take the weights from; default: the newest.")
 def replay(run: str, update: str | None, step: int | None) -> None:
-    """Repeat the forward and backward pass of a skipped update of RUN (folder, name or job's id), and report which
-    sequences are not finite.
+    """Replay a skipped update and report non-finite sequences.
 
-    UPDATE is a folder in RUN/skipped_updates; default: the newest. Ranks start on this machine, as many as made the
-    update.
+    Repeats the forward and backward pass with as many ranks as made the update, on this machine. RUN is a run folder, a
+    run name or a job id; UPDATE is a folder in RUN/skipped_updates, by default the newest.
     """
     from rlhpc.launch.runs.replay import replay_here
 

@@ -13,12 +13,15 @@ Record = dict[str, Any]
 
 @click.command()
 @click.argument("run_or_file", metavar="RUN_OR_FILE")
-@click.option("--step", type=int, metavar="N", help="Those of the validation after this step; default: the last one.")
-@click.option("--wrong", is_flag=True, help="Only those that are not correct.")
-@click.option("--source", metavar="NAME", help="Only those of this data source or named set.")
-@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Show at most so many.")
-def samples(run_or_file: str, step: int | None, wrong: bool, source: str | None, limit: int) -> None:
-    """Show held-out prompts with their responses: of a run or an evaluation (folder, name or job's id), or a file."""
+@click.option("--step", type=int, metavar="N", help="Samples of the validation after this step; default: the last one.")
+@click.option("--wrong", is_flag=True, help="Only incorrect responses.")
+@click.option("--source", metavar="NAME", help="Only samples of this data source or named set.")
+@click.option("--limit", type=click.IntRange(min=1), default=20, show_default=True, help="Maximum number of samples.")
+def samples(*, run_or_file: str, step: int | None, wrong: bool, source: str | None, limit: int) -> None:
+    """Show held-out prompts with their responses.
+
+    RUN_OR_FILE is a run or an evaluation, by folder, name or job id, or a file of samples.
+    """
     from rlhpc.core.errors import UserError, did_you_mean
 
     file = _file_of(run_or_file)
@@ -26,7 +29,7 @@ def samples(run_or_file: str, step: int | None, wrong: bool, source: str | None,
     step = max(steps, default=0) if step is None else step
     if step not in steps:
         there = ", ".join(map(str, sorted(steps))) or "none"
-        raise UserError(f"no samples of step {step}", where=str(file), remedy=f"there are those of {there}")
+        raise UserError(f"no samples of step {step}", where=str(file), remedy=f"steps with samples: {there}")
     of_step = [record for record in _read(file) if record["step"] == step]
     names = {str(record.get(key)) for record in of_step for key in ("source", "set")} - {"", "None"}
     if source is not None and source not in names:
@@ -42,7 +45,7 @@ def samples(run_or_file: str, step: int | None, wrong: bool, source: str | None,
 
 
 def _file_of(text: str) -> Path:
-    """The samples of a run, or the file itself."""
+    """The file of a run's samples, or the file itself."""
     from rlhpc.core.errors import UserError
     from rlhpc.launch.runs.run_registry import find_run
 
@@ -51,13 +54,13 @@ def _file_of(text: str) -> Path:
     file = find_run(text).folder.samples
     if not file.is_file():
         raise UserError(
-            "has no samples yet", where=text, remedy="wait for the first validation, which needs data.validation"
+            "no samples yet", where=text, remedy="wait for the first validation, which needs data.validation"
         )
     return file
 
 
 def _read(file: Path) -> Iterator[Record]:
-    """Whole lines; one that is being written is left out."""
+    """Records of the complete lines."""
     import json
 
     from rlhpc.core.errors import UserError
@@ -71,7 +74,7 @@ def _read(file: Path) -> Iterator[Record]:
                 record["step"], record["reward"]
             except (ValueError, KeyError, TypeError):
                 raise UserError(
-                    "is no sample", where=f"{file}:{number}", remedy="give a run or its samples.jsonl"
+                    "not a sample", where=f"{file}:{number}", remedy="give a run or its samples.jsonl"
                 ) from None
             yield record
 
@@ -88,7 +91,7 @@ def _show(records: list[Record]) -> None:
         words = [f"{number}", f"reward {record['reward']:g}"]
         words += [f"{name} {value:g}" for name, value in (record.get("parts") or {}).items()]
         words += [str(record[key]) for key in ("set", "source") if record.get(key)]
-        words += ["cut off"] if record.get("truncated") else []
+        words += ["truncated"] if record.get("truncated") else []
         right = record.get("correct", record["reward"] > 0)
         console.print(Rule(Text(" | ".join(words)), align="left", style="green" if right else "red"))
         for key in ("prompt", "response", "expected"):

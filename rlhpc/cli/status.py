@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
+from rlhpc.cli.options import JSON, grouped
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhpc.launch.runs.run_registry import Run
+    from rlhpc.launch.runs.run_registry import RunEntry
     from rlhpc.launch.runs.status import RunStatus
 
 _WATCH_SECONDS = 2.0
@@ -18,41 +20,60 @@ _WATCH_SECONDS = 2.0
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...")
-@click.option("--json", "as_text", is_flag=True, help="Print JSON, for programs.")
-@click.option("--watch", is_flag=True, help="Show it again every two seconds, until Ctrl-C.")
-def status(runs: tuple[str, ...], as_text: bool, watch: bool) -> None:
-    """How runs stand; without RUN all of yours. RUN is a run's folder, its name or its job's id."""
+@JSON
+@click.option("--watch", is_flag=True, help="Refresh every two seconds until Ctrl-C.")
+def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
+    """Show the state of runs.
+
+    RUN is a run folder, a run name or a job id; without RUN, all of your runs are shown.
+    """
     import json
 
-    from rlhpc.launch.runs.status import as_json
+    from rlhpc.launch.runs import status as states
 
     if watch:
         _watch(runs)
         return
     found = _read(runs)
-    if as_text:
-        click.echo(json.dumps([as_json(one) for one in found], indent=2))
+    if as_json:
+        click.echo(json.dumps([states.as_json(one) for one in found], indent=2))
         return
     from rlhpc.launch.runs.status_view import details, overview, show
 
     show(details(found[0]) if len(runs) == 1 and len(found) == 1 else overview(found))
 
 
+@dataclass(frozen=True)
+class _Choice:
+    """Options on which log of a run is shown."""
+
+    attempt: int | None
+    rank: int | None
+    all_ranks: bool
+    job: bool
+
+
 @click.command()
 @click.argument("run")
-@click.option("--rank", type=int, help="This rank's, instead of the one that is to blame.")
-@click.option("--attempt", type=int, metavar="N", help="Of the N-th start of the ranks; default: the last.")
-@click.option("--all", "all_ranks", is_flag=True, help="Those of the other ranks too, after the first.")
-@click.option("--job", is_flag=True, help="What the job's own step printed: setup, launcher, srun.")
-@click.option("--lines", type=click.IntRange(min=1), default=40, show_default=True, help="From the end of each.")
-@click.option("--follow", is_flag=True, help="Go on with what is printed from now on, until the run is over.")
-def logs(run: str, rank: int | None, attempt: int | None, all_ranks: bool, job: bool, lines: int, follow: bool) -> None:
-    """What the ranks of RUN printed, first the one that is to blame for its end."""
+@click.option("--rank", type=int, help="Log of this rank instead of the one that failed first.")
+@click.option("--attempt", type=int, metavar="N", help="Log of attempt N; default: the last one.")
+@click.option("--all", "all_ranks", is_flag=True, help="Logs of the other ranks too, after the first.")
+@click.option("--job", is_flag=True, help="Log of the batch step: setup, supervisor, srun.")
+@click.option("--lines", type=click.IntRange(min=1), default=40, show_default=True, help="Lines from the end of each.")
+@click.option("--follow", is_flag=True, help="Continue with new output until the run ends.")
+@grouped(choice=_Choice)
+def logs(*, run: str, choice: _Choice, lines: int, follow: bool) -> None:
+    """Show the logs of a run.
+
+    RUN is a run folder, a run name or a job id. The log of the rank that failed first comes first.
+    """
     from rlhpc.launch.runs.logs import batch_log, follow_log, log_files, tail
     from rlhpc.launch.runs.run_registry import find_run
 
     known = find_run(run)
-    files = [batch_log(known)] if job else log_files(known, attempt, rank, all_ranks)
+    files = (
+        [batch_log(known)] if choice.job else log_files(known, choice.attempt, choice.rank, all_ranks=choice.all_ranks)
+    )
     ends = []
     for file in files:
         text, end = tail(file.path, lines)
@@ -69,9 +90,12 @@ def logs(run: str, rank: int | None, attempt: int | None, all_ranks: bool, job: 
 
 @click.command()
 @click.argument("runs", nargs=-1, required=True, metavar="RUN...")
-@click.option("--save", is_flag=True, help="Let the ranks finish their step, save and end; `rlhpc resume` goes on.")
-def cancel(runs: tuple[str, ...], save: bool) -> None:
-    """Take the jobs of runs out of Slurm. RUN is a run's folder, its name or its job's id."""
+@click.option("--save", is_flag=True, help="Let the ranks finish their step and checkpoint; `rlhpc resume` continues.")
+def cancel(*, runs: tuple[str, ...], save: bool) -> None:
+    """Cancel the jobs of runs.
+
+    RUN is a run folder, a run name or a job id.
+    """
     from rlhpc.launch.runs.cancel import cancel as cancel_job
     from rlhpc.launch.runs.run_registry import find_runs
     from rlhpc.launch.slurm.commands import require_controller
@@ -81,7 +105,7 @@ def cancel(runs: tuple[str, ...], save: bool) -> None:
     failed: list[UserError] = []
     for run in found:
         try:
-            click.echo(f"{run.name}: {cancel_job(run, save)}")
+            click.echo(f"{run.name}: {cancel_job(run, save=save)}")
         except UserError as error:
             failed.append(error)
     if failed:
@@ -100,7 +124,7 @@ def _read(names: tuple[str, ...]) -> list[RunStatus]:
             require_controller()
     except UserError as error:
         click.echo(f"rlhpc: {error}", err=True)
-        click.echo("rlhpc: what follows is from the run folders alone", err=True)
+        click.echo("rlhpc: the following is from the run folders alone", err=True)
         return [run_status(run, None, asked=False) for run in found]
     if len(names) == 1 and len(found) == 1 and found[0].job:
         return [run_status(found[0], read_job(found[0].job.job_id, detail=True))]
@@ -121,8 +145,8 @@ def _watch(names: tuple[str, ...]) -> None:
             time.sleep(_WATCH_SECONDS)
 
 
-def _over(run: Run) -> Callable[[], bool]:
-    """Says whether nothing of the run goes on, asking Slurm every few seconds only."""
+def _over(run: RunEntry) -> Callable[[], bool]:
+    """Function that reports whether the run is over; it asks Slurm every few seconds only."""
     import time
 
     from rlhpc.launch.run_lock import is_locked

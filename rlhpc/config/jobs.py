@@ -17,12 +17,12 @@ def memory_mib(text: str | int) -> float:
     return float(str(text)[:-1]) * _MIB[unit] if unit in _MIB else float(text)
 
 
-class ContainerSection(Section):
-    """The ranks run in a container; the launcher around them does not."""
+class SiteContainerSection(Section):
+    """How the site runs containers. Without an image it applies to runs that name one in slurm.container."""
 
-    runtime: Literal["apptainer", "pyxis"]
+    runtime: Literal["apptainer", "pyxis"] | None = None
     """Container runtime of the site: `apptainer exec` (or singularity), or srun's --container-image (Enroot)."""
-    image: str
+    image: str | None = None
     """Image file or address, as the runtime takes it; it must contain rlhpc and its packages."""
     mounts: list[Annotated[str, Field(pattern=r"^/[^,]*$")]] = []
     """Folders to mount, /path or /path:/inside[:ro]; run folder, model and data are mounted automatically."""
@@ -32,28 +32,26 @@ class ContainerSection(Section):
     """Additional options of `apptainer exec`, or of srun for Pyxis."""
 
 
-class SlurmSection(Section):
-    """Batch job of `rlhpc submit`. Keys that are not set take the site's defaults."""
+class ContainerSection(SiteContainerSection):
+    """Container of the ranks; the launcher runs outside it."""
 
-    nodes: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
-    """Number of nodes, or [minimum, maximum]: the job starts on what is free, and may return on another number."""
-    time: PositiveInt | Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2})$")] | None = None
-    """Time limit as Slurm takes it: minutes, HH:MM:SS or D-HH:MM:SS. A longer run checkpoints before it and is
-    requeued."""
+    runtime: Literal["apptainer", "pyxis"]
+    """Container runtime of the site: `apptainer exec` (or singularity), or srun's --container-image (Enroot)."""
+    image: str
+    """Image file or address, as the runtime takes it; it must contain rlhpc and its packages."""
+
+
+class SiteSlurmSection(Section):
+    """Keys of the slurm section that a site file may give defaults for."""
+
     partition: str | None = None
     """Partition."""
     account: str | None = None
     """Account to charge."""
     qos: str | None = None
     """Quality of service."""
-    reservation: str | None = None
-    """Reservation."""
     constraint: str | None = None
     """Node features."""
-    comment: str | None = None
-    """Comment shown to administrators; everyone on the cluster can read it."""
-    exclude: list[str] = []
-    """Nodes to exclude."""
     exclusive: bool = False
     """Exclusive use of the nodes."""
     gpus_per_node: NonNegativeInt | None = None
@@ -72,7 +70,7 @@ class SlurmSection(Section):
     """Environment variables of the job."""
     setup: list[str] = []
     """Shell lines run on the first node before the ranks start."""
-    container: ContainerSection | None = None
+    container: SiteContainerSection | None = None
     interface: str | None = None
     """Network interface for NCCL and gloo on every node; default: the one that leads to the first node."""
     cpu_bind: str | None = None
@@ -81,8 +79,25 @@ class SlurmSection(Section):
     """Additional sbatch options by their long names without --."""
     srun_options: list[str] = []
     """Additional srun options, as written on its command line."""
+
+
+class SlurmSection(SiteSlurmSection):
+    """Batch job of `rlhpc submit`. Keys that are not set take the site file's value, else Slurm's default."""
+
+    nodes: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
+    """Number of nodes, or [minimum, maximum]: the job starts on what is free, and may return on another number."""
+    time: PositiveInt | Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2})$")] | None = None
+    """Time limit as Slurm takes it: minutes, HH:MM:SS or D-HH:MM:SS. A longer run checkpoints before it and is
+    requeued."""
+    reservation: str | None = None
+    """Reservation."""
+    comment: str | None = None
+    """Comment shown to administrators; everyone on the cluster can read it."""
+    exclude: list[str] = []
+    """Nodes to exclude."""
     port: Annotated[int, Field(ge=1024, le=65535)] | None = None
     """Port of the rendezvous on the first node; default: 20000 + job id modulo 10000, or another if that is taken."""
+    container: ContainerSection | None = None
 
     @property
     def least_nodes(self) -> int:

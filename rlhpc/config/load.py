@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rlhpc.config import yaml12
 from rlhpc.config.renamed import RENAMED, RENAMED_VALUES, renamed_keys
 from rlhpc.config.reward import NO_KIND
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site_file import SiteValues, expand_site, take_site
 from rlhpc.core.errors import UserError, did_you_mean, nearest
 from rlhpc.core.files import read_text
 from rlhpc.core.storage import StorageError
@@ -24,12 +26,25 @@ COMMAND_LINE = "command line"
 _SHOWN_ERRORS = 3
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """A configuration merged with the site file, and what it takes from there; None without a site file."""
+
+    config: RunConfig
+    site: SiteValues | None
+
+
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Returns the configuration in ``path`` with ``key.sub=value`` overrides applied.
+    """Returns the configuration in ``path``, with ``key.sub=value`` overrides above it and the site file's values below.
 
     Relative paths in the file are relative to the working folder. Raises one UserError with the first errors, each
     with file and line, dotted key, value and allowed values.
     """
+    return load_with_site(path, overrides).config
+
+
+def load_with_site(path: Path, overrides: Sequence[str] = ()) -> Loaded:
+    """The same, with the keys that come from the site file."""
     text = _read(path)
     data = yaml12.parse(text, str(path))
     if not isinstance(data, dict):
@@ -37,15 +52,21 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
             "contains no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`"
         )
     places = {key: f"{path}:{line}" for key, line in yaml12.key_lines(text).items()}
+    expand_site(data)
     for override in overrides:
         key, value = _parse_override(override)
         _apply_override(data, key, value)
         places = {other: place for other, place in places.items() if not f"{other}.".startswith(f"{key}.")}
         for part in _parents(key):
             places.setdefault(part, COMMAND_LINE)
+    site = take_site(data)
+    if site is not None:
+        for key, line in site.keys.items():
+            for part in _parents(key):
+                places.setdefault(part, f"{site.path}:{line}")
     try:
         # JSON mode accepts a string as a path and an integer as a float, and is strict about all other types.
-        return RunConfig.model_validate_json(json.dumps(data), strict=True)
+        return Loaded(RunConfig.model_validate_json(json.dumps(data), strict=True), site)
     except ValidationError as error:
         details = error.errors(include_url=False, include_context=False)
         raise _user_error(details, places, str(path)) from None

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rlhpc.config.section import Section
+from rlhpc.config.site import DiskSection, EfficiencySection
 from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection, ParallelSection
 
 _FIGURES = {
@@ -47,8 +48,12 @@ RENAMED: Mapping[str, str] = {
     **_moved("memory", "actor.memory", MemorySection),
     "memory.offload.reference": "reference.memory.offload",
     **_moved("parallel", "actor.parallel", ParallelSection),
-    **_renamed("planning.efficiency", _FIGURES),
+    **_moved("planning.disk", "site.disk", DiskSection),
+    **_moved("planning.efficiency", "site.efficiency", EfficiencySection),
+    **_renamed("planning.efficiency", _FIGURES, now="site.efficiency"),
+    "planning.gpus_file": "site.file",
     **_renamed("recovery", {"silence_seconds": "hang_timeout_seconds"}),
+    **_renamed("site.efficiency", _FIGURES),
     **_renamed("reshard", {"max_engine_gap": "max_logprob_diff"}),
     **_renamed("reward", dict(zip(_WORKERS, _WORKERS, strict=True)), now="reward_workers"),
     **_renamed("reward.model", dict(zip(_REWARD_MODEL, _REWARD_MODEL, strict=True)), now="rewards.0"),
@@ -66,7 +71,7 @@ RENAMED: Mapping[str, str] = {
     **_moved("train.optimizer", "actor.optimizer", OptimizerSection),
     **_renamed("train.optimizer", _OPTIMIZER, now="actor.optimizer"),
 }
-# In the file that planning.gpus_file names: of a GPU's entry and of efficiency.
+# Keys of efficiency and of a GPU's entry in the site file.
 RENAMED_FIGURES: Mapping[str, str] = {
     **_FIGURES,
     "host_gbps": "cpu_link_gbps",

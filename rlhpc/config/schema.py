@@ -31,6 +31,7 @@ from rlhpc.config.section import (
     PositiveInt,
     Section,
 )
+from rlhpc.config.site import PathOrSection, SiteSection
 from rlhpc.config.training import OptimizerSection
 
 
@@ -168,6 +169,7 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
     planning: PlanningSection = PlanningSection()
+    site: Annotated[SiteSection, PathOrSection()] = SiteSection()
 
     @property
     def world_size(self) -> int:

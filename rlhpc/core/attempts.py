@@ -1,7 +1,7 @@
-"""The starts of a run's ranks: one record at the beginning of each, one verdict at its end.
+"""Attempts of a run: a record at the start of each, a verdict at its end.
 
-The number of the newest start is also the fence. Ranks of an earlier one that nobody could end, behind a network cut
-for instance, see that they were superseded, and what they were writing has lost its name: see ``begin``.
+The number of the newest attempt is also a fence. Ranks of an earlier one that could not be ended, behind a network cut
+for example, see that they were superseded, and the folder that they write to has been renamed: see ``begin``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Cause = Literal[
     "data",
     "non_finite",
     "gpu_memory",
-    "host_memory",
+    "cpu_memory",
     "network",
     "bad_node",
     "hang",
@@ -43,10 +43,10 @@ Action = Literal["none", "retry", "requeue", "stop"]
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start of the ranks. ``job_id`` is empty for a run on this machine; ``saved_step`` is the newest checkpoint's
-    step then, -1 for none; ``hang_timeout_seconds`` without progress are a hang; ranks wait for
-    ``storage_wait_seconds`` for a failing file system; ``overrides`` (KEY=VALUE) and ``excluded`` nodes are what
-    recovery has changed so far."""
+    """Record of an attempt. ``job_id``: empty for a run on this machine; ``saved_step``: that of the newest checkpoint
+    at the start, -1 for none; ``hang_timeout_seconds``: time without progress that is a hang; ``storage_wait_seconds``:
+    maximum wait of ranks for a failing file system; ``overrides`` (KEY=VALUE) and ``excluded`` nodes: changes by
+    recovery so far."""
 
     number: int
     job_id: str
@@ -63,9 +63,9 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a start ended, by which rank (-1: none in particular) and node, and what was done about it.
+    """How an attempt ended, by which rank (-1: none in particular) and node, and the action taken.
 
-    ``overrides`` and ``excluded`` are those of the next start, ``failures`` the ones in a row so far.
+    ``overrides`` and ``excluded``: those of the next attempt; ``failures``: consecutive ones so far.
     """
 
     time: float
@@ -82,8 +82,8 @@ class Verdict:
 
 
 def begin(run: RunFolder, **known: object) -> AttemptFolder:
-    """Make the folder of a new start, fence off all earlier ones, and write its record; ``known`` are its fields
-    but ``number`` and ``started``.
+    """Makes the folder of a new attempt, fences off all earlier ones, and writes its record. ``known``: fields of the
+    record but ``number`` and ``started``.
 
     Earlier ranks write checkpoints under ``checkpoints/.writing-NNNN`` only, and rename them when whole; with that
     folder renamed away, in one step of the file system, their next write or rename fails.
@@ -103,23 +103,23 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
 
 
 def saved_step(run: RunFolder) -> int:
-    """Step of the newest checkpoint, -1 when there is none. By name only: what is named is whole."""
+    """Step of the newest checkpoint, -1 without any. By name only: a checkpoint gets its name when it is complete."""
     names = names_in(run.checkpoints, "step-*")
     return max((int(name.removeprefix("step-")) for name in names), default=-1)
 
 
 def end(folder: AttemptFolder, verdict: Verdict) -> None:
-    """Write the verdict; the last one counts."""
+    """Writes the verdict; the last one counts."""
     write_json(folder.verdict, asdict(verdict))
 
 
 def folders(run: RunFolder) -> list[AttemptFolder]:
-    """All starts, oldest first."""
+    """All attempts, oldest first."""
     return [AttemptFolder(run.attempts / name) for name in names_in(run.attempts) if name.isdecimal()]
 
 
 def read_attempt(folder: AttemptFolder) -> Attempt | None:
-    """The record; None for a start that was cut short before it was written."""
+    """The record; None if the attempt ended before it was written."""
     try:
         fields = read_json(folder.record)
     except FileNotFoundError:
@@ -128,7 +128,7 @@ def read_attempt(folder: AttemptFolder) -> Attempt | None:
 
 
 def read_verdict(folder: AttemptFolder) -> Verdict | None:
-    """The verdict; None while the ranks run, or when nobody was left to give one."""
+    """The verdict; None while the ranks run, or if no supervisor was left to write it."""
     try:
         fields = read_json(folder.verdict)
     except FileNotFoundError:
@@ -141,10 +141,10 @@ def _tuples(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _next(run: RunFolder) -> AttemptFolder:
-    """A number that nobody else took: mkdir is atomic, on network file systems too.
+    """Folder of a number that no other launcher took: mkdir is atomic, on network file systems too.
 
-    A mkdir that reported an error may have taken effect. Its number is then skipped, because the folder may as well be
-    another launcher's.
+    A mkdir that reported an error may have taken effect. Its number is skipped, because the folder may be another
+    launcher's.
     """
     number = max((folder.number for folder in folders(run)), default=0) + 1
     while True:
@@ -158,6 +158,6 @@ def _next(run: RunFolder) -> AttemptFolder:
 
 
 def _discard(writing: Path) -> None:
-    """Rename the folder in which an earlier attempt writes. An earlier try may have done it."""
+    """Renames the folder in which an earlier attempt writes, unless an earlier try has."""
     with contextlib.suppress(FileNotFoundError):
         writing.rename(writing.with_name(f".trash-{uuid.uuid4().hex}"))

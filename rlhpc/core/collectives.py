@@ -1,4 +1,4 @@
-"""The last collective operations of a rank, as it writes them down when ranks hang. Torch-free values."""
+"""Last collective operations of a rank, as it records them in a hang. Torch-free values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Collective:
-    """``sequence`` counts a group's collectives, alike on all its ranks; ``sizes`` are the shapes of its inputs."""
+    """One operation. ``sequence``: number in its group, equal on all ranks; ``sizes``: shapes of its inputs."""
 
     sequence: int
     operation: str
@@ -19,7 +19,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class GroupState:
-    """One process group on one back end, seen from one of its ranks. ``recent``: the last collectives, oldest first."""
+    """A process group on one back end as one of its ranks sees it. ``recent``: last collectives, oldest first."""
 
     group: str
     description: str
@@ -29,7 +29,7 @@ class GroupState:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The same on all ranks of the group."""
+        """Key of the group, equal on all of its ranks."""
         return self.group, self.backend
 
     @property
@@ -43,7 +43,7 @@ class GroupState:
         return next((c for c in self.recent if not c.finished), None)
 
     def at(self, sequence: int) -> Collective | None:
-        """The collective of that number, if it is among the recent ones."""
+        """The collective with that number, if it is among the recent ones."""
         return next((c for c in self.recent if c.sequence == sequence), None)
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a rank's program is given by whatever started the process."""
+"""Arguments of a rank's program."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.core.stop import StopRequest
 
 
-@dataclass(frozen=True)
+@dataclass
 class RankContext:
-    """A program ``package.module:function`` is called with it, and returns why it stopped early, None if it did not."""
+    """The only argument of a rank's program, ``package.module:function``, which returns why it stopped early, or
+    None."""
 
     attempt: AttemptFolder
     info: RankInfo

@@ -84,6 +84,10 @@ CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 # The C compiler of Triton; without it gcc or clang of PATH.
 CC = "CC"
 
+# The site file, and where users' configuration is.
+RLHPC_SITE = "RLHPC_SITE"  # empty: no site file
+XDG_CONFIG_HOME = "XDG_CONFIG_HOME"
+
 # The commands of Slurm, and where this user's files of state are.
 SLURM_CONF = "SLURM_CONF"
 SLURM_TIME_FORMAT = "SLURM_TIME_FORMAT"

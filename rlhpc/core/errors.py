@@ -1,4 +1,4 @@
-"""Errors a user can mend. Anything else that goes wrong is ours and keeps its traceback."""
+"""Errors the user can fix, and a few others. Any other error keeps its traceback."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ EXIT_USER_ERROR = 2
 
 
 class UserError(ValueError):
-    """Bad input, told in one line: where it is, what is wrong with its value, what to do.
+    """Wrong input, reported in one line: where it is, what is wrong with it, how to fix it.
 
-    ``where`` is a config key (``rollout.tp``), a file, a rank or a node; ``remedy`` starts with a verb.
+    ``where``: a config key (``rollout.tp``), a file, a rank or a node; ``remedy`` starts with a verb.
     """
 
     def __init__(self, message: str, *, where: str = "", remedy: str = "") -> None:
@@ -24,16 +24,16 @@ class UserError(ValueError):
 
 
 class NodeError(UserError):
-    """One machine of the job is at fault, not what was asked of it; another one may do. ``where`` names it."""
+    """Fault of one node; another one may work. ``where`` names it."""
 
 
 class NonFiniteError(RuntimeError):
-    """Training produces numbers that are not finite. One line: which model, phase and step, where the batches are, the
-    remedy. The fault may be in data, rate, code or a device, so it is no error of the user's input."""
+    """Training produces non-finite numbers. One line: model, phase and step, where the batches are, the remedy. The
+    cause may be data, learning rate, code or a device, so it is not a UserError."""
 
 
 class ReshardError(RuntimeError):
-    """Weights did not get from training into an engine as they should. Not the user's fault: it keeps its traceback."""
+    """A weight sync failed. Not the user's fault: it keeps its traceback."""
 
 
 def _rebuild(kind: type[UserError], message: str, where: str, remedy: str) -> UserError:
@@ -41,17 +41,17 @@ def _rebuild(kind: type[UserError], message: str, where: str, remedy: str) -> Us
 
 
 def one_line(text: str) -> str:
-    """The text with every run of white space made one blank."""
+    """The text with runs of white space replaced by one blank."""
     return " ".join(text.split())
 
 
 def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
-    """The valid names most like ``name``, best first; possibly none."""
+    """Valid names most similar to ``name``, best first; possibly none."""
     return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.5)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest valid ones, or all of them when none is near."""
+    """Remedy for an unknown name: the nearest valid ones, or all of them if none is near."""
     valid = sorted(valid)
     close = nearest(name, valid)
     if close:

@@ -1,7 +1,7 @@
-"""How each rank started and ended, in one small file each, and which rank was the cause.
+"""Records of how each rank started and ended, and which rank failed first.
 
-Launchers report only that some rank failed; the first traceback seen is usually a victim's, whose connection to the
-real culprit was lost. So every rank leaves its own record, and the cause is found by comparing them.
+Launchers report only that some rank failed; the first traceback is usually that of a rank that lost its connection to
+the one that failed. So every rank writes its own record, and the cause is found by comparing them.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class StartRecord:
 
 @dataclass(frozen=True)
 class ExitRecord:
-    """``kind``: a user's error, another error, the loss of a peer, death without a word, a stop that the ranks agreed
-    on (``message`` says why, see rlhpc.core.stop), or success."""
+    """How a rank ended. ``kind``: ``user``: a UserError; ``error``: another error; ``peer``: the loss of a peer;
+    ``signal``: death without a record; ``stopped``: a stop that the ranks agreed on (``message``: why, see
+    rlhpc.core.stop); ``done``: success."""
 
     rank: int
     node: str
@@ -54,8 +55,8 @@ class ExitRecord:
     traceback: str = ""
 
 
-# Signs that another rank, or the launcher, ended this one. It is harmless that some also have causes of their own:
-# such a record only gives way to one that cannot have been caused from outside.
+# Errors caused by the end of another rank or of the launcher. Some also have other causes, which is harmless: such a
+# record only ranks behind one that cannot have been caused from outside.
 _PEER_TYPES = {
     "BrokenPipeError",
     "ConnectionAbortedError",
@@ -75,12 +76,12 @@ _PEER_MESSAGE = re.compile(
 
 
 def classify(error: BaseException) -> Kind:
-    """The kind of an exception, judged with the exceptions that it came from."""
+    """Kind of an exception, by it and its causes."""
     if isinstance(error, UserError):
         return "user"
     if isinstance(error, SystemExit):
         return "error" if error.code else "done"
-    if isinstance(error, NonFiniteError | StorageError):  # the words of their messages may look like a lost peer's
+    if isinstance(error, NonFiniteError | StorageError):  # their messages may look like a lost peer
         return "error"
     cause: BaseException | None = error
     while cause is not None:
@@ -91,9 +92,9 @@ def classify(error: BaseException) -> Kind:
 
 
 def run_recorded(exits: Path, info: RankInfo, function: Callable[[], str | None]) -> None:
-    """Call ``function``, leaving a start record before and an exit record after, whatever happens.
+    """Calls ``function``, and writes a start record before and an exit record after it, even on errors.
 
-    ``function`` returns why it stopped before its end, None if it did not.
+    ``function`` returns why it stopped early, None if it did not.
     """
     try:
         write_start(exits, info)
@@ -113,13 +114,13 @@ def run_recorded(exits: Path, info: RankInfo, function: Callable[[], str | None]
 
 
 def write_start(exits: Path, info: RankInfo) -> None:
-    """Say that this process is the rank."""
+    """Records the start of this process as the rank."""
     record = StartRecord(info.rank, info.node, ProcessId.own(), time.time())
     write_json(_file(exits, info.rank, "start"), asdict(record))
 
 
 def write_exit(exits: Path, info: RankInfo, error: BaseException | None = None, stopped: str | None = None) -> None:
-    """Say how the rank ended; the first record of a process stays."""
+    """Records how the rank ended; the first record of a process stays."""
     kind: Kind = "stopped" if stopped else "done"
     record = ExitRecord(info.rank, info.node, os.getpid(), time.time(), kind, message=stopped or "")
     if error is not None:
@@ -127,13 +128,13 @@ def write_exit(exits: Path, info: RankInfo, error: BaseException | None = None, 
         ended = {"kind": classify(error), "type": type(error).__name__, "message": str(error), "traceback": text}
         record = ExitRecord(**{**asdict(record), **ended})
     file = _file(exits, info.rank, "exit")
-    patience = BRIEF if isinstance(error, StorageError) else None  # that has waited already
+    patience = BRIEF if isinstance(error, StorageError) else None  # it has already waited
     if not _is_written(file, patience):
         write_json(file, asdict(record), patience)
 
 
 def _is_written(file: Path, patience: Patience | None) -> bool:
-    """Whether the exit record is this process's."""
+    """Whether this process has written the exit record."""
     return exists(file, patience) and bool(read_json(file, patience)["pid"] == os.getpid())
 
 
@@ -148,12 +149,11 @@ def read_exits(exits: Path) -> dict[int, ExitRecord]:
     return {record["rank"]: ExitRecord(**record) for record in _read(exits, "exit")}
 
 
-def culprit(records: Iterable[ExitRecord]) -> ExitRecord | None:
-    """The record of the rank that failed first and of itself; None when no rank failed.
+def first_failure(records: Iterable[ExitRecord]) -> ExitRecord | None:
+    """Record of the rank that failed first, by itself; None if no rank failed.
 
-    Ranks that died without a word come as records of kind ``signal``, timed when they were seen dead. The order of
-    belief: a user's error, the earliest; a silent death, when no rank had an error of its own before it; the earliest
-    error; the earliest loss of a peer.
+    Ranks that died without a record have one of kind ``signal`` with the time they were found dead. Precedence: the
+    earliest UserError; the earliest other error or silent death; the earliest loss of a peer.
     """
     ordered = sorted(records, key=lambda record: record.time)
 

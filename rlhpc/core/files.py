@@ -1,4 +1,4 @@
-"""Files of the run folder: written whole or not at all, read and listed with patience (rlhpc.core.storage)."""
+"""Files of the run folder: written atomically, read and listed with patience (rlhpc.core.storage)."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rlhpc.core.storage import Patience, patiently
 
 
 def write_atomic(path: Path, text: str, patience: Patience | None = None) -> None:
-    """Write ``text`` so that a reader sees the old file or the new one, never a part. The folder must exist: to make
-    one here would give back a place to write to ranks that were fenced off (rlhpc.core.attempts)."""
+    """Writes ``text`` so that a reader sees the old file or the new one, never a part. The folder must exist: making it
+    would let ranks write that were fenced off (rlhpc.core.attempts)."""
     data = text.encode()
     patiently(lambda: _replace(path, data), path, patience)
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Whole, so that a retry writes the data again: after a failed fsync the kernel may have dropped it."""
+    """Writes all of the data: after a failed fsync the kernel may have dropped it, so a retry must write it again."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -35,32 +35,24 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def write_json(path: Path, value: Any, patience: Patience | None = None) -> None:
-    """Write a JSON document atomically, indented, keys in the order given."""
+    """Writes a JSON document atomically, indented, keys in the order given."""
     write_atomic(path, json.dumps(value, indent=2) + "\n", patience)
 
 
 def read_text(path: Path, patience: Patience | None = None) -> str:
-    """The text of a file."""
+    """Text of a file."""
     return patiently(lambda: path.read_text(encoding="utf-8"), path, patience)
 
 
-def text_if_there(path: Path) -> str:
-    """The text of a file that is only shown: empty where it cannot be read."""
-    try:
-        return read_text(path)
-    except (OSError, UnicodeDecodeError):
-        return ""
-
-
 def read_json(path: Path, patience: Patience | None = None) -> Any:
-    """The JSON document at ``path``."""
+    """JSON document at ``path``."""
     return json.loads(read_text(path, patience))
 
 
 def names_in(folder: Path, pattern: str = "*", patience: Patience | None = None) -> list[str]:
     """Names in a folder that match a shell pattern, sorted; none if the folder does not exist.
 
-    ``Path.glob`` takes an error for an empty folder, depending on Python's version.
+    Some versions of ``Path.glob`` return nothing for an error.
     """
 
     def read() -> list[str]:
@@ -73,12 +65,12 @@ def names_in(folder: Path, pattern: str = "*", patience: Patience | None = None)
 
 
 def make_folder(path: Path) -> None:
-    """Make a folder in one that exists, unless it is there: a try that reported an error may have made it."""
+    """Makes a folder in an existing one, unless it exists: a try that reported an error may have made it."""
     patiently(lambda: path.mkdir(exist_ok=True), path)
 
 
 def rename(source: Path, target: Path) -> None:
-    """Rename; a try that took effect and still reported an error counts."""
+    """Renames a file; a try that took effect but reported an error counts."""
     identity = patiently(lambda: os.stat(source).st_ino, source)
 
     def act() -> None:
@@ -92,14 +84,14 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, unless it is gone."""
+    """Removes a file if it exists."""
     patiently(lambda: path.unlink(missing_ok=True), path)
 
 
 class LineFile:
-    """Appends lines to a file that has no other writer, each line whole and once.
+    """Appends lines to a file without other writers, each line complete and once.
 
-    The file is opened anew for each write. A write that failed is repeated at the same place, over what it left.
+    The file is opened for each write. A failed write is repeated at the same offset.
     """
 
     def __init__(self, path: Path) -> None:
@@ -107,7 +99,7 @@ class LineFile:
         self._end = patiently(self._size, path)
 
     def append(self, lines: str) -> None:
-        """Add ``lines``, which end in a newline; on disk when it returns."""
+        """Appends ``lines``, which end in a newline; they are on disk when it returns."""
         patiently(lambda: self._write(lines.encode()), self._path)
 
     def _size(self) -> int:

@@ -11,12 +11,12 @@ from rlhpc.core.storage import Patience, exists, patiently
 
 
 class Superseded(RuntimeError):
-    """A later start of the run has begun: these ranks may write nothing more."""
+    """A later attempt of the run exists: these ranks must not write any more."""
 
 
 @dataclass(frozen=True)
 class AttemptFolder:
-    """What one start of the ranks leaves."""
+    """Folder of one attempt."""
 
     path: Path
 
@@ -30,17 +30,17 @@ class AttemptFolder:
 
     @property
     def record(self) -> Path:
-        """When, where and how the ranks were started (rlhpc.core.attempts)."""
+        """Record of when, where and how the ranks were started (rlhpc.core.attempts)."""
         return self.path / "attempt.json"
 
     @property
     def verdict(self) -> Path:
-        """How it ended and what was done about it (rlhpc.core.attempts)."""
+        """How it ended, and the action taken (rlhpc.core.attempts)."""
         return self.path / "verdict.json"
 
     @property
     def config(self) -> Path:
-        """The resolved configuration of this start, with what recovery has changed."""
+        """Resolved configuration of this attempt, with changes by recovery."""
         return self.path / "config.yaml"
 
     @property
@@ -50,7 +50,7 @@ class AttemptFolder:
 
     @property
     def logs(self) -> Path:
-        """What each rank printed."""
+        """Logs of the ranks."""
         return self.path / "logs"
 
     @property
@@ -60,7 +60,7 @@ class AttemptFolder:
 
     @property
     def deadline(self) -> Path:
-        """When Slurm will end the job, as the launcher last heard."""
+        """Time at which Slurm will end the job, as last reported."""
         return self.path / "deadline.json"
 
     def is_current(self, patience: Patience | None = None) -> bool:
@@ -68,35 +68,35 @@ class AttemptFolder:
         return not exists(self.run.attempt(self.number + 1).path, patience)
 
     def check_current(self) -> None:
-        """Raise Superseded when a later start of the run exists."""
+        """Raises Superseded if a later attempt of the run exists."""
         if not self.is_current():
-            raise Superseded(f"a later start than {self.path.name} of the run exists")
+            raise Superseded(f"a later attempt than {self.path.name} of the run exists")
 
 
 @dataclass(frozen=True)
 class SkippedUpdate:
-    """The batch of an update that was skipped, to be replayed (rlhpc.trainer.skipped)."""
+    """Folder of a skipped update, for a replay (rlhpc.trainer.skipped)."""
 
     path: Path
 
     @property
     def record(self) -> Path:
-        """Which update it was, and what it was computed with besides its batches."""
+        """Which update it was, and its inputs besides the batches."""
         return self.path / "update.json"
 
     def batches(self, data: int, stage: int) -> Path:
-        """The packed batches of one data-parallel and pipeline rank."""
+        """Packed batches of one data-parallel and pipeline rank."""
         return self.path / f"batches-{data:05d}-{stage:03d}.pt"
 
     @property
     def replay(self) -> Path:
-        """The folder of `rlhpc replay`, which is a run folder."""
+        """Run folder of `rlhpc replay`."""
         return self.path / "replay"
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where everything of one run is written. ``path`` is made absolute, so that ranks may change their folder."""
+    """Folder that everything of one run is written to. ``path`` is made absolute: ranks may change their folder."""
 
     path: Path
 
@@ -105,36 +105,36 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """The resolved configuration the run was started with."""
+        """Resolved configuration of the run."""
         return self.path / "config.yaml"
 
     @property
     def lock(self) -> Path:
-        """Held by the one launcher that is at work in the folder (rlhpc.launch.run_lock)."""
+        """Lock of the launcher that works in the folder (rlhpc.launch.run_lock)."""
         return self.path / ".lock"
 
     @property
     def attempts(self) -> Path:
-        """One folder per start of the ranks."""
+        """One folder per attempt."""
         return self.path / "attempts"
 
     def attempt(self, number: int) -> AttemptFolder:
-        """The folder of one start; numbers count from 1 and are never used again."""
+        """Folder of one attempt; numbers count from 1 and are never reused."""
         return AttemptFolder(self.attempts / f"{number:04d}")
 
     @property
     def job(self) -> Path:
-        """Which Slurm job the run was last submitted as (rlhpc.launch.runs.submit)."""
+        """Slurm job that the run was last submitted as (rlhpc.launch.runs.submit)."""
         return self.path / "job.json"
 
     @property
     def stop_requested(self) -> Path:
-        """Is there when a user asked the ranks to save and end for good."""
+        """Exists if a user has asked the ranks to save and end for good."""
         return self.path / "stop-requested"
 
     @property
     def submission(self) -> Path:
-        """submitit's files: the job script and what the batch step printed."""
+        """submitit's files: job script and log of the batch step."""
         return self.path / "submission"
 
     @property
@@ -144,17 +144,17 @@ class RunFolder:
 
     @property
     def samples(self) -> Path:
-        """One JSON object per generated sample that is kept for reading."""
+        """One JSON object per sample that is shown to the user."""
         return self.path / "samples.jsonl"
 
     @property
     def evaluation(self) -> Path:
-        """What a run without steps has found: metrics of the held-out prompts."""
+        """Result of a run without steps: metrics of the held-out prompts."""
         return self.path / "metrics.json"
 
     @property
     def skipped_updates(self) -> Path:
-        """One folder per batch whose update was skipped, the newest ones; absent while there is none."""
+        """One folder per skipped update, the newest ones only; absent without any."""
         return self.path / "skipped_updates"
 
     @property
@@ -178,19 +178,19 @@ class RunFolder:
 
     @property
     def report_text(self) -> Path:
-        """The report as plain text, shown at the end of the run."""
+        """Report as plain text, shown at the end of the run."""
         return self.report / "report.txt"
 
     def create(self) -> None:
-        """Make the folder and its fixed parts, readable by the owner alone: nodes are shared."""
+        """Makes the folder and its fixed parts, readable by the owner alone: nodes are shared."""
         patiently(lambda: self.path.mkdir(parents=True, exist_ok=True), self.path)
         patiently(lambda: self.path.chmod(0o700), self.path)
         for part in (self.attempts, self.checkpoints):
             make_folder(part)
 
     def check_own(self) -> None:
-        """Refuse a folder with files that a run would write over, though no run made them: the configuration that it is
-        started with, for one. Raises UserError."""
+        """Raises UserError if the folder has files that a run would overwrite but none wrote, such as the configuration
+        it is started with."""
         if exists(self.attempts) or exists(self.checkpoints):
             return
         for file in (self.config, self.metrics, self.samples, self.evaluation, self.report_text):
@@ -202,7 +202,7 @@ class RunFolder:
                 )
 
     def holds_run(self) -> bool:
-        """A run has left steps or a checkpoint here."""
+        """Whether a run has written steps or a checkpoint here."""
 
         def has_steps() -> bool:
             return self.metrics.is_file() and self.metrics.stat().st_size > 0

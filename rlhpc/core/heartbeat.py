@@ -1,16 +1,16 @@
-"""A rank's signs of life, and what it says of itself when the ranks hang.
+"""Heartbeat of a rank, and its stacks and collectives on request.
 
-Ranks ``touch`` a phase whenever they have come a bit further. A thread writes that down, now and then, in the folder
-that all ranks and the launcher share; when the launcher writes into the file ``dump`` there, the thread answers with
-the Python stacks of all threads and with the last collectives. A rank that holds the interpreter's lock in native code
-cannot run the thread: the launcher sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can
-crash a process whose threads are running, so it is the last thing to be tried. A stopped process answers nothing.
+Ranks ``touch`` a phase whenever they make progress. A thread records that periodically in the folder that all ranks and
+the launcher share. When the launcher writes to the file ``dump`` there, the thread answers with the Python stacks of
+all threads and the last collectives. A rank that holds the interpreter's lock in native code cannot run the thread: the
+launcher sends it DUMP_SIGNAL, and faulthandler writes its stacks without the lock. That can crash a process with
+running threads, so it is the last resort. A stopped process does not answer.
 
-Files are written in place and read after opening them anew: over NFS a client sees that at once, but a new file, or one
-that was renamed over another, up to a minute later.
+Files are written in place and opened for each read: over NFS a client sees a change at once, but a new or renamed file
+up to a minute later.
 
-A file system that fails ends no rank here: what could not be written is written at the next look. A rank that waits for
-one elsewhere (rlhpc.core.storage) counts as making progress, because that wait has a limit of its own.
+A failing file system ends no rank here: a failed write is repeated at the next look. A rank that waits for storage
+elsewhere (rlhpc.core.storage) counts as making progress, because that wait has its own limit.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from rlhpc.core.collectives import GroupState
 from rlhpc.core.process import ProcessId
 from rlhpc.core.shown import show
 
-DUMP_SIGNAL = signal.SIGURG  # a process that does not expect it, a rank's child perhaps, ignores it; Slurm can send it
+DUMP_SIGNAL = signal.SIGURG  # ignored by processes that do not expect it, such as children of a rank; Slurm can send it
 _RECORD_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class Beat:
-    """A rank's record. ``idle`` is the time since its last progress when it was written, ``touches`` counts them.
+    """A rank's record. ``touches``: number of progress reports; ``idle``: seconds since the last one at writing.
 
-    ``stacks`` and ``collectives`` are the newest requests for them that the rank has answered, empty if none.
+    ``stacks`` and ``collectives``: newest requests that the rank has answered, empty without any.
     """
 
     rank: int
@@ -71,12 +71,12 @@ def collectives_file(folder: Path, rank: int) -> Path:
 
 
 def dump_file(folder: Path) -> Path:
-    """Anything new that is written into it makes every rank answer; what it holds is the request's name."""
+    """File with the name of the newest request; a new name makes every rank answer."""
     return folder / "dump"
 
 
 def read_beat(folder: Path, rank: int) -> Beat | None:
-    """The rank's record; None when there is none, or it is just being written. OSError when it cannot be read."""
+    """The rank's record; None if there is none or it is being written. Raises OSError if it cannot be read."""
     try:
         fields = json.loads(beat_file(folder, rank).read_text(encoding="utf-8"))
         return Beat(**{**fields, "process": ProcessId(**fields["process"])})
@@ -85,17 +85,17 @@ def read_beat(folder: Path, rank: int) -> Beat | None:
 
 
 def look_seconds(world_size: int) -> float:
-    """How often a rank looks for a request: at most a thousand looks a second of all ranks together."""
+    """Interval at which a rank looks for a request: at most a thousand looks a second for all ranks together."""
     return min(max(0.5, world_size / 1000), 10.0)
 
 
 def write_seconds(world_size: int, hang_timeout_seconds: float) -> float:
-    """How often a rank writes at most: two hundred writes a second of all, and often enough for the watch."""
+    """Minimum interval between writes: two hundred a second for all ranks, and often enough for the hang watch."""
     return min(max(1.0, world_size / 200), hang_timeout_seconds / 4)
 
 
 class Heartbeat:
-    """One rank's. ``start`` it early, before slow imports; threads may ``touch`` it at any rate."""
+    """Heartbeat of one rank. Call ``start`` early, before slow imports; any thread may call ``touch`` at any rate."""
 
     def __init__(self, folder: Path, rank: int, *, world_size: int = 1, hang_timeout_seconds: float = 1800.0) -> None:
         self._folder, self._look = folder, look_seconds(world_size)
@@ -112,7 +112,7 @@ class Heartbeat:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def start(self) -> Heartbeat:
-        """Write the first record and keep on; ``touch`` of this module is this rank's from now on."""
+        """Writes the first record and starts the thread; ``touch`` of this module then belongs to this rank."""
         global _current
         with contextlib.suppress(OSError):
             self._begin()
@@ -121,20 +121,20 @@ class Heartbeat:
         return self
 
     def touch(self, phase: str, step: int | None = None) -> None:
-        """There was progress. Costs well under a microsecond and touches no file."""
+        """Reports progress. Takes well under a microsecond and touches no file."""
         self._progress = (self._progress[0] + 1, time.monotonic(), phase, step)
 
     @property
     def phase(self) -> str:
-        """Phase of the last progress."""
+        """Phase of the last progress report."""
         return self._progress[2]
 
     def watch_collectives(self, last: Callable[[], Sequence[GroupState]]) -> None:
-        """``last`` tells the last collectives of this rank from now on."""
+        """Sets the function that returns the last collectives of this rank."""
         self._collectives = last
 
     def stop(self) -> None:
-        """The rank is done; it will not be waited for."""
+        """Records that the rank is done, so that it does not count in a hang."""
         global _current
         self._end.set()
         self._thread.join(timeout=5)
@@ -149,7 +149,7 @@ class Heartbeat:
         self._write()
 
     def _open_stacks(self) -> None:
-        """Open the file of stacks, again if its descriptor has become stale."""
+        """Opens the file of stacks, again if its descriptor has become stale."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_DSYNC | (os.O_TRUNC if self._stacks is None else 0)
         former, self._stacks = self._stacks, os.open(stacks_file(self._folder, self._beat.rank), flags, 0o600)
         faulthandler.register(DUMP_SIGNAL, file=self._stacks, all_threads=True)
@@ -192,7 +192,7 @@ class Heartbeat:
             return ""
 
     def _answer(self) -> None:
-        """First the stacks, which never wait; the recorder of collectives might, behind a hung device."""
+        """Answers a request, with the stacks first: the recorder of collectives might wait for a hung device."""
         request = self._request()
         if not request or request == self._beat.collectives:
             return
@@ -208,13 +208,13 @@ class Heartbeat:
         try:
             return self._collectives() if self._collectives else []
         except Exception as error:  # a report without them is better than none
-            show(f"rlhpc: the last collectives are not known: {error}", file=sys.stderr)
+            show(f"rlhpc: the last collectives are unknown: {error}", file=sys.stderr)
             return []
 
     def _write_stacks(self, text: bytes) -> None:
-        """Through the descriptor that faulthandler has, which goes on behind it.
+        """Writes through faulthandler's descriptor; its own output would follow.
 
-        The file is never empty: between two of these calls the interpreter's lock may be taken for good.
+        The file is never empty, even if the interpreter's lock is taken forever between two of these calls.
         """
         if self._stacks is None:
             return
@@ -235,13 +235,13 @@ _current: Heartbeat | None = None
 
 
 def touch(phase: str, step: int | None = None) -> None:
-    """Progress of this process's rank; nothing where no heartbeat was started."""
+    """Reports progress of this process's rank, if it has a heartbeat."""
     if _current is not None:
         _current.touch(phase, step)
 
 
 def _all_stacks() -> bytes:
-    """The Python stacks of all threads, innermost call first."""
+    """Python stacks of all threads, innermost call first."""
     with open(os.memfd_create("stacks"), "r+b") as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)

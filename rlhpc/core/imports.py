@@ -1,4 +1,4 @@
-"""User code by import path, ``package.module:attribute``."""
+"""Imports user code by path, ``package.module:attribute``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 
 def import_attribute(path: str, where: str) -> Any:
-    """The object named by ``path``, an attribute of a module or one of a class in it; ``where`` is the config key that
-    holds it.
+    """Object named by ``path``: an attribute of a module, or of a class in it. ``where``: the config key with the path.
 
-    The working folder is searched too, as for ``python -m``, so that a reward in ``my_rewards.py`` beside the
-    config is ``my_rewards:score``.
+    The working folder is searched too, as for ``python -m``: a reward in its ``my_rewards.py`` is
+    ``my_rewards:score``.
     """
     module_name, _, attribute = path.partition(":")
     if not attribute or module_name[:1] in ("", "."):

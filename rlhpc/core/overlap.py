@@ -1,4 +1,4 @@
-"""Whether one folder is another or lies in it. Compares inodes: links and bind mounts give a folder many names."""
+"""Checks whether one folder is another or is inside it. Compares inodes: links and bind mounts give many names."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ def resolved(path: Path) -> Path:
 
 
 def is_same(one: Path, other: Path) -> bool:
-    """Both exist and are the same file or folder."""
+    """Whether both exist and are the same file or folder."""
     first, second = _status(one), _status(other)
     return first is not None and second is not None and _alike(first, second)
 
 
 def contains(folder: Path, path: Path) -> bool:
-    """``path``, which need not exist, is ``folder`` or lies in it."""
+    """Whether ``path``, which need not exist, is ``folder`` or inside it."""
     status = _status(folder)
     return status is not None and any(_alike(status, found) for found in _existing(resolved(path)))
 
@@ -39,7 +39,7 @@ def _status(path: Path) -> os.stat_result | None:
 
 
 def _alike(one: os.stat_result, other: os.stat_result) -> bool:
-    """A network file system that is mounted twice may have two device numbers; its times tell then."""
+    """Whether two files are one. A network file system mounted twice may have two device numbers; times decide then."""
     if one.st_ino != other.st_ino:
         return False
     return one.st_dev == other.st_dev or (one.st_ctime_ns, one.st_mtime_ns) == (other.st_ctime_ns, other.st_mtime_ns)

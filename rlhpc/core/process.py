@@ -1,4 +1,4 @@
-"""Processes seen from outside, through /proc."""
+"""Identity and end of processes, through /proc."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class ProcessId:
-    """One process for good: pids are used again, but not with the same start (in clock ticks since boot)."""
+    """Unique identity of a process: pids are reused, but not with the same start (in clock ticks since boot)."""
 
     pid: int
     start: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that runs as ``pid`` now; None when there is none or it is a zombie."""
+        """Process with this pid; None if there is none or it is a zombie."""
         try:
             text = Path(f"/proc/{pid}/stat").read_text()
         except OSError:
             return None
-        fields = text.rpartition(")")[2].split()  # the name before the bracket may hold blanks
+        fields = text.rpartition(")")[2].split()  # the name before the bracket may contain blanks
         return None if fields[0] in "ZX" else cls(pid, int(fields[19]))
 
     @classmethod
@@ -36,20 +36,20 @@ class ProcessId:
         return process
 
     def is_alive(self) -> bool:
-        """It runs; one that ended and was not yet waited for does not."""
+        """Whether it runs; a zombie does not."""
         return ProcessId.of(self.pid) == self
 
     def kill_group(self) -> None:
-        """SIGKILL to the process and, if it leads a process group, to what is left of the group."""
+        """Kills the process and, if it leads a process group, the rest of the group."""
         if ProcessId.of(self.pid) not in (self, None):
-            return  # another process has the pid, so the group is gone too
+            return  # another process has the pid: the group has ended too
         for kill in (os.killpg, os.kill):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 kill(self.pid, signal.SIGKILL)
 
 
 def die_with(other: ProcessId, poll_seconds: float = 0.5) -> None:
-    """From now on this process, and its process group if it leads one, is killed soon after ``other`` ends."""
+    """Kills this process, and its process group if it leads one, soon after ``other`` ends."""
     own = ProcessId.own()
 
     def watch() -> None:
@@ -61,7 +61,7 @@ def die_with(other: ProcessId, poll_seconds: float = 0.5) -> None:
 
 
 def oom_kills() -> int:
-    """Processes that the kernel ended for want of memory on this machine since it was started."""
+    """Number of processes that the kernel has killed for lack of memory since this machine booted."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Who this process is among the ranks of a job, from whichever launcher started it."""
+"""Rank of this process, from the variables of any launcher."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 
-# (rank, world size, local rank) by launcher, in the order they are believed.
+# (rank, world size, local rank) by launcher, in order of precedence.
 _SOURCES = (
     (env.RANK, env.WORLD_SIZE, env.LOCAL_RANK),
     (env.SUBMITIT_LOCAL_GLOBALID, env.SUBMITIT_LOCAL_NTASKS, env.SUBMITIT_LOCAL_LOCALID),
@@ -31,7 +31,7 @@ class RankInfo:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankInfo:
-        """Read RANK/WORLD_SIZE/LOCAL_RANK, or submitit's, or Slurm's; one rank when none is set."""
+        """Rank by RANK/WORLD_SIZE/LOCAL_RANK, else submitit's or Slurm's variables; a single rank if none is set."""
         rank, world_size, local_rank = "0", "1", "0"
         for rank_name, world_name, local_name in _SOURCES:
             if rank_name in environ and world_name in environ:
@@ -57,5 +57,5 @@ class RankInfo:
 
     @property
     def place(self) -> str:
-        """Alike on ranks of one node alone, even where several nodes (containers, say) have one host name."""
+        """Name of the node, unique even if several nodes (containers, say) share a host name."""
         return f"{self.node}-{self.rank - self.local_rank}"

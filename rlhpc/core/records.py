@@ -1,4 +1,4 @@
-"""Lines of JSON, as metrics.jsonl and samples.jsonl have them, for readers that must take whatever is in the file."""
+"""Reads JSON lines, such as metrics.jsonl, and tolerates malformed ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Record = dict[str, Any]
 
 
 def parse_records(data: bytes) -> list[Record]:
-    """The JSON objects among the complete lines; what is none, such as a line cut short by a crash, is left out."""
+    """JSON objects in the complete lines, without malformed lines such as one that a crash cut short."""
     found = []
     for line in data[: data.rfind(b"\n") + 1].split(b"\n"):
         try:
@@ -24,7 +24,7 @@ def parse_records(data: bytes) -> list[Record]:
 
 
 def is_step(record: Mapping[str, Any]) -> bool:
-    """It names its phase and step."""
+    """Whether the record names its phase and step."""
     return isinstance(record.get("phase"), str) and type(record.get("step")) is int
 
 

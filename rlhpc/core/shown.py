@@ -1,4 +1,4 @@
-"""Output that no work depends on: progress, reports, plots. Its failure is reported once, and the work continues."""
+"""Output that no work depends on: progress, reports, plots. A failure is reported once, and the work continues."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LONGEST = 300  # characters of a reported error
 
 
 class ShownOnly:
-    """Context for code that only shows something, reusable: an exception in it is reported in one line on stderr and
+    """Reusable context for code that only shows something. The first exception is reported in a line on stderr and
     suppressed; later ones are suppressed silently. Ctrl-C passes."""
 
     def __init__(self, what: str) -> None:
@@ -42,7 +42,7 @@ _output = ShownOnly("the output")
 
 
 def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
-    """Print, on stdout by default. What a closed terminal or a full disk does not take is lost."""
+    """Prints, on stdout by default. Output to a closed terminal or a full disk is lost."""
     with _output:
         error = _print(text, sys.stdout if file is None else file, end)
         if error is not None:
@@ -50,7 +50,7 @@ def show(text: str, end: str = "\n", file: TextIO | None = None) -> None:
 
 
 def read_report(folder: RunFolder) -> str:
-    """The report that a finished run left; empty if it has none, or none that can be read."""
+    """Report of a finished run; empty if there is none or it cannot be read."""
     with ShownOnly("the report"):
         if folder.report_text.is_file():
             return folder.report_text.read_text(encoding="utf-8", errors="replace").rstrip()
@@ -58,13 +58,13 @@ def read_report(folder: RunFolder) -> str:
 
 
 def use_escapes() -> None:
-    """Characters that the terminal's encoding lacks are printed as escapes such as \\u2026, by all of this process."""
+    """Makes this process print characters that the terminal's encoding lacks as escapes such as \\u2026."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _print(text: str, stream: TextIO | None, end: str = "\n") -> Exception | None:
-    """The error, if it could not be printed."""
+    """Prints; returns the error if it failed."""
     if stream is None:  # closed before this process began
         return None
     try:
@@ -80,19 +80,19 @@ def _print(text: str, stream: TextIO | None, end: str = "\n") -> Exception | Non
 
 
 def _drop_unwritten(stream: Any) -> None:
-    """Empty the buffer of a stream that takes nothing now. Python would write it at the end of the process, fail, and
-    change the exit code."""
+    """Empties the buffer of a stream that cannot be written. Python would write it at exit, fail, and change the exit
+    code."""
     stream = getattr(stream, "rich_proxied_file", stream)
     with contextlib.suppress(OSError, ValueError, AttributeError):
         try:
             stream.flush()
         except OSError:
             number = stream.fileno()
-            kept, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
+            original, nowhere = os.dup(number), os.open(os.devnull, os.O_WRONLY)
             try:
                 os.dup2(nowhere, number)
                 stream.flush()
             finally:
-                os.dup2(kept, number)
-                os.close(kept)
+                os.dup2(original, number)
+                os.close(original)
                 os.close(nowhere)

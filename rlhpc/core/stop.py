@@ -1,4 +1,4 @@
-"""A rank's part in stopping together: what asked it to, kept until the ranks agree at the end of a step."""
+"""Requests to stop a rank, remembered until the ranks agree on them at the end of a step."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import threading
 from multiprocessing import resource_tracker
 from typing import Literal
 
-# In the order of their weight: when ranks were asked for different reasons, the heaviest is agreed on.
+# In ascending order of precedence: of different reasons on the ranks, the last counts.
 Reason = Literal["none", "deadline", "asked", "terminated"]
 REASONS: tuple[Reason, ...] = ("none", "deadline", "asked", "terminated")
 
-# Slurm preempts with SIGTERM; USR2 is what `--signal` and `scancel --signal` send here (NCCL may catch USR1).
+# Slurm preempts with SIGTERM; `--signal` and `scancel --signal` send USR2 (NCCL may catch USR1).
 _SIGNALS: dict[signal.Signals, Reason] = {signal.SIGTERM: "terminated", signal.SIGUSR2: "asked"}
 
 
 class StopRequest:
-    """Remembers the signals that ask this process to save and end."""
+    """Records the signals that ask this process to save and end."""
 
     def __init__(self) -> None:
         self.reason: Reason = "none"
 
     def listen(self) -> None:
-        """Take the signals from now on. Call in the main thread, before any other thread or process is started.
+        """Handles the signals from now on. Call in the main thread, before any other thread or process is started.
 
-        Slurm signals every process of a step. Blocked here, and taken by a thread of their own, the signals do not end
-        the helpers that a save needs, which inherit the block; nor do they wait for a main thread that is deep in C.
+        Slurm signals every process of a step. The signals are blocked and received by a thread of their own, so that
+        they do not end helpers of a save, which inherit the block, and do not wait for a main thread in native code.
         Threads that libraries start without the block find a handler.
         """
         for signum in _SIGNALS:

@@ -1,7 +1,7 @@
-"""Sorts file-system errors into three kinds, and waits where a wait helps.
+"""Classifies file-system errors, and waits for those that pass.
 
-A network file system that fails over answers with EIO, ESTALE or a timeout for seconds to minutes and then works again.
-Every access to the run folder goes through ``patiently``, so that such a failure delays a run and does not end it.
+A network file system that fails over returns EIO, ESTALE or a timeout for seconds to minutes and then works again.
+Every access to the run folder goes through ``patiently``, so that such a failure delays a run but does not end it.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class StorageError(OSError):
 
 
 def kind_of(error: OSError) -> Kind:
-    """``transient``: passes by itself. ``full``: no space or quota. ``permanent``: anything else, such as a path or
-    permission that the user has to correct."""
+    """Kind of an error. ``transient``: passes by itself. ``full``: no space or quota. ``permanent``: anything else,
+    such as a path or permission that the user must correct."""
     if error.errno in _TRANSIENT:
         return "transient"
     return "full" if error.errno in _FULL else "permanent"
@@ -63,7 +63,7 @@ def _never() -> bool:
 
 @dataclass(frozen=True)
 class Patience:
-    """Longest waits in seconds for a transient error and for a full disk. All waits end when ``give_up`` is true."""
+    """Maximum waits in seconds for a transient error and for a full disk. All waits end when ``give_up`` is true."""
 
     transient_seconds: float = 300.0
     full_seconds: float = 0.0
@@ -76,22 +76,22 @@ _waits = mmap.mmap(-1, 8)  # shared with forked processes, such as the writers o
 
 
 def use(patience: Patience) -> None:
-    """Set the patience of this process."""
+    """Sets the patience of this process."""
     global _patience
     _patience = patience
 
 
 def waits() -> bytes:
-    """Changes while this process, or one that it forked, waits for storage."""
+    """A value that changes while this process, or one that it forked, waits for storage."""
     return _waits[:]
 
 
 def patiently(action: Callable[[], T], path: Path | str = "", patience: Patience | None = None) -> T:
-    """The result of ``action``, which is repeated as long as the file system fails in a way that passes.
+    """Result of ``action``, which is repeated while the file system has transient errors.
 
-    ``action`` opens what it needs by path each time, because handles go stale, and gives the same result if an earlier
-    try in fact succeeded. ``path`` is named in messages where an error names none. When the patience (by default the
-    process's) is exhausted, a transient error is raised as StorageError and others as they are.
+    ``action`` must open files by path each time, because handles become stale, and give the same result if an earlier
+    try succeeded in fact. ``path``: named in messages if an error names none. When ``patience`` (by default the
+    process's) is exhausted, a transient error is raised as StorageError, others as they are.
     """
     wait = _Wait(str(path), patience or _patience)
     while True:
@@ -106,8 +106,8 @@ def patiently(action: Callable[[], T], path: Path | str = "", patience: Patience
             return result
 
 
-def exists(path: Path, patience: Patience | None = None, follow_symlinks: bool = True) -> bool:
-    """Whether ``path`` exists. ``Path.exists`` takes some errors for an answer, depending on Python's version."""
+def exists(path: Path, patience: Patience | None = None, *, follow_symlinks: bool = True) -> bool:
+    """Whether ``path`` exists. Some versions of ``Path.exists`` return False for an error."""
 
     def look() -> bool:
         try:
@@ -120,7 +120,7 @@ def exists(path: Path, patience: Patience | None = None, follow_symlinks: bool =
 
 
 def as_storage_error(error: OSError, waited: float = 0.0, path: str = "") -> OSError:
-    """A transient error as StorageError; any other as it is."""
+    """A transient error as StorageError, any other as it is."""
     if kind_of(error) != "transient" or isinstance(error, StorageError):
         return error
     words = f"{error.strerror or error}" + (f" (for {waited:.0f} s)" if waited >= 1 else "")
@@ -130,7 +130,7 @@ def as_storage_error(error: OSError, waited: float = 0.0, path: str = "") -> OSE
 
 
 def os_error_in(error: BaseException) -> OSError | None:
-    """The OSError that an error is or came from: libraries that write archives raise their own on top of it."""
+    """The OSError that an error is or was caused by: libraries that write archives raise their own on top."""
     found: BaseException | None = error
     while found is not None and not isinstance(found, OSError):
         found = found.__cause__ or found.__context__
@@ -138,13 +138,13 @@ def os_error_in(error: BaseException) -> OSError | None:
 
 
 def say(text: str) -> None:
-    """Print a line on stderr, which may be a file on the failing file system."""
+    """Prints a line on stderr, which may be a file on the failing file system."""
     with contextlib.suppress(OSError, ValueError):
         print(f"rlhpc: {text}", file=sys.stderr, flush=True)
 
 
 class _Wait:
-    """One action's wait, from its first error on."""
+    """Wait of one action, from its first error on."""
 
     def __init__(self, path: str, patience: Patience) -> None:
         self._path, self._patience = path, patience
@@ -152,7 +152,7 @@ class _Wait:
         self._pause = _FIRST_PAUSE
 
     def after(self, error: OSError) -> None:
-        """Pause, or raise the error when it is permanent or has lasted too long."""
+        """Pauses, or raises the error if it is permanent or has lasted too long."""
         kind = kind_of(error)
         limit = {"transient": self._patience.transient_seconds, "full": self._patience.full_seconds}.get(kind, 0.0)
         now = time.monotonic()
@@ -169,7 +169,7 @@ class _Wait:
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def end(self) -> None:
-        """The action has succeeded."""
+        """Reports the end of the wait, if there was one."""
         if self._began is not None:
             say(f"{self._path}: continuing after {time.monotonic() - self._began:.1f} s")
 

@@ -1,4 +1,4 @@
-"""A rank's connection to its job's store: reaching it, proving each other, one request at a time."""
+"""A rank's connection to its job's store: connects, authenticates, sends one request at a time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rlhpc.core.store_protocol import (
     unpack,
 )
 
-_GRACE_SECONDS = 20.0  # for an answer to come, beyond what the request itself may wait
+_GRACE_SECONDS = 20.0  # for an answer, beyond the wait of the request itself
 _HANDSHAKE_SECONDS = 10.0
 _RETRY_SECONDS = (0.05, 1.0)  # first and longest pause between attempts
 
@@ -46,26 +46,26 @@ class StoreAddress:
         """From the environment's ``host:port`` and hexadecimal secret."""
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"{text!r} is no address", where=env.RLHPC_STORE, remedy="write it as host:port")
+            raise UserError(f"{text!r} is not an address", where=env.RLHPC_STORE, remedy="write it as host:port")
         try:
             key = bytes.fromhex(secret)
         except ValueError:
             key = b""
         if len(key) != SECRET_BYTES:
             raise UserError(
-                f"it is not {SECRET_BYTES} bytes in hexadecimal",
+                f"not {SECRET_BYTES} bytes in hexadecimal",
                 where=env.RLHPC_STORE_SECRET,
-                remedy="start the ranks with rlhpc, which makes a new one for each job",
+                remedy="start the ranks with rlhpc, which creates one for each job",
             )
         return cls(host, int(port), key)
 
 
 class Refused(Exception):
-    """The store does not take our secret; or what listens there cannot prove that it is the store."""
+    """The store rejects our secret, or the server there cannot prove that it is the store."""
 
 
 class StoreConnection:
-    """One authenticated connection. Not for two threads at once. OSError or ProtocolError when it is lost."""
+    """One authenticated connection; not thread-safe. Raises OSError or ProtocolError when it is lost."""
 
     def __init__(self, address: StoreAddress, timeout: float = _HANDSHAKE_SECONDS) -> None:
         self._socket = socket.create_connection((address.host, address.port), timeout=timeout)
@@ -78,7 +78,7 @@ class StoreConnection:
             raise
 
     def call(self, code: int, fields: Sequence[bytes] = (), wait_seconds: float = 0.0) -> tuple[int, list[bytes]]:
-        """The answer to one request, which itself may take up to ``wait_seconds``."""
+        """Answer to one request, which itself may take up to ``wait_seconds``."""
         self._socket.settimeout(wait_seconds + _GRACE_SECONDS)
         self._socket.sendall(pack(code, fields))
         return unpack(self._receive(payload_size(self._receive(4))))
@@ -97,9 +97,9 @@ class StoreConnection:
         self._socket.sendall(reply)
         answer = self._receive(1)
         if answer == REFUSED:
-            raise Refused("it refuses our secret")
+            raise Refused("it rejects our secret")
         if answer != ACCEPTED or not proves(self._receive(SERVER_BYTES - 1), secret, b"server", theirs, ours):
-            raise Refused("what listens there does not know the secret")
+            raise Refused("the server there does not know the secret")
 
     def _receive(self, size: int) -> bytes:
         data = bytearray(size)
@@ -113,7 +113,7 @@ class StoreConnection:
 
 
 def reach(address: StoreAddress, seconds: float) -> StoreConnection:
-    """Connect, trying again for ``seconds``; a UserError names what stands in the way."""
+    """Connects, with retries for ``seconds``. Raises UserError with the obstacle."""
     deadline = time.monotonic() + seconds
     pause, longest = _RETRY_SECONDS
     while True:
@@ -125,13 +125,13 @@ def reach(address: StoreAddress, seconds: float) -> StoreConnection:
                 address, str(error), f"take {env.RLHPC_STORE} and {env.RLHPC_STORE_SECRET} from one job"
             ) from None
         except ProtocolError as error:
-            raise _unreachable(address, str(error), "submit the job again, it will take another port") from None
+            raise _unreachable(address, str(error), "submit the job again; it will use another port") from None
         except socket.gaierror as error:
             cause = f"this node does not know the host name ({error.strerror})"
-            remedy = "have the site's administrators make host names resolve on compute nodes"
+            remedy = "ask the administrators to make host names resolve on compute nodes"
         except OSError as error:
             cause = f"no connection within {seconds:g} s ({error.strerror or error})"
-            remedy = "see whether the job's first node still runs, and whether a firewall is between the nodes"
+            remedy = "check whether the job's first node still runs, and for a firewall between the nodes"
         if time.monotonic() + pause > deadline:
             raise _unreachable(address, cause, remedy) from None
         time.sleep(pause)

@@ -1,18 +1,18 @@
-"""What the ranks of a job and its key-value store say to each other, byte for byte.
+"""Protocol between the ranks of a job and its key-value store.
 
-The store lets ranks find each other. It listens where every user of the cluster can connect, so both sides first prove
-that they know the job's secret, 32 random bytes that never travel:
+The store lets ranks find each other. Every user of the cluster can connect to it, so both sides first prove that they
+know the job's secret, 32 random bytes that are never sent:
 
     server: GREETING, 32 random bytes
     client: 32 random bytes, HMAC-SHA256(secret, "client" + both)
     server: ACCEPTED, HMAC-SHA256(secret, "server" + both)          or REFUSED, and the end of the connection
 
-Protected: a stranger can neither read nor write a key, nor pose as the store, nor learn the secret from what it sees of
-a handshake. Not protected: what follows are plain frames, so one who can read or change packets on the job's network
-(root on a node, a tapped switch) can read keys and take over a connection. Whoever has the secret may do everything.
+Protected: without the secret, a client can neither read nor write a key, nor pose as the store, nor learn the secret
+from a handshake. Not protected: frames are plain, so anyone who can read or change packets on the job's network (root
+on a node, a tapped switch) can read keys and take over a connection. With the secret, everything is allowed.
 
-A frame is its payload's length (4 bytes, big endian) and the payload: one byte that says what it is, and fields, each
-with its length (4 bytes) in front. A client waits for the answer to its request before it sends another.
+A frame is its payload's length (4 bytes, big endian) and the payload: a byte with its code, and fields, each after its
+length (4 bytes). A client waits for the answer to its request before it sends another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from hashlib import sha256
 GREETING = b"rlhpc-store-1\n"
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 GREETING_BYTES = len(GREETING) + NONCE_BYTES
-CLIENT_BYTES = NONCE_BYTES + PROOF_BYTES  # all that is ever read of a client that has not proved itself
+CLIENT_BYTES = NONCE_BYTES + PROOF_BYTES  # all that is read from an unauthenticated client
 SERVER_BYTES = 1 + PROOF_BYTES
 ACCEPTED, REFUSED = b"\x01", b"\x00"
 
@@ -41,7 +41,7 @@ class Op(IntEnum):
     """Requests, with their fields."""
 
     SET = 1  # key, value
-    GET = 2  # seconds, keys: waits until all are there
+    GET = 2  # seconds, keys: waits until all exist
     ADD = 3  # key, number
     WAIT = 4  # seconds, keys
     CHECK = 5  # keys
@@ -56,8 +56,8 @@ class Status(IntEnum):
     """Answers, with their fields."""
 
     DONE = 1  # what the request asked for
-    TIMEOUT = 2  # the keys that are not there
-    INVALID = 3  # why: the request cannot be done, the connection goes on
+    TIMEOUT = 2  # missing keys
+    INVALID = 3  # reason: the request failed, the connection continues
 
 
 class ProtocolError(Exception):
@@ -70,18 +70,18 @@ def new_secret() -> bytes:
 
 
 def nonce() -> bytes:
-    """Bytes that no handshake has used before."""
+    """Random bytes for one handshake."""
     return secrets.token_bytes(NONCE_BYTES)
 
 
 def proof(secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bytes:
-    """What only a holder of the secret can say; ``role`` keeps one side's proof from serving as the other's."""
+    """Proof of knowing the secret; ``role`` keeps one side's proof from serving as the other's."""
     assert len(secret) == SECRET_BYTES, "the secret has another length"
     return hmac.digest(secret, role + GREETING + server_nonce + client_nonce, sha256)
 
 
 def proves(given: bytes, secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> bool:
-    """Whether ``given`` is the proof, in a time that does not depend on where it differs."""
+    """Whether ``given`` is the proof, compared in constant time."""
     return hmac.compare_digest(given, proof(secret, role, server_nonce, client_nonce))
 
 
@@ -113,7 +113,7 @@ def unpack(payload: bytes) -> tuple[int, list[bytes]]:
 
 
 def payload_size(head: bytes) -> int:
-    """How many bytes follow a frame's first four."""
+    """Size of a payload, from the first four bytes of its frame."""
     size: int = _LENGTH.unpack(head)[0]
     if not 0 < size <= MAX_FRAME_BYTES:
         raise ProtocolError(f"a frame of {size:,} bytes")
@@ -121,13 +121,13 @@ def payload_size(head: bytes) -> int:
 
 
 class FrameBuffer:
-    """Bytes as they arrive, cut into frames."""
+    """Splits received bytes into frames."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """The payloads that ``data`` completes."""
+        """Payloads that ``data`` completes."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             end = _LENGTH.size + payload_size(bytes(self._data[: _LENGTH.size]))
@@ -153,16 +153,16 @@ def as_number(field: bytes) -> int:
 
 
 def seconds(value: float) -> bytes:
-    """A span of time as a field."""
+    """A time in seconds as a field."""
     return _SECONDS.pack(value)
 
 
 def as_seconds(field: bytes) -> float:
-    """The span of time in a field: finite, not negative."""
+    """The time in seconds in a field: finite, not negative."""
     try:
         value: float = _SECONDS.unpack(field)[0]
     except struct.error:
-        raise ProtocolError(f"a span of time of {len(field)} bytes") from None
+        raise ProtocolError(f"a time of {len(field)} bytes") from None
     if not 0 <= value < 1e9:
-        raise ProtocolError(f"a span of {value} s")
+        raise ProtocolError(f"a time of {value} s")
     return value

@@ -1,4 +1,4 @@
-"""Text of others on a terminal."""
+"""Makes text safe to print on a terminal."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tab and newli
 
 
 def printable(text: str) -> str:
-    """The text with a sign in place of each control character, by which a response could take over a terminal."""
+    """The text with control characters replaced: with them, a response could take over a terminal."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)

@@ -1,2 +1,2 @@
-"""Starting the ranks of a run, watching them, naming the one that failed. Torch-free: the trainer is reached only
+"""Starts the ranks of a run, watches them, and names the one that failed. Torch-free: the trainer is imported only
 inside a rank's own process."""

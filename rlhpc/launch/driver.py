@@ -1,4 +1,4 @@
-"""Whether a GPU's driver can run the CUDA version that the installed wheels were built for. Torch-free."""
+"""Checks that a GPU's driver can run the CUDA version that the installed wheels were built for. Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.plan.estimates.hardware import read_site
 
-# Least driver for any minor version of a CUDA major version: table 1 of
+# Minimum driver for any minor version of a CUDA major version: table 1 of
 # docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html.
 LEAST_DRIVERS = {11: "450.80.02", 12: "525.60.13", 13: "580"}
 _PACKAGES = ("torch", "vllm")
@@ -22,7 +22,7 @@ _DRIVER_FILE = Path("/proc/driver/nvidia/version")
 
 
 def needed_cuda() -> str | None:
-    """The newest CUDA version that this Python's wheels were built for, such as 13.0; None if they need none.
+    """Newest CUDA version that this Python's wheels were built for, such as 13.0; None if they need none.
 
     From the local tag of a version (2.11.0+cu130), else from torch/version.py, else from NVIDIA's runtime wheel.
     Nothing is imported.
@@ -37,7 +37,7 @@ def needed_cuda() -> str | None:
 
 
 def installed_driver() -> str | None:
-    """The version of this machine's NVIDIA driver, such as 570.86.15; None without one."""
+    """Version of this machine's NVIDIA driver, such as 570.86.15; None without one."""
     with suppress(OSError):
         match = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)*)", _DRIVER_FILE.read_text())
         return match[1] if match else None
@@ -45,7 +45,7 @@ def installed_driver() -> str | None:
 
 
 def too_old(driver: str, cuda: str) -> str | None:
-    """The least driver for wheels of this CUDA version where ``driver`` is older; None if it is new enough.
+    """Minimum driver for wheels of this CUDA version if ``driver`` is older; None if it is new enough.
 
     A driver runs every minor version of the CUDA major version that it was made for, and all earlier ones.
     """
@@ -55,7 +55,7 @@ def too_old(driver: str, cuda: str) -> str | None:
 
 
 def check_installed_driver(where: str) -> None:
-    """Refuse this machine's driver if it cannot run this Python's wheels. ``where`` names the machine."""
+    """Raises UserError if this machine's driver cannot run this Python's wheels. ``where`` names the machine."""
     driver, cuda = installed_driver(), needed_cuda()
     if driver is None or cuda is None:
         return
@@ -66,9 +66,9 @@ def check_installed_driver(where: str) -> None:
 
 
 def check_planned_driver(config: RunConfig) -> None:
-    """Refuse a job for GPUs whose driver, by the site's file, cannot run the wheels of the ranks' Python.
+    """Raises UserError for GPUs whose driver, by the site file, cannot run the wheels of the ranks' Python.
 
-    Nothing is known of the Python of a conda environment or a container: there the node check answers.
+    The Python of a conda environment or a container is unknown here; the node check covers it.
     """
     name = config.slurm.gpu_type or config.planning.gpu
     if name is None or config.slurm.gpus_per_node == 0 or config.slurm.conda or config.slurm.container:
@@ -77,7 +77,7 @@ def check_planned_driver(config: RunConfig) -> None:
     if gpu is None or not gpu.driver or cuda is None:
         return
     if (least := too_old(gpu.driver, cuda)) is not None:
-        where = f"{config.planning.gpus_file}: gpus.{gpu.name}.driver"
+        where = f"site.gpus.{gpu.name}.driver"
         raise _refusal(gpu.driver, cuda, least, where)
 
 
@@ -92,7 +92,7 @@ def _refusal(driver: str, cuda: str, least: str, where: str) -> UserError:
 
 
 def _library_cuda() -> int:
-    """The major version of CUDA that the driver's library runs; 0 if it cannot say."""
+    """Major CUDA version of the driver's library; 0 if unknown."""
     number = ctypes.c_int()
     with suppress(OSError, AttributeError):
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number)) == 0:
@@ -108,13 +108,13 @@ def _version(name: str) -> str | None:
 
 
 def _tagged_cuda(text: str) -> str | None:
-    """2.11.0+cu130 is 13.0, 0.25.0+cu129 is 12.9."""
+    """CUDA version of a local tag: 13.0 for 2.11.0+cu130, 12.9 for 0.25.0+cu129."""
     match = re.search(r"\+cu(\d+)(\d)\b", text)
     return f"{match[1]}.{match[2]}" if match else None
 
 
 def _noted_cuda() -> str | None:
-    """``cuda`` in torch/version.py: wheels of PyPI have no tag."""
+    """``cuda`` of torch/version.py: wheels from PyPI have no tag."""
     spec = find_spec("torch")
     with suppress(OSError):
         if spec is not None and spec.origin is not None:

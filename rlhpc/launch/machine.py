@@ -1,4 +1,4 @@
-"""What this machine has, found without torch, and the environment that ranks get on it."""
+"""Resources of this machine, found without torch, and the environment of its ranks."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ _DEVICES = Path("/dev")
 
 
 def gpu_count() -> int:
-    """NVIDIA GPUs that a process started here sees."""
+    """Number of NVIDIA GPUs visible to a process started here."""
     devices, visible = gpu_devices(), visible_gpus(os.environ)
     return devices if visible is None else min(devices, visible)
 
 
 def gpu_devices() -> int:
-    """NVIDIA GPUs of this machine."""
+    """Number of NVIDIA GPUs of this machine."""
     return sum(file.name.removeprefix("nvidia").isdecimal() for file in _DEVICES.glob("nvidia*"))
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int | None:
-    """How many CUDA_VISIBLE_DEVICES names; None where it is unset and hides none.
+    """Number of GPUs in CUDA_VISIBLE_DEVICES; None if it is unset and hides none.
 
-    As CUDA reads it, up to the first name that is no device: -1, or Slurm's NoDevFiles of a job without GPUs.
+    Counted as CUDA does, up to the first name that is not a device: -1, or Slurm's NoDevFiles of a job without GPUs.
     """
     visible = environ.get(env.CUDA_VISIBLE_DEVICES)
     if visible is None:
@@ -47,10 +47,10 @@ def visible_gpus(environ: Mapping[str, str]) -> int | None:
 
 
 def check_resources(config: RunConfig) -> None:
-    """Refuse what one machine cannot start."""
+    """Raises UserError for a run that one machine cannot start."""
     if config.slurm.most_nodes > 1:
         raise UserError(
-            f"`rlhpc run` starts ranks on this machine only, {config.slurm.most_nodes} nodes are asked for",
+            f"`rlhpc run` starts ranks on this machine only, not on {config.slurm.most_nodes} nodes",
             where="slurm.nodes",
             remedy="set it to 1, or start the run with `rlhpc submit`",
         )
@@ -65,29 +65,29 @@ def check_resources(config: RunConfig) -> None:
 
 
 def missing_packages() -> list[str]:
-    """Of what ranks compute with, what this Python does not have. Nothing is imported."""
+    """Packages that ranks need and this Python lacks. Nothing is imported."""
     return [name for name in ("torch", "megatron", "vllm") if find_spec(name) is None]
 
 
 def check_packages() -> None:
-    """Refuse to start ranks that could not begin."""
+    """Raises UserError if this Python cannot start ranks."""
     if missing := missing_packages():
         raise UserError(
             f"{', '.join(missing)} not installed",
             where=sys.executable,
-            remedy="use an environment that has (README, Install), or hand the run to Slurm with `rlhpc submit`",
+            remedy="use an environment that has them (README, Install), or submit the run to Slurm with `rlhpc submit`",
         )
 
 
 def package_warnings(config: RunConfig) -> list[str]:
-    """Of a job whose ranks start with this Python, which lacks what they compute with."""
+    """Warnings for a job whose ranks start with this Python, which lacks packages that they need."""
     missing = [] if config.slurm.conda or config.slurm.container else missing_packages()
-    text = f"slurm.conda: {sys.executable}, with which the job starts its ranks, has no {', '.join(missing)}"
-    return [f"{text}; name an environment that has, or use slurm.container"] if missing else []
+    text = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no {', '.join(missing)}"
+    return [f"{text}; name an environment that has them, or use slurm.container"] if missing else []
 
 
 def rank_environment(resources: ResourcesSection) -> dict[str, str]:
-    """Variables that every rank on this machine gets."""
+    """Environment variables of every rank on this machine."""
     threads = resources.threads_per_rank or max(1, len(os.sched_getaffinity(0)) // resources.ranks_per_node)
     settings = common_environment("127.0.0.1", free_port(), threads, gpus=gpu_count() > 0)
     if any(name == "lo" for _, name in socket.if_nameindex()):
@@ -95,8 +95,8 @@ def rank_environment(resources: ResourcesSection) -> dict[str, str]:
     return settings
 
 
-def common_environment(master: str, port: int, threads: int, gpus: bool) -> dict[str, str]:
-    """What ranks need wherever they run; ``port`` is a free one on ``master``, for libraries that meet there."""
+def common_environment(master: str, port: int, threads: int, *, gpus: bool) -> dict[str, str]:
+    """Environment variables of ranks on any machine. ``port``: a free one on ``master``, for stores of libraries."""
     return {
         env.MASTER_ADDR: master,
         env.MASTER_PORT: str(port),
@@ -108,7 +108,7 @@ def common_environment(master: str, port: int, threads: int, gpus: bool) -> dict
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free port."""
     for port in random.sample(_PORTS, 100):
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -118,7 +118,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def environment(settings: Mapping[str, str]) -> Iterator[None]:
-    """``settings`` in os.environ for the block only: what is started inside inherits them."""
+    """Context with ``settings`` in os.environ, inherited by processes started in it."""
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:

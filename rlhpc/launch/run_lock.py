@@ -1,4 +1,4 @@
-"""One launcher in a run folder at a time."""
+"""Lock that admits one launcher at a time to a run folder."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rlhpc.core.storage import patiently
 
 
 @contextmanager
-def locked(folder: RunFolder, wait: bool = False) -> Iterator[None]:
-    """Keep other launchers out of the folder, which exists; the lock goes with this process.
+def locked(folder: RunFolder, *, wait: bool = False) -> Iterator[None]:
+    """Context that keeps other launchers out of the folder, which must exist; the lock ends with this process.
 
-    Raises UserError where another one has it, unless it is to ``wait``.
+    Raises UserError if another launcher has it, unless ``wait``.
     """
     file = patiently(lambda: _lock(folder, "w", fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)), folder.lock)
     if file is None:
@@ -30,7 +30,7 @@ def locked(folder: RunFolder, wait: bool = False) -> Iterator[None]:
 
 
 def is_locked(folder: RunFolder) -> bool:
-    """Whether a launcher is at work in the folder."""
+    """Whether a launcher works in the folder."""
     try:
         file = patiently(lambda: _lock(folder, "r", fcntl.LOCK_SH | fcntl.LOCK_NB), folder.lock)
     except FileNotFoundError:
@@ -41,7 +41,7 @@ def is_locked(folder: RunFolder) -> bool:
 
 
 def _lock(folder: RunFolder, mode: str, operation: int) -> IO[str] | None:
-    """The locked file; None where another process has the lock."""
+    """The locked file; None if another process has the lock."""
     file = open(folder.lock, mode)  # noqa: SIM115 - the lock lasts until it is closed
     try:
         fcntl.flock(file, operation)

@@ -11,8 +11,8 @@ from math import exp, log
 from pathlib import Path
 from statistics import fmean, median
 
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.models import ModelShape

@@ -52,12 +52,12 @@ def find_remedies(
     """
     if plan.first_too_large is None or plan.gpu_bytes is None:
         return []
-    attempt = _Attempt(config, shape, plan.gpu_bytes / 2**30, plan.reserves)
+    trial = _Trial(config, shape, plan.gpu_bytes / 2**30, plan.reserves)
     whole: list[Remedy] = []
     partly: list[Remedy] = []
     usable = []
     for change in _ladder(config, layout):
-        alone = attempt([change])
+        alone = trial([change])
         if alone is None:
             continue
         usable.append(change)
@@ -67,33 +67,33 @@ def find_remedies(
         if len(whole) == count:
             return whole
     together = [change for change in usable if change[0] not in {remedy.changes[0][0] for remedy in whole}]
-    while len(whole) < count and (several := _several(attempt, together)) is not None:
+    while len(whole) < count and (several := _several(trial, together)) is not None:
         whole.append(several)
         dearest = several.changes[-1][0]
         together = [change for change in together if change[0] != dearest]
     return [*whole, *partly][:count]
 
 
-def _several(attempt: _Attempt, ladder: Sequence[Change]) -> Remedy | None:
+def _several(trial: _Trial, ladder: Sequence[Change]) -> Remedy | None:
     """Returns a minimal combination of changes that makes all phases fit, from the beginning of the ladder."""
-    ladder = attempt.compatible(ladder)
+    ladder = trial.compatible(ladder)
     low, high = 1, len(ladder)
-    if not attempt.enough(ladder):
+    if not trial.enough(ladder):
         return None
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if attempt.enough(ladder[:middle]) else (middle + 1, high)
+        low, high = (low, middle) if trial.enough(ladder[:middle]) else (middle + 1, high)
     needed = dict(ladder[:high])  # the last value of each key
     for key in reversed(list(needed)):
         less = {name: value for name, value in needed.items() if name != key}
-        if attempt.enough(list(less.items())):
+        if trial.enough(list(less.items())):
             needed = less
     smallest: dict[str, Any] = {}
     for key, value in ladder[:high]:
-        if key in needed and key not in smallest and attempt.enough(list({**needed, **smallest, key: value}.items())):
+        if key in needed and key not in smallest and trial.enough(list({**needed, **smallest, key: value}.items())):
             smallest[key] = value
     needed |= smallest
-    return attempt(list(needed.items()))
+    return trial(list(needed.items()))
 
 
 def _helps(tried: MemoryPlan, plan: MemoryPlan) -> bool:
@@ -117,7 +117,7 @@ def _changed(section: Any, names: list[str], value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Attempt:
+class _Trial:
     """Tries changes of a configuration on a GPU of ``gib`` GiB."""
 
     config: RunConfig

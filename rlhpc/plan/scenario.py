@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlhpc.config.planning import DiskSection, EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import DiskSection, EfficiencySection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.run import check_plannable
 from rlhpc.plan.estimates.hardware import Gpu, named_gpu, read_site

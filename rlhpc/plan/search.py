@@ -11,8 +11,8 @@ from math import gcd
 from typing import Any
 
 from rlhpc.config.algorithm import WITH_CRITIC
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.config.training import FrozenMemorySection, OffloadSection, ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, value_shape

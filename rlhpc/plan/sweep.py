@@ -10,8 +10,8 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.run import check_layout
@@ -21,7 +21,7 @@ from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.sharding.layout import ParallelLayout
 
 _POINTS = 8
-_WHERE = "--sweep"
+_WHERE = "--gpus"
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,10 @@ def sweep(
 
 
 def parse_range(text: str) -> tuple[int, int]:
-    """``gpus=96..1024``; a UserError for anything else."""
-    found = re.fullmatch(r"gpus=(\d+)\.\.(\d+)", text)
+    """The two numbers of ``96..1024``. Raises UserError for anything else."""
+    found = re.fullmatch(r"(\d+)\.\.(\d+)", text)
     if not found or not 0 < int(found[1]) <= int(found[2]):
-        raise UserError(f"{text!r}: invalid range", where=_WHERE, remedy="write it as gpus=96..1024")
+        raise UserError(f"{text!r}: invalid range", where=_WHERE, remedy="write it as 96..1024")
     return int(found[1]), int(found[2])
 
 

@@ -13,12 +13,12 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.checks.run import check_layout
+from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
 from rlhpc.reshard.sides import plan_weight_sync, sync_sides
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2}
 # Fields of Traffic.
 BYTES = ("received", "received_across", "received_within", "sent", "sent_across", "sent_within", "local")
 _LAYER = re.compile(r"\.layers\.\d+\.")

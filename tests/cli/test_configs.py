@@ -23,7 +23,7 @@ def test_every_shipped_file_is_listed_once_with_a_line() -> None:
     rows = [line.split(maxsplit=1) for line in printed().splitlines()]
     files = [*SHIPPED.glob("configs/**/*.yaml"), *SHIPPED.glob("sbatch/*")]
     assert sorted(name for name, _ in rows) == sorted(file.name.removesuffix(".yaml") for file in files)
-    assert [name for name, _ in rows[:2]] == ["demo", "slurm_demo"]
+    assert [name for name, _ in rows[:3]] == ["demo", "site", "slurm_demo"]
     assert not [title for _, title in rows if len(title) > 100 or title.startswith("#")]
 
 

@@ -66,7 +66,7 @@ def test_a_fault_is_printed_and_the_exit_code_says_so(tmp_path: Path, model: Pat
 def test_a_second_time_there_is_nothing_to_do(tmp_path: Path, model: Path) -> None:
     assert convert("hf-to-megatron", model, tmp_path / "there").returncode == 0
     again = convert("hf-to-megatron", model, tmp_path / "there")
-    assert (again.returncode, "is there already" in again.stdout) == (0, True)
+    assert (again.returncode, "already exists, made from the same" in again.stdout) == (0, True)
     assert "replace it with --force" in refusal("hf-to-megatron", model, tmp_path / "there", "--tp", 2)
     assert convert("hf-to-megatron", model, tmp_path / "there", "--tp", 2, "--force").returncode == 0
 
@@ -77,7 +77,7 @@ def test_what_cannot_work_is_refused_in_one_line(tmp_path: Path, model: Path) ->
     assert refusal("hf-to-megatron", model, target, "--ep", 3).startswith("--ep: 3 does not divide the model's 4 exp")
     assert refusal("hf-to-megatron", tmp_path / "none", target).endswith("no such folder; pass the folder of a model")
     assert "is no torch_dist checkpoint; use `rlhpc convert hf-to-megatron`" in refusal("reshard", model, target)
-    assert refusal("hf-to-megatron", model, target, "--share", "4/4").startswith("--share: '4/4' is no share")
+    assert refusal("hf-to-megatron", model, target, "--share", "4/4").startswith("--share: '4/4' is not a share")
     assert not target.exists()
 
 

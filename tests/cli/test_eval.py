@@ -11,7 +11,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.evaluate import evaluation_of
 from rlhpc.plan.checks.run import largest_usable
 from tests.cli.test_light import HEAVY, modules_after
-from tests.cli.test_main import rlhpc, told
+from tests.cli.test_main import error_line, rlhpc
 from tests.helpers.plain_model import write_inputs, write_model
 
 
@@ -46,10 +46,10 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--step", "3"], "rlhpc: --step: is for the checkpoints of a run; add --run"),
-        (["--run", "a", "--model", "b"], "rlhpc: --model: is the model of another run; leave out --model or --run"),
-        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; pass the folder of a model"),
-        (["--follow"], "rlhpc: --follow: is for a batch job; add --submit"),
+        (["--step", "3"], "rlhpc: --step: applies to checkpoints of a run; add --run"),
+        (["--run", "a", "--model", "b"], "rlhpc: --model: excludes --run; leave out one of them"),
+        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; give a model's folder"),
+        (["--follow"], "rlhpc: --follow: applies to batch jobs only; add --submit"),
         (["data.validation=[]"], "rlhpc: data.validation: no held-out prompts; name at least one file"),
         (
             ["validation.samples_per_prompt=4", "--check"],
@@ -59,7 +59,7 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
     ],
 )
 def test_what_cannot_work_is_one_line(config: Path, options: list[str], line: str):
-    assert told("eval", str(config), *options) == line
+    assert error_line("eval", str(config), *options) == line
 
 
 def test_a_run_without_checkpoints_is_told(config: Path, tmp_path: Path):
@@ -85,4 +85,6 @@ def test_a_batch_job_runs_the_same(config: Path):
 
 
 def test_a_run_that_has_nothing_to_do_is_still_refused(config: Path):
-    assert told("run", str(config), "train.steps=0", "data.validation=[]").startswith("rlhpc: train.steps: 0 steps")
+    assert error_line("run", str(config), "train.steps=0", "data.validation=[]").startswith(
+        "rlhpc: train.steps: 0 steps"
+    )

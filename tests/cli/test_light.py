@@ -40,6 +40,7 @@ def modules_after(*arguments: str) -> set[str]:
         ["submit", "--help"],
         ["status", "--help"],
         ["plan", "--help"],
+        ["plan", "weight-sync", "--help"],
         ["acceptance", "--help"],
         ["configs"],
     ],
@@ -55,7 +56,7 @@ def test_a_check_imports_nothing_heavy(tmp_path):
 
 def test_a_plan_imports_nothing_heavy(tmp_path):
     config = write_inputs(tmp_path)
-    assert not modules_after("plan", str(config), "--reshard") & {*HEAVY, "numpy", "submitit", "rich"}
+    assert not modules_after("plan", "weight-sync", str(config)) & {*HEAVY, "numpy", "submitit", "rich"}
 
 
 def test_a_dry_run_of_a_submission_imports_nothing_heavy(tmp_path):

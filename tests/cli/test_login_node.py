@@ -27,7 +27,7 @@ def call(folder: Path, *arguments: str) -> tuple[int, str, str]:
 def test_a_sweep_is_a_table_without_its_plot(tmp_path: Path) -> None:
     config = ROOT / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
     model = f"model.path={ROOT}/configs/ready/models/Qwen2.5-7B"
-    code, output, errors = call(tmp_path, "plan", str(config), model, "--sweep", "gpus=8..16")
+    code, output, errors = call(tmp_path, "plan", "sweep", str(config), model, "--gpus", "8..16")
     assert (code, errors) == (0, "")
     header, first, second, *_, last = output.splitlines()
     assert [line.split()[0] for line in (header, first, second)] == ["GPUs", "8", "16"]
@@ -44,14 +44,14 @@ def test_a_conversion_says_what_it_needs(tmp_path: Path) -> None:
 def test_a_run_is_refused_before_its_ranks_start(tmp_path: Path) -> None:
     code, _, errors = call(tmp_path, "run", str(write_inputs(tmp_path)))
     assert (code, len(errors.splitlines())) == (2, 1)
-    assert f"{sys.executable}: torch, megatron, vllm not installed; use an environment that has" in errors
+    assert f"{sys.executable}: torch, megatron, vllm not installed; use an environment that has them" in errors
     assert not (tmp_path / "run").exists()
 
 
 def test_a_submission_warns_of_what_the_job_would_start_with(tmp_path: Path) -> None:
     config = str(write_inputs(tmp_path))
-    told = f"slurm.conda: {sys.executable}, with which the job starts its ranks, has no torch, megatron, vllm"
+    message = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no torch, megatron, vllm"
     code, _, errors = call(tmp_path, "submit", config, "--dry-run")
-    assert (code, told in errors) == (0, True)
+    assert (code, message in errors) == (0, True)
     code, _, errors = call(tmp_path, "submit", config, "--dry-run", "slurm.conda=trained")
-    assert (code, told in errors) == (0, False)
+    assert (code, message in errors) == (0, False)

@@ -21,7 +21,7 @@ def rlhpc(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=300)
 
 
-def told(*arguments: str) -> str:
+def error_line(*arguments: str) -> str:
     """The one line of a user's error."""
     done = rlhpc(*arguments)
     assert done.returncode == 2
@@ -51,13 +51,13 @@ def test_check_summarises_and_starts_nothing(config, tmp_path):
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(config):
-    line = told("run", config, "--check", "rolout.tp=2")
+    line = error_line("run", config, "--check", "rolout.tp=2")
     assert line == "rlhpc: command line: rolout: unknown key; did you mean 'rollout'?"
 
 
 def test_a_run_that_cannot_work_is_refused_before_it_starts(config, tmp_path):
-    assert told("run", config, "train.minibatches=3").startswith("rlhpc: train.minibatches: ")
-    assert told("run", config, "slurm.nodes=2").startswith("rlhpc: slurm.nodes: ")
+    assert error_line("run", config, "train.minibatches=3").startswith("rlhpc: train.minibatches: ")
+    assert error_line("run", config, "slurm.nodes=2").startswith("rlhpc: slurm.nodes: ")
     assert not (tmp_path / "run").exists()
 
 
@@ -65,8 +65,8 @@ def test_a_folder_that_holds_a_run_is_not_written_over(config, tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     (other / "metrics.jsonl").write_text("{}\n")
-    line = told("run", config, "--run-dir", str(other))
-    assert line.endswith("already holds a run; continue it with --resume, or choose another folder with --run-dir")
+    line = error_line("run", config, "--run-dir", str(other))
+    assert line.endswith("already contains a run; resume it with --resume, or choose another folder with --run-dir")
     assert (other / "metrics.jsonl").read_text() == "{}\n"
 
 
@@ -80,7 +80,7 @@ def test_check_waits_for_what_prepare_makes(config, tmp_path):
 
 def test_a_user_error_of_the_prepare_hook_is_one_line(config):
     hook = "prepare={function: 'tests.launch.programs:prepare', arguments: {folder: x, fail: user}}"
-    assert told("run", config, hook) == "rlhpc: prepare: no space; free some"
+    assert error_line("run", config, hook) == "rlhpc: prepare: no space; free some"
 
 
 def test_a_failure_of_the_prepare_hook_ends_the_run(config, tmp_path):

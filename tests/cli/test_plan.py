@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from rlhpc.cli.main import cli
 from rlhpc.config import yaml12
 from rlhpc.core.errors import UserError
-from tests.cli.test_main import told
+from tests.cli.test_main import error_line
 from tests.helpers.golden import check_text
 from tests.helpers.published import DEEPSEEK_V3_BF16, QWEN3_235B_A22B, QWEN25_72B
 
@@ -76,7 +76,7 @@ def test_a_published_model_is_planned_without_its_weights(
     tmp_path: Path, model: dict[str, Any], count: int, parallel: dict[str, int], rollout: int, weights: float
 ) -> None:
     config = write(tmp_path, model, actor={"parallel": parallel}, rollout={"tp": rollout}, **nodes(count))
-    found = json.loads(plan(config, "--reshard", "--json"))
+    found = json.loads(plan("weight-sync", config, "--json"))
     moved = found["bytes"]["received"]["total"] + found["bytes"]["local"]["total"]
     assert (
         1 <= moved / (2 * weights * found["engines"]) < 1.06
@@ -90,18 +90,18 @@ def test_a_published_model_is_planned_without_its_weights(
 
 
 def test_the_report_by_heart(tiny: str, request: pytest.FixtureRequest) -> None:
-    text = plan(tiny, "--reshard")
+    text = plan("weight-sync", tiny)
     text = re.sub(r"in \d+\.\d+ s, digest [0-9a-f]{32}", "in SECONDS, digest DIGEST", text)
-    check_text("plan_reshard.txt", text, request.config.getoption("--accept-golden"))
+    check_text("plan_weight_sync.txt", text, request.config.getoption("--accept-golden"))
 
 
 def test_the_copies_of_a_rank_by_heart(tiny: str, request: pytest.FixtureRequest) -> None:
-    text = plan(tiny, "--reshard", "--rank", "5")
-    check_text("plan_reshard_rank.txt", text, request.config.getoption("--accept-golden"))
+    text = plan("weight-sync", tiny, "--rank", "5")
+    check_text("plan_weight_sync_rank.txt", text, request.config.getoption("--accept-golden"))
 
 
 def test_the_copies_of_a_rank_in_json_are_its_bytes(tiny: str) -> None:
-    found = json.loads(plan(tiny, "--reshard", "--rank", "5", "--json"))
+    found = json.loads(plan("weight-sync", tiny, "--rank", "5", "--json"))
     copies = found["rank"]["copies"]
     assert {5} < {copy["source_rank"] for copy in copies} | {copy["target_rank"] for copy in copies}
     assert all(5 in (copy["source_rank"], copy["target_rank"]) for copy in copies)
@@ -114,40 +114,39 @@ def test_the_copies_of_a_rank_in_json_are_its_bytes(tiny: str) -> None:
 
 def test_bandwidths_set_the_time(tiny: str) -> None:
     """A hundredth of the bandwidth takes a hundred times as long, each for its own bytes."""
-    times = json.loads(plan(tiny, "--reshard", "--json"))["slowest"]
-    slow = json.loads(plan(tiny, "--reshard", "--json", "--network", "0.5", "--node", "4.5", "--memory", "40"))[
+    times = json.loads(plan("weight-sync", tiny, "--json"))["slowest"]
+    slow = json.loads(plan("weight-sync", tiny, "--json", "--network", "0.5", "--node", "4.5", "--memory", "40"))[
         "slowest"
     ]
     for part in ("node", "memory", "network", "total"):
         assert slow[part] == pytest.approx(100 * times[part])
-    found = json.loads(plan(tiny, "--reshard", "--json", "--network", "1e9", "--memory", "1e9", "--node", "1"))
+    found = json.loads(plan("weight-sync", tiny, "--json", "--network", "1e9", "--memory", "1e9", "--node", "1"))
     within = found["bytes"]["received_within"]["most"], found["bytes"]["sent_within"]["most"]
     assert found["slowest"]["total"] == pytest.approx(max(within) / 1e9, rel=1e-3)
 
 
 def test_engines_over_whole_nodes_are_told_and_others_refused(tiny: str) -> None:
     words = ["rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"]
-    assert "2 engine(s) of tp 4 over 2 nodes, on the same ranks" in plan(tiny, "--reshard", *words)
-    assert "engines of 4 ranks neither divide a node of 6 nor" in told(
-        "plan", tiny, "--reshard", *words[:1], "slurm.nodes=2", "resources.ranks_per_node=6"
+    assert "2 engine(s) of tp 4 over 2 nodes, on the same ranks" in plan("weight-sync", tiny, *words)
+    assert "engines of 4 ranks neither divide a node of 6 nor" in error_line(
+        "plan", "weight-sync", tiny, *words[:1], "slurm.nodes=2", "resources.ranks_per_node=6"
     )
 
 
-def test_without_a_flag_layout_batch_and_model_are_outlined(tiny: str) -> None:
-    lines = plan(tiny).splitlines()
+def test_layout_batch_and_model_are_outlined(tiny: str) -> None:
+    lines = plan("run", tiny).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["layout", "batch", "model", "time"]
     assert "8 ranks on 2 node(s): training tp 2 x pp 2 x dp 2; rollout 4 engine(s) of tp 2" in lines[0]
     assert "Qwen2ForCausalLM, 4 layers" in lines[2]
 
 
 def test_mistakes_are_one_line(tiny: str, tmp_path: Path) -> None:
-    assert told("plan", tiny, "--reshard", "--rank", "8") == "rlhpc: --rank: no rank 8; use 0 to 7"
-    assert told("plan", tiny, "--rank", "1") == "rlhpc: --rank: is for what moves; add --reshard"
-    assert told("plan", tiny, "--reshard", "rollout.tp=8").startswith(
+    assert error_line("plan", "weight-sync", tiny, "--rank", "8") == "rlhpc: --rank: no rank 8; use 0 to 7"
+    assert error_line("plan", "weight-sync", tiny, "rollout.tp=8").startswith(
         "rlhpc: rollout.tp: 8 does not divide the model's 4"
     )
-    assert told("plan", tiny, "--reshard", "actor.parallel.pp=3").startswith("rlhpc: actor.parallel")
-    assert told("plan", tiny, "--reshard", f"model.path={tmp_path / 'no'}").startswith(
+    assert error_line("plan", "weight-sync", tiny, "actor.parallel.pp=3").startswith("rlhpc: actor.parallel")
+    assert error_line("plan", "weight-sync", tiny, f"model.path={tmp_path / 'no'}").startswith(
         "rlhpc: model.path: no such folder"
     )
 
@@ -156,8 +155,8 @@ READY = str(ROOT / "configs" / "ready" / "qwen2-7b-8gpus.yaml")
 
 
 def test_a_named_gpu_brings_the_time_of_a_step(tiny: str) -> None:
-    assert "--gpu h200" in plan(tiny)
-    text = plan(tiny, "--gpu", "h200")
+    assert "name a GPU with --gpu, such as h200" in plan("run", tiny)
+    text = plan("run", tiny, "--gpu", "h200")
     assert re.search(
         r"^time +\S+ \S+ a step on 8 x h200, [\d,]+ tokens/s, MFU of updates 0\.\d\d; most of it", text, re.M
     )
@@ -167,7 +166,7 @@ def test_a_named_gpu_brings_the_time_of_a_step(tiny: str) -> None:
 
 
 def test_times_in_json_add_up(tiny: str) -> None:
-    found = json.loads(plan(tiny, "planning.gpu=b200", "--json"))["time"]
+    found = json.loads(plan("run", tiny, "planning.gpu=b200", "--json"))["time"]
     assert found["seconds"] == pytest.approx(sum(phase["seconds"] for phase in found["phases"].values()))
     for phase in found["phases"].values():
         assert phase["seconds"] == pytest.approx(sum(phase["parts"].values()))
@@ -178,55 +177,56 @@ def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
     """Of this process's own time, imports not counted: the machine may be busy."""
     big = str(ROOT / "configs" / "ready" / "deepseek-v3-671b-96gpus.yaml")
     more = ("slurm.nodes=128", "actor.parallel.pp=16", "actor.parallel.last_stage_layers=1")
-    plan(big, *more)
+    plan("run", big, *more)
     began = time.process_time()
-    text = plan(big, *more)
+    text = plan("run", big, *more)
     assert time.process_time() - began < 2
     assert "on 1024 x h20" in text
 
 
 def test_a_search_prints_yaml_that_can_be_pasted() -> None:
-    text = plan(READY, "--search")
+    text = plan("search", READY)
     documents = [yaml12.parse(part, "") for part in text.split("---\n")[1:]]
     assert len(documents) == 5
     for document in documents:
         assert set(document) == {"actor", "reference", "rollout", "train"}
-    found = json.loads(plan(READY, "--search", "--json"))
+    found = json.loads(plan("search", READY, "--json"))
     assert [each["actor"]["parallel"] for each in found] == [document["actor"]["parallel"] for document in documents]
     changes = text.split("---\n")[1].splitlines()[1].removeprefix("# ").split(" ")
-    pasted = json.loads(plan(READY, *changes, "--json"))
+    pasted = json.loads(plan("run", READY, *changes, "--json"))
     assert pasted["time"]["seconds"] == pytest.approx(found[0]["seconds"])
     assert max(phase["total"] for phase in pasted["memory"]["phases"].values()) == found[0]["peak_bytes"]
 
 
 def test_a_search_needs_no_layout_that_suits() -> None:
-    text = plan(READY, "actor.parallel.tp=3", "--search")
+    text = plan("search", READY, "actor.parallel.tp=3")
     assert "# as configured: cannot run (actor.parallel: tp 3" in text
     assert text.count("---\n") == 5
 
 
 def test_without_rl_steps_there_is_no_step_to_predict(tmp_path: Path) -> None:
     none = (READY, "train.steps=0")
-    assert "is predicted of RL steps, of which there are none" in plan(*none)
-    assert "time" not in json.loads(plan(*none, "--json"))
-    for option in (["--search"], ["--sweep", "gpus=8..16"], ["--calibrate", str(tmp_path)]):
-        done = CliRunner().invoke(cli, ["plan", *none, *option])
-        assert str(done.exception).startswith(f"{option[0]}: is of RL steps, and train.steps is 0")
+    assert "is predicted for RL steps, of which there are none" in plan("run", *none)
+    assert "time" not in json.loads(plan("run", *none, "--json"))
+    calibration = ["calibrate", READY, str(tmp_path), "train.steps=0"]
+    for words in (["search", *none], ["sweep", "--gpus", "8..16", *none], calibration):
+        done = CliRunner().invoke(cli, ["plan", *words])
+        assert str(done.exception).startswith(f"rlhpc plan {words[0]}: there are no RL steps to predict")
 
 
 def test_a_sweep_is_a_table_and_a_plot(tmp_path: Path) -> None:
     file = tmp_path / "sweep.png"
-    text = plan(READY, "--sweep", "gpus=8..64", "--plot", str(file))
+    text = plan("sweep", READY, "--gpus", "8..64", "--plot", str(file))
     assert [line.split()[0] for line in text.splitlines()[1:5]] == ["8", "16", "32", "64"]
     assert file.stat().st_size > 10_000
-    found = json.loads(plan(READY, "--sweep", "gpus=8..16", "--plot", str(file), "--json"))
+    found = json.loads(plan("sweep", READY, "--gpus", "8..16", "--plot", str(file), "--json"))
     assert [point["gpus"] for point in found] == [8, 16]
     assert found[1]["seconds"] < found[0]["seconds"]
 
 
 @pytest.mark.parametrize("name", ["none/sweep.png", "sweep.xyz"])
 def test_a_plot_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> None:
-    done = CliRunner().invoke(cli, ["plan", READY, "--sweep", "gpus=8..8", "--plot", str(tmp_path / name)])
+    done = CliRunner().invoke(cli, ["plan", "sweep", READY, "--gpus", "8..8", "--plot", str(tmp_path / name)])
     assert isinstance(done.exception, UserError)
     assert str(done.exception).startswith("--plot: cannot write")
 
@@ -245,15 +245,15 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     }
     (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
     fewer = "train.prompts_per_step=128"
-    text = plan(READY, fewer, "--calibrate", str(tmp_path))
-    fitted = yaml12.parse(text, "")["planning"]
-    efficiency = fitted["efficiency"]
-    assert (fitted["prompt_tokens"], fitted["response_tokens"]) == (130, 300)
-    assert json.loads(plan(READY, fewer, "--calibrate", str(tmp_path), "--json"))["planning"] == fitted
-    assert efficiency["compute"] < 0.4
+    text = plan("calibrate", READY, str(tmp_path), fewer)
+    found = json.loads(plan("calibrate", READY, str(tmp_path), fewer, "--json"))
+    assert found["planning"] == {"prompt_tokens": 130, "response_tokens": 300}
+    assert "# lengths of this run, for its config: planning.prompt_tokens=130 planning.response_tokens=300\n" in text
+    assert found["efficiency"] == yaml12.parse(text, "")["efficiency"]
+    assert found["efficiency"]["compute"] < 0.4
     site = tmp_path / "site.yaml"
-    site.write_text(yaml12.dump({"efficiency": efficiency}))
-    phases = json.loads(plan(READY, fewer, f"planning.gpus_file={site}", "--json"))["time"]["phases"]
+    site.write_text(text)
+    phases = json.loads(plan("run", READY, fewer, f"site={site}", "--json"))["time"]["phases"]
     assert phases["rollout"]["seconds"] == pytest.approx(20, rel=0.02)
     assert phases["weight sync"]["seconds"] == pytest.approx(1, rel=0.02)
 
@@ -261,7 +261,7 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
 def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text("gpus: {h100: {context_gib: 3.5, sleeping_engine_gib: 2.5}}\n")
-    phases = json.loads(plan(READY, f"planning.gpus_file={site}", "--json"))["memory"]["phases"]
+    phases = json.loads(plan("run", READY, f"site={site}", "--json"))["memory"]["phases"]
     assert {parts["libraries"] for parts in phases.values()} == {int(3.5 * 2**30)}
     assert phases["optimizer step"]["engine, asleep"] == int(2.5 * 2**30)
 
@@ -269,17 +269,35 @@ def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--search",), "--search: which GPU?; name one with --gpu or in planning.gpu"),
-        (("--sweep", "gpus=1..8"), "--sweep: which GPU?"),
-        (("--calibrate", "x", "--gpu", "h200"), "metrics.jsonl: cannot be read"),
-        (("--gpu", "h2000"), "--gpu: no GPU 'h2000' is known; did you mean"),
-        (("--search", "--sweep", "gpus=1..8"), "--sweep: cannot be combined with --search"),
-        (("--reshard", "--search"), "--search: cannot be combined with --reshard"),
-        (("--network", "3"), "--network: is for what moves; add --reshard"),
-        (("--plot", "x.png"), "--plot: is for a plot of several numbers of GPUs; add --sweep"),
+        (("search", "TINY"), "rlhpc plan search: no GPU is named; name one with --gpu or in planning.gpu"),
+        (("sweep", "TINY", "--gpus", "1..8"), "rlhpc plan sweep: no GPU is named"),
+        (("calibrate", "TINY", "x", "--gpu", "h200"), "metrics.jsonl: cannot be read"),
+        (("run", "TINY", "--gpu", "h2000"), "--gpu: no GPU 'h2000' is known; did you mean"),
     ],
 )
 def test_what_cannot_be_predicted_is_told(tiny: str, arguments: tuple[str, ...], message: str) -> None:
-    done = CliRunner().invoke(cli, ["plan", tiny, *arguments])
+    done = CliRunner().invoke(cli, ["plan", *(tiny if word == "TINY" else word for word in arguments)])
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ((), "run"),
+        (("--gpu", "h200"), "run"),
+        (("--search",), "search"),
+        (("--reshard", "--rank", "1"), "weight-sync"),
+        (("--sweep", "gpus=8..16"), "sweep"),
+        (("--calibrate", "runs/x"), "calibrate"),
+    ],
+)
+def test_a_configuration_without_a_command_names_it(tiny: str, words: tuple[str, ...], command: str) -> None:
+    assert (
+        error_line("plan", tiny, *words)
+        == f"rlhpc: rlhpc plan: {tiny!r} is not a command; write `rlhpc plan {command} {tiny}`"
+    )
+
+
+def test_a_misspelled_command_names_the_nearest() -> None:
+    assert error_line("plan", "serch") == "rlhpc: rlhpc plan: 'serch' is not a command; did you mean 'search'?"

@@ -17,9 +17,9 @@ READY = str(ROOT / "configs" / "ready" / "qwen2-7b-8gpus.yaml")
 MODEL = ROOT / "configs" / "ready" / "models" / "Qwen2-7B-Instruct" / "config.json"
 
 
-def told(*arguments: str) -> str:
-    """What ``rlhpc`` prints of it before it exits with 2."""
-    done = CliRunner().invoke(cli, ["plan", READY, *arguments])
+def error_line(*arguments: str, command: str = "run") -> str:
+    """The line that ``rlhpc plan`` prints before it exits with 2."""
+    done = CliRunner().invoke(cli, ["plan", command, READY, *arguments])
     assert isinstance(done.exception, UserError), done.output
     assert done.exception.remedy
     line = str(done.exception)
@@ -37,33 +37,33 @@ def told(*arguments: str) -> str:
         (("actor.parallel.tp=3",), "actor.parallel: tp 3 x cp 1 x pp 2 = 6 ranks does not divide the 8 ranks"),
         (("slurm=null",), "slurm: None is not allowed"),
         (("slurm.nodes=[4,2]",), "slurm.nodes: (4, 2): invalid range: minimum exceeds maximum; write [minimum, max"),
-        (("slurm.nodes=[4,2]", "--search"), "slurm.nodes: (4, 2): invalid range: minimum exceeds maximum"),
+        (("search", "slurm.nodes=[4,2]"), "slurm.nodes: (4, 2): invalid range: minimum exceeds maximum"),
         (("slurm.nodes=100000",), "train.prompts_per_step: 5120 samples a step"),
         (("train.minibatches=7",), "train.minibatches: 5120 samples a step do not divide into 7 minibatches"),
         (("rollout.max_response_tokens=10000000",), "rollout.max_response_tokens: 10000000 response tokens after"),
         (("planning.response_tokens=9999",), "planning.response_tokens: a mean of 9999 is above rollout.max_response_"),
         (
-            ("planning.prompt_tokens=9999", "--search"),
+            ("search", "planning.prompt_tokens=9999"),
             "planning.prompt_tokens: a mean of 9999 is above data.max_prompt",
         ),
         (("planning.response_tokens=abc",), "planning.response_tokens: 'abc' is not allowed"),
         (("planning.response_spread=1e6",), "planning.response_spread: 1000000.0 is not allowed"),
-        (("planning.efficiency.compute=1e-300",), "planning.efficiency.compute: 1e-300 is not allowed"),
-        (("planning.efficiency.launch_us=1e300",), "planning.efficiency.launch_us: 1e+300 is not allowed"),
-        (("planning.disk.write_gbps=0",), "planning.disk.write_gbps: 0 is not allowed"),
+        (("site.efficiency.compute=1e-300",), "site.efficiency.compute: 1e-300 is not allowed"),
+        (("site.efficiency.launch_us=1e300",), "site.efficiency.launch_us: 1e+300 is not allowed"),
+        (("site.disk.write_gbps=0",), "site.disk.write_gbps: 0 is not allowed"),
         (
             ("actor.memory.recompute=full", "actor.memory.recompute_layers=5"),
             "actor.memory.recompute_layers: groups of 5 layers do not",
         ),
-        (("--reshard", "--network", "nan"), "--network: nan is not allowed"),
-        (("--sweep", ""), "--sweep: '': invalid range; write it as gpus=96..1024"),
-        (("--sweep", "gpus=8..8", "--plot", "/tmp"), "--plot: '/tmp' has no suffix; name a .png file"),
-        (("--sweep", "gpus=99999999999..999999999999"), "--sweep: no number of GPUs from 99999999999"),
+        (("weight-sync", "--network", "nan"), "--network: nan is not allowed"),
+        (("sweep", "--gpus", ""), "--gpus: '': invalid range; write it as 96..1024"),
+        (("sweep", "--gpus", "8..8", "--plot", "/tmp"), "--plot: '/tmp' has no suffix; name a .png file"),
+        (("sweep", "--gpus", "99999999999..999999999999"), "--gpus: no number of GPUs from 99999999999"),
         (("--gpu", ""), "--gpu: no GPU '' is known"),
         (("rewards=[{model: /nowhere}]",), "rewards.0.model: no config.json in '/nowhere'; correct the path"),
-        (("rewards=[{model: /nowhere}]", "--search"), "rewards.0.model: no config.json in '/nowhere'"),
+        (("search", "rewards=[{model: /nowhere}]"), "rewards.0.model: no config.json in '/nowhere'"),
         (("algorithm.name=ppo", "critic.path=/nowhere"), "critic.path: no config.json in '/nowhere'"),
-        (("algorithm.name=ppo", "critic.path=/nowhere", "--search"), "critic.path: no config.json in '/nowhere'"),
+        (("search", "algorithm.name=ppo", "critic.path=/nowhere"), "critic.path: no config.json in '/nowhere'"),
         (
             ("algorithm.name=ppo", "critic.parallel={tp: 3}"),
             "critic.parallel: the critic: tp 3 x cp 1 x pp 1 = 3 ranks",
@@ -72,16 +72,21 @@ def told(*arguments: str) -> str:
     ],
 )
 def test_odd_values_are_one_line(arguments: tuple[str, ...], line: str) -> None:
-    assert line in told(*arguments)
+    command, *others = arguments if arguments[0] in ("search", "sweep", "weight-sync") else ("run", *arguments)
+    assert line in error_line(*others, command=command)
 
 
 def test_a_folder_without_records_calibrates_nothing(tmp_path: Path) -> None:
-    assert told("--calibrate", str(tmp_path)).endswith("cannot be read (No such file or directory); name a run folder")
+    assert error_line(str(tmp_path), command="calibrate").endswith(
+        "cannot be read (No such file or directory); name a run folder"
+    )
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\xfe\x00")
-    assert told("--calibrate", str(tmp_path)).endswith("no finished RL step; name the folder of a run with RL steps")
+    assert error_line(str(tmp_path), command="calibrate").endswith(
+        "no finished RL step; name the folder of a run with RL steps"
+    )
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
-    assert told("--calibrate", str(tmp_path)).endswith("cannot be read (Is a directory); name a run folder")
+    assert error_line(str(tmp_path), command="calibrate").endswith("cannot be read (Is a directory); name a run folder")
 
 
 @pytest.mark.parametrize(
@@ -105,10 +110,10 @@ def test_a_models_field_that_is_no_number_is_told(tmp_path: Path, field: str, va
 
 
 def test_a_model_without_its_config_is_told(tmp_path: Path) -> None:
-    assert "has no config.json; give a HuggingFace model folder" in told(f"model.path={tmp_path}")
+    assert "has no config.json; give a HuggingFace model folder" in error_line(f"model.path={tmp_path}")
     for text, line in (("[]", "is not a JSON object; restore the file"), ("{", "not a JSON document")):
         (tmp_path / "config.json").write_text(text)
-        assert line in told(f"model.path={tmp_path}")
+        assert line in error_line(f"model.path={tmp_path}")
 
 
 def test_one_gpu_and_very_many_prompts_are_planned() -> None:
@@ -116,7 +121,7 @@ def test_one_gpu_and_very_many_prompts_are_planned() -> None:
     one = ("resources.ranks_per_node=1", "actor.parallel.tp=1", "actor.parallel.pp=1", "rollout.tp=1")
 
     def rollout(*more: str) -> float:
-        done = CliRunner().invoke(cli, ["plan", READY, *one, *more, "--json"], catch_exceptions=False)
+        done = CliRunner().invoke(cli, ["plan", "run", READY, *one, *more, "--json"], catch_exceptions=False)
         return float(json.loads(done.stdout)["time"]["phases"]["rollout"]["seconds"])
 
     assert rollout("train.prompts_per_step=100000000") == pytest.approx(

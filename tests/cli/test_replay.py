@@ -12,7 +12,7 @@ from rlhpc.config.load import dump_config, load_config
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder, SkippedUpdate
 from rlhpc.launch.runs.replay import replay_of
-from tests.cli.test_main import told
+from tests.cli.test_main import error_line
 from tests.helpers.plain_model import write_inputs
 
 
@@ -55,5 +55,5 @@ def test_what_is_not_there_is_one_line(run: RunFolder) -> None:
     with pytest.raises(UserError, match="--step: no checkpoint of step 3; choose one of: none"):
         replay_of(str(run.path), step=3)
     run.skipped_updates.rename(run.path / "elsewhere")
-    line = f"rlhpc: {run.path}: no skipped updates; replay a run whose log warns of one"
-    assert told("replay", str(run.path)) == line
+    line = f"rlhpc: {run.path}: no skipped updates; replay a run whose log reports one"
+    assert error_line("replay", str(run.path)) == line

@@ -59,7 +59,7 @@ def test_the_last_validation_is_shown_with_all_that_is_known(run: Path):
     text = shown(run)
     assert "early" not in text
     assert "1 | reward 1 | format 0.25 | sums" in text
-    assert "2 | reward 0.5 | sums | cut off" in text
+    assert "2 | reward 0.5 | sums | truncated" in text
     assert "response  [bold]wrong" in text
     assert "3 | reward 0 | hard | products" in text
     assert f"3 of 3 samples of step 5: {run / 'samples.jsonl'}" in text.replace("\n", "")
@@ -76,26 +76,26 @@ def test_what_is_asked_for_is_shown(run: Path):
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
-        (["--step", "7"], "no samples of step 7; there are those of 0, 5"),
+        (["--step", "7"], "no samples of step 7; steps with samples: 0, 5"),
         (["--source", "sum"], "--source: no data source or set 'sum'; did you mean 'sums'?"),
     ],
 )
-def test_what_is_not_there_is_told(run: Path, options: list[str], told: str):
-    with pytest.raises(UserError, match=told.replace("?", r"\?")):
+def test_what_is_not_there_is_told(run: Path, options: list[str], message: str):
+    with pytest.raises(UserError, match=message.replace("?", r"\?")):
         shown(run, *options)
 
 
 def test_a_file_of_something_else_is_refused(run: Path):
     (run / "metrics.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(UserError, match=r"metrics.jsonl:1: is no sample; give a run"):
+    with pytest.raises(UserError, match=r"metrics.jsonl:1: not a sample; give a run"):
         shown(run / "metrics.jsonl")
 
 
 def test_a_run_without_samples_yet_is_told(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("name: x\n")
-    with pytest.raises(UserError, match="has no samples yet; wait for the first validation"):
+    with pytest.raises(UserError, match="no samples yet; wait for the first validation"):
         shown(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Loading a configuration: YAML 1.2 scalars, overrides, and faults told in one line."""
+"""Loading a configuration: YAML 1.2 scalars, overrides, and errors of one line."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("model.dtype=float16", "model.dtype: 'float16' is not allowed; allowed: 'float32' or 'bfloat16'"),
         ("rollout.tp=0", "rollout.tp: 0 is not allowed; allowed: an integer at least 1"),
@@ -99,8 +99,8 @@ def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
         ("train..steps=1", "'train..steps=1' is not an override; write it as key.sub=value"),
     ],
 )
-def test_a_wrong_value_names_key_value_and_what_is_allowed(config, override, told):
-    assert told in fault(config, override)
+def test_a_wrong_value_names_key_value_and_what_is_allowed(config, override, message):
+    assert message in fault(config, override)
 
 
 def test_a_missing_key_is_named(config):
@@ -108,10 +108,10 @@ def test_a_missing_key_is_named(config):
     assert fault(config) == f"{config}:4: train.steps: is missing; add it"
 
 
-def test_several_faults_are_told_in_one_line(config):
-    told = fault(config, "rollout.tp=0", "seed=-1", "rollout.top_p=2", "rollout.top_k=1")
-    assert told.count(" | ") == 3
-    assert told.endswith("and 1 more")
+def test_several_faults_are_one_line(config):
+    message = fault(config, "rollout.tp=0", "seed=-1", "rollout.top_p=2", "rollout.top_k=1")
+    assert message.count(" | ") == 3
+    assert message.endswith("and 1 more")
 
 
 def test_overrides_reach_sections_and_lists(config):
@@ -150,7 +150,11 @@ def test_the_committed_schema_is_current():
 
 
 def test_shipped_configurations_can_work_and_name_the_schema():
-    files = [file for file in sorted((ROOT / "configs").rglob("*.yaml")) if file.parent.name != "ready"]
+    files = [
+        file
+        for file in sorted((ROOT / "configs").rglob("*.yaml"))
+        if file.parent.name != "ready" and file.name != "site.yaml"
+    ]
     for file in files:
         check_config(load_config(file), prepared=False)
         up = "../" * (len(file.relative_to(ROOT / "configs").parts) - 1)

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from rlhpc.core.errors import NodeError, NonFiniteError, UserError
-from rlhpc.core.exits import ExitRecord, classify, culprit, read_exits, read_starts, run_recorded, write_exit
+from rlhpc.core.exits import ExitRecord, classify, first_failure, read_exits, read_starts, run_recorded, write_exit
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
@@ -33,7 +33,7 @@ def record(rank: int, kind: str, time: float) -> ExitRecord:
     ],
 )
 def test_the_cause_is_found(records, cause):
-    found = culprit(record(*entry) for entry in records)
+    found = first_failure(record(*entry) for entry in records)
     assert (found.rank if found else None) == cause
 
 

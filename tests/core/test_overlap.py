@@ -1,4 +1,4 @@
-"""Folders are compared by inode, under any of their names."""
+"""Folders are compared by inode, by any of their names."""
 
 from __future__ import annotations
 

@@ -100,5 +100,5 @@ def test_a_bad_address_is_a_user_error(text):
 
 @pytest.mark.parametrize("secret", ["", "zz", "00" * 31])
 def test_a_bad_secret_is_a_user_error_that_does_not_show_it(secret):
-    with pytest.raises(UserError, match=f"{env.RLHPC_STORE_SECRET}: it is not 32 bytes in hexadecimal;"):
+    with pytest.raises(UserError, match=f"{env.RLHPC_STORE_SECRET}: not 32 bytes in hexadecimal;"):
         StoreAddress.parse("node1:20001", secret)

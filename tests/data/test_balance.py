@@ -40,7 +40,7 @@ def test_the_published_batch_is_balanced_to_a_thousandth_in_50_ms(equal: bool) -
 
 @pytest.mark.parametrize("equal", [False, True])
 def test_never_worse_than_another_librarys_division(equal: bool) -> None:
-    """verl 0.9.1's fullest part of 200 batches; tests/helpers/peer_verl.py says how to create the file again."""
+    """verl 0.9.1's fullest part of 200 batches; tests/helpers/peer_verl.py describes how to make the file again."""
     golden = np.load(GOLDEN)
     for seed in range(200):
         lengths, parts = make_batch(seed)

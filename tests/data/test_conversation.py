@@ -40,7 +40,7 @@ def make_sample(*parts: tuple[int, ...], given: bool | None) -> Sample:
 
 def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
     turn, last = tokenizer.encode_responses([CALLS[0], "49"])
-    parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy has drawn the end of its turn
+    parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy sampled the end of its turn itself
     sample = make_sample(*parts, given=True)
     assert [(of_policy, tuple(part)) for of_policy, part in split_turns(sample)] == list(
         zip((True, False, True), parts, strict=True)

@@ -110,8 +110,8 @@ def test_uniform_draws_depend_on_seed_and_step_alone(step):
     def buffer() -> ReplayBuffer:
         return ReplayBuffer(ReplaySection(capacity=50, order="uniform"), [make_group(n) for n in range(50)])
 
-    drawn = [group.number for group in buffer().sample(10, seed=1, step=step)]
-    assert drawn == [group.number for group in buffer().sample(10, seed=1, step=step)]
-    assert drawn == sorted(set(drawn))
-    assert drawn != [group.number for group in buffer().sample(10, seed=1, step=step + 1)]
-    assert drawn != [group.number for group in buffer().sample(10, seed=2, step=step)]
+    sampled = [group.number for group in buffer().sample(10, seed=1, step=step)]
+    assert sampled == [group.number for group in buffer().sample(10, seed=1, step=step)]
+    assert sampled == sorted(set(sampled))
+    assert sampled != [group.number for group in buffer().sample(10, seed=1, step=step + 1)]
+    assert sampled != [group.number for group in buffer().sample(10, seed=2, step=step)]

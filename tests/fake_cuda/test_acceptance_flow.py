@@ -223,7 +223,7 @@ def test_steps_of_an_unknown_gpu_and_tiny_ones_have_no_goals(
     sys.modules["pynvml"].nvmlDeviceGetName = lambda handle: name  # type: ignore[attr-defined]
     results, _ = _grpo(tmp_path / "unknown", monkeypatch, size, others=GIB)
     found, unknown = figures(results), size == "full"
-    reason = f"{name} is not in the planner's table (planning.gpus_file)"
+    reason = f"{name} is not in the planner's table (site.gpus)"
     assert skipped(results) == ({"goals of the plan": reason} if unknown else {})
     assert all(figure.goal is None for figure in found.values())
     assert found["memory: error of the plan's peak"].value == pytest.approx(0.0, abs=1e-6), "of the memory it has"

@@ -152,21 +152,21 @@ def main(folder: Path, scenario: str) -> None:
 
 def watch(folder: Path, scenario: str) -> None:
     """Write hang.txt and when the silence began; end the ranks."""
-    from rlhpc.launch.supervise.batch_job import host
-    from rlhpc.launch.supervise.hang_watch import HangWatch
+    from rlhpc.launch.supervise.batch_job import node_name
+    from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
     from rlhpc.launch.supervise.rendezvous_server import StoreServer
 
     job = os.environ[env.SLURM_JOB_ID]
     server = StoreServer.open()
     settings = {
-        env.RLHPC_STORE: f"{host()}:{server.port}",
+        env.RLHPC_STORE: f"{node_name()}:{server.port}",
         env.RLHPC_STORE_SECRET: server.secret.hex(),
         env.GLOO_SOCKET_IFNAME: "eth0",
         env.TORCHDYNAMO_DISABLE: "1",
     }
     signal_all = functools.partial(subprocess.run, ["scancel", "--signal=URG", job], check=True)
     clock = PollClock(folder)
-    hangs = HangWatch(folder, RANKS, SILENCE, 120.0, signal_all, clock)
+    hangs = HangWatch(folder, RANKS, HangLimits(SILENCE, 120.0), signal_all, clock)
     command = ["srun", "--mpi=none", sys.executable, "-m", "tests.launch.hanging", str(folder), scenario]
     ranks = subprocess.Popen(command, env={**os.environ, **settings})
     while (hang := hangs.poll()) is None and ranks.poll() is None:

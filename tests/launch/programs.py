@@ -64,7 +64,7 @@ def not_finite(context: RankContext) -> None:
 
 
 def killed_rank_one(context: RankContext) -> None:
-    """Rank 1 dies without a word; the others lose their connection to it."""
+    """Rank 1 dies without a message; the others lose their connection to it."""
     doomed = Path(context.run.path, "doomed")
     if rank() == 1:
         doomed.touch()
@@ -124,7 +124,7 @@ def slow_to_tidy_up(context: RankContext) -> None:
 
 
 def prepare(folder: str, fail: str = "") -> None:
-    """A prepare hook: makes inputs, or fails as told."""
+    """A prepare hook: makes inputs, or fails as requested."""
     from tests.helpers.plain_model import write_inputs
 
     if fail == "user":

@@ -98,12 +98,12 @@ def test_a_node_with_too_old_a_driver_names_what_helps(tmp_path, monkeypatch) ->
 def gpu_config(folder: Path, *overrides: str) -> RunConfig:
     site = folder / "gpus.yaml"
     site.write_text('gpus:\n  h100: {driver: "570.86"}\n')
-    return load_config(write_inputs(folder), [f"planning.gpus_file={site}", "slurm.gpu_type=h100", *overrides])
+    return load_config(write_inputs(folder), [f"site.file={site}", "slurm.gpu_type=h100", *overrides])
 
 
 def test_a_submission_to_gpus_with_too_old_a_driver_is_refused(tmp_path, monkeypatch) -> None:
     install(monkeypatch, tmp_path / "torch", torch="2.11.0+cu130")
-    with pytest.raises(UserError, match=r"gpus\.yaml: gpus\.h100\.driver: NVIDIA driver 570\.86 is too old for the"):
+    with pytest.raises(UserError, match=r"site\.gpus\.h100\.driver: NVIDIA driver 570\.86 is too old for the"):
         make_plan([gpu_config(tmp_path)], tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_each_run_of_an_array_is_looked_at(tmp_path, monkeypatch) -> None:
     install(monkeypatch, tmp_path / "torch", torch="2.11.0+cu130")
     (tmp_path / "b").mkdir()
     second = gpu_config(tmp_path / "b", "slurm.srun_options=[--gpu-bind=closest]", "resources.ranks_per_node=2")
-    first = gpu_config(tmp_path, "planning.gpus_file=null", "resources.ranks_per_node=2", "run_dir=a")
+    first = gpu_config(tmp_path, "site.file=null", "resources.ranks_per_node=2", "run_dir=a")
     with pytest.raises(UserError, match=r"slurm\.srun_options: --gpu-bind=closest binds each of the 2 ranks"):
         make_plan([first, second], tmp_path)
     second = gpu_config(tmp_path / "b", "resources.ranks_per_node=2")
@@ -121,7 +121,7 @@ def test_each_run_of_an_array_is_looked_at(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["slurm.gpus_per_node=0", "slurm.conda=other", "slurm.gpu_type=h200", "planning.gpus_file=null"],
+    ["slurm.gpus_per_node=0", "slurm.conda=other", "slurm.gpu_type=h200", "site.file=null"],
 )
 def test_what_is_not_known_of_a_submission_is_left_to_the_node(tmp_path, monkeypatch, override) -> None:
     install(monkeypatch, tmp_path / "torch", torch="2.11.0+cu130")

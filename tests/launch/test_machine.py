@@ -46,9 +46,9 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     with pytest.raises(UserError, match=r"^resources\.ranks_per_node: 4 ranks on 2 GPU"):
         machine.check_resources(config(4))
     machine.check_resources(config(2))
-    spans_nodes = config(2).model_copy(update={"slurm": SlurmSection(nodes=2)})
-    with pytest.raises(UserError, match=r"^slurm\.nodes: .* this machine only, 2 nodes are asked for"):
-        machine.check_resources(spans_nodes)
+    over_nodes = config(2).model_copy(update={"slurm": SlurmSection(nodes=2)})
+    with pytest.raises(UserError, match=r"^slurm\.nodes: .* this machine only, not on 2 nodes"):
+        machine.check_resources(over_nodes)
 
 
 def test_a_free_port_can_be_listened_on():

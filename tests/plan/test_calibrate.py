@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rlhpc.config.load import load_config
-from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.calibrate import PHASES, calibrate, phase_seconds, read_run
@@ -124,7 +124,7 @@ def test_phases_that_are_not_measured_leave_what_is_known(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("", "no finished RL step"),
         ('{"phase": "sft", "step": 1}\n', "no finished"),
@@ -136,9 +136,9 @@ def test_phases_that_are_not_measured_leave_what_is_known(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_a_run_without_steps_is_told(tmp_path: Path, text: str, told: str) -> None:
+def test_a_run_without_steps_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(text)
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_run(tmp_path)
     with pytest.raises(UserError, match="name a run folder"):
         read_run(tmp_path / "none")

@@ -111,11 +111,11 @@ def published_shape(fields: dict[str, object]) -> object:
 
 def test_steps_are_within_a_third_of_what_was_published() -> None:
     for row in published_table.PUBLISHED:
-        for name, told, found in published_table.figures(row):
+        for name, message, found in published_table.figures(row):
             if name.startswith(("step", "rollout")):
-                assert found == pytest.approx(told, rel=0.3), (row.file, name)
+                assert found == pytest.approx(message, rel=0.3), (row.file, name)
             elif name.startswith("MFU"):
-                assert found == pytest.approx(told, rel=0.15), (row.file, name)
+                assert found == pytest.approx(message, rel=0.15), (row.file, name)
 
 
 def test_the_pages_tables_are_written_by_the_tool() -> None:

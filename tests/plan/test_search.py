@@ -33,7 +33,7 @@ def loaded(name: str, *overrides: str) -> tuple[RunConfig, ModelShape]:
 
 
 def found_for(config: RunConfig, shape: ModelShape, gpu: str) -> SearchResult:
-    return search(config, shape, config.world_size, GPUS[gpu], config.planning.efficiency)
+    return search(config, shape, config.world_size, GPUS[gpu], config.site.efficiency)
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: SearchResult, 
     seconds = [best.step.seconds for best in found.best]
     assert len(found.best) == 5
     assert seconds == sorted(seconds)
-    asked = predict_step(config, shape, check_layout(config, 1, shape), GPUS["h100"], config.planning.efficiency)
+    asked = predict_step(config, shape, check_layout(config, 1, shape), GPUS["h100"], config.site.efficiency)
     assert seconds[0] <= asked.seconds
     base = yaml12.parse((ROOT / "configs" / "ready" / f"{NODE}.yaml").read_text(), "")
     for best in found.best:
@@ -66,7 +66,7 @@ def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: SearchResult, 
         pasted = load_config(file)
         layout = check_nodes(pasted, 1, shape)
         assert layout == best.layout
-        again = predict_step(pasted, shape, layout, GPUS["h100"], config.planning.efficiency)
+        again = predict_step(pasted, shape, layout, GPUS["h100"], config.site.efficiency)
         assert again.seconds == pytest.approx(best.step.seconds)
         memory = predict_memory(pasted, shape, layout, GPUS["h100"].memory_gib)
         assert memory.peak == best.memory.peak <= 0.95 * GPUS["h100"].memory_bytes
@@ -76,7 +76,7 @@ def test_best_layouts_suit_and_are_as_fast_as_predicted(one_node: SearchResult, 
 def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
     config, shape = loaded(MIXED)
     found = found_for(config, shape, "h20")
-    published = predict_step(config, shape, check_layout(config, 12, shape), GPUS["h20"], config.planning.efficiency)
+    published = predict_step(config, shape, check_layout(config, 12, shape), GPUS["h20"], config.site.efficiency)
     assert found.layouts > 100
     assert found.best[0].step.seconds <= published.seconds
     assert found.best[0].memory.peak <= 0.95 * GPUS["h20"].memory_bytes, "it can be loaded and saved, too"
@@ -85,7 +85,7 @@ def test_the_published_layout_is_matched_for_671_billion_parameters() -> None:
 def test_less_memory_means_no_faster(one_node: SearchResult) -> None:
     config, shape = loaded(NODE)
     small = replace(GPUS["h100"], memory_gib=48.0)
-    tight = search(config, shape, 8, small, config.planning.efficiency)
+    tight = search(config, shape, 8, small, config.site.efficiency)
     assert tight.best[0].step.seconds >= one_node.best[0].step.seconds
     assert tight.best[0].memory.peak <= small.memory_bytes
 
@@ -104,7 +104,7 @@ LONG = (
 def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
     config, shape = loaded("qwen2.5-72b-96gpus", *LONG, *changes)
     gpu = replace(GPUS["h100"], memory_gib=gib)
-    (best,) = search(config, shape, 16, gpu, config.planning.efficiency, count=1).best
+    (best,) = search(config, shape, 16, gpu, config.site.efficiency, count=1).best
     assert best.fragment["actor"]["memory"]["recompute"] == "full"
     assert best.memory.peak <= 0.95 * gpu.memory_bytes
     check_memory(best.config.actor.memory, shape, best.layout)
@@ -112,7 +112,7 @@ def long_sequences(gib: float, *changes: str) -> tuple[Candidate, ModelShape]:
 
 
 def test_larger_groups_of_layers_are_tried_where_one_does_not_fit() -> None:
-    """Groups of two keep half the inputs of ten layers of eight micro batches, and need one layer's tensors more."""
+    """Groups of two keep half the inputs of ten layers of eight microbatches, and need one layer's tensors more."""
     best, shape = long_sequences(54.0)
     assert best.fragment["actor"]["memory"]["recompute_layers"] == 2
     ungrouped = changed_config(best.config, {"actor.memory.recompute_layers": 1})
@@ -148,7 +148,7 @@ def test_groups_divide_every_stage_of_actor_and_critic() -> None:
     assert _groups(critic, shape, stages[0]) == [1], "nine of the critic's 36 layers on each of four stages"
 
 
-@pytest.mark.parametrize("told_by", ["slurm.memory", "planning.gpus_file"])
+@pytest.mark.parametrize("told_by", ["slurm.memory", "site.gpus"])
 def test_a_host_that_is_too_small_leaves_layouts_out(told_by: str) -> None:
     """On one rank there is one layout. What needs least of the GPU needs most of the host, and is not what counts."""
     config, shape = loaded("qwen2.5-0.5b-1gpu")
@@ -159,7 +159,7 @@ def test_a_host_that_is_too_small_leaves_layouts_out(told_by: str) -> None:
         if mib is not None and told_by == "slurm.memory":
             asked = config.model_copy(update={"slurm": config.slurm.model_copy(update={"memory": int(mib)})})
         of_node = mib / 1024 if mib is not None and told_by != "slurm.memory" else None
-        found = search(asked, shape, 1, replace(gpu, cpu_memory_gib=of_node), config.planning.efficiency)
+        found = search(asked, shape, 1, replace(gpu, cpu_memory_gib=of_node), config.site.efficiency)
         return [best.memory.cpu.node / 2**20 for best in found.best]
 
     (free,) = hosts(None)
@@ -171,7 +171,7 @@ def test_a_host_that_is_too_small_leaves_layouts_out(told_by: str) -> None:
 def test_memory_is_used_up_to_a_twentieth_of_the_gpu() -> None:
     """On one rank there is one layout: as it was found it comes again with a little more than a twentieth left."""
     config, shape = loaded("qwen2.5-0.5b-1gpu")
-    gpu, efficiency = replace(GPUS["a100-40"], memory_gib=200.0), config.planning.efficiency
+    gpu, efficiency = replace(GPUS["a100-40"], memory_gib=200.0), config.site.efficiency
     config = config.model_copy(
         update={"rollout": config.rollout.model_copy(update={"gpu_memory_utilization": 0.01, "kv_cache_gib": 4.0})}
     )
@@ -183,25 +183,25 @@ def test_memory_is_used_up_to_a_twentieth_of_the_gpu() -> None:
     assert leaner.memory.peak < ample.memory.peak
 
 
-def test_nothing_that_suits_or_fits_is_told(tmp_path: Path) -> None:
+def test_no_layout_that_fits_is_reported(tmp_path: Path) -> None:
     from click.testing import CliRunner
 
     from rlhpc.cli.main import cli
 
-    def told(*arguments: str) -> str:
-        done = CliRunner().invoke(cli, ["plan", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments, "--search"])
+    def error_line(*arguments: str) -> str:
+        done = CliRunner().invoke(cli, ["plan", "search", f"{ROOT}/configs/ready/{NODE}.yaml", *arguments])
         assert isinstance(done.exception, UserError), done.output
         return str(done.exception)
 
     few = ("train.prompts_per_step=1", "rollout.samples_per_prompt=8", "train.minibatches=1")
-    assert told("resources.ranks_per_node=11", "rollout.tp=1", *few).startswith(
-        "--search: no layout of 11 ranks suits model, batches and h100; take another number of nodes"
+    assert error_line("resources.ranks_per_node=11", "rollout.tp=1", *few).startswith(
+        "rlhpc plan search: no layout of 11 ranks suits model, batches and h100; take another number of nodes"
     )
-    line = told("slurm.memory=1G")
-    assert " layouts fits into 79.6 GiB and a host of 1 GiB (slurm.memory); use more" in line
+    line = error_line("slurm.memory=1G")
+    assert " layouts fits into 79.6 GiB and 1 GiB of CPU memory per node (slurm.memory); use more" in line
 
 
-def test_engines_too_large_for_every_size_are_told() -> None:
+def test_engines_too_large_for_every_size_are_refused() -> None:
     config, shape = loaded(
         MIXED, "slurm.nodes=1", "actor.parallel.pp=1", "actor.parallel.last_stage_layers=null", "rollout.tp=8"
     )
@@ -211,7 +211,7 @@ def test_engines_too_large_for_every_size_are_told() -> None:
 
 def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
     config, shape = loaded(MIXED)
-    points = sweep(config, shape, GPUS["h20"], config.planning.efficiency, 96, 1024)
+    points = sweep(config, shape, GPUS["h20"], config.site.efficiency, 96, 1024)
     assert [point.ranks for point in points] == [96, 192, 384, 768, 960]
     assert [point.layout.dp for point in points] == [1, 2, 4, 8, 10]
     seconds = [point.step.seconds for point in points]
@@ -223,13 +223,13 @@ def test_a_sweep_has_numbers_that_suit(tmp_path: Path) -> None:
     assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("text", ["96..1024", "gpus=96", "gpus=1024..96", "gpus=0..8", "gpu=1..2"])
+@pytest.mark.parametrize("text", ["gpus=96..1024", "96", "1024..96", "0..8", "1-2"])
 def test_ranges_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="write it as gpus=96"):
+    with pytest.raises(UserError, match=r"--gpus: .*: invalid range; write it as 96\.\.1024"):
         parse_range(text)
 
 
-def test_no_number_that_suits_is_told() -> None:
+def test_no_number_that_fits_is_refused() -> None:
     config, shape = loaded(MIXED)
     with pytest.raises(UserError, match="use multiples of 96"):
-        sweep(config, shape, GPUS["h20"], config.planning.efficiency, 97, 100)
+        sweep(config, shape, GPUS["h20"], config.site.efficiency, 97, 100)

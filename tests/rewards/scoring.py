@@ -1,4 +1,4 @@
-"""Judges of the tests: responses are texts, and each has a token of its own."""
+"""Reward workers of the tests: responses are texts, each with its own token."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_one_function_or_several_and_a_model():
 
 
 @pytest.mark.parametrize(
-    ("rewards", "told"),
+    ("rewards", "message"),
     [
         ([function("a"), function("b"), function("a")], "rewards: 'a': duplicate name; name each differently"),
         ([function("model"), {"model": "m"}], "rewards: 'model': duplicate name; name each differently"),
@@ -46,14 +46,14 @@ def test_one_function_or_several_and_a_model():
         ([{"model": "m"}, {"model": "n", "name": "n"}], "rewards: 2 reward models; leave one"),
     ],
 )
-def test_what_contradicts_itself_is_refused(rewards: list[dict[str, Any]], told: str):
+def test_what_contradicts_itself_is_refused(rewards: list[dict[str, Any]], message: str):
     with pytest.raises(UserError) as caught:
         check_rewards(config(*rewards))
-    assert str(caught.value) == told
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("rewards.1.name=b", "rewards.1: needs either function or model; give one of the two"),
         ("rewards.0.model=m", "rewards.0: needs either function or model; give one of the two"),
@@ -67,7 +67,7 @@ def test_what_contradicts_itself_is_refused(rewards: list[dict[str, Any]], told:
         ("rewards.0.weight=much", "rewards.0.weight: 'much' is not allowed; allowed: a number"),
     ],
 )
-def test_an_entry_is_either_a_function_or_a_model(override: str, told: str):
+def test_an_entry_is_either_a_function_or_a_model(override: str, message: str):
     with pytest.raises(UserError) as caught:
         load_config(DEMO, [override])
-    assert re.sub(r"^\S*?demo\.yaml:\d+", "command line", str(caught.value)).startswith(f"command line: {told}")
+    assert re.sub(r"^\S*?demo\.yaml:\d+", "command line", str(caught.value)).startswith(f"command line: {message}")

@@ -1,4 +1,4 @@
-"""What is read from a response is read in time linear in its length, regardless of its contents."""
+"""Parsing a response takes time linear in its length, for any contents."""
 
 from __future__ import annotations
 

@@ -231,7 +231,7 @@ def meeting(folder: Path, limit: float) -> tuple[psutil.Popen, psutil.Process]:
 
 
 def test_workers_end_with_the_process_that_started_them(tmp_path):
-    """Killed as the kernel kills, while a call is running."""
+    """Killed as the kernel kills, during a call."""
     process, worker = meeting(tmp_path, 1000)
     process.kill()
     process.wait()

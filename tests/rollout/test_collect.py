@@ -1,6 +1,6 @@
 """Which prompts an engine answers, with which seeds, and what becomes of its completions.
 
-The engine here is one that draws from a list of words without a model: what is tested is who asks it for what, and
+The engine here is one that samples from a list of words without a model: what is tested is who requests what, and
 what is made of it. tests/rollout/test_turns.py has the real one.
 """
 
@@ -244,11 +244,11 @@ def test_turns_do_not_depend_on_when_tools_answer(steps, delay):
         assert len(response) <= SAMPLING.max_tokens
         if response_mask is None:
             continue
-        given = [token for token, drawn in zip(response, response_mask, strict=True) if not drawn]
+        given = [token for token, sampled in zip(response, response_mask, strict=True) if not sampled]
         assert given == [98, 99] * (len(given) // 2), "the end that the policy drew is not given once more"
     assert {len(turn) > 0 for turn in dialogue.turns} == {True}
     assert sorted(dialogue.ended) == [(task.group, task.index) for task in tasks]
-    assert not any({98, 99} & set(turn) for turn in dialogue.turns), "a turn is what was drawn since the answer"
+    assert not any({98, 99} & set(turn) for turn in dialogue.turns), "a turn is what was sampled since the answer"
 
 
 def test_no_room_for_an_answer_ends_a_response():
@@ -287,13 +287,13 @@ def test_routed_experts_of_what_was_drawn_before_stay():
     def routed_experts(length: int, value: int) -> np.ndarray:
         return np.full((length, 1, 2), value, np.uint8)
 
-    def drawn(tokens: Sequence[int], length: int, value: int) -> Completion:
+    def sampled(tokens: Sequence[int], length: int, value: int) -> Completion:
         return replace(completion(tokens, False), routed_experts=routed_experts(length, value))
 
     assert with_sampled(blank_draft(prompt(1), 3), completion([5], False), 3).routed_experts is None
-    first = with_sampled(blank_draft(prompt(1), 3), drawn([5, 6], 3, 1), 3)
-    told_more = with_tool_tokens(first, [7, 8])
-    last = with_sampled(told_more, drawn([9], 6, 2), 4)
+    first = with_sampled(blank_draft(prompt(1), 3), sampled([5, 6], 3, 1), 3)
+    replied = with_tool_tokens(first, [7, 8])
+    last = with_sampled(replied, sampled([9], 6, 2), 4)
     assert last.routed_experts[:, 0, 0].tolist() == [1, 1, 1, 2, 2, 2]
 
 

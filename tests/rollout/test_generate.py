@@ -32,7 +32,7 @@ def reference(path: Path) -> Any:
 
 
 def all_log_probs(path: Path, prompt: Sequence[int], tokens: Sequence[int], temperature: float) -> np.ndarray:
-    """HuggingFace's log-probs [response, vocabulary] in float32 where each token after the prompt was drawn."""
+    """HuggingFace's log-probs [response, vocabulary] in float32 where each token after the prompt was sampled."""
     with torch.no_grad():
         logits = reference(path)(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     return (logits / temperature).log_softmax(-1).numpy()
@@ -89,10 +89,10 @@ def sample_first_tokens(path: Path, count: int) -> list[int]:
 
 def test_seeds_draw_from_the_model_s_distribution(models):
     path, count = models / "qwen2" / "a", 4000
-    drawn = np.bincount(run_ranks(sample_first_tokens, 1, path, count)[0], minlength=VOCAB)
+    sampled = np.bincount(run_ranks(sample_first_tokens, 1, path, count)[0], minlength=VOCAB)
     expected = count * np.exp(all_log_probs(path, PROMPTS[0], [0], 1.0)[0])
     kept = expected > 5
-    statistic = ((drawn - expected)[kept] ** 2 / expected[kept]).sum()
+    statistic = ((sampled - expected)[kept] ** 2 / expected[kept]).sum()
     degrees = kept.sum() - 1
     assert degrees > 10
     assert abs(statistic - degrees) < 5 * np.sqrt(2 * degrees)
@@ -181,14 +181,14 @@ def build_and_compare(path: Path) -> dict[str, Any]:
         seed(11)
     before = process_state()
     engine = engines.build(path)
-    same, drawn = process_state() == before, numbers()
+    same, sampled = process_state() == before, numbers()
     engines.sync(engine, path)
     engines.greedy(engine)
     engine.shutdown()
     torch.set_num_threads(2)
     return {
         "same": same,
-        "same random numbers": drawn == expected,
+        "same random numbers": sampled == expected,
         "threads": torch.get_num_threads(),
         "group": dist.is_initialized() and dist.get_world_size(),
     }

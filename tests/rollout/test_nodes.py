@@ -1,4 +1,4 @@
-"""An engine whose ranks are on different nodes says what one rank says. On real nodes: tests/slurm/test_engines.py."""
+"""An engine across nodes returns what an engine on one node returns. On real nodes: tests/slurm/test_engines.py."""
 
 from __future__ import annotations
 

@@ -55,8 +55,8 @@ def task(turn: Sequence[int], group: int = 0, after: Task | None = None, reply: 
     """A response whose last turn is ``turn``, after an earlier task and the ``reply`` to it."""
     prompt = Prompt(group, (5,), "sums", "", {"start": 10 * group})
     draft = blank_draft(prompt, 0) if after is None else with_tool_tokens(after.draft, reply)
-    drawn = Completion(np.array(turn, np.int32), np.zeros(len(turn), np.float32), False)
-    return Task(group, 0, prompt, with_sampled(draft, drawn, 0), (0, 0, 0, 0))
+    sampled = Completion(np.array(turn, np.int32), np.zeros(len(turn), np.float32), False)
+    return Task(group, 0, prompt, with_sampled(draft, sampled, 0), (0, 0, 0, 0))
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -75,7 +75,7 @@ def test_the_policy_is_told_of_what_it_gives():
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"function": "tests.rollout.tool_functions:untold"}, "no schema can be made of"),
         ({"function": "tests.rollout.tool_functions:nothing"}, "has no 'nothing'"),
@@ -87,9 +87,9 @@ def test_the_policy_is_told_of_what_it_gives():
         ({"function": "tests.rollout.tool_functions:Counter.close"}, "no schema can be made of"),
     ],
 )
-def test_tools_that_cannot_be_are_refused(changes, said):
+def test_tools_that_cannot_be_are_refused(changes, message):
     section = {"name": "add", "function": "tests.rollout.tool_functions:add", **changes}
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         tool_schemas([ToolSection(**section)])
     assert error.value.where.startswith("rollout.tools.0")
 
@@ -132,7 +132,7 @@ def test_an_answer_cannot_speak_for_others(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("template", "said"),
+    ("template", "message"),
     [
         ("{% for m in messages %}{% if m.role != 'tool' %}{{ m.content }}{% endif %}{% endfor %}", "does not render"),
         ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "renders a turn differently"),
@@ -142,10 +142,10 @@ def test_an_answer_cannot_speak_for_others(tokenizer):
         ),
     ],
 )
-def test_a_template_without_tools_is_refused(template, said):
+def test_a_template_without_tools_is_refused(template, message):
     inner = make_tokenizer()
     inner.chat_template = template
-    with pytest.raises(UserError, match=said) as error:
+    with pytest.raises(UserError, match=message) as error:
         ToolUse(SECTION, Tokenizer(inner, (1,), DataSection()), leads=False)
     assert error.value.where == "data.chat_template"
 
@@ -193,7 +193,7 @@ def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
 @pytest.mark.workers
 def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch):
     """By the words, which the small vocabulary does not have."""
-    said: dict[str, str] = {}
+    answers: dict[str, str] = {}
 
     def ask(*calls: str) -> list[str]:
         monkeypatch.setattr(tools._tokenizer, "decode", lambda tokens, special: calls[tokens[0]])
@@ -212,14 +212,14 @@ def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch
         call("add", a=1, b=2, places=5),
         call("add", a=1, b=2),
     )
-    said = dict(zip(names, ask(*calls), strict=True))
+    answers = dict(zip(names, ask(*calls), strict=True))
     assert time.monotonic() - began < 300
-    assert said["missing"] == "error: there is no tool 'subtract', only add, reach, wait, talk, die, count"
-    assert said["reach"] == "error: raised ConnectionError: x is not there"
-    assert said["wait"] == "error: took more than 1 s"
-    assert said["die"] == "error: ended its process with exit code 3"
-    assert "multiple values" in said["places"]
-    assert said["add"] == "30"
+    assert answers["missing"] == "error: there is no tool 'subtract', only add, reach, wait, talk, die, count"
+    assert answers["reach"] == "error: raised ConnectionError: x is not there"
+    assert answers["wait"] == "error: took more than 1 s"
+    assert answers["die"] == "error: ended its process with exit code 3"
+    assert "multiple values" in answers["places"]
+    assert answers["add"] == "30"
     assert ask(call("wait", seconds=0.0)) == ['{"waited": 0.0}']
 
 

@@ -49,7 +49,7 @@ def slurmdbd_conf(folder: Path, host: str) -> str:
 
 
 def start(cluster: Cluster) -> None:
-    """Database, daemon, and an association for every user with ``ACCOUNT``. Before the controller starts."""
+    """Database, daemon, and an association forevery user with ``ACCOUNT``. Before the controller starts."""
     from tests.slurm.settings import LOGIN, USERS, address
 
     folder = cluster.folder

@@ -114,7 +114,7 @@ def _cause(verdict: Verdict) -> str:
 
 
 def difference(run: Path, reference: Path) -> str:
-    """What tells the two runs apart: any metric but times, any byte of the last checkpoint's tensors."""
+    """What reports the two runs apart: any metric but times, any byte of the last checkpoint's tensors."""
     ours, theirs = ([_what_matters(record) for record in records(path)] for path in (run, reference))
     if ours != theirs:
         first = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
@@ -146,7 +146,7 @@ def _ranks_started(run: RunFolder, nodes: int) -> bool:
 
 
 def chaos(runs: int, seed: int, faults: list[str], folder: Path, side_by_side: int) -> list[Outcome]:
-    """All runs, told one by one as they end."""
+    """All runs, expected one by one as they end."""
     chance = random.Random(seed)
     plan = [(index, chance.choice(NODES), faults[index % len(faults)], chance.random()) for index in range(runs)]
     for index in range(runs):

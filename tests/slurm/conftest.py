@@ -31,7 +31,7 @@ def shared_cluster(slurm: None) -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(shared_cluster: Cluster) -> Iterator[Cluster]:
-    """Four idle nodes. What a test broke is mended after it, and its jobs are cancelled."""
+    """Four idle nodes. What a test broke is repaired after it, and its jobs are cancelled."""
     yield shared_cluster
     shared_cluster.heal()
 
@@ -44,7 +44,7 @@ def front(cluster: Cluster, tmp_path: Path) -> Front:
 
 @pytest.fixture(scope="session")
 def accounted_cluster() -> Iterator[Cluster]:
-    """Two nodes and an accounting database. Its users have the account ``project``. Not mended after a test."""
+    """Two nodes and an accounting database. Its users have the account ``project``. Not repaired after a test."""
     if reason := why_no_accounting():
         pytest.skip(SKIPPED + reason)
     with Cluster.up(Settings(nodes=2, accounting=True)) as cluster:

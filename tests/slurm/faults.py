@@ -113,10 +113,10 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def _on_a_node(target: Target, hurt: Callable[[str], object], seconds: float, mend: Callable[[str], object]) -> str:
+def _on_a_node(target: Target, hurt: Callable[[str], object], seconds: float, fix: Callable[[str], object]) -> str:
     node = target.node()
     hurt(node)
-    _later(seconds, lambda: mend(node))
+    _later(seconds, lambda: fix(node))
     return node
 
 

@@ -39,7 +39,7 @@ class Front:
         assert done.returncode == 0, f"{arguments}: exit {done.returncode}\n{done.stdout}{done.stderr}"
         return done.stdout
 
-    def told(self, *arguments: str, env: dict[str, str] | None = None) -> str:
+    def error_line(self, *arguments: str, env: dict[str, str] | None = None) -> str:
         """The one line of a user's error."""
         done = self.run(*arguments, env=env)
         lines = [line for line in done.stderr.splitlines() if not line.startswith("rlhpc: warning: ")]

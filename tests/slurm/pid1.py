@@ -1,6 +1,6 @@
 """Process 1 of a machine of a test cluster. ``unshare … pid1.py NAME FOLDER [--lifeline] [--open FOLDER]...``
 
-Makes the new namespaces a machine, says "ready" on stdout, then reaps orphans for ever. With ``--lifeline`` stdin is a
+Makes the new namespaces a machine, says "ready" on stdout, then reaps orphans forever. With ``--lifeline`` stdin is a
 pipe from the test process: when that ends, however it ends, the pipe breaks, and everything here ends with it.
 Imports only what loads fast: every machine of every cluster starts with this.
 """

@@ -14,7 +14,7 @@ from tests.slurm.cluster import Cluster
 from tests.slurm.settings import USERS
 
 ROOT = Path(__file__).parents[2]
-CPUS = ("--gpus-per-node=0", "--cpus-per-task=1")  # what sbatch is told where there are no GPUs
+CPUS = ("--gpus-per-node=0", "--cpus-per-task=1")  # what sbatch gets where there are no GPUs
 
 
 class SbatchUser:

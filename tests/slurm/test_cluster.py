@@ -22,9 +22,11 @@ STAY = "srun sleep 3000"
 def test_every_node_is_a_machine_of_its_own(cluster: Cluster) -> None:
     place = "echo $(hostname) $(hostname -i) $(ls /mnt /dev/shm | wc -l) $(readlink /proc/self/ns/net)"
     cluster.run("touch /mnt/local /dev/shm/local", node="node2", check=True)
-    told = [line.split() for line in cluster.run(["srun", "-N4", "bash", "-c", place], check=True).stdout.splitlines()]
+    message = [
+        line.split() for line in cluster.run(["srun", "-N4", "bash", "-c", place], check=True).stdout.splitlines()
+    ]
     cluster.run("rm /mnt/local /dev/shm/local", node="node2", check=True)
-    names, addresses, files, networks = zip(*sorted(told), strict=True)
+    names, addresses, files, networks = zip(*sorted(message), strict=True)
     assert names == ("node1", "node2", "node3", "node4")
     assert addresses == tuple(f"10.77.0.{number}" for number in range(1, 5))
     assert len(set(networks)) == 4
@@ -92,13 +94,13 @@ def test_the_urgent_preempts_the_others(strict_cluster: Cluster, tmp_path: Path)
     cluster = strict_cluster
     # The signal goes to all processes of the step: its sleeps end too.
     own = f"{tmp_path}/task-$SLURM_PROCID"
-    told = f"scontrol show job -o $SLURM_JOB_ID > {own}; mv {own} {tmp_path}/told"
-    script = f"srun bash -c 'trap \"{told}\" TERM; while :; do sleep 0.1; done'"
+    message = f"scontrol show job -o $SLURM_JOB_ID > {own}; mv {own} {tmp_path}/message"
+    script = f"srun bash -c 'trap \"{message}\" TERM; while :; do sleep 0.1; done'"
     job = cluster.submit("--nodes=4", script=script)
     wait(lambda: sleeps(cluster, "node1"), "the step")
     urgent = cluster.submit("--partition=urgent", "--nodes=4", "--exclusive", script="sleep 1")
-    wait((tmp_path / "told").exists, "the step to be told")
-    assert parse_job((tmp_path / "told").read_text())["JobState"] in ("RUNNING", "SIGNALING")
+    wait((tmp_path / "message").exists, "the signal")
+    assert parse_job((tmp_path / "message").read_text())["JobState"] in ("RUNNING", "SIGNALING")
     cluster.wait_state(urgent, "COMPLETED")
     assert cluster.wait_state(job, "RUNNING", restarts=1)["NumNodes"] == "4"
 
@@ -155,8 +157,8 @@ def test_signals_and_exit_codes_pass_through(cluster: Cluster) -> None:
 
 def test_two_clusters_at_once_and_fake_gpus(slurm: None) -> None:
     with Cluster.up(Settings(nodes=1, gpus=2)) as one, Cluster.up(Settings(nodes=2, cpus=3)) as two:
-        told = one.run(["srun", "--gpus-per-node=2", "bash", "-c", "echo $CUDA_VISIBLE_DEVICES"], check=True)
-        assert told.stdout == "0,1\n"
+        message = one.run(["srun", "--gpus-per-node=2", "bash", "-c", "echo $CUDA_VISIBLE_DEVICES"], check=True)
+        assert message.stdout == "0,1\n"
         assert two.run(["srun", "-N2", "nproc", "--all"], check=True).returncode == 0
         assert two.run(["sinfo", "-h", "-o", "%D %c %G", "-p", "main"]).stdout == "2 3 (null)\n"
     assert not one.folder.exists()

@@ -63,7 +63,7 @@ def wait_for_ranks(run: RunFolder) -> None:
     wait(work, "ranks at work")
 
 
-def told(folder: Path) -> list[tuple[str, str]]:
+def outcomes(folder: Path) -> list[tuple[str, str]]:
     """(cause, action) of every start."""
     return [(verdict.cause, verdict.action) if verdict else ("", "") for _, verdict in history(folder)]
 
@@ -71,7 +71,7 @@ def told(folder: Path) -> list[tuple[str, str]]:
 def test_out_of_memory_is_answered_by_smaller_micro_batches(cluster, tmp_path):
     job = submit(cluster, tmp_path, "too_large")
     cluster.wait_state(job, "COMPLETED")
-    assert told(tmp_path) == [("gpu_memory", "retry"), ("gpu_memory", "retry"), ("finished", "none")]
+    assert outcomes(tmp_path) == [("gpu_memory", "retry"), ("gpu_memory", "retry"), ("finished", "none")]
     first, second, third = (attempt.overrides for attempt, _ in history(tmp_path))
     assert (first, second) == ((), ("train.tokens_per_microbatch=8000",))
     assert third == ("train.tokens_per_microbatch=4000",)
@@ -89,7 +89,7 @@ def test_a_key_set_anew_by_the_user_wins_over_recovery_s(cluster, tmp_path):
 def test_wrong_input_stops_at_once_with_its_line_and_exit_code(cluster, tmp_path):
     job = submit(cluster, tmp_path, "wrong_input")
     assert cluster.wait_state(job, "FAILED")["ExitCode"] == "2:0"
-    assert told(tmp_path) == [("user", "stop")]
+    assert outcomes(tmp_path) == [("user", "stop")]
     assert "rollout.tp: 8 is too many; use 4" in (tmp_path / "log").read_text()
 
 
@@ -106,14 +106,14 @@ def test_a_bad_node_is_left_out_of_the_next_start(cluster, tmp_path):
     """In a job that may shrink at once; in another, by the queue."""
     shrinking = submit(cluster, tmp_path / "a", "bad_node", "--nodelist=node[1-3]", "--nodes=3", nodes=[2, 3])
     cluster.wait_state(shrinking, "COMPLETED")
-    assert told(tmp_path / "a") == [("bad_node", "retry"), ("finished", "none")]
+    assert outcomes(tmp_path / "a") == [("bad_node", "retry"), ("finished", "none")]
     assert [attempt.nodes for attempt, _ in history(tmp_path / "a")] == [
         ("node1", "node2", "node3"),
         ("node1", "node3"),
     ]
     fixed = submit(cluster, tmp_path / "b", "bad_node")
     cluster.wait_state(fixed, "COMPLETED", restarts=1)
-    assert told(tmp_path / "b") == [("bad_node", "requeue"), ("finished", "none")]
+    assert outcomes(tmp_path / "b") == [("bad_node", "requeue"), ("finished", "none")]
     assert "node2" not in history(tmp_path / "b")[1][0].nodes
 
 
@@ -124,7 +124,7 @@ def test_a_node_that_does_not_see_the_run_folder_is_left_out(cluster, tmp_path):
         cluster.wait_state(job, "COMPLETED")
     finally:
         cluster.run(["umount", str(tmp_path)], node="node2", check=True)
-    assert told(tmp_path) == [("bad_node", "retry"), ("finished", "none")]
+    assert outcomes(tmp_path) == [("bad_node", "retry"), ("finished", "none")]
     assert history(tmp_path)[0][1].node == "node2"
 
 
@@ -137,7 +137,7 @@ def test_a_node_that_lacks_what_ranks_need_is_named(cluster, tmp_path):
         cluster.wait_state(job, "COMPLETED")
     finally:
         cluster.run("rm -f /dev/shm/left", node="node2", check=True)
-    assert told(tmp_path) == [("bad_node", "retry"), ("finished", "none")]
+    assert outcomes(tmp_path) == [("bad_node", "retry"), ("finished", "none")]
     verdict = history(tmp_path)[0][1]
     assert verdict.node == "node2"
     assert "MiB are free in /dev/shm" in verdict.message
@@ -146,7 +146,7 @@ def test_a_node_that_lacks_what_ranks_need_is_named(cluster, tmp_path):
 def test_lost_connections_are_tried_again_with_growing_pauses(cluster, tmp_path):
     job = submit(cluster, tmp_path, "lost_connection")
     cluster.wait_state(job, "COMPLETED")
-    assert told(tmp_path) == [("network", "retry"), ("network", "retry"), ("finished", "none")]
+    assert outcomes(tmp_path) == [("network", "retry"), ("network", "retry"), ("finished", "none")]
     assert [verdict.wait_seconds for _, verdict in history(tmp_path)][:2] == [1.0, 2.0]
 
 
@@ -154,15 +154,15 @@ def test_a_full_disk_is_waited_for(cluster, tmp_path):
     """What the first rank meets here with nothing to write, `make chaos` meets on a disk that is really full."""
     job = submit(cluster, tmp_path, "full_disk")
     cluster.wait_state(job, "COMPLETED")
-    assert told(tmp_path) == [("disk_full", "retry"), ("finished", "none")]
+    assert outcomes(tmp_path) == [("disk_full", "retry"), ("finished", "none")]
 
 
 @pytest.mark.long  # the bound itself: tests/launch/supervise/test_policy.py
 def test_failures_in_a_row_are_bounded(cluster, tmp_path):
     job = submit(cluster, tmp_path, "dies", retries=2, bad_node="retry")
     cluster.wait_state(job, "FAILED")
-    assert [action for _, action in told(tmp_path)] == ["retry", "retry", "stop"]
-    assert "3 starts in a row without a newer checkpoint" in history(tmp_path)[-1][1].message
+    assert [action for _, action in outcomes(tmp_path)] == ["retry", "retry", "stop"]
+    assert "3 attempts in a row without a newer checkpoint" in history(tmp_path)[-1][1].message
     assert history(tmp_path)[0][1].rank == 1
 
 
@@ -170,7 +170,7 @@ def test_a_hang_is_named_in_time_and_tried_again(cluster, tmp_path):
     silence = 8.0
     job = submit(cluster, tmp_path, "stuck", hang_timeout_seconds=silence)
     cluster.wait_state(job, "COMPLETED")
-    assert told(tmp_path) == [("hang", "retry"), ("finished", "none")]
+    assert outcomes(tmp_path) == [("hang", "retry"), ("finished", "none")]
     (first, verdict), _ = history(tmp_path)
     assert verdict.time - first.started >= silence
     assert "time.sleep" in verdict.detail or "programs.py" in verdict.detail
@@ -205,5 +205,5 @@ def test_a_user_s_wish_to_stop_ends_the_job_for_good(cluster, tmp_path):
     run.stop_requested.touch()
     cluster.run(["scancel", "--signal=USR2", str(job)], check=True)
     cluster.wait_state(job, "COMPLETED")
-    assert told(tmp_path) == [("stopped", "none")]
+    assert outcomes(tmp_path) == [("stopped", "none")]
     assert not run.stop_requested.exists()

@@ -76,8 +76,8 @@ def test_two_users_on_one_node_with_the_same_port(users) -> None:
     assert ports[0] == {"20500"} != ports[1]
     for user, job in zip(users, jobs, strict=True):
         end_meeting(user, job)
-    told = (users[1].folder / f"grpo-{jobs[1]}.log").read_text()
-    assert f"rlhpc: port 20500 on {NODE}: Address already in use; port {ports[1].pop()} is used instead" in told
+    message = (users[1].folder / f"grpo-{jobs[1]}.log").read_text()
+    assert f"rlhpc: port 20500 on {NODE}: Address already in use; port {ports[1].pop()} is used instead" in message
 
 
 # ---- files
@@ -166,9 +166,9 @@ def test_a_stranger_on_the_node_gets_nothing_from_the_store(alice) -> None:
         "except Refused as error: print(error)\n"
     )
     said = as_bob(alice.cluster, code, address).splitlines()
-    assert said == ["True", "b'\\x00'", "it refuses our secret"]
+    assert said == ["True", "b'\\x00'", "it rejects our secret"]
     log = (alice.folder / f"grpo-{job}.log").read_text()
-    assert log.count("was refused: it does not know the job's secret") == 2, log
+    assert log.count("was refused: wrong secret") == 2, log
     end_meeting(alice, job)
 
 

@@ -48,7 +48,7 @@ def test_all_runs_are_listed_newest_first(front):
     assert list(rows) == ["third", "second", "first"]
     assert rows["first"][:6] == ["first", jobs[0], "finished", "3/3", "0.300", "1,000"]
     assert rows["second"][:4] == ["second", jobs[1], "failed", "1/3"]
-    assert "(rank 1 on node1): rollout.tp: 8 is too many -> not tried again" in lines[2]
+    assert "(rank 1 on node1): rollout.tp: 8 is too many -> stopped" in lines[2]
     assert rows["third"][:6] == ["third", jobs[2], "running", "1/3", "0.100", "1,000"]
     assert rows["third"][7] == "min", "the time left in the job"
 
@@ -65,7 +65,7 @@ def test_one_run_is_shown_with_all_its_starts(front):
     assert "running since" in shown["job"]
     assert shown["requeued"].split() == ["requeued", "once"]
     assert "rl step 1/3 | reward 0.100 | 1,000 tokens/s" in shown["progress"]
-    assert sum(line.startswith("start ") for line in lines) == 2
+    assert sum(line.startswith("attempt ") for line in lines) == 2
     found = json.loads(front.ok("status", str(front.run_dir), "--json"))[0]
     assert (found["job_id"], found["restarts"], found["slurm"]["restarts"]) == (job, 1, 1)
 
@@ -110,7 +110,7 @@ def test_without_a_controller_the_folders_are_read(front):
     finally:
         front.cluster.start_controller()
     assert done.returncode == 0
-    assert done.stderr.splitlines()[1] == "rlhpc: what follows is from the run folders alone"
+    assert done.stderr.splitlines()[1] == "rlhpc: the following is from the run folders alone"
     assert "failed" in done.stdout
 
 
@@ -120,7 +120,7 @@ def test_a_job_that_slurm_forgot_is_told_from_its_folder(front):
     record = json.loads((front.run_dir / "job.json").read_text())
     (front.run_dir / "job.json").write_text(json.dumps({**record, "job_id": "99999"}))
     assert state_of(front, str(front.run_dir)) == "finished"
-    assert "Slurm no longer knows it" in front.ok("status", str(front.run_dir))
+    assert "no longer known to Slurm" in front.ok("status", str(front.run_dir))
 
 
 def test_the_database_knows_what_the_controller_forgot(slurm, tmp_path):
@@ -139,7 +139,7 @@ def test_the_database_knows_what_the_controller_forgot(slurm, tmp_path):
         assert cluster.job(job) == {}, "the controller knows nothing of it"
         found = json.loads(front.ok("status", job, "--json"))[0]
         assert (found["state"], found["slurm"]["source"]) == ("cancelled", "sacct")
-        assert front.told("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
+        assert front.error_line("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
 
 
 # ---- logs
@@ -148,19 +148,20 @@ def test_the_database_knows_what_the_controller_forgot(slurm, tmp_path):
 def test_logs_show_the_culprit_first(front):
     front.cluster.wait_state(front.submit("fail"), "FAILED")
     lines = front.ok("logs", "tiny").splitlines()
-    assert lines == [f"==> rank 1, start 1: {front.run_dir}/attempts/0001/logs/rank-00001.log <==", "rank 1 of start 1"]
+    log = f"{front.run_dir}/attempts/0001/logs/rank-00001.log"
+    assert lines == [f"==> rank 1, attempt 1: {log} <==", "rank 1 of start 1"]
     shown = front.ok("logs", "tiny", "--all").splitlines()
     assert [line for line in shown if not line.startswith("==>")] == ["rank 1 of start 1", "rank 0 of start 1"]
     assert "rank 0 of start 1" in front.ok("logs", "tiny", "--rank", "0", "--attempt", "1")
     assert "submitit INFO" in front.ok("logs", "tiny", "--job")
-    assert front.told("logs", "tiny", "--rank", "9").startswith("rank 9: start 1 has no log of it")
+    assert front.error_line("logs", "tiny", "--rank", "9").startswith("rank 9: no log of it in attempt 1")
 
 
 def test_following_a_log_ends_with_the_job(front):
     job = front.submit("work")
     wait((front.run_dir / "working").exists, "it works")
     process = front.popen("logs", job, "--follow", stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline().startswith("==> rank 0, start 1: ")
+    assert process.stdout.readline().startswith("==> rank 0, attempt 1: ")
     assert process.stdout.readline() == "rank 0 of start 1\n"
     with open(front.run_dir / "attempts" / "0001" / "logs" / "rank-00000.log", "a") as log:
         log.write("a later line\n")
@@ -177,7 +178,7 @@ def test_a_job_is_cancelled_and_not_twice(front):
     front.cluster.wait_state(job, "RUNNING")
     assert front.ok("cancel", "tiny") == f"tiny: job {job} was cancelled\n"
     assert front.cluster.job(job)["JobState"] == "CANCELLED"
-    assert front.told("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
+    assert front.error_line("cancel", job) == f"tiny: job {job} is over (cancelled); see `rlhpc status`"
     assert state_of(front, job) == "cancelled"
 
 
@@ -186,13 +187,13 @@ def test_what_slurm_never_knew_is_not_said_to_be_cancelled(front):
     front.ok("cancel", front.submit("sleep"))
     record = json.loads((front.run_dir / "job.json").read_text())
     (front.run_dir / "job.json").write_text(json.dumps({**record, "job_id": "99999"}))
-    assert front.told("cancel", str(front.run_dir)).startswith("tiny: Slurm does not know job 99999 any more")
+    assert front.error_line("cancel", str(front.run_dir)).startswith("tiny: Slurm no longer knows job 99999")
 
 
 def test_ranks_are_asked_to_save_first(front):
     job = front.submit("work")
     wait((front.run_dir / "working").exists, "it works")
-    assert "its ranks save after the step they are in, and end" in front.ok("cancel", job, "--save")
+    assert "its ranks save after the current step and end" in front.ok("cancel", job, "--save")
     wait((front.run_dir / "signalled").exists, "the signal")
     assert (front.run_dir / "signalled").read_text() == "SIGUSR2"
     assert (front.run_dir / "stop-requested").is_file()

@@ -78,10 +78,10 @@ def test_a_setup_line_that_fails_ends_the_job_and_is_in_its_log(front):
 
 def test_a_run_that_is_in_the_queue_is_not_submitted_twice(front):
     job = front.submit("sleep")
-    line = front.told(*front.submission())
+    line = front.error_line(*front.submission())
     assert line.startswith(f"run_dir: job {job} of this run is ")
     assert line.endswith(f"watch it with `rlhpc status {job}`, or end it with `rlhpc cancel {job}`")
-    assert front.told("resume", job).startswith(f"run_dir: job {job} of this run is ")
+    assert front.error_line("resume", job).startswith(f"run_dir: job {job} of this run is ")
     assert front.queue() == [job]
     assert (front.run_dir / "config.yaml").is_file(), "the run that is at work was left alone"
     front.ok("cancel", job)
@@ -91,8 +91,8 @@ def test_a_run_that_is_in_the_queue_is_not_submitted_twice(front):
 def test_a_folder_that_holds_a_run_is_not_written_over(front):
     front.cluster.wait_state(front.submit("succeed"), "COMPLETED")
     before = (front.run_dir / "config.yaml").read_text()
-    line = front.told(*front.submission("train.steps=9"))
-    assert "already holds a run; continue it with `rlhpc resume" in line
+    line = front.error_line(*front.submission("train.steps=9"))
+    assert "already contains a run; resume it with `rlhpc resume" in line
     assert (front.run_dir / "config.yaml").read_text() == before
 
 
@@ -106,13 +106,13 @@ def test_resume_goes_on_in_the_same_folder(front):
     assert "steps: 4" in (front.run_dir / "config.yaml").read_text()
     assert not (front.run_dir / "stop-requested").exists()
     assert "finished" in front.ok("status", "tiny")
-    assert "the run has finished; ask for more steps" in front.told("resume", second)
+    assert "the run has finished; request more steps" in front.error_line("resume", second)
 
 
 def test_a_resume_that_slurm_refuses_leaves_the_run_as_it_was(front):
     front.cluster.wait_state(front.submit("fail"), "FAILED")
     before = {path: path.read_bytes() for path in front.run_dir.rglob("*.yaml")}
-    front.told("resume", "tiny", "slurm.reservation=mine")
+    front.error_line("resume", "tiny", "slurm.reservation=mine")
     assert {path: path.read_bytes() for path in front.run_dir.rglob("*.yaml")} == before
     assert (front.run_dir / "metrics.jsonl").is_file()
 
@@ -161,7 +161,7 @@ def test_ctrl_c_leaves_the_job_running(front):
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
     assert process.returncode == 130, err
-    assert out.endswith(f"rlhpc: job {job} goes on unwatched; end it with `rlhpc cancel {job}`\n")
+    assert out.endswith(f"rlhpc: job {job} keeps running; cancel it with `rlhpc cancel {job}`\n")
     assert "Traceback" not in err
     assert front.cluster.job(job)["JobState"] == "RUNNING"
 
@@ -197,8 +197,8 @@ def test_two_users_keep_their_runs_apart(front):
 
 def test_inputs_are_prepared_before_the_job_waits(front):
     hook = "prepare={{function: 'tests.launch.programs:prepare', arguments: {{folder: {folder}, fail: {fail}}}}}"
-    told = front.told(*front.submission(hook.format(folder="x", fail="user")))
-    assert told == "prepare: no space; free some"
+    message = front.error_line(*front.submission(hook.format(folder="x", fail="user")))
+    assert message == "prepare: no space; free some"
     done = front.run(*front.submission(hook.format(folder="x", fail="Oh")))
     assert (done.returncode, front.queue()) == (2, [])
     assert "RuntimeError: Oh" in done.stderr
@@ -219,7 +219,7 @@ def test_a_real_run_is_saved_cancelled_and_resumed(front):
         timeout=900,
     )
     front.ok("cancel", str(folder), "--save")
-    wait(lambda: "stopped as asked" in front.ok("status", str(folder)), "the ranks have saved", interval=1)
+    wait(lambda: "stopped on request" in front.ok("status", str(folder)), "the ranks have saved", interval=1)
     saved = max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoints").glob("step-*"))
     last = runs.records(folder)[-1]
     assert (last["phase"], saved) == ("rl", 3 + last["step"]), "three of the warm-up and these: not one step is lost"

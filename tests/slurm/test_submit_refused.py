@@ -28,29 +28,29 @@ def accounted(accounted_cluster, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["slurm.partition=mian"], "slurm.partition: no partition 'mian'; did you mean 'main'?"),
-        (["slurm.gpus_per_node=9"], "slurm.gpus_per_node: no node of the cluster has GPUs, 9 are asked for"),
-        (["slurm.partition=main", "slurm.nodes=9"], "slurm.nodes: 9 nodes, but partition main has 4"),
+        (["slurm.gpus_per_node=9"], "slurm.gpus_per_node: no node of the cluster has GPUs, but 9 per node"),
+        (["slurm.partition=main", "slurm.nodes=9"], "slurm.nodes: 9 nodes, but partition main has only 4"),
         (["slurm.time=9-0"], "slurm.time: 9-0 is longer than the cluster allows; use at most 1-00:00:00"),
         (["slurm.memory=999G"], "slurm.memory: 999G of memory on each node"),
         (["slurm.cpus_per_rank=99"], "slurm.cpus_per_rank: 99 CPUs on each node"),
         (["slurm.constraint=fast"], "slurm.constraint: no node of the cluster has the feature 'fast'"),
         (["slurm.constraint=fast&new"], "slurm.constraint: no node has the features 'fast&new'; see `sinfo"),
-        (["slurm.reservation=mine"], "slurm.reservation: no reservation 'mine' that you may use now"),
-        (["slurm.exclude=[node99]"], "slurm.exclude: one of the nodes 'node99' does not exist"),
+        (["slurm.reservation=mine"], "slurm.reservation: no reservation 'mine' is open to you now"),
+        (["slurm.exclude=[node99]"], "slurm.exclude: unknown node in 'node99'"),
         (["slurm.sbatch_options.gres=tpu:1"], "slurm.gpus_per_node: this cluster has no such GPUs (gres)"),
-        (["slurm.sbatch_options.mem-per-cpu=99G"], "slurm.memory: no node has so much memory"),
-        (["slurm.sbatch_options.licenses=a:1"], "slurm.sbatch_options.licenses: no such licence"),
+        (["slurm.sbatch_options.mem-per-cpu=99G"], "slurm.memory: no node has that much memory"),
+        (["slurm.sbatch_options.licenses=a:1"], "slurm.sbatch_options.licenses: no such license"),
         (["slurm.sbatch_options.bogus=1"], "slurm.sbatch_options: this cluster's sbatch has no option 'bogus'"),
-        (["slurm.sbatch_options.mail-type=XX"], "slurm.sbatch_options.mail-type: sbatch does not allow this value"),
-        (["slurm.sbatch_options.distribution=XX"], "slurm.sbatch_options.distribution: sbatch does not allow this"),
+        (["slurm.sbatch_options.mail-type=XX"], "slurm.sbatch_options.mail-type: sbatch rejects this value"),
+        (["slurm.sbatch_options.distribution=XX"], "slurm.sbatch_options.distribution: sbatch rejects this"),
     ],
 )
-def test_what_slurm_cannot_give_is_refused(front, overrides, told):
-    line = front.told(*front.submission(*overrides))
-    assert line.startswith(told)
+def test_what_slurm_cannot_give_is_refused(front, overrides, message):
+    line = front.error_line(*front.submission(*overrides))
+    assert line.startswith(message)
     assert "; " in line, "with a remedy"
     assert front.queue() == []
     assert not front.run_dir.exists()
@@ -59,8 +59,8 @@ def test_what_slurm_cannot_give_is_refused(front, overrides, told):
 def test_a_job_that_can_never_start_is_cancelled_and_told(front):
     # A QoS may allow longer jobs than the partition, so this is left to Slurm to judge.
     words = ["slurm.time=9-0", "slurm.qos=long"]
-    line = front.told(*front.submission(*words))
-    assert "could never start, it has a longer time than its partition allows (PartitionTimeLimit)" in line
+    line = front.error_line(*front.submission(*words))
+    assert "could never start, because it has a longer time than its partition allows (PartitionTimeLimit)" in line
     assert line.startswith("slurm.time: ")
     assert line.endswith("lower it; --keep leaves such a job in the queue")
     wait(lambda: front.queue() == [], "the job is gone")
@@ -70,8 +70,8 @@ def test_a_job_that_can_never_start_is_cancelled_and_told(front):
 
 
 def test_a_job_that_slurm_gives_up_at_once_is_told(front):
-    line = front.told(*front.submission("slurm.sbatch_options.deadline=now+1minutes"))
-    assert "could never start, it cannot meet its deadline" in line
+    line = front.error_line(*front.submission("slurm.sbatch_options.deadline=now+1minutes"))
+    assert "could never start, because it cannot meet its deadline" in line
 
 
 def test_nodes_that_are_only_drained_are_waited_for(front):
@@ -89,16 +89,18 @@ def test_gpus_are_asked_for_by_count_and_type(slurm, tmp_path):
     with Cluster.up(Settings(nodes=1, gpus=2)) as cluster:
         front = Front(cluster, tmp_path)
         words = ["submit", str(front.config), "--entry", "tests.slurm.jobs:sleep", "resources.ranks_per_node=2"]
-        line = front.told(*words, "slurm.gpu_type=h200")
+        line = front.error_line(*words, "slurm.gpu_type=h200")
         assert line == "slurm.gpu_type: no 'h200' GPUs in the cluster; did you mean 'h100'?"
-        assert front.told(*words, "slurm.gpus_per_node=3").startswith("slurm.gpus_per_node: 3 GPUs on each node, but")
-        line = front.told(*words, "slurm.sbatch_options.gpus-per-task=1")
+        assert front.error_line(*words, "slurm.gpus_per_node=3").startswith(
+            "slurm.gpus_per_node: 3 GPUs on each node, but"
+        )
+        line = front.error_line(*words, "slurm.sbatch_options.gpus-per-task=1")
         assert line.startswith(
             "slurm.sbatch_options.gpus-per-task: 1 binds each of the 2 ranks of a node to some of its"
         )
-        line = front.told(*words, "slurm.sbatch_options={gpus-per-task: 9, gpu-bind: none}")
+        line = front.error_line(*words, "slurm.sbatch_options={gpus-per-task: 9, gpu-bind: none}")
         assert line.startswith(
-            "slurm: no node of the partition can give what is asked for; ask for less: its nodes have"
+            "slurm: no node of the partition has the requested resources; request less: its nodes have"
         )
         assert line.endswith("8 CPUs, 8,000 MiB, 2 h100 GPUs")
         job = front.ok(*words, "slurm.gpu_type=h100").split()[2].rstrip(":")
@@ -108,9 +110,9 @@ def test_gpus_are_asked_for_by_count_and_type(slurm, tmp_path):
 def test_runs_that_ask_for_different_things_are_no_array(front):
     first, second = write_inputs(front.folder / "a"), write_inputs(front.folder / "b")
     second.write_text(second.read_text() + "slurm: {time: 30}\n")
-    line = front.told("submit", "--array", str(first), str(second), "slurm.gpus_per_node=0")
-    assert line.startswith("slurm.time: None in 'tiny', 30 in 'tiny', but an array asks once for all its jobs")
-    line = front.told("submit", "--array", str(first), str(first), "slurm.gpus_per_node=0")
+    line = front.error_line("submit", "--array", str(first), str(second), "slurm.gpus_per_node=0")
+    assert line.startswith("slurm.time: None in 'tiny', 30 in 'tiny', but all jobs of an array have the same")
+    line = front.error_line("submit", "--array", str(first), str(first), "slurm.gpus_per_node=0")
     assert line.startswith("run_dir: 'tiny' and 'tiny' would both write to ")
     assert front.queue() == []
 
@@ -119,13 +121,17 @@ def test_runs_that_ask_for_different_things_are_no_array(front):
 
 
 @pytest.mark.parametrize(
-    ("fault", "repair", "told"),
+    ("fault", "repair", "message"),
     [
-        ("stop_controller", "start_controller", "slurm: the controller does not answer (down: login); wait until it"),
-        ("stop_munge", "start_munge", "login: munge, by which Slurm knows users, does not run on this machine"),
+        (
+            "stop_controller",
+            "start_controller",
+            "slurm: the controller does not answer (down: login); wait until `scontrol",
+        ),
+        ("stop_munge", "start_munge", "login: munge, Slurm's authentication service, does not run on this machine"),
     ],
 )
-def test_a_controller_that_is_down_is_told_within_two_seconds(front, fault, repair, told):
+def test_a_controller_that_is_down_is_told_within_two_seconds(front, fault, repair, message):
     """By the time limits of the commands that it runs."""
     code = (
         "import subprocess; from rlhpc.launch.slurm.commands import require_controller\n"
@@ -136,8 +142,8 @@ def test_a_controller_that_is_down_is_told_within_two_seconds(front, fault, repa
     )
     getattr(front.cluster, fault)()
     try:
-        assert front.told(*front.submission()).startswith(told)
-        assert front.told("cancel", str(make_known(front))).startswith(told)
+        assert front.error_line(*front.submission()).startswith(message)
+        assert front.error_line("cancel", str(make_known(front))).startswith(message)
         done = front.cluster.run([sys.executable, "-c", code], cwd=ROOT)
     finally:
         getattr(front.cluster, repair)()
@@ -159,7 +165,7 @@ def test_a_wrong_slurm_conf_is_told_at_once(front):
     front.ok(*front.submission(), "--dry-run")
     usual = time.monotonic() - began
     began = time.monotonic()
-    line = front.told(*front.submission(), env={"SLURM_CONF": "/nowhere/slurm.conf"})
+    line = front.error_line(*front.submission(), env={"SLURM_CONF": "/nowhere/slurm.conf"})
     assert time.monotonic() - began < 5 * usual + 5
     assert line.startswith("SLURM_CONF: no such file '/nowhere/slurm.conf'; correct the variable")
     assert not front.run_dir.exists()
@@ -169,11 +175,11 @@ def test_a_wrong_slurm_conf_is_told_at_once(front):
 
 
 def test_accounts_and_qos_are_named(accounted):
-    line = accounted.told(*accounted.submission("slurm.account=projcet"))
-    told = "slurm.account: account 'projcet' is unknown, or not yours in this partition; did you mean 'project'"
-    assert line.startswith(told)
-    line = accounted.told(*accounted.submission("slurm.qos=hgih"))
-    assert line.startswith("slurm.qos: QoS 'hgih' is unknown, or not yours; ")
+    line = accounted.error_line(*accounted.submission("slurm.account=projcet"))
+    wrong = "account 'projcet' is unknown, or not available to you in this partition"
+    assert line.startswith(f"slurm.account: {wrong}; did you mean 'project'")
+    line = accounted.error_line(*accounted.submission("slurm.qos=hgih"))
+    assert line.startswith("slurm.qos: QoS 'hgih' is unknown, or not available to you; ")
     assert "normal" in line
 
 
@@ -181,9 +187,9 @@ def test_a_limit_that_the_job_alone_exceeds_is_told_from_one_that_is_shared(acco
     manage = ["sacctmgr", "-i", "modify", "qos", "normal", "set"]
     accounted.cluster.run([*manage, "MaxTRESPerUser=cpu=3"], check=True)
     try:
-        line = accounted.told(*accounted.submission("slurm.cpus_per_rank=4"))
+        line = accounted.error_line(*accounted.submission("slurm.cpus_per_rank=4"))
         assert line.startswith("slurm.cpus_per_rank: job ")
-        assert "could never start, it waits: its QoS limits the CPUs of all your jobs together" in line
+        assert "could never start, because it waits: its QoS limits the CPUs of all your jobs together" in line
         wait(lambda: accounted.queue() == [], "the job is gone")
         first = accounted.submit("sleep", "slurm.cpus_per_rank=2")
         accounted.cluster.wait_state(first, "RUNNING")

@@ -42,8 +42,8 @@ def test_one_node_as_the_template_is(user) -> None:
     for name, value in {"CUDA_VISIBLE_DEVICES": "0,1,2,3,4,5,6,7", "OMP_NUM_THREADS": "12"}.items():
         assert {rank["environ"][name] for rank in ranks} == {value}
     log = user.folder / f"grpo-{job}.log"
-    told = "rlhpc: as the job is: slurm.nodes=1 resources.ranks_per_node=8 slurm.cpus_per_rank=12 slurm.gpus_per_node=8"
-    assert told in log.read_text()
+    taken = "slurm.nodes=1 resources.ranks_per_node=8 slurm.cpus_per_rank=12 slurm.gpus_per_node=8"
+    assert f"rlhpc: taken from the job: {taken}" in log.read_text()
     assert stat.S_IMODE(log.stat().st_mode) == 0o600, "as private as the run"
     assert stat.S_IMODE(user.run.stat().st_mode) == 0o700
 
@@ -74,16 +74,18 @@ def test_a_job_that_contradicts_the_configuration(user) -> None:
     job = user.sbatch("--nodes=2", "--ntasks-per-node=1", *CPUS, "grpo.sbatch", user.config, "slurm.nodes=4")
     assert user.ended(job, "FAILED")["ExitCode"] == "2:0"
     lines = (user.folder / f"grpo-{job}.log").read_text().splitlines()
-    told = "rlhpc: slurm.nodes: 4 in the configuration, but the job has 2; submit with --nodes=4, or add slurm.nodes=2"
-    assert lines == [told]
+    message = (
+        "rlhpc: slurm.nodes: 4 in the configuration, but the job has 2; submit with --nodes=4, or add slurm.nodes=2"
+    )
+    assert lines == [message]
     assert not user.run.exists()
 
 
 def test_a_job_whose_ranks_would_see_one_gpu_each_is_refused_unless_nothing_binds_them(user) -> None:
     job = user.sbatch("--gpus-per-task=1", "grpo.sbatch", NOTE, user.config)
     user.ended(job, "FAILED")
-    told = "rlhpc: --gpus-per-task: 1 binds each of the 8 ranks of a node to some of its GPUs"
-    assert told in (user.folder / f"grpo-{job}.log").read_text()
+    message = "rlhpc: --gpus-per-task: 1 binds each of the 8 ranks of a node to some of its GPUs"
+    assert message in (user.folder / f"grpo-{job}.log").read_text()
     job = user.sbatch("--gpus-per-task=1", "--gpu-bind=none", "grpo.sbatch", NOTE, user.config)
     user.ended(job)
     visible = {rank["environ"].get("CUDA_VISIBLE_DEVICES") for rank in user.ranks()}
@@ -201,7 +203,7 @@ def test_an_element_goes_back_into_the_queue_alone(user) -> None:
 
 # ---- containers
 
-# It stands for the container's runtime only: what it is told is checked, then the command runs here.
+# It stands for the container's runtime only: its arguments are checked, then the command runs here.
 APPTAINER = """\
 #!/bin/bash
 printf '%s\\n' "$@" >"{folder}/apptainer-$SLURM_PROCID"

@@ -238,8 +238,8 @@ FAULTS = (
         "exit-code-lost",
         "rlhpc/cli/main.py",
         "`rlhpc run` exits with 0 when the run has failed",
-        "sys.exit(run_here(loaded, resume))",
-        "run_here(loaded, resume)",
+        "sys.exit(run_here(loaded, resume=resume))",
+        "run_here(loaded, resume=resume)",
     ),
     Fault(
         "part-process-death-unseen",

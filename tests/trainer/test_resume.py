@@ -99,6 +99,6 @@ def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path) -> None:
     assert run(config)[0] == 0
     code, output = run(config)
     assert code == 2
-    assert "already holds a run" in output
+    assert "already contains a run" in output
     assert "--resume" in output
     assert len(output.strip().splitlines()) == 1

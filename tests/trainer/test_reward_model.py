@@ -225,7 +225,7 @@ def _scores(
 
 
 def _broken(role: Any, config: Any, tokenizer: Any, prompts: Any) -> dict[str, Any]:
-    """What comes of scores that are not finite, by reward_workers.on_failure: the error, or reward and part of each."""
+    """The result of non-finite scores by reward_workers.on_failure: the refusal, or reward and part of each."""
     from dataclasses import replace
 
     import torch

@@ -1,1 +1,1 @@
-"""Commands on a run: start, submit, resume, follow, report, cancel."""
+"""Commands on a run: run, submit, resume, follow, status, logs, cancel."""

@@ -1,4 +1,4 @@
-"""``rlhpc cancel``: take a run's job out of Slurm, with or without a last checkpoint."""
+"""``rlhpc cancel``: cancels a run's job, with or without a last checkpoint."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import time
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
-from rlhpc.launch.runs.run_registry import Run
+from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.commands import ask, last_line
 from rlhpc.launch.slurm.queue import JobStatus, read_job
 
 _GONE_SECONDS, _POLL_SECONDS = 3.0, 0.2
 
 
-def cancel(run: Run, save: bool = False) -> str:
-    """Cancel the run's job and say what became of it. ``save``: ask the ranks to save and end by themselves.
+def cancel(run: RunEntry, *, save: bool = False) -> str:
+    """Cancels the run's job and returns the result in words. ``save``: the ranks save and end by themselves.
 
-    scancel answers with success for an id that nobody has, so the queue is read before and after.
+    scancel succeeds for unknown ids too, so the queue is read before and after.
     """
     if run.job is None:
         raise UserError("was never submitted", where=str(run.folder.path), remedy="end `rlhpc run` with Ctrl-C")
     job_id = run.job.job_id
     status = read_job(job_id)
     if status is None:
-        raise UserError(f"Slurm does not know job {job_id} any more", where=run.name, remedy="see `rlhpc status`")
+        raise UserError(f"Slurm no longer knows job {job_id}", where=run.name, remedy="see `rlhpc status`")
     if not status.live:
         raise UserError(f"job {job_id} is over ({status.words})", where=run.name, remedy="see `rlhpc status`")
     if save and status.state == "RUNNING":
-        # Written first: the launcher in the job must know, when the ranks have ended, not to start them again.
+        # Written first: when the ranks have ended, the supervisor must not start them again.
         write_atomic(run.folder.stop_requested, f"{time.time()}\n")
         _scancel("--signal=USR2", job_id)
-        return f"job {job_id}: its ranks save after the step they are in, and end; see `rlhpc status {job_id}`"
+        return f"job {job_id}: its ranks save after the current step and end; see `rlhpc status {job_id}`"
     _scancel(job_id)
     after = _wait(job_id)
     if after is not None and after.live:
-        return f"job {job_id} was told to end and is {after.words}"
+        return f"job {job_id} was asked to end and is {after.words}"
     return f"job {job_id} was cancelled"
 
 

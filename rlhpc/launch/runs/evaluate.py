@@ -1,4 +1,4 @@
-"""``rlhpc eval``: a run without steps, of a model's weights wherever they are."""
+"""``rlhpc eval``: a run without steps on the weights of any model or checkpoint."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ def evaluation_of(
     step: int | None = None,
     name: str | None = None,
 ) -> RunConfig:
-    """``config`` as a run that answers its held-out prompts once, by weights of ``model`` (a HuggingFace folder or a
-    torch_dist checkpoint), or of the newest checkpoint or that of ``step`` of ``run``, or its own.
+    """``config`` as a run that answers its held-out prompts once.
 
-    It writes into eval/NAME of the run's folder, or of this one.
+    Weights are those of ``model`` (a HuggingFace folder or a torch_dist checkpoint), of a checkpoint of ``run`` (that
+    of ``step``, by default the newest), or the config's own. Results go to eval/NAME of the run's folder, or of the
+    working folder.
     """
     if model is not None and run is not None:
-        raise UserError("is the model of another run", where="--model", remedy="leave out --model or --run")
+        raise UserError("excludes --run", where="--model", remedy="leave out one of them")
     if step is not None and run is None:
-        raise UserError("is for the checkpoints of a run", where="--step", remedy="add --run")
+        raise UserError("applies to checkpoints of a run", where="--step", remedy="add --run")
     if not config.data.validation:
         raise UserError("no held-out prompts", where="data.validation", remedy="name at least one file")
     base, source = Path(), model

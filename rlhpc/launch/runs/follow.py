@@ -1,4 +1,4 @@
-"""Watching a submitted run live: first its place in the queue, then its progress, until its end."""
+"""Shows a submitted run live: its place in the queue, then its progress, until it ends."""
 
 from __future__ import annotations
 
@@ -7,56 +7,56 @@ import time
 
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.shown import ShownOnly, read_report, show
-from rlhpc.launch.runs.run_registry import Run
+from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import RunStatus, queue_words, run_status, verdict_words
 from rlhpc.launch.slurm.queue import JobStatus, read_job
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
-# The run folder is looked at often, the controller rarely: many people may be watching.
+# The run folder is read often, the controller is asked rarely: many users may be watching.
 _METRICS_SECONDS, _QUEUE_SECONDS = 0.2, 2.0
-_LATE_SECONDS = 10.0  # for the files of a job that is over to be seen on this machine
+_LATE_SECONDS = 10.0  # for the last files of a job to become visible on this machine
 
 
-def follow(run: Run) -> int:
-    """Show the run until its job is over; the run's exit code. Ctrl-C ends the watching, not the job."""
+def follow(run: RunEntry) -> int:
+    """Shows the run until its job is over and returns its exit code. Ctrl-C ends the display, not the job."""
     assert run.job is not None, "it was submitted"
     try:
         status = _watch(run, run.job.job_id)
     except KeyboardInterrupt:
-        show(f"\nrlhpc: job {run.job.job_id} goes on unwatched; end it with `rlhpc cancel {run.job.job_id}`")
+        show(f"\nrlhpc: job {run.job.job_id} keeps running; cancel it with `rlhpc cancel {run.job.job_id}`")
         return INTERRUPTED
-    return _tell_end(status)
+    return _show_end(status)
 
 
-def _watch(run: Run, job_id: str) -> RunStatus:
-    follower, guard = MetricsFollower(run.folder.metrics), ShownOnly("the list of starts")
-    told, starts, status = "", 0, None
+def _watch(run: RunEntry, job_id: str) -> RunStatus:
+    follower, guard = MetricsFollower(run.folder.metrics), ShownOnly("the list of attempts")
+    shown, attempts, status = "", 0, None
     while True:
         job = _read(job_id)
         if job is None or not job.live:
             return _final(run, job)
         with guard:  # a network file system may refuse a file for a moment
             status = run_status(run, job)
-        known = status.starts if status is not None else ()
-        for start in known[max(0, starts - 1) :]:
-            words = f"start {start.attempt.number}: {verdict_words(start.verdict)}" if start.verdict else ""
-            if words and words != told:
+        known = status.attempts if status is not None else ()
+        for one in known[max(0, attempts - 1) :]:
+            words = f"attempt {one.attempt.number}: {verdict_words(one.verdict)}" if one.verdict else ""
+            if words and words != shown:
                 show(words)
-                told = words
-        starts = len(known)
+                shown = words
+        attempts = len(known)
         if job.queued:
             words = f"queued: {queue_words(job)}"
-            if words != told:
+            if words != shown:
                 show(words)
-            told = words
+            shown = words
             time.sleep(_QUEUE_SECONDS)
         else:
             _show_progress(follower, job_id)
 
 
 def _show_progress(follower: MetricsFollower, job_id: str) -> None:
-    """Until the job is neither running nor about to."""
+    """Shows metrics until the job no longer runs."""
     asked = time.monotonic()
     with Display() as display:
         while True:
@@ -71,7 +71,7 @@ def _show_progress(follower: MetricsFollower, job_id: str) -> None:
 
 
 def _read(job_id: str) -> JobStatus | None:
-    """The controller may be away for a while: its jobs go on, and so does the watching."""
+    """State of the job, waiting for a controller that is unreachable: jobs continue without it."""
     while True:
         try:
             return read_job(job_id)
@@ -80,18 +80,18 @@ def _read(job_id: str) -> JobStatus | None:
             time.sleep(5 * _QUEUE_SECONDS)
 
 
-def _final(run: Run, job: JobStatus | None) -> RunStatus:
-    """With the last verdict, which a network file system may show some seconds late."""
+def _final(run: RunEntry, job: JobStatus | None) -> RunStatus:
+    """Status with the last verdict, which a network file system may show some seconds late."""
     deadline = time.monotonic() + _LATE_SECONDS
     while True:
         status = run_status(run, job)
-        complete = not status.unreadable and (not status.starts or status.starts[-1].verdict is not None)
+        complete = not status.unreadable and (not status.attempts or status.attempts[-1].verdict is not None)
         if complete or time.monotonic() > deadline:
             return status
         time.sleep(_METRICS_SECONDS)
 
 
-def _tell_end(status: RunStatus) -> int:
+def _show_end(status: RunStatus) -> int:
     run, verdict = status.run, status.verdict
     assert run.job is not None
     if status.state == "finished":

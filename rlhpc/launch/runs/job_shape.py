@@ -1,17 +1,17 @@
-"""The job that Slurm has given to a plain sbatch script, beside what the configuration says of it. Pure."""
+"""Compares the job of a plain sbatch script with the configuration. Pure."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 
-# What a number of the job is called, by sbatch and in the configuration.
+# Option of sbatch and key of the configuration.
 _NODES = "--nodes", "slurm.nodes"
 _RANKS = "--ntasks-per-node", "resources.ranks_per_node"
 _CPUS = "--cpus-per-task", "slurm.cpus_per_rank"
@@ -20,8 +20,8 @@ _GPUS = "--gpus-per-node", "slurm.gpus_per_node"
 
 @dataclass(frozen=True)
 class JobShape:
-    """What sbatch was asked for; None where it was not. The least of its groups for a heterogeneous job, whose nodes
-    are counted together and whose ranks on a node must be as many everywhere."""
+    """Resources requested from sbatch; None if not requested. For a heterogeneous job: the sum of its nodes, and the
+    minimum over its groups of the rest; the number of ranks per node must be the same in all groups."""
 
     nodes: int
     ranks_per_node: int | None
@@ -30,7 +30,7 @@ class JobShape:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> JobShape:
-        """Read the variables of a batch step. Raises UserError for groups that are no job of ours."""
+        """Shape from the variables of a batch step. Raises UserError for groups that differ in ranks per node."""
         groups = int(environ.get(env.SLURM_HET_SIZE, "1"))
 
         def values(name: str) -> list[int]:
@@ -56,8 +56,11 @@ class JobShape:
         )
 
 
-def overrides_from_job(config: RunConfig, job: JobShape) -> list[str]:
-    """What ``config`` leaves open and the job says, as KEY=VALUE. Raises UserError where the two contradict."""
+def overrides_from_job(config: RunConfig, job: JobShape, from_site: Collection[str] = ()) -> list[str]:
+    """Resources of the job that ``config`` does not set, as KEY=VALUE; keys ``from_site`` count as not set.
+
+    Raises UserError if config and job contradict each other.
+    """
     slurm, resources = config.slurm, config.resources
     taken = []
     if "nodes" not in slurm.model_fields_set:
@@ -75,7 +78,7 @@ def overrides_from_job(config: RunConfig, job: JobShape) -> list[str]:
         (_CPUS, slurm.cpus_per_rank, job.cpus_per_rank),
         (_GPUS, slurm.gpus_per_node, job.gpus_per_node),
     ):
-        if given is not None and mine is None:
+        if given is not None and (mine is None or names[1] in from_site):
             taken.append(f"{names[1]}={given}")
         elif given is not None and mine is not None and mine > given:
             raise _unlike(names, mine, given)

@@ -1,4 +1,4 @@
-"""What the ranks of a run printed, the culprit's first."""
+"""Logs of a run's ranks, first that of the rank that failed first."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import names_in
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.storage import exists, patiently
-from rlhpc.launch.runs.run_registry import Run
+from rlhpc.launch.runs.run_registry import RunEntry
 
 _BLOCK = 1 << 16
 _POLL_SECONDS = 0.2
@@ -22,36 +22,38 @@ _RANK_LOG = re.compile(r"rank-(\d+)\.log|\d+_(\d+)_log\.out")
 
 @dataclass(frozen=True)
 class Log:
-    """One file, and what to call it."""
+    """A log file and its title."""
 
     title: str
     path: Path
 
 
-def log_files(run: Run, attempt: int | None = None, rank: int | None = None, all_ranks: bool = False) -> list[Log]:
-    """The logs to show, first the one that matters: of the rank that is to blame, else rank 0's. ``attempt`` is the
-    number of a start, by default the last. Before any start it is what the batch step printed."""
-    starts = attempts.folders(run.folder)
-    if attempt is None and not starts:
+def log_files(
+    run: RunEntry, attempt: int | None = None, rank: int | None = None, *, all_ranks: bool = False
+) -> list[Log]:
+    """Logs to show, first that of the rank that failed first, else of rank 0; the batch step's before any attempt.
+    ``attempt``: its number; default: the last."""
+    known = attempts.folders(run.folder)
+    if attempt is None and not known:
         return [batch_log(run)]
-    folder = _start(run, starts, attempt)
+    folder = _attempt(known, attempt)
     ranks = rank_logs(folder)
     if rank is not None:
         if rank not in ranks:
-            has = f"there are {min(ranks)} to {max(ranks)}" if ranks else "none has printed anything yet"
-            raise UserError(f"start {folder.number} has no log of it", where=f"rank {rank}", remedy=has)
+            remedy = f"use {min(ranks)} to {max(ranks)}" if ranks else "wait until the ranks have started"
+            raise UserError(f"no log of it in attempt {folder.number}", where=f"rank {rank}", remedy=remedy)
         chosen = [rank]
     elif not ranks:
         return [batch_log(run)]
     else:
-        first = culprit_of(folder)
+        first = failed_rank(folder)
         first = first if first in ranks else min(ranks)
         chosen = [first, *(other for other in ranks if all_ranks and other != first)]
-    return [Log(f"rank {number}, start {folder.number}", ranks[number]) for number in chosen]
+    return [Log(f"rank {number}, attempt {folder.number}", ranks[number]) for number in chosen]
 
 
 def rank_logs(folder: AttemptFolder) -> dict[int, Path]:
-    """What each rank printed, by rank: srun writes rank-00003.log, submitit on one machine 4711_3_log.out."""
+    """Log of each rank, by rank: srun writes rank-00003.log, submitit on one machine 4711_3_log.out."""
     found = {}
     for file in names_in(folder.logs):
         if name := _RANK_LOG.fullmatch(file):
@@ -59,8 +61,8 @@ def rank_logs(folder: AttemptFolder) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def batch_log(run: Run) -> Log:
-    """What the job's own step printed: the setup lines, the launcher, srun."""
+def batch_log(run: RunEntry) -> Log:
+    """Log of the job's batch step: setup lines, supervisor, srun."""
     if run.job is None:
         raise UserError("no rank has printed anything", where=str(run.folder.path), remedy="see `rlhpc status`")
     path = Path(run.job.log)
@@ -73,17 +75,17 @@ def batch_log(run: Run) -> Log:
     return Log(f"job {run.job.job_id}", path)
 
 
-def culprit_of(folder: AttemptFolder) -> int | None:
-    """The rank to blame for the end of a start, by its verdict or else by the ranks' records."""
+def failed_rank(folder: AttemptFolder) -> int | None:
+    """Rank that caused the end of an attempt, by its verdict, else by the ranks' records."""
     verdict = attempts.read_verdict(folder)
     if verdict is not None and verdict.rank >= 0:
         return verdict.rank
-    record = exits.culprit(exits.read_exits(folder.exits).values())
+    record = exits.first_failure(exits.read_exits(folder.exits).values())
     return record.rank if record is not None else None
 
 
 def tail(path: Path, lines: int) -> tuple[str, int]:
-    """The last lines of a file of any size, and the byte at which they end: more may be written meanwhile."""
+    """Last lines of a file of any size, and the offset at which they end."""
 
     def read() -> tuple[bytes, int]:
         with open(path, "rb") as file:
@@ -101,11 +103,11 @@ def tail(path: Path, lines: int) -> tuple[str, int]:
 
 
 def follow_log(path: Path, begin: int, ended: Callable[[], bool]) -> Iterator[str]:
-    """What the file holds from the byte ``begin`` on, as it is appended, until ``ended`` and nothing is left."""
+    """Text of the file from offset ``begin`` on, as it is appended, until ``ended`` and nothing is left."""
 
     def read() -> bytes:
         try:
-            with open(path, "rb") as file:  # anew each time: its handle may go stale
+            with open(path, "rb") as file:  # opened again each time: its handle may become stale
                 file.seek(begin)
                 return file.read()
         except FileNotFoundError:
@@ -122,11 +124,11 @@ def follow_log(path: Path, begin: int, ended: Callable[[], bool]) -> Iterator[st
             time.sleep(_POLL_SECONDS)
 
 
-def _start(run: Run, starts: list[AttemptFolder], number: int | None) -> AttemptFolder:
+def _attempt(known: list[AttemptFolder], number: int | None) -> AttemptFolder:
     if number is None:
-        return starts[-1]
-    folder = next((start for start in starts if start.number == number), None)
+        return known[-1]
+    folder = next((one for one in known if one.number == number), None)
     if folder is None:
-        known = f"there are 1 to {starts[-1].number}" if starts else "there is none yet"
-        raise UserError("no such start of the ranks", where=f"--attempt {number}", remedy=known)
+        remedy = f"use 1 to {known[-1].number}" if known else "wait for the first"
+        raise UserError("no such attempt", where=f"--attempt {number}", remedy=remedy)
     return folder

@@ -1,4 +1,4 @@
-"""The config's prepare hook, in a process of its own: it may import torch, the launcher must not."""
+"""Runs the config's prepare function in its own process: it may import torch, the launcher must not."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _USER_ERROR, _INTERRUPTED = 2, 130
 
 
 def run_prepare(section: PrepareSection) -> bool:
-    """Call the hook and wait for it. A UserError in it is raised here; False after any other failure, whose traceback
-    it has printed."""
+    """Calls the function and waits for it. A UserError in it is raised here; False after any other failure, whose
+    traceback it has printed."""
     call = {"launcher": asdict(ProcessId.own()), **section.model_dump(mode="json")}
     read_end, write_end = os.pipe()
     with open(read_end, encoding="utf-8") as answer:
@@ -29,9 +29,9 @@ def run_prepare(section: PrepareSection) -> bool:
         finally:
             os.close(write_end)
         child.communicate(json.dumps(call))
-        told = answer.read()
-        if child.returncode == _USER_ERROR and told:
-            raise UserError(told)
+        message = answer.read()
+        if child.returncode == _USER_ERROR and message:
+            raise UserError(message)
     return child.returncode == 0
 
 

@@ -1,4 +1,4 @@
-"""``rlhpc replay``: which update, which weights, and the ranks that it takes on this machine."""
+"""``rlhpc replay``: finds the update and the weights, and starts the ranks on this machine."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ PROGRAM = "rlhpc.trainer.main:replay_rank"
 
 
 def replay_here(run: str, name: str | None = None, step: int | None = None) -> int:
-    """Replay a skipped update with ranks on this machine; the exit code."""
+    """Replays a skipped update with ranks on this machine; returns the exit code."""
     config = replay_of(run, name, step)
     gpus, ranks = gpu_count(), config.resources.ranks_per_node
     if 0 < gpus < ranks:
         raise UserError(
-            f"the update was made by {ranks} ranks, this machine has {gpus} GPU(s)",
+            f"the update was computed by {ranks} ranks, but this machine has {gpus} GPU(s)",
             where=str(config.folder.parent),
-            remedy=f"replay it where there are as many, or set {env.CUDA_VISIBLE_DEVICES}= to use the CPU",
+            remedy=f"replay it on a machine with as many, or set {env.CUDA_VISIBLE_DEVICES}= to use the CPU",
         )
     check_packages()
     return run_local(config, RunFolder(config.folder), entry=PROGRAM)
 
 
 def replay_of(run: str, name: str | None = None, step: int | None = None) -> RunConfig:
-    """The configuration of a replay: that of the attempt that skipped the update, with as many ranks on one machine.
+    """Configuration of a replay: that of the attempt that skipped the update, with as many ranks on one machine.
 
-    ``run``: its folder, name or job's id; ``name``: of the update's folder, by default the newest; ``step``: of the
-    checkpoint that the weights are taken from, by default the newest, or what the run began with if there is none.
+    ``run``: folder, name or job id; ``name``: the update's folder, by default the newest; ``step``: checkpoint of the
+    weights, by default the newest, or the run's initial weights without any.
     """
     folder = find_run(run).folder
     update = _find_update(folder, name)
@@ -57,7 +57,7 @@ def replay_of(run: str, name: str | None = None, step: int | None = None) -> Run
 def _find_update(run: RunFolder, name: str | None) -> SkippedUpdate:
     there = {file.parent.name: file.parent for file in run.skipped_updates.glob("[!.]*/update.json")}
     if not there:
-        raise UserError("no skipped updates", where=str(run.path), remedy="replay a run whose log warns of one")
+        raise UserError("no skipped updates", where=str(run.path), remedy="replay a run whose log reports one")
     if name is None:
         return SkippedUpdate(max(there.values(), key=lambda path: (path / "update.json").stat().st_mtime))
     wanted = Path(name).name
@@ -67,7 +67,7 @@ def _find_update(run: RunFolder, name: str | None) -> SkippedUpdate:
 
 
 def _find_weights(run: RunFolder, step: int | None) -> Path | None:
-    """The actor's in the newest checkpoint or that of ``step``; None without any."""
+    """Folder of the actor in the checkpoint of ``step``, by default the newest; None without any."""
     steps = sorted(int(path.name.removeprefix("step-")) for path in run.checkpoints.glob("step-*"))
     if step is None and not steps:
         return None

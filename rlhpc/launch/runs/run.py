@@ -1,4 +1,4 @@
-"""``rlhpc run``: check, prepare, check what was prepared, start."""
+"""``rlhpc run``: checks the config, prepares its inputs, checks them, starts the ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from rlhpc.observe.progress import duration
 from rlhpc.plan.checks.run import check_config
 
 
-def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> int:
-    """Run ``config`` on this machine, ``entry`` on every rank; return the exit code.
+def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -> int:
+    """Runs ``config`` on this machine, ``entry`` on every rank; returns the exit code.
 
-    Raises UserError for all that the user can mend.
+    Raises UserError for errors that the user can fix.
     """
     started = time.monotonic()
     folder = RunFolder(config.folder)
     check_resources(config)
-    check_folder(folder, resume)
+    check_folder(folder, resume=resume)
     check_config(config, prepared=config.prepare is None)
     if entry == TRAINER:
         check_packages()
@@ -35,7 +35,7 @@ def run_here(config: RunConfig, resume: bool = False, entry: str = TRAINER) -> i
             show(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
             return 1
         check_config(config)
-    code = run_local(config, folder, resume, entry)
+    code = run_local(config, folder, resume=resume, entry=entry)
     if not code:
         show(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")
     return code

@@ -1,4 +1,4 @@
-"""Which runs this user has handed to Slurm: job.json in each run folder, and a list of the folders in the home."""
+"""Registry of the user's submitted runs: job.json in each run folder, and a list of the folders in the home."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rlhpc.core.storage import NONE, Patience, say
 
 @dataclass(frozen=True)
 class JobRecord:
-    """What job.json says: the job a run was last submitted as. ``workdir``: relative paths of its config start there;
-    ``log``: what its batch step prints."""
+    """Contents of job.json: the job a run was last submitted as. ``workdir``: relative paths of its config start there;
+    ``log``: output of its batch step."""
 
     job_id: str
     cluster: str
@@ -32,7 +32,7 @@ class JobRecord:
 
 
 @dataclass(frozen=True)
-class Run:
+class RunEntry:
     """A run folder with the job it was last submitted as, None if it never was."""
 
     folder: RunFolder
@@ -43,19 +43,19 @@ class Run:
         return self.job.name if self.job else self.folder.path.name
 
 
-def read_run(path: Path, patience: Patience | None = None) -> Run:
+def read_run(path: Path, patience: Patience | None = None) -> RunEntry:
     """The run in a folder."""
     folder = RunFolder(path)
     try:
         known = read_json(folder.job, patience)
     except (FileNotFoundError, ValueError):
-        return Run(folder, None)
+        return RunEntry(folder, None)
     fields = {name: known.get(name, default) for name, default in _DEFAULTS.items()}
-    return Run(folder, JobRecord(**fields))
+    return RunEntry(folder, JobRecord(**fields))
 
 
-def enter(folder: RunFolder, record: JobRecord) -> None:
-    """Write job.json, and the folder into this user's list; a list that cannot be written is not worth a failure."""
+def register(folder: RunFolder, record: JobRecord) -> None:
+    """Writes job.json, and adds the folder to this user's list; failure to write the list is only a warning."""
     write_json(folder.job, asdict(record))
     try:
         _state().mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -68,10 +68,10 @@ def new_record(job_id: str, name: str, workdir: Path, log: Path, cluster: str = 
     return JobRecord(job_id, cluster, time.time(), getuser(), name, str(workdir), str(log))
 
 
-def all_runs() -> list[Run]:
-    """This user's runs, the last submitted first; folders that are gone leave the list.
+def all_runs() -> list[RunEntry]:
+    """This user's runs, the last submitted first. Deleted folders are removed from the list.
 
-    A folder that cannot be read stays in the list and is left out of the answer, with a warning.
+    A folder that cannot be read stays in the list and is omitted here, with a warning.
     """
     runs = []
     for name in names_in(_state(), "*.json"):
@@ -81,7 +81,7 @@ def all_runs() -> list[Run]:
         except (ValueError, KeyError, TypeError, FileNotFoundError):
             _forget(file)
         except OSError as error:
-            say(f"warning: a run is left out: {error}")
+            say(f"warning: a run is not shown: {error}")
         else:
             if run.job is None:
                 _forget(file)
@@ -90,8 +90,8 @@ def all_runs() -> list[Run]:
     return sorted(runs, key=lambda run: run.job.submitted if run.job else 0.0, reverse=True)
 
 
-def find_runs(text: str) -> list[Run]:
-    """The run that is meant by a folder, a name, or a job's id; all elements for the id of an array."""
+def find_runs(text: str) -> list[RunEntry]:
+    """The run with this folder, name or job id; all elements for the id of an array."""
     path = Path(text)
     for folder in (path, Path("runs") / text):
         if (folder / "config.yaml").is_file() or (folder / "job.json").is_file():
@@ -107,23 +107,23 @@ def find_runs(text: str) -> list[Run]:
     if named:
         return named
     close = nearest(text, {run.name for run in known})
-    remedy = f"did you mean {close[0]!r}?" if close else "give its folder, its name or its job's id, see `rlhpc status`"
+    remedy = f"did you mean {close[0]!r}?" if close else "give a folder, a name or a job id, see `rlhpc status`"
     raise UserError("no such run", where=text, remedy=remedy)
 
 
-def find_run(text: str) -> Run:
-    """As find_runs, but one."""
+def find_run(text: str) -> RunEntry:
+    """The one run with this folder, name or job id."""
     runs = find_runs(text)
     if len(runs) > 1:
         ids = ", ".join(run.job.job_id for run in runs if run.job)
-        raise UserError(f"is an array of {len(runs)} runs", where=text, remedy=f"give one of {ids}")
+        raise UserError(f"is an array of {len(runs)} runs", where=text, remedy=f"choose one of {ids}")
     return runs[0]
 
 
 _DEFAULTS = {"job_id": "", "cluster": "", "submitted": 0.0, "user": "", "name": "", "workdir": "", "log": ""}
 
 
-def _element(run: Run) -> int:
+def _element(run: RunEntry) -> int:
     index = run.job.job_id.partition("_")[2] if run.job else ""
     return int(index) if index.isdecimal() else 0
 
@@ -134,7 +134,7 @@ def _forget(file: Path) -> None:
 
 
 def _state() -> Path:
-    """By the XDG base directory specification."""
+    """Folder of the list, by the XDG base directory specification."""
     base = os.environ.get(env.XDG_STATE_HOME) or ""
     root = Path(base) if Path(base).is_absolute() else Path.home() / ".local" / "state"
     return root / "rlhpc" / "runs"

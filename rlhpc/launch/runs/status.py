@@ -1,4 +1,4 @@
-"""How runs stand: what Slurm says of their jobs, and what their folders say, put together."""
+"""State of runs, from Slurm and from their run folders."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
 from rlhpc.core.records import is_step, parse_records
 from rlhpc.core.storage import patiently
-from rlhpc.launch.runs.run_registry import Run
+from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.slurm.times import clock
 from rlhpc.observe.progress import duration, last_number
 
 _TAIL_BYTES = 65536  # of metrics.jsonl: many steps
-_CLOCKS_SECONDS = 60.0  # by which clocks of login and compute nodes may differ
+_CLOCKS_SECONDS = 60.0  # maximum difference between clocks of login and compute nodes
 _CAUSES = {
     "finished": "finished",
     "user": "wrong input, or an error in the user's code",
     "data": "wrong data",
     "non_finite": "gradients or weights are not finite",
     "gpu_memory": "out of GPU memory",
-    "host_memory": "out of host memory",
-    "network": "the network, or a collective, failed",
-    "bad_node": "a node is at fault",
+    "cpu_memory": "out of CPU memory",
+    "network": "the network or a collective failed",
+    "bad_node": "a node failed",
     "hang": "no progress",
     "disk_full": "disk full",
     "storage": "the file system failed",
@@ -35,14 +35,14 @@ _CAUSES = {
     "launch": "the ranks could not be started",
     "time_limit": "the job's time ended",
     "preempted": "preempted",
-    "stopped": "stopped as asked",
+    "stopped": "stopped on request",
     "requeued": "requeued",
 }
 
 
 @dataclass(frozen=True)
-class Start:
-    """One start of the ranks with its verdict, None while they run or when nobody was left to give one."""
+class AttemptStatus:
+    """One attempt with its verdict, None while the ranks run or if no supervisor was left to write one."""
 
     attempt: Attempt
     verdict: Verdict | None
@@ -50,13 +50,13 @@ class Start:
 
 @dataclass(frozen=True)
 class RunStatus:
-    """``state`` in one word or two; ``step`` of ``total`` in ``phase``; ``job`` None when Slurm does not know it;
-    ``unreadable`` is the error with which the run folder could not be read, if any."""
+    """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
+    ``unreadable``: the error on reading the run folder, if any."""
 
-    run: Run
+    run: RunEntry
     state: str
     job: JobStatus | None
-    starts: tuple[Start, ...]
+    attempts: tuple[AttemptStatus, ...]
     phase: str = ""
     step: int | None = None
     total: int | None = None
@@ -66,28 +66,28 @@ class RunStatus:
 
     @property
     def verdict(self) -> Verdict | None:
-        """The last one that was given."""
-        return next((start.verdict for start in reversed(self.starts) if start.verdict), None)
+        """The last verdict so far."""
+        return next((one.verdict for one in reversed(self.attempts) if one.verdict), None)
 
     @property
     def restarts(self) -> int:
-        """Starts of the ranks after the first."""
-        return max(0, len(self.starts) - 1)
+        """Attempts after the first."""
+        return max(0, len(self.attempts) - 1)
 
 
-def run_status(run: Run, job: JobStatus | None, asked: bool = True) -> RunStatus:
-    """``job``: what Slurm knows of the run's job, if anything; ``asked`` false: it could not be asked."""
+def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> RunStatus:
+    """State of a run. ``job``: its job in Slurm, if known; ``asked``: false if Slurm could not be asked."""
     try:
-        starts, records = tuple(_starts(run)), tail_records(run.folder.metrics)
+        known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
     except OSError as error:
         state = job.words if job is not None else "unreadable"
         return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}")
     last = records[-1] if records else {}
     return RunStatus(
         run,
-        _state(run, job, starts, asked),
+        _state(run, job, known, asked=asked),
         job,
-        starts,
+        known,
         last.get("phase", ""),
         last.get("step"),
         last.get("total_steps"),
@@ -96,8 +96,8 @@ def run_status(run: Run, job: JobStatus | None, asked: bool = True) -> RunStatus
     )
 
 
-def statuses(runs: Sequence[Run]) -> list[RunStatus]:
-    """Of each run, Slurm being asked once for all of them."""
+def statuses(runs: Sequence[RunEntry]) -> list[RunStatus]:
+    """State of each run, with one query of Slurm for all."""
     from rlhpc.launch.slurm.queue import read_jobs
 
     ids = [run.job.job_id for run in runs if run.job and run.job.job_id]
@@ -106,13 +106,13 @@ def statuses(runs: Sequence[Run]) -> list[RunStatus]:
 
 
 def queue_words(job: JobStatus, now: float | None = None) -> str:
-    """What a queued job waits for, and its expected start; of a job that runs, since when, where and for how long."""
+    """Why a queued job waits and when it is expected to start; since when, where and how long a running one runs."""
     now = time.time() if now is None else now
     if not job.live:
         return job.words + (f" at {clock(job.end, now)}" if job.end else "")
     if not job.queued:
         since = f" since {clock(job.start, now)}" if job.start else ""
-        left = f", {duration(job.time_left)} of its time left" if job.time_left is not None else ""
+        left = f", {duration(job.time_left)} left" if job.time_left is not None else ""
         place = f" on {job.nodes}" if job.nodes else ""
         return f"{job.words}{since}{place}{left}"
     words = f"{job.why.words} ({job.reason.partition(',')[0]})" if job.reason else job.why.words
@@ -124,7 +124,7 @@ def queue_words(job: JobStatus, now: float | None = None) -> str:
 
 
 def verdict_words(verdict: Verdict) -> str:
-    """Cause and what was done about it, in one line."""
+    """Cause and action, in one line."""
     place = f" (rank {verdict.rank}" + (f" on {verdict.node})" if verdict.node else ")") if verdict.rank >= 0 else ""
     place = place or (f" ({verdict.node})" if verdict.node else "")
     message = f": {verdict.message}" if verdict.message and verdict.cause != "finished" else ""
@@ -141,12 +141,12 @@ def _action_words(verdict: Verdict) -> str:
         case "requeue":
             return f" -> requeued{changed}"
         case "stop":
-            return " -> not tried again"
+            return " -> stopped"
     return ""
 
 
 def as_json(status: RunStatus) -> dict[str, Any]:
-    """For programs: every field by name, times as Unix times."""
+    """Every field by name, times as Unix times."""
     job, record = status.job, status.run.job
     return {
         "name": status.run.name,
@@ -161,15 +161,14 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "reward": status.reward,
         "tokens_per_second": status.tokens_per_second,
         "restarts": status.restarts,
-        "starts": [
-            {**asdict(start.attempt), "verdict": asdict(start.verdict) if start.verdict else None}
-            for start in status.starts
+        "attempts": [
+            {**asdict(one.attempt), "verdict": asdict(one.verdict) if one.verdict else None} for one in status.attempts
         ],
     }
 
 
 def tail_records(path: Path) -> list[dict[str, Any]]:
-    """The last records of a file of JSON lines; a line being written is left out."""
+    """Last records of a file of JSON lines, without an incomplete line."""
 
     def read() -> bytes:
         with open(path, "rb") as file:
@@ -184,20 +183,20 @@ def tail_records(path: Path) -> list[dict[str, Any]]:
     return [record for record in parse_records(data) if is_step(record)]
 
 
-def _starts(run: Run) -> list[Start]:
+def _attempts(run: RunEntry) -> list[AttemptStatus]:
     found = []
     for folder in attempts.folders(run.folder):
         attempt = attempts.read_attempt(folder)
         if attempt is not None:
-            found.append(Start(attempt, attempts.read_verdict(folder)))
+            found.append(AttemptStatus(attempt, attempts.read_verdict(folder)))
     return found
 
 
-def _state(run: Run, job: JobStatus | None, starts: Sequence[Start], asked: bool) -> str:
-    """Of a job that Slurm still runs, Slurm's word; of one that is over, the run's own verdict says more."""
-    # A verdict on a start before this submission says nothing of it.
-    current = bool(starts) and (run.job is None or starts[-1].attempt.started > run.job.submitted - _CLOCKS_SECONDS)
-    last = starts[-1].verdict if current else None
+def _state(run: RunEntry, job: JobStatus | None, known: Sequence[AttemptStatus], *, asked: bool) -> str:
+    """State by Slurm while the job is live; afterwards by the run's own verdict, which is more precise."""
+    # A verdict on an attempt before this submission does not count.
+    current = bool(known) and (run.job is None or known[-1].attempt.started > run.job.submitted - _CLOCKS_SECONDS)
+    last = known[-1].verdict if current else None
     if job is not None and job.live:
         waits = job.state == "RUNNING" and last is not None and last.action == "retry"
         return "retrying" if waits else job.words
@@ -210,5 +209,5 @@ def _state(run: Run, job: JobStatus | None, starts: Sequence[Start], asked: bool
     if job is not None:
         return job.words
     if run.job is None:
-        return "running or killed" if starts and last is None else "never started"
+        return "running or killed" if known and last is None else "never started"
     return "gone" if asked else "unknown"

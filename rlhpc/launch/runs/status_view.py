@@ -1,4 +1,4 @@
-"""The tables of ``rlhpc status``."""
+"""Tables of ``rlhpc status``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from rlhpc.launch.runs.status import RunStatus, Start, queue_words, verdict_words
+from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
 from rlhpc.launch.slurm.times import clock
 from rlhpc.observe.progress import duration
 
@@ -26,7 +26,7 @@ _COLOURS = {
 
 
 def overview(statuses: Sequence[RunStatus]) -> RenderableType:
-    """All runs, one line each; under it, what is to be said of those that wait or had trouble."""
+    """Table of all runs, with a note on those that wait or failed."""
     if not statuses:
         return Text("no runs; start one with `rlhpc submit`")
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -51,12 +51,12 @@ def overview(statuses: Sequence[RunStatus]) -> RenderableType:
 
 
 def details(status: RunStatus) -> RenderableType:
-    """Everything about one run: the job, how far it is, each start with its verdict and what recovery changed."""
+    """One run: job, progress, and each attempt with its verdict and the changes by recovery."""
     lines = Table.grid(padding=(0, 2))
     lines.add_row("run", f"{status.run.name}: {status.state}")
     lines.add_row("folder", str(status.run.folder.path))
     if status.run.job:
-        known = queue_words(status.job) if status.job else "Slurm no longer knows it"
+        known = queue_words(status.job) if status.job else "no longer known to Slurm"
         lines.add_row("job", f"{status.run.job.job_id}: {known}")
     if status.job and status.job.restarts:
         times = {1: "once", 2: "twice"}.get(status.job.restarts, f"{status.job.restarts} times")
@@ -68,19 +68,19 @@ def details(status: RunStatus) -> RenderableType:
         if status.tokens_per_second is not None:
             parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
         lines.add_row("progress", " | ".join(parts))
-    last = status.starts[-1] if status.starts else None
+    last = status.attempts[-1] if status.attempts else None
     for name, values in (("changed", last.attempt.overrides), ("excluded", last.attempt.excluded)) if last else ():
         if values:
             lines.add_row(name, ", ".join(values))
     if status.unreadable:
         lines.add_row("note", status.unreadable)
-    for start in status.starts:
-        lines.add_row(f"start {start.attempt.number}", _start_words(start))
+    for one in status.attempts:
+        lines.add_row(f"attempt {one.attempt.number}", _attempt_words(one))
     return lines
 
 
 def show(view: RenderableType) -> None:
-    """Print it; without a terminal no line is cut at 80 columns, and none ends in blanks."""
+    """Prints a table. Without a terminal, lines are not folded at 80 columns and do not end in blanks."""
     console = Console()
     if console.is_terminal:
         console.print(view, highlight=False)
@@ -91,9 +91,9 @@ def show(view: RenderableType) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def _start_words(start: Start) -> str:
-    """When and where, and in a second line how it ended."""
-    attempt, verdict, now = start.attempt, start.verdict, time.time()
+def _attempt_words(one: AttemptStatus) -> str:
+    """Time, place and origin of an attempt, and in a second line its verdict."""
+    attempt, verdict, now = one.attempt, one.verdict, time.time()
     origin = "the beginning" if attempt.saved_step < 0 else f"step {attempt.saved_step}"
     text = f"{clock(attempt.started, now)} {attempt.world_size} rank(s) on {', '.join(attempt.nodes)}, from {origin}"
     return f"{text}\n{clock(verdict.time, now)} {verdict_words(verdict)}" if verdict else text
@@ -113,7 +113,7 @@ def _left(status: RunStatus) -> str:
 
 
 def _note(status: RunStatus) -> str:
-    """Why it waits, or else how its last start ended."""
+    """Why the job waits, else how its last attempt ended."""
     if status.job is not None and status.job.queued:
         return queue_words(status.job)
     if status.unreadable:

@@ -1,4 +1,4 @@
-"""``rlhpc submit``: check, prepare, hand to Slurm, and read from the queue whether the job can start at all."""
+"""``rlhpc submit``: checks, prepares, submits, and reads from the queue whether the job can start at all."""
 
 from __future__ import annotations
 
@@ -23,47 +23,47 @@ from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.machine import package_warnings
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.prepare import run_prepare
-from rlhpc.launch.runs.run_registry import Run, enter, new_record, read_run
+from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
 from rlhpc.launch.runs.walltime import walltime_warnings
 from rlhpc.launch.slurm.commands import ask, private_files, require_controller
-from rlhpc.launch.slurm.executor import JOB, Handed, check_folder_name, hand_over, script
+from rlhpc.launch.slurm.executor import JOB, SubmittedJob, check_folder_name, script, submit_jobs
 from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.plan.checks.run import check_config
 from rlhpc.plan.checks.user_code import check_own_code
 
-# A reason appears when the scheduler has looked at the job: soon on an idle cluster, in its next round on a busy one.
+# The reason appears after the scheduler has looked at the job: at once on an idle cluster, in its next round otherwise.
 _REASON_SECONDS, _POLL_SECONDS = 2.0, 0.1
-_OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # other nodes do not see these
-# Of the slurm section, what does not become part of the script and may differ between the runs of an array.
+_OWN_DISKS = ("/tmp", "/var/tmp", "/dev/shm", "/run")  # local to a node
+# Keys of the slurm section that are not part of the script and may differ between the runs of an array.
 _NOT_IN_SCRIPT = {"container", "interface", "cpu_bind", "srun_options", "port"}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Runs that become one job, or one array of jobs. ``submission`` holds submitit's files."""
+    """Runs that become one job or one job array. ``submission``: folder of submitit's files."""
 
     configs: tuple[RunConfig, ...]
     folders: tuple[RunFolder, ...]
     spec: JobSpec
     workdir: Path
     submission: Path
-    warnings: tuple[str, ...] = ()  # of what may stop the runs later, with key, value and remedy
+    warnings: tuple[str, ...] = ()  # what may stop the runs later, with key, value and remedy
 
     @property
     def script(self) -> str:
-        """The very text that sbatch gets."""
+        """Text that sbatch gets."""
         return script(self.spec, self.submission, len(self.configs))
 
     @property
     def command(self) -> str:
-        """How it gets it; the file's name ends in a random number."""
+        """Command that submits it; the file name ends in a random number."""
         return f"sbatch {self.submission}/.submission_file_*.sh"
 
 
 def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
-    """What would be submitted. Pure but for looking at input files; refuses configs that cannot work."""
+    """Plan of a submission. Reads input files, changes nothing. Raises UserError for configs that cannot work."""
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
     warnings: list[str] = []
     for config, folder in zip(configs, folders, strict=True):
@@ -84,40 +84,40 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
     return Plan(tuple(configs), folders, spec, workdir, submission, tuple(dict.fromkeys(warnings)))
 
 
-def submit(plan: Plan, again: bool = False, keep: bool = False, entry: str = "") -> list[Run]:
-    """Hand the plan to Slurm and return its runs.
+def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = "") -> list[RunEntry]:
+    """Submits the plan to Slurm and returns its runs.
 
-    ``again``: the folder holds the run to be continued. ``keep``: leave a job in the queue that can never start, which
-    is cancelled otherwise. ``entry``: what the batch step calls with the run folder instead of the supervisor.
+    ``again``: the folder contains the run to resume. ``keep``: keep a job that can never start in the queue instead of
+    cancelling it. ``entry``: what the batch step calls with the run folder instead of the supervisor.
 
     Raises UserError.
     """
     require_controller()
     with private_files():
-        return _submit(plan, again, keep, entry or JOB)
+        return _submit(plan, entry or JOB, again=again, keep=keep)
 
 
-def _submit(plan: Plan, again: bool, keep: bool, entry: str) -> list[Run]:
+def _submit(plan: Plan, entry: str, *, again: bool, keep: bool) -> list[RunEntry]:
     groups = read_partitions()
     for config, folder in zip(plan.configs, plan.folders, strict=True):
         check_partitions(config, groups, gpus_per_node(config))
-        check_free(folder, again)
+        check_free(folder, again=again)
     _warn_of_own_disks(plan)
     _prepare(plan.configs)
     with contextlib.ExitStack() as stack:
         for config, folder in zip(plan.configs, plan.folders, strict=True):
             stack.enter_context(_written(config, folder))
         run_dirs = [folder.path for folder in plan.folders]
-        handed = hand_over(plan.spec, plan.submission, run_dirs, plan.configs[0].slurm, entry)
-    runs = [_record(plan, index, job) for index, job in enumerate(handed)]
-    jobs = wait_for_reason([job.job_id for job in handed])
+        jobs = submit_jobs(plan.spec, plan.submission, run_dirs, plan.configs[0].slurm, entry)
+    runs = [_record(plan, index, job) for index, job in enumerate(jobs)]
+    states = wait_for_reason([job.job_id for job in jobs])
     if not keep:
-        refuse_hopeless(plan.configs[0], jobs, groups)
+        refuse_hopeless(plan.configs[0], states, groups)
     return runs
 
 
-def check_free(folder: RunFolder, again: bool) -> None:
-    """Nobody is at work in the folder, and it holds a run if and only if one is to be continued."""
+def check_free(folder: RunFolder, *, again: bool) -> None:
+    """Raises UserError if a job uses the folder, or if it contains a run though it is not to be run ``again``."""
     job = read_run(folder.path).job
     status = read_jobs([job.job_id]).get(job.job_id) if job else None
     if status is not None and status.live:
@@ -128,23 +128,23 @@ def check_free(folder: RunFolder, again: bool) -> None:
         )
     if folder.holds_run() and not again:
         raise UserError(
-            f"{str(folder.path)!r} already holds a run",
+            f"{str(folder.path)!r} already contains a run",
             where="run_dir",
-            remedy=f"continue it with `rlhpc resume {folder.path}`, or choose another folder with --run-dir",
+            remedy=f"resume it with `rlhpc resume {folder.path}`, or choose another folder with --run-dir",
         )
     folder.check_own()
 
 
 def wait_for_reason(ids: Sequence[str]) -> dict[str, JobStatus]:
-    """The jobs, as soon as each one has started or its reason to wait is known, or after two seconds; none if Slurm
-    does not say."""
+    """The jobs as soon as each has started or has a reason to wait, or after two seconds; none if Slurm does not
+    answer."""
     deadline = time.monotonic() + _REASON_SECONDS
     while True:
         try:
             jobs = read_jobs(ids)
-        except UserError:  # the jobs are in the queue, whether or not it can be read just now
+        except UserError:  # the jobs are in the queue, even if it cannot be read now
             return {}
-        # A number of nodes above the limit is first a PartitionConfig, and becomes a PartitionNodeLimit.
+        # With too many nodes the reason is PartitionConfig first, then PartitionNodeLimit.
         unclear = [job for job in jobs.values() if job.queued and job.reason in ("", "PartitionConfig")]
         if (len(jobs) == len(ids) and not unclear) or time.monotonic() > deadline:
             return jobs
@@ -152,27 +152,27 @@ def wait_for_reason(ids: Sequence[str]) -> dict[str, JobStatus]:
 
 
 def refuse_hopeless(config: RunConfig, jobs: dict[str, JobStatus], groups: Sequence[NodeGroup]) -> None:
-    """Cancel jobs that can never start as they are asked for, and say why."""
+    """Cancels jobs that can never start as requested, and raises UserError with the reason."""
     for job in jobs.values():
         started = job.live and not job.queued
         if started or not is_hopeless(job, config, groups, alone=len(jobs) == 1):
             continue
         ask("scancel", job.job_id.partition("_")[0])
         raise UserError(
-            f"job {job.job_id} could never start, it {job.why.words} ({job.reason}), and was cancelled",
+            f"job {job.job_id} could never start, because it {job.why.words} ({job.reason}), and was cancelled",
             where=job.why.key or "slurm",
             remedy=f"{job.why.remedy or 'change it'}; --keep leaves such a job in the queue",
         )
 
 
-def is_hopeless(job: JobStatus, config: RunConfig, groups: Sequence[NodeGroup], alone: bool) -> bool:
-    """The job waits for what will not come while it is asked for like this, or was given up by Slurm for it."""
+def is_hopeless(job: JobStatus, config: RunConfig, groups: Sequence[NodeGroup], *, alone: bool) -> bool:
+    """Whether the job can never start as requested. ``alone``: it is the only one of this submission."""
     why = job.why
-    if why.code.startswith("PartitionNodeLimit"):  # said too when nodes are down
+    if why.code.startswith("PartitionNodeLimit"):  # also while nodes are down
         wanted = config.slurm.partition.split(",") if config.slurm.partition else None
         fitting = [group for group in groups if (group.partition in wanted if wanted else group.default)]
         return bool(fitting) and most_nodes(fitting) < config.slurm.least_nodes
-    if why.kind == "limit" and "PerUser" in why.code and alone:  # with no other job the limit is below this one
+    if why.kind == "limit" and "PerUser" in why.code and alone:  # without other jobs, this one alone exceeds the limit
         answer = ask("squeue", "-h", "-a", "-u", _user_id(), "-t", "R,CG,CF,S,PD", "-o", "%i")
         return answer.code == 0 and answer.out.split() == [job.job_id]
     return why.kind == "never"
@@ -183,7 +183,7 @@ def _user_id() -> str:
 
 
 def _check_alike(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> None:
-    """The runs of an array share one script, and none writes into another's folder."""
+    """Raises UserError if runs of an array differ in what the shared script needs, or share a folder."""
     first = configs[0]
     for number, (config, folder) in enumerate(zip(configs, folders, strict=True)):
         same = next((other for other in range(number) if folders[other].path == folder.path), None)
@@ -204,9 +204,9 @@ def _check_alike(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> 
 
 def _unlike(key: str, first: RunConfig, ours: object, other: RunConfig, theirs: object) -> UserError:
     return UserError(
-        f"{ours!r} in {first.name!r}, {theirs!r} in {other.name!r}, but an array asks once for all its jobs",
+        f"{ours!r} in {first.name!r}, {theirs!r} in {other.name!r}, but all jobs of an array have the same",
         where=key,
-        remedy=f"make them alike (also on the command line: {key}=…), or submit them one by one",
+        remedy=f"make them equal (also on the command line: {key}=…), or submit them one by one",
     )
 
 
@@ -214,11 +214,11 @@ def _warn_of_own_disks(plan: Plan) -> None:
     for path in dict.fromkeys([*(folder.path for folder in plan.folders), plan.workdir]):
         disk = next((disk for disk in _OWN_DISKS if path.is_relative_to(disk)), None)
         if disk is not None:
-            show(f"rlhpc: warning: {path} is in {disk}, which other nodes do not see as a rule", file=sys.stderr)
+            show(f"rlhpc: warning: {path} is in {disk}, which is usually local to each node", file=sys.stderr)
 
 
 def _prepare(configs: Sequence[RunConfig]) -> None:
-    """Make the inputs here and now: what is wrong with them is told before the job waits in the queue."""
+    """Prepares the inputs now, so that errors in them appear before the job waits in the queue."""
     for config in configs:
         if config.prepare is None:
             continue
@@ -229,7 +229,7 @@ def _prepare(configs: Sequence[RunConfig]) -> None:
 
 @contextlib.contextmanager
 def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
-    """The run folder with the config in it, held against other launchers; put back as it was when the block fails."""
+    """Context with the config written to the locked run folder, which is restored if the block fails."""
     new = not folder.path.exists()
     folder.create()
     before = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else None
@@ -246,8 +246,8 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
             raise
 
 
-def _record(plan: Plan, index: int, job: Handed) -> Run:
+def _record(plan: Plan, index: int, job: SubmittedJob) -> RunEntry:
     folder = plan.folders[index]
     record = new_record(job.job_id, plan.configs[index].name, plan.workdir, job.log)
-    enter(folder, record)
-    return Run(folder, record)
+    register(folder, record)
+    return RunEntry(folder, record)

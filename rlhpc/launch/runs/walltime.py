@@ -1,4 +1,4 @@
-"""The steps that a run is predicted to take, against the time limit of its job."""
+"""Compares the predicted time of a run with the time limit of its job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rlhpc.plan.estimates.step_time import predict_step
 
 
 def walltime_warnings(config: RunConfig) -> list[str]:
-    """Nothing where no GPU is named, the job has no limit or the model is still to be made. Raises UserError."""
+    """Warnings; none if no GPU is named, the job has no limit or the model does not exist yet. Raises UserError."""
     site = read_site(config)
     gpu = named_gpu(config, site)
     if gpu is None or config.slurm.time is None or not config.train.steps or not config.model.path.exists():

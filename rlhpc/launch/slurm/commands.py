@@ -1,4 +1,4 @@
-"""Asking Slurm's commands, and whether there is a Slurm that can be asked."""
+"""Runs Slurm's commands, and checks that a controller answers them."""
 
 from __future__ import annotations
 
@@ -18,23 +18,25 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.shown import show
 
 _ASK_SECONDS = 20.0
-# `scontrol ping` answers in hundredths of a second. One that hangs means a wrong configuration, a dead munge, or a
-# controller with too much to do, for which it is worth waiting.
+# `scontrol ping` takes hundredths of a second. If it hangs, the configuration is wrong, munge is dead, or the
+# controller is overloaded, which is worth waiting for.
 _PING_SECONDS, _SLOW_SECONDS = 1.5, 15.0
 _CONFIGURATIONS = ("/etc/slurm/slurm.conf", "/run/slurm/conf/slurm.conf", "/usr/local/etc/slurm.conf")
 _MUNGE_SOCKET = "/run/munge/munge.socket.2"
-# Users keep filters and formats in these; what is parsed here must not depend on them.
+# Prefixes of variables in which users keep filters and formats; they would change what is parsed here.
 _FILTERS = ("SQUEUE_", "SINFO_", "SACCT_", "SCONTROL_", "SCANCEL_")
 
 
 @dataclass(frozen=True)
-class Answer:
+class CommandResult:
+    """Exit code and output of a command."""
+
     code: int
     out: str
     err: str
 
 
-def ask(*command: str, seconds: float = _ASK_SECONDS) -> Answer:
+def ask(*command: str, seconds: float = _ASK_SECONDS) -> CommandResult:
     """Run a command of Slurm, in English and with times as ISO 8601. Raises UserError where it is absent or hangs."""
     try:
         done = subprocess.run(
@@ -55,11 +57,11 @@ def ask(*command: str, seconds: float = _ASK_SECONDS) -> Answer:
             where="slurm",
             remedy="try again later; the controller may be overloaded",
         ) from None
-    return Answer(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
 def require_controller() -> None:
-    """Refuse to go on without a controller that answers. A dead one is told within two seconds."""
+    """Raises UserError if no controller answers, within two seconds where it is dead."""
     if shutil.which("sbatch") is None or shutil.which("scontrol") is None:
         raise _no_slurm("sbatch")
     configured = os.environ.get(env.SLURM_CONF)
@@ -72,33 +74,33 @@ def require_controller() -> None:
     answer = _ping(_PING_SECONDS)
     if answer is None:
         _refuse_without_munge()
-        show("rlhpc: Slurm's controller is slow to answer, waiting for it", file=sys.stderr)
+        show("rlhpc: Slurm's controller is slow to answer; waiting for it", file=sys.stderr)
         answer = _ping(_SLOW_SECONDS)
     if answer is not None and re.search(r"\bis UP\b", answer.out):
         return
     _refuse_without_munge()
     if answer is not None and "fatal" in answer.err:
         raise UserError(
-            f"its configuration cannot be used: {last_line(answer.err)}",
+            f"the Slurm configuration cannot be used: {last_line(answer.err)}",
             where="slurm",
             remedy=f"log in to a login node of the cluster, or set {env.SLURM_CONF}",
         )
     raise UserError(
         f"the controller does not answer{_controllers(answer)}",
         where="slurm",
-        remedy="wait until it is back (`scontrol ping`), or tell the administrators; jobs already there go on",
+        remedy="wait until `scontrol ping` reports it up, or inform the administrators; submitted jobs continue",
     )
 
 
 def last_line(text: str) -> str:
-    """The last line that says something, without the name of the command before it."""
+    """The last line that is not empty, without the name of the command in front."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return re.sub(r"^\w+: (error|fatal): ", "", lines[-1]) if lines else ""
 
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """What the block writes nobody else can read. sbatch hands the mask on to the job."""
+    """Context in which new files are readable by the user alone; sbatch passes the mask on to the job."""
     mask = os.umask(0o077)
     try:
         yield
@@ -108,8 +110,8 @@ def private_files() -> Iterator[None]:
 
 @contextmanager
 def clean_submission(options: frozenset[str]) -> Iterator[None]:
-    """For the block no variable of the environment overrides an option of the script, and traces of a job that this
-    process runs in do not reach the new one."""
+    """Context without variables that would override options of the script, or pass on the job that this process runs
+    in to the new job."""
     before = dict(os.environ)
     for name in before:
         if _overrides(name, options) or (env.SLURM_JOB_ID in before and _of_outer_job(name)):
@@ -122,7 +124,7 @@ def clean_submission(options: frozenset[str]) -> Iterator[None]:
 
 
 def _overrides(name: str, options: frozenset[str]) -> bool:
-    """sbatch believes its variables more than the script."""
+    """Whether sbatch would take an option from this variable instead of the script."""
     if not name.startswith("SBATCH_"):
         return False
     aliases = {"timelimit": "time", "mem-per-node": "mem", "no-requeue": "requeue", "array-inx": "array"}
@@ -135,19 +137,19 @@ def _of_outer_job(name: str) -> bool:
 
 
 def _environment() -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
-    return {**kept, env.LC_ALL: "C", env.SLURM_TIME_FORMAT: "standard"}
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(_FILTERS)}
+    return {**inherited, env.LC_ALL: "C", env.SLURM_TIME_FORMAT: "standard"}
 
 
 def _no_slurm(command: str) -> UserError:
     return UserError(
-        f"no Slurm on this machine: there is no `{command}`",
+        f"no Slurm on this machine: `{command}` not found",
         where=socket.gethostname(),
         remedy="log in to a login node of the cluster, or use `rlhpc run` on this machine",
     )
 
 
-def _ping(seconds: float) -> Answer | None:
+def _ping(seconds: float) -> CommandResult | None:
     try:
         done = subprocess.run(
             ["scontrol", "ping"],
@@ -160,16 +162,16 @@ def _ping(seconds: float) -> Answer | None:
         )
     except subprocess.TimeoutExpired:
         return None
-    return Answer(done.returncode, done.stdout, done.stderr)
+    return CommandResult(done.returncode, done.stdout, done.stderr)
 
 
-def _controllers(answer: Answer | None) -> str:
+def _controllers(answer: CommandResult | None) -> str:
     hosts = re.findall(r"^Slurmctld\(\w+\) at (\S+) is DOWN", answer.out if answer else "", re.MULTILINE)
     return f" (down: {', '.join(hosts)})" if hosts else ""
 
 
 def _refuse_without_munge() -> None:
-    """Slurm's commands try for two seconds before they say that nobody can vouch for this user."""
+    """Raises UserError if munge is down: Slurm's commands would try for two seconds first."""
     path = _munge_socket()
     if path is None:
         return
@@ -183,14 +185,14 @@ def _refuse_without_munge() -> None:
 
 def munge_error(detail: str) -> UserError:
     return UserError(
-        f"munge, by which Slurm knows users, does not run on this machine ({detail})",
+        f"munge, Slurm's authentication service, does not run on this machine ({detail})",
         where=socket.gethostname(),
         remedy="use another login node, or ask the administrators to start munged",
     )
 
 
 def _munge_socket() -> str | None:
-    """Where munge listens by slurm.conf; None where that cannot be known, or munge is not used."""
+    """Munge's socket by slurm.conf; None if it is unknown or munge is not used."""
     names = [os.environ.get(env.SLURM_CONF) or "", *_CONFIGURATIONS]
     file = next((Path(name) for name in names if name and Path(name).is_file()), None)
     if file is None:

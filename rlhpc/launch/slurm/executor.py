@@ -1,4 +1,4 @@
-"""Handing jobs to Slurm through submitit, and the very script that it will use."""
+"""Submits jobs to Slurm through submitit, and renders the script that it will use."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from rlhpc.launch.slurm.errors import submission_error
 from rlhpc.launch.slurm.job_spec import JobSpec
 
 JOB = "rlhpc.launch.supervise.supervisor:run_job"
-# How submitit spells these among its own parameters; the others go in as they are.
+# Options that submitit spells differently.
 _SUBMITIT_NAMES = {"job-name": "job_name"}
 
 
 @dataclass(frozen=True)
-class Handed:
-    """One job in the queue: its id (array elements as 7_3) and the file of what its batch step prints."""
+class SubmittedJob:
+    """One submitted job: its id (array elements as 7_3) and the log of its batch step."""
 
     job_id: str
     log: Path
 
 
 def call_job(entry: str, run_dir: str) -> None:
-    """What submitit calls in the batch step: ``entry`` with the run folder. Its code is the job's exit code."""
+    """Function that submitit calls in the batch step: calls ``entry`` with the run folder and exits with its code."""
     code = import_attribute(entry, "job")(run_dir)
     if code:
         raise SystemExit(code)
 
 
 def script(spec: JobSpec, folder: Path, jobs: int = 1) -> str:
-    """The text of the script, for one job or an array of ``jobs``; submitit's files are in ``folder``."""
+    """Text of the script for one job or an array of ``jobs``, with submitit's files in ``folder``."""
     from submitit.slurm.slurm import _make_sbatch_string
 
     command = f"{spec.python} -u -m submitit.core._submit {shlex.quote(str(folder))}"
@@ -46,10 +46,10 @@ def script(spec: JobSpec, folder: Path, jobs: int = 1) -> str:
     return str(_make_sbatch_string(command=command, folder=folder, map_count=count, **_parameters(spec)))
 
 
-def hand_over(
+def submit_jobs(
     spec: JobSpec, folder: Path, run_dirs: Sequence[Path], slurm: SlurmSection, entry: str = JOB
-) -> list[Handed]:
-    """Submit one job for each run folder, as an array if there are several. What Slurm refuses is a UserError."""
+) -> list[SubmittedJob]:
+    """Submits one job for each run folder, as an array if there are several. Raises UserError if Slurm refuses."""
     from submitit.core.utils import FailedJobError, FailedSubmissionError
     from submitit.slurm.slurm import SlurmExecutor
 
@@ -57,21 +57,19 @@ def hand_over(
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         executor = SlurmExecutor(folder=folder, python=spec.python)
         executor.update_parameters(**_parameters(spec))
-        told = io.StringIO()
+        printed = io.StringIO()
         try:
-            with contextlib.redirect_stderr(told):  # submitit prints what it raises
+            with contextlib.redirect_stderr(printed):  # submitit prints what it raises
                 jobs = _submit(executor, entry, run_dirs)
         except (FailedJobError, FailedSubmissionError) as error:
-            raise submission_error(str(error) or told.getvalue(), slurm) from None
-    return [Handed(str(job.job_id), Path(job.paths.stdout)) for job in jobs]
+            raise submission_error(str(error) or printed.getvalue(), slurm) from None
+    return [SubmittedJob(str(job.job_id), Path(job.paths.stdout)) for job in jobs]
 
 
 def check_folder_name(folder: Path) -> None:
-    """Slurm replaces %j and the like in the names of log files."""
+    """Raises UserError for characters that Slurm replaces in names of log files, such as %j."""
     if "%" in str(folder) or "\\" in str(folder) or "\n" in str(folder):
-        raise UserError(
-            f"{str(folder)!r} has a % or a backslash in it", where="run_dir", remedy="choose another folder"
-        )
+        raise UserError(f"{str(folder)!r} contains a % or a backslash", where="run_dir", remedy="choose another folder")
 
 
 def _submit(executor: Any, entry: str, run_dirs: Sequence[Path]) -> list[Any]:
@@ -85,8 +83,8 @@ def _submit(executor: Any, entry: str, run_dirs: Sequence[Path]) -> list[Any]:
 
 
 def _parameters(spec: JobSpec) -> dict[str, Any]:
-    """Of submitit's executor. Its own wckey, signal and time are replaced; nodes and tasks are told to sbatch only,
-    because ranks are not submitit's tasks here: srun starts them inside the job."""
+    """Parameters of submitit's executor. Its own wckey, signal and time are replaced. Nodes and tasks go to sbatch
+    only: ranks are not submitit's tasks, srun starts them inside the job."""
     return {
         "use_srun": False,
         "stderr_to_stdout": True,

@@ -1,4 +1,4 @@
-"""Options of Slurm by which a task sees only some of its node's GPUs. Pure.
+"""Finds Slurm options that hide some of a node's GPUs from a task. Pure.
 
 Every rank takes the GPU of its local rank, and vLLM asserts that it sees that many (v1/worker/gpu_worker.py:
 ``local_rank < device_count``), so each rank has to see all GPUs that the job has on its node.
@@ -14,9 +14,9 @@ from rlhpc.core.errors import UserError
 
 WHAT_WORKS = "--gpus-per-node=N or --gres=gpu:N, with --gpu-bind=none"
 _BIND, _TRES_BIND = "gpu-bind", "tres-bind"
-# Each binds tasks by itself unless --gpu-bind says otherwise (srun(1), --gpus-per-task and --ntasks-per-gpu).
+# Options that bind tasks unless --gpu-bind is given (srun(1), --gpus-per-task and --ntasks-per-gpu).
 _IMPLIES_BINDING = ("gpus-per-task", "ntasks-per-gpu", "tres-per-task")
-# What sbatch leaves in the job's environment of its own options, and srun takes for its own.
+# Variables that sbatch sets from these options and srun reads.
 _VARIABLES = {
     _BIND: env.SLURM_GPU_BIND,
     _TRES_BIND: env.SLURM_TRES_BIND,
@@ -27,14 +27,14 @@ _VARIABLES = {
 
 
 def check_config_binding(config: RunConfig, sbatch: Mapping[str, object]) -> None:
-    """Refuse a job whose ranks would not see all GPUs of their node; ``sbatch`` are the options of
-    ``slurm.sbatch_options`` by sbatch's names. Raises UserError."""
+    """Raises UserError if ranks would not see all GPUs of their node. ``sbatch``: ``slurm.sbatch_options`` by sbatch's
+    names."""
     own = {name: (str(value), f"slurm.sbatch_options.{name}") for name, value in sbatch.items()}
     _check(config, own)
 
 
 def check_job_binding(config: RunConfig, environ: Mapping[str, str]) -> None:
-    """The same of a job that a plain sbatch script asked for, from the environment of its batch step."""
+    """The same for the job of a plain sbatch script, from the environment of its batch step."""
     groups = range(int(environ.get(env.SLURM_HET_SIZE, "1")))
     own = {}
     for option, variable in _VARIABLES.items():
@@ -60,12 +60,12 @@ def _check(config: RunConfig, job: Mapping[str, tuple[str, str]]) -> None:
     raise UserError(
         f"{shown} binds each of the {ranks} ranks of a node to some of its GPUs, but vLLM needs every rank to see all",
         where=where,
-        remedy=f"submit with {WHAT_WORKS}" if where.startswith("--") else f"leave it out; what works is {WHAT_WORKS}",
+        remedy=f"submit with {WHAT_WORKS}" if where.startswith("--") else f"leave it out, or use {WHAT_WORKS}",
     )
 
 
 def binding_option(options: Mapping[str, str]) -> str | None:
-    """The option, by its long name, that binds tasks to some of the GPUs; None if they see all of them."""
+    """Long name of the option that binds tasks to some of the GPUs; None if they see all of them."""
     bind = options.get(_BIND)
     if bind is not None:
         return None if _is_none(bind) else _BIND
@@ -80,7 +80,7 @@ def _asks_for_gpus(name: str, value: str) -> bool:
 
 
 def _is_none(binding: str) -> bool:
-    """``verbose,`` or ``v,`` may be in front."""
+    """Whether the binding is none, after an optional ``verbose,`` or ``v,``."""
     kinds = [
         kind for kind in binding.lower().replace(":", ",").split(",") if kind not in ("v", "verbose", "q", "quiet")
     ]

@@ -1,4 +1,4 @@
-"""The batch job of a run as a plain value: sbatch's options, the lines before the command, the Python."""
+"""Batch job of a run as a plain value: sbatch's options, setup lines, the interpreter."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rlhpc.launch.slurm.times import seconds_of
 
 Option = str | int | bool
 
-# A fallback of the launcher's own deadline: the steps get USR2 so long before the time limit, or a tenth of it.
+# Fallback for the supervisor's own deadline: ranks get USR2 this long before the time limit, or a tenth of it.
 _SIGNAL_SECONDS = 120
-# Options of sbatch with a key of their own, which the rest of the program reads too.
+# Options of sbatch with a key of their own.
 OPTION_KEYS = {
     "nodes": "slurm.nodes",
     "time": "slurm.time",
@@ -33,11 +33,11 @@ OPTION_KEYS = {
     "mem": "slurm.memory",
     "job-name": "name",
 }
-# What would break the launcher.
+# Options that would break the supervisor.
 _OURS = frozenset(
     {"array", "output", "error", "input", "open-mode", "ntasks", "chdir", "wrap", "wait", "parsable", "test-only"}
 )
-# Memory and GPUs asked for in another way replace ours.
+# Options of the user by ours that they replace.
 _INSTEAD = {
     "mem-per-cpu": "mem",
     "mem-per-gpu": "mem",
@@ -49,7 +49,7 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class JobSpec:
-    """``options`` are sbatch's by their long names, in order; True is a bare flag. ``setup`` are lines of bash."""
+    """``options``: sbatch's by their long names, in order; True is a bare flag. ``setup``: lines of bash."""
 
     name: str
     options: tuple[tuple[str, Option], ...]
@@ -58,8 +58,8 @@ class JobSpec:
 
 
 def make_spec(config: RunConfig, workdir: Path, python: str, conda: str = "conda") -> JobSpec:
-    """The job of ``config``, which runs in ``workdir`` with the interpreter ``python`` of this machine, or with the
-    one of slurm.conda; ``conda`` is the program that knows environments."""
+    """The job of ``config``. It runs in ``workdir`` with the interpreter ``python`` of this machine, or with that of
+    slurm.conda, which the program ``conda`` activates."""
     slurm = config.slurm
     own: dict[str, Option | None] = {
         "job-name": config.name,
@@ -95,8 +95,8 @@ def make_spec(config: RunConfig, workdir: Path, python: str, conda: str = "conda
 
 
 def _tasks(config: RunConfig) -> dict[str, Option | None]:
-    """What each node must have. With a range of nodes the job counts no tasks: Slurm reckons their number at the first
-    start and keeps it, so that a job that ran on four nodes would never come back on two (seen on 22.05)."""
+    """Tasks and cores per node. With a range of nodes the job has no task count: Slurm would compute it at the first
+    start and keep it, so that a job that ran on four nodes could not continue on two (seen on 22.05)."""
     ranks, cores = config.resources.ranks_per_node, config.slurm.cpus_per_rank
     if isinstance(config.slurm.nodes, int):
         return {"ntasks-per-node": ranks, "cpus-per-task": cores}
@@ -104,7 +104,7 @@ def _tasks(config: RunConfig) -> dict[str, Option | None]:
 
 
 def gpus_per_node(config: RunConfig) -> int:
-    """GPUs that the job gets on each node: one for each rank unless the config says otherwise."""
+    """GPUs of the job on each node: one per rank by default."""
     asked = config.slurm.gpus_per_node
     return config.resources.ranks_per_node if asked is None else asked
 
@@ -122,7 +122,7 @@ def _signal_seconds(slurm: SlurmSection) -> int:
 
 
 def _extra_options(slurm: SlurmSection) -> dict[str, Option]:
-    """The user's, with the names as sbatch writes them; what has a key of its own belongs there."""
+    """The user's options by sbatch's names. Raises UserError for those with a key of their own, and for ours."""
     extra = {}
     for given, value in slurm.sbatch_options.items():
         name, where = given.lstrip("-").replace("_", "-"), f"slurm.sbatch_options.{given}"
@@ -135,13 +135,13 @@ def _extra_options(slurm: SlurmSection) -> dict[str, Option]:
 
 
 def _check_value(key: str, text: str) -> None:
-    """An option is one line of the script."""
+    """Raises UserError for an option that is not one line of the script."""
     if "\n" in text or "\r" in text:
-        raise UserError(f"{text!r} has more than one line", where=key, remedy="make it one line")
+        raise UserError(f"{text!r} has more than one line", where=key, remedy="write it in one line")
 
 
 def _setup(slurm: SlurmSection, workdir: Path, python: str, conda: str) -> tuple[str, ...]:
-    """What the batch step does first. A line that fails ends the job and says which."""
+    """First lines of the batch step. One that fails ends the job and is named."""
     folder = shlex.quote(str(workdir))
     lines = [
         "umask 077",
@@ -158,7 +158,7 @@ def _setup(slurm: SlurmSection, workdir: Path, python: str, conda: str) -> tuple
 
 
 def _modules(modules: list[str]) -> list[str]:
-    """Batch shells are not login shells: the site's start files may not have been read."""
+    """Lines that load modules. Batch shells are not login shells, so the site's start files are sourced first."""
     if not modules:
         return []
     places = '/etc/profile.d/*modules*.sh /etc/profile.d/*lmod*.sh "${LMOD_PKG:-/none}/init/bash" '
@@ -176,7 +176,7 @@ def _modules(modules: list[str]) -> list[str]:
 
 
 def _conda(environment: str | None, conda: str) -> list[str]:
-    """Activation wants the shell function, which only start files of interactive shells define."""
+    """Lines that activate the environment, after defining the shell function that only interactive shells have."""
     if environment is None:
         return []
     program = shlex.quote(conda)
@@ -190,8 +190,8 @@ def _conda(environment: str | None, conda: str) -> list[str]:
 def _user_lines(setup: list[str]) -> list[str]:
     if not setup:
         return []
-    told = "trap 'echo \"rlhpc: $(hostname): slurm.setup: failed: $BASH_COMMAND\" >&2' ERR"
-    return [told, "set -e", *setup, "set +e", "trap - ERR"]
+    trap = "trap 'echo \"rlhpc: $(hostname): slurm.setup: failed: $BASH_COMMAND\" >&2' ERR"
+    return [trap, "set -e", *setup, "set +e", "trap - ERR"]
 
 
 def _say(text: str) -> str:

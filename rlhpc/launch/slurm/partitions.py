@@ -1,4 +1,4 @@
-"""What the cluster has, as sinfo tells it, against what a config asks for."""
+"""Compares what a config requests with the partitions and nodes that sinfo reports."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _FORMAT = "%P|%a|%l|%D|%c|%m|%f|%s|%G"
 
 @dataclass(frozen=True)
 class NodeGroup:
-    """Equal nodes of one partition. ``limit``: longest time of a job in seconds, ``largest``: most nodes of one; None:
-    no limit. ``gpus`` by type."""
+    """Equal nodes of one partition. ``limit``: maximum time of a job in seconds; ``largest``: maximum nodes of a job;
+    None: no limit. ``gpus`` by type."""
 
     partition: str
     default: bool
@@ -37,13 +37,13 @@ class NodeGroup:
 
 
 def read_partitions() -> list[NodeGroup]:
-    """Every partition's nodes, hidden ones too; empty when sinfo does not say."""
+    """Nodes of every partition, hidden ones too; empty if sinfo fails."""
     answer = ask("sinfo", "-a", "-h", "-o", _FORMAT)
     return parse_partitions(answer.out) if answer.code == 0 else []
 
 
 def parse_partitions(text: str) -> list[NodeGroup]:
-    """The lines of ``sinfo -h -o`` with this module's format; a line that is not understood is left out."""
+    """Node groups from the output of ``sinfo -h -o`` with this module's format, without malformed lines."""
     groups = []
     for line in text.splitlines():
         fields = [field.strip() for field in line.split("|", 8)]
@@ -72,7 +72,7 @@ def parse_partitions(text: str) -> list[NodeGroup]:
 
 
 def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_node: int) -> None:
-    """Refuse what no node of the partition can give, naming the key. Says nothing where sinfo said nothing."""
+    """Raises UserError, with the key, for what no node of the partition has. Passes without ``groups``."""
     slurm = config.slurm
     where = "the cluster"
     if slurm.partition is not None and groups:
@@ -87,12 +87,12 @@ def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_no
     groups = _check_gpus(groups, gpus_per_node, slurm.gpu_type, where)
     if slurm.cpus_per_rank is not None:
         cpus = slurm.cpus_per_rank * config.resources.ranks_per_node
-        wrong = f"{cpus} CPUs on each node ({slurm.cpus_per_rank} for each of {config.resources.ranks_per_node} ranks)"
-        groups = _with_enough(groups, lambda group: group.cpus, cpus, wrong, where, "slurm.cpus_per_rank", "CPUs")
+        text = f"{cpus} CPUs on each node ({slurm.cpus_per_rank} for each of {config.resources.ranks_per_node} ranks)"
+        request = _Request("slurm.cpus_per_rank", cpus, "CPUs", text)
+        groups = _with_enough(groups, lambda group: group.cpus, request, where)
     if slurm.memory is not None:
-        least = memory_mib(slurm.memory)
-        wrong = f"{slurm.memory} of memory on each node"
-        groups = _with_enough(groups, lambda group: group.memory_mib, least, wrong, where, "slurm.memory", "MiB")
+        request = _Request("slurm.memory", memory_mib(slurm.memory), "MiB", f"{slurm.memory} of memory on each node")
+        groups = _with_enough(groups, lambda group: group.memory_mib, request, where)
     _check_features(groups, slurm.constraint, where)
     _check_nodes(groups, slurm.least_nodes, where)
     if slurm.time is not None and slurm.qos is None:  # a QoS may allow more than the partition
@@ -100,7 +100,7 @@ def check_partitions(config: RunConfig, groups: Sequence[NodeGroup], gpus_per_no
 
 
 def most_nodes(groups: Sequence[NodeGroup]) -> int:
-    """Nodes that one job can have in the best of the partitions."""
+    """Maximum nodes of one job in any one of the partitions."""
     by_partition: dict[str, int] = {}
     for group in groups:
         together = by_partition.get(group.partition, 0) + group.nodes
@@ -113,7 +113,7 @@ def _check_gpus(groups: Sequence[NodeGroup], count: int, kind: str | None, where
         return groups
     if not any(group.gpus for group in groups):
         raise UserError(
-            f"no node of {where} has GPUs, {count} are asked for on each (by default one for each rank)",
+            f"no node of {where} has GPUs, but {count} per node are requested (default: one per rank)",
             where="slurm.gpus_per_node",
             remedy="name another slurm.partition, or set it to 0 to compute on CPUs",
         )
@@ -122,23 +122,28 @@ def _check_gpus(groups: Sequence[NodeGroup], count: int, kind: str | None, where
         if kinds and kind not in kinds:
             raise UserError(f"no {kind!r} GPUs in {where}", where="slurm.gpu_type", remedy=did_you_mean(kind, kinds))
         kind = kind if kinds else None
-    wrong = f"{count} GPUs on each node"
-    return _with_enough(groups, lambda group: group.gpu_count(kind), count, wrong, where, "slurm.gpus_per_node", "GPUs")
+    request = _Request("slurm.gpus_per_node", count, "GPUs", f"{count} GPUs on each node")
+    return _with_enough(groups, lambda group: group.gpu_count(kind), request, where)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What each node must have at least: ``least`` of ``unit`` by the config's ``key``, in words ``text``."""
+
+    key: str
+    least: float
+    unit: str
+    text: str
 
 
 def _with_enough(
-    groups: Sequence[NodeGroup],
-    have: Callable[[NodeGroup], int],
-    least: float,
-    wrong: str,
-    where: str,
-    key: str,
-    unit: str,
+    groups: Sequence[NodeGroup], have: Callable[[NodeGroup], int], request: _Request, where: str
 ) -> list[NodeGroup]:
-    enough = [group for group in groups if have(group) >= least]
+    enough = [group for group in groups if have(group) >= request.least]
     if not enough:
         most = max(have(group) for group in groups)
-        raise UserError(f"{wrong}, but nodes of {where} have at most {most} {unit}", where=key, remedy="lower it")
+        message = f"{request.text}, but nodes of {where} have at most {most} {request.unit}"
+        raise UserError(message, where=request.key, remedy="lower it")
     return enough
 
 
@@ -153,7 +158,7 @@ def _check_nodes(groups: Sequence[NodeGroup], least: int, where: str) -> None:
     most = most_nodes(groups)
     if least > most:
         raise UserError(
-            f"{least} nodes, but {where} has {most} for one job that fit the rest of what is asked for",
+            f"{least} nodes, but {where} has only {most} for one job that meet the other requests",
             where="slurm.nodes",
             remedy=f"use at most {most}",
         )
@@ -166,7 +171,7 @@ def _check_time(groups: Sequence[NodeGroup], time: str | int, where: str) -> Non
         raise UserError(
             f"{time} is longer than {where} allows",
             where="slurm.time",
-            remedy=f"use at most {in_slurm_words(max(known))}; a longer run saves in time and is requeued by itself",
+            remedy=f"use at most {in_slurm_words(max(known))}; longer runs checkpoint before it and are requeued",
         )
 
 

@@ -1,4 +1,4 @@
-"""The state of jobs: from squeue, then scontrol, then sacct where there is an accounting database.
+"""State of jobs: from squeue, else scontrol, else sacct where there is an accounting database.
 
 No JSON: ``squeue --json`` of some versions ignores -j, and the types of its fields change between versions.
 """
@@ -55,7 +55,7 @@ _SACCT = "JobID,State,Start,End,NodeList,ExitCode,Reason"
 
 @dataclass(frozen=True)
 class JobStatus:
-    """One job as Slurm knows it. ``start`` of a queued job is the expected one; ``time_left`` in seconds.
+    """State of one job in Slurm. ``start`` of a queued job is the expected one; ``time_left`` in seconds.
 
     ``restarts`` and ``exit_code`` (CODE:SIGNAL) are known from scontrol and sacct only.
     """
@@ -86,12 +86,12 @@ class JobStatus:
 
     @property
     def why(self) -> Reason:
-        """What a queued job waits for."""
+        """The reason why a queued job waits."""
         return read_reason(self.reason)
 
 
 def read_jobs(ids: Iterable[str]) -> dict[str, JobStatus]:
-    """The jobs that Slurm still knows, by id (array elements as 7_3). Raises UserError when Slurm does not answer."""
+    """Jobs that Slurm still knows, by id (array elements as 7_3). Raises UserError if Slurm does not answer."""
     wanted = sorted(set(ids))
     if not wanted:
         return {}
@@ -103,8 +103,8 @@ def read_jobs(ids: Iterable[str]) -> dict[str, JobStatus]:
     return found | (_from_sacct(missing) if missing else {})
 
 
-def read_job(job_id: str, detail: bool = False) -> JobStatus | None:
-    """One job; None when Slurm does not know it (any more). ``detail``: with restarts, from another command."""
+def read_job(job_id: str, *, detail: bool = False) -> JobStatus | None:
+    """One job; None if Slurm does not know it, or no longer. ``detail``: with restarts, from scontrol."""
     if detail and (status := _from_scontrol(job_id).get(job_id)) is not None:
         return status
     return read_jobs([job_id]).get(job_id)
@@ -125,11 +125,11 @@ def parse_squeue(text: str) -> dict[str, JobStatus]:
 
 
 def parse_scontrol(text: str) -> dict[str, JobStatus]:
-    """Lines of ``scontrol show job -o``; values may hold blanks, a name begins after one and ends with ``=``."""
+    """Lines of ``scontrol show job -o``; values may contain blanks; a name begins after one and ends with ``=``."""
     found = {}
     for line in text.splitlines():
         pairs = re.findall(r"(?:^|\s)([A-Za-z][\w/:]*)=(.*?)(?=\s+[A-Za-z][\w/:]*=|\s*$)", line.strip())
-        fields = dict(reversed(pairs))  # the first of a name counts: SubmitLine comes late and holds anything
+        fields = dict(reversed(pairs))  # the first of a name counts: SubmitLine comes late and contains anything
         if "JobState" not in fields:
             continue
         job_id = fields.get("JobId", "")
@@ -182,13 +182,13 @@ def _from_squeue(ids: Sequence[str]) -> dict[str, JobStatus]:
 
 
 def _from_scontrol(job_id: str) -> dict[str, JobStatus]:
-    """Remembers a finished job for a while (MinJobAge, minutes)."""
+    """From scontrol, which remembers a finished job for MinJobAge, some minutes."""
     answer = ask("scontrol", "show", "job", "-o", job_id)
     return parse_scontrol(answer.out) if answer.code == 0 else {}
 
 
 def _from_sacct(ids: Sequence[str]) -> dict[str, JobStatus]:
-    """Nothing where there is no database, or no sacct."""
+    """From sacct; nothing without it or its database."""
     try:
         answer = ask("sacct", "-n", "-P", "-X", "-o", _SACCT, "-j", ",".join(ids))
     except UserError:

@@ -1,4 +1,4 @@
-"""Slurm's ways to write times and durations."""
+"""Times and durations as Slurm writes them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from datetime import datetime
 
 
 def seconds_of(text: str | int) -> int | None:
-    """A duration as sbatch takes it and squeue shows it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None if it is no such
-    thing: UNLIMITED, NOT_SET, N/A and the like."""
+    """Seconds of a duration as sbatch takes it and squeue shows it: M, M:S, H:M:S, D-H, D-H:M, D-H:M:S. None for
+    anything else, such as UNLIMITED, NOT_SET or N/A."""
     days, dash, rest = str(text).strip().rpartition("-")
     parts = rest.split(":")
     if not all(part.isdecimal() for part in (*parts, *([days] if dash else []))) or len(parts) > 3:
@@ -23,7 +23,7 @@ def seconds_of(text: str | int) -> int | None:
 
 
 def time_of(text: str) -> float | None:
-    """Unix time of 2026-11-21T10:31:00 in this machine's zone; None for N/A, Unknown, None."""
+    """Unix time of 2026-11-21T10:31:00 in this machine's time zone; None for N/A, Unknown, None."""
     try:
         return datetime.fromisoformat(text.strip()).timestamp()
     except ValueError:
@@ -31,6 +31,6 @@ def time_of(text: str) -> float | None:
 
 
 def clock(time: float, now: float) -> str:
-    """When, as short as it is clear: 14:05, tomorrow's with the day."""
+    """A time as 14:05, with the day if it is not today."""
     moment, today = datetime.fromtimestamp(time), datetime.fromtimestamp(now)
     return moment.strftime("%H:%M" if moment.date() == today.date() else "%a %d %b %H:%M")

@@ -1,4 +1,4 @@
-"""The process that starts the ranks and watches them: begin, watch, diagnose, decide.
+"""Process that starts the ranks and watches them: begin, watch, diagnose, decide.
 
     srun.py ─> ranks ─> exit records, heartbeats ─> hang_watch.py, hang_analysis.py ─> diagnosis.py ─> policy.py
                  └ meet at rendezvous_server.py

@@ -1,4 +1,4 @@
-"""The batch step's view of its own job: who is in it, when it ends, how it is requeued. Any Slurm from 22.05 on."""
+"""The batch step's own job: its nodes, its end, its requeue. For Slurm 22.05 and later."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _AWAY_PAUSES = (0.2, 1.0, 5.0, 15.0, *[30.0] * 20, 0.0)
 class BatchJob:
     """A running job, from the environment of its batch step.
 
-    ``name`` is what commands take (7_3 for an element of an array): the last element's own number is its array's too,
-    and a requeue by it would requeue every element. ``groups``: the nodes of each group of a heterogeneous job, or one.
+    ``name``: what commands take (7_3 for an element of an array). The last element's own number is its array's too, and
+    a requeue by it would requeue every element. ``groups``: nodes of each group of a heterogeneous job, or one group.
     """
 
     job_id: str
@@ -46,51 +46,49 @@ class BatchJob:
 
     @classmethod
     def from_environ(cls) -> BatchJob:
-        """Read Slurm's variables; a UserError outside of a job."""
+        """The job by Slurm's variables. Raises UserError outside of a job."""
         job_id, nodes = os.environ.get(env.SLURM_JOB_ID), os.environ.get(env.SLURM_JOB_NODELIST)
         if not job_id or not nodes:
-            raise UserError(
-                "this is no Slurm job", where=env.SLURM_JOB_ID, remedy="start it with sbatch or rlhpc submit"
-            )
+            raise UserError("not in a Slurm job", where=env.SLURM_JOB_ID, remedy="start it with sbatch or rlhpc submit")
         groups = [nodes]
         for group in range(1, int(os.environ.get(env.SLURM_HET_SIZE, "1"))):
             groups.append(os.environ[env.of_het_group(env.SLURM_JOB_NODELIST, group)])
-        names = [tuple(_told("scontrol", "show", "hostnames", group).split()) for group in groups]
+        names = [tuple(_output("scontrol", "show", "hostnames", group).split()) for group in groups]
         assert all(names), f"scontrol show hostnames does not know {groups}"
         return cls(job_id, job_name(), int(os.environ.get(env.SLURM_RESTART_COUNT, "0")), tuple(names))
 
     def end_time(self) -> float | None:
-        """When Slurm ends the job, in seconds since 1970; None without a time limit or an answer.
+        """Unix time at which Slurm ends the job; None without a time limit or an answer.
 
-        Just after a requeue Slurm may still tell the end of the time before, which is past.
+        Just after a requeue, Slurm may still report the previous end, which is past.
         """
-        told = _told("squeue", "-h", "-j", self.name, "-o", "%e").split()  # a line for each group
-        end = min((found for text in told if (found := time_of(text)) is not None), default=0.0)
+        lines = _output("squeue", "-h", "-j", self.name, "-o", "%e").split()  # a line for each group
+        end = min((found for text in lines if (found := time_of(text)) is not None), default=0.0)
         return end if end > time.time() else None
 
     def partition_nodes(self) -> tuple[str, ...]:
-        """Every node of the job's partition, in whatever state; none when Slurm does not say."""
+        """Every node of the job's partition in any state; none if Slurm does not answer."""
         partition = os.environ.get(env.SLURM_JOB_PARTITION, "")
-        return tuple(_told("sinfo", "-h", "-N", "-p", partition, "-o", "%N").split()) if partition else ()
+        return tuple(_output("sinfo", "-h", "-N", "-p", partition, "-o", "%N").split()) if partition else ()
 
     def signal_ranks(self) -> None:
-        """SIGURG to every rank, which then writes its stacks (rlhpc.core.heartbeat); others ignore it."""
+        """Sends SIGURG to every rank, which then writes its stacks (rlhpc.core.heartbeat); others ignore it."""
         _succeeds("scancel", "--signal=URG", self.job_id)
 
     def requeue(self, excluded: Sequence[str]) -> bool:
-        """Put this job back into the queue, without the ``excluded`` nodes; Slurm then ends this batch step.
+        """Requeues this job without the ``excluded`` nodes and returns whether it worked; Slurm then ends this step.
 
-        A controller that is away is waited for: without it the run would end here for want of one command.
+        Waits for an unreachable controller: the run would otherwise end here.
         """
         if not _succeeds("scontrol", "requeue", self.name, pauses=_AWAY_PAUSES):
             return False
-        if excluded:  # only a pending job can be changed, which it is now; the step lives on for Slurm's KillWait
+        if excluded:  # only a pending job can be changed; this step lives on for Slurm's KillWait
             _succeeds("scontrol", "update", f"JobId={self.name}", f"ExcNodeList={','.join(excluded)}")
         return True
 
 
 class Deadline:
-    """Keeps the job's end in the attempt's folder, where rank 0 looks: an administrator may move it."""
+    """Keeps the job's end up to date in the attempt's folder, where rank 0 reads it: an administrator may change it."""
 
     def __init__(self, job: BatchJob) -> None:
         self._job = job
@@ -102,17 +100,17 @@ class Deadline:
         threading.Thread(target=self._keep, name="deadline", daemon=True).start()
 
     def seconds_left(self) -> float:
-        """Infinite without a limit."""
+        """Seconds until the end; infinite without a limit."""
         return float("inf") if self.end is None else self.end - time.time()
 
     def follow(self, attempt: AttemptFolder) -> None:
-        """Write into this attempt from now on."""
+        """Writes into the folder of this attempt from now on."""
         with self._lock:
             self._attempt = attempt
         self._write()
 
     def look(self) -> None:
-        """Ask Slurm now."""
+        """Asks Slurm now."""
         end = self._job.end_time()
         if end is not None:
             self.end = end
@@ -124,7 +122,7 @@ class Deadline:
             self.look()
 
     def _write(self) -> None:
-        """If it is news. What cannot be written now is written after the next look."""
+        """Writes a new end. If that fails, it is written after the next look."""
         with self._lock:
             if self._attempt is None or self.end is None or self._written == (self._attempt, self.end):
                 return
@@ -137,21 +135,21 @@ class Deadline:
 
 
 class Termination:
-    """Slurm's word that it ends this step: on a cancel, a requeue, the time limit, after a preemption's grace."""
+    """Records Slurm's SIGTERM: it ends this step on a cancel, a requeue, the time limit, after a preemption's grace."""
 
     def __init__(self) -> None:
-        self.told = False
+        self.requested = False
         signal.signal(signal.SIGTERM, self._note)
-        # submitit takes both for itself: what they mean here is the ranks' to say.
+        # submitit handles both; here they are for the ranks.
         signal.signal(signal.SIGCONT, signal.SIG_DFL)
         signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
     def _note(self, signum: int, frame: object) -> None:
-        self.told = True
+        self.requested = True
 
 
-def _told(*command: str) -> str:
-    """What a Slurm command prints; empty when it fails, or does not answer."""
+def _output(*command: str) -> str:
+    """Output of a Slurm command; empty if it fails or does not answer."""
     try:
         answer = ask(*command, seconds=_COMMAND_SECONDS)
     except UserError:
@@ -160,30 +158,30 @@ def _told(*command: str) -> str:
 
 
 def job_name() -> str:
-    """This job as commands take it, an element of an array as 7_3; empty outside of a job."""
+    """Name of this job for commands, 7_3 for an element of an array; empty outside of a job."""
     array, element = os.environ.get(env.SLURM_ARRAY_JOB_ID), os.environ.get(env.SLURM_ARRAY_TASK_ID)
     return f"{array}_{element}" if array and element else os.environ.get(env.SLURM_JOB_ID, "")
 
 
-def host() -> str:
-    """This node's name, as the other nodes find it."""
+def node_name() -> str:
+    """Name of this node by which other nodes find it."""
     return os.environ.get(env.SLURMD_NODENAME) or socket.gethostname()
 
 
 def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0)) -> bool:
-    """Run it until it succeeds, with these pauses after failures; the last complaint goes to stderr."""
-    complaint = ""
+    """Runs a command until it succeeds, with these pauses after failures; the last error goes to stderr."""
+    message = ""
     for pause in pauses:
         try:
             answer = ask(*command, seconds=_COMMAND_SECONDS)
         except UserError as error:
-            complaint = str(error)
+            message = str(error)
         else:
             if not answer.code:
                 return True
-            complaint = answer.err.strip()
-            if pause > _LONG_PAUSE and not _AWAY.search(complaint):
+            message = answer.err.strip()
+            if pause > _LONG_PAUSE and not _AWAY.search(message):
                 break  # the controller has answered
         time.sleep(pause)
-    say(f"{' '.join(command)}: {complaint}")
+    say(f"{' '.join(command)}: {message}")
     return False

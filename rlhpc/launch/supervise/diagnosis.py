@@ -1,4 +1,4 @@
-"""Why the ranks of a start ended: from their own records, what srun said, and what the watch for hangs saw. Pure."""
+"""Why the ranks of an attempt ended, by their own records, srun's output and the hang watch. Pure."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rlhpc.core.attempts import Cause
-from rlhpc.core.exits import EXIT_DISK_FULL, EXIT_STORAGE, ExitRecord, Kind, culprit
+from rlhpc.core.exits import EXIT_DISK_FULL, EXIT_STORAGE, ExitRecord, Kind, first_failure
 from rlhpc.core.stop import Reason
 from rlhpc.launch.supervise.hang_watch import Hang
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """``nodes`` hold the ranks block by block; ``ends``: the exit records there are, by rank; ``output``: what srun and
-    the daemons wrote to stderr; ``seen``: when srun was seen to end, in seconds since 1970."""
+    """``nodes`` have the ranks block by block; ``ends``: exit records by rank; ``output``: stderr of srun and of
+    Slurm's daemons; ``seen``: Unix time at which srun was seen to end."""
 
     world_size: int
     nodes: tuple[str, ...]
@@ -28,7 +28,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """``rank`` -1: none in particular. ``detail`` is the culprit's traceback or what srun said."""
+    """``rank`` -1: none in particular. ``detail``: traceback of the rank that failed first, or srun's output."""
 
     cause: Cause
     message: str = ""
@@ -38,7 +38,7 @@ class Diagnosis:
     stopped: Reason = "none"
 
 
-# Which cause a rank's error has, by its type and message; the first that fits.
+# Cause of a rank's error by its type and message; the first match counts.
 _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     ("hang", re.compile(r"^Hang: ")),
     ("non_finite", re.compile(r"^NonFiniteError: ")),
@@ -64,7 +64,7 @@ _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
             re.I,
         ),
     ),
-    ("host_memory", re.compile(r"^MemoryError|Cannot allocate memory|not enough memory|can't allocate memory", re.I)),
+    ("cpu_memory", re.compile(r"^MemoryError|Cannot allocate memory|not enough memory|can't allocate memory", re.I)),
 )
 _OOM_KILL = re.compile(r"oom.kill|Out Of Memory|out of memory", re.I)
 _NODE_FAILURE = re.compile(r"Node failure on (\S+)", re.I)
@@ -73,7 +73,7 @@ _NOT_STARTED = re.compile(r"Task launch for \S+ failed on node ([\w.-]+): (.+)",
 _TASKS = re.compile(r"^srun: error: ([\w.-]+): tasks? ([\d,-]+): (.+)$", re.M)
 # srun: error: task 1 launch failed: Slurmd could not connect IO
 _LAUNCH = re.compile(r"^srun: error: tasks? ([\d,-]+) launch failed: (.+)$", re.M)
-# Errors that the same code on the same data raises again: there is no use in a retry.
+# Errors that the same code raises again on the same data: a retry is useless.
 _OF_THE_CODE = re.compile(
     r"^(Arithmetic|Assertion|Attribute|FloatingPoint|Import|Index|Key|Lookup|ModuleNotFound|Name|NotImplemented|Overflow"
     r"|Recursion|Syntax|Type|UnboundLocal|Unicode\w*|Value|ZeroDivision)Error$"
@@ -82,7 +82,7 @@ _DATA = re.compile(r"^(data|sft\.data)\.|\.(jsonl|parquet)\b")
 
 
 def diagnose(evidence: Evidence) -> Diagnosis:
-    """The cause, the rank and node where it began, and a line that says it."""
+    """Cause, message, and the rank and node where it began."""
     ends = evidence.ends
     kinds = {end.kind for end in ends.values()}
     if len(ends) == evidence.world_size and kinds == {"done"}:
@@ -91,7 +91,7 @@ def diagnose(evidence: Evidence) -> Diagnosis:
         reason = next(end.message for end in ends.values() if end.kind == "stopped")
         return Diagnosis("stopped", "the ranks agreed to stop", stopped=reason)  # type: ignore[arg-type]
     gone, refused = _NODE_FAILURE.search(evidence.output), _NOT_STARTED.search(evidence.output)
-    if gone is not None:  # Slurm knows, gives the node to nobody until it is back, and requeues the job itself
+    if gone is not None:  # Slurm knows: it requeues the job itself, without the node
         return Diagnosis("requeued", f"node {gone[1]} failed", node=gone[1], detail=evidence.output[-4000:])
     if refused is not None:
         return Diagnosis("bad_node", f"ranks cannot be started on {refused[1]}: {refused[2]}", node=refused[1])
@@ -99,42 +99,42 @@ def diagnose(evidence: Evidence) -> Diagnosis:
     if launch is not None:
         rank = _numbers(launch[1])[0]
         node = _node_of(rank, evidence)
-        message = f"cannot be started on {node}: {launch[2]}; is the run folder on a file system that it shares?"
+        message = f"cannot be started on {node}: {launch[2]}; is the run folder on a shared file system?"
         return Diagnosis("bad_node", message, rank, node, evidence.output[-4000:])
     if evidence.hang is not None:
         hang = evidence.hang
         return Diagnosis("hang", hang.message, hang.rank, hang.node, hang.report)
-    failed = culprit([*ends.values(), *_silent(evidence)])
+    failed = first_failure([*ends.values(), *_silent(evidence)])
     if failed is None or (failed.kind == "signal" and not ends and failed.message == _NEVER_SEEN):
         return _not_launched(evidence)
     if failed.kind in ("signal", "peer"):
-        return _without_a_word(failed, evidence)
+        return _diagnose_silent(failed, evidence)
     return diagnose_error(failed)
 
 
-_NEVER_SEEN = "ended without a word"
-_ENDED_BY_SRUN = ("Terminated", "Killed")  # as it says it of the signals it sends
+_NEVER_SEEN = "ended without a record"
+_ENDED_BY_SRUN = ("Terminated", "Killed")  # its words for the signals that it sends
 
 
 def _silent(evidence: Evidence) -> list[ExitRecord]:
-    """Records for ranks that left none, in the order in which srun spoke of them: its first line is the first death.
-    After the end of a rank that has told of a failure, it is srun that ends the others."""
-    told: dict[int, tuple[str, str, int]] = {}
+    """Records for ranks that left none, in the order of srun's output: its first line is the first death. After a rank
+    with a record of a failure, srun ends the others."""
+    reported: dict[int, tuple[str, str, int]] = {}
     for order, match in enumerate(_TASKS.finditer(evidence.output)):
         for rank in _numbers(match[2]):
-            told.setdefault(rank, (match[1], match[3], order))
+            reported.setdefault(rank, (match[1], match[3], order))
     failed = [rank for rank, end in evidence.ends.items() if end.kind in ("user", "error", "peer")]
-    first_failed = min((told[rank][2] for rank in failed if rank in told), default=len(told))
+    first_failed = min((reported[rank][2] for rank in failed if rank in reported), default=len(reported))
     found = []
     for rank in set(range(evidence.world_size)) - set(evidence.ends):
-        node, message, order = told.get(rank, (_node_of(rank, evidence), _NEVER_SEEN, 1000))
+        node, message, order = reported.get(rank, (_node_of(rank, evidence), _NEVER_SEEN, 1000))
         kind: Kind = "peer" if message in _ENDED_BY_SRUN and order > first_failed else "signal"
         found.append(ExitRecord(rank, node, 0, evidence.seen + order * 1e-3, kind, message=message))
     return found
 
 
-def tells_of_a_failed_rank(output: str) -> bool:
-    """srun has reported the end of a rank that it took for a failure."""
+def reports_failed_rank(output: str) -> bool:
+    """Whether srun's output reports a failed rank."""
     return _TASKS.search(output) is not None or _LAUNCH.search(output) is not None
 
 
@@ -143,7 +143,7 @@ def _node_of(rank: int, evidence: Evidence) -> str:
 
 
 def _numbers(text: str) -> list[int]:
-    """0,4-6 is 0, 4, 5, 6."""
+    """The numbers of a list such as 0,4-6."""
     ranges = [part.split("-") for part in text.split(",") if part]
     return [number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)]
 
@@ -154,15 +154,15 @@ def _not_launched(evidence: Evidence) -> Diagnosis:
     return Diagnosis("launch", message, detail=evidence.output[-4000:])
 
 
-def _without_a_word(failed: ExitRecord, evidence: Evidence) -> Diagnosis:
-    """A rank that was killed, or ranks that only lost each other."""
+def _diagnose_silent(failed: ExitRecord, evidence: Evidence) -> Diagnosis:
+    """Diagnosis for a rank that was killed, or for ranks that only lost each other."""
     known = Diagnosis("crash", failed.message, failed.rank, failed.node, evidence.output[-4000:])
     if failed.kind == "signal" and f"exit code {EXIT_DISK_FULL}" in failed.message:
         return replace(known, cause="disk_full", message="no space left on the device of the run folder")
     if failed.kind == "signal" and f"exit code {EXIT_STORAGE}" in failed.message:
         return replace(known, cause="storage", message="the file system of the run folder failed")
     if failed.kind == "signal" and _OOM_KILL.search(evidence.output + failed.message):
-        return replace(known, cause="host_memory", message=f"{failed.message}: out of memory on the host")
+        return replace(known, cause="cpu_memory", message=f"{failed.message}: out of CPU memory")
     if failed.kind == "peer":
         message = f"{failed.type}: {failed.message}" if failed.type else failed.message
         return replace(known, cause="network", message=message, detail=failed.traceback)
@@ -170,7 +170,7 @@ def _without_a_word(failed: ExitRecord, evidence: Evidence) -> Diagnosis:
 
 
 def diagnose_error(failed: ExitRecord) -> Diagnosis:
-    """The same from the record of the rank to blame alone."""
+    """Diagnosis from the record of the rank that failed first alone."""
     text = f"{failed.type}: {failed.message}"
     message = failed.message if failed.kind == "user" else text
     known = Diagnosis("crash", message, failed.rank, failed.node, failed.traceback)

@@ -1,4 +1,4 @@
-"""Which rank the others wait for, from what every rank said when nothing moved any more. Values in, a value out."""
+"""Finds the rank that blocks the others in a hang, from the stacks and collectives of all ranks. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 from rlhpc.core.collectives import Collective, GroupState
 
-# answered: its heartbeat ran; stuck: only faulthandler's signal was heard; silent: not even that; absent: never begun.
+# answered: its heartbeat ran; stuck: only faulthandler's signal worked; silent: not even that; absent: never started.
 Condition = Literal["answered", "stuck", "silent", "absent", "ended"]
 _WORST_FIRST: tuple[Condition, ...] = ("silent", "stuck", "absent", "ended", "answered")
 
@@ -19,10 +19,10 @@ _THREAD = re.compile(r"^(?:(?:Current t|T)hread 0x([0-9a-f]+)|Stack) \(most rece
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 _NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*/|^<")
 _OWN_PACKAGE = re.compile(r"/rlhpc/\w")
-# Where a rank that waits for others is found, whatever it waits in.
+# Files in which a rank waits for others.
 _WAITING = re.compile(r"/torch/distributed/|/rlhpc/core/store_client\.py$")
 _PLUMBING = re.compile(r"/rlhpc/(core/store_client|parallel/store)\.py$")
-# Their inputs have one size on all ranks.
+# Operations whose inputs have equal sizes on all ranks.
 _EVEN = {"all_reduce", "broadcast", "reduce"}
 
 
@@ -37,7 +37,7 @@ class Frame:
 
     @property
     def is_own(self) -> bool:
-        """Ours or the user's, not a library's."""
+        """Whether it is rlhpc's or the user's, not a library's."""
         if _PLUMBING.search(self.file):
             return False
         return not _NOT_OWN.search(self.file) or bool(_OWN_PACKAGE.search(self.file))
@@ -45,7 +45,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class RankState:
-    """``frames``: the main thread's Python stack, innermost first; ``groups``: its last collectives by group."""
+    """State of one rank. ``frames``: Python stack of the main thread, innermost first; ``groups``: last collectives."""
 
     rank: int
     node: str = ""
@@ -62,12 +62,12 @@ class RankState:
 
     @property
     def waits_by_stack(self) -> bool:
-        """Its innermost calls are torch's for communication, or of the store where ranks meet."""
+        """Whether its innermost calls are communication in torch or the job's store."""
         return any(_WAITING.search(frame.file) for frame in self.frames[:4])
 
     @property
     def where(self) -> str:
-        """Phase and innermost own frame."""
+        """Phase, and innermost frame of rlhpc's or the user's code."""
         frame = f" ({self.own_frame})" if self.own_frame else ""
         return f"{self.phase}{frame}"
 
@@ -78,7 +78,7 @@ class RankState:
 
 @dataclass(frozen=True)
 class Finding:
-    """``rank`` -1: no rank stands out."""
+    """``rank`` -1: none in particular."""
 
     rank: int
     node: str
@@ -87,7 +87,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class _Wait:
-    """Where ranks of a group wait: in one collective of it, for those that have not called it."""
+    """A collective in which ranks of a group wait for those that have not called it."""
 
     group: GroupState
     call: Collective
@@ -99,13 +99,13 @@ class _Wait:
         return f"{self.call.operation} #{self.call.sequence} of {_group(self.group)}"
 
 
-# Of each group, by its key: what each rank that knows it says.
+# Each group by its key: its state on each of its ranks.
 _Groups = dict[tuple[str, str], dict[int, GroupState]]
 
 
 def parse_stacks(text: str, main_thread: int) -> tuple[Frame, ...]:
-    """The main thread's frames from what faulthandler wrote, innermost first. Without the name of a thread they are the
-    main one's. Of several dumps the newest counts."""
+    """Frames of the main thread in faulthandler's output, innermost first. A stack without a thread is the main one's.
+    The newest of several dumps counts."""
     threads: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
@@ -117,8 +117,8 @@ def parse_stacks(text: str, main_thread: int) -> tuple[Frame, ...]:
     return tuple(threads.get(main_thread, frames))
 
 
-def find_culprit(states: Sequence[RankState]) -> Finding:
-    """The rank that the others wait for, and one line that says where it is and what they wait in."""
+def find_blocking_rank(states: Sequence[RankState]) -> Finding:
+    """The rank that the others wait for, and a line on where it is and what they wait in."""
     by_rank = {state.rank: state for state in states}
     groups: _Groups = {}
     for state in states:
@@ -137,7 +137,7 @@ def find_culprit(states: Sequence[RankState]) -> Finding:
 
 
 def _waits(views: Mapping[int, GroupState], known: Container[int]) -> list[_Wait]:
-    """One for each collective of the group that is under way and that not all of its ranks have called."""
+    """Waits of a group: one for each collective in flight that not all of its ranks have called."""
     pending: dict[int, list[int]] = {}
     for rank, view in views.items():
         if view.pending is not None:
@@ -153,22 +153,22 @@ def _waits(views: Mapping[int, GroupState], known: Container[int]) -> list[_Wait
 
 
 def _mismatch(by_rank: Mapping[int, RankState], groups: _Groups) -> Finding | None:
-    """Ranks of a group whose collectives of one number differ; the fewer are at fault."""
+    """Finding if ranks of a group call different collectives with one number; the minority is at fault."""
     for views in groups.values():
         for sequence in sorted({view.pending.sequence for view in views.values() if view.pending is not None}):
             calls = {rank: call for rank, view in views.items() if (call := view.at(sequence)) is not None}
             kinds = Counter(_kind(call) for call in calls.values())
             if len(kinds) > 1:
-                return _tell_mismatch(by_rank, next(iter(views.values())), calls, kinds)
+                return _mismatch_finding(by_rank, next(iter(views.values())), calls, kinds)
     return None
 
 
 def _kind(call: Collective) -> tuple[str, int]:
-    """What must be equal on all ranks: the operation, and how many numbers where that is the same for all."""
+    """What must be equal on all ranks: the operation, and for some operations the number of elements."""
     return call.operation, sum(map(prod, call.sizes)) if call.operation in _EVEN else 0
 
 
-def _tell_mismatch(
+def _mismatch_finding(
     by_rank: Mapping[int, RankState],
     group: GroupState,
     calls: Mapping[int, Collective],
@@ -179,17 +179,18 @@ def _tell_mismatch(
     odd = by_rank[min(rank for rank, call in calls.items() if _kind(call) == fewest)]
     theirs = next(call for call in calls.values() if _kind(call) == usual)
     sizes = fewest[0] == usual[0]
+    own, other = _call(calls[odd.rank], with_sizes=sizes), _call(theirs, with_sizes=sizes)
     more = f" (and {_ranks(kinds[fewest] - 1)} more)" if kinds[fewest] > 1 else ""
     return Finding(
         odd.rank,
         odd.node,
-        f"{odd.name}{more} calls {_call(calls[odd.rank], sizes)} in {odd.where} where {_ranks(kinds[usual])}"
-        f" {'calls' if kinds[usual] == 1 else 'call'} {_call(theirs, sizes)}: #{theirs.sequence} of {_group(group)}",
+        f"{odd.name}{more} calls {own} in {odd.where} where {_ranks(kinds[usual])}"
+        f" {'calls' if kinds[usual] == 1 else 'call'} {other}: #{theirs.sequence} of {_group(group)}",
     )
 
 
 def _awaited(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
-    """The rank that most wait for, among those that wait for nobody."""
+    """Finding on the rank that most others wait for, of those that wait for none."""
     waiting = {rank for wait in waits for rank in wait.waiting}
     awaited_in: dict[int, list[int]] = {}
     for place, wait in enumerate(waits):
@@ -203,16 +204,16 @@ def _awaited(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Findin
     def order(state: RankState) -> tuple[int, int, int]:
         return -counts[tuple(awaited_in[state.rank])], _WORST_FIRST.index(state.condition), state.rank
 
-    culprit = min(ends, key=order)
-    places = awaited_in[culprit.rank]
-    alike = [s for s in ends if s.condition == culprit.condition and awaited_in[s.rank] == places]
+    blocking = min(ends, key=order)
+    places = awaited_in[blocking.rank]
+    alike = [s for s in ends if s.condition == blocking.condition and awaited_in[s.rank] == places]
     more = f" (and {_ranks(len(alike) - 1)} more)" if len(alike) > 1 else ""
     awaited = f"{_wait(counts[tuple(places)])} for it in {waits[places[0]].text}"
-    return Finding(culprit.rank, culprit.node, f"{_doing(culprit)}{more} while {awaited}")
+    return Finding(blocking.rank, blocking.node, f"{_doing(blocking)}{more} while {awaited}")
 
 
 def _all_behind(places: Sequence[int], waits: Sequence[_Wait], awaited_in: Mapping[int, Sequence[int]]) -> set[int]:
-    """Who waits in ``places``, or for somebody who does."""
+    """Ranks that wait in ``places``, or for a rank that does."""
     found: set[int] = set()
     left, seen = list(places), set(places)
     while left:
@@ -225,8 +226,8 @@ def _all_behind(places: Sequence[int], waits: Sequence[_Wait], awaited_in: Mappi
 
 
 def _miscounted(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
-    """Of ranks that have come to the same collective, the one that has called fewer or more than the others of groups
-    by the same description: it has left one out, or called one too many."""
+    """Finding on a rank that waits in the same collective as others after fewer or more collectives in groups of the
+    same description: it has skipped one, or called one too many."""
     for wait in waits:
         counts = {rank: _counts(by_rank[rank]) for rank in wait.waiting}
         for description in sorted({name for known in counts.values() for name in known}):
@@ -238,21 +239,21 @@ def _miscounted(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Fin
                     odd.rank,
                     odd.node,
                     f"{odd.name} waits in {wait.text} in {odd.where} after {found[odd.rank]} collectives of group"
-                    f" {description} where {_ranks(agree)} came there after {usual}",
+                    f" {description} where {_ranks(agree)} got there after {usual}",
                 )
     return None
 
 
 def _counts(state: RankState) -> dict[str, int]:
-    """How many collectives it has called in its groups, by description."""
+    """Number of collectives it has called in its groups, by description."""
     named = [group for group in state.groups if group.description not in ("", "default_pg")]
     names = Counter(group.description for group in named)
     return {group.description: group.last.sequence for group in named if names[group.description] == 1}
 
 
 def _crossed(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
-    """Ranks that wait for each other in different groups. At fault is one that waits in nothing by its stack, else the
-    one that is missing where most wait for fewest."""
+    """Finding for ranks that wait for each other in different groups. At fault is one whose stack shows no wait, else
+    the one missing where most ranks wait for fewest."""
     if not waits:
         return None
     best: tuple[bool, float, int] | None = None
@@ -262,16 +263,16 @@ def _crossed(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Findin
         best = order if best is None else min(best, order)
     assert best is not None
     wait = waits[best[2]]
-    culprit = by_rank[min(wait.missing, key=lambda rank: (by_rank[rank].waits_by_stack, rank))]
-    own = next((w for w in waits if culprit.rank in w.waiting), None)
-    doing = _doing(culprit)
-    if own is not None and culprit.waits_by_stack:
-        doing = f"{culprit.name} waits in {own.text} in {culprit.where}"
-    return Finding(culprit.rank, culprit.node, f"{doing} while {_wait(len(wait.waiting))} for it in {wait.text}")
+    blocking = by_rank[min(wait.missing, key=lambda rank: (by_rank[rank].waits_by_stack, rank))]
+    own = next((w for w in waits if blocking.rank in w.waiting), None)
+    doing = _doing(blocking)
+    if own is not None and blocking.waits_by_stack:
+        doing = f"{blocking.name} waits in {own.text} in {blocking.where}"
+    return Finding(blocking.rank, blocking.node, f"{doing} while {_wait(len(wait.waiting))} for it in {wait.text}")
 
 
 def _without_collectives(states: Sequence[RankState]) -> Finding:
-    """No collective is under way: a rank that does not answer, else one that does not look as if it waited."""
+    """Finding without collectives in flight: a rank that does not answer, else one whose stack shows no wait."""
     for condition in ("silent", "stuck", "absent"):
         found = [state for state in states if state.condition == condition]
         if found:
@@ -284,11 +285,11 @@ def _without_collectives(states: Sequence[RankState]) -> Finding:
         more = f"; {_ranks(len(busy) - 1)} more like it" if len(busy) > 1 else ""
         return Finding(busy[0].rank, busy[0].node, f"{_doing(busy[0])}{waiters}{more}")
     first = min(states, key=lambda state: state.rank)
-    return Finding(-1, "", f"no rank stands out: {_doing(first)}, and {_ranks(len(states) - 1)} are much the same")
+    return Finding(-1, "", f"no rank stands out: {_doing(first)}, and {_ranks(len(states) - 1)} are similar")
 
 
 def _doing(state: RankState) -> str:
-    """The rank and what is known of it, as the beginning of a sentence."""
+    """The rank and what it does, as the beginning of a sentence."""
     last = f"; last seen in {state.phase}" if state.phase else ""
     match state.condition:
         case "silent":
@@ -296,7 +297,7 @@ def _doing(state: RankState) -> str:
         case "stuck":
             return f"{state.name} is stuck in native code ({state.own_frame or 'no frame is known'}{last})"
         case "absent":
-            return f"{state.name} has not begun"
+            return f"{state.name} has not started"
         case "ended":
             return f"{state.name} has ended"
     return f"{state.name} is in {state.where}"
@@ -308,7 +309,7 @@ def _group(group: GroupState) -> str:
     return f"group {group.description}"
 
 
-def _call(call: Collective, with_sizes: bool) -> str:
+def _call(call: Collective, *, with_sizes: bool) -> str:
     sizes = " ".join("x".join(map(str, size)) for size in call.sizes)
     return f"{call.operation} of {sizes}" if with_sizes else call.operation
 

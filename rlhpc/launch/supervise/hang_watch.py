@@ -1,7 +1,7 @@
-"""Watching for hangs: when no rank moves any more, who is at fault, and where.
+"""Detects hangs and reports which rank caused them, and where.
 
-A rank that waits for a slow peer has not hung, so the newest progress of all ranks counts. Ages are taken on this
-machine's clock from the moment at which a change is seen: the clocks of nodes differ.
+A rank that waits for a slow peer has not hung, so the newest progress of all ranks counts. Ages are measured by this
+machine's clock from the moment a change is seen: the clocks of nodes differ.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from rlhpc.core.heartbeat import (
     read_beat,
     stacks_file,
 )
-from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, find_culprit, parse_stacks
+from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, find_blocking_rank, parse_stacks
 
 _SIGNAL_SECONDS = 2.0  # after the last rank has looked for the request
 _ANSWER_SECONDS = 3.0  # after the signal
-_WRITING_SECONDS = 6.0  # after the signal, for stacks that still grow: each piece of them goes to the disk by itself
-_READING_SECONDS = 0.1  # of one poll: the launcher has other things to watch
+_WRITING_SECONDS = 6.0  # after the signal, for stacks that still grow: each piece is written to disk by itself
+_READING_SECONDS = 0.1  # of one poll: the caller has other things to watch
 _PASS_SECONDS = 1.0
 _PAUSE_SECONDS = 20.0  # between two polls; more is a pause of the whole process
 
 
 @dataclass(frozen=True)
 class Hang:
-    """``rank`` -1: none stands out. ``message`` is one line, ``report`` the text of hang.txt."""
+    """``rank`` -1: none in particular. ``message``: one line; ``report``: text of hang.txt."""
 
     rank: int
     node: str
@@ -47,51 +47,58 @@ class Hang:
     report: str
 
 
-class HangWatch:
-    """``poll`` it every half second or so; it returns the hang once there is one.
+@dataclass(frozen=True)
+class HangLimits:
+    """Seconds without progress of any rank that are a hang: in general, and before the first progress (None: the same);
+    and maximum time that does not count because records cannot be read."""
 
-    ``hang_timeout_seconds`` without progress of any rank are a hang; before the first progress it is ``start_seconds``,
-    counted from construction. Time in which records cannot be read does not count, up to ``storage_seconds``. Ranks of
-    this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called to send it to the ranks of all nodes.
+    timeout_seconds: float
+    start_seconds: float | None = None
+    storage_seconds: float = 300.0
+
+
+class HangWatch:
+    """Detects hangs. Call ``poll`` every half second or so; it returns the hang once there is one.
+
+    Time counts from construction. Ranks of this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called
+    to send it to the ranks of all nodes.
     """
 
     def __init__(
         self,
         folder: Path,
         world_size: int,
-        hang_timeout_seconds: float,
-        start_seconds: float | None = None,
+        limits: HangLimits,
         signal_all: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
-        storage_seconds: float = 300.0,
     ) -> None:
         self._folder, self._world_size, self._clock = folder, world_size, clock
-        self._silence, self._start = hang_timeout_seconds, start_seconds or hang_timeout_seconds
+        self._silence, self._start = limits.timeout_seconds, limits.start_seconds or limits.timeout_seconds
         self._signal_all = signal_all
         self._signalled_at: float | None = None
-        self._written: dict[int, int] = {}  # characters of the stacks of ranks that were sent the signal
+        self._written: dict[int, int] = {}  # length of the stacks of ranks that were sent the signal
         self._look = look_seconds(world_size)
         self._beats: dict[int, Beat] = {}
-        self._storage, self._blind = storage_seconds, 0.0  # seconds for which some record could not be read
+        self._storage, self._blind = limits.storage_seconds, 0.0  # seconds for which some record could not be read
         self._unreadable: set[int] = set()  # ranks whose record could not be read when it was last tried
         self._next, self._next_pass = 0, clock()  # the rank whose record is read next; when to begin with the first
         self._progress_at, self._began = clock(), False
         self._asked_at: float | None = None
-        self._refused_at: float | None = None  # when a request could first not be written
+        self._refused_at: float | None = None  # when writing a request first failed
         self._polled_at = clock()
         self._request, self._requests = "", 0
-        self._before: dict[int, int] = {}  # each rank's touches when it was asked
+        self._before: dict[int, int] = {}  # each rank's touches at the request
         storage.patiently(lambda: folder.mkdir(parents=True, exist_ok=True), folder)
         # Ranks see a file that changes sooner than a new one (core/heartbeat.py).
         storage.patiently(lambda: dump_file(folder).write_text(""), folder)
 
     @property
     def silent_for(self) -> float:
-        """Seconds since the newest progress that is known."""
+        """Seconds since the newest known progress."""
         return self._clock() - self._progress_at
 
     def poll(self) -> Hang | None:
-        """Look at some of the ranks; None while there is no hang, or its report is not complete."""
+        """Reads some of the ranks' records; None while there is no hang or its report is incomplete."""
         self._allow_for_pauses()
         if self._asked_at is not None:
             return self._gather(self._asked_at)
@@ -102,11 +109,11 @@ class HangWatch:
 
     @property
     def _is_blind(self) -> bool:
-        """Whether some record cannot be read, and this has not lasted too long."""
+        """Whether some record cannot be read, for less than the limit."""
         return bool(self._unreadable) and self._blind < self._storage
 
     def _ask(self) -> None:
-        """Write the request into the file that all ranks read."""
+        """Writes the request to the file that all ranks read."""
         self._requests, self._signalled_at = self._requests + 1, None
         self._request = f"request-{self._requests}"
         self._before = {rank: beat.touches for rank, beat in self._beats.items()}
@@ -115,11 +122,11 @@ class HangWatch:
         except OSError:
             self._refused_at = self._clock() if self._refused_at is None else self._refused_at
             if self._clock() - self._refused_at < self._storage:
-                return  # the next poll tries again; in the end there is the signal
+                return  # the next poll retries; at last the signal is sent
         self._refused_at, self._asked_at = None, self._clock()
 
     def _allow_for_pauses(self) -> None:
-        """Exclude time in which this process did not run, suspended with its job perhaps, or could not read."""
+        """Excludes time in which this process was suspended or could not read."""
         now, before = self._clock(), self._polled_at
         self._polled_at = now
         if self._is_blind or now - before > _PAUSE_SECONDS:
@@ -127,7 +134,7 @@ class HangWatch:
         self._blind = self._blind + now - before if self._unreadable else 0.0
 
     def _read_some(self) -> None:
-        """Go on reading the records, all of them once a second unless there are too many for that."""
+        """Reads further records: all once a second, unless there are too many."""
         if self._next == 0:
             if self._clock() < self._next_pass:
                 return
@@ -161,7 +168,7 @@ class HangWatch:
     def _gather(self, asked_at: float) -> Hang | None:
         waiting = [rank for rank in range(self._world_size) if not self._has_answered(rank)]
         if self._is_blind:
-            self._asked_at = None  # the answers cannot be read: ask again when they can
+            self._asked_at = None  # answers cannot be read: ask again later
             return None
         if any(beat.touches > self._before.get(rank, 0) for rank, beat in self._beats.items()):
             self._began, self._progress_at, self._asked_at = True, self._clock(), None  # slow, and moving again
@@ -169,20 +176,20 @@ class HangWatch:
         if waiting and self._clock() - asked_at <= self._look + _SIGNAL_SECONDS:
             return None
         if waiting and self._signalled_at is None:
-            self._signalled_at = self._clock()  # not the request's: this process may have been kept from polling
+            self._signalled_at = self._clock()  # counted from now: this process may not have polled for a while
             self._send_signal(waiting)
         if waiting and self._may_answer(waiting):
             return None
         states = [self._state(rank) for rank in range(self._world_size)]
-        finding = find_culprit(states)
+        finding = find_blocking_rank(states)
         silence = self._silence if self._began else self._start
         report = report_text(finding, states, silence, self._stacks(finding.rank), self._folder)
-        with contextlib.suppress(OSError):  # the finding counts more than the file
+        with contextlib.suppress(OSError):  # the finding matters more than the file
             write_atomic(self._folder / "hang.txt", report, storage.NONE)
         return Hang(finding.rank, finding.node, finding.message, report)
 
     def _send_signal(self, ranks: Sequence[int]) -> None:
-        """They may hold the interpreter's lock in native code."""
+        """Sends DUMP_SIGNAL to ranks, which may hold the interpreter's lock in native code."""
         beats = [self._beats[rank] for rank in ranks if rank in self._beats]
         for beat in beats:
             if beat.node == socket.gethostname() and beat.process.is_alive():
@@ -238,7 +245,7 @@ class HangWatch:
 
 
 def report_text(finding: Finding, states: Sequence[RankState], silence: float, stacks: str, folder: Path) -> str:
-    """The finding, a row for every rank, and all Python stacks of the rank at fault."""
+    """The finding, a row for each rank, and all Python stacks of the rank that caused the hang."""
     header = ("rank", "node", "", "phase", "step", "idle", "last collective", "innermost own frame")
     rows = [header, *(_row(state) for state in states)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
@@ -247,7 +254,7 @@ def report_text(finding: Finding, states: Sequence[RankState], silence: float, s
     threads = [thread for thread in stacks.split("\n\n") if thread.strip() and "/core/heartbeat.py" not in thread]
     if threads:
         lines += [f"Python stacks of rank {finding.rank}, innermost call first:", "", "\n\n".join(threads).rstrip(), ""]
-    lines += [f"Those of every rank: {stacks_file(folder, 0).with_name('rank-*.stacks.txt')}"]
+    lines += [f"Stacks of every rank: {stacks_file(folder, 0).with_name('rank-*.stacks.txt')}"]
     return "\n".join(lines) + "\n"
 
 

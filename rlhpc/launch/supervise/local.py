@@ -1,4 +1,4 @@
-"""A run on this machine: one process per rank, started through submitit, watched until the last has ended."""
+"""Runs on this machine: one process per rank, started through submitit, watched until the last has ended."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.machine import check_resources, environment, rank_environment
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.supervise.diagnosis import diagnose_error
-from rlhpc.launch.supervise.hang_watch import HangWatch
+from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
@@ -33,24 +33,23 @@ from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
 _POLL_SECONDS = 0.1
-# After the first failure: for records of the same cause; while only losses of a peer are known, for the cause itself.
+# Waits after the first failure: for more records of it; for the cause itself while only lost peers are known.
 _GRACE_SECONDS, _CAUSE_SECONDS = 1.0, 5.0
-_FINISH_SECONDS = 5.0  # for ranks that are done to tear down engines and process groups
+_TEARDOWN_SECONDS = 5.0  # for finished ranks to tear down engines and process groups
 _FOR_EVER_MINUTES = 60 * 24 * 365
 
 
-def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry: str = TRAINER) -> int:
-    """Call ``entry`` (package.module:function) on every rank (rlhpc.core.context); return the exit code.
+def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, entry: str = TRAINER) -> int:
+    """Calls ``entry`` (package.module:function) on every rank (rlhpc.core.context); returns the exit code.
 
-    It continues from the newest checkpoint in ``folder`` if there is one, which only ``resume`` allows. A UserError of
-    a rank is raised here; any other failure is told on stderr and gives 1. The other ranks are ended within about two
-    seconds of the first failure. Ctrl-C lets the ranks finish their step and save, a second one ends them at once; both
-    give 130.
+    With ``resume``, continues from the newest checkpoint in ``folder``. A UserError of a rank is raised here; any other
+    failure is printed to stderr and gives 1. The other ranks are ended within about two seconds of the first failure.
+    Ctrl-C lets the ranks finish their step and save, a second one ends them at once; both give 130.
     """
     wait = config.recovery.storage_wait_seconds
     use(Patience(wait, full_seconds=wait))
     check_resources(config)
-    check_folder(folder, resume)
+    check_folder(folder, resume=resume)
     folder.create()
     with locked(folder):
         attempt = _begin(config, folder)
@@ -59,12 +58,12 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
         ranks = _start(config, attempt, entry, store)
         try:
             ended = _watch_or_stop(ranks, config, attempt)
-            failed = exits.culprit(ended.values())
+            failed = exits.first_failure(ended.values())
             if failed is None:
-                ranks.finish(_FINISH_SECONDS)
+                ranks.wait_for_end(_TEARDOWN_SECONDS)
         except KeyboardInterrupt:
             attempts.end(attempt, Verdict(time.time(), "stopped", "ended by Ctrl-C before the ranks had saved", "stop"))
-            show(f"rlhpc: ended; continue with --resume: {folder.path}", file=sys.stderr)
+            show(f"rlhpc: ended; resume with --resume: {folder.path}", file=sys.stderr)
             return INTERRUPTED
         finally:
             ranks.end()
@@ -75,11 +74,11 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
             if cause == "non_finite":
                 show(f"rlhpc: {failed.message}", file=sys.stderr)
             else:
-                _tell(failed, ranks, oom_kills() > oom_before)
+                _report(failed, ranks, oom=oom_kills() > oom_before)
             return 1
         if any(record.kind == "stopped" for record in ended.values()):
             attempts.end(attempt, Verdict(time.time(), "stopped", "saved and ended on request", "stop"))
-            show(f"rlhpc: saved and ended; continue with --resume: {folder.path}", file=sys.stderr)
+            show(f"rlhpc: saved and ended; resume with --resume: {folder.path}", file=sys.stderr)
             return INTERRUPTED
         attempts.end(attempt, Verdict(time.time(), "finished", "", "none"))
     if report := read_report(folder):
@@ -87,17 +86,17 @@ def run_local(config: RunConfig, folder: RunFolder, resume: bool = False, entry:
     return 0
 
 
-def check_folder(folder: RunFolder, resume: bool) -> None:
-    """A fresh run wants a folder without a run; ``resume`` wants one with."""
+def check_folder(folder: RunFolder, *, resume: bool) -> None:
+    """Raises UserError for a new run in a folder that contains one, or for ``resume`` in one that does not."""
     if folder.holds_run() and not resume:
         raise UserError(
-            f"{str(folder.path)!r} already holds a run",
+            f"{str(folder.path)!r} already contains a run",
             where="run_dir",
-            remedy="continue it with --resume, or choose another folder with --run-dir",
+            remedy="resume it with --resume, or choose another folder with --run-dir",
         )
     folder.check_own()
     if resume and not exists(folder.config):
-        raise UserError(f"{str(folder.path)!r} holds no run", where="run_dir", remedy="start it without --resume")
+        raise UserError(f"{str(folder.path)!r} contains no run", where="run_dir", remedy="start it without --resume")
 
 
 def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
@@ -127,7 +126,7 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreSe
     )
     visible = os.environ.get(env.CUDA_VISIBLE_DEVICES)
     arguments: tuple[Any, ...] = (entry, str(attempt.path), ProcessId.own(), visible)
-    # A terminal's Ctrl-C is the launcher's to handle: processes inherit that they ignore it.
+    # The launcher handles Ctrl-C; the processes inherit that they ignore it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         with environment({**rank_environment(config.resources), **store.environment("127.0.0.1")}):
@@ -138,25 +137,23 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreSe
 
 
 def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> dict[int, ExitRecord]:
-    """Watch; the first Ctrl-C asks the ranks to save and end, and the watch goes on."""
+    """Watches the ranks; the first Ctrl-C asks them to save and end, and watching continues."""
     policy, world_size = config.recovery, config.world_size
     hangs = HangWatch(
         attempt.heartbeats,
         world_size,
-        policy.hang_timeout_seconds,
-        policy.start_seconds,
-        storage_seconds=policy.storage_wait_seconds,
+        HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
     )
     try:
         return _watch(ranks, world_size, attempt.run, hangs)
     except KeyboardInterrupt:
-        show("rlhpc: finishing the step and saving; Ctrl-C again ends at once", file=sys.stderr)
+        show("rlhpc: finishing the step and saving; press Ctrl-C again to end at once", file=sys.stderr)
         ranks.ask_to_stop()
         return _watch(ranks, world_size, attempt.run, hangs)
 
 
 def _watch(ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch) -> dict[int, ExitRecord]:
-    """Wait until every rank is done, or one has failed and its peers had time to say so; how each ended."""
+    """Waits until every rank is done, or one has failed and its peers had time to record it; exit records by rank."""
     follower = MetricsFollower(folder.metrics)
     failed_at = None
     with Display() as display:
@@ -177,12 +174,12 @@ def _watch(ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch) -
             time.sleep(_POLL_SECONDS)
 
 
-def _tell(failed: ExitRecord, ranks: Ranks, oom: bool) -> None:
-    """Raise the rank's UserError, or tell its error and where to read more."""
+def _report(failed: ExitRecord, ranks: Ranks, *, oom: bool) -> None:
+    """Raises the rank's UserError, or prints its error and the path of its log."""
     if failed.kind == "user":
         raise UserError(failed.message)
     if failed.kind == "signal":
-        cause = "; the kernel ended a process for want of memory meanwhile" if oom else ""
+        cause = "; the kernel killed a process meanwhile because memory was exhausted" if oom else ""
         text = f"rank {failed.rank} on {failed.node} {failed.message}{cause}"
     else:
         text = f"rank {failed.rank} on {failed.node} failed: {failed.type}: {one_line(failed.message)[:500]}"

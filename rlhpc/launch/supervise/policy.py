@@ -1,4 +1,4 @@
-"""What a job does about an end of its ranks, by the config's policy. Pure: a verdict is a value."""
+"""Decides what a job does when its ranks end, by the config's policy. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import Action, Attempt, Cause, Verdict
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 
-# Ends that are no failures: the run goes on when Slurm gives it time again.
+# Causes that are not failures: the run continues when Slurm gives it time again.
 _PAUSES: tuple[Cause, ...] = ("time_limit", "preempted", "requeued")
 _FACTOR = 2.0
 _BACK_OFF: tuple[Cause, ...] = ("network", "disk_full", "storage")
@@ -18,9 +18,9 @@ _HOPELESS: tuple[Cause, ...] = ("user", "data")
 
 @dataclass(frozen=True)
 class Situation:
-    """What else counts: the start that ended, the verdict on the one before, the newest checkpoint's step now, whether
-    the job is left enough time for a retry, how many nodes it could use without the one at fault, and all nodes of its
-    partition, none when they are not known."""
+    """State of job and run. ``attempt``: the one that ended; ``before``: verdict on the one before; ``saved_step``: of
+    the newest checkpoint now; ``usable_without``: nodes the job could use without the failed one; ``partition``: all
+    of its nodes, empty if unknown."""
 
     attempt: Attempt
     before: Verdict | None
@@ -32,7 +32,7 @@ class Situation:
 
 
 def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Verdict:
-    """The verdict: cause, action, what is changed for the next start."""
+    """Verdict: cause, action, and changes for the next attempt."""
     attempt, policy = situation.attempt, config.recovery
     diagnosis = _suspect_node(diagnosis, situation)
     cause = diagnosis.cause
@@ -59,7 +59,7 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     if cause in _HOPELESS:
         return verdict("stop")
     if failures > policy.retries:
-        return verdict("stop", f"{diagnosis.message} ({failures} starts in a row without a newer checkpoint)")
+        return verdict("stop", f"{diagnosis.message} ({failures} attempts in a row without a newer checkpoint)")
     if cause in _PAUSES:
         return verdict("requeue")
     wanted = _policy_of(cause, config)
@@ -70,28 +70,28 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     if wanted == "shrink":
         smaller = shrink(config, diagnosis)
         if smaller is None:
-            return verdict("stop", f"{diagnosis.message} (nothing left to halve)")
+            return verdict("stop", f"{diagnosis.message} (cannot be halved further)")
         return verdict(action, overrides=_merged(attempt.overrides, smaller), wait_seconds=wait)
     if wanted == "exclude" and diagnosis.node:
         excluded = tuple(sorted({*attempt.excluded, diagnosis.node}))
         if situation.partition and len({*situation.partition} - {*excluded}) < config.slurm.least_nodes:
-            return verdict("requeue", f"{diagnosis.message} (but there is no other node to take its place)")
+            return verdict("requeue", f"{diagnosis.message} (no other node can replace it)")
         if diagnosis.node == attempt.nodes[0] or not situation.usable_without:
-            action = "requeue"  # the launcher itself is on the first node
+            action = "requeue"  # the supervisor runs on the first node
         return verdict(action, excluded=excluded, wait_seconds=wait)
     return verdict(action, wait_seconds=wait)
 
 
 def storage_patience(policy: RecoverySection) -> float:
-    """How long a launcher waits for the file system. Without it no verdict can be read or written, so this takes the
-    place of retries: it lasts as long as all their pauses."""
+    """Time in seconds that a supervisor waits for the file system. No verdict can be read or written without it, so the
+    wait replaces retries and lasts as long as all their pauses."""
     if policy.storage == "stop":
         return policy.storage_wait_seconds
     return policy.storage_wait_seconds + policy.wait_seconds * (_FACTOR**policy.retries - 1) / (_FACTOR - 1)
 
 
 def shrink(config: RunConfig, diagnosis: Diagnosis) -> str | None:
-    """The override (KEY=VALUE) that halves what took the memory; None when it cannot be halved any more."""
+    """Override (KEY=VALUE) that halves what took the memory; None if it cannot be halved further."""
     in_engine = "vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory"
     if in_engine:
         running = config.rollout.max_num_seqs // 2
@@ -105,7 +105,7 @@ def _policy_of(cause: Cause, config: RunConfig) -> str:
     policy = config.recovery
     return {
         "gpu_memory": policy.out_of_memory,
-        "host_memory": policy.out_of_memory,
+        "cpu_memory": policy.out_of_memory,
         "network": policy.network,
         "non_finite": policy.non_finite,
         "bad_node": policy.bad_node,
@@ -116,7 +116,7 @@ def _policy_of(cause: Cause, config: RunConfig) -> str:
 
 
 def _suspect_node(diagnosis: Diagnosis, situation: Situation) -> Diagnosis:
-    """A node on which ranks die twice in a row is at fault itself."""
+    """The diagnosis, turned into a failure of the node if ranks died on it twice in a row."""
     before = situation.before
     again = (
         before is not None

@@ -1,4 +1,4 @@
-"""Watching the ranks of one machine: who started, who failed, ending them all."""
+"""Watches and ends the ranks of one machine."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Ranks:
         self._silent: dict[int, ExitRecord] = {}
 
     def poll(self) -> dict[int, ExitRecord]:
-        """How the ranks that ended did so; a rank without a word of its own gets a record of kind ``signal``."""
+        """Exit records of the ranks that ended; a rank that left none gets one of kind ``signal``."""
         if len(self._starts) < self._world_size:
             self._starts = read_starts(self._exits)
         all_over = self._job.done()
-        # Looked at before the records are read: a rank writes its record and then ends.
+        # Before the records are read: a rank writes its record, then ends.
         gone = {rank for rank, start in self._starts.items() if not start.process.is_alive()}
         exits = read_exits(self._exits)
         for rank in range(self._world_size):
@@ -44,30 +44,30 @@ class Ranks:
         return {**self._silent, **exits}
 
     def log(self, rank: int) -> Path:
-        """What the rank printed."""
+        """Log of the rank."""
         return Path(self._job.task(rank).paths.stdout)
 
     def ask_to_stop(self) -> None:
-        """Let the ranks finish their step, save and end."""
+        """Asks the ranks to finish their step, save and end."""
         for start in read_starts(self._exits).values():
             if start.process.is_alive():
                 os.kill(start.process.pid, signal.SIGUSR2)
 
-    def finish(self, seconds: float) -> None:
-        """Give ranks that are done the time to end by themselves."""
+    def wait_for_end(self, seconds: float) -> None:
+        """Waits for ranks that are done to end by themselves."""
         deadline = time.monotonic() + seconds
         while not self._job.done() and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def end(self) -> None:
-        """Kill every rank with its children, then submitit's controller."""
+        """Kills every rank with its children, then submitit's controller."""
         if len(self._starts) < self._world_size:
-            with suppress(OSError):  # those known so far are killed in any case
+            with suppress(OSError):  # those known so far are killed anyway
                 self._starts = read_starts(self._exits, storage.BRIEF)
         for start in self._starts.values():
             start.process.kill_group()
         controller = int(self._job.job_id)
-        for signum in (signal.SIGTERM, signal.SIGKILL):  # the controller hands SIGTERM on to ranks not yet started
+        for signum in (signal.SIGTERM, signal.SIGKILL):  # the controller passes SIGTERM on to ranks not yet started
             if self._job.done():
                 return
             with suppress(ProcessLookupError):
@@ -83,13 +83,13 @@ class Ranks:
     def _silent_record(self, rank: int) -> ExitRecord:
         start = self._starts.get(rank)
         if start is None:
-            return ExitRecord(rank, self._node, 0, time.time(), "signal", message="ended before it started its work")
+            return ExitRecord(rank, self._node, 0, time.time(), "signal", message="ended before it started")
         message = _fatal_error(self.log(rank)) or "was killed, or ended without a Python error"
         return ExitRecord(rank, start.node, start.process.pid, time.time(), "signal", message=message)
 
 
 def _fatal_error(log: Path) -> str:
-    """What faulthandler wrote when the interpreter itself crashed, such as a segmentation fault."""
+    """Fatal error that faulthandler wrote when the interpreter crashed, such as a segmentation fault; or empty."""
     try:
         text = log.read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -1,7 +1,7 @@
-"""The job's key-value store, by which ranks find each other: one thread in the launcher's process, no torch.
+"""The job's key-value store, by which ranks find each other: a thread in the launcher's process, without torch.
 
-It takes the place of torch's TCPStore, which lets whoever can connect read and overwrite every key. What the two sides
-say, and what that protects, is in ``core/store_protocol``.
+It replaces torch's TCPStore, which lets anyone who can connect read and overwrite every key. ``core/store_protocol``
+has the protocol and what it protects.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from rlhpc.core.store_protocol import (
 # Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
 PORTS = range(20000, 30000)
 HANDSHAKE_SECONDS = 5.0
-_MOST_STRANGERS = 2048  # connections that have not proved themselves; the oldest makes room for the next
-_TOLD_STRANGERS = 5  # lines about them on stderr
+_MOST_STRANGERS = 2048  # unauthenticated connections; the oldest is dropped for the next
+_LOGGED_STRANGERS = 5  # lines about them on stderr
 
 
 class StoreServer:
-    """Listens on ``port`` of every interface from construction to ``close``; the thread ends with the process."""
+    """Listens on ``port`` of every interface from construction to ``close``, in a daemon thread."""
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self.secret, self.port = secret, int(listener.getsockname()[1])
         self._listener, self._values = listener, _Values()
         self._connections: set[_Connection] = set()
         self._strangers: dict[_Connection, None] = {}  # by age
-        self._told = 0
+        self._logged = 0
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="job-store", daemon=True)
@@ -61,10 +61,10 @@ class StoreServer:
 
     @classmethod
     def open(cls, preferred_port: int | None = None, secret: bytes | None = None, host: str = "") -> StoreServer:
-        """Listen on ``preferred_port``, or on a free one; told on stderr when the preferred one is taken.
+        """Listens on ``preferred_port``, or on a free one, with a line on stderr, if that is taken.
 
-        ``host`` is the one interface to listen on, every one when empty. Raises the limit on open files of this process
-        and of those it starts: each rank keeps a connection or two.
+        ``host``: interface to listen on; empty: all. Raises the limit on open files of this process and of those it
+        starts: each rank keeps a connection or two.
         """
         _allow_connections()
         if preferred_port is not None:
@@ -84,11 +84,11 @@ class StoreServer:
         raise RuntimeError(f"no free port among 200 of {PORTS}")
 
     def environment(self, host: str) -> dict[str, str]:
-        """Variables by which ranks find the store on ``host``; the secret among them is not for a command line."""
+        """Environment variables by which ranks find the store on ``host``. They contain the secret."""
         return {env.RLHPC_STORE: f"{host}:{self.port}", env.RLHPC_STORE_SECRET: self.secret.hex()}
 
     def close(self) -> None:
-        """Stop listening and end every connection."""
+        """Stops listening and ends every connection."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join(timeout=5)
@@ -107,7 +107,7 @@ class StoreServer:
             connection.drop()
         await asyncio.sleep(0)  # the sockets are closed by callbacks
 
-    # What connections ask of their server, in its thread.
+    # Called by connections, in the server's thread.
 
     def _joined(self, connection: _Connection) -> None:
         self._connections.add(connection)
@@ -122,15 +122,15 @@ class StoreServer:
         self._connections.discard(connection)
         self._strangers.pop(connection, None)
 
-    def _tell(self, peer: str, what: str) -> None:
-        self._told += 1
-        if self._told <= _TOLD_STRANGERS:
-            more = "; further ones are not told" if self._told == _TOLD_STRANGERS else ""
+    def _log(self, peer: str, what: str) -> None:
+        self._logged += 1
+        if self._logged <= _LOGGED_STRANGERS:
+            more = "; further ones are not reported" if self._logged == _LOGGED_STRANGERS else ""
             show(f"rlhpc: the job's store: a connection from {peer} {what}{more}", file=sys.stderr)
 
 
 def preferred_port(job_id: int) -> int:
-    """The port that a job of this number tries first, so that people find it where they expect it."""
+    """Port that a job with this id tries first, so that it is predictable."""
     return PORTS[job_id % len(PORTS)]
 
 
@@ -140,7 +140,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
         listener.listen(4096)
-        listener.setblocking(False)
+        listener.settimeout(0)  # non-blocking
     except OSError:
         listener.close()
         raise
@@ -148,14 +148,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def _allow_connections() -> None:
-    """As many open files as the system lets this process have: the soft limit is often 1,024."""
+    """Raises the soft limit on open files, often 1,024, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 class _Connection(asyncio.Protocol):
-    """One client: first its proof, then its requests."""
+    """Connection of one client: first its proof, then its requests."""
 
     def __init__(self, server: StoreServer) -> None:
         self._server, self._values = server, server._values
@@ -181,7 +181,7 @@ class _Connection(asyncio.Protocol):
             for payload in self._frames.feed(data) if data else ():
                 self._request(payload)
         except ProtocolError as error:
-            self._server._tell(self._peer, f"broke the protocol: {error}")
+            self._server._log(self._peer, f"broke the protocol: {error}")
             self.drop()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -191,11 +191,11 @@ class _Connection(asyncio.Protocol):
         self._server._left(self)
 
     def drop(self) -> None:
-        """End the connection at once."""
+        """Ends the connection at once."""
         self._transport.abort()
 
     def _prove(self, data: bytes) -> bytes:
-        """Take the proof; what follows it, empty while it is not whole or was wrong."""
+        """Takes the proof; returns the data after it, empty while the proof is incomplete or if it is wrong."""
         missing = CLIENT_BYTES - len(self._proof)
         self._proof += data[:missing]
         if len(self._proof) < CLIENT_BYTES or self._transport.is_closing():
@@ -203,7 +203,7 @@ class _Connection(asyncio.Protocol):
         theirs, given = self._proof[:NONCE_BYTES], self._proof[NONCE_BYTES:]
         secret = self._server.secret
         if not proves(given, secret, b"client", self._nonce, theirs):
-            self._server._tell(self._peer, "was refused: it does not know the job's secret")
+            self._server._log(self._peer, "was refused: wrong secret")
             self._transport.write(REFUSED)
             self._transport.close()
             return b""
@@ -214,7 +214,7 @@ class _Connection(asyncio.Protocol):
         return data[missing:]
 
     def _give_up(self) -> None:
-        self._server._tell(self._peer, f"did not prove itself within {HANDSHAKE_SECONDS:g} s")
+        self._server._log(self._peer, f"did not authenticate within {HANDSHAKE_SECONDS:g} s")
         self.drop()
 
     def _request(self, payload: bytes) -> None:
@@ -229,7 +229,7 @@ class _Connection(asyncio.Protocol):
         self._answer(*self._values.answer(code, fields))
 
     def _wait_for(self, code: int, seconds: float, keys: list[bytes]) -> None:
-        wait = _Wait(keys, code == Op.GET, self._arrived)
+        wait = _Wait(keys, self._arrived, with_values=code == Op.GET)
         if self._values.advance(wait):
             return
         self._wait = wait
@@ -253,16 +253,16 @@ class _Connection(asyncio.Protocol):
 
 
 class _Wait:
-    """Someone who wants ``keys`` to be there. It waits for one at a time, so that many keys cost it no more memory."""
+    """A client waiting for ``keys``, one at a time, so that many keys cost no more memory."""
 
-    def __init__(self, keys: Sequence[bytes], with_values: bool, arrived: Callable[[Sequence[bytes]], None]) -> None:
+    def __init__(self, keys: Sequence[bytes], arrived: Callable[[Sequence[bytes]], None], *, with_values: bool) -> None:
         self.keys, self.with_values, self.arrived = keys, with_values, arrived
         self.next = 0
         self.timer: asyncio.TimerHandle | None = None
 
 
 class _Values:
-    """Keys, values, and who waits for what. For one thread."""
+    """Keys, values, and waiting clients. Not thread-safe."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}
@@ -272,7 +272,7 @@ class _Values:
         return [key for key in keys if key not in self._values]
 
     def advance(self, wait: _Wait) -> bool:
-        """Answer ``wait`` if all its keys are there, else keep it until the next one comes."""
+        """Answers ``wait`` if all its keys exist, else keeps it until the next one is set."""
         values = self._values
         while wait.next < len(wait.keys):
             key = wait.keys[wait.next]
@@ -281,14 +281,14 @@ class _Values:
                 return False
             wait.next += 1
             if wait.next == len(wait.keys) and wait.with_values and self.missing(wait.keys):
-                wait.next = 0  # one was deleted meanwhile
+                wait.next = 0  # a key was deleted meanwhile
         if wait.timer is not None:
             wait.timer.cancel()
         wait.arrived([values[key] for key in wait.keys] if wait.with_values else ())
         return True
 
     def forget(self, wait: _Wait) -> None:
-        """``wait`` is over."""
+        """Removes ``wait``."""
         if wait.timer is not None:
             wait.timer.cancel()
         if wait.next < len(wait.keys):
@@ -298,14 +298,14 @@ class _Values:
                 del self._waiting[key]
 
     def answer(self, code: int, fields: list[bytes]) -> tuple[Status, Sequence[bytes]]:
-        """Do what needs no waiting."""
+        """Executes a request that needs no waiting."""
         match code, fields:
             case Op.SET, [key, value]:
                 self._put(key, value)
             case Op.ADD, [key, amount]:
                 return self._add(key, as_number(amount))
             case Op.CHECK, keys:
-                return Status.DONE, [number(not self.missing(keys))]
+                return Status.DONE, [number(int(not self.missing(keys)))]
             case Op.COMPARE_SET, [key, expected, desired]:
                 return Status.DONE, [self._compare_set(key, expected, desired)]
             case Op.DELETE, [key]:
@@ -331,12 +331,12 @@ class _Values:
             total = int(self._values.get(key, b"0")) + amount
             answer = [number(total)]
         except (ValueError, struct.error):
-            return Status.INVALID, [b"the value is no 64-bit number"]
+            return Status.INVALID, [b"the value is not a 64-bit number"]
         self._put(key, str(total).encode())
         return Status.DONE, answer
 
     def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """The value afterwards; ``expected`` when there is none and one was expected."""
+        """Value afterwards; ``expected`` if there is none but one was expected."""
         present = self._values.get(key)
         if present == expected or (present is None and not expected):
             self._put(key, desired)

@@ -1,4 +1,4 @@
-"""The srun command that starts a run's ranks, and the environment they get. Pure; any Slurm from 22.05 on."""
+"""The srun command that starts a run's ranks, and their environment. Pure; for Slurm 22.05 and later."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def srun_command(
     entry: str = "",
     groups: Sequence[Sequence[str]] = (),
 ) -> list[str]:
-    """One task for each rank on ``nodes``, block by block, each with a log of its own.
+    """Command with one task per rank on ``nodes``, block by block, each with its own log.
 
-    ``groups`` are those of a heterogeneous job, each with its nodes, used or not: all ranks are one world, numbered
-    through the groups in their order.
+    ``groups``: nodes of each group of a heterogeneous job, used or not; all ranks are one world, numbered through the
+    groups in order.
     """
     program = _program(config, attempt, entry)
     if len(groups) < 2:
@@ -43,8 +43,8 @@ def srun_command(
 
 
 def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) -> list[str]:
-    """``--kill-on-bad-exit``: the first rank that fails ends the others in a third of a second. ``--overlap``: a step
-    that Slurm is still clearing away does not hold up the next one."""
+    """Options of srun. ``--kill-on-bad-exit``: the first rank that fails ends the others within a third of a second.
+    ``--overlap``: a step that Slurm is still cleaning up does not delay the next one."""
     slurm, ranks = config.slurm, config.resources.ranks_per_node
     options = [
         f"--nodes={len(nodes)}",
@@ -67,14 +67,14 @@ def _options(config: RunConfig, nodes: Sequence[str], attempt: AttemptFolder) ->
 
 
 def _container_options(config: RunConfig, attempt: AttemptFolder) -> list[str]:
-    """srun's options that come last, the user's own among them."""
+    """Options for the container, and the user's own."""
     container = config.slurm.container
     pyxis = container is not None and container.runtime == "pyxis"
     return [*(_pyxis(container, config, attempt) if container and pyxis else []), *config.slurm.srun_options]
 
 
 def _program(config: RunConfig, attempt: AttemptFolder, entry: str) -> list[str]:
-    """A rank's own command."""
+    """Command of a rank."""
     container = config.slurm.container
     python = sys.executable if container is None else container.python
     apptainer = container is not None and container.runtime == "apptainer"
@@ -86,20 +86,15 @@ def _program(config: RunConfig, attempt: AttemptFolder, entry: str) -> list[str]
 
 
 def _into_log(attempt: AttemptFolder) -> list[str]:
-    """What comes after it writes into the rank's log."""
+    """Prefix that redirects a rank's output into its log."""
     return ["bash", "-c", 'exec "$@" >>"$0/rank-$(printf %05d "$SLURM_PROCID").log" 2>&1', str(attempt.logs)]
-
-
-def rank_log(attempt: AttemptFolder, rank: int) -> Path:
-    """Where srun writes what the rank prints."""
-    return attempt.logs / f"rank-{rank:05d}.log"
 
 
 def srun_environment(
     config: RunConfig, world_size: int, master: str, store: tuple[int, bytes], port: int
 ) -> dict[str, str]:
-    """The job's environment with what every rank needs. ``store`` is port and secret of the job's key-value store on
-    ``master``; ``port`` is a free one there, for libraries that make a store of their own."""
+    """The job's environment with the variables of ranks. ``store``: port and secret of the job's key-value store on
+    ``master``; ``port``: a free one there, for stores of libraries."""
     resources, slurm = config.resources, config.slurm
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_OURS}
     threads = resources.threads_per_rank or slurm.cpus_per_rank or _cores_per_rank(resources.ranks_per_node)
@@ -116,7 +111,7 @@ def srun_environment(
     return {**inherited, **settings}
 
 
-# Another launcher's word about ranks would be believed before Slurm's.
+# Variables of another launcher, which would take precedence over Slurm's.
 _NOT_OURS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE}
 
 
@@ -125,7 +120,7 @@ def _cores_per_rank(ranks: int) -> int:
 
 
 def _mounts(container: ContainerSection, config: RunConfig, attempt: AttemptFolder) -> list[str]:
-    """Folders of the host that ranks read and write: the run's own, the model's, the data's, and the config's."""
+    """Folders outside the container that ranks use: the run's, the models', the data's, and those of the config."""
     files = [file.path for file in (*config.data.train, *config.data.validation)]
     files += config.sft.data if config.sft else []
     files += [config.data.chat_template] if isinstance(config.data.chat_template, Path) else []

@@ -1,7 +1,7 @@
-"""The batch step of a Slurm job: starts the ranks with srun, watches them, and answers how they end.
+"""The batch step of a Slurm job: starts the ranks with srun, watches them, and recovers from failures.
 
-It runs on the job's first node, holds the rendezvous, and knows what the run folder says of earlier starts: a requeued
-job goes on where they ended. A plain sbatch script runs ``python -m rlhpc.launch.supervise.supervisor RUN_FOLDER``.
+It runs on the job's first node, serves the rendezvous, and reads earlier attempts from the run folder: a requeued job
+continues where they ended. A plain sbatch script runs ``python -m rlhpc.launch.supervise.supervisor RUN_FOLDER``.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
 from rlhpc.launch.machine import free_port
-from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, host
-from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose, tells_of_a_failed_rank
-from rlhpc.launch.supervise.hang_watch import Hang, HangWatch
+from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, node_name
+from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose, reports_failed_rank
+from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
 from rlhpc.plan.checks.run import largest_usable
 
 _POLL_SECONDS = 0.2
-# A job this near to its end was asked to stop because of it (`--signal` of its script, which Slurm may send a minute
-# early); one that has not stopped in its last seconds never will in time.
+# A stop this near to the job's end is due to it (`--signal` of the script, which Slurm may send a minute early); ranks
+# that still run in the last seconds will not stop in time.
 _NEAR_END_SECONDS, _LAST_SECONDS = 240.0, 4.0
-_GRACE_SECONDS = 1.5  # for ranks to leave their records after the first has failed
+_GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
 
 
 def run_job(run_dir: str, entry: str = "") -> int:
-    """Run the job to its end or to the next time in the queue; the exit code. ``entry``: the ranks' program."""
+    """Runs the job until it ends or is requeued; returns the exit code. ``entry``: the ranks' program."""
     os.umask(0o077)
     termination = Termination()
     try:
@@ -53,56 +53,56 @@ def run_job(run_dir: str, entry: str = "") -> int:
         show(f"rlhpc: {error}", file=sys.stderr)
         code = EXIT_USER_ERROR
     except StorageError as error:
-        say(f"{error}; this job ends without a verdict; continue with: rlhpc resume {run_dir}")
+        say(f"{error}; this job ends without a verdict; resume it with: rlhpc resume {run_dir}")
         code = exits.EXIT_STORAGE
-    if code:  # submitit would make success of every number that its function returns
+    if code:  # submitit takes any return value for success
         sys.exit(code)
     return code
 
 
 class Supervisor:
-    """One job's work on a run, from start to start of its ranks."""
+    """One job's work on a run, attempt by attempt."""
 
     def __init__(self, run: RunFolder, termination: Termination, entry: str) -> None:
         self._run, self._termination, self._entry = run, termination, entry
         self._config = absolute_paths(load_config(run.config))
         self._job = BatchJob.from_environ()
         self._deadline = Deadline(self._job)
-        # What to do next must not be forgotten: the launcher waits for space as long as the job lasts.
+        # The verdict must not be lost: the supervisor waits for disk space as long as the job lasts.
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
         self._before: Verdict | None = None
 
     def run(self) -> int:
-        """Start the ranks until they are through, or until there is nothing more to be done in this job.
+        """Starts attempts until the run has finished or this job can do no more.
 
-        When no verdict can be written because the file system fails for too long, the job is requeued, and the next
-        launcher gives the verdict.
+        If the file system fails for so long that no verdict can be written, the job is requeued, and the next
+        supervisor writes it.
         """
         try:
             return self._run_attempts()
         except OSError as error:
             recovery = self._config.recovery
             policy = recovery.storage if isinstance(error, StorageError) else recovery.disk_full
-            if self._termination.told or policy == "stop" or kind_of(error) == "permanent":
+            if self._termination.requested or policy == "stop" or kind_of(error) == "permanent":
                 raise
-            self._tell(str(error))
+            self._log(str(error))
             return self._requeue()
 
     def _run_attempts(self) -> int:
-        self._before = self._judge_former()
-        remove(self._run.stop_requested)  # of ranks that are gone
+        self._before = self._former_verdict()
+        remove(self._run.stop_requested)  # it applied to earlier ranks
         if self._before is not None and self._before.action == "stop":
             return self._ending(self._before)
         while True:
             verdict = self._before = self._start_once()
-            if self._termination.told:
-                self._tell("Slurm ends this job")
+            if self._termination.requested:
+                self._log("Slurm ends this job")
                 return 1
             if verdict.action == "requeue":
                 return self._requeue(verdict.excluded)
             if verdict.action != "retry":
                 return self._ending(verdict)
-            self._tell(f"the ranks start again in {verdict.wait_seconds:.0f} s")
+            self._log(f"next attempt in {verdict.wait_seconds:.0f} s")
             if not self._pause(verdict.wait_seconds):
                 return 1
 
@@ -116,15 +116,17 @@ class Supervisor:
         diagnosis = self._explain(diagnose(evidence), attempt)
         situation = self._situation(attempt, diagnosis)
         verdict = decide(diagnosis, config, situation)
-        if verdict.cause == "stopped" and not self._stop_was_requested():
-            verdict = replace(verdict, action="requeue")
-        if self._termination.told:
-            verdict = replace(verdict, action="none")  # what becomes of the job is Slurm's to say
+        if verdict.cause == "stopped":
+            if not exists(self._run.stop_requested):
+                verdict = replace(verdict, action="requeue")
+            remove(self._run.stop_requested)  # it applies once
+        if self._termination.requested:
+            verdict = replace(verdict, action="none")  # Slurm decides on the job
         self._record(folder, verdict)
         return verdict
 
     def _begin(self) -> tuple[AttemptFolder, RunConfig, Attempt]:
-        """The next start's folder, its configuration with what recovery changed, and its record."""
+        """Folder of the next attempt, its configuration with changes by recovery, and its record."""
         overrides = self._before.overrides if self._before else ()
         excluded = self._before.excluded if self._before else ()
         config = absolute_paths(load_config(self._run.config, overrides))
@@ -146,55 +148,55 @@ class Supervisor:
         attempt = attempts.read_attempt(folder)
         assert attempt is not None
         changed = f", with {', '.join(overrides)}" if overrides else ""
-        self._tell(
-            f"start {folder.number}: {attempt.world_size} ranks on {', '.join(nodes)}, "
+        self._log(
+            f"attempt {folder.number}: {attempt.world_size} ranks on {', '.join(nodes)}, "
             f"from {f'step {attempt.saved_step}' if attempt.saved_step >= 0 else 'the beginning'}{changed}"
         )
         return folder, config, attempt
 
     def _usable_nodes(self, config: RunConfig, excluded: Sequence[str]) -> tuple[str, ...]:
-        """As many of the job's nodes as slurm.nodes, layout and batches can use, the first ones. A node that was left
-        out is taken again when Slurm gives no other."""
-        first, *others = self._job.nodes  # the launcher itself is on the first one
+        """The first nodes of the job, as many as slurm.nodes, layout and batches can use. An excluded node is used
+        again if Slurm gives no other."""
+        first, *others = self._job.nodes  # the supervisor runs on the first one
         present = [first, *(node for node in others if node not in excluded)]
         count = largest_usable(config, len(present))
         if not count and excluded:
-            self._tell(f"{', '.join(excluded)} should have been left out, but without there are too few nodes")
+            self._log(f"{', '.join(excluded)} is used again: there are too few nodes without it")
             present = [first, *others]
             count = largest_usable(config, len(present))
         if not count:
             raise UserError(
-                f"{len(present)} nodes are too few or do not suit the layout", where="slurm.nodes", remedy="see --check"
+                f"{len(present)} nodes are too few or do not divide into the layout",
+                where="slurm.nodes",
+                remedy="check with `rlhpc run --check`",
             )
         return tuple(present[:count])
 
     def _watch(self, folder: AttemptFolder, config: RunConfig, attempt: Attempt, server: StoreServer) -> Evidence:
-        """Run srun to its end. A hang ends it, and so does the job's time when the ranks have not stopped before."""
+        """Runs srun until it ends, or ends it on a hang and just before the job's time limit."""
         store = (server.port, server.secret)
-        environment = srun_environment(config, attempt.world_size, host(), store, free_port())
+        environment = srun_environment(config, attempt.world_size, node_name(), store, free_port())
         command = srun_command(config, attempt.nodes, folder, self._entry, self._job.groups)
         policy = config.recovery
         hangs = HangWatch(
             folder.heartbeats,
             attempt.world_size,
-            policy.hang_timeout_seconds,
-            policy.start_seconds,
+            HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
             signal_all=self._job.signal_ranks,
-            storage_seconds=policy.storage_wait_seconds,
         )
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
         )
         assert process.stderr is not None
-        said: list[str] = []
-        reader = threading.Thread(target=_copy, args=(process.stderr, said), daemon=True)
+        printed: list[str] = []
+        reader = threading.Thread(target=_copy, args=(process.stderr, printed), daemon=True)
         reader.start()
         hang: Hang | None = None
         failed_at = float("inf")
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
-            if failed_at == float("inf") and tells_of_a_failed_rank("".join(said)):
-                failed_at = time.monotonic()  # srun asks the others to end, and kills them only after Slurm's KillWait
+            if failed_at == float("inf") and reports_failed_rank("".join(printed)):
+                failed_at = time.monotonic()  # srun terminates the others, and kills them only after Slurm's KillWait
             hang = hang or hangs.poll()
             is_over = time.monotonic() - failed_at > _GRACE_SECONDS
             if hang is not None or is_over or self._deadline.seconds_left() < _LAST_SECONDS:
@@ -202,24 +204,26 @@ class Supervisor:
                 process.wait()
         reader.join(timeout=5)
         ends = exits.read_exits(folder.exits)
-        return Evidence(attempt.world_size, attempt.nodes, ends, "".join(said), process.returncode, time.time(), hang)
+        return Evidence(
+            attempt.world_size, attempt.nodes, ends, "".join(printed), process.returncode, time.time(), hang
+        )
 
     def _explain(self, diagnosis: Diagnosis, attempt: Attempt) -> Diagnosis:
-        """What only the job knows: that Slurm itself ends it, or that its time is over."""
+        """The diagnosis corrected by the state of the job: Slurm may have ended it, or its time may be over."""
         left, stopped = self._deadline.seconds_left(), diagnosis.cause == "stopped"
         if diagnosis.cause == "finished":
             return diagnosis
-        if stopped and not self._termination.told:
+        if stopped and not self._termination.requested:
             self._deadline.look()
             left = self._deadline.seconds_left()
             if diagnosis.stopped == "terminated":
-                return replace(diagnosis, cause="preempted", message="saved and ended on Slurm's warning")
+                return replace(diagnosis, cause="preempted", message="checkpointed and ended on Slurm's warning")
             near_end = left < _NEAR_END_SECONDS and not exists(self._run.stop_requested)
             if diagnosis.stopped == "deadline" or near_end:
-                return replace(diagnosis, cause="time_limit", message="saved in time before the job's limit")
+                return replace(diagnosis, cause="time_limit", message="checkpointed before the job's time limit")
         if stopped:
             return diagnosis
-        if self._termination.told:
+        if self._termination.requested:
             return Diagnosis("requeued", "Slurm ended the job (cancelled, requeued or out of time)")
         if left < _LAST_SECONDS + 1:
             return Diagnosis("time_limit", "the job's time ended within a step", detail=diagnosis.detail)
@@ -237,10 +241,10 @@ class Supervisor:
             partition=self._job.partition_nodes() if diagnosis.node else (),
         )
 
-    def _judge_former(self) -> Verdict | None:
-        """The verdict on the start before this job's first, given now if nobody was left to give one.
+    def _former_verdict(self) -> Verdict | None:
+        """Verdict on the last attempt before this job, written now if no supervisor was left to write it.
 
-        What a user starts again by hand, in a job of its own or after a stop, begins to count anew.
+        After a stop or in another job, the user has started the run again: failures are counted from zero.
         """
         known = [(folder, attempts.read_attempt(folder)) for folder in attempts.folders(self._run)]
         begun = [(folder, attempt) for folder, attempt in known if attempt is not None]
@@ -253,69 +257,63 @@ class Supervisor:
                 meant = tuple(change for change in verdict.overrides if self._still_holds(change, begun[0][0]))
                 return replace(verdict, action="none", failures=0, excluded=(), overrides=meant)
             return replace(verdict, action="none")
-        told = "the job was requeued: a node failed, it was preempted, or somebody asked for it"
+        message = "the job was requeued: a node failed, it was preempted, or a user requeued it"
         before = attempts.read_verdict(begun[-2][0]) if len(begun) > 1 else None
         left = self._deadline.seconds_left()
         situation = Situation(attempt, before, saved_step(self._run), time.time(), left)
-        verdict = decide(Diagnosis("requeued", told), self._config, situation)
+        verdict = decide(Diagnosis("requeued", message), self._config, situation)
         self._record(folder, verdict)
         return verdict
 
     def _still_holds(self, override: str, first: AttemptFolder) -> bool:
-        """A change by recovery gives way to a user who has set the key anew since the run's first start."""
+        """Whether a change by recovery still applies: the user has not changed the key since the first attempt."""
         key = override.partition("=")[0].split(".")
         then = load_config(first.config)
         return bool(reduce(getattr, key, self._config) == reduce(getattr, key, then))
 
     def _requeue(self, excluded: Sequence[str] = ()) -> int:
-        self._tell("back into the queue")
+        self._log("requeued")
         if not self._job.requeue([*self._config.slurm.exclude, *excluded] if excluded else []):
-            self._tell(f"Slurm does not requeue this job; continue with: rlhpc resume {self._run.path}")
+            self._log(f"Slurm does not requeue this job; resume it with: rlhpc resume {self._run.path}")
             return 1
         self._pause(_KILLED_SECONDS)
         return 0
 
     def _ending(self, verdict: Verdict) -> int:
         if verdict.cause == "finished":
-            self._tell(f"finished\n{read_report(self._run)}".rstrip())
+            self._log(f"finished\n{read_report(self._run)}".rstrip())
             return 0
         if verdict.action == "stop":
             where = f"rank {verdict.rank} on {verdict.node}: " if verdict.rank >= 0 else ""
-            self._tell(f"stopped ({verdict.cause.replace('_', ' ')}): {where}{verdict.message}")
+            self._log(f"stopped ({verdict.cause.replace('_', ' ')}): {where}{verdict.message}")
             return EXIT_USER_ERROR if verdict.cause in ("user", "data") else 1
-        self._tell(f"ended: {verdict.message}")
+        self._log(f"ended: {verdict.message}")
         return 0
 
     def _record(self, folder: AttemptFolder, verdict: Verdict) -> None:
         attempts.end(folder, verdict)
         if verdict.cause != "finished":
             whose = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
-            self._tell(f"start {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")
-
-    def _stop_was_requested(self) -> bool:
-        """A user asked the ranks to save and end for good; the word counts once."""
-        asked = exists(self._run.stop_requested)
-        remove(self._run.stop_requested)
-        return asked
+            self._log(f"attempt {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")
 
     def _is_ending(self) -> bool:
-        return self._termination.told or self._deadline.seconds_left() < _LAST_SECONDS
+        return self._termination.requested or self._deadline.seconds_left() < _LAST_SECONDS
 
     def _pause(self, seconds: float) -> bool:
-        """Wait; False when Slurm ends this step meanwhile."""
+        """Waits; False if Slurm ends this step meanwhile."""
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline and not self._termination.told:
+        while time.monotonic() < deadline and not self._termination.requested:
             time.sleep(min(0.2, max(0.0, deadline - time.monotonic())))
-        return not self._termination.told
+        return not self._termination.requested
 
-    def _tell(self, text: str) -> None:
+    def _log(self, text: str) -> None:
         show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")
 
 
-def _copy(source: IO[str], said: list[str]) -> None:
-    """srun's words into our own log, and into ``said``."""
+def _copy(source: IO[str], printed: list[str]) -> None:
+    """Copies srun's output to our own log and to ``printed``."""
     for line in source:
-        said.append(line)
+        printed.append(line)
         show(line, end="", file=sys.stderr)
 
 

@@ -1,6 +1,6 @@
-"""What runs in a rank's own process, around the trainer.
+"""A rank's own process, around the trainer.
 
-``python -m rlhpc.launch.worker.main ATTEMPT_FOLDER [ENTRY]`` is the program that srun starts on every rank.
+srun starts ``python -m rlhpc.launch.worker.main ATTEMPT_FOLDER [ENTRY]`` on every rank.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _FENCE_SECONDS = 5.0
 def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_devices: str | None) -> None:
     """A rank of `rlhpc run`, started by submitit.
 
-    The process leads a session of its own, so that a terminal's Ctrl-C reaches only the launcher and so that its
-    children can be ended with it; it does not outlive the launcher. ``visible_devices`` is CUDA_VISIBLE_DEVICES as
-    the launcher found it, None if unset: every rank sees every GPU and takes the one of its local rank.
+    The process leads its own session, so that Ctrl-C reaches only the launcher and its children can be ended with it;
+    it does not outlive the launcher. ``visible_devices``: CUDA_VISIBLE_DEVICES of the launcher, None if unset. Every
+    rank sees every GPU and takes the one of its local rank.
     """
     stop = StopRequest()
     stop.listen()
@@ -53,7 +53,7 @@ def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_device
 
 
 def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
-    """Call ``entry`` (package.module:function) with this rank's context, leaving records of start and end."""
+    """Calls ``entry`` (package.module:function) with this rank's context, and writes records of start and end."""
     faulthandler.enable()
     info = RankInfo.from_environ()
     os.environ[env.RANK] = str(info.rank)
@@ -67,7 +67,7 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
         attempt.heartbeats, info.rank, world_size=info.world_size, hang_timeout_seconds=record.hang_timeout_seconds
     ).start()
     done = threading.Event()
-    atexit.register(_end_now, done)  # the first to be registered is the last to be called
+    atexit.register(_end_now, done)  # registered first, called last
     context = RankContext(attempt, info, stop, heartbeat)
     try:
         run_recorded(attempt.exits, info, lambda: import_attribute(entry, "trainer")(context))
@@ -76,8 +76,8 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     done.set()
 
 
-def _settle_on_node(attempt: AttemptFolder) -> None:
-    """Refuse a node that cannot work, and find its way to the others, before anything heavy is imported."""
+def _prepare_node(attempt: AttemptFolder) -> None:
+    """Checks the node and finds its network interface, before anything heavy is imported. Raises UserError."""
     info = RankInfo.from_environ()
     ranks_here = int(os.environ.get(env.SLURM_NTASKS_PER_NODE, "1"))
     try:
@@ -88,8 +88,8 @@ def _settle_on_node(attempt: AttemptFolder) -> None:
             os.environ.setdefault(env.NCCL_SOCKET_IFNAME, os.environ[env.GLOO_SOCKET_IFNAME])
         address = interface_address(os.environ[env.GLOO_SOCKET_IFNAME].partition(",")[0])
         if address is not None:
-            # vLLM would take the way to the internet, and without one an address where no other node finds it. Never
-            # the submitter's own: that is one for all nodes.
+            # vLLM would take the interface to the internet, or an address that no other node can reach. A value from
+            # the submission is ignored: it would be the same on all nodes.
             os.environ[env.VLLM_HOST_IP] = address
     except UserError as error:
         with contextlib.suppress(OSError):
@@ -98,28 +98,28 @@ def _settle_on_node(attempt: AttemptFolder) -> None:
 
 
 def _end_when_superseded(attempt: AttemptFolder) -> None:
-    """Kill this process soon after a later start of the run exists: nobody else may be able to reach it."""
+    """Kills this process soon after a later attempt exists: no one else may be able to reach it."""
     own = ProcessId.own()
 
     def is_current() -> bool:
         try:
             return attempt.is_current(NONE)
         except OSError:
-            return True  # not known; nothing can be written now, and the next look is soon
+            return True  # unknown; nothing can be written now, and the next look is soon
 
     def watch() -> None:
         while is_current():
             time.sleep(_FENCE_SECONDS)
-        show(f"a later start than {attempt.path.name} exists: this rank ends", file=sys.stderr)
+        show(f"a later attempt than {attempt.path.name} exists: this rank ends", file=sys.stderr)
         own.kill_group()
 
     threading.Thread(target=watch, name="fence", daemon=True).start()
 
 
 def _end_now(done: threading.Event) -> None:
-    """End a rank without freeing all that torch and vLLM hold: that takes Python many seconds, and NCCL's threads may
-    call into the interpreter while it goes."""
-    for child in multiprocessing.active_children():  # Megatron's saves leave one, and it does not end by itself
+    """Ends a rank without freeing what torch and vLLM hold: that takes many seconds, and NCCL's threads may call into
+    the interpreter during its shutdown."""
+    for child in multiprocessing.active_children():  # Megatron's saves leave one that does not end by itself
         child.kill()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk
@@ -129,11 +129,11 @@ def _end_now(done: threading.Event) -> None:
 
 
 def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
-    """A rank under srun: a user's error is one line, also when it has no place in the run folder."""
+    """A rank under srun. A UserError is one line, even if it cannot be recorded in the run folder."""
     stop = StopRequest()
     stop.listen()
     try:
-        _settle_on_node(attempt)
+        _prepare_node(attempt)
         _run(entry, attempt, stop)
     except UserError as error:
         show(f"rlhpc: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""What a node must have for a rank to work on it, looked at before anything heavy is imported. Torch-free.
+"""Checks what a rank needs of its node, before anything heavy is imported. Torch-free.
 
-Each fault would otherwise show minutes later, as a hang or as an error that names neither the node nor the cause.
+Without it, each fault would appear minutes later, as a hang or an error that names neither node nor cause.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CACHES = {
     env.FLASHINFER_WORKSPACE_BASE: "flashinfer",
 }
 _SIOCGIFCONF = 0x8912
-_ANYWHERE = "198.51.100.1"  # a documentation address: nothing is sent there, it only asks which way packets would leave
+_ANYWHERE = "198.51.100.1"  # a documentation address: nothing is sent, only the route is looked up
 
 
 def check_node(
@@ -50,12 +50,11 @@ def check_node(
     first_here: bool = True,
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
-    """Raise NodeError for what cannot work on this node, and UserError for what would fail on every node alike; what
-    can be mended is, with a line on stderr.
+    """Raises NodeError for what cannot work on this node, and UserError for what would fail on every node; fixes what
+    it can, with a line on stderr.
 
-    May change TMPDIR and the places of caches in ``environ``, and this process's memlock limit. ``ranks_here`` are on
-    this node; ``first_here`` is true on one of them, which writes a file into ``run_dir`` to see whether that can be
-    done.
+    May change TMPDIR and the cache folders in ``environ``, and this process's memlock limit. ``ranks_here``: number of
+    ranks on this node; ``first_here``: true on the one that tests whether ``run_dir`` is writable.
     """
     for host in dict.fromkeys((socket.gethostname(), master_host)):
         _address(host)
@@ -64,14 +63,14 @@ def check_node(
     if ranks_here > 1:
         _check_shared_memory(ranks_here)
     check_gpus(ranks_here, environ)
-    _settle_tmpdir(environ, tell=first_here)
-    _settle_caches(environ, tell=first_here)
+    _set_tmpdir(environ, log=first_here)
+    _set_caches(environ, log=first_here)
 
 
 def network_interface(master_host: str, *, single_node: bool = False) -> str:
-    """The name of the interface by which this node reaches ``master_host``, for GLOO_SOCKET_IFNAME and NCCL's.
+    """Interface by which this node reaches ``master_host``, for GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME.
 
-    On the master itself it is the one that has the master's address. NodeError when that cannot be told.
+    On the master itself, the one with the master's address. Raises NodeError if it cannot be determined.
     """
     if single_node:
         return "lo"
@@ -84,14 +83,14 @@ def network_interface(master_host: str, *, single_node: bool = False) -> str:
     if len(others) == 1:
         return others[0]
     raise _error(
-        f"cannot tell which of its interfaces ({', '.join(others) or 'none has an IPv4 address'}) leads to the other"
-        f" nodes: {master_host!r} is {_address(master_host)} here",
+        f"cannot determine which of its interfaces ({', '.join(others) or 'none has an IPv4 address'}) leads to the"
+        f" other nodes: {master_host!r} is {_address(master_host)} here",
         "name it in slurm.interface",
     )
 
 
 def interface_address(name: str) -> str | None:
-    """The first IPv4 address of this node's interface, None if it has none."""
+    """First IPv4 address of this node's interface, None if it has none."""
     return next((address for address, own in _interfaces().items() if own == name), None)
 
 
@@ -104,7 +103,7 @@ def _warn(what: str) -> None:
 
 
 def _address(host: str) -> str:
-    """The host's first IPv4 address."""
+    """First IPv4 address of a host. Raises NodeError without one."""
     try:
         found = socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)
     except socket.gaierror as error:
@@ -116,8 +115,8 @@ def _address(host: str) -> str:
     return str(found[0][4][0])
 
 
-def _check_run_folder(folder: Path, write: bool) -> None:
-    remedy = "put run_dir on a file system that all nodes share and that you may write to there"
+def _check_run_folder(folder: Path, *, write: bool) -> None:
+    remedy = "put run_dir on a file system that all nodes share and can write to"
 
     def look() -> None:
         if not stat.S_ISDIR(os.stat(folder).st_mode):
@@ -133,10 +132,10 @@ def _check_run_folder(folder: Path, write: bool) -> None:
     try:
         patiently(look, folder)
     except FileNotFoundError:
-        raise _error(f"the run folder {str(folder)!r} is not there", remedy) from None
+        raise _error(f"the run folder {str(folder)!r} does not exist", remedy) from None
     except OSError as error:
         if kind_of(error) == "full":
-            raise  # a full disk is no fault of the node
+            raise  # a full disk is not a fault of the node
         raise _error(f"the run folder {str(folder)!r} is not writable ({error.strerror})", remedy) from None
 
 
@@ -149,7 +148,7 @@ def _check_locked_memory() -> None:
     with contextlib.suppress(OSError):
         if any(_INFINIBAND.iterdir()):
             raise _error(
-                f"only {hard >> 10} KiB of memory may be locked, InfiniBand needs it without a limit",
+                f"only {hard >> 10} KiB of memory may be locked, but InfiniBand needs no limit",
                 "submit with `ulimit -l unlimited`, or have the administrators set LimitMEMLOCK=infinity for slurmd",
             )
 
@@ -159,34 +158,34 @@ def _check_shared_memory(ranks: int) -> None:
     try:
         found = os.statvfs(_SHM)
     except OSError as error:
-        raise _error(f"{_SHM} is not there ({error.strerror})", "mount a tmpfs there") from None
+        raise _error(f"{_SHM} is not available ({error.strerror})", "mount a tmpfs there") from None
     free = found.f_bavail * found.f_frsize
     if free < needed:
         raise _error(
-            f"{free >> 20} MiB are free in {_SHM}, {ranks} ranks need {needed >> 20}",
-            "enlarge it (in a container: its option for shared memory), or remove what earlier jobs have left there",
+            f"{free >> 20} MiB are free in {_SHM}, but {ranks} ranks need {needed >> 20}",
+            "enlarge it (in a container: its option for shared memory), or remove files of earlier jobs",
         )
 
 
-def _settle_tmpdir(environ: MutableMapping[str, str], tell: bool) -> None:
-    """TMPDIR as given if programs can work with it, else a folder of the job's own in /tmp."""
+def _set_tmpdir(environ: MutableMapping[str, str], *, log: bool) -> None:
+    """Keeps TMPDIR if it is usable, else sets it to a folder of the job in /tmp."""
     given = environ.get(env.TMPDIR, "")
     why = _unusable(given) if given else ""
     if given and not why:
         return
-    if tell:
+    if log:
         _remove_old_folders()
     own = _own_folder(f"rlhpc-{os.getuid()}-{environ.get(env.SLURM_JOB_ID, os.getppid())}")
     environ[env.TMPDIR] = own
-    tempfile.tempdir = None  # Python remembers what it found
-    if why and tell:
+    tempfile.tempdir = None  # Python caches it
+    if why and log:
         _warn(f"TMPDIR {given!r} {why}; {own} is used instead")
 
 
 def _unusable(folder: str) -> str:
-    """Why no program could use the folder for its temporary files; empty if they can."""
+    """Why the folder is unusable for temporary files; empty if it is usable."""
     if len(folder) > LONGEST_TMPDIR:
-        return f"is too long for unix sockets ({len(folder)} characters, {LONGEST_TMPDIR} are possible)"
+        return f"is too long for unix sockets ({len(folder)} characters, at most {LONGEST_TMPDIR})"
     return _not_writable(folder)
 
 
@@ -201,7 +200,7 @@ def _not_writable(folder: str) -> str:
 
 
 def _own_folder(name: str) -> str:
-    """/tmp/``name`` for this user alone, or a new one when somebody else has taken the name."""
+    """Private folder /tmp/``name``, or a new one if another user has taken the name."""
     path = f"/tmp/{name}"
     try:
         with contextlib.suppress(FileExistsError):
@@ -212,34 +211,34 @@ def _own_folder(name: str) -> str:
             path = tempfile.mkdtemp(prefix="rlhpc-", dir="/tmp")
         why = _not_writable(path)
     except OSError as error:
-        why = f"cannot be made ({error.strerror})"
+        why = f"cannot be created ({error.strerror})"
     if why:
-        raise _error(f"{path} {why}", "set TMPDIR in slurm.environment to a folder of the node's own")
+        raise _error(f"{path} {why}", "set TMPDIR in slurm.environment to a local folder of the node")
     return path
 
 
 def _remove_old_folders() -> None:
-    """Empty ones of this user's jobs of long ago. A rank cannot remove its own: others here may still need it."""
+    """Removes empty folders of this user's old jobs. A rank cannot remove its own: others may still need it."""
     for path in Path("/tmp").glob(f"rlhpc-{os.getuid()}-*"):
         with contextlib.suppress(OSError):
             if time.time() - path.lstat().st_mtime > _OLD_SECONDS:
                 path.rmdir()
 
 
-def _settle_caches(environ: MutableMapping[str, str], tell: bool) -> None:
-    """Put caches into TMPDIR where the home folder cannot take them."""
+def _set_caches(environ: MutableMapping[str, str], *, log: bool) -> None:
+    """Puts caches into TMPDIR if the home folder is not writable."""
     home = environ.get(env.HOME, "")
     why = _not_writable(home) if home else "is not set"
     if not why:
         return
     for name, part in _CACHES.items():
         environ.setdefault(name, f"{environ[env.TMPDIR]}/{part}")
-    if tell:
+    if log:
         _warn(f"the home folder {home!r} {why}; caches go to {environ[env.TMPDIR]}")
 
 
 def _local_address(target: str) -> str | None:
-    """The address that packets to ``target`` would have as their source; None when there is no way to it."""
+    """Source address of packets to ``target``; None without a route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect((target, 9))
@@ -254,7 +253,7 @@ def _interfaces() -> dict[str, str]:
 
 
 def _addresses() -> Iterator[tuple[str, str]]:
-    """(interface, IPv4 address) of those that are up, second addresses too."""
+    """(interface, IPv4 address) of interfaces that are up, with secondary addresses."""
     data = array.array("B", bytes(64 << 10))
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         request = struct.pack("iP", len(data), data.buffer_info()[0])

@@ -1,4 +1,4 @@
-"""What a node's GPUs need for ranks to work with them: enough of them in sight, a driver, a compiler. Torch-free."""
+"""Checks that ranks can use a node's GPUs: enough visible ones, a driver, a compiler. Torch-free."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _COMPILERS = ("gcc", "clang")  # that Triton looks for (triton/runtime/build.py)
 
 
 def check_gpus(ranks_here: int, environ: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError for what the job or its environment has to change, NodeError for a node that lacks a GPU.
+    """Raises UserError for what the job or its environment must change, NodeError for a node that lacks a GPU.
 
-    Nothing is checked of ranks that compute on CPUs: by the launcher's choice (``common_environment``), because there
-    are no GPUs, or because CUDA_VISIBLE_DEVICES hides all of them.
+    Passes for ranks that compute on CPUs: by the launcher's choice (``common_environment``), without GPUs, or if
+    CUDA_VISIBLE_DEVICES hides all of them.
     """
     devices, visible = gpu_devices(), visible_gpus(environ)
     if env.CUDA_DEVICE_MAX_CONNECTIONS not in environ or not devices or visible == 0:
@@ -29,7 +29,7 @@ def check_gpus(ranks_here: int, environ: Mapping[str, str] = os.environ) -> None
     if visible is not None and visible < ranks_here:
         shown = f"{env.CUDA_VISIBLE_DEVICES}={environ[env.CUDA_VISIBLE_DEVICES]}"
         raise UserError(
-            f"a rank sees {visible} of the node's GPUs ({shown}), and vLLM needs it to see one for each of the "
+            f"a rank sees {visible} of the node's GPUs ({shown}), but vLLM needs it to see one for each of the "
             f"{ranks_here} ranks there",
             where=where,
             remedy=f"submit with {WHAT_WORKS}",
@@ -45,21 +45,21 @@ def check_gpus(ranks_here: int, environ: Mapping[str, str] = os.environ) -> None
 
 
 def check_gpu_software() -> None:
-    """Raise UserError where this machine's GPUs lack a driver or a compiler that ranks need."""
+    """Raises UserError if this machine's GPUs lack a suitable driver or a compiler."""
     if gpu_count():
         check_installed_driver("this machine")
         check_compiler("this machine")
 
 
 def check_compiler(where: str, environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse a machine without a C compiler: Triton builds the launcher of each kernel with one, minutes later."""
+    """Raises UserError without a C compiler: Triton builds the launcher of each kernel with one, minutes later."""
     named = environ.get(env.CC)
     path = environ.get(env.PATH)
     if any(shutil.which(name, path=path) for name in ((named.split() or [""])[:1] if named else _COMPILERS)):
         return
-    what = f"{env.CC}={named} is no program here" if named else f"no C compiler ({' or '.join(_COMPILERS)}) in PATH"
+    what = f"{env.CC}={named} is not a program" if named else f"no C compiler ({' or '.join(_COMPILERS)}) in PATH"
     raise UserError(
-        f"{what}; Triton compiles vLLM's kernels with one",
+        f"{what}; Triton needs one for vLLM's kernels",
         where=where,
-        remedy=f"load a module that has one (slurm.modules), or set {env.CC} in slurm.environment",
+        remedy=f"load a module with one (slurm.modules), or set {env.CC} in slurm.environment",
     )

@@ -12,8 +12,8 @@ from itertools import product
 from math import ceil
 from pathlib import Path
 
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.parallelism import check_engine

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from pathlib import Path
 
-from pydantic import ValidationError
-
-from rlhpc.config import yaml12
 from rlhpc.config.jobs import memory_mib
-from rlhpc.config.planning import DiskSection, EfficiencySection, GpuEntry, GpusFile
-from rlhpc.config.renamed import RENAMED_FIGURES
 from rlhpc.config.schema import RunConfig
-from rlhpc.config.section import Section
+from rlhpc.config.site import DiskSection, EfficiencySection, GpuEntry
 from rlhpc.core.errors import UserError, did_you_mean
 
 
@@ -121,15 +114,8 @@ class Site:
 
 
 def read_site(config: RunConfig) -> Site:
-    """The table, with the site's file over it and the configuration's own word over that. Raises UserError."""
-    section, file = config.planning, GpusFile()
-    if section.gpus_file is not None:
-        file = _read(section.gpus_file)
-    return Site(
-        _merged(file.gpus, str(section.gpus_file)),
-        file.efficiency.model_copy(update=section.efficiency.model_dump(exclude_unset=True)),
-        file.disk.model_copy(update=section.disk.model_dump(exclude_unset=True)),
-    )
+    """The table of GPUs with the site's entries over it, and the site's other figures. Raises UserError."""
+    return Site(_merged(config.site.gpus), config.site.efficiency, config.site.disk)
 
 
 def named_gpu(config: RunConfig, site: Site, name: str | None = None) -> Gpu | None:
@@ -146,34 +132,7 @@ def _own_name(name: str) -> str:
     return _ALSO.get(name.lower(), name.lower())
 
 
-def _read(path: Path) -> GpusFile:
-    try:
-        data = yaml12.parse(path.read_text(encoding="utf-8"), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot be read ({error})", where=str(path), remedy="correct planning.gpus_file") from None
-    try:
-        return GpusFile.model_validate_json(json.dumps(data), strict=True)
-    except ValidationError as error:
-        detail = error.errors(include_url=False, include_context=False)[0]
-        key = ".".join(map(str, detail["loc"]))
-        if detail["type"] == "extra_forbidden":
-            sections: dict[str, type[Section]] = {
-                "gpus": GpuEntry,
-                "efficiency": EfficiencySection,
-                "disk": DiskSection,
-            }
-            section = sections.get(str(detail["loc"][0]), GpusFile) if len(detail["loc"]) > 1 else GpusFile
-            last = str(detail["loc"][-1])
-            if section is not GpusFile and last in RENAMED_FIGURES:
-                remedy = f"write {RENAMED_FIGURES[last]}"
-                raise UserError("has another name now", where=f"{path}: {key}", remedy=remedy) from None
-            remedy = did_you_mean(last, section.model_json_schema()["properties"])
-            raise UserError("unknown key", where=f"{path}: {key}", remedy=remedy) from None
-        message = f"{detail['input']!r} is not allowed ({detail['msg']})"
-        raise UserError(message, where=f"{path}: {key}" if key else str(path)) from None
-
-
-def _merged(entries: Mapping[str, GpuEntry], where: str) -> dict[str, Gpu]:
+def _merged(entries: Mapping[str, GpuEntry]) -> dict[str, Gpu]:
     gpus = dict(GPUS)
     for name, entry in entries.items():
         key = _own_name(name)
@@ -181,13 +140,13 @@ def _merged(entries: Mapping[str, GpuEntry], where: str) -> dict[str, Gpu]:
         given = entry.model_dump(exclude={"like"}, exclude_none=True)
         if base is None and entry.like is not None:
             raise UserError(
-                f"no GPU {entry.like!r}", where=f"{where}: gpus.{name}.like", remedy=did_you_mean(entry.like, gpus)
+                f"no GPU {entry.like!r}", where=f"site.gpus.{name}.like", remedy=did_you_mean(entry.like, gpus)
             )
         if base is None:
             needed = [field.name for field in fields(Gpu)[1:8] if field.name not in given]
             if needed:
                 remedy = f"add it, or like: and the name of a GPU that it is like ({', '.join(GPUS)})"
-                raise UserError("is missing", where=f"{where}: gpus.{name}.{needed[0]}", remedy=remedy)
+                raise UserError("is missing", where=f"site.gpus.{name}.{needed[0]}", remedy=remedy)
             given = {"linked": given.get("per_node", 8), **given}
             gpus[key] = Gpu(name=key, **given)
         else:
@@ -229,5 +188,5 @@ def cpu_memory_limit(config: RunConfig, gpu: Gpu | None) -> tuple[str, float] | 
     if asked:
         return "slurm.memory", asked * 2**20
     if gpu is not None and gpu.cpu_memory_gib is not None:
-        return "planning.gpus_file", gpu.cpu_memory_gib * 2**30
+        return "site.gpus", gpu.cpu_memory_gib * 2**30
     return None

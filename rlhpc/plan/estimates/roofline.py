@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from math import log2
 
-from rlhpc.config.planning import EfficiencySection
+from rlhpc.config.site import EfficiencySection
 from rlhpc.plan.estimates.hardware import Gpu, linked_ranks
 
 Parts = Mapping[str, float]  # seconds by bottleneck, one after the other

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from rlhpc.checkpoint.formats.model_folder import count_rows
 from rlhpc.config.algorithm import WITH_CRITIC
-from rlhpc.config.planning import DiskSection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import DiskSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
@@ -137,7 +137,7 @@ def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
             f"slurm.time: the first step is predicted to be saved after {run.first:,.0f} s "
             f"(start {run.start:,.0f} s, "
             f"step {run.step:,.0f} s, checkpoint {run.write:,.0f} s), the job has {limit_seconds:,} s: a run that ends "
-            "before makes no progress; raise it, take more nodes or correct planning.disk and planning.start_seconds"
+            "before makes no progress; raise it, take more nodes or correct site.disk and planning.start_seconds"
         )
     elif run.seconds > limit_seconds:
         parts = [f"{run.steps} steps of {run.step:,.0f} s", f"a start of {run.start:,.0f} s"]

@@ -69,23 +69,23 @@ def update_time(
     """Returns the time of all of a step's updates; a microbatch has at most ``tokens`` tokens on each rank."""
     layout = training.layout
     tokens_each = work.tokens * work.epochs / work.updates
-    count, size = _micro_batches(layout, tokens_each, work.length, tokens)
+    count, size = _microbatches(layout, tokens_each, work.length, tokens)
     forward = _stages(training, size, work.pairs)
     again = _stages(training, size, work.pairs, recompute=memory)
     backward = [_backward(stage) for stage in forward]
     stages = [total(*three) for three in zip(forward, backward, again, strict=True)]
     one = total(_pipeline(stages, count, layout), _optimizer(training, optimizer, backward))
     parts, flops = times(one, work.updates), 3 * _forward_flops(training, work) * work.epochs
-    return PhaseTime(name, parts, flops, work.updates * _sent(training, count * size * 3), {"micro batches": count})
+    return PhaseTime(name, parts, flops, work.updates * _sent(training, count * size * 3), {"microbatches": count})
 
 
 def pass_time(training: Training, work: StepWorkload, tokens: int, name: str) -> PhaseTime:
     """Returns the time of one forward pass without gradients over a step's samples."""
     training = replace(training, machine=training.machine.without_gradient)
-    count, size = _micro_batches(training.layout, work.tokens, work.length, tokens)
+    count, size = _microbatches(training.layout, work.tokens, work.length, tokens)
     parts = _pipeline(_stages(training, size, work.pairs), count, training.layout)
     flops = _forward_flops(training, work)
-    return PhaseTime(name, parts, flops, _sent(training, count * size), {"micro batches": count})
+    return PhaseTime(name, parts, flops, _sent(training, count * size), {"microbatches": count})
 
 
 def stage_parameters(shape: ModelShape, layout: ParallelLayout) -> tuple[StageParameters, ...]:
@@ -135,7 +135,7 @@ def _stage_kinds(layout: ParallelLayout, num_layers: int, experts: tuple[int, ..
     return tuple((dense, found) for dense, found in counts)
 
 
-def _micro_batches(layout: ParallelLayout, tokens: float, length: float, most: int) -> tuple[int, float]:
+def _microbatches(layout: ParallelLayout, tokens: float, length: float, most: int) -> tuple[int, float]:
     """Returns the number of microbatches of a data-parallel rank and the tokens of each, in whole samples."""
     mine = tokens / layout.dp
     fit = max(1, int(most * layout.cp // length))  # samples of mean length

@@ -89,7 +89,7 @@ def _machines(results: Results) -> Iterator[str]:
 
 
 def _planner(results: Results) -> list[str]:
-    """Lines for the file of ``planning.gpus_file``; none without figures of a GPU."""
+    """Lines for the site file; none without figures of a GPU."""
     record = results.parts.get("weight_sync")
     machine = results.machines[record.machine] if record else None
     gpu = gpu_of_device(machine.gpu) if machine and machine.gpu else None
@@ -97,7 +97,7 @@ def _planner(results: Results) -> list[str]:
         return []
     figures = {figure.name: figure.value for figure in record.figures if isinstance(figure.value, float)}
     text = site_entry(gpu.name, figures, machine.driver)
-    return [f"Lines for the file of `planning.gpus_file`, measured here:\n\n```yaml\n{text}```"] if text else []
+    return [f"Lines for the site file, measured here:\n\n```yaml\n{text}```"] if text else []
 
 
 def _part(record: PartRecord) -> Iterator[str]:

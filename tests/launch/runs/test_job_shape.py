@@ -63,7 +63,7 @@ def test_the_job_says_what_the_config_leaves_open(tmp_path, keys, taken) -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "told"),
+    ("key", "message"),
     [
         (
             "slurm.nodes=4",
@@ -79,14 +79,22 @@ def test_the_job_says_what_the_config_leaves_open(tmp_path, keys, taken) -> None
         ("slurm.gpus_per_node=9", "slurm.gpus_per_node: 9 in the configuration, but the job has 8; submit with --gpus"),
     ],
 )
-def test_a_contradiction_is_told(tmp_path, key, told) -> None:
+def test_a_contradiction_is_told(tmp_path, key, message) -> None:
     config = load_config(write_inputs(tmp_path), [key])
     with pytest.raises(UserError) as error:
         overrides_from_job(config, JobShape(2, 8, 12, 8))
-    assert str(error.value).startswith(told)
+    assert str(error.value).startswith(message)
 
 
 def test_ranks_do_not_share_gpus(tmp_path) -> None:
     config = load_config(write_inputs(tmp_path))
     with pytest.raises(UserError, match=r"^--gpus-per-node: the job has 4 on each node for 8 ranks; submit with --gpu"):
         overrides_from_job(config, JobShape(1, 8, None, 4))
+
+
+def test_the_job_takes_precedence_over_a_site_file(tmp_path) -> None:
+    keys = ["slurm.nodes=2", "resources.ranks_per_node=8", "slurm.cpus_per_rank=16", "slurm.gpus_per_node=8"]
+    config, job = load_config(write_inputs(tmp_path), keys), JobShape(2, 8, 12, 8)
+    assert overrides_from_job(config, job, {"slurm.cpus_per_rank", "slurm.account"}) == ["slurm.cpus_per_rank=12"]
+    with pytest.raises(UserError, match=r"slurm\.cpus_per_rank: 16 in the configuration, but the job has 12"):
+        overrides_from_job(config, job)

@@ -17,9 +17,9 @@ from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.launch.runs import run_registry
-from rlhpc.launch.runs.logs import batch_log, culprit_of, log_files, tail
+from rlhpc.launch.runs.logs import batch_log, failed_rank, log_files, tail
 from rlhpc.launch.runs.resume import plan_again
-from rlhpc.launch.runs.run_registry import JobRecord, Run, all_runs, enter, find_run, find_runs, read_run
+from rlhpc.launch.runs.run_registry import JobRecord, RunEntry, all_runs, find_run, find_runs, read_run, register
 from rlhpc.launch.runs.status import as_json, queue_words, run_status, tail_records, verdict_words
 from rlhpc.launch.runs.status_view import details, overview, show
 from rlhpc.launch.slurm.queue import JobStatus
@@ -33,16 +33,16 @@ def state(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
-def make_run(path: Path, job_id: str = "7", name: str = "tiny", submitted: float | None = None) -> Run:
+def make_run(path: Path, job_id: str = "7", name: str = "tiny", submitted: float | None = None) -> RunEntry:
     folder = RunFolder(path)
     folder.create()
     submitted = time.time() if submitted is None else submitted
-    enter(folder, JobRecord(job_id, "", submitted, "alice", name, str(path.parent), str(path / "batch.log")))
+    register(folder, JobRecord(job_id, "", submitted, "alice", name, str(path.parent), str(path / "batch.log")))
     folder.config.write_text("name: tiny\n")
     return read_run(path)
 
 
-def begin(run: Run, **changes: object) -> AttemptFolder:
+def begin(run: RunEntry, **changes: object) -> AttemptFolder:
     return attempts.begin(run.folder, **{**KNOWN, "job_id": "7", **changes})
 
 
@@ -69,7 +69,7 @@ def test_runs_are_found_by_folder_name_and_job(tmp_path, monkeypatch):
 def test_what_is_not_one_run_is_told(tmp_path):
     make_run(tmp_path / "a", "8_0")
     make_run(tmp_path / "b", "8_1")
-    with pytest.raises(UserError, match=r"8: is an array of 2 runs; give one of 8_0, 8_1"):
+    with pytest.raises(UserError, match=r"8: is an array of 2 runs; choose one of 8_0, 8_1"):
         find_run("8")
     with pytest.raises(UserError, match=r"tiny: 2 runs have this name: .*; give the folder"):
         find_run("tiny")
@@ -102,7 +102,7 @@ def test_a_folder_that_cannot_be_read_stays_in_the_list(tmp_path, capsys):
     broken, other = make_run(tmp_path / "a"), make_run(tmp_path / "b", "8")
     unreadable(broken.folder.job)
     assert all_runs() == [other]
-    assert "warning: a run is left out: [Errno 5] Input/output error" in capsys.readouterr().err
+    assert "warning: a run is not shown: [Errno 5] Input/output error" in capsys.readouterr().err
     write_json(broken.folder.job, {"job_id": "7"})
     assert len(all_runs()) == 2
 
@@ -131,7 +131,7 @@ def test_a_command_that_cannot_read_a_run_says_so_in_one_line(tmp_path, capfd, m
         main.main()
     storage.use(storage.Patience())
     assert ended.value.code == 75
-    assert capfd.readouterr().err.splitlines()[-1].endswith("; the file system does not answer, try again later")
+    assert capfd.readouterr().err.splitlines()[-1].endswith("; the file system does not respond, try again later")
 
 
 def test_a_job_record_of_another_version_is_read(tmp_path):
@@ -219,17 +219,17 @@ def test_what_a_queued_job_waits_for():
     words = queue_words(job("PENDING", reason="Priority", start=at), now=at - 60)
     assert words == "waits behind jobs of higher priority (Priority), expected to start at 14:05"
     words = queue_words(job("PENDING", reason="QOSMaxGRESPerUser"), now=at)
-    assert words.endswith("(QOSMaxGRESPerUser); slurm.gpus_per_node: ask for less of it")
+    assert words.endswith("(QOSMaxGRESPerUser); slurm.gpus_per_node: request less of it")
     words = queue_words(job("RUNNING", start=at, nodes="node[1-2]", time_left=90), now=at + 60)
-    assert words == "running since 14:05 on node[1-2], 1 min 30 s of its time left"
+    assert words == "running since 14:05 on node[1-2], 1 min 30 s left"
     assert queue_words(job("CANCELLED", end=at), now=at) == "cancelled at 14:05"
 
 
 def test_what_recovery_did():
-    told = verdict("gpu_memory", "retry", rank=3, node="node2", wait_seconds=120.0, overrides=("a.b=1",))
-    assert verdict_words(told) == "out of GPU memory (rank 3 on node2): words -> retried after 2 min 00 s with a.b=1"
-    told = verdict("bad_node", "requeue", node="node2", excluded=("node2",))
-    assert verdict_words(told) == "a node is at fault (node2): words -> requeued without node2"
+    message = verdict("gpu_memory", "retry", rank=3, node="node2", wait_seconds=120.0, overrides=("a.b=1",))
+    assert verdict_words(message) == "out of GPU memory (rank 3 on node2): words -> retried after 2 min 00 s with a.b=1"
+    message = verdict("bad_node", "requeue", node="node2", excluded=("node2",))
+    assert verdict_words(message) == "a node failed (node2): words -> requeued without node2"
     assert verdict_words(verdict("finished", "none")) == "finished"
 
 
@@ -240,7 +240,7 @@ def test_for_programs(tmp_path):
     found = json.loads(json.dumps(as_json(run_status(run, job("RUNNING", time_left=5)))))
     assert (found["name"], found["job_id"], found["state"], found["restarts"]) == ("tiny", "7", "running", 1)
     assert (found["slurm"]["state"], found["slurm"]["time_left"]) == ("RUNNING", 5)
-    assert [start["verdict"] and start["verdict"]["cause"] for start in found["starts"]] == ["crash", None]
+    assert [start["verdict"] and start["verdict"]["cause"] for start in found["attempts"]] == ["crash", None]
     assert found["phase"] is None
     run.folder.metrics.write_text(json.dumps({"phase": "sft", "step": 3, "total_steps": 9}) + "\n")
     found = as_json(run_status(run, None))
@@ -256,15 +256,15 @@ def test_a_run_in_full(tmp_path, capsys):
     run.folder.metrics.write_text(json.dumps(record) + "\n")
     show(details(run_status(run, job("RUNNING", restarts=2))))
     rows = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines() if not line.startswith(" "))
-    assert list(rows) == ["run", "folder", "job", "requeued", "progress", "changed", "excluded", "start"]
+    assert list(rows) == ["run", "folder", "job", "requeued", "progress", "changed", "excluded", "attempt"]
     assert (rows["run"], rows["job"], rows["requeued"]) == ("tiny: running", "7: running", "twice")
     assert rows["progress"] == "rl step 21/50 | reward 0.250 | 1,234 tokens/s"
     assert (rows["changed"], rows["excluded"]) == ("a.b=1, c=2", "node7")
-    assert rows["start"].startswith("2 ")
-    assert rows["start"].endswith("4 rank(s) on node1, node2, from step 20")
+    assert rows["attempt"].startswith("2 ")
+    assert rows["attempt"].endswith("4 rank(s) on node1, node2, from step 20")
     show(details(run_status(make_run(tmp_path / "new"), None)))
     known = capsys.readouterr().out
-    assert "Slurm no longer knows it" in known
+    assert "no longer known to Slurm" in known
     assert [line.split()[0] for line in known.splitlines()] == ["run", "folder", "job"]
 
 
@@ -295,12 +295,12 @@ def test_the_culprits_log_comes_first(tmp_path):
     run = make_run(tmp_path / "run")
     folder = begin(run)
     write_logs(folder, 3)
-    assert [log.title for log in log_files(run)] == ["rank 0, start 1"]
+    assert [log.title for log in log_files(run)] == ["rank 0, attempt 1"]
     write_json(folder.exits / "rank-00001.exit.json", vars(ExitRecord(1, "n", 1, 5.0, "error")))
     write_json(folder.exits / "rank-00002.exit.json", vars(ExitRecord(2, "n", 1, 4.0, "peer")))
-    assert culprit_of(folder) == 1, "by the records"
+    assert failed_rank(folder) == 1, "by the records"
     attempts.end(folder, verdict("crash", "stop", rank=2))
-    assert [log.title for log in log_files(run, all_ranks=True)] == [f"rank {n}, start 1" for n in (2, 0, 1)]
+    assert [log.title for log in log_files(run, all_ranks=True)] == [f"rank {n}, attempt 1" for n in (2, 0, 1)]
     assert [log.path.read_text() for log in log_files(run, rank=1)] == ["I am 1\n"]
 
 
@@ -308,11 +308,11 @@ def test_logs_of_an_earlier_start(tmp_path):
     run = make_run(tmp_path / "run")
     write_logs(begin(run), 1)
     write_logs(begin(run), 1)
-    assert log_files(run)[0].title == "rank 0, start 2"
-    assert log_files(run, attempt=1)[0].title == "rank 0, start 1"
-    with pytest.raises(UserError, match="--attempt 3: no such start of the ranks; there are 1 to 2"):
+    assert log_files(run)[0].title == "rank 0, attempt 2"
+    assert log_files(run, attempt=1)[0].title == "rank 0, attempt 1"
+    with pytest.raises(UserError, match="--attempt 3: no such attempt; use 1 to 2"):
         log_files(run, attempt=3)
-    with pytest.raises(UserError, match="rank 9: start 2 has no log of it; there are 0 to 0"):
+    with pytest.raises(UserError, match="rank 9: no log of it in attempt 2; use 0 to 0"):
         log_files(run, rank=9)
 
 
@@ -342,9 +342,7 @@ def test_a_finished_run_is_not_resumed_but_for_more_steps(tmp_path):
     run = make_run(tmp_path / "run")
     run.folder.config.write_text(config.read_text())
     attempts.end(begin(run), verdict("finished", "none"))
-    with pytest.raises(
-        UserError, match=r"the run has finished; ask for more steps to continue it, such as train.steps=6"
-    ):
+    with pytest.raises(UserError, match=r"the run has finished; request more steps, such as train.steps=6"):
         plan_again(run, ["train.prompts_per_step=16"], tmp_path)
     plan = plan_again(run, ["train.steps=6"], tmp_path)
     assert (plan.configs[0].train.steps, plan.folders) == (6, (run.folder,))

@@ -12,9 +12,9 @@ from rlhpc.launch.slurm.commands import ask, clean_submission, last_line, privat
 
 def test_a_machine_without_slurm_is_told(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"no Slurm on this machine: there is no `sbatch`; log in to a login node"):
+    with pytest.raises(UserError, match=r"no Slurm on this machine: `sbatch` not found; log in to a login node"):
         require_controller()
-    with pytest.raises(UserError, match="no Slurm on this machine: there is no `squeue`"):
+    with pytest.raises(UserError, match="no Slurm on this machine: `squeue` not found"):
         ask("squeue")
 
 

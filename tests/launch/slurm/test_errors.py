@@ -17,22 +17,22 @@ def without_slurm(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("said", "key", "told"),
+    ("said", "key", "expected"),
     [
         ("sbatch: error: invalid partition specified: gpu\n" + FAILED + "Invalid partition name specified",
          "slurm.partition", "no partition 'gpu'"),
         (FAILED + "Invalid account or account/partition combination specified", "slurm.account", "account 'proj' is"),
-        (FAILED + "Invalid qos specification", "slurm.qos", "QoS 'high' is unknown, or not yours"),
-        (FAILED + "Requested node configuration is not available", "slurm", "no node of partition gpu can give"),
+        (FAILED + "Invalid qos specification", "slurm.qos", "QoS 'high' is unknown, or not available to you"),
+        (FAILED + "Requested node configuration is not available", "slurm", "gpu has the requested resources"),
         ("sbatch: error: Memory specification can not be satisfied\n" + FAILED
-         + "Requested node configuration is not available", "slurm.memory", "no node has so much memory: 9T"),
+         + "Requested node configuration is not available", "slurm.memory", "no node has that much memory: 9T"),
         ("sbatch: error: Invalid generic resource (gres) specification", "slurm.gpus_per_node", "no such GPUs"),
         ("sbatch: error: Invalid --time specification", "slurm.time", "9-0 is longer than allowed"),
         (FAILED + "Requested time limit is invalid (missing or exceeds some limit)", "slurm.time", "9-0 is longer"),
         (FAILED + "Requested reservation is invalid", "slurm.reservation", "no reservation 'r'"),
         (FAILED + "Invalid feature specification", "slurm.constraint", "no node has the features"),
-        (FAILED + "Invalid node name specified", "slurm.exclude", "does not exist"),
-        (FAILED + "Invalid license specification", "slurm.sbatch_options.licenses", "no such licence"),
+        (FAILED + "Invalid node name specified", "slurm.exclude", "unknown node"),
+        (FAILED + "Invalid license specification", "slurm.sbatch_options.licenses", "no such license"),
         (FAILED + "Node count specification invalid", "slurm.nodes", "9 nodes are not allowed here"),
         ("sbatch: error: Invalid --mail-type specification", "slurm.sbatch_options.mail-type", "this value of --mail"),
         ("sbatch: unrecognized option '--bogus'\nTry \"sbatch --help\" for more information",
@@ -40,17 +40,17 @@ def without_slurm(monkeypatch, tmp_path):
         (FAILED + "Unable to contact slurm controller (connect failure)", "slurm", "the controller does not answer"),
         (FAILED + "Socket timed out on send/recv operation", "slurm", "the controller does not answer"),
         ('sbatch: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2": No such file or directory '
-         "(Did you start munged?)\n" + FAILED + "Protocol authentication error", "", "munge, by which Slurm knows"),
+         "(Did you start munged?)\n" + FAILED + "Protocol authentication error", "", "munge, Slurm's"),
         (FAILED + "Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)",
          "slurm", "do not allow this job (Job violates"),
-        (FAILED + "User's group not permitted to use this partition", "slurm.partition", "may not use partition gpu"),
+        (FAILED + "User's group not permitted to use this partition", "slurm.partition", "no access to partition gpu"),
         (FAILED + "Something of the future\n", "slurm", "sbatch refused the job: Something of the future"),
         ("", "slurm", "sbatch refused the job: no message from sbatch"),
     ],
 )  # fmt: skip
-def test_what_sbatch_says(said, key, told):
+def test_what_sbatch_says(said, key, expected):
     error = submission_error(said, SLURM)
-    assert told in error.message
+    assert expected in error.message
     assert error.where == key or not key
     assert error.remedy
     assert "\n" not in str(error)

@@ -50,7 +50,7 @@ def test_srun_s_command_line_is_read_in_both_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         (
             "slurm.sbatch_options={gpus_per_task: 1}",
@@ -64,10 +64,10 @@ def test_srun_s_command_line_is_read_in_both_forms() -> None:
         ),
     ],
 )
-def test_a_submission_that_binds_is_refused_with_what_works(tmp_path: Path, override: str, told: str) -> None:
+def test_a_submission_that_binds_is_refused_with_what_works(tmp_path: Path, override: str, message: str) -> None:
     with pytest.raises(UserError) as caught:
         make_spec(config_of(tmp_path, override), tmp_path, "python")
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
     assert "--gpus-per-node=N or --gres=gpu:N, with --gpu-bind=none" in str(caught.value)
 
 

@@ -108,7 +108,7 @@ def test_submitits_own_key_is_gone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["slurm.sbatch_options={nodes: 2}"], "slurm.sbatch_options.nodes: has a key of its own; use slurm.nodes"),
         (["slurm.sbatch_options={--mem: 2}"], "slurm.sbatch_options.--mem: has a key of its own; use slurm.memory"),
@@ -117,14 +117,14 @@ def test_submitits_own_key_is_gone(tmp_path):
         (['slurm.sbatch_options={mail-user: "a\\nb"}'], "slurm.sbatch_options.mail-user: "),
     ],
 )
-def test_what_would_break_the_script_is_refused(overrides, told, tmp_path):
+def test_what_would_break_the_script_is_refused(overrides, message, tmp_path):
     with pytest.raises(UserError) as caught:
         spec_of(tmp_path, *overrides)
-    assert str(caught.value).startswith(told)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_folder_that_slurm_would_rewrite_is_refused():
-    with pytest.raises(UserError, match="has a % or a backslash in it"):
+    with pytest.raises(UserError, match="contains a % or a backslash"):
         check_folder_name(Path("/runs/100%j"))
 
 
@@ -144,20 +144,20 @@ def test_setup_runs_in_the_working_folder_with_the_environment(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["slurm.modules=[cuda]"], "slurm.modules: this node has no environment modules"),
         (["slurm.conda=mine"], "slurm.conda: there is no conda"),
         (["slurm.setup=['true', 'ls /nowhere 2>/dev/null', 'true']"], "slurm.setup: failed: ls /nowhere 2> /dev/null"),
     ],
 )
-def test_a_line_that_fails_ends_the_job_and_is_named(overrides, told, tmp_path):
+def test_a_line_that_fails_ends_the_job_and_is_named(overrides, message, tmp_path):
     done = run_setup(tmp_path, *overrides)
     assert done.returncode != 0
     assert "reached" not in done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("rlhpc: ")
-    assert line.endswith(told)
+    assert line.endswith(message)
 
 
 def test_modules_are_found_without_a_login_shell(tmp_path):

@@ -69,11 +69,11 @@ def test_what_fits_passes(check, overrides):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (["slurm.partition=gpus"], "slurm.partition: no partition 'gpus'; did you mean 'gpu'?"),
         (["slurm.partition='gpu,batsch'"], "slurm.partition: no partition 'batsch'; did you mean 'batch'?"),
-        (["slurm.partition=batch"], "slurm.gpus_per_node: no node of partition batch has GPUs, 1 are asked for"),
+        (["slurm.partition=batch"], "slurm.gpus_per_node: no node of partition batch has GPUs, but 1 per"),
         (["slurm.gpus_per_node=9"], "nodes of the cluster have at most 8 GPUs; lower it"),
         (["slurm.partition=gpu", "slurm.gpu_type=v100"], "slurm.gpu_type: no 'v100' GPUs in partition gpu; did you"),
         (["slurm.partition=gpu", "slurm.gpu_type=a100", "slurm.gpus_per_node=8"], "have at most 4 GPUs"),
@@ -85,10 +85,10 @@ def test_what_fits_passes(check, overrides):
         (["slurm.partition=gpu", "slurm.constraint=h200"], "has the feature 'h200'; did you mean 'h100'"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_key(check, overrides, told):
+def test_what_cannot_be_is_refused_with_its_key(check, overrides, message):
     with pytest.raises(UserError) as caught:
         check(*overrides)
-    assert told in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_silent_sinfo_refuses_nothing(tmp_path):

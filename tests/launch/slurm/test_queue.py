@@ -71,7 +71,7 @@ def test_squeue():
     assert (jobs["2_0"].start, jobs["2_0"].words) == (START, "queued")
     assert (jobs["2_10"].nodes, jobs["2_10"].time_left, jobs["2_10"].reason) == ("node[1-2]", 86400, "")
     assert jobs["3"].time_left is None
-    assert jobs["4"].why.words == "waits for its earliest start, as after a requeue"
+    assert jobs["4"].why.words == "waits for its earliest start time, as after a requeue"
     assert (jobs["5"].live, jobs["5"].words) == (False, "cancelled")
     assert jobs["6"].why.kind == "waits"
     assert jobs["7"].live

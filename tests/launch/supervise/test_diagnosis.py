@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlhpc.core.exits import ExitRecord, Kind
-from rlhpc.launch.supervise.diagnosis import Evidence, diagnose, tells_of_a_failed_rank
+from rlhpc.launch.supervise.diagnosis import Evidence, diagnose, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang
 
 SEEN = 1000.0
@@ -51,8 +51,8 @@ def test_a_stop_that_one_rank_did_not_finish_is_a_crash():
             end(1, "error", "NonFiniteError", "rl step 3: 3 update(s) in a row, /r/no space left on device/x"),
             "non_finite",
         ),
-        (end(1, "error", "MemoryError", ""), "host_memory"),
-        (end(1, "error", "RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried"), "host_memory"),
+        (end(1, "error", "MemoryError", ""), "cpu_memory"),
+        (end(1, "error", "RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried"), "cpu_memory"),
         (end(1, "error", "OSError", "[Errno 28] No space left on device: '/r/metrics.jsonl'"), "disk_full"),
         (end(1, "error", "OSError", "[Errno 122] Disk quota exceeded"), "disk_full"),
         (end(1, "error", "StorageError", "[Errno 110] Connection timed out (for 300 s): '/r/x'"), "storage"),
@@ -104,15 +104,15 @@ def test_a_rank_that_crashed_is_to_blame_also_where_srun_spoke_of_a_victim_first
 
 
 @pytest.mark.parametrize(
-    ("output", "told"),
+    ("output", "expected"),
     [
         ("srun: error: node2: task 3: Killed\n", True),
         ("srun: error: tasks 0-1 launch failed: Slurmd could not connect IO\n", True),
         ("srun: Job step aborted: Waiting up to 32 seconds for job step to finish.\n", False),
     ],
 )
-def test_srun_s_word_of_a_rank_that_failed(output, told):
-    assert tells_of_a_failed_rank(output) is told
+def test_srun_s_word_of_a_rank_that_failed(output, expected):
+    assert reports_failed_rank(output) is expected
 
 
 def test_the_kernel_ending_a_rank_for_want_of_memory_is_seen():
@@ -121,7 +121,7 @@ def test_the_kernel_ending_a_rank_for_want_of_memory_is_seen():
         "srun: error: node2: task 2: Out Of Memory\n"
     )
     found = diagnose(evidence(output=output))
-    assert (found.cause, found.rank, found.node) == ("host_memory", 2, "node2")
+    assert (found.cause, found.rank, found.node) == ("cpu_memory", 2, "node2")
 
 
 @pytest.mark.parametrize(("code", "cause"), [(74, "disk_full"), (75, "storage")])

@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 
 from rlhpc.core.collectives import Collective, GroupState
-from rlhpc.launch.supervise.hang_analysis import Frame, RankState, find_culprit, parse_stacks
+from rlhpc.launch.supervise.hang_analysis import Frame, RankState, find_blocking_rank, parse_stacks
 
 TORCH = Frame("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 3252, "all_reduce")
 WAITING = (TORCH, Frame("/v/lib/python3.11/site-packages/rlhpc/trainer/step.py", 40, "rl_step"))
@@ -37,7 +37,7 @@ def waiting(rank, count=8, **changes) -> RankState:
 def test_a_rank_in_user_code_is_named_with_what_waits_for_it():
     states = [waiting(rank) for rank in range(8)]
     states[3] = state(3, group(range(8), 117), frames=REWARD, phase="rollout")
-    found = find_culprit(states)
+    found = find_blocking_rank(states)
     assert (found.rank, found.node) == (3, "node0")
     assert found.message == (
         "rank 3 on node0 is in rollout (score: /home/u/reward.py:12)"
@@ -49,7 +49,7 @@ def test_two_ranks_in_user_code_are_told_together():
     states = [waiting(rank) for rank in range(8)]
     for rank in (3, 5):
         states[rank] = state(rank, group(range(8), 117), frames=REWARD, phase="rollout")
-    assert find_culprit(states).message.startswith(
+    assert find_blocking_rank(states).message.startswith(
         "rank 3 on node0 is in rollout (score: /home/u/reward.py:12) (and 1 rank more) while 6 ranks wait for it in"
     )
 
@@ -63,7 +63,7 @@ def test_ranks_that_wait_for_those_who_wait_are_counted_too():
         state(2, group(range(4), 10, "barrier", sizes=())),
         state(3, group(range(4), 10, "barrier", sizes=())),
     ]
-    found = find_culprit(states)
+    found = find_blocking_rank(states)
     assert found.rank == 1
     assert "while 3 ranks wait for it in " in found.message
 
@@ -71,7 +71,7 @@ def test_ranks_that_wait_for_those_who_wait_are_counted_too():
 def test_a_silent_rank():
     states = [waiting(rank) for rank in range(8)]
     states[6] = RankState(6, "node1", "silent", "train", 5)
-    assert find_culprit(states).message == (
+    assert find_blocking_rank(states).message == (
         "rank 6 on node1 does not answer (stopped, or its node is out of reach; last seen in train)"
         " while 7 ranks wait for it in all_reduce #118 of the default group"
     )
@@ -80,7 +80,7 @@ def test_a_silent_rank():
 def test_a_rank_stuck_in_native_code():
     states = [waiting(rank) for rank in range(8)]
     states[6] = RankState(6, "node1", "stuck", "train", frames=REWARD)
-    assert find_culprit(states).message.startswith(
+    assert find_blocking_rank(states).message.startswith(
         "rank 6 on node1 is stuck in native code (score: /home/u/reward.py:12; last seen in train) while 7 ranks wait"
     )
 
@@ -89,14 +89,14 @@ def test_a_rank_that_does_not_answer_goes_before_one_that_is_merely_late():
     states = [waiting(rank) for rank in range(8)]
     states[2] = state(2, group(range(8), 117), frames=REWARD)
     states[6] = RankState(6, "node1", "silent", "train")
-    assert find_culprit(states).rank == 6
+    assert find_blocking_rank(states).rank == 6
 
 
 def test_ranks_are_told_together_only_where_they_are_alike():
     states = [waiting(rank) for rank in range(8)]
     states[2], states[4] = (state(rank, group(range(8), 117), frames=REWARD) for rank in (2, 4))
     states[6] = RankState(6, "node1", "silent", "train")
-    assert find_culprit(states).message.startswith(
+    assert find_blocking_rank(states).message.startswith(
         "rank 6 on node1 does not answer (stopped, or its node is out of reach; last seen in train) while 5 ranks wait"
     )
 
@@ -104,19 +104,21 @@ def test_ranks_are_told_together_only_where_they_are_alike():
 def test_a_rank_that_never_began():
     states = [state(rank, frames=WAITING, phase="join") for rank in range(8)]
     states[5] = RankState(5, condition="absent")
-    assert find_culprit(states) == replace(find_culprit(states), rank=5, node="", message="rank 5 has not begun")
+    assert find_blocking_rank(states) == replace(
+        find_blocking_rank(states), rank=5, node="", message="rank 5 has not started"
+    )
 
 
 def test_a_rank_that_ended():
     states = [waiting(rank) for rank in range(8)]
     states[1] = RankState(1, "node0", "ended", "train")
-    assert find_culprit(states).message.startswith("rank 1 on node0 has ended while 7 ranks wait for it in")
+    assert find_blocking_rank(states).message.startswith("rank 1 on node0 has ended while 7 ranks wait for it in")
 
 
 def test_another_operation():
     states = [waiting(rank) for rank in range(8)]
     states[4] = state(4, group(range(8), 117, "broadcast"), frames=(TORCH, Frame("/home/u/algorithm.py", 3, "step")))
-    assert find_culprit(states).message == (
+    assert find_blocking_rank(states).message == (
         "rank 4 on node1 calls broadcast in train (step: /home/u/algorithm.py:3)"
         " where 7 ranks call all_reduce: #118 of the default group"
     )
@@ -125,7 +127,7 @@ def test_another_operation():
 def test_another_size():
     states = [waiting(rank, sizes=((3,),)) for rank in range(8)]
     states[4] = waiting(4, sizes=((2, 4),))
-    message = find_culprit(states).message
+    message = find_blocking_rank(states).message
     assert "rank 4 on node1 calls all_reduce of 2x4 in train" in message
     assert "where 7 ranks call all_reduce of 3: #118" in message
 
@@ -133,7 +135,7 @@ def test_another_size():
 def test_sizes_may_differ_where_they_may():
     states = [state(rank, group(range(4), 9, "all_to_all", sizes=((rank + 1,),))) for rank in range(3)]
     states.append(state(3, group(range(4), 9), frames=REWARD))
-    assert find_culprit(states).rank == 3
+    assert find_blocking_rank(states).rank == 3
 
 
 def test_of_two_ranks_that_wait_for_each_other_the_one_that_left_a_collective_out():
@@ -144,25 +146,25 @@ def test_of_two_ranks_that_wait_for_each_other_the_one_that_left_a_collective_ou
         state(2, group(range(4), 10, "barrier", sizes=()), group((2, 3), 4, name="6", **tp)),
         state(3, group(range(4), 10, "barrier", sizes=()), group((2, 3), 4, name="6", **tp)),
     ]
-    assert find_culprit(states).message == (
+    assert find_blocking_rank(states).message == (
         "rank 1 on node0 waits in barrier #11 of the default group in train"
-        f" ({WAITING[1]}) after 3 collectives of group TENSOR_MODEL_PARALLEL_GROUP where 2 ranks came there after 4"
+        f" ({WAITING[1]}) after 3 collectives of group TENSOR_MODEL_PARALLEL_GROUP where 2 ranks got there after 4"
     )
 
 
 def test_of_ranks_that_wait_for_each_other_the_one_that_most_wait_for():
-    """0 waits for 1 in tp, 1 and 2 wait for 0 in the default group: nothing but that tells them apart."""
+    """0 waits for 1 in tp, 1 and 2 wait for 0 in the default group: nothing but that shows them apart."""
     states = [
         state(0, group(range(3), 10), group((0, 1), 3, "all_reduce", name="5", description="")),
         state(1, group(range(3), 10, "barrier", sizes=()), group((0, 1), 3, name="5", description="")),
         state(2, group(range(3), 10, "barrier", sizes=())),
     ]
-    assert find_culprit(states).message == (
+    assert find_blocking_rank(states).message == (
         f"rank 0 on node0 waits in all_reduce #4 of group 5 in train ({WAITING[1]})"
         " while 2 ranks wait for it in barrier #11 of the default group"
     )
     states[1] = replace(states[1], frames=REWARD)
-    assert find_culprit(states).message == (
+    assert find_blocking_rank(states).message == (
         "rank 1 on node0 is in train (score: /home/u/reward.py:12) while 1 rank waits for it in all_reduce #4"
         " of group 5"
     )
@@ -176,17 +178,17 @@ def test_engines_may_have_taken_different_numbers_of_steps():
         state(2, group(range(4), 10, "barrier", sizes=()), group((2, 3), 250, name="9", description="")),
         state(3, group(range(4), 10), group((2, 3), 250, name="9", description=""), frames=REWARD),
     ]
-    assert find_culprit(states).rank == 3
+    assert find_blocking_rank(states).rank == 3
 
 
 def test_an_overlapped_collective_under_way_does_not_excuse_a_rank_in_user_code():
-    """1 has started an asynchronous call in dp and sleeps; 0 waits for it in tp, and so never comes to dp."""
+    """1 has started an asynchronous call in dp and sleeps; 0 waits for it in tp, and so never reaches dp."""
     dp = {"name": "7", "description": "DATA_PARALLEL_GROUP"}
     states = [
         state(0, group((0, 1), 8, **dp), group((0, 1), 3, "all_reduce")),
         state(1, group((0, 1), 8, "reduce_scatter", **dp), group((0, 1), 3), frames=REWARD),
     ]
-    assert find_culprit(states).message.startswith(
+    assert find_blocking_rank(states).message.startswith(
         "rank 1 on node0 is in train (score: /home/u/reward.py:12) while 1 rank waits for it in all_reduce #4"
     )
 
@@ -199,23 +201,26 @@ def test_ranks_that_meet_in_the_store_wait_for_one_that_does_not_come():
     )
     states = [state(rank, frames=meeting, phase="join") for rank in range(4)]
     states[2] = state(2, frames=REWARD, phase="join")
-    assert find_culprit(states).message == "rank 2 on node0 is in join (score: /home/u/reward.py:12) while 3 ranks wait"
+    assert (
+        find_blocking_rank(states).message
+        == "rank 2 on node0 is in join (score: /home/u/reward.py:12) while 3 ranks wait"
+    )
     assert str(states[0].own_frame).startswith("join: ")
 
 
 def test_a_rank_alone():
-    found = find_culprit([state(0, frames=REWARD, phase="rollout")])
+    found = find_blocking_rank([state(0, frames=REWARD, phase="rollout")])
     assert found.message == "rank 0 on node0 is in rollout (score: /home/u/reward.py:12)"
 
 
 def test_when_all_do_the_same_nobody_is_named():
-    found = find_culprit([state(rank, frames=REWARD, phase="rollout") for rank in range(4)])
+    found = find_blocking_rank([state(rank, frames=REWARD, phase="rollout") for rank in range(4)])
     assert found.rank == -1
     assert found.message.startswith("no rank stands out: rank 0 on node0 is in rollout (score: ")
 
 
 def test_nobody_answers():
-    found = find_culprit([RankState(rank, "node0", "silent", "train") for rank in range(4)])
+    found = find_blocking_rank([RankState(rank, "node0", "silent", "train") for rank in range(4)])
     assert found.rank == 0
     assert found.message.endswith("; 3 ranks more like it")
 
@@ -230,10 +235,10 @@ def test_thousands_of_ranks_take_seconds_not_minutes():
         77, GroupState("0", "default_pg", "nccl", everyone, waiting(0).groups[0].recent[:-1]), frames=REWARD
     )
     began = time.process_time()
-    assert find_culprit(rest).rank == 77
+    assert find_blocking_rank(rest).rank == 77
     for rank in range(0, count, 2):  # half of all
         rest[rank] = replace(rest[77], rank=rank)
-    assert find_culprit(rest).rank == 0
+    assert find_blocking_rank(rest).rank == 0
     assert time.process_time() - began < 6
 
 

@@ -17,10 +17,12 @@ import pytest
 from rlhpc.core import env
 from rlhpc.core.heartbeat import Beat, beat_file, dump_file, read_beat, stacks_file
 from rlhpc.core.process import ProcessId
-from rlhpc.launch.supervise.hang_watch import Hang, HangWatch
+from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from tests.helpers.waiting import PATIENCE
 from tests.launch.hanging import RANKS, SILENCE, PollClock
+
+LIMITS = HangLimits(100.0, 500.0)
 
 ROOT = Path(__file__).parents[3]
 
@@ -53,7 +55,7 @@ def write(folder: Path, rank: int, touches: int, **fields) -> None:
 
 def test_one_rank_that_moves_is_enough(tmp_path):
     clock = Clock()
-    watch = HangWatch(tmp_path, 4, 100.0, 500.0, clock=clock)
+    watch = HangWatch(tmp_path, 4, LIMITS, clock=clock)
     for rank in range(4):
         write(tmp_path, rank, 1)
     for touches in range(2, 30):
@@ -64,7 +66,7 @@ def test_one_rank_that_moves_is_enough(tmp_path):
 
 def test_before_the_first_progress_the_longer_limit_holds(tmp_path):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
     write(tmp_path, 0, 0)
     clock.pass_by(watch, 499)
     assert dump_file(tmp_path).read_text() == ""
@@ -74,7 +76,7 @@ def test_before_the_first_progress_the_longer_limit_holds(tmp_path):
 
 def test_the_age_of_the_progress_counts_from_when_it_was_made(tmp_path):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
     clock.pass_by(watch, 300)
     write(tmp_path, 0, 5, idle=40.0)  # written 40 s after it, by a rank that may not write oftener
     clock.pass_by(watch, 1)
@@ -84,7 +86,7 @@ def test_the_age_of_the_progress_counts_from_when_it_was_made(tmp_path):
 def test_nobody_answers_a_request(tmp_path):
     clock = Clock()
     signals: list[str] = []
-    watch = HangWatch(tmp_path, 2, 100.0, 500.0, lambda: signals.append("all"), clock)
+    watch = HangWatch(tmp_path, 2, LIMITS, lambda: signals.append("all"), clock)
     write(tmp_path, 0, 5)
     assert clock.pass_by(watch, 102) is None
     assert dump_file(tmp_path).read_text() == "request-1\n"
@@ -101,7 +103,7 @@ def test_nobody_answers_a_request(tmp_path):
 def test_a_watch_that_was_kept_waiting_still_waits_for_answers_to_its_signal(tmp_path):
     clock = Clock()
     signals: list[str] = []
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, lambda: signals.append("all"), clock)
+    watch = HangWatch(tmp_path, 1, LIMITS, lambda: signals.append("all"), clock)
     write(tmp_path, 0, 5)
     clock.pass_by(watch, 102)
     clock.now += 10
@@ -113,7 +115,7 @@ def test_a_watch_that_was_kept_waiting_still_waits_for_answers_to_its_signal(tmp
 
 def test_stacks_that_still_grow_are_waited_for(tmp_path):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
     write(tmp_path, 0, 5)
     clock.pass_by(watch, 105)
     hang, seconds = None, 0
@@ -121,12 +123,12 @@ def test_stacks_that_still_grow_are_waited_for(tmp_path):
         with open(stacks_file(tmp_path, 0), "a") as file:
             file.write("a piece\n")
         hang, seconds = clock.pass_by(watch, 1), seconds + 1
-    assert 4 <= seconds <= 6, "but not for ever"
+    assert 4 <= seconds <= 6, "but not forever"
 
 
 def test_a_rank_that_moves_again_when_asked_was_only_slow(tmp_path):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
     write(tmp_path, 0, 5)
     clock.pass_by(watch, 102)
     write(tmp_path, 0, 6)
@@ -138,7 +140,7 @@ def test_a_rank_that_moves_again_when_asked_was_only_slow(tmp_path):
 
 def test_a_job_that_was_suspended_has_not_hung(tmp_path):
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock)
+    watch = HangWatch(tmp_path, 1, LIMITS, clock=clock)
     write(tmp_path, 0, 5)
     clock.pass_by(watch, 50)
     clock.now += 3600
@@ -158,7 +160,7 @@ def test_many_ranks_are_read_a_few_at_a_time(tmp_path, monkeypatch):
 
     monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.read_beat", slowly)
     monkeypatch.setattr("rlhpc.launch.supervise.hang_watch.time", SimpleNamespace(monotonic=lambda: len(read) / 1000))
-    watch = HangWatch(tmp_path, count, 100.0, 500.0, clock=Clock())
+    watch = HangWatch(tmp_path, count, LIMITS, clock=Clock())
     for rank in range(count):
         write(tmp_path, rank, 1)
     polls = 0
@@ -215,7 +217,7 @@ def ranks(tmp_path):
 def wait_for_hang(start: Callable[[str], None], scenario: str, folder: Path) -> Hang:
     """The hang, which must come within the silence and ten seconds."""
     clock, deadline = PollClock(folder), time.monotonic() + PATIENCE
-    watch = HangWatch(folder, RANKS, SILENCE, 120.0, clock=clock)
+    watch = HangWatch(folder, RANKS, HangLimits(SILENCE, 120.0), clock=clock)
     start(scenario)
     while (found := watch.poll()) is None:
         assert time.monotonic() < deadline
@@ -245,7 +247,7 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
             "skipping",
             1,
             r"rank 1 on \S+ waits in all_reduce #4 of the default group in train \(main: .*\)"
-            r" after 3 collectives of group TENSOR_MODEL_PARALLEL_GROUP where 2 ranks came there after 4",
+            r" after 3 collectives of group TENSOR_MODEL_PARALLEL_GROUP where 2 ranks got there after 4",
         ),
         ("ending", 0, rf"rank 0 on \S+ has ended {DEFAULT_GROUP}"),
         ("never_joining", 1, r"rank 1 on \S+ is in join \(user_reward: \S+:\d+\) while 3 ranks wait"),
@@ -266,7 +268,7 @@ def test_the_culprit_is_named(ranks, scenario, rank, message, tmp_path):
 def test_ranks_that_wait_for_a_slow_peer_have_not_hung(ranks, tmp_path):
     """For the watch a step of the slow one lasts a second: by its time the others wait for twice the limit."""
     limit, clock, deadline = 20.0, Clock(), time.monotonic() + PATIENCE
-    watch = HangWatch(tmp_path, RANKS, limit, 120.0, clock=clock)
+    watch = HangWatch(tmp_path, RANKS, HangLimits(limit, 120.0), clock=clock)
     ranks("healthy")
     steps = 0
     while steps < 2 * limit:

@@ -52,7 +52,7 @@ def starts(run: RunFolder) -> dict[int, StartRecord]:
 def launch(folder: Path, program: str, ranks: int, resume: bool = False) -> int:
     run = RunFolder(folder / "run")
     try:
-        return run_local(make_config(folder, ranks), run, resume, entry=f"{PROGRAMS}:{program}")
+        return run_local(make_config(folder, ranks), run, resume=resume, entry=f"{PROGRAMS}:{program}")
     finally:
         assert not [start for start in starts(run).values() if start.process.is_alive()]
 
@@ -126,9 +126,9 @@ def test_a_run_that_is_not_finite_ends_in_one_line_with_a_cause_of_its_own(tmp_p
 
 def test_a_killed_rank_is_named_not_its_victims(tmp_path, capsys):
     assert launch(tmp_path, "killed_rank_one", 3) == 1
-    told = capsys.readouterr().err
-    assert "rlhpc: rank 1 on " in told
-    assert "was killed" in told
+    message = capsys.readouterr().err
+    assert "rlhpc: rank 1 on " in message
+    assert "was killed" in message
 
 
 def test_a_crash_of_the_interpreter_is_named(tmp_path, capsys):
@@ -139,10 +139,10 @@ def test_a_crash_of_the_interpreter_is_named(tmp_path, capsys):
 def test_the_rank_that_failed_of_itself_is_named_though_others_wrote_first(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(local, "_CAUSE_SECONDS", 100.0)
     assert launch(tmp_path, "error_then_lost_peers", 3) == 1
-    told = capsys.readouterr().err.splitlines()
-    assert told[0].endswith("failed: KeyError: 'the real cause'")
-    assert told[0].startswith("rlhpc: rank 2 on ")
-    log = Path(told[1].removeprefix("rlhpc: its output and traceback: "))
+    message = capsys.readouterr().err.splitlines()
+    assert message[0].endswith("failed: KeyError: 'the real cause'")
+    assert message[0].startswith("rlhpc: rank 2 on ")
+    log = Path(message[1].removeprefix("rlhpc: its output and traceback: "))
     assert "the real cause" in log.read_text()
 
 
@@ -163,7 +163,7 @@ def test_a_program_that_cannot_be_imported_is_a_user_error(tmp_path):
 
 def test_a_folder_with_a_run_wants_resume(tmp_path):
     assert launch(tmp_path, "write_environment", 1) == 0
-    with pytest.raises(UserError, match="already holds a run; continue it with --resume"):
+    with pytest.raises(UserError, match="already contains a run; resume it with --resume"):
         launch(tmp_path, "write_environment", 1)
     (tmp_path / "run" / "report" / "report.txt").unlink()
     (tmp_path / "run" / "report").rmdir()
@@ -171,7 +171,7 @@ def test_a_folder_with_a_run_wants_resume(tmp_path):
 
 
 def test_resume_wants_a_run(tmp_path):
-    with pytest.raises(UserError, match="holds no run; start it without --resume"):
+    with pytest.raises(UserError, match="contains no run; start it without --resume"):
         launch(tmp_path, "write_environment", 1, resume=True)
 
 
@@ -242,14 +242,14 @@ def test_ranks_and_their_children_die_with_a_killed_launcher(hanging):
 def test_interrupting_the_terminal_twice_ends_all_ranks_without_a_traceback(hanging):
     launcher, processes = hanging
     os.killpg(launcher.pid, signal.SIGINT)
-    assert launcher.stderr.readline() == "rlhpc: finishing the step and saving; Ctrl-C again ends at once\n"
+    assert launcher.stderr.readline() == "rlhpc: finishing the step and saving; press Ctrl-C again to end at once\n"
     time.sleep(0.5)
     assert launcher.poll() is None, "the ranks have the time to save"
     os.killpg(launcher.pid, signal.SIGINT)
-    _, told = launcher.communicate(timeout=100)
+    _, message = launcher.communicate(timeout=100)
     assert launcher.returncode == 130
-    (line,) = told.splitlines()
-    assert line.startswith("rlhpc: ended; continue with --resume: ")
+    (line,) = message.splitlines()
+    assert line.startswith("rlhpc: ended; resume with --resume: ")
     assert not any(process.is_alive() for process in processes)
 
 
@@ -257,9 +257,9 @@ def test_interrupting_the_terminal_twice_ends_all_ranks_without_a_traceback(hang
 def test_interrupting_the_terminal_once_lets_the_ranks_save(hanging, tmp_path):
     launcher, processes = hanging
     os.killpg(launcher.pid, signal.SIGINT)
-    _, told = launcher.communicate(timeout=100)
+    _, message = launcher.communicate(timeout=100)
     assert launcher.returncode == 130
-    assert told.splitlines()[1].startswith("rlhpc: saved and ended; continue with --resume: ")
+    assert message.splitlines()[1].startswith("rlhpc: saved and ended; resume with --resume: ")
     assert [(tmp_path / "run" / f"saved-{rank}").exists() for rank in (0, 1)] == [True, True]
     assert {end.kind for end in read_exits(RunFolder(tmp_path / "run").attempt(1).exits).values()} == {"stopped"}
     assert not any(process.is_alive() for process in processes)
@@ -268,7 +268,7 @@ def test_interrupting_the_terminal_once_lets_the_ranks_save(hanging, tmp_path):
 def test_a_rank_killed_from_outside_ends_the_run_though_the_others_hang(hanging):
     launcher, processes = hanging
     os.kill(processes[2].pid, signal.SIGKILL)
-    _, told = launcher.communicate(timeout=HANG_SECONDS / 2)
+    _, message = launcher.communicate(timeout=HANG_SECONDS / 2)
     assert launcher.returncode == 1
-    assert told.startswith("rlhpc: rank 1 on ")
+    assert message.startswith("rlhpc: rank 1 on ")
     assert not any(process.is_alive() for process in processes)

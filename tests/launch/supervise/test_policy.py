@@ -66,7 +66,7 @@ def test_the_number_of_failures_in_a_row_is_bounded(config):
     sixth = decide(Diagnosis("crash", "again"), config(), situation(before=fifth))
     assert (fifth.action, fifth.failures) == ("retry", 5)
     assert sixth.action == "stop"
-    assert "6 starts in a row without a newer checkpoint" in sixth.message
+    assert "6 attempts in a row without a newer checkpoint" in sixth.message
 
 
 def test_a_newer_checkpoint_begins_the_count_anew(config):
@@ -97,7 +97,7 @@ def test_memory_is_answered_by_half_the_tokens_down_to_one_sequence(config):
         "data.max_prompt_tokens=1000", "rollout.max_response_tokens=1000", "train.tokens_per_microbatch=2000"
     )
     third = decide(Diagnosis("gpu_memory", "out of memory"), smallest, situation(before=second))
-    assert (third.action, third.message) == ("stop", "out of memory (nothing left to halve)")
+    assert (third.action, third.message) == ("stop", "out of memory (cannot be halved further)")
 
 
 def test_memory_of_the_engine_is_answered_by_fewer_sequences(config):
@@ -116,11 +116,11 @@ def test_a_bad_node_is_left_out(config):
 
 
 def test_a_node_that_nothing_can_replace_is_not_left_out(config):
-    """The job would wait for ever: it wants two nodes, and the partition has no third."""
+    """The job would wait forever: it wants two nodes, and the partition has no third."""
     bad = Diagnosis("bad_node", "ECC", 3, "node2")
     verdict = decide(bad, config(), situation(partition=("node1", "node2")))
     assert (verdict.action, verdict.excluded) == ("requeue", ())
-    assert verdict.message == "ECC (but there is no other node to take its place)"
+    assert verdict.message == "ECC (no other node can replace it)"
     assert decide(bad, config(), situation(partition=("node1", "node2", "node3"))).excluded == ("node2",)
 
 

@@ -86,9 +86,9 @@ def test_a_member_sets_and_gets(server):
 
 
 def test_a_wrong_secret_is_told_on_both_sides(server, capfd):
-    with pytest.raises(UserError, match=r"store at 127\.0\.0\.1:\d+: it refuses our secret; take RLHPC_STORE"):
+    with pytest.raises(UserError, match=r"store at 127\.0\.0\.1:\d+: it rejects our secret; take RLHPC_STORE"):
         reach(address(server, new_secret()), PATIENCE)
-    wait_for_text(capfd, "a connection from 127.0.0.1 was refused: it does not know the job's secret")
+    wait_for_text(capfd, "a connection from 127.0.0.1 was refused: wrong secret")
 
 
 def wait_for_text(capfd, text: str) -> str:
@@ -222,7 +222,7 @@ def test_the_slow_are_dropped(server, capfd, monkeypatch):
     assert time.monotonic() - began > 1.9
     for sock in idle:
         assert receive(sock, 1) == b"", "it was dropped"
-    assert wait_for_text(capfd, "further ones are not told").count("did not prove itself within 2 s") == 5
+    assert wait_for_text(capfd, "further ones are not reported").count("did not authenticate within 2 s") == 5
 
 
 def test_more_strangers_than_there_is_room_for_make_room(monkeypatch):
@@ -256,7 +256,7 @@ def test_another_unix_user_connects_and_reads_nothing(server):
         assert done.returncode == 0, done.stderr
         raw, refused = done.stdout.splitlines()
         assert raw == "raw: True"
-        assert "it refuses our secret" in refused
+        assert "it rejects our secret" in refused
         assert connection.call(Op.GET, [seconds(1), b"key"])[1] == [b"value"]
 
 
@@ -339,10 +339,10 @@ def test_the_preferred_port_comes_from_the_job_and_lies_below_the_ephemeral_ones
 def test_a_taken_port_is_told_in_one_line_and_another_is_used(server, capfd):
     second = StoreServer.open(server.port, host="127.0.0.1")
     assert second.port != server.port
-    told = capfd.readouterr().err.splitlines()
-    assert len(told) == 1
-    assert told[0].startswith(f"rlhpc: port {server.port} on ")
-    assert told[0].endswith(f"Address already in use; port {second.port} is used instead")
+    message = capfd.readouterr().err.splitlines()
+    assert len(message) == 1
+    assert message[0].startswith(f"rlhpc: port {server.port} on ")
+    assert message[0].endswith(f"Address already in use; port {second.port} is used instead")
     with member(second) as connection:
         assert connection.call(Op.NUM_KEYS)[0] == Status.DONE
     second.close()
@@ -362,7 +362,7 @@ def test_a_closed_server_ends_connections_and_answers_nobody(server):
     server.close()
     assert receive(connection._socket, 1) == b""
     began = time.monotonic()
-    with pytest.raises(UserError, match=r"no connection within 0\.5 s \(Connection refused\); see whether"):
+    with pytest.raises(UserError, match=r"no connection within 0\.5 s \(Connection refused\); check whether"):
         reach(address(server), 0.5)
     assert time.monotonic() - began < 10
 

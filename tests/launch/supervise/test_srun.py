@@ -11,7 +11,8 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
-from rlhpc.launch.supervise.srun import rank_log, srun_command, srun_environment
+from rlhpc.launch.runs.logs import rank_logs
+from rlhpc.launch.supervise.srun import srun_command, srun_environment
 from tests.helpers.plain_model import write_inputs
 
 PLAIN = [
@@ -45,8 +46,12 @@ def test_one_task_for_each_rank(config) -> None:
     assert command == ["srun", *shape("node1", "node2"), *PLAIN, LOG, sys.executable, *PROGRAM]
 
 
-def test_the_log_is_where_others_look_for_it() -> None:
-    assert LOG.removeprefix("--output=").replace("%5t", "00012") == str(rank_log(ATTEMPT, 12))
+def test_the_log_is_where_others_look_for_it(tmp_path) -> None:
+    attempt = AttemptFolder(tmp_path / "attempts" / "0001")
+    attempt.logs.mkdir(parents=True)
+    file = attempt.logs / Path(LOG.removeprefix("--output=").replace("%5t", "00012")).name
+    file.touch()
+    assert rank_logs(attempt) == {12: file}
 
 
 def test_only_the_nodes_that_the_layout_can_use(config) -> None:

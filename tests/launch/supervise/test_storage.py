@@ -17,7 +17,7 @@ import pytest
 from rlhpc.core.attempts import folders, read_verdict
 from rlhpc.core.exits import read_exits, read_starts
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.launch.supervise.hang_watch import HangWatch
+from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from tests.helpers.failing_storage import FailingStorage, possible
 from tests.helpers.waiting import PATIENCE, until
 from tests.launch.supervise.test_hang_watch import Clock, write
@@ -65,11 +65,11 @@ def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path
     attempt = RunFolder(tmp_path / "run").attempt(1)
 
     def waits_for(error: int) -> bool:
-        return f"{os.strerror(error)}; waiting up to 300 s for the file system" in (tmp_path / "told").read_text()
+        return f"{os.strerror(error)}; waiting up to 300 s for the file system" in (tmp_path / "message").read_text()
 
     with (
-        open(tmp_path / "told", "w") as told,
-        failing.running(launch(tmp_path), stderr=told, stdout=subprocess.DEVNULL) as launcher,
+        open(tmp_path / "message", "w") as message,
+        failing.running(launch(tmp_path), stderr=message, stdout=subprocess.DEVNULL) as launcher,
     ):
         failing.fail(errno.ESTALE)
         wait_until(lambda: waits_for(errno.ESTALE) and failing.failed.total() > 2, launcher)
@@ -86,7 +86,7 @@ def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path
         wait_until(lambda: waits_for(errno.EROFS), launcher)
         time.sleep(0.5)  # in which the ranks end
         failing.work()
-        assert launcher.wait(PATIENCE) == 0, (tmp_path / "told").read_text()
+        assert launcher.wait(PATIENCE) == 0, (tmp_path / "message").read_text()
     assert len(folders(RunFolder(tmp_path / "run"))) == 1
     assert read_verdict(attempt).cause == "finished"
     assert [end.kind for end in read_exits(attempt.exits).values()] == ["done", "done"]
@@ -94,7 +94,7 @@ def test_a_file_system_that_fails_for_moments_costs_a_run_nothing(tmp_path: Path
         taken = steps(attempt, rank)
         assert taken == list(range(1, len(taken) + 1)), "each line whole and once"
     assert all(map(waits_for, (errno.ESTALE, errno.EIO, errno.EROFS)))
-    assert "continuing after" in (tmp_path / "told").read_text()
+    assert "continuing after" in (tmp_path / "message").read_text()
 
 
 @pytest.mark.ranks
@@ -106,10 +106,10 @@ def test_a_file_system_that_stays_away_ends_the_run_after_the_limit(tmp_path: Pa
         wait_until(lambda: all(len(steps(attempt, rank)) > 5 for rank in (0, 1)), launcher)
         began = time.monotonic()
         failing.fail(errno.EIO)
-        _, told = launcher.communicate(timeout=PATIENCE)
+        _, message = launcher.communicate(timeout=PATIENCE)
     assert launcher.returncode == 1
     assert time.monotonic() - began > 1
-    assert re.search(r"StorageError: \[Errno 5\] Input/output error \(for \d+ s\): ", told), told
+    assert re.search(r"StorageError: \[Errno 5\] Input/output error \(for \d+ s\): ", message), message
     assert not [start for start in read_starts(attempt.exits).values() if start.process.is_alive()]
 
 
@@ -126,7 +126,7 @@ def readable(folder: Path, touches: int) -> None:
 
 def test_time_in_which_heartbeats_cannot_be_read_is_no_silence(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 2, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 2, HangLimits(100.0, 500.0), clock=clock)
     for rank in (0, 1):
         write(tmp_path, rank, 1)
     clock.pass_by(watch, 50)
@@ -142,7 +142,7 @@ def test_time_in_which_heartbeats_cannot_be_read_is_no_silence(tmp_path: Path) -
 
 def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
     write(tmp_path, 0, 1)
     clock.pass_by(watch, 103)
     assert (tmp_path / "dump").read_text() == "request-1\n"
@@ -155,7 +155,7 @@ def test_answers_that_cannot_be_read_are_asked_for_again(tmp_path: Path) -> None
 
 def test_heartbeats_that_stay_unreadable_are_a_hang_at_last(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
     write(tmp_path, 0, 1)
     clock.pass_by(watch, 50)
     unreadable(tmp_path)
@@ -165,7 +165,7 @@ def test_heartbeats_that_stay_unreadable_are_a_hang_at_last(tmp_path: Path) -> N
 
 def test_a_request_that_cannot_be_written_is_made_later(tmp_path: Path) -> None:
     clock = Clock()
-    watch = HangWatch(tmp_path, 1, 100.0, 500.0, clock=clock, storage_seconds=300.0)
+    watch = HangWatch(tmp_path, 1, HangLimits(100.0, 500.0), clock=clock)
     write(tmp_path, 0, 1)
     (tmp_path / "dump").unlink()
     (tmp_path / "dump").symlink_to("/dev/full")

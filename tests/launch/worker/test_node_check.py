@@ -31,7 +31,7 @@ class Outcome:
     result: object
     error: str
     environ: dict[str, str]
-    told: str
+    message: str
 
 
 CODE = """
@@ -112,7 +112,7 @@ def test_a_node_that_does_not_know_its_own_name():
 
 def test_a_run_folder_that_is_not_there(tmp_path):
     with pytest.raises(
-        NodeError, match=r"the run folder '.*/gone' is not there; put run_dir on a file system that all"
+        NodeError, match=r"the run folder '.*/gone' does not exist; put run_dir on a file system that all"
     ):
         check_node(tmp_path / "gone", HOST, environ={"TMPDIR": "/tmp", "HOME": "/"})
 
@@ -132,7 +132,7 @@ def test_a_run_folder_that_is_read_only_for_a_moment_is_waited_for(first):
     check = f"check_node(Path('/tmp/run'), 'localhost', first_here={first})"
     found = on_node(setup, f"use(BRIEF), remount_when_waited_for('/tmp/run'), {check}")
     assert found.error == ""
-    assert "Read-only file system; waiting up to 10 s for the file system" in found.told
+    assert "Read-only file system; waiting up to 10 s for the file system" in found.message
 
 
 @needs_root
@@ -150,7 +150,7 @@ def test_without_tmpdir_the_job_has_a_private_one():
     _, folder, mode, made = found.result
     assert (folder, mode) == ("/tmp/rlhpc-0-77", "0o40700")
     assert made.startswith("/tmp/rlhpc-0-77/")
-    assert found.told == ""
+    assert found.message == ""
 
 
 @needs_root
@@ -171,7 +171,7 @@ def test_empty_folders_of_old_jobs_are_removed():
         (
             "mkdir -p /tmp/" + "x" * 60,
             "/tmp/" + "x" * 60,
-            "is too long for unix sockets (65 characters, 60 are possible)",
+            "is too long for unix sockets (65 characters, at most 60)",
         ),
         ("", "/tmp/gone", "does not exist"),
         ("mkdir /tmp/ro; mount -t tmpfs -o ro tmpfs /tmp/ro", "/tmp/ro", "is not writable (Read-only file system)"),
@@ -180,7 +180,7 @@ def test_empty_folders_of_old_jobs_are_removed():
 def test_a_tmpdir_that_programs_cannot_use_is_replaced_and_told(setup, given, why):
     found = on_node(setup, CHECK, TMPDIR=given, SLURM_JOB_ID="77")
     assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
-    assert found.told == f"rlhpc: node localhost: TMPDIR {given!r} {why}; /tmp/rlhpc-0-77 is used instead\n"
+    assert found.message == f"rlhpc: node localhost: TMPDIR {given!r} {why}; /tmp/rlhpc-0-77 is used instead\n"
 
 
 @needs_root
@@ -188,7 +188,7 @@ def test_only_one_rank_of_a_node_tells():
     call = "check_node(Path('/tmp'), 'localhost', first_here=False)"
     found = on_node("", call, TMPDIR="/tmp/gone", HOME="/nowhere", SLURM_JOB_ID="77")
     assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
-    assert found.told == ""
+    assert found.message == ""
 
 
 @needs_root
@@ -213,7 +213,7 @@ def test_without_any_folder_for_temporary_files():
     setup = "mount -t tmpfs tmpfs /mnt; mkdir /mnt/run; mount -o remount,ro /tmp"
     found = on_node(setup, CHECK.replace("/tmp", "/mnt/run"), SLURM_JOB_ID="77")
     assert found.error.startswith(
-        "node localhost: /tmp/rlhpc-0-77 cannot be made (Read-only file system); set TMPDIR in"
+        "node localhost: /tmp/rlhpc-0-77 cannot be created (Read-only file system); set TMPDIR in"
     )
 
 
@@ -231,7 +231,7 @@ def test_without_any_folder_for_temporary_files():
 )
 def test_caches_leave_a_home_folder_that_cannot_take_them(setup, home, why):
     found = on_node(setup, CHECK, HOME=home, SLURM_JOB_ID="77", TRITON_CACHE_DIR="/elsewhere", XDG_CACHE_HOME="")
-    assert found.told == f"rlhpc: node localhost: the home folder {home!r} {why}; caches go to /tmp/rlhpc-0-77\n"
+    assert found.message == f"rlhpc: node localhost: the home folder {home!r} {why}; caches go to /tmp/rlhpc-0-77\n"
     assert found.environ["XDG_CACHE_HOME"] == "/tmp/rlhpc-0-77/cache"
     assert found.environ["CUDA_CACHE_PATH"] == "/tmp/rlhpc-0-77/cuda"
     assert found.environ["TRITON_CACHE_DIR"] == "/elsewhere", "what the user has set is kept"
@@ -247,9 +247,7 @@ mkdir /dev/infiniband; mknod /dev/infiniband/uverbs0 c 231 192
 @needs_root
 def test_infiniband_needs_locked_memory():
     found = on_node(INFINIBAND + "ulimit -l 64", CHECK)
-    assert found.error.startswith(
-        "node localhost: only 64 KiB of memory may be locked, InfiniBand needs it without a limit;"
-    )
+    assert found.error.startswith("node localhost: only 64 KiB of memory may be locked, but InfiniBand needs no limit;")
     assert on_node("ulimit -l 64", CHECK).error == ""
 
 
@@ -266,10 +264,10 @@ def test_shared_memory_that_is_too_small_for_its_ranks():
     call = "check_node(Path('/tmp'), 'localhost', ranks_here={})"
     small = "mount -t tmpfs -o size=64m tmpfs /dev/shm"
     found = on_node(small, call.format(8))
-    assert found.error.startswith("node localhost: 64 MiB are free in /dev/shm, 8 ranks need 128; enlarge it")
+    assert found.error.startswith("node localhost: 64 MiB are free in /dev/shm, but 8 ranks need 128; enlarge it")
     assert on_node(small, call.format(2)).error == ""
     smaller = small.replace("64m", "20m")
-    assert "20 MiB are free in /dev/shm, 2 ranks need 32" in on_node(smaller, call.format(2)).error
+    assert "20 MiB are free in /dev/shm, but 2 ranks need 32" in on_node(smaller, call.format(2)).error
     assert on_node(smaller, call.format(1)).error == "", "alone on its node it shares nothing"
 
 
@@ -310,8 +308,8 @@ def test_the_interface_that_leads_to_the_master(setup, master, interface):
 def test_an_interface_that_cannot_be_told():
     found = on_node(NETWORK + SECOND, "network_interface('loopback')", name="node1")
     assert found.error == (
-        "node node1: cannot tell which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is 127.0.1.1"
-        " here; name it in slurm.interface"
+        "node node1: cannot determine which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is"
+        " 127.0.1.1 here; name it in slurm.interface"
     )
 
 

@@ -52,11 +52,11 @@ def test_a_good_node_passes(node: dict[str, str]) -> None:
 def test_a_rank_that_sees_some_of_its_node_s_gpus_names_the_option_that_works(
     node: dict[str, str], visible: str
 ) -> None:
-    told = (
-        f"a rank sees {visible.count(',') + 1} of the node's GPUs (CUDA_VISIBLE_DEVICES={visible}), and vLLM needs it "
+    expected = (
+        f"a rank sees {visible.count(',') + 1} of the node's GPUs (CUDA_VISIBLE_DEVICES={visible}), but vLLM needs it "
         "to see one for each of the 4 ranks there; submit with --gpus-per-node=N or --gres=gpu:N, with --gpu-bind=none"
     )
-    with pytest.raises(UserError, match=rf"^node {HOST}: {re.escape(told)}$") as caught:
+    with pytest.raises(UserError, match=rf"^node {HOST}: {re.escape(expected)}$") as caught:
         check_gpus(4, node | {"CUDA_VISIBLE_DEVICES": visible})
     assert not isinstance(caught.value, NodeError), "another node would do no better"
     check_gpus(1, node | {"CUDA_VISIBLE_DEVICES": visible})
@@ -88,14 +88,14 @@ def test_nothing_is_asked_of_a_node_without_gpus(node: dict[str, str]) -> None:
 def test_a_missing_compiler_is_named(node: dict[str, str], tmp_path: Path) -> None:
     programs = Path(node["PATH"])
     (programs / "gcc").unlink()
-    told = rf"^node {HOST}: no C compiler \(gcc or clang\) in PATH; Triton compiles vLLM's kernels with one; load a "
-    with pytest.raises(UserError, match=told):
+    expected = rf"^node {HOST}: no C compiler \(gcc or clang\) in PATH; Triton needs one for vLLM's kernels; load a "
+    with pytest.raises(UserError, match=expected):
         check_gpus(4, node)
     make_program(tmp_path / "mine")
     check_gpus(4, node | {"CC": str(tmp_path / "mine")})
     make_program(programs / "clang")
     check_gpus(4, node)
-    with pytest.raises(UserError, match="CC=icc is no program here"):
+    with pytest.raises(UserError, match="CC=icc is not a program"):
         check_gpus(4, node | {"CC": "icc"})
 
 

@@ -62,16 +62,16 @@ def test_a_cache_without_room_for_one_sequence_is_refused() -> None:
     config, shape = parts("rollout.kv_cache_gib=0.05")
     with pytest.raises(UserError) as caught:
         list(check_cache(config, shape, None))
-    told = str(caught.value)
-    assert told.startswith("rollout.kv_cache_gib: 0.05 leaves a KV cache of")
-    raised = float(told.partition("raise it by ")[2].partition(",")[0]) + 0.05
+    message = str(caught.value)
+    assert message.startswith("rollout.kv_cache_gib: 0.05 leaves a KV cache of")
+    raised = float(message.partition("raise it by ")[2].partition(",")[0]) + 0.05
     enough, _ = parts(f"rollout.kv_cache_gib={raised:.4f}")
     assert len(list(check_cache(enough, shape, None))) == 1, "one, but not all that run at once"
     with pytest.raises(UserError, match=r"rollout.gpu_memory_utilization: 0.2 leaves a KV cache of 0 tokens"):
         list(check_cache(parts("rollout.gpu_memory_utilization=0.2")[0], shape, 40.0))
 
 
-def test_a_cache_for_a_part_of_the_batch_is_told() -> None:
+def test_a_cache_for_a_part_of_the_batch_is_a_warning() -> None:
     config, shape = parts("rollout.kv_cache_gib=4")
     (warning,) = check_cache(config, shape, None)
     assert "rollout.kv_cache_gib: 4.0 leaves a KV cache for" in warning
@@ -79,24 +79,24 @@ def test_a_cache_for_a_part_of_the_batch_is_told() -> None:
     assert list(check_cache(parts()[0], shape, None)) == [], "nothing is known of the GPU"
 
 
-def test_engines_spans_nodes_are_told_what_the_network_costs() -> None:
-    def told(gpu: str | None, *changes: str, name: str = "qwen2.5-72b-96gpus.yaml") -> list[str]:
+def test_a_warning_on_engines_over_nodes_has_the_cost_of_the_network() -> None:
+    def error_line(gpu: str | None, *changes: str, name: str = "qwen2.5-72b-96gpus.yaml") -> list[str]:
         config, shape = parts(*changes, name=name)
         site = read_site(config)
         return list(check_network(config, shape, named_gpu(config, site, gpu) if gpu else None, site.efficiency))
 
-    assert told("h100", "rollout.tp=8") == told("gb200", "rollout.tp=16") == []
+    assert error_line("h100", "rollout.tp=8") == error_line("gb200", "rollout.tp=16") == []
     what = "rollout.tp: engines of 16 ranks are on 2 nodes each, and every token crosses the network; "
-    assert told(None, "rollout.tp=16") == [f"{what}set it to 8 at most if the model fits there"]
-    (line,) = told("h100", "rollout.tp=16")
+    assert error_line(None, "rollout.tp=16") == [f"{what}set it to 8 at most if the model fits there"]
+    (line,) = error_line("h100", "rollout.tp=16")
     found = re.fullmatch(
         rf"{what}set it to 8, with which a rollout is predicted to take (\d+) s instead of (\d+) s", line
     )
     assert found
     assert int(found[1]) < int(found[2])
-    (line,) = told("h100", "rollout.tp=24")
+    (line,) = error_line("h100", "rollout.tp=24")
     assert re.search(r"; set it to 8, with which a rollout is predicted to take \d+ s$", line), "24 do not suit it"
-    (line,) = told("h20", name="deepseek-v3-671b-96gpus.yaml")
+    (line,) = error_line("h20", name="deepseek-v3-671b-96gpus.yaml")
     assert line.endswith("no engine on one node of h20 holds the model: take nodes with the fastest network")
 
 
@@ -104,14 +104,14 @@ def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> No
     config, shape = parts("checkpoint.keep=2")
     one = checkpoint_bytes(config, shape)
     assert 7.6e9 * 14 < one < 7.7e9 * 14
-    for free, told in ((one // 2, "refused"), (2 * one, "told"), (4 * one, "enough")):
+    for free, outcome in ((one // 2, "refused"), (2 * one, "warned"), (4 * one, "enough")):
         monkeypatch.setattr(limits.shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
-        if told == "refused":
+        if outcome == "refused":
             with pytest.raises(UserError, match=r"run_dir: a checkpoint takes 99.3 GiB, the disk of .* has 49.6 GiB"):
                 list(check_disk(config, shape))
         else:
             warnings = list(check_disk(config, shape))
-            assert len(warnings) == (told == "told")
+            assert len(warnings) == (outcome == "warned")
             assert all(warning.startswith("checkpoint.keep: 2 checkpoints") for warning in warnings)
 
 
@@ -137,9 +137,9 @@ def test_checks_tell_what_they_foresee(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     huge = ["planning.gpu=h200", "rollout.gpu_memory_utilization=1.0"]
     rows = check_config(load_config(tmp_path / "config.yaml", huge))
-    told = [text for topic, text in rows if topic == "warning"]
-    assert len(told) == 1
-    assert told[0].startswith(
+    message = [text for topic, text in rows if topic == "warning"]
+    assert len(message) == 1
+    assert message[0].startswith(
         "rollout.gpu_memory_utilization: vLLM starts only if 1 of the GPU is free, 140.4 GiB, and rank 0"
     )
     assert not [text for topic, text in check_config(load_config(tmp_path / "config.yaml")) if topic == "warning"]
@@ -171,7 +171,7 @@ def test_an_engine_that_vllm_would_refuse_is_reported_with_the_value_that_fits(m
         assert reported(f"{key}={fits + 0.02}")
 
 
-def test_tensor_parallelism_over_nodes_is_reported() -> None:
+def test_tensor_parallelism_over_nodes_is_a_warning() -> None:
     config, _ = parts("slurm.nodes=2", "actor.parallel.tp=16")
     (warning,) = check_tensor_parallel(config, None)
     assert warning.startswith(
@@ -184,7 +184,7 @@ def test_tensor_parallelism_over_nodes_is_reported() -> None:
     assert warning.split()[:5] in [line.split()[:5] for line in check_limits(config, shape, ParallelLayout(2, tp=2))]
 
 
-def test_hosts_that_are_too_small_are_told() -> None:
+def test_too_little_cpu_memory_is_a_warning() -> None:
     config, shape = parts("slurm.memory=100G")
     layout = make_layout(config.actor.parallel, config.world_size)
     gpu = replace(GPUS["h100"], cpu_memory_gib=50.0)
@@ -193,7 +193,7 @@ def test_hosts_that_are_too_small_are_told() -> None:
     assert warning.startswith("slurm.memory: ranks need about")
     assert "a node's memory, which has 100; raise it" in warning
     (warning,) = check_cpu_memory(parts()[0], plan, gpu)
-    assert warning.startswith("planning.gpus_file: ")
+    assert warning.startswith("site.gpus: ")
     assert list(check_cpu_memory(parts("slurm.memory=0")[0], plan, GPUS["h100"])) == []
 
 
@@ -221,5 +221,5 @@ def test_memory_measured_on_the_site_s_machines_counts(tmp_path: Path) -> None:
     layout = make_layout(config.actor.parallel, config.world_size)
     refused = "rollout.gpu_memory_utilization: vLLM starts only if"
     assert not [line for line in check_limits(config, shape, layout) if line.startswith(("memory: ", refused))]
-    config, shape = parts("planning.gpu=a100-40", f"planning.gpus_file={tmp_path}/gpus.yaml", name=small)
+    config, shape = parts("planning.gpu=a100-40", f"site.file={tmp_path}/gpus.yaml", name=small)
     assert [line for line in check_limits(config, shape, layout) if line.startswith(refused)]

@@ -45,7 +45,7 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("model", "world_size", "parallel", "told"),
+    ("model", "world_size", "parallel", "message"),
     [
         (
             shape("dense"),
@@ -162,9 +162,9 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
     ],
 )
 def test_the_reason_and_the_nearest_are_named(
-    model: ModelShape, world_size: int, parallel: dict[str, Any], told: str
+    model: ModelShape, world_size: int, parallel: dict[str, Any], message: str
 ) -> None:
-    assert told in refused(model, world_size, **parallel)
+    assert message in refused(model, world_size, **parallel)
 
 
 def test_what_fits_is_the_layout_asked_for() -> None:
@@ -230,7 +230,7 @@ def test_data_parallelism_alone_is_left_where_nothing_divides() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "rollout", "told"),
+    ("model", "rollout", "message"),
     [
         (shape("dense"), {"tp": 3}, "3 does not divide the model's 8 attention heads; use one of [1, 2, 4, 8]"),
         (shape("dense", num_attention_heads=12), {"tp": 3}, "3 and the model's 2 key-value heads do not divide"),
@@ -252,11 +252,11 @@ def test_data_parallelism_alone_is_left_where_nothing_divides() -> None:
     ],
 )
 def test_engine_sizes_that_do_not_divide_the_model_are_refused(
-    model: ModelShape, rollout: dict[str, Any], told: str
+    model: ModelShape, rollout: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UserError) as caught:
         check_engine(model, RolloutSection(**rollout))
-    assert str(caught.value).startswith(f"rollout.tp: {told}")
+    assert str(caught.value).startswith(f"rollout.tp: {message}")
 
 
 def test_whole_experts_need_not_be_divided() -> None:

@@ -45,7 +45,7 @@ def test_the_summary_names_every_axis(inputs):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "told"),
+    ("overrides", "message"),
     [
         (
             ["resources.ranks_per_node=3", "actor.parallel.tp=2"],
@@ -122,8 +122,8 @@ def test_the_summary_names_every_axis(inputs):
         (["model.path=nowhere"], "model.path: no such folder 'nowhere'"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_key_and_remedy(inputs, overrides, told):
-    assert refused(inputs, *overrides).startswith(told)
+def test_what_does_not_fit_is_refused_with_key_and_remedy(inputs, overrides, message):
+    assert refused(inputs, *overrides).startswith(message)
 
 
 def test_a_weight_file_cut_short_names_file_and_missing_bytes(inputs):
@@ -183,7 +183,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(inputs):
 
 
 def test_vocabularies_are_the_same_by_their_tokens(inputs, tmp_path):
-    """However the file is written, and whatever else of it differs."""
+    """The format of the file and its other contents do not matter."""
     tokenizer = json.loads((inputs / "model" / "tokenizer.json").read_text())
     other = tmp_path / "other"
     other.mkdir()
@@ -212,11 +212,11 @@ def test_a_missing_chat_template_is_refused_only_when_it_is_used(inputs):
 
 
 @pytest.mark.parametrize(
-    ("content", "told"), [("\n \n", "has no rows"), ("\nnot json\n", "train.jsonl:2: is not a JSON object")]
+    ("content", "message"), [("\n \n", "has no rows"), ("\nnot json\n", "train.jsonl:2: is not a JSON object")]
 )
-def test_bad_jsonl_is_refused(inputs, content, told):
+def test_bad_jsonl_is_refused(inputs, content, message):
     (inputs / "train.jsonl").write_text(content)
-    assert told in refused(inputs)
+    assert message in refused(inputs)
 
 
 def test_bad_parquet_is_refused(inputs):

@@ -31,7 +31,7 @@ def config(*changes: str) -> RunConfig:
     return load_config(ROOT / "configs" / "demo.yaml", changes)
 
 
-def told(folder: Path, name: str) -> str:
+def error_line(folder: Path, name: str) -> str:
     """What is said of a reward of that name: an error, warnings or nothing."""
     try:
         return "".join(check_own_code(config(f"rewards.0.function={name}"), folder))
@@ -68,41 +68,41 @@ def test_what_a_file_binds_is_there(tmp_path: Path, name: str) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
     (tmp_path / "own" / "inner").mkdir(parents=True)
     (tmp_path / "own" / "inner" / "__init__.py").write_text(MODULE)
-    assert not told(tmp_path, f"mine:{name}")
-    assert not told(tmp_path, f"own.inner:{name}")
+    assert not error_line(tmp_path, f"mine:{name}")
+    assert not error_line(tmp_path, f"own.inner:{name}")
 
 
 def test_a_name_that_is_not_there_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(MODULE)
-    assert told(tmp_path, "mine:scor") == f"rewards.0.function: {file} has no 'scor'; did you mean 'score'?"
-    assert told(tmp_path, "rlhpc.rewards.rules:maths") == ""
-    assert "rules.py has no 'math'; did you mean 'maths'" in told(tmp_path, "rlhpc.rewards.rules:math")
+    assert error_line(tmp_path, "mine:scor") == f"rewards.0.function: {file} has no 'scor'; did you mean 'score'?"
+    assert error_line(tmp_path, "rlhpc.rewards.rules:maths") == ""
+    assert "rules.py has no 'math'; did you mean 'maths'" in error_line(tmp_path, "rlhpc.rewards.rules:math")
     file.write_text("def score(:")
-    assert told(tmp_path, "mine:score").startswith(f"rewards.0.function: {file} is not Python (invalid syntax")
+    assert error_line(tmp_path, "mine:score").startswith(f"rewards.0.function: {file} is not Python (invalid syntax")
 
 
 @pytest.mark.parametrize("line", ["from elsewhere import *", "def __getattr__(name): ...", "globals().update(f())"])
 def test_a_file_that_may_have_any_name_passes(tmp_path: Path, line: str) -> None:
     (tmp_path / "mine.py").write_text(line)
-    assert not told(tmp_path, "mine:score")
+    assert not error_line(tmp_path, "mine:score")
 
 
 def test_a_module_that_is_not_found_is_a_warning(tmp_path: Path) -> None:
-    found = told(tmp_path, "no_such:score")
+    found = error_line(tmp_path, "no_such:score")
     assert found.startswith(f"rewards.0.function: no_such:score: no module 'no_such' neither in {tmp_path} nor among")
     assert sys.executable in found
     assert not check_own_code(config("rewards.0.function=no_such:score", "slurm.conda=other"), tmp_path), (
         "it may be there"
     )
     (tmp_path / "no_such").mkdir()
-    assert not told(tmp_path, "no_such.inner:score"), "a folder may be a package"
-    assert told(tmp_path, ".x:score"), "no name of a module"
+    assert not error_line(tmp_path, "no_such.inner:score"), "a folder may be a package"
+    assert error_line(tmp_path, ".x:score"), "no name of a module"
 
 
 def test_the_pages_examples_are_there() -> None:
     names = ("my_reward:score", "my_algorithm:RLOO", "my_family:MISTRAL", "my_tool:calculate", "my_optimizer:Lion")
-    assert not [text for name in names if (text := told(DOCS / "examples", name))]
+    assert not [text for name in names if (text := error_line(DOCS / "examples", name))]
 
 
 def test_a_submission_looks_for_them(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_the_engine_s_weights_are_those_of_its_parameters(folder: Path) -> None:
 
 
 def test_a_token_of_the_cache() -> None:
-    """By hand: keys and values of 4 heads of 128 in 28 layers; one vector of 576 in 61 layers, whatever tp."""
+    """By hand: keys and values of 4 heads of 128 in 28 layers; one vector of 576 in 61 layers at any tp."""
     _, dense, _ = parts(SMALL)
     _, latent, _ = parts(LARGE)
     assert kv_bytes_per_token(dense, 1, "bfloat16") == 2 * 28 * 2 * 4 * 128
@@ -156,7 +156,7 @@ def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
 
 
 def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
-    """Nothing that is offloaded stands in its way; what is not does."""
+    """Only state that is not offloaded takes part of it."""
     share = "rollout.gpu_memory_utilization=0.95"
     config, shape, layout = parts(SMALL, share, *EVERYTHING)
     assert (
@@ -288,7 +288,7 @@ def test_routed_experts_of_a_step_are_in_the_host_s_memory() -> None:
         assert rank_memory(replayed, shape, layout, 0).cpu.parts["routed_experts"] == pytest.approx(held)
 
 
-def test_a_host_that_is_too_small_is_told() -> None:
+def test_too_little_cpu_memory_is_reported() -> None:
     from rlhpc.cli.plan_memory import memory_json, render_memory
 
     config, shape, layout = parts(SMALL)
@@ -297,9 +297,9 @@ def test_a_host_that_is_too_small_is_told() -> None:
         limit = ("slurm.memory", gib * GIB)
         text = [str(line) for line in render_memory(plan, 80.0, cpu_memory_limit=limit).renderables]
         assert any(f"{plan.cpu.node / GIB:,.1f} of {gib:,.1f} GiB a node" in line for line in text)
-        told = [line for line in text if line.startswith("DOES NOT FIT: a node's host needs 1.0 GiB more than slurm.m")]
-        assert len(told) == (0 if fits else 1)
-        assert memory_json(plan, limit)["host"]["limit"] == gib * GIB
+        start = "DOES NOT FIT: a node needs 1.0 GiB of CPU memory more than slurm.m"
+        assert len([line for line in text if line.startswith(start)]) == (0 if fits else 1)
+        assert memory_json(plan, limit)["cpu"]["limit"] == gib * GIB
 
 
 def test_the_plan_of_the_worst_rank_is_of_the_worst_rank() -> None:
@@ -350,7 +350,7 @@ def test_remedies_that_help_together_differ_in_the_dearest_and_what_helps_a_litt
 
 
 def test_a_last_micro_batch_that_is_not_full_is_under_way_too() -> None:
-    """Three samples of the longest on a rank, of which a micro batch takes two: two micro batches, not one."""
+    """Three samples of the longest on a rank, of which a microbatch takes two: two microbatches, not one."""
     longest = "data.max_prompt_tokens=512"
     config, shape, _ = parts(
         SMALL,

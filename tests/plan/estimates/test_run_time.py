@@ -87,7 +87,7 @@ def test_reading_and_writing_are_bytes_over_the_disk() -> None:
     assert size / 2e9 < quick.write == quick.save < size / 2e9 + 1, "copies to the host beside"
     assert quick.resume == pytest.approx(size / 4e9, rel=0.01)
     assert run_of("planning.start_seconds=60").start == pytest.approx(60 + quick.start)
-    slow = run_of("planning.disk.node_write_gbps=0.5", "planning.disk.node_read_gbps=0.4", "planning.start_seconds=0")
+    slow = run_of("site.disk.node_write_gbps=0.5", "site.disk.node_read_gbps=0.4", "planning.start_seconds=0")
     assert slow.start == pytest.approx(10 * quick.start)
     assert slow.write > 3.9 * quick.write
     many = run_of(name="deepseek-v3-671b-96gpus")
@@ -167,28 +167,28 @@ def test_held_out_prompts_are_counted_by_set(tmp_path: Path) -> None:
     assert prompts("[]") == 0
 
 
-def test_a_job_that_is_too_short_is_told_at_submission(tmp_path: Path) -> None:
-    def told(*changes: str) -> list[str]:
+def test_a_job_that_is_too_short_is_reported_at_submission(tmp_path: Path) -> None:
+    def error_line(*changes: str) -> list[str]:
         return walltime_warnings(load_config(Path(SMALL), ["planning.gpu=h200", *changes]))
 
-    (warning,) = told("slurm.time=60", "train.steps=100000")
+    (warning,) = error_line("slurm.time=60", "train.steps=100000")
     assert warning.startswith("slurm.time: 100000 steps")
-    assert told("planning.gpu=null", "slurm.gpu_type=null", "slurm.time=60") == []
+    assert error_line("planning.gpu=null", "slurm.gpu_type=null", "slurm.time=60") == []
     rare = ("train.steps=50", "slurm.time=60", "checkpoint.every=0", "data.validation=[]")
-    assert told(*rare) == []
-    (warning,) = told(*rare, "checkpoint.every=1")
+    assert error_line(*rare) == []
+    (warning,) = error_line(*rare, "checkpoint.every=1")
     assert "and 49 checkpoint(s) of 5" in warning
-    (warning,) = told(*rare, "planning.start_seconds=3000")
+    (warning,) = error_line(*rare, "planning.start_seconds=3000")
     assert "and a start of 3,004 s" in warning
     assert "4 jobs of the limit" in warning
     often = (f"data.validation=[{held_out(tmp_path, 30000)}]", "validation.every=1")
-    (warning,) = told(*rare, *often)
+    (warning,) = error_line(*rare, *often)
     assert "and 51 validation(s) of" in warning
 
 
 def test_a_plan_shows_what_is_outside_of_steps(tmp_path: Path) -> None:
     def plan(*arguments: str) -> str:
-        done = CliRunner().invoke(cli, ["plan", SMALL, *arguments], catch_exceptions=False)
+        done = CliRunner().invoke(cli, ["plan", "run", SMALL, *arguments], catch_exceptions=False)
         assert done.exit_code == 0
         return done.stdout
 
@@ -206,6 +206,6 @@ def test_a_plan_shows_what_is_outside_of_steps(tmp_path: Path) -> None:
 def test_a_sites_disk_is_overruled_by_the_configuration(tmp_path: Path) -> None:
     site = tmp_path / "site.yaml"
     site.write_text(yaml12.dump({"disk": {"node_write_gbps": 1.0, "node_read_gbps": 1.0}}))
-    base, own = run_of(), run_of(f"planning.gpus_file={site}", "planning.disk.node_read_gbps=4")
+    base, own = run_of(), run_of(f"site.file={site}", "site.disk.node_read_gbps=4")
     assert own.start == base.start
     assert own.write > 1.9 * base.write

@@ -1,4 +1,4 @@
-"""The time of a step: figures that can be reckoned by hand, and what must make it longer or shorter."""
+"""The time of a step: figures that can be computed by hand, and what must make it longer or shorter."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def loaded(name: str, *overrides: str) -> tuple[RunConfig, ModelShape, ParallelL
 
 def step(name: str, *overrides: str, gpu: Gpu | None = None, efficiency: dict[str, Any] | None = None) -> StepTime:
     config, shape, layout = loaded(name, *overrides)
-    reached = config.planning.efficiency.model_copy(update=efficiency or {})
+    reached = config.site.efficiency.model_copy(update=efficiency or {})
     return predict_step(config, shape, layout, gpu or GPUS[config.planning.gpu or ""], reached)
 
 
@@ -75,7 +75,7 @@ def test_weights_of_a_rank_are_those_of_its_shards(name: str, rank: int) -> None
 @pytest.mark.parametrize("name", [NODE, "qwen2.5-7b-math-4nodes", "qwen2.5-7b-1node"])
 def test_synced_bytes_are_those_of_the_plan(name: str) -> None:
     config, shape, layout = loaded(name)
-    machine = MachineSpeed(GPUS["h100"], config.planning.efficiency, config.resources.ranks_per_node)
+    machine = MachineSpeed(GPUS["h100"], config.site.efficiency, config.resources.ranks_per_node)
     found = weight_sync_time(Engines(shape, config.rollout, machine, layout.world_size), layout)
     assert found.sent == pytest.approx(report_weight_sync(config).spread("received").mean, rel=0.02)
 
@@ -85,7 +85,7 @@ def test_one_token_steps_read_weights_and_cache() -> None:
     config, shape, _ = loaded(
         SMALL, "planning.response_spread=0", "rollout.max_num_seqs=1000", "rollout.samples_per_prompt=1"
     )
-    free = config.planning.efficiency.model_copy(update={"decode": 1.0, "graph_us": 0, "compute": 1.0})
+    free = config.site.efficiency.model_copy(update={"decode": 1.0, "graph_us": 0, "compute": 1.0})
     engines = Engines(shape, config.rollout, MachineSpeed(GPUS["h100"], free, 1), 1)
     work = step_workload(config)
     found = rollout_time(engines, work)
@@ -98,7 +98,7 @@ def test_one_token_steps_read_weights_and_cache() -> None:
 
 def test_a_full_cache_makes_waves() -> None:
     config, shape, _ = loaded(MIXED)
-    machine = MachineSpeed(GPUS["h20"], config.planning.efficiency, 8)
+    machine = MachineSpeed(GPUS["h20"], config.site.efficiency, 8)
     engines, work = Engines(shape, config.rollout, machine, 96), step_workload(config)
     found, roomy = (
         rollout_time(engines, work),
@@ -111,7 +111,7 @@ def test_a_full_cache_makes_waves() -> None:
     assert cache_tokens(engines) < work.samples / 3 * work.length
 
 
-def test_an_engine_that_does_not_fit_is_told() -> None:
+def test_an_engine_that_does_not_fit_is_reported() -> None:
     assert not step(MIXED, "rollout.tp=8").engine_fits
 
 
@@ -166,7 +166,7 @@ def test_shares_and_sums() -> None:
 
 
 def test_models_beside_the_actor_take_their_own_time() -> None:
-    """A critic of another size is reckoned by its own shape, and a value head is no vocabulary."""
+    """A critic of another size is predicted from its own shape, with a value head instead of a vocabulary."""
     model = f"critic.path={READY / 'models' / 'Qwen2.5-3B-Instruct'}"
     own, larger = (step(SMALL, "algorithm.name=ppo", *more).phase("values").flops for more in ([], [model]))
     assert larger > 5 * own
@@ -187,7 +187,7 @@ def test_models_beside_the_actor_take_their_own_time() -> None:
 def test_shared_experts_exchange_what_a_dense_layer_does() -> None:
     config, shape, layout = loaded(MIXED)
     assert shape.experts is not None
-    machine = MachineSpeed(GPUS["h20"], config.planning.efficiency, 8)
+    machine = MachineSpeed(GPUS["h20"], config.site.efficiency, 8)
     training = Training(shape, layout, config.actor.parallel, machine)
     without = replace(training, shape=replace(shape, experts=replace(shape.experts, shared_ffn_size=0)))
     more, less, dense = (
@@ -216,7 +216,7 @@ def test_shared_experts_exchange_what_a_dense_layer_does() -> None:
 def test_ways_of_exchange_by_hand(way: str, ranks: int, stride: int, node: float, network: float, hops: int) -> None:
     """Nodes of eight; 60 GB, at 300 GB/s between GPUs of a node and 50 out of each; two messages of 10 us a hop."""
     gpu = replace(GPUS["h100"], node_gbps=300, network_gbps=50)
-    reached = loaded(SMALL)[0].planning.efficiency.model_copy(update={"node": 1.0, "network": 1.0, "message_us": 10})
+    reached = loaded(SMALL)[0].site.efficiency.model_copy(update={"node": 1.0, "network": 1.0, "message_us": 10})
     found = getattr(MachineSpeed(gpu, reached, 8), way)(60e9, ranks, stride, messages=2)
     assert found.get("node", 0.0) == pytest.approx(60 / 300 * node)
     assert found.get("network", 0.0) == pytest.approx(60 / 50 * network)
@@ -227,7 +227,7 @@ def test_messages_of_a_layer_by_hand() -> None:
     """1024 tokens of 16 heads of 64, 4 with keys, in bfloat16; over one node's links at 1 GB/s."""
     config, shape, _ = loaded(SMALL)
     shape = replace(shape, hidden_size=1024, num_heads=16, num_kv_heads=4, head_dim=64)
-    reached = config.planning.efficiency.model_copy(update={"node": 1.0, "message_us": 0})
+    reached = config.site.efficiency.model_copy(update={"node": 1.0, "message_us": 0})
     machine = MachineSpeed(replace(GPUS["h100"], node_gbps=1), reached, 8)
 
     def kilobytes(
@@ -257,5 +257,5 @@ def test_messages_of_a_layer_by_hand() -> None:
 
 def test_time_and_memory_tell_of_one_cache() -> None:
     config, shape, _ = loaded(MIXED)
-    engines = Engines(shape, config.rollout, MachineSpeed(GPUS["h20"], config.planning.efficiency, 8), 96)
+    engines = Engines(shape, config.rollout, MachineSpeed(GPUS["h20"], config.site.efficiency, 8), 96)
     assert cache_tokens(engines) == engine_memory(config, shape, GPUS["h20"].memory_bytes).tokens

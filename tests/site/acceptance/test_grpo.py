@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.models import ModelShape

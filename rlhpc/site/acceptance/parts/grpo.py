@@ -18,8 +18,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlhpc.config.planning import EfficiencySection
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record
 from rlhpc.launch.machine import gpu_count
@@ -106,7 +106,7 @@ def _gpu(context: Context) -> tuple[Gpu, bool]:
     found = read_fingerprint(gpu_count())
     gpu = gpu_of_device(found.gpu or "")
     if gpu is None:
-        context.report(Skipped("goals of the plan", f"{found.gpu} is not in the planner's table (planning.gpus_file)"))
+        context.report(Skipped("goals of the plan", f"{found.gpu} is not in the planner's table (site.gpus)"))
     known = gpu is not None and not context.tiny
     return replace(gpu or _UNKNOWN, memory_gib=found.gpu_memory_gib or _UNKNOWN.memory_gib), known
 
@@ -253,7 +253,7 @@ def time_figures(
     note = "all phases of the last step, which is held out from the calibration"
     yield Figure("time: error of the plan", _error(found.before, held), "", goals[0], _phases_note(found.before, held))
     yield Figure("time: error after calibration", _error(found.after, held), "", goals[1], note)
-    yield Figure("time: calibration", _fitted_text(found), note="planning.efficiency of this machine")
+    yield Figure("time: calibration", _fitted_text(found), note="site.efficiency of this machine")
 
 
 def _measured(folder: Path, records: list[Record]) -> Measured:

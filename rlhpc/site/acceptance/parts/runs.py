@@ -29,7 +29,7 @@ def configure(fields: Mapping[str, Any]) -> RunConfig:
 
 def run(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -> list[Record]:
     """Run to the end and return the lines of metrics.jsonl. Raises RuntimeError after printing the ranks' logs."""
-    code = run_here(config, resume, entry)
+    code = run_here(config, resume=resume, entry=entry)
     if code:
         show_logs(config)
         raise RuntimeError(f"the run ended with exit code {code}")

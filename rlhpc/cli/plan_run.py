@@ -1,0 +1,81 @@
+"""Text and JSON of ``rlhpc plan run``: layout, batches and model, memory by phase, time of a step and of the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from io import StringIO
+from typing import TYPE_CHECKING, Any
+
+from rlhpc.cli.plan_memory import memory_json, render_memory
+from rlhpc.cli.plan_time import run_json, step_json, step_lines
+from rlhpc.cli.tables import labelled
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.checks.run import check_layout, outline
+from rlhpc.plan.estimates.hardware import Reserves, cpu_memory_limit
+from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
+from rlhpc.plan.estimates.step_time import StepTime
+from rlhpc.plan.remedies import find_remedies
+from rlhpc.plan.scenario import Scenario, make_scenario
+from rlhpc.sharding.layout import ParallelLayout
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_WIDTH = 140  # characters
+
+
+@dataclass(frozen=True)
+class _Prediction:
+    """What is predicted of a run. ``case`` is None where no GPU is named, ``step`` also without RL steps."""
+
+    rows: list[tuple[str, str]]
+    case: Scenario | None
+    shape: ModelShape
+    layout: ParallelLayout
+    step: StepTime | None
+    memory: MemoryPlan
+
+
+def prediction_lines(config: RunConfig, gpu: str | None) -> list[str]:
+    """The outline, the time of a step where a GPU is named, and a table of memory."""
+    found = _predict(config, gpu)
+    lines = labelled(found.rows)
+    if not config.train.steps:
+        lines += labelled([("time", "is predicted for RL steps, of which there are none (train.steps)")])
+    elif found.case is None or found.step is None:
+        lines += labelled([("time", "of a step: name a GPU with --gpu, such as h200, or in planning.gpu")])
+    else:
+        lines += step_lines(found.case, found.step)
+    gib = found.case.gpu.memory_gib if found.case else None
+    remedies = find_remedies(config, found.shape, found.layout, found.memory)
+    limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
+    return [*lines, "", *_rendered(render_memory(found.memory, gib, remedies, limit))]
+
+
+def prediction_json(config: RunConfig, gpu: str | None) -> dict[str, Any]:
+    """The same, in seconds and bytes."""
+    found = _predict(config, gpu)
+    limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
+    times = {}
+    if found.case and found.step:
+        times = {"time": step_json(found.step), "run": run_json(found.case.run(found.step))}
+    return {**dict(found.rows), "memory": memory_json(found.memory, limit), **times}
+
+
+def _predict(config: RunConfig, gpu: str | None) -> _Prediction:
+    rows, case = list(outline(config)), make_scenario(config, gpu)
+    shape = case.shape if case else read_model(config.model.path, config.model.family)
+    layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
+    gib, reserves = (case.gpu.memory_gib, case.gpu.reserves) if case else (None, Reserves())
+    memory = predict_memory(config, shape, layout, gib, reserves)
+    return _Prediction(rows, case, shape, layout, case.step() if case and config.train.steps else None, memory)
+
+
+def _rendered(what: RenderableType) -> list[str]:
+    """Its lines, of the same width on any terminal."""
+    from rich.console import Console
+
+    text = StringIO()
+    Console(file=text, width=_WIDTH, color_system=None, highlight=False).print(what)
+    return [line.rstrip() for line in text.getvalue().splitlines()]
