@@ -72,7 +72,7 @@ def test_a_shared_parameter_is_the_trainer_s_and_its_own_memory_is_given_back(fo
 def test_a_seed_of_each_token_reaches_the_v1_runner(found: dict[str, Any]) -> None:
     """A sampled response resumed after an abort continues its random numbers."""
     assert found["resumed"] == found["whole"]
-    assert found["routed experts of requests in flight"] is None
+    assert found["routed experts of in-flight requests"] is None
 
 
 @pytest.mark.ranks
@@ -182,7 +182,7 @@ def _resume(engine: Any) -> dict[str, Any]:
     return {
         "whole": whole.tokens.tolist(),
         "resumed": tokens + resumed.tokens.tolist(),
-        "routed experts of requests in flight": begun.routed_experts,
+        "routed experts of in-flight requests": begun.routed_experts,
     }
 
 

@@ -121,9 +121,8 @@ def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: P
 def test_weights_that_an_optimizer_spoils_are_never_saved(inputs: Path, tmp_path: Path) -> None:
     optimizer = "sft.optimizer={function: 'tests.trainer.test_skipped:spoiler', learning_rate: 0.01}"
     config = _supervised(inputs, tmp_path, [f"{row}+1=" for row in range(8)], optimizer)
-    (message,) = _start(config, "run", 1)
-    start = "NonFiniteError: the weights of the actor are not finite after sft step 1 and are neither"
-    assert message.startswith(start)
+    (line,) = _start(config, "run", 1)
+    assert line.startswith("NonFiniteError: the weights of the actor are not finite after sft step 1 and are neither")
     assert saved_step(RunFolder(tmp_path / "run")) == -1
 
 
