@@ -22,13 +22,13 @@ def objective(terms: PolicyTerms, tokens: Tokens, section: AlgorithmSection) -> 
     policy, sums = terms.loss, {}
     if section.rollout_correction.method != "none":
         mask = (weight > 0).to(weight.dtype)
-        correction = importance_weights(
+        importance = importance_weights(
             tokens["old_log_probs"], tokens["engine_log_probs"], mask, tokens["sequence"], section.rollout_correction
         )
-        policy = policy * correction.weights
+        policy = policy * importance.weights
         sums = {
-            "rollout_correction_weight": (correction.weights * weight).sum(),
-            "rollout_correction_fraction": (correction.outside * weight).sum(),
+            "rollout_correction_weight": (importance.weights * weight).sum(),
+            "rollout_correction_fraction": (importance.outside * weight).sum(),
         }
     if terms.dual_clipped is not None:
         sums["dual_clip_fraction"] = (terms.dual_clipped * weight).sum()

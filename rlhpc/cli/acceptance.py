@@ -43,8 +43,8 @@ class _Options:
 @click.option("--strict", is_flag=True, help="Exit with 1 on a missed goal too.")
 @click.option("--list", "lists", is_flag=True, help="List the parts with their limits; run nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of the results; run nothing.")
-@grouped(chosen=_Options)
-def acceptance(*, folder: str | None, lists: bool, schema: bool, chosen: _Options) -> None:
+@grouped(selected=_Options)
+def acceptance(*, folder: str | None, lists: bool, schema: bool, selected: _Options) -> None:
     """Measure what works on this machine, and how fast.
 
     FOLDER gets a page, the results as JSON and a log. Run again with the same FOLDER, on another machine too, to
@@ -58,17 +58,17 @@ def acceptance(*, folder: str | None, lists: bool, schema: bool, chosen: _Option
         click.echo(json_schema(), nl=False)
         return
     if lists:
-        for part in select(PARTS, chosen.names):
+        for part in select(PARTS, selected.names):
             gpu = "GPU only" if part.needs_gpu else ""
             click.echo(f"{part.name:<15}{part.tier:<7}{part.minutes:>4g} min  {gpu:<10}{part.title}")
         return
     if folder is None:
         raise UserError("no folder for the results", where="rlhpc acceptance", remedy="name one")
     options = Options(
-        names=chosen.names,
-        minutes=chosen.minutes,
-        size=cast("Size | None", chosen.size),
-        retry=chosen.retry,
-        strict=chosen.strict,
+        names=selected.names,
+        minutes=selected.minutes,
+        size=cast("Size | None", selected.size),
+        retry=selected.retry,
+        strict=selected.strict,
     )
     sys.exit(accept(Path(folder), PARTS, options))

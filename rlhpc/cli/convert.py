@@ -144,15 +144,15 @@ def reshard(src: Path, dst: Path, step: int | None, model: Path | None, **option
     "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; default: one per core, at most 8."
 )
 @click.option("--logprobs", is_flag=True, help="Compare log-probs of both on the same tokens too; needs PyTorch.")
-@grouped(chosen=_Choice)
-def verify(*, src: Path, dst: Path, chosen: _Choice, workers: int | None, logprobs: bool) -> None:
+@grouped(selected=_Choice)
+def verify(*, src: Path, dst: Path, selected: _Choice, workers: int | None, logprobs: bool) -> None:
     """Compare the models in SRC and DST as they are on disk.
 
     Exits with 1 if they differ.
     """
     from rlhpc.convert.verify import verify as compare
 
-    report = compare(src, dst, _workers(workers), **asdict(chosen))
+    report = compare(src, dst, _workers(workers), **asdict(selected))
     for fault in report.faults:
         click.echo(f"fault: {fault}")
     for line in report.notes:

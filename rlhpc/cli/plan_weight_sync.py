@@ -23,8 +23,8 @@ def bandwidths_of(config: RunConfig, gpu: str | None, speeds: Sequence[float | N
             raise UserError(f"{speed} is not allowed", where=name, remedy="give GB/s, a number above 0")
     found = named_gpu(config, read_site(config), gpu)
     known = (found.network_gbps, found.node_gbps, found.memory_gbps) if found else _SPEEDS
-    chosen = [default if speed is None else speed for default, speed in zip(known, speeds, strict=True)]
-    return Bandwidths(*(speed * _GB for speed in chosen))
+    selected = [default if speed is None else speed for default, speed in zip(known, speeds, strict=True)]
+    return Bandwidths(*(speed * _GB for speed in selected))
 
 
 def report_lines(report: WeightSyncReport, bandwidths: Bandwidths) -> list[str]:

@@ -34,14 +34,14 @@ def samples(*, run_or_file: str, step: int | None, wrong: bool, source: str | No
     names = {str(record.get(key)) for record in of_step for key in ("source", "set")} - {"", "None"}
     if source is not None and source not in names:
         raise UserError(f"no data source or set {source!r}", where="--source", remedy=did_you_mean(source, names))
-    chosen = [
+    selected = [
         record
         for record in of_step
         if (source is None or source in (record.get("source"), record.get("set")))
         and not (wrong and record.get("correct", record["reward"] > 0))
     ]
-    _show(chosen[:limit])
-    click.echo(f"{min(limit, len(chosen))} of {len(chosen)} samples of step {step}: {file}")
+    _show(selected[:limit])
+    click.echo(f"{min(limit, len(selected))} of {len(selected)} samples of step {step}: {file}")
 
 
 def _file_of(text: str) -> Path:

@@ -143,13 +143,13 @@ class PromptSet:
     def first(self, count: int | None) -> list[tuple[str, Prompt]]:
         """(name, prompt) of the first ``count`` prompts (None: all) of each named set, in the files' order."""
         left: dict[str, int] = {}
-        chosen = []
+        selected = []
         for name, places in zip(self.names, self.files, strict=True):
             left.setdefault(name, len(self) if count is None else count)
             part = places[: left[name]]
             left[name] -= len(part)
-            chosen += [(name, self.prompts[i]) for i in part]
-        return chosen
+            selected += [(name, self.prompts[i]) for i in part]
+        return selected
 
     def numbered(self, prompt_id: int) -> Prompt:
         """The prompt of row ``prompt_id``."""

@@ -56,5 +56,5 @@ def feed_forward_weights(shape: ModelShape, layer: int) -> int:
     experts = shape.experts
     if experts is None or layer not in experts.layers:
         return 3 * shape.hidden_size * shape.ffn_size
-    chosen = experts.top_k * experts.ffn_size + experts.shared_ffn_size
-    return 3 * shape.hidden_size * chosen + shape.hidden_size * experts.num_experts
+    selected = experts.top_k * experts.ffn_size + experts.shared_ffn_size
+    return 3 * shape.hidden_size * selected + shape.hidden_size * experts.num_experts

@@ -127,7 +127,7 @@ def test_the_supervised_loss_falls_as_its_tokens_become_likelier() -> None:
 @pytest.mark.parametrize("name", ["grpo", "gspo", "cispo"])  # the other algorithms have GRPO's loss
 @pytest.mark.parametrize("aggregation", ["token-mean", "sequence-mean", "constant"])
 def test_a_loss_does_not_depend_on_how_its_batch_is_divided(name: str, aggregation: str) -> None:
-    """Over ranks and micro batches of random plans: the same loss and gradients as the whole batch in one."""
+    """Over ranks and microbatches of random plans: the same loss and gradients as the whole batch in one."""
     for seed in range(3):
         draw = random.Random(seed)
         numbers = np.random.default_rng(seed)
@@ -147,7 +147,7 @@ def test_a_loss_does_not_depend_on_how_its_batch_is_divided(name: str, aggregati
 
 
 def _loss(section: AlgorithmSection, sizes: list, values: list, ranks: object) -> tuple[float, list[torch.Tensor]]:
-    """The loss summed over ranks' micro batches, as the trainer divides it; and each sample's gradient."""
+    """The loss summed over ranks' microbatches, as the trainer divides it; and each sample's gradient."""
     share = shares([length for _, length in sizes], section.aggregation, constant=11)
     total, gradients = 0.0, [torch.zeros(length) for _, length in sizes]
     for ids in (members for rank in ranks for members in rank):

@@ -42,7 +42,7 @@ def test_every_bit_of_losses_gradients_and_weights_is_the_same(found: Any, kind:
 
 
 def test_what_is_chosen_runs_twice_and_nothing_else(found: Any) -> None:
-    """Calls in one micro batch's forward and backward, per module."""
+    """Calls in one microbatch's forward and backward, per module."""
     dense, experts, deepseek = (found[kind] for kind in KINDS)
     once = {"layer": 1, "attention": 1, "mlp": 1}
     assert dense["none"]["calls"] == once
@@ -91,7 +91,7 @@ def _one(model: Path, keys: dict[str, Any]) -> dict[str, Any]:
 
 
 def _count(actor: Any) -> tuple[dict[str, int], int]:
-    """Calls of a module in one micro batch, by what it is, and the most bytes that autograd kept at once."""
+    """Calls of a module in one microbatch, by what it is, and the most bytes that autograd kept at once."""
     import torch
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.router import Router

@@ -87,7 +87,7 @@ def told_reference(folder: Path, kind: str) -> Path:
 
 
 def batches_of(kind: str, layout: Any, rank: int, replayed: bool = True) -> list[Any]:
-    """This rank's share of the sequences in three micro batches, which leave one place of a round of two; routed
+    """This rank's share of the sequences in three microbatches, which leave one place of a round of two; routed
     experts of its own layers alone."""
     from rlhpc.data.collate import pack_batch
 

@@ -13,14 +13,14 @@ from tests.tiers.imports import ROOT
 def main(releases: Sequence[str]) -> int:
     """The exit code of pytest; 1 if a release cannot be downloaded."""
     try:
-        chosen = releases or allowed(published(), pinned())
-        for release in chosen:
+        selected = releases or allowed(published(), pinned())
+        for release in selected:
             fetch(release)
     except Unreachable as error:
         print(error, file=sys.stderr)
         return 1
-    print(f"CUDA sources: vLLM {', '.join(chosen)}", flush=True)
-    command = [sys.executable, "-m", "pytest", "-q", "tests/cuda_sources", f"--vllm-releases={','.join(chosen)}"]
+    print(f"CUDA sources: vLLM {', '.join(selected)}", flush=True)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/cuda_sources", f"--vllm-releases={','.join(selected)}"]
     return subprocess.run(command, cwd=ROOT, check=False).returncode
 
 

@@ -1,4 +1,4 @@
-"""Packing: every sample once, within capacity, the same number of micro batches everywhere, balanced."""
+"""Packing: every sample once, within capacity, the same number of microbatches everywhere, balanced."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_sample_beyond_capacity_is_alone():
 
 
 def test_long_samples_leave_no_rank_with_too_few_micro_batches():
-    # Rank 0's fair share would be the one long sample, while the others need three micro batches.
+    # Rank 0's fair share would be the one long sample, while the others need three microbatches.
     lengths = [300, *[90] * 7]
     (plan,) = pack(lengths, 2, 100)
     check_plan(plan, lengths, range(8))
@@ -128,7 +128,7 @@ def test_fewer_samples_than_ranks_names_the_key_and_numbers():
 
 
 def test_samples_too_few_for_equal_micro_batches_leave_the_last_ones_empty():
-    """Three that fill a micro batch each, on two ranks: no rank is without any, none is over capacity."""
+    """Three that fill a microbatch each, on two ranks: no rank is without any, none is over capacity."""
     (plan,) = pack([9, 9, 9], 2, 10)
     assert sorted(sorted(map(len, rank)) for rank in plan.bins) == [[0, 1], [1, 1]]
     assert sorted(i for rank in plan.bins for members in rank for i in members) == [0, 1, 2]

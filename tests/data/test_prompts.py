@@ -282,8 +282,8 @@ def test_named_sets_are_cut_one_by_one(tokenizer: Tokenizer, tmp_path: Path):
         numbered(tmp_path, "b.jsonl", 3),
         {"path": str(numbered(tmp_path, "c.jsonl", 2)), "name": "easy"},
     ]
-    chosen = [(name, prompt.ground_truth) for name, prompt in load(tokenizer, *files).first(3)]
-    assert chosen == [
+    selected = [(name, prompt.ground_truth) for name, prompt in load(tokenizer, *files).first(3)]
+    assert selected == [
         *(("easy", f"a.jsonl:{i}") for i in range(2)),
         *(("", f"b.jsonl:{i}") for i in range(3)),
         ("easy", "c.jsonl:0"),

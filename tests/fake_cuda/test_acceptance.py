@@ -148,7 +148,7 @@ def test_ranks_that_share_a_gpu_communicate_through_gloo(tmp_path: Path) -> None
 
 
 def _train_axes(folder: Path, axes: list[dict[str, Any]], share_gpu: bool) -> tuple[list[Any], list[Any], list[int]]:
-    """What each axis gives, the backends that were asked for, and the devices that were chosen."""
+    """What each axis gives, the backends that were asked for, and the devices that were selected."""
     from tests.fake_cuda.part_runs import install_flash_attention
 
     install_flash_attention()

@@ -75,7 +75,7 @@ def context(folder: Path, results: Results, size: str = "tiny") -> Context:
 def test_the_next_part_waits_for_the_memory_of_the_last(
     tmp_path: Path, used: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Full sizes are chosen, and the driver looks again until what was in use before the part is left."""
+    """Full sizes are selected, and the driver looks again until what was in use before the part is left."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     used[:] = [GIB, GIB, 6 * GIB, 3 * GIB, GIB + 1, 7 * GIB]  # fingerprint, before the part, three looks after it

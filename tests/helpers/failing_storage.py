@@ -1,4 +1,4 @@
-"""A file system that fails temporarily, for real processes: their system calls return a chosen errno.
+"""A file system that fails temporarily, for real processes: their system calls return a selected errno.
 
 seccomp intercepts calls of a process and its children, and this process supplies the results (seccomp_unotify(2)).
 Needs no privileges, compiler or mount. ``python -m tests.helpers.failing_storage SOCKET COMMAND...`` runs COMMAND so.

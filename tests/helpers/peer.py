@@ -176,8 +176,8 @@ def _terms(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
     rows = owners(t["lengths"])
     for name, section in CORRECTIONS.items():
-        correction = importance_weights(t["old_log_probs"], t["engine_log_probs"], t["mask"], rows, section)
-        results[f"correction/{name}"] = correction.weights
+        importance = importance_weights(t["old_log_probs"], t["engine_log_probs"], t["mask"], rows, section)
+        results[f"importance/{name}"] = importance.weights
     adaptive = KLSection(coefficient=0.1, target=0.05, horizon=1000)
     coefficient = adapted_coefficient(0.1, float(t["divergence"]), len(t["lengths"]), adaptive)
     return {**results, "kl/adapted": torch.tensor(coefficient, dtype=torch.float64)}

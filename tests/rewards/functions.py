@@ -52,7 +52,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def chosen(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
+def selected(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any]) -> Any:
     return RESULTS[solution_str]
 
 

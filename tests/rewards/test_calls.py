@@ -28,14 +28,14 @@ def call(function: str, response: str, **arguments: Any) -> Score | Failure:
 
 @pytest.mark.parametrize(("kind", "value"), [("float", 0.25), ("bool", 1), ("numpy", 0.5), ("numpy bool", 1)])
 def test_numbers_of_every_kind_are_taken(kind: str, value: float):
-    score = call("chosen", kind)
+    score = call("selected", kind)
     assert score == Score(value)
     assert type(score.value) is float
 
 
 def test_further_numbers_of_an_object_are_parts():
-    assert call("chosen", "dict") == Score(2.0, {"words": 3.0, "good": 1.0})
-    assert call("chosen", "too large a part") == Score(1.0)
+    assert call("selected", "dict") == Score(2.0, {"words": 3.0, "good": 1.0})
+    assert call("selected", "too large a part") == Score(1.0)
 
 
 def test_an_object_may_tell_the_answer():
@@ -56,7 +56,7 @@ def test_an_object_may_tell_the_answer():
     ],
 )
 def test_what_is_no_finite_number_is_a_failure(kind: str, what: str):
-    assert call("chosen", kind) == Failure("result", what)
+    assert call("selected", kind) == Failure("result", what)
     assert kind in RESULTS
 
 

@@ -126,7 +126,7 @@ def test_what_a_function_raises_or_returns_ends_the_run_by_default(make):
             score_all(reward_workers, ["ab", text, "abc"])
         assert caught.value.remedy.endswith("set reward_workers.on_failure")
     with pytest.raises(UserError) as caught:
-        score_all(make(function=f"{HERE}:chosen"), ["y" * 200])
+        score_all(make(function=f"{HERE}:selected"), ["y" * 200])
     assert "response '" + "y" * 80 + "';" in str(caught.value)
 
 

@@ -43,12 +43,12 @@ def main() -> int:
     parser.add_argument("--started", type=float, default=time.time(), help="start of CI, in seconds since 1970")
     started = parser.parse_args().started
     count = slice_count(sum(row.seconds for row in read_table() if row.tier == "long"))
-    chosen = slice_of_commit(count)
+    selected = slice_of_commit(count)
     print(
-        f"slice {chosen} of {count} of the long tests, {(time.time() - started) / 60:.0f} minutes after the start",
+        f"slice {selected} of {count} of the long tests, {(time.time() - started) / 60:.0f} minutes after the start",
         flush=True,
     )
-    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "-m", "long", f"--slice={chosen}/{count}"]
+    command = [sys.executable, "-m", "pytest", "-v", "--no-header", "-m", "long", f"--slice={selected}/{count}"]
     command.append(f"--start-until={started + _START_UNTIL}")
     try:
         code = subprocess.run(command, cwd=ROOT, check=False, timeout=max(1.0, started + _END - time.time())).returncode

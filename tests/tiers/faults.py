@@ -4,7 +4,7 @@ Each fault of ``tests/tiers/planted.py`` gets its own git worktree of the curren
 reach run there, nearest first, up to the first failure: those of `make test` and, if all pass, the long ones. A failure
 counts only if the same test fails again with the fault and passes without it.
 
-``--whole K`` then runs all of `make test` with K of the faults, chosen by ``--seed``, and lists failing tests that
+``--whole K`` then runs all of `make test` with K of the faults, selected by ``--seed``, and lists failing tests that
 ``tests/tiers/imports.py`` does not reach from the file. pytest's output goes to ``build/faults``. Exit code 1: a fault
 fails no test, or pytest gave no result.
 """
@@ -234,7 +234,7 @@ def _options(arguments: Sequence[str]) -> argparse.Namespace:
 
 def main(arguments: Sequence[str]) -> int:
     options = _options(arguments)
-    chosen = [fault for fault in FAULTS if not options.only or fault.name in options.only]
+    selected = [fault for fault in FAULTS if not options.only or fault.name in options.only]
     (ROOT / LOGS).mkdir(parents=True, exist_ok=True)
     for signum in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(signum) is not signal.SIG_IGN:  # as under nohup
@@ -244,9 +244,9 @@ def main(arguments: Sequence[str]) -> int:
     code = 130
     with contextlib.suppress(KeyboardInterrupt), checkout() as clean:
         check_imports(clean)
-        _check_lines(chosen, clean)
+        _check_lines(selected, clean)
         graph = read_graph(clean)
-        for fault in chosen:
+        for fault in selected:
             tests, log = graph.tests_reached_by([fault.file]), _new_log(fault.name)
             try:
                 outcomes.append(examine(fault, tests, clean, ROOT, log))
@@ -255,7 +255,7 @@ def main(arguments: Sequence[str]) -> int:
             _write(options.out, outcomes, wholes)
             print(f"{fault.name}: {outcomes[-1].tier} ({outcomes[-1].seconds:.0f} s)", file=sys.stderr, flush=True)
         failures = [outcome.fault for outcome in outcomes if outcome.tier in (_GREEN, _NO_RESULT)]
-        for fault in random.Random(options.seed).sample(chosen, min(options.whole, len(chosen))):
+        for fault in random.Random(options.seed).sample(selected, min(options.whole, len(selected))):
             tests, log = graph.tests_reached_by([fault.file]), _new_log(f"{fault.name}-whole")
             try:
                 wholes.append(examine_whole(fault, tests, clean, ROOT, log))

@@ -78,8 +78,8 @@ def reason(line: Line) -> str:
 
 
 def page(lines: Sequence[Line], left: Sequence[Line]) -> str:
-    def row(name: str, chosen: Sequence[Line]) -> str:
-        return f"| {name} | {len(chosen)} | {len(set(chosen) & set(left))} |"
+    def row(name: str, selected: Sequence[Line]) -> str:
+        return f"| {name} | {len(selected)} | {len(set(selected) & set(left))} |"
 
     rows = [row(f"`{file}`", [x for x in lines if x.file == file]) for file in sorted({x.file for x in lines})]
     named = [f"- `{line}`: {reason(line) or 'no test executes it'}" for line in left] or ["None."]

@@ -67,10 +67,10 @@ class Tiers:
         """Record all tests before ``-m`` selects, and select those of the slice."""
         self._tiers = {item.nodeid: tier_of(item) for item in items}
         self._collected = {(self._tiers[item.nodeid], function_of(item)) for item in items}
-        chosen = config.getoption("--slice")
-        if chosen is None:
+        selected = config.getoption("--slice")
+        if selected is None:
             return
-        part, count = (int(number) for number in chosen.split("/"))
+        part, count = (int(number) for number in selected.split("/"))
         rows = [row for row in read_table() if row.tier == "long"]
         known = {row.function for row in rows}
         wanted = slices(rows, count)[part - 1]

@@ -52,7 +52,7 @@ class _Seen:
 
     inputs: list[Any] = field(default_factory=list)
     logits: list[Any] = field(default_factory=list)
-    chosen: list[Any] = field(default_factory=list)
+    selected: list[Any] = field(default_factory=list)
 
     def watch(self, model: Any) -> None:
         from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -66,7 +66,7 @@ class _Seen:
         record = router.capture_fn
 
         def choose(ids: Any) -> None:
-            self.chosen.append(ids.clone())
+            self.selected.append(ids.clone())
             record(ids)
 
         router.set_capture_fn(choose)
@@ -103,10 +103,10 @@ def _compare(actor: Any, seen: _Seen, prompts: Any, completions: Any) -> Agreeme
 
     router, logits, choices = routers_of(actor._models)[0], [], []
     with torch.no_grad():
-        for given, made, chosen in zip(seen.inputs, seen.logits, seen.chosen, strict=True):
+        for given, made, selected in zip(seen.inputs, seen.logits, seen.selected, strict=True):
             ours = router.gating(given)
             logits.append((ours == made).flatten())
-            choices.append(router.routing(ours[:, None])[1].gather(1, chosen.long()).flatten())
+            choices.append(router.routing(ours[:, None])[1].gather(1, selected.long()).flatten())
     pairs = list(zip(prompts, completions, strict=True))
     tokens = [(np.array([*p, *c.tokens]), len(p)) for p, c in pairs]
     (stats,) = actor.log_probs([pack_batch(tokens, sample_ids=range(len(tokens)))], 1.0)

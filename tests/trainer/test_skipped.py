@@ -151,7 +151,7 @@ def test_a_bad_reward_costs_the_updates_that_learn_from_it(tmp_path: Path) -> No
     critics = _replay(ppo, 2, name="rl-00000001-critic-003")
     assert (critics["weights"]["checkpoint"], critics["weights"]["same"]) == ("step-00000001", True)
     at_fault = {one["sample"]: set(one["not_finite"]) for one in critics["not_finite"]}
-    assert at_fault == {4: {"returns"}, 5: {"returns"}, 6: {"returns"}}, "no token of sample 7 was chosen"
+    assert at_fault == {4: {"returns"}, 5: {"returns"}, 6: {"returns"}}, "no token of sample 7 was selected"
 
 
 def test_a_validation_of_weights_that_are_not_finite_is_refused() -> None:

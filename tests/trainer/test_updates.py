@@ -22,7 +22,7 @@ PPO: dict[str, Any] = {
 }
 GRPO: dict[str, Any] = {"algorithm": {"name": "grpo", "aggregation": "sequence-mean", "kl": {"coefficient": 0.05}}}
 OTHERWISE = {"train": {"log_prob_tokens_per_microbatch": 96}}
-# Samples that mostly fill a micro batch each, in minibatches of eleven: two ranks have not the same number of them.
+# Samples that mostly fill a microbatch each, in minibatches of eleven: two ranks have not the same number of them.
 ODD = {**PPO, "train": {"tokens_per_microbatch": 8, "prompts_per_step": 11}, "rollout": {"samples_per_prompt": 2}}
 # (what is configured, actor's axes)
 CASES: tuple[tuple[dict[str, Any], dict[str, int]], ...] = (
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_one(model: Path) -> dict[str, Any]:
-    """By one rank: what was learnt, and the most tokens of a micro batch in each kind of pass."""
+    """By one rank: what was learnt, and the most tokens of a microbatch in each kind of pass."""
     found = run_ranks(_learn_all, 1, model, [(case, {}) for case in OF_ONE])[0]
     return {_name(case): both for case, both in zip(OF_ONE, found, strict=True)}
 
@@ -68,8 +68,8 @@ def test_each_model_takes_its_own_bound_on_tokens(of_one: dict[str, Any]) -> Non
 
 
 def test_every_axis_learns_what_one_rank_learns(model: Path, of_one: dict[str, Any]) -> None:
-    """Ragged lengths, tokens that were given, a sample without any that was chosen, 2 epochs of 2 minibatches, and a
-    rank that has a micro batch less than the other."""
+    """Ragged lengths, tokens that were given, a sample without any that was selected, 2 epochs of 2 minibatches, and a
+    rank that has a microbatch less than the other."""
     on_ranks = run_ranks(_learn_all, 2, model, CASES)[0]
     for (case, axes), (found, _) in zip(CASES, on_ranks, strict=True):
         expected = of_one[_name(case)][0]
@@ -88,7 +88,7 @@ def _learn_all(model: Path, cases: Sequence[tuple[dict[str, Any], dict[str, int]
 
 
 def _learn(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Learnt:
-    """By how much each weight has changed, and the sizes of micro batches."""
+    """By how much each weight has changed, and the sizes of microbatches."""
     from rlhpc.api import RunState
 
     config = make_config(model, case, axes)
@@ -105,7 +105,7 @@ def _learn(model: Path, case: dict[str, Any], axes: dict[str, int]) -> Learnt:
 
 
 def _watch(run: Any) -> dict[str, int]:
-    """The most tokens of a micro batch that each model is given, by what is done with it; filled while it works."""
+    """The most tokens of a microbatch that each model is given, by what is done with it; filled while it works."""
     sizes: dict[str, int] = {}
 
     def watched(kind: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -42,14 +42,14 @@ def log_files(
         if rank not in ranks:
             remedy = f"use {min(ranks)} to {max(ranks)}" if ranks else "wait until the ranks have started"
             raise UserError(f"no log of it in attempt {folder.number}", where=f"rank {rank}", remedy=remedy)
-        chosen = [rank]
+        selected = [rank]
     elif not ranks:
         return [batch_log(run)]
     else:
         first = failed_rank(folder)
         first = first if first in ranks else min(ranks)
-        chosen = [first, *(other for other in ranks if all_ranks and other != first)]
-    return [Log(f"rank {number}, attempt {folder.number}", ranks[number]) for number in chosen]
+        selected = [first, *(other for other in ranks if all_ranks and other != first)]
+    return [Log(f"rank {number}, attempt {folder.number}", ranks[number]) for number in selected]
 
 
 def rank_logs(folder: AttemptFolder) -> dict[int, Path]:

@@ -44,10 +44,10 @@ def _check_common(section: AlgorithmSection) -> None:
             where="algorithm.kl.target",
             remedy="leave it out, or set algorithm.kl.coefficient above 0",
         )
-    correction = section.rollout_correction
-    if correction.method == "mask" and correction.low >= correction.high:
+    bounds = section.rollout_correction
+    if bounds.method == "mask" and bounds.low >= bounds.high:
         raise UserError(
-            f"no weight is between {correction.low:g} and {correction.high:g}",
+            f"no weight is between {bounds.low:g} and {bounds.high:g}",
             where="algorithm.rollout_correction.low",
             remedy="set it below algorithm.rollout_correction.high",
         )

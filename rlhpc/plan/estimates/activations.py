@@ -250,11 +250,11 @@ def _router(setting: ActivationSetting, outside: int) -> int:
     experts, layout = setting.shape.experts, setting.layout
     assert experts is not None
     scores = _FLOAT32 * experts.num_experts * (1 if experts.score == "softmax" else 2)
-    chosen = (_INT64 + _FLOAT32) * experts.top_k
+    selected = (_INT64 + _FLOAT32) * experts.top_k
     grouped = (experts.num_experts + 16 * (experts.groups_kept or 0) * 2) if experts.num_groups else 0
     ranks = layout.ep * layout.etp if setting.parallel.expert_dispatch == "allgather" else layout.etp
     sent = ((1 + _FLOAT32) * experts.num_experts + _INT64 * experts.top_k) * ranks
-    return outside * (_router_itemsize(setting) * setting.shape.hidden_size + scores + chosen + grouped + sent)
+    return outside * (_router_itemsize(setting) * setting.shape.hidden_size + scores + selected + grouped + sent)
 
 
 def _router_itemsize(setting: ActivationSetting) -> int:

@@ -58,16 +58,16 @@ class RankModel:
     def remaining(self, *, keep_weights: bool) -> StateBytes:
         """Returns what offload leaves, in the back end's order: gradients, optimizer, weights, in whole buffers."""
         section, state = self.setting.memory.offload, self.state
-        chosen = {
+        selected = {
             "gradients": self.trained and section.gradients,
             "optimizer": self.trained and section.optimizer,
             "parameters": section.parameters,
         }
         sizes = {"gradients": state.gradients, "optimizer": state.optimizer, "parameters": state.parameters}
-        wanted = section.fraction * sum(size for kind, size in sizes.items() if chosen[kind])
+        wanted = section.fraction * sum(size for kind, size in sizes.items() if selected[kind])
         gone = dict.fromkeys(sizes, 0)
         for kind, size in sizes.items():
-            if chosen[kind] and wanted > 0:
+            if selected[kind] and wanted > 0:
                 gone[kind] = min(size, int(wanted)) if kind == "optimizer" else size
                 wanted -= gone[kind]
         if keep_weights:

@@ -84,19 +84,19 @@ def accept(folder: Path, parts: Sequence[Part], options: Options) -> int:
     0: every selected part that ran has passed, now or earlier. 1: one failed or, with ``strict``, missed a goal.
     130: interrupted by Ctrl-C or SIGTERM; results so far are saved.
     """
-    chosen = select(parts, options.names)
+    selected = select(parts, options.names)
     folder = folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
-        return Acceptance(folder, parts, chosen, options).run()
+        return Acceptance(folder, parts, selected, options).run()
 
 
 class Acceptance:
     """One invocation of acceptance."""
 
-    def __init__(self, folder: Path, parts: Sequence[Part], chosen: Sequence[Part], options: Options) -> None:
+    def __init__(self, folder: Path, parts: Sequence[Part], selected: Sequence[Part], options: Options) -> None:
         self._began = time.monotonic()
-        self._folder, self._parts, self._chosen, self._options = folder, parts, chosen, options
+        self._folder, self._parts, self._chosen, self._options = folder, parts, selected, options
         self._results: Results = read_results(folder / STATE)
         gpus = gpu_count()
         self._on_gpu = gpus > 0

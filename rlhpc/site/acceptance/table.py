@@ -11,7 +11,7 @@ def _part(tier: Tier, name: str, title: str, minutes: float, function: str, *, n
 
 
 PARTS: tuple[Part, ...] = (
-    _part("first", "install", "Versions, imports and chosen kernels", 1.5, "install:run"),
+    _part("first", "install", "Versions, imports and selected kernels", 1.5, "install:run"),
     _part("first", "correctness", "Training, weight sync and engine agree", 4.0, "correctness:run"),
     _part("first", "weight_sync", "Weight sync, sleep and wake", 2.0, "weight_sync:run"),
     _part("first", "mfu_1_5b", "MFU of updates, 1.5B, all layers", 2.0, "mfu:run_1_5b"),

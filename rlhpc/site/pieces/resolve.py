@@ -55,8 +55,8 @@ class _Search:
         for unmet in closure.unmet:
             name, _, version = unmet.by.partition(" ")
             required = canonicalize_name(Requirement(unmet.requirement).name)
-            chosen = self.offers.get(name)
-            if required in target.packages and name != own and chosen is not None and chosen.version == version:
+            selected = self.offers.get(name)
+            if required in target.packages and name != own and selected is not None and selected.version == version:
                 self.excluded[name] = unmet
                 return
 

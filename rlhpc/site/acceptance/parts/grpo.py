@@ -38,7 +38,7 @@ from rlhpc.site.acceptance.parts.models import model_shape
 from rlhpc.site.acceptance.parts.probe import read_peaks
 
 MEMORY_ERROR, TIME_ERROR, CALIBRATED_ERROR = 0.10, 0.30, 0.10  # goals, relative
-_SPARE = 0.08  # share of device memory left free when the number of layers is chosen
+_SPARE = 0.08  # share of device memory left free when the number of layers is selected
 _FILE_SHARE = 0.5  # maximum share of the free disk for a model
 _ENTRY = "rlhpc.site.acceptance.parts.probe:run_rank"
 # Phases by their names in metrics, with their names in memory peaks.

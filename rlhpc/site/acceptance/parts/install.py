@@ -1,4 +1,4 @@
-"""Installation: versions, import times, and which kernels were chosen."""
+"""Installation: versions, import times, and which kernels were selected."""
 
 from __future__ import annotations
 

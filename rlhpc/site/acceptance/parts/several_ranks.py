@@ -102,16 +102,16 @@ def _compare_axes(context: Context, setup: RankSetup, kind: str, axes: Sequence[
     groups = [[Axis("one rank", ranks=1)]]
     groups += [[axis for axis in axes if axis.ranks == ranks] for ranks in sorted({axis.ranks for axis in axes})]
     calls = []
-    for chosen in groups:
-        ranks, arguments = chosen[0].ranks, _arguments(kind, chosen, setup)
+    for selected in groups:
+        ranks, arguments = selected[0].ranks, _arguments(kind, selected, setup)
         name, function = f"{kind}, {ranks} ranks", f"{__name__}:train_axes"
         calls.append(WorkerCall(name, function, arguments, ranks, TRAINER, share_gpu=setup.shares_gpu))
     alone, *several = run_each(context, calls)
     if alone is None:
         return
     ((expected,),) = alone
-    for chosen, values in zip(groups[1:], several, strict=True):
-        for axis, numbers in zip(chosen, zip(*values, strict=True), strict=True) if values is not None else ():
+    for selected, values in zip(groups[1:], several, strict=True):
+        for axis, numbers in zip(selected, zip(*values, strict=True), strict=True) if values is not None else ():
             _report_axis(context, kind, axis.name, expected, numbers)
 
 
@@ -222,11 +222,11 @@ def _sync_calls(setup: RankSetup) -> list[WorkerCall]:
     """Calls for each engine size and each kind of model, synced from one layout after the other."""
     calls = []
     for kind, names in _SYNCED.items():
-        chosen = [axis for axis in AXES[kind] if axis.name in names and not setup.refusal(axis)]
-        for ranks in sorted({axis.ranks for axis in chosen}):
+        selected = [axis for axis in AXES[kind] if axis.name in names and not setup.refusal(axis)]
+        for ranks in sorted({axis.ranks for axis in selected}):
             arguments = {
                 "kind": kind,
-                "axes": {axis.name: dict(axis.parallel) for axis in chosen if axis.ranks == ranks},
+                "axes": {axis.name: dict(axis.parallel) for axis in selected if axis.ranks == ranks},
                 "share_gpu": setup.shares_gpu,
             }
             for tp in (1,) if setup.shares_gpu else (1, 2):
