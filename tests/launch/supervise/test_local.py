@@ -149,7 +149,7 @@ def test_the_rank_that_failed_of_itself_is_named_though_others_wrote_first(tmp_p
 def test_a_rank_that_is_done_does_not_wait_for_the_interpreter_to_tidy_up(tmp_path, monkeypatch):
     """It ends by itself, before the launcher would kill it."""
     ended, end = [], Ranks.end
-    monkeypatch.setattr(local, "_FINISH_SECONDS", 60.0)
+    monkeypatch.setattr(local, "_TEARDOWN_SECONDS", 60.0)
     monkeypatch.setattr(Ranks, "end", lambda ranks: (ended.append(ranks._job.done()), end(ranks)))
     assert launch(tmp_path, "slow_to_tidy_up", 1) == 0
     assert ended == [True]
@@ -185,7 +185,7 @@ def test_a_file_that_no_run_wrote_is_not_overwritten(tmp_path, name, resume):
     with pytest.raises(UserError, match="was not written by a run, which would overwrite it; choose another folder"):
         launch(tmp_path, "write_environment", 1, resume)
     with pytest.raises(UserError, match="was not written by a run"):
-        check_free(RunFolder(tmp_path / "run"), resume)
+        check_free(RunFolder(tmp_path / "run"), again=resume)
     assert [path for path in (tmp_path / "run").rglob("*") if path.is_file()] == [file]
 
 
