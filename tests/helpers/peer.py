@@ -177,7 +177,7 @@ def _terms(t: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     rows = owners(t["lengths"])
     for name, section in CORRECTIONS.items():
         importance = importance_weights(t["old_log_probs"], t["engine_log_probs"], t["mask"], rows, section)
-        results[f"importance/{name}"] = importance.weights
+        results[f"correction/{name}"] = importance.weights
     adaptive = KLSection(coefficient=0.1, target=0.05, horizon=1000)
     coefficient = adapted_coefficient(0.1, float(t["divergence"]), len(t["lengths"]), adaptive)
     return {**results, "kl/adapted": torch.tensor(coefficient, dtype=torch.float64)}
