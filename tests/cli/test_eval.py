@@ -48,7 +48,7 @@ def test_another_model_takes_its_tokenizer_along(config: Path, tmp_path: Path):
     [
         (["--step", "3"], "rlhpc: --step: applies to checkpoints of a run; add --run"),
         (["--run", "a", "--model", "b"], "rlhpc: --model: excludes --run; leave out one of them"),
-        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; give a model's folder"),
+        (["--model", "nowhere"], "rlhpc: nowhere: no such folder; pass the folder of a model"),
         (["--follow"], "rlhpc: --follow: applies to batch jobs only; add --submit"),
         (["data.validation=[]"], "rlhpc: data.validation: no held-out prompts; name at least one file"),
         (

@@ -106,7 +106,7 @@ def test_a_folder_without_records_calibrates_nothing(tmp_path: Path) -> None:
 )
 def test_a_models_field_that_is_no_number_is_told(tmp_path: Path, field: str, value: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**json.loads(MODEL.read_text()), field: value}))
-    assert f"config.json: {field} = {value!r} is not a" in told(f"model.path={tmp_path}")
+    assert f"config.json: {field} = {value!r} is not a" in error_line(f"model.path={tmp_path}")
 
 
 def test_a_model_without_its_config_is_told(tmp_path: Path) -> None:
