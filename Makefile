@@ -89,6 +89,8 @@ check: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell
+	$(BIN)/python -m tools.words
 	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m 'not (heavy or workers or ranks or vllm or slurm or gpu or long)'
 
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.

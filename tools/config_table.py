@@ -44,26 +44,26 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     def walk(node: dict[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
         for name, field in node["properties"].items():
             section = next((s for s in _alternatives(field) if "$ref" in s), None)
-            lists = (s["items"] for s in _alternatives(field) if "items" in s)
-            items = [item for kind in lists for item in _alternatives(kind) if "$ref" in item]
             required = {"required": name in node.get("required", [])}
-            if section is None:
-                yield prefix + name, {**field, **required}
-                found: dict[str, dict[str, Any]] = {}
-                for item in items:
-                    for key, inner in walk(defined(item), f"{prefix}{name}[]."):
-                        found.setdefault(key, {**inner, "required": inner["required"] and len(items) == 1})
-                yield from found.items()
-            else:
+            if section is not None:
                 yield from walk(defined(section), f"{prefix}{name}.")
+                continue
+            yield prefix + name, {**field, **required}
+            lists = (s["items"] for s in _alternatives(field) if "items" in s)
+            references = (item for kind in lists for item in _alternatives(kind) if "$ref" in item)
+            items = [item for item in map(defined, references) if "properties" in item]
+            found: dict[str, dict[str, Any]] = {}
+            for item in items:  # a key of several kinds of items is listed once; none of their keys is always required
+                for key, one in walk(item, f"{prefix}{name}[]."):
+                    found.setdefault(key, {**one, "required": one["required"] and len(items) == 1})
+            yield from found.items()
 
     yield from walk(schema, "")
 
 
 def _alternatives(field: dict[str, Any]) -> list[dict[str, Any]]:
     """The field itself, or its alternatives except null."""
-    kinds = field.get("anyOf", field.get("oneOf", [field]))
-    return [s for s in kinds if s.get("type") != "null"]
+    return [s for s in field.get("anyOf", field.get("oneOf", [field])) if s.get("type") != "null"]
 
 
 def _kind(field: dict[str, Any]) -> str:

@@ -35,7 +35,7 @@ class Loaded:
 
 
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Returns the configuration in ``path``: ``key.sub=value`` overrides it, and it overrides the site file.
+    """Returns the configuration in ``path``, with ``key.sub=value`` overrides above and the site file's values below.
 
     Relative paths in the file are relative to the working folder. Raises one UserError with the first errors, each
     with file and line, dotted key, value and allowed values.

@@ -146,8 +146,8 @@ class _Part(io.RawIOBase):
     def seekable(self) -> bool:
         return True
 
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._length)[whence]
+    def seek(self, offset: int, origin: int = 0) -> int:
+        self._at = offset + (0, self._at, self._length)[origin]
         return self._at
 
     def tell(self) -> int:

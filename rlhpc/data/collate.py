@@ -106,16 +106,6 @@ def unpack(batch: PackedBatch, values: Tensor, prompt_lengths: Sequence[int]) ->
     return np.split(picked, np.cumsum(spans.response_lengths)[:-1])
 
 
-def scatter(batch: PackedBatch, values: Sequence[np.ndarray], prompt_lengths: Sequence[int]) -> Tensor:
-    """Inverse of ``unpack``: arrays [response], one per sample of the batch, as float32 [T]; 0 elsewhere."""
-    lengths = np.diff(batch.cu_seqlens.cpu().numpy())[: len(batch.sample_ids)]
-    spans = _Spans.of(lengths, np.asarray(prompt_lengths))
-    assert [len(v) for v in values] == spans.response_lengths.tolist(), "one value per response token"
-    scattered = np.zeros(len(batch.tokens), dtype=np.float32)
-    scattered[spans.places] = np.concatenate(values)
-    return torch.from_numpy(scattered)
-
-
 def _counted(lengths: np.ndarray) -> np.ndarray:
     """int64 counters 0, 1, … for each length, concatenated."""
     starts = np.cumsum(lengths) - lengths

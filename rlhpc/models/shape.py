@@ -80,7 +80,7 @@ class ModelShape:
 
     @property
     def with_value_head(self) -> ModelShape:
-        """The same transformer with a value head in place of its own."""
+        """Shape with a value head instead of its own."""
         return replace(self, head="value", tied_embeddings=False)
 
     @property

@@ -14,7 +14,7 @@ from rlhpc.models.shape import ConfigReader, ModelShape
 
 
 class Cut(Enum):
-    """How a Megatron parameter is divided over the tensor-parallel ranks."""
+    """Division of a Megatron parameter over the tensor-parallel ranks."""
 
     WHOLE = "whole"  # a copy on every rank
     ROWS = "rows"  # dim 0: column-parallel linear, in HF's [out, in]

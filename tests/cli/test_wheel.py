@@ -70,7 +70,7 @@ def test_commands_of_a_wheel_need_no_checkout(installed: Path, bare: Path) -> No
     for name in ("qwen2.5-7b-1node", "slurm_demo"):
         (bare / f"{name}.yaml").write_text(rlhpc(installed, "configs", name))
     assert str(installed) in (bare / "qwen2.5-7b-1node.yaml").read_text()
-    assert "memory" in rlhpc(installed, "plan", "qwen2.5-7b-1node.yaml")
+    assert "memory" in rlhpc(installed, "plan", "run", "qwen2.5-7b-1node.yaml")
     assert "#SBATCH --nodes=2" in rlhpc(installed, "submit", "slurm_demo.yaml", "--dry-run").splitlines()
 
 

@@ -106,7 +106,7 @@ def test_a_sleep_gives_back_weights_and_cache_and_waking_takes_them_in_two_steps
 
 
 def test_a_sleep_keeps_all_other_contents(facts: dict[str, Any]) -> None:
-    """Weights are written anew, the cache starts empty, and a workspace holds nothing between two steps."""
+    """Weights are written again, the cache starts empty, and a workspace holds nothing between two steps."""
     sleep = facts["sleep"]
     rewritten = {"weights", "kv_cache", "workspace"}
     assert set(sleep["asleep"]) - rewritten <= set(sleep["contents kept"])
@@ -131,7 +131,7 @@ def test_an_engine_wants_its_share_of_memory_free_even_if_the_cache_s_size_is_gi
 
 
 def test_routed_experts_are_returned(facts: dict[str, Any]) -> None:
-    """With steps under way together only where vLLM keeps them apart."""
+    """With several steps in flight only where vLLM keeps them apart."""
     for kind, routed_experts in facts["routed_experts"].items():
         assert "error" not in routed_experts, (kind, routed_experts["traceback"])
         assert routed_experts["arguments"]["enable_return_routed_experts"] is True

@@ -72,7 +72,7 @@ def test_a_shared_parameter_is_the_trainer_s_and_its_own_memory_is_given_back(fo
 def test_a_seed_of_each_token_reaches_the_v1_runner(found: dict[str, Any]) -> None:
     """A sampled response resumed after an abort continues its random numbers."""
     assert found["resumed"] == found["whole"]
-    assert found["routed experts of what is under way"] is None
+    assert found["routed experts of in-flight requests"] is None
 
 
 @pytest.mark.ranks
@@ -182,7 +182,7 @@ def _resume(engine: Any) -> dict[str, Any]:
     return {
         "whole": whole.tokens.tolist(),
         "resumed": tokens + resumed.tokens.tolist(),
-        "routed experts of what is under way": begun.routed_experts,
+        "routed experts of in-flight requests": begun.routed_experts,
     }
 
 
@@ -273,7 +273,7 @@ def _derived(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_what_is_asked_of_vllm_for_routed_experts_follows_its_features(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A vLLM that mixes up steps under way gets them one at a time; one without routed experts is refused, and so is tp
+    """A vLLM that mixes up steps in flight gets them one at a time; one without routed experts is refused, and so is tp
     2."""
     both = {"enable_return_routed_experts": None, "aux_output_config": None}
     for known, expected in (

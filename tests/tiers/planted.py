@@ -118,7 +118,7 @@ FAULTS = (
     Fault(
         "reward-weights-ignored",
         "rlhpc/rewards/reward_workers.py",
-        "reward functions count alike, whatever their weights",
+        "reward functions count alike, regardless of their weights",
         "reward += function.weight * outcome.value",
         "reward += outcome.value",
     ),

@@ -134,7 +134,7 @@ def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None
     )
     code, output = run(config)
     assert code == 0, output
-    assert output.count("returned nan for prompt") <= 1, "told once"
+    assert output.count("returned nan for prompt") <= 1, "reported once"
     for step in records(tmp_path / "run"):
         assert math.isfinite(step["reward/model"])
         assert step["grad_norm"] > 0

@@ -92,11 +92,11 @@ def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: P
     config = _supervised(inputs, tmp_path, prompts, "train.max_skipped_updates=2")
     run = RunFolder(tmp_path / "run")
     for attempt in (1, 2):
-        (told,) = _start(config, "run", 1)
-        assert told.startswith("NonFiniteError: sft step 2: 2 update(s) of the actor in a row were skipped")
+        (message,) = _start(config, "run", 1)
+        assert message.startswith("NonFiniteError: sft step 2: 2 update(s) of the actor in a row were skipped")
         failed = read_exits(run.attempt(attempt).exits)[0]
         diagnosis = diagnose_error(failed)
-        assert (diagnosis.cause, diagnosis.message) == ("non_finite", told.removeprefix("NonFiniteError: "))
+        assert (diagnosis.cause, diagnosis.message) == ("non_finite", message.removeprefix("NonFiniteError: "))
         assert f"the batches are in {run.skipped_updates}, `rlhpc replay {run.path}` shows" in diagnosis.message
         assert "lower sft.optimizer.learning_rate" in diagnosis.message
         assert saved_step(run) == 1
@@ -121,8 +121,8 @@ def test_too_many_in_a_row_end_the_run_before_it_saves(inputs: Path, tmp_path: P
 def test_weights_that_an_optimizer_spoils_are_never_saved(inputs: Path, tmp_path: Path) -> None:
     optimizer = "sft.optimizer={function: 'tests.trainer.test_skipped:spoiler', learning_rate: 0.01}"
     config = _supervised(inputs, tmp_path, [f"{row}+1=" for row in range(8)], optimizer)
-    (told,) = _start(config, "run", 1)
-    assert told.startswith("NonFiniteError: the weights of the actor are not finite after sft step 1 and are neither")
+    (line,) = _start(config, "run", 1)
+    assert line.startswith("NonFiniteError: the weights of the actor are not finite after sft step 1 and are neither")
     assert saved_step(RunFolder(tmp_path / "run")) == -1
 
 
@@ -132,12 +132,12 @@ def test_a_bad_reward_costs_the_updates_that_learn_from_it(tmp_path: Path) -> No
     model = make_model(tmp_path / "model", "qwen2")
     for name in ("grpo", "ppo"):
         (tmp_path / name).mkdir()
-    for metrics, state, blocked, told in run_ranks(_learn, 2, model, tmp_path):
+    for metrics, state, blocked, message in run_ranks(_learn, 2, model, tmp_path):
         assert metrics["skipped_updates"] == blocked == 2.0
         assert all(map(math.isfinite, metrics.values())), metrics
         assert state.actor_skipped == 0
-        assert told.startswith("rl step 1: 3 update(s) of the critic in a row were skipped")
-        assert "lower critic.optimizer.learning_rate" in told
+        assert message.startswith("rl step 1: 3 update(s) of the critic in a row were skipped")
+        assert "lower critic.optimizer.learning_rate" in message
     grpo, ppo = tmp_path / "grpo", tmp_path / "ppo"
     assert len(list((grpo / "skipped_updates").iterdir())) == 2
     found = _replay(grpo, 2, name="rl-00000001-actor-001")
@@ -230,15 +230,15 @@ def _rank(attempt: str, program: str) -> str:
     from rlhpc.core.exits import run_recorded
     from rlhpc.trainer.main import replay_rank, run_rank
 
-    context, told = _context(AttemptFolder(Path(attempt))), ""
+    context, message = _context(AttemptFolder(Path(attempt))), ""
     programs: dict[str, Callable[[Any], str | None]] = {"run": run_rank, "replay": replay_rank}
     try:
         run_recorded(context.attempt.exits, context.info, lambda: programs[program](context))
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
     sys.stderr.flush()
     shutil.copy(os.readlink("/proc/self/fd/2"), context.attempt.logs / str(context.info.rank))
-    return told
+    return message
 
 
 def _context(attempt: AttemptFolder) -> Any:

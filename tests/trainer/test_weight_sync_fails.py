@@ -23,9 +23,9 @@ def test_a_rank_that_dies_in_a_weight_sync_ends_the_run_with_its_name(tmp_path: 
     code, output = run(config)
     assert code == 1
     assert records(tmp_path / "run"), "of the validation after the first weight sync"
-    told = next(line for line in output.splitlines() if line.startswith("rlhpc: rank"))
-    assert told.startswith("rlhpc: rank 1 on")
-    assert "was killed" in told
+    message = next(line for line in output.splitlines() if line.startswith("rlhpc: rank"))
+    assert message.startswith("rlhpc: rank 1 on")
+    assert "was killed" in message
 
 
 def test_log_probs_too_far_apart_end_the_run_in_one_line(tmp_path: Path) -> None:

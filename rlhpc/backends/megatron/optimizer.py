@@ -14,6 +14,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from rlhpc.backends.megatron.adamw import AdamW
+from rlhpc.config.critic import CriticOptimizerSection
 from rlhpc.config.schema import SFTOptimizerSection
 from rlhpc.config.training import OptimizerSection
 from rlhpc.core.errors import UserError
@@ -83,9 +84,12 @@ def inner_optimizers(optimizer: MegatronOptimizer) -> list[torch.optim.Optimizer
     return [part.optimizer for part in parts if part.optimizer is not None]
 
 
+_KEYS = {SFTOptimizerSection: "sft", CriticOptimizerSection: "critic"}
+
+
 def _make_custom(section: OptimizerSection, params: list[dict[str, Any]], **_: Any) -> torch.optim.Optimizer:
     """The user's optimizer; its state is checked after the first step."""
-    where = f"{'sft' if isinstance(section, SFTOptimizerSection) else 'actor'}.optimizer.function"
+    where = f"{_KEYS.get(type(section), 'actor')}.optimizer.function"
     function = import_attribute(section.function, where)
     try:
         optimizer = function(params, **section.arguments)
