@@ -139,7 +139,7 @@ def test_equal_rewards_give_no_advantage_and_better_ones_do(name: str) -> None:
     assert (raised[[3, 4, 5]] < 0).all()
 
 
-def test_ppo_whitens_advantages_and_teaches_its_critic_the_returns() -> None:
+def test_ppo_whitens_advantages_and_trains_its_critic_on_the_returns() -> None:
     values = torch.tensor([0.5, 0.1, -0.3, 0.2, 0.0, 0.7], dtype=torch.float64)
     found, section = replace(responses(), values=values), AlgorithmSection(name="ppo", gamma=0.9, gae_lambda=1.0)
     estimate = find_algorithm(section).advantage(found, section)

@@ -34,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, model: Path) -> dict[str, An
     return first
 
 
-def test_training_goes_on_and_none_of_it_gets_into_the_checkpoint(found: dict[str, Any]) -> None:
+def test_training_continues_and_none_of_it_gets_into_the_checkpoint(found: dict[str, Any]) -> None:
     """The writer is held up until two more updates are done; loaded, the checkpoint goes on as the run did."""
     assert found["resumed"] == found["straight"]
     assert found["drawn again"] == found["drawn"]

@@ -76,7 +76,7 @@ def _router_biases(folder: Path) -> tuple[np.ndarray, np.ndarray]:
     )
 
 
-def test_experts_without_tokens_have_no_gradients_whatever_the_kernel_leaves_there(tmp_path: Path) -> None:
+def test_experts_without_tokens_have_no_gradients_regardless_of_what_the_kernel_leaves(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "qwen3moe", num_experts=16)
     cases = [Case("qwen3moe", expert_dispatch=dispatch) for dispatch in ("alltoall", "allgather")]
     (found,) = run_ranks(_with_garbage, 1, folder, cases)

@@ -68,7 +68,7 @@ def test_more_combinations_equal_one_rank(references: dict[str, Path]) -> None:
 
 
 @pytest.mark.parametrize("moves", [MOVES, pytest.param(MORE_MOVES, marks=pytest.mark.long)], ids=["some", "more"])
-def test_a_checkpoint_goes_on_in_another_layout(references: dict[str, Path], tmp_path: Path, moves: Moves) -> None:
+def test_a_checkpoint_continues_in_another_layout(references: dict[str, Path], tmp_path: Path, moves: Moves) -> None:
     """The losses after the move equal those of the run that stayed."""
     for pairs in run_ranks(_move, 8, references, moves, tmp_path, timeout=900):
         for move, (stayed, moved) in zip(moves, pairs, strict=True):
@@ -77,7 +77,7 @@ def test_a_checkpoint_goes_on_in_another_layout(references: dict[str, Path], tmp
                 assert moved_norm == pytest.approx(norm, rel=1e-4), move
 
 
-def test_a_checkpoint_goes_on_bit_equal_in_the_same_layout(references: dict[str, Path], tmp_path: Path) -> None:
+def test_a_checkpoint_continues_bit_equal_in_the_same_layout(references: dict[str, Path], tmp_path: Path) -> None:
     case, start = Case("dsv3", tp=2, ep=2), references["dsv3"] / "start"
     stayed = run_ranks(_save_and_go_on, 2, start, case, tmp_path)
     assert run_ranks(_load_and_go_on, 2, start, case, tmp_path) == stayed

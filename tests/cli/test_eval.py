@@ -62,7 +62,7 @@ def test_what_cannot_work_is_one_line(config: Path, options: list[str], line: st
     assert error_line("eval", str(config), *options) == line
 
 
-def test_a_run_without_checkpoints_is_told(config: Path, tmp_path: Path):
+def test_a_run_without_checkpoints_is_reported(config: Path, tmp_path: Path):
     (tmp_path / "run" / "checkpoints").mkdir(parents=True)
     (tmp_path / "run" / "config.yaml").write_text(config.read_text())
     with pytest.raises(UserError, match="checkpoints: contains no checkpoint"):

@@ -125,7 +125,7 @@ def test_bandwidths_set_the_time(tiny: str) -> None:
     assert found["slowest"]["total"] == pytest.approx(max(within) / 1e9, rel=1e-3)
 
 
-def test_engines_over_whole_nodes_are_told_and_others_refused(tiny: str) -> None:
+def test_engines_over_whole_nodes_are_reported_and_others_refused(tiny: str) -> None:
     words = ["rollout.tp=4", "resources.ranks_per_node=2", "slurm.nodes=4"]
     assert "2 engine(s) of tp 4 over 2 nodes, on the same ranks" in plan("weight-sync", tiny, *words)
     assert "engines of 4 ranks neither divide a node of 6 nor" in error_line(
@@ -225,7 +225,7 @@ def test_a_sweep_is_a_table_and_a_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["none/sweep.png", "sweep.xyz"])
-def test_a_plot_that_cannot_be_written_is_told(tmp_path: Path, name: str) -> None:
+def test_a_plot_that_cannot_be_written_is_reported(tmp_path: Path, name: str) -> None:
     done = CliRunner().invoke(cli, ["plan", "sweep", READY, "--gpus", "8..8", "--plot", str(tmp_path / name)])
     assert isinstance(done.exception, UserError)
     assert str(done.exception).startswith("--plot: cannot write")
@@ -275,7 +275,7 @@ def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -
         (("run", "TINY", "--gpu", "h2000"), "--gpu: no GPU 'h2000' is known; did you mean"),
     ],
 )
-def test_what_cannot_be_predicted_is_told(tiny: str, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_predicted_is_reported(tiny: str, arguments: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(cli, ["plan", *(tiny if word == "TINY" else word for word in arguments)])
     assert isinstance(done.exception, UserError)
     assert message in str(done.exception)

@@ -104,12 +104,12 @@ def test_a_folder_without_records_calibrates_nothing(tmp_path: Path) -> None:
         ("rope_theta", -1),
     ],
 )
-def test_a_models_field_that_is_no_number_is_told(tmp_path: Path, field: str, value: Any) -> None:
+def test_a_models_field_that_is_no_number_is_reported(tmp_path: Path, field: str, value: Any) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**json.loads(MODEL.read_text()), field: value}))
     assert f"config.json: {field} = {value!r} is not a" in error_line(f"model.path={tmp_path}")
 
 
-def test_a_model_without_its_config_is_told(tmp_path: Path) -> None:
+def test_a_model_without_its_config_is_reported(tmp_path: Path) -> None:
     assert "has no config.json; give a HuggingFace model folder" in error_line(f"model.path={tmp_path}")
     for text, line in (("[]", "is not a JSON object; restore the file"), ("{", "not a JSON document")):
         (tmp_path / "config.json").write_text(text)

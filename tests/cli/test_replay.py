@@ -41,7 +41,7 @@ def test_a_replay_has_the_ranks_of_its_update_on_one_machine(run: RunFolder) -> 
     assert replay_of(str(run.path), "rl-00000009-actor-001").folder.parent.name == "rl-00000009-actor-001"
 
 
-def test_weights_are_of_the_newest_checkpoint_unless_told(run: RunFolder) -> None:
+def test_weights_are_of_the_newest_checkpoint_by_default(run: RunFolder) -> None:
     assert replay_of(str(run.path)).model.weights is None
     for step in (90, 100):
         (run.checkpoints / f"step-{step:08d}" / "actor").mkdir(parents=True)

@@ -82,7 +82,7 @@ def test_what_is_asked_for_is_shown(run: Path):
         (["--source", "sum"], "--source: no data source or set 'sum'; did you mean 'sums'?"),
     ],
 )
-def test_what_is_not_there_is_told(run: Path, options: list[str], message: str):
+def test_what_is_not_there_is_reported(run: Path, options: list[str], message: str):
     with pytest.raises(UserError, match=message.replace("?", r"\?")):
         shown(run, *options)
 
@@ -93,7 +93,7 @@ def test_a_file_of_something_else_is_refused(run: Path):
         shown(run / "metrics.jsonl")
 
 
-def test_a_run_without_samples_yet_is_told(tmp_path: Path):
+def test_a_run_without_samples_yet_is_reported(tmp_path: Path):
     (tmp_path / "config.yaml").write_text("name: x\n")
     with pytest.raises(UserError, match="no samples yet; wait for the first validation"):
         shown(tmp_path)

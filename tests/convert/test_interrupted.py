@@ -52,7 +52,7 @@ def children(pid: int) -> list[int]:
 
 @pytest.mark.workers
 @pytest.mark.parametrize("way", long_but(("hf-to-megatron",), ("hf-to-megatron", "megatron-to-hf")))
-def test_killed_at_any_moment_it_goes_on_and_ends_the_same(tmp_path: Path, larger: Path, way: str) -> None:
+def test_killed_at_any_moment_it_resumes_and_ends_the_same(tmp_path: Path, larger: Path, way: str) -> None:
     source = larger if way == "hf-to-megatron" else to_megatron(larger, tmp_path / "source", piece_bytes=8 * MIB)
     target, chance, kept = tmp_path / "target", random.Random(3), []
     call = command(way, source, target, "--workers", 2, "--piece-mib", 1)
@@ -145,7 +145,7 @@ def test_a_disk_too_small_is_refused_before_anything_is_written(tmp_path: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_disk_that_fills_up_is_one_line_and_the_rest_goes_on(tmp_path: Path, larger: Path) -> None:
+def test_a_disk_that_fills_up_is_one_line_and_the_rest_continues(tmp_path: Path, larger: Path) -> None:
     """The kernel refuses to let a file grow, as it does on a full disk."""
     target = tmp_path / "target"
     call = command("hf-to-megatron", larger, target, "--workers", 1, "--piece-mib", 16)
@@ -228,7 +228,7 @@ def _peak(pid: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def test_a_worker_that_is_killed_is_told_in_one_line(tmp_path: Path, larger: Path) -> None:
+def test_a_worker_that_is_killed_is_reported_in_one_line(tmp_path: Path, larger: Path) -> None:
     for attempt in range(10):
         target = tmp_path / f"target-{attempt}"
         call = command("hf-to-megatron", larger, target, "--workers", 2, "--piece-mib", 1)

@@ -52,7 +52,7 @@ def test_the_cause_is_found(records, cause):
         (RuntimeError("failed to recv, got 0 bytes"), "peer"),
     ],
 )
-def test_errors_are_told_from_lost_peers(error, kind):
+def test_errors_are_distinguished_from_lost_peers(error, kind):
     assert classify(error) == kind
 
 

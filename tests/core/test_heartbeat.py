@@ -148,7 +148,7 @@ def test_each_request_is_answered_once(beat, tmp_path):
     assert stacks_file(folder, 3).read_text() != ""
 
 
-def test_collectives_that_cannot_be_told_do_not_end_the_thread(beat, tmp_path):
+def test_collectives_that_cannot_be_determined_do_not_end_the_thread(beat, tmp_path):
     folder = tmp_path / "heartbeats"
     beat.watch_collectives(lambda: 1 / 0)
     dump_file(folder).write_text("first")

@@ -38,7 +38,7 @@ def make_sample(*parts: tuple[int, ...], given: bool | None) -> Sample:
     )
 
 
-def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
+def test_turns_and_answers_are_distinguished(tokenizer: Tokenizer) -> None:
     turn, last = tokenizer.encode_responses([CALLS[0], "49"])
     parts = (turn, tokenizer.tool_turn(["42", "7"])[1:], last)  # the policy sampled the end of its turn itself
     sample = make_sample(*parts, given=True)
@@ -54,7 +54,7 @@ def test_turns_and_answers_are_told_apart(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("given", [None, False])
-def test_a_response_of_which_nothing_is_known_or_learnt_is_one_turn(tokenizer: Tokenizer, given: bool | None) -> None:
+def test_a_response_without_a_known_or_trained_token_is_one_turn(tokenizer: Tokenizer, given: bool | None) -> None:
     (response,) = tokenizer.encode_responses(["49"])
     sample = make_sample(response, given=given)
     ((of_policy, part),) = split_turns(sample)
@@ -62,7 +62,7 @@ def test_a_response_of_which_nothing_is_known_or_learnt_is_one_turn(tokenizer: T
     assert response_messages(tokenizer, sample) == [{"role": "assistant", "content": "49"}]
 
 
-def test_a_prompt_that_ends_in_the_models_words_goes_on_in_them() -> None:
+def test_a_final_assistant_message_is_continued() -> None:
     begun = [ASKS, ANSWERS[0], ASKS, {"role": "assistant", "content": "2"}]
     assert whole_conversation("1+1=", ANSWERS) == whole_conversation([ASKS], ANSWERS) == [ASKS, *ANSWERS]
     assert whole_conversation(begun, ANSWERS) == [

@@ -82,7 +82,7 @@ def test_what_a_group_says_of_its_samples():
     assert done.policy_version == 3
 
 
-def test_of_truncated_responses_nothing_is_learnt_if_so_asked():
+def test_truncated_responses_are_not_trained_on_if_masked():
     groups = [make_group(5), make_group(3, truncated=True)]
     plain, masked = (training_samples(groups, mask_truncated=mask) for mask in (False, True))
     assert [sample.group_id for sample in plain] == [0, 1], "samples that are not scored are left out"

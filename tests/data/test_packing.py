@@ -37,7 +37,7 @@ def test_random_batches_keep_every_rule():
             check_plan(plan, lengths, range(index * size, (index + 1) * size))
 
 
-def test_samples_that_fill_a_micro_batch_each_are_balanced_too():
+def test_samples_that_fill_a_microbatch_each_are_balanced_too():
     (plan,) = pack([65, 74, 75, 59, 63, 96], 2, 100)
     assert max(plan.cost) <= 218, "dealt out one by one"
 

@@ -259,7 +259,7 @@ def test_a_filter_that_fails_names_the_row(tokenizer: Tokenizer, tmp_path: Path)
         load(tokenizer, path, filter=f"{__name__}:is_even")
 
 
-def test_a_filter_that_leaves_nothing_is_told(tokenizer: Tokenizer, tmp_path: Path):
+def test_a_filter_that_leaves_nothing_is_reported(tokenizer: Tokenizer, tmp_path: Path):
     with pytest.raises(UserError, match=r"data.filter: .*is_even accepts none of 1 prompts"):
         load(tokenizer, write(tmp_path / "a.jsonl", row()), filter=f"{__name__}:is_even")
 

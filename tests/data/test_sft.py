@@ -32,7 +32,7 @@ def test_both_forms_give_the_same_example(tokenizer: Tokenizer, tmp_path: Path):
         assert tokenizer.decode(tokens[prompt_len:], special=True) == "3<|end|>"
 
 
-def test_only_the_last_answer_is_learnt(tokenizer: Tokenizer, tmp_path: Path):
+def test_only_the_last_answer_is_trained_on(tokenizer: Tokenizer, tmp_path: Path):
     turns = [*CHAT, {"role": "user", "content": "2+2="}, {"role": "assistant", "content": "4"}]
     ((tokens, prompt_len),) = load(tokenizer, tmp_path, {"messages": turns}).sequences
     assert (

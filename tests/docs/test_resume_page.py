@@ -15,7 +15,7 @@ pytestmark = [
 ]  # always: tests/backends/test_parallel.py, tests/trainer/test_resume.py
 
 
-def test_a_finished_run_goes_on_in_another_layout_for_more_steps(tmp_path: Path) -> None:
+def test_a_finished_run_continues_in_another_layout_for_more_steps(tmp_path: Path) -> None:
     config = write_config(
         tmp_path,
         resources__ranks_per_node=2,

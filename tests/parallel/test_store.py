@@ -210,7 +210,7 @@ def test_ranks_and_megatrons_groups_meet_in_it(server):
 
 
 @pytest.mark.ranks
-def test_a_rank_with_another_secret_is_told_so(server):
+def test_a_rank_with_another_secret_is_refused_in_one_line(server):
     settings = {env.RLHPC_STORE: f"127.0.0.1:{server.port}", env.RLHPC_STORE_SECRET: "00" * 32}
     with pytest.raises(RankFailed, match="it rejects our secret"):
         run_ranks(meet, 1, join=False, environ=settings)

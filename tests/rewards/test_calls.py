@@ -60,7 +60,7 @@ def test_what_is_no_finite_number_is_a_failure(kind: str, what: str):
     assert kind in RESULTS
 
 
-def test_an_exception_is_told_with_its_place():
+def test_an_exception_is_reported_with_its_place():
     failure = call("does", "raise")
     assert failure.kind == "raised"
     assert failure.what.startswith("raised ZeroDivisionError: division by zero (/")

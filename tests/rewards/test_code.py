@@ -146,7 +146,7 @@ HARMFUL = {
 
 
 @pytest.mark.workers
-def test_harmful_programs_are_worth_nothing_and_scoring_goes_on():
+def test_harmful_programs_are_worth_nothing_and_scoring_continues():
     good = "a, b = map(int, input().split())\nprint(a + b)"
     texts = [block(program) for program in (*HARMFUL.values(), good)]
     given = sections(function="rlhpc.rewards.code:python", arguments={"seconds": 1.0})

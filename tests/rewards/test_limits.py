@@ -23,7 +23,7 @@ TOWER = r"\boxed{\dfrac{5^{(5^{(5^{(5^5)})}-4)}-5}{16}}"  # sympy tries to compu
 
 
 @pytest.mark.workers
-def test_a_tower_of_powers_counts_as_zero_and_the_run_goes_on(make):
+def test_a_tower_of_powers_counts_as_zero_and_the_run_continues(make):
     """With default settings, and so with the time limit of five seconds."""
     reward_workers = make()
     results = score_all(reward_workers, [TOWER, *[r"\boxed{42}", r"\boxed{41}"] * 10], truth="42")
@@ -123,7 +123,7 @@ def test_functions_of_this_package_are_bounded_by_default_and_others_are_not():
 
 
 @pytest.mark.parametrize(("built_in", "made"), [(True, [1, 1, 1]), (False, [1, 2, 3])])
-def test_each_call_has_all_of_its_memory_whatever_former_ones_keep(built_in: bool, made: list[int]):
+def test_each_call_has_all_of_its_memory_regardless_of_what_former_ones_keep(built_in: bool, made: list[int]):
     """Each keeps 60 MiB. What ``does`` returns is how many such calls its process has made: one that makes built-in
     functions' is replaced, but one that keeps a user's model stays."""
     pool = Pool([Entry(f"{HERE}:does", {}, "", memory_limit_mib=100, built_in=built_in)], 1, 30.0)

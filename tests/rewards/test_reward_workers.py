@@ -36,7 +36,7 @@ def test_several_functions_are_summed_with_their_weights(make):
     }
 
 
-def test_workers_are_told_of_each_function_what_the_configuration_says():
+def test_workers_receive_each_function_as_configured():
     named = [{"name": "long", "function": "rlhpc.rewards.formats:overlong", "arguments": {"penalty": 2}}]
     assert [*entries_of(*sections(function="a:b"), 20), *entries_of(*sections(functions=named), 9)] == [
         Entry("a:b", {}, "rewards.0.function", max_response_tokens=20, time_limit_seconds=30.0),

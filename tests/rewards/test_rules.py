@@ -66,7 +66,7 @@ def test_maths_reads_the_end_of_a_long_response():
         (r"\boxed{\binom{20000}{10000}}", r"\binom{20000}{10000}"),  # Python writes no number of 6,020 digits
     ],
 )
-def test_an_answer_that_sympy_cannot_write_is_told_as_it_is_written(response: str, answer: str):
+def test_an_answer_that_sympy_cannot_write_is_reported_as_it_is_written(response: str, answer: str):
     assert load(maths)(response) == answer
 
 
@@ -125,7 +125,7 @@ def test_equal_answers_are_equal_texts(rule: Any, alike: list[str], other: str):
 
 
 @pytest.mark.parametrize(("rule", "text"), [(maths, "no idea"), (boxed, "7"), (number, "seven"), (exact, " ")])
-def test_no_answer_is_told_too(rule: Any, text: str):
+def test_no_answer_is_reported_too(rule: Any, text: str):
     assert load(rule)(text) == ""
 
 

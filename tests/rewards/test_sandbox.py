@@ -320,6 +320,6 @@ def test_there_a_filter_of_system_calls_holds_what_it_can():
     assert done.stdout.split() == ["/tmp", *denied, "MemoryError", "None", "-1"], done.stderr
 
 
-def test_an_interpreter_that_cannot_start_is_told():
+def test_an_interpreter_that_cannot_start_is_reported():
     with pytest.raises(UserError, match=r"Python does not start in the sandbox: exit code .*; raise memory_mib"):
         Sandbox(Limits(memory_mib=4)).check()

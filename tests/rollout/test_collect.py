@@ -160,7 +160,7 @@ def test_seeds_are_fixed_and_spread():
     assert len(tokens) == 40 * 50
 
 
-def test_a_prompt_drawn_twice_in_a_step_gets_new_samples():
+def test_a_prompt_sampled_twice_in_a_step_gets_new_samples():
     seen: Counter[int] = Counter()
     assert first_samples([4, 9, 4], 3, seen) == [0, 0, 3]
     assert first_samples([9, 4], 3, seen) == [3, 6]
@@ -283,7 +283,7 @@ def test_a_blank_draft_is_of_the_weights_that_draw_it():
     assert with_sampled(blank_draft(prompt(1), 3), completion([5], False), 7).policy_version == 7
 
 
-def test_routed_experts_of_what_was_drawn_before_stay():
+def test_routed_experts_of_earlier_tokens_stay():
     def routed_experts(length: int, value: int) -> np.ndarray:
         return np.full((length, 1, 2), value, np.uint8)
 

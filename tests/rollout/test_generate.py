@@ -73,7 +73,7 @@ def test_log_probs_are_those_of_logits_over_temperature(sampled, models, family,
         np.testing.assert_allclose(log_probs, expected, atol=1e-4)
 
 
-def test_temperature_zero_takes_the_likeliest_token(sampled, models):
+def test_temperature_zero_takes_the_most_probable_token(sampled, models):
     for prompt, (tokens, log_probs) in zip(PROMPTS, sampled["qwen2"][0.0], strict=True):
         expected = all_log_probs(models / "qwen2" / "a", prompt, tokens, 1.0)
         assert tokens == expected.argmax(-1).tolist()
@@ -209,7 +209,7 @@ def build_wrongly(path: Path, *others: Path) -> list[str]:
     return found
 
 
-def test_what_vllm_cannot_do_is_told_in_a_line(models, tmp_path):
+def test_what_vllm_cannot_do_is_reported_in_a_line(models, tmp_path):
     head_16 = make_model(tmp_path / "heads", "qwen3", head_dim=16, vocab_size=VOCAB)
     latent_48 = make_model(tmp_path / "latent", "dsv3", vocab_size=VOCAB)
     halves = make_model(tmp_path / "halves", "dsv3_direct", vocab_size=VOCAB)

@@ -63,7 +63,7 @@ def encode(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer.encode_responses([text])[0])
 
 
-def test_the_policy_is_told_of_what_it_gives():
+def test_the_policy_sees_its_answer():
     schema = tool_schemas(SECTION.tools)[0]["function"]
     assert schema["name"] == "add"
     assert schema["description"] == "Add two numbers."
@@ -191,7 +191,7 @@ def test_every_call_is_answered(tools: ToolUse, tokenizer: Tokenizer):
 
 
 @pytest.mark.workers
-def test_what_went_wrong_is_told(tools: ToolUse, monkeypatch: pytest.MonkeyPatch):
+def test_what_went_wrong_is_reported(tools: ToolUse, monkeypatch: pytest.MonkeyPatch):
     """By the words, which the small vocabulary does not have."""
     answers: dict[str, str] = {}
 

@@ -204,7 +204,7 @@ def test_without_an_accounting_database_sacct_fails(cluster: Cluster) -> None:
     assert "accounting storage is disabled" in cluster.run(["sacct"]).stderr
 
 
-def test_a_job_that_ends_otherwise_is_told_at_once(cluster: Cluster) -> None:
+def test_a_job_that_ends_otherwise_is_reported_at_once(cluster: Cluster) -> None:
     """Not when the wait's own time is over."""
     job = cluster.submit(script="exit 5")
     with pytest.raises(AssertionError, match="is FAILED, expected"):

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
         pytest.param("stopped", 2, "does not answer (stopped, or its node is out of reach", marks=pytest.mark.long),
     ],
 )
-def test_the_culprit_on_another_node_is_named(cluster: Cluster, tmp_path, scenario, rank, what):
+def test_the_blocking_rank_on_another_node_is_named(cluster: Cluster, tmp_path, scenario, rank, what):
     folder = tmp_path / "heartbeats"
     command = [sys.executable, "-W", "ignore", "-m", "tests.launch.hanging", str(folder), scenario, "watch"]
     job = cluster.submit("--nodes=2", "--ntasks-per-node=2", script=shlex.join(command), cwd=ROOT)

@@ -78,7 +78,7 @@ def test_out_of_memory_is_answered_by_smaller_micro_batches(cluster, tmp_path):
     assert history(tmp_path)[0][1].rank == 1
 
 
-def test_a_key_set_anew_by_the_user_wins_over_recovery_s(cluster, tmp_path):
+def test_a_key_set_again_by_the_user_wins_over_recovery_s(cluster, tmp_path):
     for tokens, changes in ((16000, ("train.tokens_per_microbatch=4000",)), (4500, ())):
         job = submit(cluster, tmp_path, "too_large", tokens=tokens)
         cluster.wait_state(job, "COMPLETED")

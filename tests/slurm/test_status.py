@@ -80,7 +80,7 @@ def test_a_run_that_waits_says_why_and_when(front):
     assert "queued" in front.ok("status")
 
 
-def test_watching_goes_on_until_it_is_interrupted(front):
+def test_watching_continues_until_it_is_interrupted(front):
     front.submit("sleep")
     ours, theirs = pty.openpty()
     process = front.popen("status", "--watch", stdout=theirs, stderr=subprocess.PIPE, text=True)
@@ -114,7 +114,7 @@ def test_without_a_controller_the_folders_are_read(front):
     assert "failed" in done.stdout
 
 
-def test_a_job_that_slurm_forgot_is_told_from_its_folder(front):
+def test_a_job_that_slurm_forgot_is_distinguished_from_its_folder(front):
     """Without accounting a controller forgets a job minutes after its end."""
     front.cluster.wait_state(front.submit("succeed"), "COMPLETED")
     record = json.loads((front.run_dir / "job.json").read_text())
@@ -145,7 +145,7 @@ def test_the_database_knows_what_the_controller_forgot(slurm, tmp_path):
 # ---- logs
 
 
-def test_logs_show_the_culprit_first(front):
+def test_logs_show_the_failed_rank_first(front):
     front.cluster.wait_state(front.submit("fail"), "FAILED")
     lines = front.ok("logs", "tiny").splitlines()
     log = f"{front.run_dir}/attempts/0001/logs/rank-00001.log"

@@ -96,7 +96,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(front):
     assert (front.run_dir / "config.yaml").read_text() == before
 
 
-def test_resume_goes_on_in_the_same_folder(front):
+def test_resume_continues_in_the_same_folder(front):
     first = front.submit("fail")
     front.cluster.wait_state(first, "FAILED")
     (front.run_dir / "stop-requested").touch()

@@ -56,7 +56,7 @@ def test_what_slurm_cannot_give_is_refused(front, overrides, message):
     assert not front.run_dir.exists()
 
 
-def test_a_job_that_can_never_start_is_cancelled_and_told(front):
+def test_a_job_that_can_never_start_is_cancelled_and_reported(front):
     # A QoS may allow longer jobs than the partition, so this is left to Slurm to judge.
     words = ["slurm.time=9-0", "slurm.qos=long"]
     line = front.error_line(*front.submission(*words))
@@ -69,7 +69,7 @@ def test_a_job_that_can_never_start_is_cancelled_and_told(front):
     assert len(front.queue()) == 1
 
 
-def test_a_job_that_slurm_gives_up_at_once_is_told(front):
+def test_a_job_that_slurm_gives_up_at_once_is_reported(front):
     line = front.error_line(*front.submission("slurm.sbatch_options.deadline=now+1minutes"))
     assert "could never start, because it cannot meet its deadline" in line
 
@@ -131,7 +131,7 @@ def test_runs_that_ask_for_different_things_are_no_array(front):
         ("stop_munge", "start_munge", "login: munge, Slurm's authentication service, does not run on this machine"),
     ],
 )
-def test_a_controller_that_is_down_is_told_within_two_seconds(front, fault, repair, message):
+def test_a_controller_that_is_down_is_reported_within_two_seconds(front, fault, repair, message):
     """By the time limits of the commands that it runs."""
     code = (
         "import subprocess; from rlhpc.launch.slurm.commands import require_controller\n"
@@ -159,7 +159,7 @@ def make_known(front: Front) -> Path:
     return folder
 
 
-def test_a_wrong_slurm_conf_is_told_at_once(front):
+def test_a_wrong_slurm_conf_is_reported_at_once(front):
     """Slurm's commands would look for a configuration elsewhere for some ten seconds."""
     began = time.monotonic()
     front.ok(*front.submission(), "--dry-run")
@@ -183,7 +183,7 @@ def test_accounts_and_qos_are_named(accounted):
     assert "normal" in line
 
 
-def test_a_limit_that_the_job_alone_exceeds_is_told_from_one_that_is_shared(accounted):
+def test_a_limit_that_the_job_alone_exceeds_is_distinguished_from_one_that_is_shared(accounted):
     manage = ["sacctmgr", "-i", "modify", "qos", "normal", "set"]
     accounted.cluster.run([*manage, "MaxTRESPerUser=cpu=3"], check=True)
     try:

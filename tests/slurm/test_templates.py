@@ -103,7 +103,7 @@ def test_two_jobs_do_not_share_a_run_folder(user) -> None:
     assert user.cluster.job(first)["JobState"] == "RUNNING"
 
 
-def test_a_run_that_ended_goes_on_by_its_own_config(user) -> None:
+def test_a_run_that_ended_is_resumed_by_its_own_config(user) -> None:
     words = ("--ntasks-per-node=1", *CPUS, "grpo.sbatch", "--entry=tests.slurm.ranks:second_time")
     first = user.sbatch(*words, user.config)
     wait(lambda: bool(user.ranks()), "the first job's rank")

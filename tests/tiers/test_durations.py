@@ -65,7 +65,7 @@ def test_a_table_is_read_as_it_was_written_and_takes_over_what_was_measured(tmp_
     assert {*now} == {Row("test", "t.py::a", 3, 4.0), Row("long", "t.py::a", 4, 9.0), Row("check", "t.py::new", 1, 0.5)}
 
 
-def test_a_slow_machine_is_told_from_a_slow_test() -> None:
+def test_a_slow_machine_is_distinguished_from_a_slow_test() -> None:
     table = [Row("test", f"t.py::{n}", 1, 2.0 + n) for n in range(9)]
     three_times = [Row("test", f"t.py::{n}", 1, 3 * (2.0 + n)) for n in range(8)]
     assert machine_factor(table, three_times) == pytest.approx(3)

@@ -53,7 +53,7 @@ def test_groups_of_old_weights_are_forgotten_wherever_they_lie():
     assert (numbers(carryover.ready), numbers(carryover.unfinished)) == ([2], [3])
 
 
-def test_groups_that_were_learnt_from_outlive_a_start_of_the_run(tmp_path: Path):
+def test_replayed_groups_outlive_an_attempt_of_the_run(tmp_path: Path):
     section = TrainSection(steps=1, replay={"capacity": 2})
     carryover = Carryover.of(section)
     carryover.save(tmp_path)

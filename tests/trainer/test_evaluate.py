@@ -69,7 +69,7 @@ def save_classifier(model: Path, folder: Path) -> None:
         shutil.copy(model / file, folder)
 
 
-def test_a_run_whose_report_cannot_be_drawn_finishes(finished: Path) -> None:
+def test_a_run_whose_report_cannot_be_plotted_finishes(finished: Path) -> None:
     folder = RunFolder(finished.parent / "run")
     (attempt,) = folders(folder)
     verdict = read_verdict(attempt)

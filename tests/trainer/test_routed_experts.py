@@ -101,7 +101,7 @@ def test_routed_experts_are_where_a_sample_is_trained_on_and_nowhere_else(found:
             assert equal(routed_experts, routed_experts_of(number)[:, stage] if is_own else None), number
 
 
-def test_a_response_that_is_gone_on_with_has_its_routed_experts_there(found: tuple[Path, list[Any]]) -> None:
+def test_a_response_that_is_resumed_has_its_routed_experts_there(found: tuple[Path, list[Any]]) -> None:
     """Six groups on four engines: one, two, one and two."""
     leaders = [0, 1, 1, 2, 3, 3]
     for rank, (_, _, groups) in enumerate(found[1]):

@@ -36,7 +36,7 @@ def sample(reward: float, **parts: float) -> Sample:
     return Sample(0, 0, np.zeros(2, np.int32), 1, np.zeros(1, np.float32), reward, 0, False, reward_parts=parts)
 
 
-def test_groups_of_one_score_teach_nothing():
+def test_groups_of_one_score_have_no_advantage():
     keeps = make_filter(DynamicSamplingSection())
     assert keeps([sample(0.0), sample(1.0), sample(0.0)])
     assert not keeps([sample(1.0), sample(1.0)])
@@ -97,7 +97,7 @@ def test_a_shortage_may_end_the_run():
 
 @pytest.mark.ranks
 @pytest.mark.vllm
-def test_full_steps_of_groups_that_teach_with_tools(tmp_path: Path) -> None:
+def test_full_steps_of_groups_with_advantages_and_tools(tmp_path: Path) -> None:
     task = make_task(tmp_path / "task")
     config = write_config(
         tmp_path,

@@ -79,7 +79,7 @@ def test_the_job_says_what_the_config_leaves_open(tmp_path, keys, taken) -> None
         ("slurm.gpus_per_node=9", "slurm.gpus_per_node: 9 in the configuration, but the job has 8; submit with --gpus"),
     ],
 )
-def test_a_contradiction_is_told(tmp_path, key, message) -> None:
+def test_a_contradiction_is_reported(tmp_path, key, message) -> None:
     config = load_config(write_inputs(tmp_path), [key])
     with pytest.raises(UserError) as error:
         overrides_from_job(config, JobShape(2, 8, 12, 8))

@@ -66,7 +66,7 @@ def test_runs_are_found_by_folder_name_and_job(tmp_path, monkeypatch):
     assert find_run("7") == first, "a part of an id means no job"
 
 
-def test_what_is_not_one_run_is_told(tmp_path):
+def test_what_is_not_one_run_is_reported(tmp_path):
     make_run(tmp_path / "a", "8_0")
     make_run(tmp_path / "b", "8_1")
     with pytest.raises(UserError, match=r"8: is an array of 2 runs; choose one of 8_0, 8_1"):
@@ -291,7 +291,7 @@ def write_logs(folder: AttemptFolder, ranks: int) -> None:
         (folder.logs / f"rank-{rank:05d}.log").write_text(f"I am {rank}\n")
 
 
-def test_the_culprits_log_comes_first(tmp_path):
+def test_the_failed_ranks_log_comes_first(tmp_path):
     run = make_run(tmp_path / "run")
     folder = begin(run)
     write_logs(folder, 3)

@@ -10,7 +10,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch.slurm.commands import ask, clean_submission, last_line, private_files, require_controller
 
 
-def test_a_machine_without_slurm_is_told(monkeypatch, tmp_path):
+def test_a_machine_without_slurm_is_reported(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match=r"no Slurm on this machine: `sbatch` not found; log in to a login node"):
         require_controller()

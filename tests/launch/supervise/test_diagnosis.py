@@ -125,7 +125,7 @@ def test_the_kernel_ending_a_rank_for_want_of_memory_is_seen():
 
 
 @pytest.mark.parametrize(("code", "cause"), [(74, "disk_full"), (75, "storage")])
-def test_a_disk_on_which_no_record_can_be_left_is_told_by_the_exit_code(code, cause):
+def test_a_disk_on_which_no_record_can_be_left_is_reported_by_the_exit_code(code, cause):
     output = f"srun: error: node1: task 0: Exited with exit code {code}\nsrun: error: node1: task 1: Terminated\n"
     assert diagnose(evidence(output=output)).cause == cause
 
@@ -142,7 +142,7 @@ def test_a_node_that_refuses_ranks_is_at_fault():
     assert (found.cause, found.node) == ("bad_node", "node2")
 
 
-def test_a_rank_lost_with_its_node_is_told_by_its_place():
+def test_a_rank_lost_with_its_node_is_reported_by_its_place():
     """srun has no word for it, the peers have lost their connection."""
     ends = [end(rank, "peer", "RuntimeError", "Connection closed by peer") for rank in (0, 1, 2)]
     output = "srun: error: node1: task 0: Exited with exit code 1\nsrun: error: Timed out waiting for job step\n"

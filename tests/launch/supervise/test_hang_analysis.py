@@ -45,7 +45,7 @@ def test_a_rank_in_user_code_is_named_with_what_waits_for_it():
     )
 
 
-def test_two_ranks_in_user_code_are_told_together():
+def test_two_ranks_in_user_code_are_reported_together():
     states = [waiting(rank) for rank in range(8)]
     for rank in (3, 5):
         states[rank] = state(rank, group(range(8), 117), frames=REWARD, phase="rollout")
@@ -92,7 +92,7 @@ def test_a_rank_that_does_not_answer_goes_before_one_that_is_merely_late():
     assert find_blocking_rank(states).rank == 6
 
 
-def test_ranks_are_told_together_only_where_they_are_alike():
+def test_ranks_are_reported_together_only_where_they_are_alike():
     states = [waiting(rank) for rank in range(8)]
     states[2], states[4] = (state(rank, group(range(8), 117), frames=REWARD) for rank in (2, 4))
     states[6] = RankState(6, "node1", "silent", "train")
@@ -181,7 +181,7 @@ def test_engines_may_have_taken_different_numbers_of_steps():
     assert find_blocking_rank(states).rank == 3
 
 
-def test_an_overlapped_collective_under_way_does_not_excuse_a_rank_in_user_code():
+def test_an_overlapped_collective_in_flight_does_not_excuse_a_rank_in_user_code():
     """1 has started an asynchronous call in dp and sleeps; 0 waits for it in tp, and so never reaches dp."""
     dp = {"name": "7", "description": "DATA_PARALLEL_GROUP"}
     states = [

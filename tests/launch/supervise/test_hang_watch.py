@@ -253,7 +253,7 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
         ("never_joining", 1, r"rank 1 on \S+ is in join \(user_reward: \S+:\d+\) while 3 ranks wait"),
     ],
 )
-def test_the_culprit_is_named(ranks, scenario, rank, message, tmp_path):
+def test_the_blocking_rank_is_named(ranks, scenario, rank, message, tmp_path):
     found = wait_for_hang(ranks, scenario, tmp_path)
     assert re.fullmatch(message, found.message), found.message
     assert found.rank == rank

@@ -76,7 +76,7 @@ def test_ranks_run_with_their_environment_and_the_launcher_keeps_its_own(tmp_pat
     assert out[-1] == "the report"
 
 
-def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_goes_on(tmp_path, capsys):
+def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_continues(tmp_path, capsys):
     """The old size of metrics.jsonl is in the middle of a line of the new one."""
     run = RunFolder(tmp_path / "run")
     run.create()

@@ -69,7 +69,7 @@ def test_the_number_of_failures_in_a_row_is_bounded(config):
     assert "6 attempts in a row without a newer checkpoint" in sixth.message
 
 
-def test_a_newer_checkpoint_begins_the_count_anew(config):
+def test_a_newer_checkpoint_restarts_the_count(config):
     verdict = decide(Diagnosis("crash"), config(), situation(before=failed("crash", 5), saved_step=21))
     assert (verdict.action, verdict.failures) == ("retry", 1)
 

@@ -85,7 +85,7 @@ def test_a_member_sets_and_gets(server):
         assert two.call(Op.GET, [seconds(1), b"key"]) == (Status.DONE, [b"value"])
 
 
-def test_a_wrong_secret_is_told_on_both_sides(server, capfd):
+def test_a_wrong_secret_is_reported_on_both_sides(server, capfd):
     with pytest.raises(UserError, match=r"store at 127\.0\.0\.1:\d+: it rejects our secret; take RLHPC_STORE"):
         reach(address(server, new_secret()), PATIENCE)
     wait_for_text(capfd, "a connection from 127.0.0.1 was refused: wrong secret")
@@ -336,7 +336,7 @@ def test_the_preferred_port_comes_from_the_job_and_lies_below_the_ephemeral_ones
     assert max(PORTS) < first
 
 
-def test_a_taken_port_is_told_in_one_line_and_another_is_used(server, capfd):
+def test_a_taken_port_is_reported_in_one_line_and_another_is_used(server, capfd):
     second = StoreServer.open(server.port, host="127.0.0.1")
     assert second.port != server.port
     message = capfd.readouterr().err.splitlines()

@@ -137,7 +137,7 @@ def environment(config: RunConfig) -> dict[str, str]:
     return srun_environment(config, 4, "node1", (20042, b"\x01\xff"), 20777)
 
 
-def test_ranks_are_told_where_they_meet(config, monkeypatch) -> None:
+def test_ranks_learn_the_address_of_their_store(config, monkeypatch) -> None:
     monkeypatch.setenv(env.RANK, "7")  # of another launcher
     monkeypatch.setenv("SITE", "kept")
     found = environment(config)

@@ -177,7 +177,7 @@ def test_empty_folders_of_old_jobs_are_removed():
         ("mkdir /tmp/ro; mount -t tmpfs -o ro tmpfs /tmp/ro", "/tmp/ro", "is not writable (Read-only file system)"),
     ],
 )
-def test_a_tmpdir_that_programs_cannot_use_is_replaced_and_told(setup, given, why):
+def test_a_tmpdir_that_programs_cannot_use_is_replaced_with_a_warning(setup, given, why):
     found = on_node(setup, CHECK, TMPDIR=given, SLURM_JOB_ID="77")
     assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
     assert found.message == f"rlhpc: node localhost: TMPDIR {given!r} {why}; /tmp/rlhpc-0-77 is used instead\n"
@@ -305,7 +305,7 @@ def test_the_interface_that_leads_to_the_master(setup, master, interface):
 
 
 @needs_root
-def test_an_interface_that_cannot_be_told():
+def test_an_interface_that_cannot_be_determined():
     found = on_node(NETWORK + SECOND, "network_interface('loopback')", name="node1")
     assert found.error == (
         "node node1: cannot determine which of its interfaces (eth0, ib0) leads to the other nodes: 'loopback' is"

@@ -204,7 +204,7 @@ def test_a_fraction_goes_gradients_first() -> None:
     assert gone == max(state.gradients, (state.gradients + state.optimizer) // 2)
 
 
-def test_stages_hold_the_micro_batches_that_are_under_way() -> None:
+def test_stages_hold_the_microbatches_in_flight() -> None:
     """1F1B: the first of four stages holds four, the last one; interleaved stages hold more."""
     config, shape, _ = parts(SMALL, "actor.parallel={pp: 4}", "train.prompts_per_step=1024")
     layout = make_layout(config.actor.parallel, 8)
@@ -349,7 +349,7 @@ def test_remedies_that_help_together_differ_in_the_dearest_and_what_helps_a_litt
     assert (len(partly.changes), names.index(after.name) > names.index(before.name)) == (1, True)
 
 
-def test_a_last_micro_batch_that_is_not_full_is_under_way_too() -> None:
+def test_a_last_microbatch_that_is_not_full_is_in_flight_too() -> None:
     """Three samples of the longest on a rank, of which a microbatch takes two: two microbatches, not one."""
     longest = "data.max_prompt_tokens=512"
     config, shape, _ = parts(

@@ -49,7 +49,7 @@ def test_times_alone_may_differ(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("again", [SAME, OTHER], ids=["fixed order", "no fixed order"])
-def test_a_difference_is_told_from_kernels_without_a_fixed_order(
+def test_a_difference_is_distinguished_from_kernels_without_a_fixed_order(
     again: Records, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = {"dense-straight": SAME, "dense-resumed": OTHER, "dense-again": again}

@@ -42,7 +42,7 @@ def test_what_is_left_out_is_neither_needed_nor_followed() -> None:
     assert (closure.needed, closure.left_out, closure.unmet) == (["a"], ["big"], [])
 
 
-def test_a_root_that_is_left_out_is_brought_whatever_others_require_of_it() -> None:
+def test_a_root_that_is_left_out_is_brought_regardless_of_what_others_require_of_it() -> None:
     there = offers(a=["pinned==0.1.9"]) | {"pinned": Offer("pinned", "0.2.0")}
     closure = walk(["a", "pinned>=0.2"], there, target({}), {"pinned"})
     assert (closure.needed, closure.unmet) == (["a", "pinned"], [])
