@@ -96,7 +96,7 @@ def _read(path: Path, given_by: str) -> tuple[dict[str, Any], dict[str, int]]:
         raise UserError(f"site file cannot be read ({error})", where=str(path), remedy=f"correct {given_by}") from None
     data, lines = yaml12.parse(text, str(path)) or {}, yaml12.key_lines(text)
     if not isinstance(data, dict):
-        raise UserError("site file has no keys", where=str(path), remedy="see configs/site.yaml")
+        raise UserError("site file has no keys", where=str(path), remedy="see `rlhpc configs site`")
     try:
         SiteFile.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:

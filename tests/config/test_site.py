@@ -115,7 +115,7 @@ def test_a_written_configuration_depends_on_no_site_file(
         ("efficiency: {compute: 2}\n", "{file}:1: efficiency.compute: 2 is not allowed"),
         ("efficiency: {gemm: 1}\n", "{file}:1: efficiency.gemm: unknown key"),
         ("slurm: {memory: lots}\n", "{file}:1: slurm.memory: 'lots' is not allowed"),
-        ("[1]\n", "{file}: site file has no keys; see configs/site.yaml"),
+        ("[1]\n", "{file}: site file has no keys; see `rlhpc configs site`"),
         ("gpus: {\n", "{file}:2: "),
     ],
 )
