@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from rlhpc.api import BackgroundWrite, RunState
 from rlhpc.core.errors import UserError
-from rlhpc.core.files import make_folder, names_in, read_json, rename, write_json
+from rlhpc.core.files import flush, make_folder, names_in, read_json, rename, write_json
 from rlhpc.core.folder import AttemptFolder, Superseded
 from rlhpc.core.storage import as_storage_error, exists, kind_of, patiently
 from rlhpc.parallel.agreement import on_first_rank, together
@@ -136,13 +136,13 @@ class CheckpointStore:
         writing, final, state = pending.writing, pending.final, pending.state
         files = patiently(lambda: _files(writing), writing)
         for path in files:
-            patiently(functools.partial(_flush, path), path)
+            patiently(functools.partial(flush, path), path)
         sizes = patiently(lambda: {str(path.relative_to(writing)): path.stat().st_size for path in files}, writing)
         write_json(writing / _STATE, {"state": state.to_json(), "files": sizes})
         if exists(final):  # a run resumed from an older checkpoint reaches it again
             rename(final, self._staging / f"former-{final.name}")
         rename(writing, final)
-        patiently(lambda: _flush(self._folder), self._folder)
+        patiently(lambda: flush(self._folder), self._folder)
         for old in self._named()[: -self._keep]:
             try:
                 _remove(old)
@@ -171,12 +171,3 @@ def _remove(folder: Path) -> None:
 
 def _size(path: Path) -> int | None:
     return path.stat().st_size if path.is_file() else None
-
-
-def _flush(path: Path) -> None:
-    """Flushes a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

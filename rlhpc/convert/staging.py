@@ -20,7 +20,7 @@ from typing import Any
 
 from rlhpc.convert.plan import ConversionPlan, Piece
 from rlhpc.core.errors import UserError
-from rlhpc.core.files import read_json
+from rlhpc.core.files import flush, read_json
 
 _PLAN = "plan.json"
 Items = list[list[int]]  # for each item of a piece: start in the file, length, CRC-32 of its elements
@@ -167,15 +167,6 @@ def _read(path: Path) -> dict[str, Any]:
         return dict(read_json(path))
     except (OSError, ValueError, TypeError):
         return {}
-
-
-def flush(path: Path) -> None:
-    """Flushes a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _is_folder(path: Path) -> bool:

@@ -120,3 +120,12 @@ class LineFile:
         finally:
             os.close(descriptor)
         self._end = begin + len(data)
+
+
+def flush(path: Path) -> None:
+    """Flushes a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
