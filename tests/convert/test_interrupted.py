@@ -80,7 +80,7 @@ def test_killed_at_any_moment_it_resumes_and_ends_the_same(tmp_path: Path, large
     assert kept, "it was never hit half-way"
     last = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
     assert target.exists()
-    assert "pieces exist already" in last.stderr or "is there already" in last.stdout
+    assert "pieces exist already" in last.stderr or "already exists, made" in last.stdout
     assert not staging.path.exists()
     assert not verify(source, target, workers=1).faults
 

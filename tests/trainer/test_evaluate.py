@@ -1,4 +1,4 @@
-"""``rlhpc eval`` finds what the run itself found with the same weights; a run goes on with its own prompts only."""
+"""``rlhpc eval`` finds what the run itself found with the same weights; a run resumes with its own prompts only."""
 
 from __future__ import annotations
 
