@@ -47,7 +47,11 @@ def write_config(folder: Path, **changes: Any) -> Path:
         parts = key.split("__")
         for part in parts[:-1]:
             section = section[int(part)] if isinstance(section, list) else section.setdefault(part, {})
-        section[parts[-1]] = value
+        if isinstance(section, list):  # an item, or another one
+            place = int(parts[-1])
+            section[place : place + 1] = [value]
+        else:
+            section[parts[-1]] = value
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "config.yaml"
     file.write_text(yaml.safe_dump(config))

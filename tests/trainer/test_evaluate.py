@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model reads conversations through its own tokenizer."""
     folder = tmp_path_factory.mktemp("evaluated")
     arithmetic.make(str(folder / "inputs"))
-    save_classifier(folder / "inputs" / "model", folder / "reward_workers")
+    save_classifier(folder / "inputs" / "model", folder / "reward_model")
     held_out = str(folder / "inputs" / "validation.jsonl")
     config = write_config(
         folder,
@@ -46,7 +46,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
         actor__optimizer__learning_rate=0.01,  # the first step changes the model
         data__validation=[held_out, {"path": held_out, "name": "again"}],
         rewards__0__function="tests.trainer.test_evaluate:odd_length",
-        rewards__1={"model": str(folder / "reward_workers"), "weight": 1e-3, "own_tokenizer": True},
+        rewards__1={"model": str(folder / "reward_model"), "weight": 1e-3, "own_tokenizer": True},
         validation={"temperature": 1.0, "samples_per_prompt": SAMPLES, "max_prompts": PROMPTS, "success": 0.5},
         observe={"samples": 3},
     )

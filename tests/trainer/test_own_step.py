@@ -52,7 +52,7 @@ def test_the_pages_step_trains_on_two_ranks(tmp_path: Path, monkeypatch: pytest.
         train__steps=2,
         train__minibatches=2,
         train__step="my_step:step",
-        reward__function="tests.trainer.test_own_step:odd",
+        rewards__0__function="tests.trainer.test_own_step:odd",
     )
     code, output = run(config)
     assert code == 0, output

@@ -217,7 +217,8 @@ def update(
 
 def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = {"learning_rate": 3.0, "schedule": "linear"}
-    config = make_config({}, train={"steps": 4, "epochs": 2, "minibatches": 2, "optimizer": optimizer})
+    train = {"steps": 4, "epochs": 2, "minibatches": 2}
+    config = make_config({}, train=train, actor={"optimizer": optimizer})
     metrics, updates = update(config, RunState(step=1, policy_version=1), SAMPLES, monkeypatch)
     assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
     assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.0))] * 4

@@ -89,9 +89,11 @@ def _record(rows: Iterable[Sequence[str]]) -> str:
 def pack_rlhpc(folder: Path) -> Wheel:
     """Pack the running rlhpc as a wheel: all files of the package, with the metadata of its installation."""
     package, installed = Path(rlhpc.__file__).parent, distribution("rlhpc")
+    metadata = installed.read_text("METADATA") or installed.read_text("PKG-INFO")  # of an egg-info
+    assert metadata, "an installed package has metadata"
     stem, info = f"rlhpc-{rlhpc.__version__}-py3-none-any", f"rlhpc-{rlhpc.__version__}.dist-info"
     files = [
-        (f"{info}/METADATA", (installed.read_text("METADATA") or "").encode()),
+        (f"{info}/METADATA", metadata.encode()),
         (f"{info}/WHEEL", _WHEEL.encode()),
         (f"{info}/entry_points.txt", (installed.read_text("entry_points.txt") or "").encode()),
     ]
