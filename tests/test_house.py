@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.test_layers import FILES, MODULES, ROOT, imports, module_of, room_of
+from tests.test_layers import MODULES, imports_of, room_of, tree_of
 
 MOST_LINES, LONGEST_FUNCTION = 400, 60
 FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
@@ -18,43 +18,46 @@ CONCRETE = ("rlhpc.backends", "rlhpc.rollout.vllm", "rlhpc.rewards.reward_worker
 KNOWS_RUN = {f"rlhpc.trainer.{name}" for name in ("run", "build", "loop", "step")}
 
 
-def functions(text: str) -> Iterator[tuple[str, int]]:
+def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
     """(name, lines) of every function."""
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, FUNCTION):
             yield node.name, (node.end_lineno or 0) - node.lineno + 1
 
 
-def new_without_init(text: str) -> list[int]:
+def new_without_init(tree: ast.AST) -> list[int]:
     """Lines with ``object.__new__``, which makes an object that no constructor has checked."""
-    nodes = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute))
+    nodes = (node for node in ast.walk(tree) if isinstance(node, ast.Attribute))
     return [node.lineno for node in nodes if node.attr == "__new__"]
 
 
 def public_classes() -> Iterator[tuple[str, str]]:
     """(class, room) of every public class of the package."""
-    for module, file in MODULES.items():
-        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+    for module in MODULES:
+        for node in tree_of(module).body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 yield node.name, room_of(module)
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
-def test_files_and_functions_are_short(file):
-    text = file.read_text(encoding="utf-8")
-    assert len(text.splitlines()) < MOST_LINES
-    assert not [(name, lines) for name, lines in functions(text) if lines >= LONGEST_FUNCTION]
+def test_files_are_short():
+    lines = {module: len(file.read_text(encoding="utf-8").splitlines()) for module, file in MODULES.items()}
+    assert not {module: count for module, count in lines.items() if count >= MOST_LINES}
+
+
+def test_functions_are_short():
+    found = [(module, name, lines) for module in MODULES for name, lines in functions(tree_of(module))]
+    assert not [each for each in found if each[2] >= LONGEST_FUNCTION]
 
 
 def test_a_long_function_is_seen():
     text = "def f():\n" + "    g()\n" * LONGEST_FUNCTION
-    assert list(functions(text)) == [("f", LONGEST_FUNCTION + 1)]
+    assert list(functions(ast.parse(text))) == [("f", LONGEST_FUNCTION + 1)]
 
 
 def test_no_object_is_made_without_its_constructor():
-    found = {module_of(file): new_without_init(file.read_text(encoding="utf-8")) for file in FILES}
+    found = {module: new_without_init(tree_of(module)) for module in MODULES}
     assert not {module: lines for module, lines in found.items() if lines}
-    assert new_without_init("copy = object.__new__(Mover)") == [1]
+    assert new_without_init(ast.parse("copy = object.__new__(Mover)")) == [1]
 
 
 def test_no_two_rooms_have_a_public_class_of_one_name():
@@ -73,16 +76,10 @@ def test_no_two_files_of_a_room_and_its_neighbours_share_a_name():
 
 @pytest.mark.parametrize("module", [m for m in MODULES if room_of(m) == "trainer" and m not in ROOT_FILES])
 def test_the_trainer_knows_back_end_engine_and_rewards_by_their_protocols(module):
-    names = {name for _, name in imports(ast.parse(MODULES[module].read_text(encoding="utf-8")))}
-    assert not [name for name in names if name.startswith(CONCRETE)]
+    assert not [name for _, name in imports_of(module) if name.startswith(CONCRETE)]
 
 
 def test_only_the_loop_and_the_step_know_the_run():
     """What they call takes what it uses of it."""
-    found = {
-        module
-        for module, file in MODULES.items()
-        for _, name in imports(ast.parse(file.read_text(encoding="utf-8")))
-        if name == "rlhpc.trainer.run"
-    }
+    found = {module for module in MODULES for _, name in imports_of(module) if name == "rlhpc.trainer.run"}
     assert found | {"rlhpc.trainer.run"} == KNOWS_RUN

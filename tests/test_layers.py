@@ -85,6 +85,18 @@ def room_of(module: str) -> str:
     return module.removeprefix("rlhpc").removeprefix(".")
 
 
+@cache
+def tree_of(module: str) -> ast.Module:
+    """The syntax tree of one of our modules."""
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"))
+
+
+@cache
+def imports_of(module: str) -> tuple[tuple[int, str], ...]:
+    """(line, module) of every import of one of our modules."""
+    return tuple(imports(tree_of(module)))
+
+
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """(line, module) of every import, also those inside functions."""
     for node in ast.walk(tree):
@@ -105,8 +117,7 @@ def is_free(module: str) -> bool:
 
 def at_once(module: str) -> set[str]:
     """Modules that are imported with it: by statements of its own, and the packages that it is in."""
-    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
-    statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    statements = [node for node in tree_of(module).body if isinstance(node, ast.Import | ast.ImportFrom)]
     parents = {module.rsplit(".", depth)[0] for depth in range(1, module.count(".") + 1)}
     return parents | {name for _, name in imports(ast.Module(statements, []))}
 
@@ -153,8 +164,8 @@ def lines_of_rooms() -> dict[str, int]:
 def table() -> str:
     """Every room with its lines, its share of them and the rooms that it imports, from the top layer down."""
     lines, used = lines_of_rooms(), {}
-    for module, file in MODULES.items():
-        names = {room_of(name) for _, name in imports(ast.parse(file.read_text())) if name.startswith("rlhpc.")}
+    for module in MODULES:
+        names = {room_of(name) for _, name in imports_of(module) if name.startswith("rlhpc.")}
         used[room_of(module)] = used.get(room_of(module), set()) | names
     rows = [f"{'layer':>5}  {'room':<24}{'lines':>6} {'share':>6}  uses"]
     for number, rooms in reversed(list(enumerate(LAYERS))):
