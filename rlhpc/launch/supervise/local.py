@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from submitit import LocalExecutor
@@ -29,6 +32,7 @@ from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
+from rlhpc.launch.worker.node_folders import set_caches, set_tmpdir
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
@@ -51,11 +55,11 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
     check_resources(config)
     check_folder(folder, resume=resume)
     folder.create()
-    with locked(folder):
+    with locked(folder), _node_folders(folder) as folders:
         attempt = _begin(config, folder)
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
-        ranks = _start(config, attempt, entry, store)
+        ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
         try:
             ended = _watch_or_stop(ranks, config, attempt)
             failed = exits.first_failure(ended.values())
@@ -116,7 +120,22 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
     return attempt
 
 
-def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreServer) -> Ranks:
+@contextlib.contextmanager
+def _node_folders(folder: RunFolder) -> Iterator[dict[str, str]]:
+    """Variables of the private folders for the ranks' temporary files and caches, which a resumed run finds again."""
+    environ = dict(os.environ)
+    run = hashlib.sha256(os.fsencode(folder.path.absolute())).hexdigest()[:8]
+    tmpdir = set_tmpdir(environ, f"run-{run}", log=True)
+    set_caches(environ, log=True)
+    try:
+        yield {name: value for name, value in environ.items() if os.environ.get(name) != value}
+    finally:
+        if tmpdir != os.environ.get(env.TMPDIR):
+            with contextlib.suppress(OSError):
+                os.rmdir(tmpdir)  # only an empty one
+
+
+def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapping[str, str]) -> Ranks:
     executor = LocalExecutor(folder=attempt.logs)
     executor.update_parameters(
         tasks_per_node=config.resources.ranks_per_node,
@@ -129,7 +148,7 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreSe
     # The launcher handles Ctrl-C; the processes inherit that they ignore it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with environment({**rank_environment(config.resources), **store.environment("127.0.0.1")}):
+        with environment({**rank_environment(config.resources), **settings}):
             job = executor.submit(run_local_rank, *arguments)
     finally:
         signal.signal(signal.SIGINT, handler)
