@@ -27,6 +27,7 @@ from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.machine import check_resources, environment, rank_environment
 from rlhpc.launch.run_lock import locked
+from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.process_watch import Ranks
@@ -43,6 +44,7 @@ _TEARDOWN_SECONDS = 5.0  # for finished ranks to tear down engines and process g
 _FOR_EVER_MINUTES = 60 * 24 * 365
 
 
+@private_files()
 def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, entry: str = TRAINER) -> int:
     """Calls ``entry`` (package.module:function) on every rank (rlhpc.core.context); returns the exit code.
 

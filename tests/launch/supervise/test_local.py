@@ -77,6 +77,17 @@ def test_ranks_run_with_their_environment_and_the_launcher_keeps_its_own(tmp_pat
     assert out[-1] == "the report"
 
 
+def test_what_a_run_writes_is_private(tmp_path):
+    before = os.umask(0o022)
+    try:
+        assert launch(tmp_path, "write_environment", 2) == 0
+        assert os.umask(0o022) == 0o022, "the launcher keeps its own"
+    finally:
+        os.umask(before)
+    open_to_others = [path for path in (tmp_path / "run").rglob("*") if path.lstat().st_mode & 0o077]
+    assert [path for path in open_to_others if not path.is_symlink()] == []
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root: this test DID NOT RUN")
 def test_ranks_have_a_private_folder_in_a_shared_tmpdir(tmp_path, monkeypatch):
     """Another user makes the folder that torch's compiler would read first; a resumed run finds its own again."""
