@@ -25,12 +25,13 @@ from rlhpc.core.shown import show
 # A unix socket's path has 107 characters at most, of which vLLM's own names take 37 and Python's pools 32.
 LONGEST_TMPDIR = 60
 _OLD_SECONDS = 7 * 86400.0
-_CACHES = {
-    env.XDG_CACHE_HOME: "cache",
+_COMPILERS = {
+    env.TORCHINDUCTOR_CACHE_DIR: "inductor",
     env.TRITON_CACHE_DIR: "triton",
     env.CUDA_CACHE_PATH: "cuda",
     env.FLASHINFER_WORKSPACE_BASE: "flashinfer",
 }
+_CACHES = {**_COMPILERS, env.XDG_CACHE_HOME: "cache"}
 _held: list[int] = []
 
 
@@ -58,7 +59,17 @@ def set_tmpdir(environ: MutableMapping[str, str], job: str, *, log: bool) -> str
 
 
 def set_caches(environ: MutableMapping[str, str], *, log: bool) -> None:
-    """Puts the cache of torch's compiler into TMPDIR, and all other caches if the home folder is not writable."""
+    """Puts the cache of torch's compiler into TMPDIR, and all other caches if the home folder is not writable.
+
+    Keeps caches that are set, but not compilers' caches that another user may have made or can make: torch sets its
+    variable itself, to the fixed name in TMPDIR, and a job inherits it from the process that submits it.
+    """
+    for name, part in _COMPILERS.items():
+        given = environ.get(name)
+        if given and _others_can_make(Path(given).absolute()):
+            environ[name] = f"{environ[env.TMPDIR]}/{part}"
+            if log:
+                _warn(f"{name} {given!r} may be another user's; {environ[name]} is used instead")
     environ.setdefault(env.TORCHINDUCTOR_CACHE_DIR, f"{environ[env.TMPDIR]}/inductor")
     home = environ.get(env.HOME, "")
     why = _not_writable(home) if home else "is not set"
@@ -111,6 +122,18 @@ def _is_private(folder: str) -> bool:
     """Whether no other user can make files in it."""
     found = os.stat(folder)
     return found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def _others_can_make(path: Path) -> bool:
+    """Whether another user has made the folder where anyone can, or can make it."""
+    try:
+        while not path.exists():
+            path = path.parent
+        found, above = path.stat(), path.parent.stat()
+    except OSError:  # not for us to look at
+        return True
+    in_shared = bool(above.st_mode & stat.S_IWOTH)
+    return bool(found.st_mode & stat.S_IWOTH) or (in_shared and found.st_uid not in (os.getuid(), 0))
 
 
 def _own_folder(top: str, name: str) -> str:

@@ -188,6 +188,17 @@ def test_in_a_shared_tmpdir_no_other_user_can_make_a_folder_that_libraries_read(
 
 
 @needs_root
+@pytest.mark.parametrize("made", ["/tmp/torchinductor_root", "/tmp/other"])
+def test_an_inherited_cache_that_another_user_can_make_is_not_used(made):
+    setup = f"chmod 1777 /tmp; setpriv --reuid 65534 --clear-groups mkdir -m 755 {made}; mkdir /tmp/mine"
+    inherited = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_root", "TRITON_CACHE_DIR": "/tmp/mine/triton"}
+    found = on_node(setup, CHECK, SLURM_JOB_ID="77", **inherited)
+    assert found.environ["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/rlhpc-0-77/inductor"
+    assert found.environ["TRITON_CACHE_DIR"] == "/tmp/mine/triton"
+    assert "TORCHINDUCTOR_CACHE_DIR '/tmp/torchinductor_root' may be another user's; /tmp/rlhpc-0-77/" in found.message
+
+
+@needs_root
 def test_later_attempts_of_a_job_find_its_caches():
     setup = "mkdir -m 1777 /tmp/scratch; mkdir -m 700 /tmp/scratch/rlhpc-0-77 /tmp/scratch/rlhpc-0-77/inductor"
     found = on_node(setup, CHECK, TMPDIR="/tmp/scratch", SLURM_JOB_ID="77")
