@@ -133,8 +133,9 @@ def _node_folders(folder: RunFolder) -> Iterator[dict[str, str]]:
         yield {name: value for name, value in environ.items() if os.environ.get(name) != value}
     finally:
         if tmpdir != os.environ.get(env.TMPDIR):
-            with contextlib.suppress(OSError):
-                os.rmdir(tmpdir)  # only an empty one
+            for part in (f"{tmpdir}/inductor", tmpdir):  # torch makes the first in any case
+                with contextlib.suppress(OSError):
+                    os.rmdir(part)  # only an empty one
 
 
 def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapping[str, str]) -> Ranks:

@@ -105,6 +105,7 @@ def test_ranks_have_a_private_folder_in_a_shared_tmpdir(tmp_path, monkeypatch):
             assert (owner, mode, tmpdir, cache) == (0, "0o40700", folder, f"{folder}/inductor")
         assert sorted(os.listdir(shared)) == sorted([os.path.basename(folder), "torchinductor_root"])
         os.remove(f"{folder}/kept")
+        os.mkdir(f"{folder}/inductor")
         assert launch(tmp_path, "write_environment", 1, resume=True) == 0
         assert os.listdir(shared) == ["torchinductor_root"], "an empty folder does not stay"
 
