@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from rlhpc.checkpoint.formats.torch_archive import RestrictedUnpickler
 from rlhpc.checkpoint.formats.torch_dist_metadata import TORCH_DTYPES, Chunk
 from rlhpc.convert.arrays import NUMPY, FileArray
 from rlhpc.core.errors import UserError
@@ -172,7 +173,7 @@ def open_chunk(folder: Path, chunk: Chunk) -> FileArray:
     try:
         with _Part(path, chunk.start, chunk.length) as part, zipfile.ZipFile(part) as archive:
             names = {info.filename.partition("/")[2]: info for info in archive.infolist()}
-            tensor = _TensorReader(io.BytesIO(archive.read(names["data.pkl"]))).load()
+            tensor = _TensorReader(io.BytesIO(archive.read(names["data.pkl"])), _TENSOR_NAMES, "a plain tensor").load()
             record = names[f"data/{tensor.storage.key}"]
             part.seek(record.header_offset + 26)
             name, extra = struct.unpack("<HH", part.read(4))
@@ -196,7 +197,8 @@ def _check(array: FileArray, tensor: _Tensor, chunk: Chunk, record: zipfile.ZipI
     strides = tuple(prod(tensor.shape[dim + 1 :]) for dim in range(len(tensor.shape)))
     rows_in_order = all(n == 1 or a == b for n, a, b in zip(tensor.shape, tensor.strides, strides, strict=True))
     end = (tensor.first + prod(tensor.shape)) * NUMPY[array.dtype].itemsize
-    good = rows_in_order and record.compress_type == zipfile.ZIP_STORED and end <= record.file_size
+    within = tensor.first >= 0 and end <= record.file_size
+    good = rows_in_order and within and record.compress_type == zipfile.ZIP_STORED
     if not good or tensor.shape != chunk.box.shape:
         raise UserError(
             f"the chunk at byte {chunk.start} contains {list(tensor.shape)} with strides {list(tensor.strides)}, not "
@@ -219,21 +221,22 @@ class _Tensor:
     strides: tuple[int, ...]
 
 
-class _TensorReader(pickle.Unpickler):
+class _TensorReader(RestrictedUnpickler):
     def persistent_load(self, value: Any) -> _StorageReference:
         _, storage, key, _, _ = value
         return _StorageReference(storage, str(key))
 
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and name in _DTYPE_OF:
-            return _DTYPE_OF[name]
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return lambda storage, first, shape, strides, *_: _Tensor(storage, first, tuple(shape), tuple(strides))
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        raise UserError(f"names {module}.{name}, which is not part of a plain tensor: it is not opened")
+
+def _rebuild(storage: _StorageReference, first: int, shape: Any, strides: Any, *_: Any) -> _Tensor:
+    return _Tensor(storage, first, tuple(shape), tuple(strides))
+
+
+_TENSOR_NAMES = {
+    **{("torch", storage): dtype for storage, dtype in _DTYPE_OF.items()},
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("collections", "OrderedDict"): dict,
+    ("torch", "Size"): tuple,
+}
 
 
 # --- the index of a checkpoint

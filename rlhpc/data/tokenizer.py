@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 
 from rlhpc.config.data import DataSection
+from rlhpc.core.cpu_limit import CpuTimeExceeded, cpu_limit
 from rlhpc.core.errors import UserError, one_line
 
+RENDER_SECONDS = 30.0  # CPU time to render one conversation, which takes milliseconds
 Messages = Sequence[Mapping[str, Any]]  # each with role and content
 Tools = Sequence[Mapping[str, Any]]  # JSON schemas of functions
 
@@ -166,8 +168,8 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            return str(
-                self._inner.apply_chat_template(
+            with cpu_limit(RENDER_SECONDS):
+                text = self._inner.apply_chat_template(
                     list(messages),
                     tools=tools,
                     tokenize=False,
@@ -175,13 +177,19 @@ class Tokenizer:
                     continue_final_message=continues,
                     **self._section.template_arguments,
                 )
-            )
+        except CpuTimeExceeded:
+            raise UserError(
+                f"the chat template takes more than {RENDER_SECONDS:g} s for {str(messages)[:80]}",
+                where="data.chat_template",
+                remedy="use one whose loops end",
+            ) from None
         except (TemplateError, ValueError, TypeError) as error:
             raise UserError(
                 f"the chat template rejects {str(messages)[:80]} ({one_line(str(error))[:200]})",
                 where="data.chat_template",
                 remedy="correct the messages or data.template_arguments, or set it to false",
             ) from None
+        return str(text)
 
     def _join(self, prompt: str | Messages, tools: Tools | None) -> str:
         if tools:

@@ -20,8 +20,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from rlhpc.core.errors import UserError
 from rlhpc.core.storage import patiently
 from rlhpc.parallel import cpu_stand_ins
+from rlhpc.parallel.loading import RestrictedLoad
 from rlhpc.parallel.saving import patient_writer, write_archive
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -276,6 +278,36 @@ def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[
         # each would put the other's results into its metadata if the second one's writer ends first.
         (filesystem_async, "_get_write_results_queue", lambda: shared_queue()._manager.Queue()),
     ]
+
+
+@contextlib.contextmanager
+def restricted_load(folder: Path) -> Iterator[None]:
+    """Makes dist_checkpointing load the checkpoint in ``folder`` without running code from it. Raises UserError for one
+    that contains other names than those of its format.
+
+    Upstream unpickles the index (torch/distributed/checkpoint/filesystem.py:930) and all objects
+    (default_planner.py:387) without restrictions. For tensors and common.pt it uses torch's own restricted unpickler,
+    which Megatron extends by classes that rlhpc does not need (safe_globals.py:20).
+    """
+    from megatron.core.dist_checkpointing.strategies import common
+    from torch import _weights_only_unpickler
+    from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner, FileSystemReader
+
+    load = RestrictedLoad(folder)
+    stand_ins = [
+        (FileSystemReader, "read_metadata", lambda reader, *_, **__: load.metadata(reader)),
+        (DefaultLoadPlanner, "load_bytes", lambda planner, item, value: load.load_bytes(planner, item, value)),
+        (common.TorchCommonLoadStrategy, "load_common", lambda *_: load.common()),
+        (_weights_only_unpickler, "_marked_safe_globals_set", set()),
+    ]
+    try:
+        with _replaced(stand_ins):
+            yield
+    except CheckpointException as error:
+        found = [*load.refused, *(failure for failure, _ in error.failures.values() if isinstance(failure, UserError))]
+        if not found:
+            raise
+        raise found[0] from None
 
 
 @contextlib.contextmanager

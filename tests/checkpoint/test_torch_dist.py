@@ -93,6 +93,11 @@ def _absolute(document: Any) -> None:
     document.storage_data[index] = replace(document.storage_data[index], relative_path="/etc/passwd")
 
 
+def _before(document: Any) -> None:
+    index = next(each for each in document.storage_data if each.offset is not None)
+    document.storage_data[index] = replace(document.storage_data[index], offset=-8)
+
+
 def _twice(document: Any) -> None:
     tensor = next(each for each in document.state_dict_metadata.values() if len(getattr(each, "chunks", ())) > 1)
     tensor.chunks[1] = tensor.chunks[0]
@@ -107,6 +112,7 @@ def _nowhere(document: Any) -> None:
     [
         (_outside, r"\.metadata: '.*' is outside the checkpoint, in '\.\./elsewhere\.distcp'; "),
         (_absolute, r"is outside the checkpoint, in '/etc/passwd'; "),
+        (_before, r"\.metadata: '.*' is at byte -8 of '.*', with \d+ bytes; "),
         (_twice, r"\.metadata: the chunks of '.*' do not contain each element exactly once; "),
         (_nowhere, r"\.metadata: is damaged \(KeyError\); "),
     ],

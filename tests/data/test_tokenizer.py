@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from tokenizers.processors import TemplateProcessing
 
+import rlhpc.data.tokenizer
 from rlhpc.config.data import DataSection
 from rlhpc.core.errors import UserError
 from rlhpc.data.arithmetic import ASSISTANT, END, USER, VOCABULARY
@@ -97,6 +98,16 @@ def test_no_end_token_is_refused(folder: Path):
 def test_messages_that_the_template_refuses_are_shown(folder: Path):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('roles must alternate') }}")
     with pytest.raises(UserError, match=r"data.chat_template: .*'1\+1='.*\(roles must alternate\)"):
+        Tokenizer.load(folder, 16, DataSection()).encode_prompts(["1+1="])
+
+
+ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+
+
+def test_a_template_that_does_not_end_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(rlhpc.data.tokenizer, "RENDER_SECONDS", 0.2)
+    (folder / "chat_template.jinja").write_text(ENDLESS)
+    with pytest.raises(UserError, match=r"data.chat_template: the chat template takes more than 0\.2 s for .*'1\+1='"):
         Tokenizer.load(folder, 16, DataSection()).encode_prompts(["1+1="])
 
 

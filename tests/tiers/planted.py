@@ -284,6 +284,27 @@ FAULTS = (
         "fcntl.LOCK_SH | (0 if wait else fcntl.LOCK_NB)",
     ),
     Fault(
+        "shared-tmpdir-kept",
+        "rlhpc/launch/worker/node_folders.py",
+        "another user of the node makes the caches that ranks unpickle",
+        "if given and not why and _is_private(given):",
+        "if given and not why:",
+    ),
+    Fault(
+        "objects-unchecked",
+        "rlhpc/checkpoint/formats/model_folder.py",
+        "a model folder whose objects run code passes the check before the ranks start",
+        "    check_objects(index, shape, folder)\n",
+        "",
+    ),
+    Fault(
+        "objects-unrestricted",
+        "rlhpc/parallel/compat.py",
+        "an object of a model folder runs code in every rank",
+        "    with _replaced(stand_ins):\n            yield",
+        "    with _replaced(stand_ins[2:]):\n            yield",
+    ),
+    Fault(
         "run-folder-not-written",
         "rlhpc/launch/worker/node_check.py",
         "a node on which the run folder is read-only passes its check and fails in the first checkpoint",

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from rlhpc.backends.megatron.optimizer_shards import FORMAT, Owned, common_state, owned_state, state_shards
 from rlhpc.parallel.agreement import raise_together
-from rlhpc.parallel.compat import megatron_device, patient_saves, restore_rng_states, rng_states
+from rlhpc.parallel.compat import megatron_device, patient_saves, restore_rng_states, restricted_load, rng_states
 from rlhpc.parallel.saving import private_buckets
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -71,9 +71,10 @@ class ModelCheckpoint:
     def load(self, folder: Path, *, without_head: bool = False) -> None:
         """Loads what was saved in any layout; generators only if the axes that they differ along are equal. Collective.
 
-        ``without_head`` leaves the head unchanged: for a critic that starts from the weights of another model.
+        ``without_head`` leaves the head unchanged: for a critic that starts from the weights of another model. Raises
+        UserError for a checkpoint that contains more than plain values.
         """
-        with megatron_device(), torch.no_grad():
+        with megatron_device(), torch.no_grad(), restricted_load(folder):
             common = dist_checkpointing.load_common_state_dict(str(folder))
             saved = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
             if self.optimizer is not None:

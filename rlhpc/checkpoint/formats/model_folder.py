@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import filecmp
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.torch_dist_metadata import check_tensors, is_torch_dist, read_index
+from rlhpc.checkpoint.formats.torch_dist_metadata import check_objects, check_tensors, is_torch_dist, read_index
 from rlhpc.core.errors import UserError, nearest
 from rlhpc.models import ModelShape
 from rlhpc.sharding.shards import model_tensors
@@ -127,8 +128,10 @@ def _read_weights(folder: Path) -> WeightFiles:
 
 
 def _check_torch_dist(folder: Path, shape: ModelShape) -> WeightFiles:
-    tensors = read_index(folder).tensors
+    index = read_index(folder)
+    tensors = index.tensors
     check_tensors(tensors, shape, folder, folder)
+    check_objects(index, shape, folder)
     files = {folder / chunk.file for tensor in tensors.values() for chunk in tensor.chunks}
     return WeightFiles(
         {key: tensor.shape for key, tensor in tensors.items()},
@@ -152,7 +155,7 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = _read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError("has no weight_map", where=str(index), remedy=_COPY_AGAIN)
-    paths = [folder / name for name in sorted(set(weight_map.values()))]
+    paths = [folder / name for name in sorted(set(inside(weight_map, index).values()))]
     absent = [path.name for path in paths if not path.is_file()]
     if absent:
         raise UserError(
@@ -162,6 +165,16 @@ def weight_files(folder: Path) -> list[Path]:
             remedy="copy or download the missing files",
         )
     return paths
+
+
+def inside(weight_map: Mapping[str, Any], index: Path) -> dict[str, str]:
+    """The map from tensors to files of ``index``. Raises UserError for a file that is not in the model's folder."""
+    for tensor, name in weight_map.items():
+        if not isinstance(name, str) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(
+                f"{tensor!r} is outside the model's folder, in {name!r}", where=str(index), remedy=_COPY_AGAIN
+            )
+    return dict(weight_map)
 
 
 def read_header(path: Path) -> tuple[int, dict[str, Any]]:
@@ -181,7 +194,10 @@ def read_header(path: Path) -> tuple[int, dict[str, Any]]:
     try:
         header = json.loads(text)
         header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        places = [entry["data_offsets"] for entry in header.values()]
+        if any(not 0 <= first <= last for first, last in places):
+            raise ValueError("negative")
+        end = 8 + length + max((last for _, last in places), default=0)
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UserError("is not a safetensors file", where=str(path), remedy=_COPY_AGAIN) from None
     if size != end:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlhpc.checkpoint.formats.model_folder import inside
 from rlhpc.core.errors import UserError, did_you_mean
 
 
@@ -49,7 +50,7 @@ class SafetensorsFolder:
     def _index(self) -> dict[str, str]:
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():
-            return dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+            return inside(json.loads(index.read_text(encoding="utf-8"))["weight_map"], index)
         file = "model.safetensors"
         if not (self._folder / file).is_file():
             raise UserError(

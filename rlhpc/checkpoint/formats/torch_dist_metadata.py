@@ -6,14 +6,17 @@ and any other name in the file is refused.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, tiles
+from rlhpc.checkpoint.formats.torch_archive import DISTRUST, Inert, listed, read_file
+from rlhpc.checkpoint.formats.torch_dist import checkpoint_parameters, extra_states, tiles
 from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.storage import patiently
 from rlhpc.models import ModelShape
 from rlhpc.sharding.shards import Box
 
@@ -22,6 +25,7 @@ TORCH_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F8_E4M3
 _DTYPES = {torch: name for name, torch in TORCH_DTYPES.items()}
 _TYPES = {*_DTYPES, "float64", "float8_e5m2", "int64", "int32", "int16", "int8", "uint8", "bool"}
 _COPY_AGAIN = "copy or save the checkpoint again"
+COMMON = "common.pt"  # values that are equal on all ranks
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,19 @@ class Index:
 
 def read_index(folder: Path) -> Index:
     """Contents of a checkpoint, by key. Raises UserError if a file with tensors is shorter than the index requires."""
+    index = parse_index(folder)
+    _check(folder, index.tensors)
+    return index
+
+
+def parse_index(folder: Path) -> Index:
+    """Contents of a checkpoint, by key, from its index alone. Raises UserError."""
     path = folder / ".metadata"
     if not path.is_file():
         raise UserError("no .metadata: not a torch_dist checkpoint", where=str(folder))
+    data = patiently(path.read_bytes, path)
     try:
-        with open(path, "rb") as file:
-            document = _Reader(file).load()
+        document = _Reader(io.BytesIO(data)).load()
         places = {
             (index.fqn, tuple(index.offset)): info for index, info in document.storage_data.items() if index.offset
         }
@@ -67,16 +78,11 @@ def read_index(folder: Path) -> Index:
             for key, entry in document.state_dict_metadata.items()
             if isinstance(entry, _Tensor)
         }
-        objects = {
-            key: (_inside(key, info), int(info.offset), int(info.length))
-            for key, info in scalars.items()
-            if key not in tensors
-        }
+        objects = {key: _place(key, info) for key, info in scalars.items() if key not in tensors}
     except UserError as error:
-        raise UserError(error.message, where=str(path), remedy=_COPY_AGAIN) from None
+        raise UserError(error.message, where=str(path), remedy=error.remedy or _COPY_AGAIN) from None
     except Exception as error:  # a damaged pickle fails in any way
         raise UserError(f"is damaged ({type(error).__name__})", where=str(path), remedy=_COPY_AGAIN) from None
-    _check(folder, tensors)
     return Index(tensors, objects)
 
 
@@ -106,6 +112,16 @@ def check_tensors(tensors: Mapping[str, SavedTensor], shape: ModelShape, folder:
             )
 
 
+def check_objects(index: Index, shape: ModelShape, folder: Path) -> None:
+    """Checks the objects of a model that ranks load: states of linears and common.pt. Raises UserError for one that
+    names anything but plain values."""
+    places = [index.objects[key] for key in extra_states(checkpoint_parameters(shape)) if key in index.objects]
+    for file, start, length in places:
+        read_file(folder / file, start, length)
+    if (folder / COMMON).is_file():
+        read_file(folder / COMMON)
+
+
 def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[str, Any]) -> SavedTensor:
     chunks = []
     for chunk in entry.chunks:
@@ -114,16 +130,19 @@ def _tensor(key: str, entry: Any, places: Mapping[Any, Any], scalars: Mapping[st
         if getattr(info, "transform_descriptors", None):
             raise UserError(f"{key!r} is packed with {info.transform_descriptors}, which is not supported")
         stop = tuple(a + n for a, n in zip(start, size, strict=True))
-        chunks.append(Chunk(Box(start, stop), _inside(key, info), int(info.offset), int(info.length)))
+        chunks.append(Chunk(Box(start, stop), *_place(key, info)))
     return SavedTensor(key, entry.properties.dtype, tuple(entry.size), tuple(chunks))
 
 
-def _inside(key: str, info: Any) -> str:
-    """Name of the file, which must be inside the checkpoint."""
+def _place(key: str, info: Any) -> tuple[str, int, int]:
+    """File, start and length of a value; the file must be inside the checkpoint."""
     name = Path(info.relative_path)
     if name.is_absolute() or ".." in name.parts:
         raise UserError(f"{key!r} is outside the checkpoint, in {str(name)!r}")
-    return str(name)
+    start, length = int(info.offset), int(info.length)
+    if start < 0 or length < 0:
+        raise UserError(f"{key!r} is at byte {start} of {str(name)!r}, with {length} bytes")
+    return str(name), start, length
 
 
 def _check(folder: Path, tensors: Mapping[str, SavedTensor]) -> None:
@@ -166,30 +185,30 @@ def _record(*names: str) -> type[_Record]:
 
 
 _Tensor = _record("properties", "size", "chunks")
-_ANY = type("_Any", (_Record,), {})
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 _KNOWN: dict[tuple[str, str], Any] = {
     (_METADATA, "Metadata"): _record("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version"),
     (_METADATA, "TensorStorageMetadata"): _Tensor,
     (_METADATA, "TensorProperties"): _record("dtype", "layout", "requires_grad", "memory_format", "pin_memory"),
     (_METADATA, "ChunkStorageMetadata"): _record("offsets", "sizes"),
-    (_METADATA, "BytesStorageMetadata"): _ANY,
+    (_METADATA, "BytesStorageMetadata"): Inert,
     (_METADATA, "MetadataIndex"): type("_Index", (_Record,), {"names": ("fqn", "offset", "index"), "offset": None}),
-    (_METADATA, "StorageMeta"): _ANY,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _ANY,
+    (_METADATA, "StorageMeta"): Inert,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): Inert,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _record("relative_path", "offset", "length"),
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): _ANY,
+    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): Inert,
     ("torch", "Size"): lambda sizes=(): tuple(sizes),
     ("torch.serialization", "_get_layout"): lambda name: name,
     ("collections", "OrderedDict"): dict,
-    **{(_PLANNER, name): _ANY for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
+    **{(_PLANNER, name): Inert for name in ("SavePlan", "WriteItem", "WriteItemType", "TensorWriteData")},
 }
 
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _KNOWN:
-            return _KNOWN[module, name]
         if module == "torch" and name in _TYPES:
             return _DTYPES.get(name, name)
-        raise UserError(f"names {module}.{name}, which is not part of the format: it is not opened")
+        try:
+            return listed(_KNOWN, module, name, "the format")
+        except UserError as error:
+            raise UserError(error.message, remedy=DISTRUST) from None

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from submitit import LocalExecutor
@@ -24,11 +27,13 @@ from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.machine import check_resources, environment, rank_environment
 from rlhpc.launch.run_lock import locked
+from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
+from rlhpc.launch.worker.node_folders import set_caches, set_tmpdir
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
@@ -39,6 +44,7 @@ _TEARDOWN_SECONDS = 5.0  # for finished ranks to tear down engines and process g
 _FOR_EVER_MINUTES = 60 * 24 * 365
 
 
+@private_files()
 def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, entry: str = TRAINER) -> int:
     """Calls ``entry`` (package.module:function) on every rank (rlhpc.core.context); returns the exit code.
 
@@ -51,11 +57,11 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
     check_resources(config)
     check_folder(folder, resume=resume)
     folder.create()
-    with locked(folder):
+    with locked(folder), _node_folders(folder) as folders:
         attempt = _begin(config, folder)
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
-        ranks = _start(config, attempt, entry, store)
+        ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
         try:
             ended = _watch_or_stop(ranks, config, attempt)
             failed = exits.first_failure(ended.values())
@@ -116,7 +122,23 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
     return attempt
 
 
-def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreServer) -> Ranks:
+@contextlib.contextmanager
+def _node_folders(folder: RunFolder) -> Iterator[dict[str, str]]:
+    """Variables of the private folders for the ranks' temporary files and caches, which a resumed run finds again."""
+    environ = dict(os.environ)
+    run = hashlib.sha256(os.fsencode(folder.path.absolute())).hexdigest()[:8]
+    tmpdir = set_tmpdir(environ, f"run-{run}", log=True)
+    set_caches(environ, log=True)
+    try:
+        yield {name: value for name, value in environ.items() if os.environ.get(name) != value}
+    finally:
+        if tmpdir != os.environ.get(env.TMPDIR):
+            for part in (f"{tmpdir}/inductor", tmpdir):  # torch makes the first in any case
+                with contextlib.suppress(OSError):
+                    os.rmdir(part)  # only an empty one
+
+
+def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapping[str, str]) -> Ranks:
     executor = LocalExecutor(folder=attempt.logs)
     executor.update_parameters(
         tasks_per_node=config.resources.ranks_per_node,
@@ -129,7 +151,7 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, store: StoreSe
     # The launcher handles Ctrl-C; the processes inherit that they ignore it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with environment({**rank_environment(config.resources), **store.environment("127.0.0.1")}):
+        with environment({**rank_environment(config.resources), **settings}):
             job = executor.submit(run_local_rank, *arguments)
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -12,6 +12,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -30,6 +31,7 @@ from rlhpc.core.shown import show
 from rlhpc.core.stop import StopRequest
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
+from rlhpc.launch.worker.node_folders import hold
 
 TRAINER = "rlhpc.trainer.main:run_rank"
 _FENCE_SECONDS = 5.0
@@ -49,6 +51,8 @@ def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_device
     os.environ.pop(env.CUDA_VISIBLE_DEVICES, None)
     if visible_devices is not None:
         os.environ[env.CUDA_VISIBLE_DEVICES] = visible_devices
+    tempfile.tempdir = None  # of a parent process
+    hold(os.environ[env.TMPDIR])
     _run(entry, AttemptFolder(Path(attempt)), stop)
 
 

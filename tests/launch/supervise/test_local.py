@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -74,6 +75,39 @@ def test_ranks_run_with_their_environment_and_the_launcher_keeps_its_own(tmp_pat
     out = capsys.readouterr().out.splitlines()
     assert "rl step 2/2 | reward 0.500 | 0 s left" in out
     assert out[-1] == "the report"
+
+
+def test_what_a_run_writes_is_private(tmp_path):
+    before = os.umask(0o022)
+    try:
+        assert launch(tmp_path, "write_environment", 2) == 0
+        assert os.umask(0o022) == 0o022, "the launcher keeps its own"
+    finally:
+        os.umask(before)
+    open_to_others = [path for path in (tmp_path / "run").rglob("*") if path.lstat().st_mode & 0o077]
+    assert [path for path in open_to_others if not path.is_symlink()] == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="another user needs root: this test DID NOT RUN")
+def test_ranks_have_a_private_folder_in_a_shared_tmpdir(tmp_path, monkeypatch):
+    """Another user makes the folder that torch's compiler would read first; a resumed run finds its own again."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="shared-") as shared:
+        os.chmod(shared, 0o1777)
+        subprocess.run(["mkdir", "-m", "777", f"{shared}/torchinductor_root"], user=65534, check=True)
+        monkeypatch.setenv("TMPDIR", shared)
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        for resume in (False, True):
+            assert launch(tmp_path, "write_folders", 2, resume=resume) == 0
+            found = [json.loads((tmp_path / "run" / f"folders-{rank}.json").read_text()) for rank in (0, 1)]
+            assert found[0] == found[1]
+            folder, owner, mode, tmpdir, cache = found[0]
+            assert os.path.dirname(folder) == shared
+            assert (owner, mode, tmpdir, cache) == (0, "0o40700", folder, f"{folder}/inductor")
+        assert sorted(os.listdir(shared)) == sorted([os.path.basename(folder), "torchinductor_root"])
+        os.remove(f"{folder}/kept")
+        os.mkdir(f"{folder}/inductor")
+        assert launch(tmp_path, "write_environment", 1, resume=True) == 0
+        assert os.listdir(shared) == ["torchinductor_root"], "an empty folder does not stay"
 
 
 def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_continues(tmp_path, capsys):

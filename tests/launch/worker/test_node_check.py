@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -92,9 +93,11 @@ CHECK = "check_node(Path('/tmp'), 'localhost')"
 
 
 def test_a_good_node_passes_and_its_settings_are_kept(tmp_path, capfd):
-    environ = {"TMPDIR": str(tmp_path)[:0] or "/tmp", "HOME": str(tmp_path)}
-    check_node(tmp_path, HOST, environ=environ)
-    assert environ == {"TMPDIR": "/tmp", "HOME": str(tmp_path)}
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="own-") as tmpdir:
+        environ = {"TMPDIR": tmpdir, "HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
+        check_node(tmp_path, HOST, environ=environ)
+        assert environ == {"TMPDIR": tmpdir, "HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
+        assert os.listdir(tmpdir) == []
     assert capfd.readouterr().err == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -154,14 +157,60 @@ def test_without_tmpdir_the_job_has_a_private_one():
 
 
 @needs_root
-def test_empty_folders_of_old_jobs_are_removed():
+def test_folders_of_old_jobs_are_removed_unless_a_process_holds_them():
     setup = """
-    mkdir /tmp/rlhpc-0-1 /tmp/rlhpc-0-2 /tmp/rlhpc-0-3 /tmp/rlhpc-1-4; touch /tmp/rlhpc-0-2/file
-    touch -d "8 days ago" /tmp/rlhpc-0-1 /tmp/rlhpc-0-2 /tmp/rlhpc-1-4
+    mkdir /tmp/rlhpc-0-1 /tmp/rlhpc-0-2 /tmp/rlhpc-0-3 /tmp/rlhpc-1-4 /tmp/rlhpc-0-5; mkdir /tmp/rlhpc-0-2/inductor
+    touch -d "8 days ago" /tmp/rlhpc-0-1 /tmp/rlhpc-0-2 /tmp/rlhpc-1-4 /tmp/rlhpc-0-5
+    chown 65534 /tmp/rlhpc-1-4
+    exec 8</tmp/rlhpc-0-5; flock --shared 8
     """
     listing = f"({CHECK}, sorted(name for name in os.listdir('/tmp') if name.startswith('rlhpc-')))[1]"
     found = on_node(setup, listing, SLURM_JOB_ID="77")
-    assert found.result == ["rlhpc-0-2", "rlhpc-0-3", "rlhpc-0-77", "rlhpc-1-4"], "all but an old, empty one of ours"
+    assert found.result == ["rlhpc-0-3", "rlhpc-0-5", "rlhpc-0-77", "rlhpc-1-4"]
+
+
+@needs_root
+@pytest.mark.parametrize("tmpdir", ["/tmp", "/tmp/scratch"])
+def test_in_a_shared_tmpdir_no_other_user_can_make_a_folder_that_libraries_read(tmpdir):
+    """Another user makes the cache folders of torch's compiler first, and the one that rlhpc would make."""
+    setup = f"""
+    mkdir -p {tmpdir}; chmod 1777 {tmpdir}
+    setpriv --reuid 65534 --clear-groups mkdir -m 777 {tmpdir}/torchinductor_root {tmpdir}/cache {tmpdir}/rlhpc-0-77
+    """
+    call = f"({CHECK}, __import__('tempfile').gettempdir(), oct(os.stat(os.environ['TMPDIR']).st_mode))[1:]"
+    found = on_node(setup, call, TMPDIR=tmpdir, HOME="/nowhere", SLURM_JOB_ID="77")
+    own, mode = found.result
+    assert (own, mode) == (found.environ["TMPDIR"], "0o40700")
+    assert own.startswith(f"{tmpdir}/rlhpc-"), "the file system that was chosen"
+    assert own != f"{tmpdir}/rlhpc-0-77"
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "FLASHINFER_WORKSPACE_BASE"):
+        assert found.environ[name].startswith(f"{own}/")
+
+
+@needs_root
+@pytest.mark.parametrize("made", ["/tmp/torchinductor_root", "/tmp/other"])
+def test_an_inherited_cache_that_another_user_can_make_is_not_used(made):
+    setup = f"chmod 1777 /tmp; setpriv --reuid 65534 --clear-groups mkdir -m 755 {made}; mkdir /tmp/mine"
+    inherited = {"TORCHINDUCTOR_CACHE_DIR": "/tmp/torchinductor_root", "TRITON_CACHE_DIR": "/tmp/mine/triton"}
+    found = on_node(setup, CHECK, SLURM_JOB_ID="77", **inherited)
+    assert found.environ["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/rlhpc-0-77/inductor"
+    assert found.environ["TRITON_CACHE_DIR"] == "/tmp/mine/triton"
+    assert "TORCHINDUCTOR_CACHE_DIR '/tmp/torchinductor_root' may be another user's; /tmp/rlhpc-0-77/" in found.message
+
+
+@needs_root
+def test_later_attempts_of_a_job_find_its_caches():
+    setup = "mkdir -m 1777 /tmp/scratch; mkdir -m 700 /tmp/scratch/rlhpc-0-77 /tmp/scratch/rlhpc-0-77/inductor"
+    found = on_node(setup, CHECK, TMPDIR="/tmp/scratch", SLURM_JOB_ID="77")
+    assert found.environ["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/scratch/rlhpc-0-77/inductor"
+
+
+@needs_root
+def test_a_shared_tmpdir_without_room_for_a_longer_path_is_replaced():
+    given = "/tmp/" + "x" * 50
+    found = on_node(f"mkdir -m 1777 {given}", CHECK, TMPDIR=given, SLURM_JOB_ID="77")
+    assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
+    assert "is shared, and too long for a private folder in it (at most 60); /tmp/rlhpc-0-77 is used" in found.message
 
 
 @needs_root

@@ -153,6 +153,22 @@ def test_files_that_the_index_names_must_exist(inputs):
     assert "lists 2 files, of which 1 are missing: model-2-of-2.safetensors" in refused(inputs)
 
 
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/hostname", 7])
+def test_files_outside_the_folder_are_refused(inputs, name):
+    index = inputs / "model" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": name}}))
+    assert refused(inputs).startswith(f"{index}: 'a' is outside the model's folder, in {name!r}; ")
+
+
+@pytest.mark.parametrize("offsets", [[-8, 0], [8, 4]])
+def test_tensors_outside_their_file_are_refused(inputs, offsets):
+    file = inputs / "model" / "model.safetensors"
+    entries = {"a": {"dtype": "F32", "shape": [2], "data_offsets": offsets}}
+    text = json.dumps({**entries, "b": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
+    assert refused(inputs).startswith(f"{file}: is not a safetensors file; ")
+
+
 def test_weights_of_another_model_are_refused(inputs):
     file = inputs / "model" / "model.safetensors"
     write_safetensors(file, {"model.embed_tokens.weight": (16, 32)})
