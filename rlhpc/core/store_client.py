@@ -15,9 +15,11 @@ from rlhpc.core.store_protocol import (
     CLIENT_BYTES,
     GREETING,
     GREETING_BYTES,
+    MAC_BYTES,
     REFUSED,
     SECRET_BYTES,
     SERVER_BYTES,
+    Direction,
     ProtocolError,
     nonce,
     pack,
@@ -68,7 +70,7 @@ class StoreConnection:
     """One authenticated connection; not thread-safe. Raises OSError or ProtocolError when it is lost."""
 
     def __init__(self, address: StoreAddress, timeout: float = _HANDSHAKE_SECONDS) -> None:
-        self._socket = socket.create_connection((address.host, address.port), timeout=timeout)
+        self._socket = _connect(address.host, address.port, timeout)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -80,8 +82,20 @@ class StoreConnection:
     def call(self, code: int, fields: Sequence[bytes] = (), wait_seconds: float = 0.0) -> tuple[int, list[bytes]]:
         """Answer to one request, which itself may take up to ``wait_seconds``."""
         self._socket.settimeout(wait_seconds + _GRACE_SECONDS)
-        self._socket.sendall(pack(code, fields))
-        return unpack(self._receive(payload_size(self._receive(4))))
+        self.send(pack(code, fields))
+        return unpack(self.receive())
+
+    def send(self, frame: bytes) -> None:
+        """Sends a frame, with its MAC."""
+        self._socket.sendall(self._sent.seal(frame))
+
+    def receive(self) -> bytes:
+        """Payload of the next frame."""
+        head = self._receive(4)
+        rest = self._receive(payload_size(head) + MAC_BYTES)
+        payload = rest[:-MAC_BYTES]
+        self._received.check(head + payload, rest[-MAC_BYTES:])
+        return payload
 
     def close(self) -> None:
         with contextlib.suppress(OSError):
@@ -100,6 +114,7 @@ class StoreConnection:
             raise Refused("it rejects our secret")
         if answer != ACCEPTED or not proves(self._receive(SERVER_BYTES - 1), secret, b"server", theirs, ours):
             raise Refused("the server there does not know the secret")
+        self._sent, self._received = (Direction(secret, role, theirs, ours) for role in (b"client", b"server"))
 
     def _receive(self, size: int) -> bytes:
         data = bytearray(size)
@@ -110,6 +125,22 @@ class StoreConnection:
                 raise ConnectionResetError("the job's store closed the connection")
             got += count
         return bytes(data)
+
+
+def _connect(host: str, port: int, timeout: float) -> socket.socket:
+    """Connects by IPv4, on which the server listens."""
+    cause = OSError(f"no IPv4 address of {host}")
+    for *_, place in socket.getaddrinfo(host, port, socket.AF_INET, socket.SOCK_STREAM):
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(timeout)
+            sock.connect(place)
+        except OSError as error:
+            sock.close()
+            cause = error
+        else:
+            return sock
+    raise cause
 
 
 def reach(address: StoreAddress, seconds: float) -> StoreConnection:
@@ -127,7 +158,7 @@ def reach(address: StoreAddress, seconds: float) -> StoreConnection:
         except ProtocolError as error:
             raise _unreachable(address, str(error), "submit the job again; it will use another port") from None
         except socket.gaierror as error:
-            cause = f"this node does not know the host name ({error.strerror})"
+            cause = f"this node has no IPv4 address of the host name ({error.strerror})"
             remedy = "ask the administrators to make host names resolve on compute nodes"
         except OSError as error:
             cause = f"no connection within {seconds:g} s ({error.strerror or error})"

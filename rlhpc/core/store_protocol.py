@@ -7,12 +7,17 @@ know the job's secret, 32 random bytes that are never sent:
     client: 32 random bytes, HMAC-SHA256(secret, "client" + both)
     server: ACCEPTED, HMAC-SHA256(secret, "server" + both)          or REFUSED, and the end of the connection
 
-Protected: without the secret, a client can neither read nor write a key, nor pose as the store, nor learn the secret
-from a handshake. Not protected: frames are plain, so anyone who can read or change packets on the job's network (root
-on a node, a tapped switch) can read keys and take over a connection. With the secret, everything is allowed.
-
 A frame is its payload's length (4 bytes, big endian) and the payload: a byte with its code, and fields, each after its
-length (4 bytes). A client waits for the answer to its request before it sends another.
+length (4 bytes). A MAC of 32 bytes follows it: HMAC-SHA256 of the frame's number on this connection and the frame,
+under a key of this connection and direction, derived from the secret and both random values. A client waits for the
+answer to its request before it sends another.
+
+Protected: without the secret, a client can neither read nor write a key, nor pose as the store, nor learn the secret
+from a handshake. Whoever relays a connection cannot change, add, repeat, reorder or omit a frame: the next one ends the
+connection. Not protected: frames are not encrypted, so anyone who can read packets on the job's network (root on a
+node, a tapped switch) can read keys, and who can change them can end connections. With the secret, everything is
+allowed. Both sides use IPv4 only: were the server on one family and the clients on both, another program could take the
+same port of the other.
 """
 
 from __future__ import annotations
@@ -24,8 +29,8 @@ from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from hashlib import sha256
 
-GREETING = b"rlhpc-store-1\n"
-SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
+GREETING = b"rlhpc-store-2\n"
+SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = MAC_BYTES = 32
 GREETING_BYTES = len(GREETING) + NONCE_BYTES
 CLIENT_BYTES = NONCE_BYTES + PROOF_BYTES  # all that is read from an unauthenticated client
 SERVER_BYTES = 1 + PROOF_BYTES
@@ -85,8 +90,31 @@ def proves(given: bytes, secret: bytes, role: bytes, server_nonce: bytes, client
     return hmac.compare_digest(given, proof(secret, role, server_nonce, client_nonce))
 
 
+class Direction:
+    """Computes the MACs of one direction of a connection: the frames that ``role`` sends, in order."""
+
+    def __init__(self, secret: bytes, role: bytes, server_nonce: bytes, client_nonce: bytes) -> None:
+        self._key = proof(secret, b"frames of the " + role, server_nonce, client_nonce)
+        self._count = 0
+
+    def seal(self, frame: bytes) -> bytes:
+        """The next frame, with its MAC."""
+        return frame + self._mac(frame)
+
+    def check(self, frame: bytes | bytearray, mac: bytes) -> None:
+        """Raises ProtocolError unless ``mac`` is that of ``frame`` as the next frame."""
+        if not hmac.compare_digest(mac, self._mac(frame)):
+            raise ProtocolError("a frame was changed, repeated or omitted on its way")
+
+    def _mac(self, frame: bytes | bytearray) -> bytes:
+        mac = hmac.new(self._key, _NUMBER.pack(self._count), sha256)
+        mac.update(frame)
+        self._count += 1
+        return mac.digest()
+
+
 def pack(code: int, fields: Iterable[bytes] = ()) -> bytes:
-    """One frame."""
+    """One frame, without its MAC."""
     parts = [bytes((code,))]
     for field in fields:
         parts += (_LENGTH.pack(len(field)), field)
@@ -121,21 +149,22 @@ def payload_size(head: bytes) -> int:
 
 
 class FrameBuffer:
-    """Splits received bytes into frames."""
+    """Splits received bytes into frames and checks their MACs."""
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    def __init__(self, direction: Direction) -> None:
+        self._data, self._direction = bytearray(), direction
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Payloads that ``data`` completes."""
         self._data += data
         while len(self._data) >= _LENGTH.size:
             end = _LENGTH.size + payload_size(bytes(self._data[: _LENGTH.size]))
-            if len(self._data) < end:
+            if len(self._data) < end + MAC_BYTES:
                 return
-            payload = bytes(self._data[_LENGTH.size : end])
-            del self._data[:end]
-            yield payload
+            frame = bytes(self._data[:end])
+            self._direction.check(frame, bytes(self._data[end : end + MAC_BYTES]))
+            del self._data[: end + MAC_BYTES]
+            yield frame[_LENGTH.size :]
 
 
 def number(value: int) -> bytes:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.storage import patiently
-from rlhpc.parallel import cpu_stand_ins
+from rlhpc.parallel import cpu_stand_ins, sealed
 from rlhpc.parallel.loading import RestrictedLoad
 from rlhpc.parallel.saving import patient_writer, write_archive
 from rlhpc.sharding.layout import ParallelLayout
@@ -151,6 +151,28 @@ def hold_sent_tensors() -> None:
 
 
 MegatronGlobals = dict[str, Any]
+
+
+@functools.cache
+def authenticate_objects() -> None:
+    """Adds a MAC to every object of torch's object collectives, Megatron's and vLLM's calls of them too.
+
+    torch unpickles what arrives from any program that poses as a rank (distributed_c10d.py:3402 and 3424, through
+    which all of these collectives go).
+    """
+    c10d: Any = dist.distributed_c10d
+    to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
+
+    def sealed_tensor(obj: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        content, _ = to_tensor(obj, cpu_stand_ins.CPU, group)
+        tensor = torch.frombuffer(bytearray(sealed.seal(content.numpy().tobytes())), dtype=torch.uint8)
+        return tensor.to(device), torch.tensor([tensor.numel()]).to(device)
+
+    def opened_object(tensor: torch.Tensor, size: Any, group: Any) -> Any:
+        content = sealed.opened(tensor.cpu().numpy().tobytes()[: int(size)])
+        return to_object(torch.frombuffer(bytearray(content), dtype=torch.uint8), len(content), group)
+
+    c10d._object_to_tensor, c10d._tensor_to_object = sealed_tensor, opened_object
 
 
 def initialize_model_parallel(layout: ParallelLayout) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlhpc.core import env
 from rlhpc.core.rank import RankInfo
+from rlhpc.parallel import compat, sealed
 from rlhpc.parallel.compat import (
     MegatronGlobals,
     exchange_megatron_globals,
@@ -44,6 +45,8 @@ def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store | None:
     """Store in which this rank finds the others; None to let torch open a TCPStore."""
     store = open_store()
     if store is not None:
+        sealed.use_secret(store.secret)
+        compat.authenticate_objects()
         store.set_timeout(timeout)
         return store
     # A single rank needs no port, which somebody else could take.

@@ -51,6 +51,11 @@ class JobStore(dist.Store):
         self._lock, self._idle, self._pid = threading.Lock(), [reach(address, connect_seconds)], os.getpid()
         _stores.append(self)
 
+    @property
+    def secret(self) -> bytes:
+        """The job's secret."""
+        return self._address.secret
+
     def clone(self) -> JobStore:
         """This store: clones serve threads that must not wait for each other, and here none does."""
         return self

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from rlhpc.parallel.sealed import opened, seal
 from rlhpc.sharding.dispatch import Transfer
 from rlhpc.sharding.layout import ParallelLayout
 
@@ -24,7 +25,7 @@ def gather_objects(mine: T | None) -> list[T | None]:
     """
     own = torch.empty(0, dtype=torch.uint8)
     if mine is not None:
-        own = torch.frombuffer(bytearray(pickle.dumps(mine)), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(seal(pickle.dumps(mine))), dtype=torch.uint8)
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = own.numel()
     dist.all_reduce(sizes)
@@ -36,7 +37,7 @@ def gather_objects(mine: T | None) -> list[T | None]:
         elif size:
             arriving = torch.empty(size, dtype=torch.uint8)
             _broadcast(arriving, rank)
-            found.append(pickle.loads(memoryview(arriving.numpy())))
+            found.append(pickle.loads(opened(arriving.numpy().tobytes())))
         else:
             found.append(None)
     return found
@@ -78,13 +79,13 @@ def give_objects(mine: Mapping[int, T]) -> dict[int, T]:
         to, source = (rank + distance) % ranks, (rank - distance) % ranks
         arriving = _swap(mine[to] if gives[rank, to] else None, to, source if gives[source, rank] else None)
         if arriving is not None:
-            found[source] = pickle.loads(memoryview(arriving.numpy()))
+            found[source] = pickle.loads(opened(arriving.numpy().tobytes()))
     return found
 
 
 def _swap(leaving: object | None, to: int, source: int | None) -> torch.Tensor | None:
     """Sends to one rank and receives the bytes that another one, if any, sends to this one."""
-    own = None if leaving is None else torch.frombuffer(bytearray(pickle.dumps(leaving)), dtype=torch.uint8)
+    own = None if leaving is None else torch.frombuffer(bytearray(seal(pickle.dumps(leaving))), dtype=torch.uint8)
     size = torch.zeros(1, dtype=torch.int64)
     _pass(None if own is None else torch.tensor([own.numel()]), to, None if source is None else size, source)
     arriving = None if source is None else torch.empty(int(size), dtype=torch.uint8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 
 import pytest
@@ -10,7 +11,9 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.store_client import StoreAddress
 from rlhpc.core.store_protocol import (
+    MAC_BYTES,
     MAX_FRAME_BYTES,
+    Direction,
     FrameBuffer,
     Op,
     ProtocolError,
@@ -27,12 +30,19 @@ from rlhpc.core.store_protocol import (
 )
 
 
+def both_ends(role: bytes = b"client") -> tuple[Direction, Direction]:
+    """One direction of a connection, as its sender and its receiver have it."""
+    words = (new_secret(), role, nonce(), nonce())
+    return Direction(*words), Direction(*words)
+
+
 @pytest.mark.parametrize("fields", [[], [b""], [b"key", b"value"], [b"", b"x" * 70000, b"\0\xff"]])
 def test_a_frame_comes_back_however_it_is_cut(fields):
-    frame = pack(Op.SET, fields)
-    for step in (1, 3, len(frame)):
-        buffer = FrameBuffer()
-        found = [p for at in range(0, 2 * len(frame), step) for p in buffer.feed((frame + frame)[at : at + step])]
+    ours, theirs = both_ends()
+    sent = ours.seal(pack(Op.SET, fields)) + ours.seal(pack(Op.SET, fields))
+    for step in (1, 3, len(sent)):
+        buffer = FrameBuffer(copy.copy(theirs))
+        found = [p for at in range(0, len(sent), step) for p in buffer.feed(sent[at : at + step])]
         assert [unpack(payload) for payload in found] == [(Op.SET, fields)] * 2
 
 
@@ -56,7 +66,7 @@ def test_random_payloads_are_refused_or_understood_but_never_crash():
 @pytest.mark.parametrize("size", [0, MAX_FRAME_BYTES + 1, 2**32 - 1])
 def test_a_frame_of_an_impossible_size_is_refused_by_its_head(size):
     with pytest.raises(ProtocolError):
-        list(FrameBuffer().feed(size.to_bytes(4, "big")))
+        list(FrameBuffer(both_ends()[1]).feed(size.to_bytes(4, "big")))
 
 
 def test_too_large_a_value_is_refused_before_it_is_sent(monkeypatch):
@@ -102,3 +112,34 @@ def test_a_bad_address_is_a_user_error(text):
 def test_a_bad_secret_is_a_user_error_that_does_not_show_it(secret):
     with pytest.raises(UserError, match=f"{env.RLHPC_STORE_SECRET}: not 32 bytes in hexadecimal;"):
         StoreAddress.parse("node1:20001", secret)
+
+
+@pytest.mark.parametrize("order", [[1], [0, 0], [1, 0], [0, 2]])
+def test_a_frame_omitted_repeated_or_out_of_order_is_refused(order):
+    ours, theirs = both_ends()
+    sent = [ours.seal(pack(Op.SET, [b"key", number(n)])) for n in range(3)]
+    with pytest.raises(ProtocolError, match="changed, repeated or omitted"):
+        list(FrameBuffer(theirs).feed(b"".join(sent[n] for n in order)))
+
+
+def test_a_changed_byte_of_a_frame_is_refused():
+    ours, theirs = both_ends()
+    frame = ours.seal(pack(Op.SET, [b"key", b"value"]))
+    for at in range(4, len(frame)):  # in the length, it could only announce more bytes
+        changed = bytearray(frame)
+        changed[at] ^= 1
+        with pytest.raises(ProtocolError):
+            list(FrameBuffer(copy.copy(theirs)).feed(changed))
+
+
+def test_a_frame_is_of_one_connection_and_direction():
+    secret, theirs, ours = new_secret(), nonce(), nonce()
+    mac = Direction(secret, b"client", theirs, ours).seal(b"frame")[-MAC_BYTES:]
+    others = [
+        (secret, b"server", theirs, ours),
+        (secret, b"client", theirs, nonce()),
+        (secret, b"client", nonce(), ours),
+    ]
+    for other in others:
+        with pytest.raises(ProtocolError):
+            Direction(*other).check(b"frame", mac)

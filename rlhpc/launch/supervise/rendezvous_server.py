@@ -7,13 +7,13 @@ has the protocol and what it protects.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import resource
 import socket
-import struct
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from rlhpc.core import env
 from rlhpc.core.shown import show
@@ -23,25 +23,27 @@ from rlhpc.core.store_protocol import (
     GREETING,
     NONCE_BYTES,
     REFUSED,
+    Direction,
     FrameBuffer,
     Op,
     ProtocolError,
     Status,
-    as_number,
     as_seconds,
     new_secret,
     nonce,
-    number,
     pack,
     proof,
     proves,
     unpack,
 )
+from rlhpc.launch.supervise.store_values import Values, Wait
 
 # Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
 PORTS = range(20000, 30000)
 HANDSHAKE_SECONDS = 5.0
 _MOST_STRANGERS = 2048  # unauthenticated connections; the oldest is dropped for the next
+_ACCEPTED_AT_ONCE = 16  # connections; established ones are served before the next
+_PAUSE_SECONDS = 0.1  # without new connections, if no descriptor is free
 _LOGGED_STRANGERS = 5  # lines about them on stderr
 
 
@@ -50,9 +52,11 @@ class StoreServer:
 
     def __init__(self, listener: socket.socket, secret: bytes) -> None:
         self.secret, self.port = secret, int(listener.getsockname()[1])
-        self._listener, self._values = listener, _Values()
+        self._listener, self._values = listener, Values()
         self._connections: set[_Connection] = set()
         self._strangers: dict[_Connection, None] = {}  # by age
+        self._most_strangers = min(_MOST_STRANGERS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
+        self._opening: set[asyncio.Task[object]] = set()
         self._logged = 0
         self._loop = asyncio.new_event_loop()
         self._end = asyncio.Event()
@@ -100,20 +104,54 @@ class StoreServer:
             self._loop.close()
 
     async def _serve(self) -> None:
-        server = await self._loop.create_server(lambda: _Connection(self), sock=self._listener, backlog=4096)
+        self._loop.add_reader(self._listener, self._accept)
         await self._end.wait()
-        server.close()
+        self._loop.remove_reader(self._listener)
+        self._listener.close()
+        await asyncio.gather(*self._opening, return_exceptions=True)
         for connection in list(self._connections):
             connection.drop()
         await asyncio.sleep(0)  # the sockets are closed by callbacks
 
-    # Called by connections, in the server's thread.
+    def _accept(self) -> None:
+        """Accepts a few connections: asyncio's own server takes a whole backlog before it serves anyone."""
+        for _ in range(_ACCEPTED_AT_ONCE):
+            try:
+                sock, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._loop.remove_reader(self._listener)
+                self._loop.call_later(_PAUSE_SECONDS, self._accept_again)
+                return
+            sock.settimeout(0)
+            if _has_left(sock):
+                sock.close()
+            else:
+                self._open(sock)
 
-    def _joined(self, connection: _Connection) -> None:
+    def _accept_again(self) -> None:
+        if not self._end.is_set():
+            self._loop.add_reader(self._listener, self._accept)
+
+    def _open(self, sock: socket.socket) -> None:
+        connection = _Connection(self)
         self._connections.add(connection)
         self._strangers[connection] = None
-        if len(self._strangers) > _MOST_STRANGERS:
-            next(iter(self._strangers)).drop()
+        if len(self._strangers) > self._most_strangers:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.drop()
+        task = self._loop.create_task(self._loop.connect_accepted_socket(lambda: connection, sock))
+        self._opening.add(task)
+        task.add_done_callback(lambda done: self._opened(connection, done))
+
+    def _opened(self, connection: _Connection, done: asyncio.Task[object]) -> None:
+        self._opening.discard(done)
+        if done.cancelled() or done.exception() is not None:  # no transport will report its end
+            self._left(connection)
+
+    # Called by connections, in the server's thread.
 
     def _proved(self, connection: _Connection) -> None:
         self._strangers.pop(connection, None)
@@ -147,6 +185,16 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _has_left(sock: socket.socket) -> bool:
+    """Whether the client has closed the connection already, as most of a flood have."""
+    try:
+        return not sock.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
 def _allow_connections() -> None:
     """Raises the soft limit on open files, often 1,024, to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -159,27 +207,33 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, server: StoreServer) -> None:
         self._server, self._values = server, server._values
-        self._nonce, self._proof, self._frames = nonce(), b"", FrameBuffer()
-        self._known, self._peer = False, "?"
-        self._wait: _Wait | None = None
+        self._nonce, self._proof, self._peer = nonce(), b"", "?"
+        self._received: FrameBuffer | None = None  # None until the client has proved the secret
+        self._transport: asyncio.Transport | None = None
+        self._dropped = False
+        self._wait: Wait | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
         self._peer = str((transport.get_extra_info("peername") or ("?",))[0])
-        sock = transport.get_extra_info("socket")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._patience = self._server._loop.call_later(HANDSHAKE_SECONDS, self._give_up)
-        self._server._joined(self)
+        if self._dropped:
+            transport.abort()
+            return
+        sock = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError):  # it has left already
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         transport.write(GREETING + self._nonce)
 
     def data_received(self, data: bytes) -> None:
         try:
-            if not self._known:
+            if self._received is None:
                 data = self._prove(data)
-            for payload in self._frames.feed(data) if data else ():
-                self._request(payload)
+            if self._received is not None:
+                for payload in self._received.feed(data):
+                    self._request(payload)
         except ProtocolError as error:
             self._server._log(self._peer, f"broke the protocol: {error}")
             self.drop()
@@ -192,10 +246,13 @@ class _Connection(asyncio.Protocol):
 
     def drop(self) -> None:
         """Ends the connection at once."""
-        self._transport.abort()
+        self._dropped = True
+        if self._transport is not None:
+            self._transport.abort()
 
     def _prove(self, data: bytes) -> bytes:
         """Takes the proof; returns the data after it, empty while the proof is incomplete or if it is wrong."""
+        assert self._transport is not None
         missing = CLIENT_BYTES - len(self._proof)
         self._proof += data[:missing]
         if len(self._proof) < CLIENT_BYTES or self._transport.is_closing():
@@ -207,7 +264,8 @@ class _Connection(asyncio.Protocol):
             self._transport.write(REFUSED)
             self._transport.close()
             return b""
-        self._known = True
+        self._received = FrameBuffer(Direction(secret, b"client", self._nonce, theirs))
+        self._sent = Direction(secret, b"server", self._nonce, theirs)
         self._patience.cancel()
         self._server._proved(self)
         self._transport.write(ACCEPTED + proof(secret, b"server", self._nonce, theirs))
@@ -229,7 +287,7 @@ class _Connection(asyncio.Protocol):
         self._answer(*self._values.answer(code, fields))
 
     def _wait_for(self, code: int, seconds: float, keys: list[bytes]) -> None:
-        wait = _Wait(keys, self._arrived, with_values=code == Op.GET)
+        wait = Wait(keys, self._arrived, with_values=code == Op.GET)
         if self._values.advance(wait):
             return
         self._wait = wait
@@ -246,99 +304,9 @@ class _Connection(asyncio.Protocol):
         self._answer(Status.TIMEOUT, self._values.missing(wait.keys))
 
     def _answer(self, status: Status, fields: Sequence[bytes]) -> None:
+        assert self._transport is not None
         try:
-            self._transport.write(pack(status, fields))
+            frame = pack(status, fields)
         except ValueError as error:  # values that are too large together
-            self._transport.write(pack(Status.INVALID, [str(error).encode()]))
-
-
-class _Wait:
-    """A client waiting for ``keys``, one at a time, so that many keys cost no more memory."""
-
-    def __init__(self, keys: Sequence[bytes], arrived: Callable[[Sequence[bytes]], None], *, with_values: bool) -> None:
-        self.keys, self.with_values, self.arrived = keys, with_values, arrived
-        self.next = 0
-        self.timer: asyncio.TimerHandle | None = None
-
-
-class _Values:
-    """Keys, values, and waiting clients. Not thread-safe."""
-
-    def __init__(self) -> None:
-        self._values: dict[bytes, bytes] = {}
-        self._waiting: dict[bytes, dict[_Wait, None]] = {}
-
-    def missing(self, keys: Sequence[bytes]) -> list[bytes]:
-        return [key for key in keys if key not in self._values]
-
-    def advance(self, wait: _Wait) -> bool:
-        """Answers ``wait`` if all its keys exist, else keeps it until the next one is set."""
-        values = self._values
-        while wait.next < len(wait.keys):
-            key = wait.keys[wait.next]
-            if key not in values:
-                self._waiting.setdefault(key, {})[wait] = None
-                return False
-            wait.next += 1
-            if wait.next == len(wait.keys) and wait.with_values and self.missing(wait.keys):
-                wait.next = 0  # a key was deleted meanwhile
-        if wait.timer is not None:
-            wait.timer.cancel()
-        wait.arrived([values[key] for key in wait.keys] if wait.with_values else ())
-        return True
-
-    def forget(self, wait: _Wait) -> None:
-        """Removes ``wait``."""
-        if wait.timer is not None:
-            wait.timer.cancel()
-        if wait.next < len(wait.keys):
-            key = wait.keys[wait.next]
-            self._waiting.get(key, {}).pop(wait, None)
-            if not self._waiting.get(key, True):
-                del self._waiting[key]
-
-    def answer(self, code: int, fields: list[bytes]) -> tuple[Status, Sequence[bytes]]:
-        """Executes a request that needs no waiting."""
-        match code, fields:
-            case Op.SET, [key, value]:
-                self._put(key, value)
-            case Op.ADD, [key, amount]:
-                return self._add(key, as_number(amount))
-            case Op.CHECK, keys:
-                return Status.DONE, [number(int(not self.missing(keys)))]
-            case Op.COMPARE_SET, [key, expected, desired]:
-                return Status.DONE, [self._compare_set(key, expected, desired)]
-            case Op.DELETE, [key]:
-                return Status.DONE, [number(self._values.pop(key, None) is not None)]
-            case Op.NUM_KEYS, []:
-                return Status.DONE, [number(len(self._values))]
-            case Op.APPEND, [key, value]:
-                self._put(key, self._values.get(key, b"") + value)
-            case Op.MULTI_SET, pairs if len(pairs) % 2 == 0:
-                for key, value in zip(pairs[::2], pairs[1::2], strict=True):
-                    self._put(key, value)
-            case _:
-                raise ProtocolError(f"request {code} with {len(fields)} fields")
-        return Status.DONE, ()
-
-    def _put(self, key: bytes, value: bytes) -> None:
-        self._values[key] = value
-        for wait in self._waiting.pop(key, ()):
-            self.advance(wait)
-
-    def _add(self, key: bytes, amount: int) -> tuple[Status, Sequence[bytes]]:
-        try:
-            total = int(self._values.get(key, b"0")) + amount
-            answer = [number(total)]
-        except (ValueError, struct.error):
-            return Status.INVALID, [b"the value is not a 64-bit number"]
-        self._put(key, str(total).encode())
-        return Status.DONE, answer
-
-    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Value afterwards; ``expected`` if there is none but one was expected."""
-        present = self._values.get(key)
-        if present == expected or (present is None and not expected):
-            self._put(key, desired)
-            return desired
-        return expected if present is None else present
+            frame = pack(Status.INVALID, [str(error).encode()])
+        self._transport.write(self._sent.seal(frame))
