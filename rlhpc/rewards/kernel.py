@@ -17,6 +17,9 @@ _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
+_CAPABILITIES = 64  # of any kernel
+_CAPABILITY_VERSION = 0x20080522
 _SECCOMP_MODE_FILTER = 2
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 
@@ -50,6 +53,19 @@ def filter_calls(program: bytes) -> None:
     code = ctypes.create_string_buffer(program)
     head = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(code))  # struct sock_fprog
     _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, head, 0, 0)
+
+
+def bound_capabilities() -> None:
+    """Prevents this process and its children from regaining capabilities by executing a program."""
+    for capability in range(_CAPABILITIES):
+        with contextlib.suppress(OSError):  # unknown, or this process may not change the set: then it has none to drop
+            if _call("prctl", _PR_CAPBSET_READ, capability, 0, 0, 0) == 1:
+                _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Gives up every capability."""
+    _call("capset", struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24))  # effective, permitted, inheritable
 
 
 def forget_keys() -> None:
