@@ -135,7 +135,7 @@ class _Step:
 def filter_program(*, alone: bool) -> bytes | None:
     """The filter for this process; None on an unknown processor.
 
-    ``alone``: without namespaces the filter also denies new processes, whatever acts on other processes, and the
+    ``alone``: without namespaces the filter also denies new processes, every call that acts on another process, and the
     network.
     """
     table = _TABLES.get(platform.machine())

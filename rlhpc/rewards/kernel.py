@@ -34,6 +34,10 @@ _MOUNT_FLAGS = {
     4096: MS_RELATIME,
 }
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203}
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # of every processor
+_LANDLOCK_VERSION = 1
+_LANDLOCK_DEVICES = 1 << 6 | 1 << 11  # making character and block devices
+_LANDLOCK_SCOPES = 0b11  # abstract sockets and signals, from version 6
 _KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -72,6 +76,19 @@ def forget_keys() -> None:
     """Leaves the session's keyring, which may hold Kerberos tickets."""
     with contextlib.suppress(OSError):  # a kernel without keyrings
         _system_call(_KEYCTL, _KEYCTL_JOIN_SESSION_KEYRING, None)
+
+
+def enter_domain() -> None:
+    """Where the kernel has Landlock, takes from this process and its children the access to memory and environment of
+    other processes, and signals to them. Requires ``gain_no_rights`` before."""
+    with contextlib.suppress(OSError):  # a kernel without Landlock
+        version = _call("syscall", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
+        # A domain denies something. Devices are not made by programs anyway.
+        rules = struct.pack("QQQ", _LANDLOCK_DEVICES, 0, _LANDLOCK_SCOPES)
+        rules = rules if version >= 6 else rules[:8]
+        domain = _call("syscall", _LANDLOCK_CREATE, rules, len(rules), 0)
+        _call("syscall", _LANDLOCK_RESTRICT, domain, 0)
+        os.close(domain)
 
 
 def unshare_all() -> None:

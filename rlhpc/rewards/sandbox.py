@@ -288,6 +288,8 @@ class Sandbox:
         end_with_parent(lifeline)
         kernel.forget_keys()
         kernel.gain_no_rights()
+        if not self._isolated:
+            kernel.enter_domain()
         for target, stream in enumerate(task.streams):
             os.dup2(stream, target)
         close_all_but({0, 1, 2, outbox})  # which is closed on exec

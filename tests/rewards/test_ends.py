@@ -22,8 +22,8 @@ from tests.rewards.users import PYTHON, ROOT, needs_python
 pytestmark = [needs_python]
 ISOLATIONS = ("namespaces", "filter")
 
-# Runs a program that sleeps. Process number ``link`` (1: the guard, 2: the first of the namespace, 3: the program) waits
-# for the test before it asks to end with its parent: as on a machine that is slow in this moment.
+# Runs a program that sleeps. Process number ``link`` (1: guard, 2: first of the namespace, 3: program) waits for the
+# test before it asks to end with its parent: as on a machine that is slow at this moment.
 _WORKER = """
 import mmap, os, sys, time
 from rlhpc.rewards import kernel
@@ -60,7 +60,7 @@ def _is_left(command: list[str], mark: str) -> bool:
 
 
 def _is_program(command: list[str]) -> bool:
-    return command[-1].endswith(("/work/solution.py", "/tmp/solution.py"))
+    return command[-1].endswith("/solution.py")
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import tempfile
@@ -96,6 +97,23 @@ def test_other_processes_of_the_user_are_out_of_reach(neighbour, public):
     assert neighbour.poll() is None
     assert (limits.read_text(), os.getpriority(os.PRIO_PROCESS, neighbour.pid)) == before
     assert os.sched_getaffinity(neighbour.pid) == os.sched_getaffinity(0)
+
+
+_LOOKS = """
+for name in ("environ", "mem", "maps"):
+    try:
+        print(name, len(open("/proc/{other}/" + name, "rb").read(1)))
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+@needs_root
+def test_memory_and_environment_of_other_processes_are_closed_where_landlock_is(neighbour, public):
+    if ctypes.CDLL(None).syscall(444, None, 0, 1) < 1:
+        pytest.skip("a kernel without Landlock")
+    ((code, output, errors),) = run_as(AS_NOBODY, _LOOKS.format(other=neighbour.pid))
+    assert (code, output.split()) == (0, ["PermissionError"] * 3), errors
 
 
 _WHO = """
