@@ -18,6 +18,7 @@ from collections.abc import Iterator
 _MIB = 1 << 20
 _MOST_DEPTH = 100  # of subfolders: the time of a measurement grows with depth
 _NEW_SECONDS = 60.0  # in which a folder may not be locked yet
+_REMOVE_SECONDS = 5.0  # for one folder; the rest is left to the next worker
 _OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -62,12 +63,13 @@ def _sweep(path: str, new_seconds: float) -> None:
 
 
 def remove(path: str) -> None:
-    """Removes a folder; what cannot be removed stays. Subfolders are moved up first: no depth is too much."""
+    """Removes a folder; what cannot be removed in time stays. Subfolders are moved up first: no depth is too much."""
+    deadline = time.monotonic() + _REMOVE_SECONDS
     with contextlib.suppress(OSError):
         top = os.open(path, _OPEN)
         try:
             waiting = _clear(top, top)
-            while waiting:
+            while waiting and time.monotonic() < deadline:
                 name = waiting.pop()
                 with contextlib.suppress(OSError):
                     folder = os.open(name, _OPEN, dir_fd=top)
