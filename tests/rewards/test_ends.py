@@ -50,17 +50,17 @@ class Worker:
     mark: str
 
     def left(self) -> list[psutil.Process]:
-        """Its processes, but for itself: their command lines are its own, or those of programs."""
-        every = [p for p in psutil.process_iter(["cmdline"]) if _is_left(p.info["cmdline"] or [""], self.mark)]
-        return [p for p in every if p.pid != self.process.pid]
+        """Its processes, but for itself."""
+        return [process for process in _marked(self.mark) if process.pid != self.process.pid]
+
+    def programs(self) -> list[psutil.Process]:
+        return [p for p in self.left() if (p.info["cmdline"] or [""])[-1].endswith("/solution.py")]
 
 
-def _is_left(command: list[str], mark: str) -> bool:
-    return mark in command or _is_program(command)
-
-
-def _is_program(command: list[str]) -> bool:
-    return command[-1].endswith("/solution.py")
+def _marked(mark: str) -> list[psutil.Process]:
+    """Processes of a sandbox that have a mark in the one variable that programs are given too."""
+    every = psutil.process_iter(["cmdline", "environ"])
+    return [p for p in every if (p.info["environ"] or {}).get("LD_LIBRARY_PATH") == mark]
 
 
 @pytest.fixture
@@ -74,10 +74,11 @@ def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
         path = tmp_path / "shared"
         path.write_bytes(bytes(2))
         monkeypatch.setenv("TMPDIR", str(tmp_path))
+        monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
         arguments = [str(path), isolation, str(link), str(within), PYTHON]
         process = subprocess.Popen([sys.executable, "-c", _WORKER, *arguments], cwd=ROOT)
         with path.open("r+b") as file:
-            workers.append(Worker(process, mmap.mmap(file.fileno(), 2), str(path)))
+            workers.append(Worker(process, mmap.mmap(file.fileno(), 2), str(tmp_path)))
         return workers[-1]
 
     yield start
@@ -109,7 +110,7 @@ def test_a_program_ends_in_time_though_its_worker_is_stopped(worker, isolation: 
     started = worker(isolation, within=1)
     until(lambda: started.shared[0] == 3, "the program")
     started.process.send_signal(signal.SIGSTOP)
-    until(lambda: all(p.status() == psutil.STATUS_ZOMBIE for p in started.left()), "its end")
+    until(lambda: not started.left(), "its end", lambda: str(started.left()))
 
 
 @pytest.mark.workers
@@ -117,7 +118,7 @@ def test_a_folder_that_a_killed_worker_left_is_swept(worker, tmp_path, monkeypat
     """Not one that is in use, nor one so new that its worker may not have locked it."""
     monkeypatch.setattr(folder.tempfile, "tempdir", str(tmp_path))
     started = worker("filter")
-    until(lambda: any(_is_program(p.cmdline()) for p in started.left()), "the program")
+    until(started.programs, "the program")
     started.process.kill()
     started.process.wait()
     until(lambda: not started.left(), "its end")
@@ -152,14 +153,6 @@ for _ in range(kills):
 def test_hundreds_of_killed_workers_leave_no_process(isolation: str, tmp_path: Path, monkeypatch):
     """At random in the first 30 ms of a run."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     subprocess.run([sys.executable, "-c", _KILLED, isolation, "500", PYTHON], cwd=ROOT, check=True)
-
-    def left() -> list[psutil.Process]:
-        every = psutil.process_iter(["cmdline"])
-        return [
-            p
-            for p in every
-            if set(p.info["cmdline"] or []) & {_KILLED, "/tmp/solution.py"} or _is_program(p.info["cmdline"] or [""])
-        ]
-
-    until(lambda: not left(), "the end of all processes", lambda: str(left()))
+    until(lambda: not _marked(str(tmp_path)), "the end of all processes", lambda: str(_marked(str(tmp_path))))
