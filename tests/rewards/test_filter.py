@@ -132,7 +132,9 @@ print(os.stat("own").st_uid)
 
 @needs_root
 @pytest.mark.parametrize(
-    ("prepare", "user", "own"), [("", NOBODY, NOBODY), (AS_ROOT_OF_A_NAMESPACE, 0, 0), (AS_NOBODY, NOBODY, NOBODY)]
+    ("prepare", "user", "own"),
+    [("", NOBODY, NOBODY), (AS_ROOT_OF_A_NAMESPACE, 0, 0), (AS_NOBODY, NOBODY, NOBODY)],
+    ids=["root", "root of a namespace", "nobody"],
 )
 def test_a_program_of_root_is_nobody_s(public, prepare: str, user: int, own: int):
     """An ordinary user who is root in a namespace of his own keeps no capabilities there."""
@@ -172,10 +174,11 @@ def test_the_folder_is_bounded_in_bytes_files_and_depth(public):
     assert not list(public.iterdir())
 
 
-def test_a_folder_deeper_than_the_stack_is_removed(public):
+@pytest.mark.parametrize("prepare", ["", pytest.param(AS_NOBODY, marks=needs_root)], ids=["self", "nobody"])
+def test_a_folder_deeper_than_the_stack_is_removed(public, prepare: str):
     """Made faster than it is measured."""
     deep = "import os\nfor n in range(3000):\n    os.mkdir('a')\n    os.chdir('a')\nos.chmod('.', 0)"
-    run_as("", deep)
+    run_as(prepare, deep)
     assert not list(public.iterdir())
 
 
