@@ -1,7 +1,7 @@
 """Reward functions, and the processes that call them.
 
     response ─> reward_workers.py ─> pool.py ─> worker.py (one per process) ─> a reward function
-                               │            └─> code.py ─> sandbox.py: guard, namespaces, the program under limits
+                               │            └─> code.py ─> sandbox.py: guard, first process, the program under limits
                                └ limits the time of each call, replaces a worker that hangs or dies
 
 In: responses as they finish; out: scores. Workers are spawned, not forked; they import no torch, ignore the signals

@@ -17,6 +17,9 @@ _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MNT_DETACH = 2
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
+_PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
+_CAPABILITIES = 64  # of any kernel
+_CAPABILITY_VERSION = 0x20080522
 _SECCOMP_MODE_FILTER = 2
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 
@@ -31,6 +34,10 @@ _MOUNT_FLAGS = {
     4096: MS_RELATIME,
 }
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203}
+_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # of every processor
+_LANDLOCK_VERSION = 1
+_LANDLOCK_DEVICES = 1 << 6 | 1 << 11  # making character and block devices
+_LANDLOCK_SCOPES = 0b11  # abstract sockets and signals, from version 6
 _KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -52,10 +59,36 @@ def filter_calls(program: bytes) -> None:
     _call("prctl", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, head, 0, 0)
 
 
+def bound_capabilities() -> None:
+    """Prevents this process and its children from regaining capabilities by executing a program."""
+    for capability in range(_CAPABILITIES):
+        with contextlib.suppress(OSError):  # unknown, or this process may not change the set: then it has none to drop
+            if _call("prctl", _PR_CAPBSET_READ, capability, 0, 0, 0) == 1:
+                _call("prctl", _PR_CAPBSET_DROP, capability, 0, 0, 0)
+
+
+def drop_capabilities() -> None:
+    """Gives up every capability."""
+    _call("capset", struct.pack("Ii", _CAPABILITY_VERSION, 0), bytes(24))  # effective, permitted, inheritable
+
+
 def forget_keys() -> None:
     """Leaves the session's keyring, which may hold Kerberos tickets."""
     with contextlib.suppress(OSError):  # a kernel without keyrings
         _system_call(_KEYCTL, _KEYCTL_JOIN_SESSION_KEYRING, None)
+
+
+def enter_domain() -> None:
+    """Where the kernel has Landlock, takes from this process and its children the access to memory and environment of
+    other processes, and signals to them. Requires ``gain_no_rights`` before."""
+    with contextlib.suppress(OSError):  # a kernel without Landlock
+        version = _call("syscall", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
+        # A domain denies something. Devices are not made by programs anyway.
+        rules = struct.pack("QQQ", _LANDLOCK_DEVICES, 0, _LANDLOCK_SCOPES)
+        rules = rules if version >= 6 else rules[:8]
+        domain = _call("syscall", _LANDLOCK_CREATE, rules, len(rules), 0)
+        _call("syscall", _LANDLOCK_RESTRICT, domain, 0)
+        os.close(domain)
 
 
 def unshare_all() -> None:

@@ -11,13 +11,10 @@ import contextlib
 import math
 import os
 import resource
-import select
-import shutil
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NoReturn
@@ -27,17 +24,21 @@ from rlhpc.core.errors import UserError
 from rlhpc.rewards import kernel
 from rlhpc.rewards.calls import CallDied
 from rlhpc.rewards.filter import filter_program
+from rlhpc.rewards.folder import exceeds, private_folder, sweep
+from rlhpc.rewards.processes import close_all_but, end_with_parent, fork, readable, send, threads
+from rlhpc.rewards.shown import ROOT, mount_points, show, shown_paths
+from rlhpc.rewards.users import INSIDE, become, give_up_rights, map_users, program_user
 
 Isolation = Literal["namespaces", "filter"]
 
 _MIB = 1 << 20
-_USER = 1000  # the program's user, inside its namespace
-_NOBODY = 65534
 _WORK = "/tmp"
-# Mount point of the new root. Every Linux has it, and nothing shown to the program lies below it.
-_ROOT = "/proc"
-_SHOWN = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom", "/dev/random")
+_MOST_FILES = 8192  # of a program's folder, with its subfolders
+_SIGNALS = 64  # queued signals and timers: the kernel counts those of the user
+_LOOK_SECONDS = 0.02  # between two measurements of a program without namespaces
+_END_SECONDS = 10.0  # in which a sandbox ends after its program
+# Counts of the user that a program could use up outside its namespaces.
+_NONE_INSIDE = ("user_namespaces", "inotify_instances", "inotify_watches", "fanotify_groups", "fanotify_marks")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,20 @@ class _Pipes:
     wait: int
 
 
+@dataclass(frozen=True)
+class _Task:
+    """A program, its standard streams and folder, and the time of ``time.monotonic`` at which it is killed.
+
+    ``user``: without namespaces the program's user, if it is not this process's.
+    """
+
+    program: bytes
+    streams: tuple[int, ...]
+    folder: str
+    user: int | None
+    deadline: float
+
+
 class SandboxError(RuntimeError):
     """The sandbox failed, not the program."""
 
@@ -101,8 +116,6 @@ class Sandbox:
         libraries = os.environ.get(env.LD_LIBRARY_PATH, "")
         self._environment = {
             env.PATH: "/usr/bin:/bin",
-            env.HOME: _WORK,
-            env.TMPDIR: _WORK,
             env.LANG: "C.UTF-8",
             env.OMP_NUM_THREADS: "1",
             env.OPENBLAS_NUM_THREADS: "1",
@@ -111,16 +124,19 @@ class Sandbox:
         }
         prefixes = [sys.base_prefix, sys.base_exec_prefix, *([sys.prefix, sys.exec_prefix] if packages else [])]
         prefixes += [os.path.realpath(prefix) for prefix in prefixes]
-        shown = [*_SHOWN, *prefixes, *_interpreter_libraries(), *libraries.split(":"), *paths, *_DEVICES]
-        there = [path for path in shown if os.path.isabs(path) and os.path.lexists(path)]
-        self._mounts = _outermost(there) if self._isolated else []
+        self._mounts = shown_paths(prefixes, libraries, paths) if self._isolated else []
+        self._own = list(paths)
+        if not self._isolated:
+            sweep()
 
     def check(self) -> None:
         """Raises a UserError if this machine does not allow the sandbox."""
         try:
             result = self.run("print('ready')")
         except SandboxError as error:
-            raise UserError(f"this machine allows no sandbox: {error}", remedy=_remedy()) from None
+            raise UserError(
+                f"this machine allows no sandbox: {error}", remedy=_remedy(isolated=self._isolated)
+            ) from None
         if result.output != "ready\n":
             raise UserError(
                 f"Python does not start in the sandbox: exit code {result.code}, {result.errors.strip()[-300:]!r}",
@@ -129,24 +145,36 @@ class Sandbox:
 
     def run(self, program: str, stdin: str = "", within: float = math.inf) -> ProgramResult:
         """Runs a program to its end, its time limit or ``within`` seconds."""
-        streams = [os.memfd_create(name) for name in ("in", "out", "err")]
-        folder = _WORK if self._isolated else tempfile.mkdtemp(prefix="sandbox-")
+        streams = tuple(os.memfd_create(name) for name in ("in", "out", "err"))
         try:
             os.write(streams[0], stdin.encode())
             os.lseek(streams[0], 0, os.SEEK_SET)
-            started = time.monotonic()
-            started_as = self._start(program.encode(), streams, folder)
-            code = self._attend(started + min(3 * self._limits.seconds, within), *started_as)
-            return ProgramResult(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
+            with self._folder() as (folder, user):
+                started = time.monotonic()
+                deadline = started + min(3 * self._limits.seconds, within)
+                task = _Task(program.encode(), streams, folder, user, deadline)
+                code = self._attend(deadline + _END_SECONDS, *self._start(task))
+                return ProgramResult(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
         finally:
             for stream in streams:
                 os.close(stream)
-            if not self._isolated:
-                shutil.rmtree(folder, ignore_errors=True)
 
     # ---- outside
 
-    def _start(self, program: bytes, streams: list[int], folder: str) -> tuple[int, int, int]:
+    @contextlib.contextmanager
+    def _folder(self) -> Iterator[tuple[str, int | None]]:
+        """The program's folder; without namespaces also its user, if it is not this process's."""
+        if self._isolated:
+            yield _WORK, None
+            return
+        try:
+            user = program_user()
+        except OSError as error:
+            raise SandboxError(str(error)) from error
+        with private_folder(user) as folder:
+            yield folder, user
+
+    def _start(self, task: _Task) -> tuple[int, int, int]:
         """(process, pipe of its messages, pipe that it waits at)."""
         messages, outbox = os.pipe()
         wait, go = os.pipe()
@@ -159,26 +187,31 @@ class Sandbox:
         try:
             os.close(messages)
             os.close(go)
-            self._be_guard(_Pipes(parent, outbox, wait), program, streams, folder)
+            self._be_guard(_Pipes(parent, outbox, wait), task)
         except BaseException as error:
-            _send(outbox, f"E{error}")
+            send(outbox, f"E{error}")
         finally:
             os._exit(1)
 
     def _attend(self, deadline: float, process: int, messages: int, go: int) -> int | None:
-        """Lets the guard continue once it has its namespaces. The exit code that it sends; None after the deadline."""
+        """Lets the guard continue once it has its namespaces. The exit code that it sends; None if time ran out."""
+        ends = False
         try:
             while True:
-                ready, _, _ = select.select([messages], [], [], max(0.0, deadline - time.monotonic()))
+                ready = readable(messages, deadline)
                 message = os.read(messages, 4096).decode() if ready else ""
                 match message[:1]:
                     case "U":
-                        _map_users(process)
+                        map_users(process)
                         os.write(go, b"x")
                     case "E":
                         raise SandboxError(message[1:].splitlines()[0])
                     case "D":
+                        ends = True
                         return os.waitstatus_to_exitcode(int(message[1:]))
+                    case "T":
+                        ends = True
+                        return None
                     case _ if ready:
                         raise SandboxKilled("the sandbox was killed from outside, perhaps because memory ran out")
                     case _:
@@ -186,77 +219,106 @@ class Sandbox:
         except OSError as error:
             raise SandboxError(str(error)) from error
         finally:
-            os.kill(process, signal.SIGKILL)
+            # The pipe ends with the last process of the sandbox.
+            if not (ends and readable(messages, time.monotonic() + _END_SECONDS)):
+                os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
             os.close(messages)
             os.close(go)
 
     # ---- inside: each of these is a process that ends in its function
 
-    def _be_guard(self, pipes: _Pipes, program: bytes, streams: list[int], folder: str) -> NoReturn:
-        """The worker's child; the next process ends with it."""
+    def _be_guard(self, pipes: _Pipes, task: _Task) -> NoReturn:
+        """The worker's child; the next process ends with it, at the latest when its alarm rings."""
         outbox = pipes.outbox
-        _close_all_but({0, 1, 2, outbox, pipes.wait, *streams})
+        close_all_but({0, 1, 2, outbox, pipes.wait, *task.streams})
         if self._isolated:
             kernel.unshare_all()
-            _send(outbox, "U")
+            send(outbox, "U")
             os.read(pipes.wait, 1)
         kernel.die_with_parent()
         if os.getppid() != pipes.parent:
             os._exit(1)
-        _child(outbox, lambda: self._be_first(outbox, program, streams, folder))
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the wait status
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.setitimer(signal.ITIMER_REAL, max(0.0, task.deadline - time.monotonic()) + 3 * _END_SECONDS)
+        os.waitpid(fork(outbox, lambda lifeline: self._be_first(outbox, task, lifeline)), 0)
         os._exit(0)
 
-    def _be_first(self, outbox: int, program: bytes, streams: list[int], folder: str) -> NoReturn:
+    def _be_first(self, outbox: int, task: _Task, lifeline: int) -> NoReturn:
         """First process of the new namespace, whose other processes end with it. It keeps its privileges, so that the
         program cannot affect it."""
-        kernel.die_with_parent()
+        end_with_parent(lifeline)
         os.umask(0o022)
         if self._isolated:
             self._make_root()
-        Path(folder, "solution.py").write_bytes(program)
-        _send(outbox, f"D{_child(outbox, lambda: self._be_program(outbox, streams, folder))}")
+        Path(task.folder, "solution.py").write_bytes(task.program)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
+        program = fork(outbox, lambda lifeline: self._be_program(outbox, task, lifeline))
+        send(outbox, self._watch(program, task))
         os._exit(0)
 
-    def _be_program(self, outbox: int, streams: list[int], folder: str) -> NoReturn:
+    def _watch(self, program: int, task: _Task) -> str:
+        """Waits for the program's end, which it brings about where no namespace bounds it; the message about it."""
+        limits = self._limits
+        while True:
+            ended, status = os.waitpid(program, os.WNOHANG)
+            if ended:
+                return f"D{status}"
+            left = task.deadline - time.monotonic()
+            if left <= 0:
+                os.kill(program, signal.SIGKILL)
+                os.waitpid(program, 0)
+                return "T"
+            if not self._isolated:
+                left = min(left, _LOOK_SECONDS)
+                if threads(program) > limits.processes or exceeds(task.folder, program, limits.folder_mib, _MOST_FILES):
+                    os.kill(program, signal.SIGKILL)
+            signal.sigtimedwait({signal.SIGCHLD}, left)
+
+    def _be_program(self, outbox: int, task: _Task, lifeline: int) -> NoReturn:
         os.setsid()  # no terminal
         ours = 2  # of our processes that the kernel counts for the program's user
-        if self._isolated and os.geteuid() == 0:
+        if not self._isolated:
+            give_up_rights(task.user)
+        elif os.geteuid() == 0:
             ours = 0
-            os.setgroups([])
-            os.setresgid(_USER, _USER, _USER)
-            os.setresuid(_USER, _USER, _USER)
-        kernel.die_with_parent()
+            become(INSIDE)
+        end_with_parent(lifeline)
         kernel.forget_keys()
         kernel.gain_no_rights()
-        for target, stream in enumerate(streams):
+        if not self._isolated:
+            kernel.enter_domain()
+        for target, stream in enumerate(task.streams):
             os.dup2(stream, target)
-        _close_all_but({0, 1, 2, outbox})  # which is closed on exec
+        close_all_but({0, 1, 2, outbox})  # which is closed on exec
         for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGPIPE):
             signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         os.umask(0o077)
-        os.chdir(folder)
+        os.chdir(task.folder)
         self._set_limits(ours)
         call_filter = filter_program(alone=not self._isolated)
         if call_filter is not None:
             kernel.filter_calls(call_filter)
         elif not self._isolated:
             raise OSError("no system-call filter for this processor")
-        os.execve(self._command[0], [*self._command, f"{folder}/solution.py"], self._environment)
+        environment = {**self._environment, env.HOME: task.folder, env.TMPDIR: task.folder}
+        os.execve(self._command[0], [*self._command, f"{task.folder}/solution.py"], environment)
 
     def _make_root(self) -> None:
-        inner = _mount_points(self._mounts)
-        with contextlib.suppress(OSError):  # /proc/sys may be read-only; a nested namespace is confined too
-            Path("/proc/sys/user/max_user_namespaces").write_text("0")
+        inner = mount_points(self._mounts)
+        for count in _NONE_INSIDE:
+            with contextlib.suppress(OSError):  # /proc/sys may be read-only; a nested namespace is confined too
+                Path(f"/proc/sys/user/max_{count}").write_text("0")
         kernel.mount("none", "/", flags=kernel.MS_REC | kernel.MS_PRIVATE)
-        size = f"mode=0755,size={self._limits.folder_mib}m,nr_inodes=8192"
-        kernel.mount("tmpfs", _ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
-        for path in self._mounts:
-            _show(path, inner)
-        os.makedirs(_ROOT + _WORK, exist_ok=True)
-        os.chmod(_ROOT + _WORK, 0o1777)
-        kernel.change_root(_ROOT)
+        size = f"mode=0755,size={self._limits.folder_mib}m,nr_inodes={_MOST_FILES}"
+        kernel.mount("tmpfs", ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+        show(self._mounts, self._own, inner)
+        os.makedirs(ROOT + _WORK, exist_ok=True)
+        os.chmod(ROOT + _WORK, 0o1777)
+        kernel.change_root(ROOT)
 
     def _set_limits(self, ours: int) -> None:
         limits = self._limits
@@ -269,6 +331,7 @@ class Sandbox:
             resource.RLIMIT_CORE: 0,
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
+            resource.RLIMIT_SIGPENDING: _SIGNALS,
         }
         if self._isolated:  # otherwise the kernel counts all processes of the user
             wanted[resource.RLIMIT_NPROC] = limits.processes + ours
@@ -278,96 +341,13 @@ class Sandbox:
             resource.setrlimit(kind, (bound, bound))
 
 
-def _child(outbox: int, be: Callable[[], NoReturn]) -> int:
-    """Forks a process that runs ``be``, waits for it, and returns its wait status."""
-    child = os.fork()
-    if child:
-        return os.waitpid(child, 0)[1]
-    try:
-        be()
-    except BaseException as error:
-        _send(outbox, f"E{error}")
-    finally:
-        os._exit(1)
-
-
-def _send(outbox: int, message: str) -> None:
-    os.write(outbox, message.encode()[:2000] + b"\n")
-
-
-def _map_users(process: int) -> None:
-    """Maps users into the namespace of ``process``. Root's programs run as nobody: limits do not apply to root."""
-    own = (os.geteuid(), os.getegid())
-    other = min(_NOBODY, _largest_id("uid_map"), _largest_id("gid_map")) if own[0] == 0 else 0
-    if other:
-        maps = [f"0 {one} 1\n{_USER} {other} 1" for one in own]
-    else:
-        maps = [f"{_USER} {one} 1" for one in own]
-        Path(f"/proc/{process}/setgroups").write_text("deny")
-    for name, lines in zip(("uid_map", "gid_map"), maps, strict=True):
-        Path(f"/proc/{process}/{name}").write_text(lines)
-
-
-def _largest_id(name: str) -> int:
-    """The largest id in this process's own namespace."""
-    lines = Path(f"/proc/self/{name}").read_text().splitlines()
-    return max(int(line.split()[0]) + int(line.split()[2]) - 1 for line in lines)
-
-
-def _interpreter_libraries() -> list[str]:
-    """Folders of the shared libraries that the interpreter has loaded, such as an installation in an unusual place. Not
-    folders that hold more, such as the user's home with a preloaded library."""
-    with open("/proc/self/maps") as file:
-        files = {line.split(maxsplit=5)[5].strip() for line in file if "/lib" in line and ".so" in line}
-    folders = {os.path.dirname(path) for path in files if not path.startswith(f"{sys.prefix}/")}
-    owns = [
-        os.path.join(os.path.realpath(path), "")
-        for path in (os.path.expanduser("~"), os.getcwd(), tempfile.gettempdir())
-    ]
-    return sorted(folder for folder in folders if not any(own.startswith(os.path.join(folder, "")) for own in owns))
-
-
-def _outermost(paths: list[str]) -> list[str]:
-    """The paths that are not below another of them."""
-    real = list(dict.fromkeys(os.path.normpath(path) for path in paths))
-    return [path for path in real if not any(path.startswith(f"{other}/") for other in real)]
-
-
-def _mount_points(paths: list[str]) -> list[str]:
-    """Mount points of this process at or below the paths."""
-    lines = Path("/proc/self/mountinfo").read_text().splitlines()
-    points = [line.split()[4].encode().decode("unicode_escape") for line in lines]
-    return [point for point in points if any(point.startswith(f"{path}/") for path in paths)]
-
-
-def _show(path: str, inner: list[str]) -> None:
-    """Binds ``path`` into the new root, read-only."""
-    target = _ROOT + path
-    os.makedirs(os.path.dirname(target), exist_ok=True)
-    if os.path.islink(path):
-        return os.symlink(os.readlink(path), target)
-    if os.path.isdir(path):
-        os.makedirs(target, exist_ok=True)
-    else:
-        Path(target).touch()
-    kernel.mount(path, target, flags=kernel.MS_BIND | kernel.MS_REC)
-    if path not in _DEVICES:
-        for point in (path, *(point for point in inner if point.startswith(f"{path}/"))):
-            kernel.make_read_only(_ROOT + point)
-
-
-def _close_all_but(needed: set[int]) -> None:
-    for descriptor in map(int, os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else range(256):
-        if descriptor not in needed:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-
-
 def _text(stream: int) -> str:
     return os.pread(stream, os.fstat(stream).st_size, 0).decode(errors="replace")
 
 
-def _remedy() -> str:
+def _remedy(*, isolated: bool) -> str:
+    if not isolated:
+        return "run as a user other than root, or use isolation: namespaces"
     own = "or, for programs that you trust, set isolation: filter in the function's arguments"
     settings = {
         "/proc/sys/user/max_user_namespaces": ("0", "set the sysctl user.max_user_namespaces above 0"),
