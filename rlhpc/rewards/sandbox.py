@@ -127,15 +127,19 @@ class Sandbox:
                 remedy="raise memory_mib, or use a Python whose files everyone may read",
             )
 
-    def run(self, program: str, stdin: str = "", within: float = math.inf) -> ProgramResult:
-        """Runs a program to its end, its time limit or ``within`` seconds."""
+    def run(
+        self, program: str, stdin: str = "", within: float = math.inf, *, link: tuple[int, int] | None = None
+    ) -> ProgramResult:
+        """Runs a program to its end, its time limit or ``within`` seconds. ``link``: descriptors that are its standard
+        input and output instead of ``stdin`` and the result's output."""
         streams = [os.memfd_create(name) for name in ("in", "out", "err")]
         folder = _WORK if self._isolated else tempfile.mkdtemp(prefix="sandbox-")
         try:
             os.write(streams[0], stdin.encode())
             os.lseek(streams[0], 0, os.SEEK_SET)
             started = time.monotonic()
-            started_as = self._start(program.encode(), streams, folder)
+            given = [*(link or streams[:2]), streams[2]]
+            started_as = self._start(program.encode(), given, folder)
             code = self._attend(started + min(3 * self._limits.seconds, within), *started_as)
             return ProgramResult(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
         finally:
