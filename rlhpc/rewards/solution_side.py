@@ -75,13 +75,14 @@ class Solution(References):
                 raise given[0](*given[1])
             printed = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", errors="surrogatepass", write_through=True)
             outer, sys.stdout = sys.stdout, printed
+            answer: tuple[Any, ...]
             try:
                 answer = ("done", *self._do(operation, given))
             except BaseException as error:
                 answer = ("raised", type(error), error.args, {})
             finally:
                 sys.stdout = outer
-            text = printed.buffer.getvalue().decode("utf-8", "replace")  # type: ignore[attr-defined]
+            text = printed.buffer.getvalue().decode("utf-8", "replace")
             try:
                 self._wire.send((*answer, text))
             except (TypeError, ValueError, RecursionError) as error:
@@ -95,7 +96,8 @@ class Solution(References):
     def _do(self, operation: str, given: list[Any]) -> tuple[Any, Any]:
         """The value, and changed arguments by position or name."""
         if operation == "start":
-            return self._start(given[0]), {}
+            self._start(given[0])
+            return None, {}
         if operation == "name":
             return self._name(given[0]), {}
         if operation != "call":

@@ -34,10 +34,10 @@ class Statements(References):
     # ---- references
 
     def refer(self, value: Any) -> Any:
-        if type(value) is Handle or (
-            isinstance(value, type) and "key" in vars(value) and issubclass(value, BaseException)
-        ):
-            return ("object", value.key if isinstance(value, type) else object.__getattribute__(value, "key"))
+        if type(value) is Handle:
+            return ("object", object.__getattribute__(value, "key"))
+        if isinstance(value, type) and issubclass(value, BaseException) and "key" in vars(value):
+            return ("object", vars(value)["key"])
         if callable(value):
             self._functions.append(value)
             return ("function", len(self._functions) - 1)

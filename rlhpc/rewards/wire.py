@@ -15,8 +15,32 @@ if TYPE_CHECKING:  # both take long to import
     from typing import Any
 
 # Modules whose objects the tests may use by the names under which the solution imported them.
-SHARED = ["math", "cmath", "random", "re", "string", "itertools", "functools", "collections", "heapq", "bisect", "operator", "statistics", "fractions", "decimal", "datetime", "copy", "json", "typing", "dataclasses", "enum", "numpy", "pandas"]
+SHARED = (
+    "math",
+    "cmath",
+    "random",
+    "re",
+    "string",
+    "itertools",
+    "functools",
+    "collections",
+    "heapq",
+    "bisect",
+    "operator",
+    "statistics",
+    "fractions",
+    "decimal",
+    "datetime",
+    "copy",
+    "json",
+    "typing",
+    "dataclasses",
+    "enum",
+    "numpy",
+    "pandas",
+)
 _LARGEST = 64 << 20  # bytes of a message
+_SINGLE: dict[bytes, Any] = {b"N": None, b"T": True, b"F": False, b"E": Ellipsis}
 _SEQUENCES: dict[type, bytes] = {list: b"l", tuple: b"t", set: b"e", frozenset: b"z"}
 # Values of the standard library: how they are written as a plain value, and the method that reads it.
 _VALUES: dict[str, tuple[Callable[[Any], Any], str]] = {
@@ -79,8 +103,8 @@ def encoded(value: Any, references: References) -> bytes:
 
 def _write(value: Any, parts: list[bytes], references: References) -> None:
     kind = type(value)
-    if value is None or value is True or value is False or value is Ellipsis:
-        parts.append({None: b"N", True: b"T", False: b"F"}.get(value, b"E"))
+    if any(value is single for single in _SINGLE.values()):
+        parts.append(next(tag for tag, single in _SINGLE.items() if value is single))
     elif kind in _SEQUENCES:
         _write_all(_SEQUENCES[kind], value, parts, references)
     elif kind is dict:
@@ -112,8 +136,8 @@ def _write_other(value: Any, parts: list[bytes], references: References) -> None
             return _write_all(tag, list(kind.__iter__(value)), parts, references)  # type: ignore[attr-defined]
     if isinstance(value, dict):
         return _write(dict(value), parts, references)
-    if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
-        return _write_bytes(b"g", value.__name__.encode(), parts)
+    if isinstance(value, type) and getattr(builtins, kind_name := value.__name__, None) is value:
+        return _write_bytes(b"g", kind_name.encode(), parts)
     parts.append(b"o")
     _write(references.refer(value), parts, references)
 
@@ -156,8 +180,8 @@ class _Reader:
     def value(self) -> Any:
         tag = self._data[self._at : self._at + 1]
         self._at += 1
-        if tag in b"NTFE":
-            return {b"N": None, b"T": True, b"F": False, b"E": Ellipsis}[tag]
+        if tag in _SINGLE:
+            return _SINGLE[tag]
         if tag == b"o":
             return self._references.resolve(self.value())
         head = self._head()

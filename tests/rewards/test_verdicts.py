@@ -1,4 +1,4 @@
-"""Responses that try to pass tests without solving the task, and correct ones whose tests use a solution's objects."""
+"""Responses that try to pass tests without solving the task, and correct ones whose tests use values of many kinds."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ FORGERIES: dict[str, tuple[str, list[str]]] = {
     "frames": (
         f"{WRONG}import sys\nframe = sys._getframe(1)\n"
         "while frame:\n    for value in frame.f_globals.values():\n"
-        "        if isinstance(value, dict) and 'tests' in value: value['tests'][:] = ['', '']\n    frame = frame.f_back",
+        "        if isinstance(value, dict) and 'tests' in value: value['tests'][:] = ['', '']\n"
+        "    frame = frame.f_back",
         ASSERTS,
     ),
     "emptied tests": (f"{WRONG}import __main__\n__main__.given['tests'][:] = ['pass'] * 2", ASSERTS),
@@ -146,7 +147,8 @@ HONEST: dict[str, tuple[str, list[str]]] = {
     "values": (
         "def same(x): return x",
         [
-            "for x in (None, True, 1.5, -0.0, float('inf'), 2j, 'ä\\ud800', b'b', [1, (2, {3})], {'a': [1]}, range(3)):\n"
+            "for x in (None, True, 1.5, -0.0, float('inf'), 2j, 'ä\\ud800', b'b', [1, (2, {3})], {'a': [1]}, "
+            "range(3)):\n"
             "    assert same(x) == x and type(same(x)) is type(x)",
             "assert same(7 ** 9000) == 7 ** 9000 and same(-5) == -5 and same(frozenset('a')) == {'a'}",
             "assert same(x=3) == 3 and same(int) is int and same(...) is ...",
@@ -165,7 +167,8 @@ HONEST: dict[str, tuple[str, list[str]]] = {
     ),
     "objects": (
         "class Stack:\n    def __init__(self, *items): self.items = list(items)\n"
-        "    def push(self, x):\n        self.items.append(x)\n        return self\n    def pop(self): return self.items.pop()\n"
+        "    def push(self, x):\n        self.items.append(x)\n        return self\n"
+        "    def pop(self): return self.items.pop()\n"
         "    def __len__(self): return len(self.items)\n    def __iter__(self): return iter(self.items)\n"
         "    def __getitem__(self, at): return self.items[at]\n"
         "class Solution:\n    def twice(self, x): return 2 * x",
@@ -200,7 +203,8 @@ HONEST: dict[str, tuple[str, list[str]]] = {
             "assert each(lambda x: x * x, [1, 2]) == [1, 4] and each(str, [1]) == ['1'] and each(abs, [-1]) == [1]",
             "assert adder(2)(3) == 5 and each(adder(1), (1, 2)) == [2, 3] and safe(lambda: 1 / 0) == 'zero'",
             "assert each(lambda x: adder(x)(1), [1]) == [2]",
-            "from itertools import islice\nassert list(islice(evens(), 3)) == [0, 2, 4]\ng = evens()\nassert next(g) == 0",
+            "from itertools import islice\nassert list(islice(evens(), 3)) == [0, 2, 4]",
+            "g = evens()\nassert next(g) == 0",
         ],
     ),
     "names": (
@@ -208,7 +212,8 @@ HONEST: dict[str, tuple[str, list[str]]] = {
         "def add(x):\n    global TOTAL\n    TOTAL += x\n    print('added', x)\n    return TOTAL",
         [
             "from solution import add as own\nassert own(1) == 1 and TOTAL == 1 and math.pi > 3 and gcd(4, 6) == 2",
-            "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    add(2)\nassert out.getvalue() == 'added 2\\n'",
+            "import io, contextlib\nwith contextlib.redirect_stdout(io.StringIO()) as out:\n    add(2)\n"
+            "assert out.getvalue() == 'added 2\\n'",
             "import solution\nassert solution.TOTAL == 3",
             "def check(candidate):\n    assert candidate(1) == TOTAL\ncheck(add)",
         ],
@@ -228,3 +233,16 @@ def test_arrays_of_packages_are_values():
     program = "import numpy as np\ndef ones(n): return np.ones(n, dtype='float32')\ndef total(x): return np.sum(x)"
     tests = ["assert np.allclose(ones(2), [1, 1]) and ones(2).dtype == np.float32", "assert total(np.arange(4)) == 6"]
     assert score(program, tests, packages=True, memory_mib=1024) == 1
+
+
+@pytest.mark.parametrize("result", ["2", "-1", "1000000"])
+@pytest.mark.parametrize("in_process", [False, True])
+def test_a_score_is_between_zero_and_one(result: str, in_process: bool):
+    program = f"import os, sys\nfor descriptor in range(16):\n    try: os.write(descriptor, b'{result}')\n"
+    program += "    except OSError: pass\nos._exit(0)"
+    assert 0 <= score(program, ASSERTS, partial=True, in_process=in_process) <= 1
+
+
+def test_tests_run_apart_without_namespaces_too():
+    assert score("def inc(x): return x + 1", ASSERTS, isolation="filter") == 1
+    assert score(anything(), ASSERTS, isolation="filter") == 0
