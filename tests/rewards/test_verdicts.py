@@ -136,9 +136,11 @@ def test_an_exception_passes_no_test(kind: str):
 def test_answers_may_not_name_functions_of_the_tests():
     """A built-in function in an answer would run in the tests' interpreter."""
     program = (
-        "import sys\nside = sys.modules['rlhpc.rewards.wire']\n"
-        "side._write_other = lambda value, parts, references: side._write_bytes(b'g', b'exec', parts)\n"
-        "def make(): return object()"
+        "import sys\nwire = sys.modules['rlhpc.rewards.wire']\nother = wire._write_other\n"
+        "def write(value, parts, references):\n"
+        "    if type(value) is object: return wire._write_bytes(b'g', b'exec', parts)\n"
+        "    return other(value, parts, references)\n"
+        "wire._write_other = write\ndef make(): return object()"
     )
     assert score(program, ["assert make()('pass') is None"], partial=True) == 0
 
