@@ -5,18 +5,18 @@ from __future__ import annotations
 import functools
 import json
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlhpc.rewards.apart import passed_apart
 from rlhpc.rewards.sandbox import Isolation, Limits, ProgramResult, Sandbox
 
 _FENCE = re.compile(r"[ \t]*+`{3,}+[ \t]*+([\w+#-]*+)([^`]*+)")  # possessive: linear
 _LANGUAGES = ("", "python", "python3", "py")
 
-# Runs the solution as a module, then each test in it. Its output proves that the tests were reached.
+# Runs the solution as a module, then each test in it. The solution can change both, and the result.
 _DRIVER = """
 import json, os, sys, types
 given = json.load(sys.stdin)
@@ -32,7 +32,7 @@ def run():
         except BaseException:
             continue
         passed += 1
-    os.write(answer, f"{given['token']} {passed}".encode())
+    os.write(answer, str(passed).encode())
 run()
 """
 
@@ -60,6 +60,7 @@ class ProgramOptions:
     packages: bool = False  # the program may import installed packages, not only the standard library
     paths: tuple[str, ...] = ()  # further files and folders that it may read
     isolation: Isolation = "namespaces"  # see ``rlhpc.rewards.sandbox``
+    in_process: bool = False  # statements run in the program's interpreter, where it can forge their result
 
 
 def python(
@@ -75,6 +76,7 @@ def python(
     read, passed = _read_options(options), 0.0
     if program is not None:
         passed = _count_passed(read, program, tests) / len(tests)
+    passed = min(1.0, max(0.0, passed))
     return {"score": passed if read.partial else float(passed == 1), "passed": passed}
 
 
@@ -148,7 +150,8 @@ def _count_passed(options: ProgramOptions, program: str, tests: Tests) -> int:
     if streams:
         return _run_streams(sandbox, program, streams, options)
     statements = [test for test in tests if isinstance(test, str)]
-    return _run_statements(sandbox, program, statements, options.total_seconds)
+    run = _run_in_process if options.in_process else passed_apart
+    return min(run(sandbox, program, statements, options.total_seconds), len(tests))
 
 
 def _run_streams(sandbox: Sandbox, program: str, tests: Sequence[Streams], options: ProgramOptions) -> int:
@@ -171,9 +174,7 @@ def _prints(result: ProgramResult, wanted: str) -> bool:
     return result.code == 0 and printed == expected
 
 
-def _run_statements(sandbox: Sandbox, program: str, tests: Sequence[str], total: float) -> int:
-    """Number of tests passed; all run in one process and see each other's changes."""
-    token = secrets.token_hex(16)
-    result = sandbox.run(_DRIVER, json.dumps({"solution": program, "tests": tests, "token": token}), total)
-    found = re.fullmatch(rf"{token} (\d{{1,9}})", result.output)  # a program can learn the token and print anything
-    return min(int(found[1]), len(tests)) if found else 0
+def _run_in_process(sandbox: Sandbox, program: str, tests: Sequence[str], total: float) -> int:
+    """Number of tests passed, as the program's own interpreter reports it; a program can report anything."""
+    result = sandbox.run(_DRIVER, json.dumps({"solution": program, "tests": tests}), total)
+    return int(result.output) if re.fullmatch("[0-9]{1,9}", result.output) else 0

@@ -143,8 +143,11 @@ class Sandbox:
                 remedy="raise memory_mib, or use a Python whose files everyone may read",
             )
 
-    def run(self, program: str, stdin: str = "", within: float = math.inf) -> ProgramResult:
-        """Runs a program to its end, its time limit or ``within`` seconds."""
+    def run(
+        self, program: str, stdin: str = "", within: float = math.inf, *, link: tuple[int, int] | None = None
+    ) -> ProgramResult:
+        """Runs a program to its end, its time limit or ``within`` seconds. ``link``: descriptors that are its standard
+        input and output instead of ``stdin`` and the result's output."""
         streams = tuple(os.memfd_create(name) for name in ("in", "out", "err"))
         try:
             os.write(streams[0], stdin.encode())
@@ -152,7 +155,7 @@ class Sandbox:
             with self._folder() as (folder, user):
                 started = time.monotonic()
                 deadline = started + min(3 * self._limits.seconds, within)
-                task = _Task(program.encode(), streams, folder, user, deadline)
+                task = _Task(program.encode(), (*(link or streams[:2]), streams[2]), folder, user, deadline)
                 code = self._attend(deadline + _END_SECONDS, *self._start(task))
                 return ProgramResult(code, _text(streams[1]), _text(streams[2]), time.monotonic() - started)
         finally:

@@ -110,12 +110,20 @@ def test_ending_before_the_tests_passes_none(program: str):
     assert score(program, ASSERTS, partial=True) == 0
 
 
-@pytest.mark.parametrize(("claim", "share"), [("9" * 5000, 0), ("7", 1)])
-def test_a_forged_result_neither_raises_nor_passes_more_than_all_tests(claim: str, share: float):
+@pytest.mark.parametrize(("claim", "share"), [("9" * 5000, 0), ("1000000", 1)])
+def test_in_process_a_forged_result_neither_raises_nor_passes_more_than_all_tests(claim: str, share: float):
     """A solution that looks into its own interpreter can print what the driver would."""
-    forged = f"__main__.given['token'] + ' {claim}'"
-    program = f"import os, __main__\nos.write(__main__.answer, ({forged}).encode())\nos._exit(0)"
-    assert score(program, ASSERTS, partial=True) == share
+    program = f"import os, __main__\nos.write(__main__.answer, b'{claim}')\nos._exit(0)"
+    assert score(program, ASSERTS, partial=True, in_process=True) == share
+
+
+def test_in_process_statements_see_all_of_the_solution():
+    program = "class P:\n    def __init__(self, x):\n        self.x = x\n"
+    program += "    def __eq__(self, other):\n        return self.x == other.x\n"
+    tests = ["assert P(1) == P(1)", "assert P(1) != P(2)"]
+    assert score(program, tests, in_process=True) == 1
+    assert score(program, tests) == 0, "objects of the solution are compared by its own code"
+    assert score("def inc(x):\n    return 2", ASSERTS, partial=True, in_process=True) == 0.5
 
 
 def test_a_solution_may_use_what_modules_have():
