@@ -52,9 +52,7 @@ def passed_apart(sandbox: Sandbox, solution: str, tests: Sequence[str], total: f
     return int(result.errors) if result.code == 0 and re.fullmatch("[0-9]{1,9}", result.errors) else 0
 
 
-def _be_beside(
-    sandbox: Sandbox, link: tuple[int, int], other: tuple[int, int], total: float, worker: int
-) -> NoReturn:
+def _be_beside(sandbox: Sandbox, link: tuple[int, int], other: tuple[int, int], total: float, worker: int) -> NoReturn:
     """Process that runs the solution's sandbox until it is asked to end, or the worker ends."""
     code = 0
     try:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 import pytest
 
 from rlhpc.rewards.code import python
+from tests.rewards.users import PYTHON
 
 ASSERTS = ["assert inc(1) == 2", "assert inc(2) == 3"]
 CLOSE = ["assert abs(inc(1) - 2) < 1e-6"]
@@ -245,6 +248,9 @@ def test_a_score_is_between_zero_and_one(result: str, in_process: bool):
     assert 0 <= score(program, ASSERTS, partial=True, in_process=in_process) <= 1
 
 
-def test_tests_run_apart_without_namespaces_too():
+@pytest.mark.skipif(not os.path.realpath(PYTHON).endswith(f"3.{sys.version_info[1]}"), reason="another Python")
+def test_tests_run_apart_without_namespaces_too(monkeypatch: pytest.MonkeyPatch):
+    if os.geteuid() == 0:  # the program is nobody's
+        monkeypatch.setattr(sys, "_base_executable", PYTHON)
     assert score("def inc(x): return x + 1", ASSERTS, isolation="filter") == 1
     assert score(anything(), ASSERTS, isolation="filter") == 0

@@ -18,7 +18,7 @@ class Wait:
         self.timer: asyncio.TimerHandle | None = None
 
 
-class Values:
+class StoreValues:
     """Keys, values, and waiting clients. Not thread-safe."""
 
     def __init__(self) -> None:
