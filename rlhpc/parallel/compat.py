@@ -166,7 +166,8 @@ def authenticate_objects() -> None:
     def sealed_tensor(obj: Any, device: Any, group: Any) -> tuple[torch.Tensor, torch.Tensor]:
         content, _ = to_tensor(obj, cpu_stand_ins.CPU, group)
         tensor = torch.frombuffer(bytearray(sealed.seal(content.numpy().tobytes())), dtype=torch.uint8)
-        return tensor.to(device), torch.tensor([tensor.numel()]).to(device)
+        tensor = tensor.to(device, copy=True)  # torch enlarges it to the size of the largest one
+        return tensor, torch.tensor([tensor.numel()], device=device)
 
     def opened_object(tensor: torch.Tensor, size: Any, group: Any) -> Any:
         content = sealed.opened(tensor.cpu().numpy().tobytes()[: int(size)])

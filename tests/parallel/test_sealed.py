@@ -37,6 +37,9 @@ def receive_pickle(folder: str, through: str) -> str:
     join(info, timeout_minutes=15)
     content = torch.frombuffer(bytearray(pickle.dumps(Planted(Path(folder) / through))), dtype=torch.uint8)
     assert one_to_all({"from": 1}, speaker=1) == gather_objects(info.rank and {"from": 1})[1]
+    everyone = [""] * 2
+    dist.all_gather_object(everyone, "x" * (1 + 1000 * info.rank))
+    assert list(map(len, everyone)) == [1, 1001]
     seen = ""
     if info.rank == 1 and through == "broadcast":
         dist.broadcast(torch.tensor([content.numel()]), src=1)
