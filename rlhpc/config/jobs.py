@@ -73,6 +73,9 @@ class SiteSlurmSection(Section):
     container: SiteContainerSection | None = None
     interface: str | None = None
     """Network interface for NCCL and gloo on every node; default: the one that leads to the first node."""
+    verify_connections: bool = True
+    """Whether ranks look gloo's connections up in the job's store before they use them. False where nodes see each
+    other through address translation."""
     cpu_bind: str | None = None
     """CPU binding as srun's --cpu-bind, such as cores; default: the site's."""
     sbatch_options: dict[str, str | int | bool] = {}
@@ -123,6 +126,8 @@ class RecoverySection(Section):
     and retries."""
     network: Literal["retry", "stop"] = "retry"
     """Action on lost connections and NCCL or gloo timeouts: retry doubles the pause each time."""
+    stranger: Literal["retry", "stop"] = "stop"
+    """Action when another program connects to the ranks in place of a rank, several times in a row."""
     bad_node: Literal["exclude", "retry", "stop"] = "exclude"
     """Action on GPU or node faults, and on a node where ranks die twice in a row: exclude leaves the node out of the
     job."""

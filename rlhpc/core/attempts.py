@@ -27,6 +27,7 @@ Cause = Literal[
     "gpu_memory",
     "cpu_memory",
     "network",
+    "stranger",
     "bad_node",
     "hang",
     "disk_full",

@@ -32,6 +32,10 @@ class NonFiniteError(RuntimeError):
     cause may be data, learning rate, code or a device, so it is not a UserError."""
 
 
+class StrangerError(RuntimeError):
+    """Another program keeps taking the place of a rank. One line: its address, our port, the remedy."""
+
+
 class ReshardError(RuntimeError):
     """A weight sync failed. Not the user's fault: it keeps its traceback."""
 

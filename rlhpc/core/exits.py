@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from rlhpc.core.errors import NonFiniteError, UserError
+from rlhpc.core.errors import NonFiniteError, StrangerError, UserError
 from rlhpc.core.files import names_in, read_json, read_text, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
@@ -81,7 +81,7 @@ def classify(error: BaseException) -> Kind:
         return "user"
     if isinstance(error, SystemExit):
         return "error" if error.code else "done"
-    if isinstance(error, NonFiniteError | StorageError):  # their messages may look like a lost peer
+    if isinstance(error, NonFiniteError | StorageError | StrangerError):  # their messages may look like a lost peer
         return "error"
     cause: BaseException | None = error
     while cause is not None:

@@ -55,6 +55,7 @@ class Op(IntEnum):
     NUM_KEYS = 8
     APPEND = 9  # key, value
     MULTI_SET = 10  # key, value, key, value, ...
+    MULTI_APPEND = 11  # key, value, key, value, ...
 
 
 class Status(IntEnum):

@@ -176,6 +176,27 @@ def authenticate_objects() -> None:
     c10d._object_to_tensor, c10d._tensor_to_object = sealed_tensor, opened_object
 
 
+def replace_gloo(make: Callable[..., Any]) -> None:
+    """Lets ``make`` create the gloo back end of each new group, Megatron's and vLLM's too.
+
+    torch has no hook for it (distributed_c10d.py:2169).
+    """
+    c10d: Any = dist.distributed_c10d
+    gloo = torch._C._distributed_c10d.ProcessGroupGloo
+
+    class Replaced(type):
+        def __call__(cls, *arguments: Any, **options: Any) -> Any:
+            return make(*arguments, **options)
+
+        def __instancecheck__(cls, instance: object) -> bool:
+            return isinstance(instance, gloo)
+
+        def __getattr__(cls, name: str) -> Any:
+            return getattr(gloo, name)
+
+    c10d.ProcessGroupGloo = Replaced("ProcessGroupGloo", (), {})
+
+
 def initialize_model_parallel(layout: ParallelLayout) -> None:
     """Creates Megatron's process groups for a layout in its globals. Collective.
 

@@ -17,11 +17,12 @@ from rlhpc.parallel.compat import (
     initialize_model_parallel,
     seed_rng_tracker,
 )
+from rlhpc.parallel.gloo import gloo_maker
 from rlhpc.parallel.store import open_store
 from rlhpc.sharding.layout import ParallelLayout
 
 
-def join(info: RankInfo, timeout_minutes: float = 30) -> None:
+def join(info: RankInfo, timeout_minutes: float = 30, *, verify_connections: bool = True) -> None:
     """Joins the job's default process group: NCCL with a GPU, gloo without.
 
     The ranks meet in the job's own store if the launcher has named one, else at MASTER_ADDR and MASTER_PORT, where
@@ -34,19 +35,21 @@ def join(info: RankInfo, timeout_minutes: float = 30) -> None:
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_store(info, timeout),
+        store=_store(info, timeout, verify_connections=verify_connections),
         rank=info.rank,
         world_size=info.world_size,
         timeout=timeout,
     )
 
 
-def _store(info: RankInfo, timeout: datetime.timedelta) -> dist.Store | None:
+def _store(info: RankInfo, timeout: datetime.timedelta, *, verify_connections: bool) -> dist.Store | None:
     """Store in which this rank finds the others; None to let torch open a TCPStore."""
     store = open_store()
     if store is not None:
         sealed.use_secret(store.secret)
         compat.authenticate_objects()
+        if verify_connections:
+            compat.replace_gloo(gloo_maker(store))
         store.set_timeout(timeout)
         return store
     # A single rank needs no port, which somebody else could take.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import threading
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 import torch.distributed as dist
 
@@ -97,6 +97,10 @@ class JobStore(dist.Store):
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         fields = [field for key, value in zip(keys, values, strict=True) for field in (key.encode(), _bytes(value))]
         self._call(Op.MULTI_SET, fields)
+
+    def multi_append(self, values: Mapping[str, bytes]) -> None:
+        """Appends to several keys at once; torch's stores have no such method."""
+        self._call(Op.MULTI_APPEND, [field for key, value in values.items() for field in (key.encode(), value)])
 
     def has_extended_api(self) -> bool:
         """Whether append, multi_get and multi_set exist."""

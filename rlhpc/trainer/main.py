@@ -69,7 +69,7 @@ def _join(context: RankContext) -> RunConfig:
     )
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))
     config = load_config(context.attempt.config)
-    join(info)
+    join(info, verify_connections=config.slurm.verify_connections)
     check_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)
     return config

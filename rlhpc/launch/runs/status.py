@@ -27,6 +27,7 @@ _CAUSES = {
     "gpu_memory": "out of GPU memory",
     "cpu_memory": "out of CPU memory",
     "network": "the network or a collective failed",
+    "stranger": "another program took the places of ranks",
     "bad_node": "a node failed",
     "hang": "no progress",
     "disk_full": "disk full",

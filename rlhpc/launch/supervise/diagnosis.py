@@ -42,6 +42,7 @@ class Diagnosis:
 _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     ("hang", re.compile(r"^Hang: ")),
     ("non_finite", re.compile(r"^NonFiniteError: ")),
+    ("stranger", re.compile(r"^StrangerError: ")),
     ("disk_full", re.compile(r"No space left on device|Disk quota exceeded", re.I)),
     (
         "bad_node",
@@ -66,6 +67,7 @@ _ERRORS: tuple[tuple[Cause, re.Pattern[str]], ...] = (
     ),
     ("cpu_memory", re.compile(r"^MemoryError|Cannot allocate memory|not enough memory|can't allocate memory", re.I)),
 )
+_ONE_LINE = ("non_finite", "stranger")  # their errors say all
 _OOM_KILL = re.compile(r"oom.kill|Out Of Memory|out of memory", re.I)
 _NODE_FAILURE = re.compile(r"Node failure on (\S+)", re.I)
 _NOT_STARTED = re.compile(r"Task launch for \S+ failed on node ([\w.-]+): (.+)", re.I)
@@ -176,7 +178,7 @@ def diagnose_error(failed: ExitRecord) -> Diagnosis:
     known = Diagnosis("crash", message, failed.rank, failed.node, failed.traceback)
     for cause, pattern in _ERRORS:
         if pattern.search(text):
-            return replace(known, cause=cause, message=failed.message if cause == "non_finite" else message)
+            return replace(known, cause=cause, message=failed.message if cause in _ONE_LINE else message)
     if failed.kind == "user":
         return replace(known, cause="data" if _DATA.search(failed.message) else "user")
     return replace(known, cause="user") if _OF_THE_CODE.match(failed.type) else known

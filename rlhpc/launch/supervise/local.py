@@ -77,7 +77,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         if failed is not None:
             cause = diagnose_error(failed).cause
             attempts.end(attempt, Verdict(time.time(), cause, failed.message, "stop", failed.rank, failed.node))
-            if cause == "non_finite":
+            if cause in ("non_finite", "stranger"):
                 show(f"rlhpc: {failed.message}", file=sys.stderr)
             else:
                 _report(failed, ranks, oom=oom_kills() > oom_before)

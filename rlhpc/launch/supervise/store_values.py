@@ -74,6 +74,9 @@ class StoreValues:
             case Op.MULTI_SET, pairs if len(pairs) % 2 == 0:
                 for key, value in zip(pairs[::2], pairs[1::2], strict=True):
                     self._put(key, value)
+            case Op.MULTI_APPEND, pairs if len(pairs) % 2 == 0:
+                for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+                    self._put(key, self._values.get(key, b"") + value)
             case _:
                 raise ProtocolError(f"request {code} with {len(fields)} fields")
         return Status.DONE, ()
