@@ -37,7 +37,8 @@ class Finding:
         more = f" and {count - _SHOWN:,} more" if count > _SHOWN else ""
         ends = ", ".join(self.strangers[:_SHOWN]) + more
         met = f"{count:,} connection{'s' * (count > 1)} to {where} that no rank of this job opened, from {ends}"
-        return met + (f"; {self.taken} took the place of a rank" if self.taken else "")
+        places = max(self.lost, self.taken)
+        return met + (f"; places of ranks that were taken: {places}" if places else "")
 
 
 def compare(
