@@ -19,7 +19,7 @@ TORCH_CPU := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/torch-cpu.
 $(INSTALLED): pyproject.toml requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock
 	@$(PYTHON) -c 'import sys; sys.exit("rlhpc needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	@if $(PIP) install --dry-run --no-deps $(TORCH_CPU) > /dev/null 2>&1; \
+	@if $(PIP) install --dry-run --no-deps --only-binary :all: $(TORCH_CPU) > /dev/null 2>&1; \
 	then set -x; $(LOCKED) requirements/torch-cpu.lock; else set -x; $(LOCKED) requirements/torch-cuda.lock; fi
 	$(LOCKED) requirements/cpu.lock
 	$(PIP) install --no-deps --no-build-isolation -e .

@@ -128,7 +128,7 @@ def test_everything_that_make_venv_installs_has_hashes() -> None:
     """Besides the query for torch's +cpu build, which installs nothing, and rlhpc itself, whose build is offline."""
     names = {"torch-cpu.lock", "torch-cuda.lock", "cpu.lock"}
     query, *others, own = installs()
-    assert query[:2] == ["--dry-run", "--no-deps"]
+    assert query[:4] == ["--dry-run", "--no-deps", "--only-binary", ":all:"]
     assert {tuple(command) for command in others} == {
         ("--require-hashes", "--no-deps", "-r", f"{FOLDER}/{name}") for name in names
     }
