@@ -127,7 +127,7 @@ def test_no_index_at_all_is_reported(project: Path, capsys: pytest.CaptureFixtur
     [
         ({"id": "GHSA-1", "package": "one"}, "a finding without reason; add reason to it"),
         ({"id": "GHSA-1", "package": "one", "reason": " "}, "a finding without reason"),
-        ({"id": "GHSA-1", "package": "one", "reson": "r"}, "unknown key 'reson'; did you mean 'reason'"),
+        ({"id": "GHSA-1", "package": "one", "reasons": "r"}, "unknown key 'reasons'; did you mean 'reason'"),
     ],
 )
 def test_a_judgement_has_a_reason(
