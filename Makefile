@@ -8,16 +8,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv layers slurm demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench clean
+.PHONY: venv layers slurm demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
 
 venv: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml requirements/cpu-engine.txt
+LOCKED := $(PIP) install --require-hashes --no-deps -r
+TORCH_CPU := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements/torch-cpu.lock)
+
+# Every file that pip installs must have a hash in a lock. If no index of pip has the +cpu build of torch, PyPI's is taken.
+$(INSTALLED): pyproject.toml requirements/cpu.lock requirements/torch-cpu.lock requirements/torch-cuda.lock
 	@$(PYTHON) -c 'import sys; sys.exit("rlhpc needs Python 3.11 or newer: make PYTHON=..." if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install torch==2.13.0
-	$(PIP) install -e '.[cpu,dev]'
-	$(PIP) install --no-deps -r requirements/cpu-engine.txt
+	@if $(PIP) install --dry-run --no-deps --only-binary :all: $(TORCH_CPU) > /dev/null 2>&1; \
+	then set -x; $(LOCKED) requirements/torch-cpu.lock; else set -x; $(LOCKED) requirements/torch-cuda.lock; fi
+	$(LOCKED) requirements/cpu.lock
+	$(PIP) install --no-deps --no-build-isolation -e .
 	touch $@
 
 # Each demo has a folder of its own: a run is never written over.
@@ -85,7 +90,17 @@ chaos: venv slurm
 	$(BIN)/python -m tests.slurm.chaos
 	$(BIN)/python -m tests.slurm.time_limit
 
+# Lock files for what pyproject.toml and cpu-engine.txt ask for. ARGS: --upgrade, or --vllm VERSION for gpu.lock.
+locks: venv
+	$(BIN)/python -m tools.locks $(ARGS)
+	$(BIN)/python -m tools.audit
+
+# Known vulnerabilities of the locked versions, if the index of them answers.
+audit: venv
+	$(BIN)/python -m tools.audit $(ARGS)
+
 check: venv
+	$(BIN)/python -m tools.locks --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
