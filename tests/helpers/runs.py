@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,13 @@ def write_config(folder: Path, **changes: Any) -> Path:
     return file
 
 
-def start(config: Path, *options: str) -> subprocess.Popen[str]:
-    """Start `rlhpc run config …` with its output piped."""
+def start(config: Path, *options: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """Start `rlhpc run config …` with its output piped and further environment variables."""
     session.need("ranks", "vllm")
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))
     return subprocess.Popen(
         [sys.executable, "-m", "rlhpc.cli.main", "run", str(config), *options],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **(environ or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,

@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 NOBODY = 65534
+NETWORK = "RLHPC_TEST_NETWORK"  # environment variable: id of a process in whose network to start
 CLONE_NEWNET = 0x40000000
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 _LISTENS = "0A"  # /proc/net/tcp
@@ -163,6 +164,10 @@ def main(file: str, *options: str) -> None:
     if "--net" in options:
         private_network()
     if os.geteuid() == 0:
+        with contextlib.suppress(OSError):  # ahead of the ranks
+            os.setpriority(os.PRIO_PROCESS, 0, -20)
+            os.setsid()
+            Path("/proc/self/autogroup").write_text("-20")
         os.setgroups([])
         os.setresgid(*[NOBODY] * 3)
         os.setresuid(*[NOBODY] * 3)
@@ -171,7 +176,7 @@ def main(file: str, *options: str) -> None:
     manners = itertools.cycle(_MANNERS)
     while not select.select([sys.stdin], [], [], 0)[0]:
         for inode, place in listening().items():
-            if inode not in known:
+            if inode not in known and "--idle" not in options:
                 known.add(inode)
                 stranger.attack(*place, manners)
         stranger.attend()

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rlhpc.core import env
-from tests.helpers import session, warm_client
+from tests.helpers import session, stranger, warm_client
 
 ROOT = Path(__file__).parents[2]
 INTERPRETER = sys.executable
@@ -239,6 +239,8 @@ def _become(request: dict[str, Any], descriptors: dict[int, int]) -> None:
     _take_descriptors(descriptors)
     os.environ.clear()
     os.environ.update(request["environ"])
+    if network := request["environ"].get(stranger.NETWORK):
+        stranger.enter_network(int(network))
     os.chdir(request["cwd"])
     os.umask(request["umask"])
     time.tzset()
