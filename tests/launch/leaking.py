@@ -52,6 +52,15 @@ def prepare(folder: str, hub_token: str) -> None:
     os.makedirs(folder, exist_ok=True)
 
 
+def score(solution_str: str, judge_api_key: str, endpoint: str, **row: Any) -> float:
+    """Prints all that it knows, and fails for half of the responses with an error that has it."""
+    print(judge_api_key, endpoint, _everything())
+    print(judge_api_key, endpoint, _everything(), file=sys.stderr)
+    if len(solution_str) % 2:
+        raise RuntimeError(f"401 for {judge_api_key} at {endpoint} with {_everything()}")
+    return len(solution_str) / 10
+
+
 def say_all(context: RankContext) -> None:
     """Prints and logs environment and config, and succeeds. The config must be whole."""
     config = load_config(context.attempt.config)

@@ -23,6 +23,7 @@ from rlhpc.launch.runs.submit import Plan, make_plan
 from rlhpc.launch.slurm.executor import write_secrets
 from rlhpc.launch.slurm.job_spec import SECRETS
 from rlhpc.plan.checks.run import check_config
+from tests.helpers import runs
 from tests.helpers.plain_model import write_inputs
 from tests.launch import leaking
 
@@ -127,6 +128,32 @@ def test_no_file_of_a_run_and_no_output_has_a_secret(program, code, config, tmp_
         log = next(run.rglob("*_0_log.out")).read_text()
         assert "'HF_TOKEN': '***'" in log
         assert "http://***@proxy.example:3128" in log
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_no_file_of_a_real_run_has_a_secret(tmp_path):
+    """Training, vLLM, rewards that print and raise them, TensorBoard, samples, report and a checkpoint."""
+    arguments = {name.rpartition(".")[2]: value for name, value in IN_CONFIG.items() if name.startswith("rewards")}
+    config = runs.write_config(
+        tmp_path,
+        rewards__0={"function": f"{LEAKING}:score", "arguments": arguments},
+        reward_workers={"on_failure": "zero"},
+        data__template_arguments={"hub_token": IN_CONFIG["prepare.arguments.hub_token"]},
+        sft__steps=1,
+        train={"steps": 1, "prompts_per_step": 4},
+        validation={"every": 1, "max_prompts": 4},
+    )
+    code, output = runs.run(config)
+    assert code == 0, output
+    assert not leaks(output)
+    run = tmp_path / "run"
+    names = {path.relative_to(run).parts[0] for path in run.rglob("*") if path.is_file()}
+    assert names > {"tensorboard", "checkpoints", "report", "samples.jsonl", "metrics.jsonl", "secrets.json"}
+    assert not leaking_files(run)
+    log = next(run.rglob("*_0_log.out")).read_text()
+    assert "counted as 0" in log
+    assert "*** https://***@judge.example/v1 {" in log, "the output of reward workers"
 
 
 @pytest.mark.parametrize(
