@@ -95,11 +95,11 @@ def _kind(name: str) -> Literal["sure", "likely", "no"]:
     shouted = name.isupper() and bool(before)
     if _LAST.search(last) or (last in ("key", "keys") and before in _KEYS_OF):
         return "sure"
-    if last == "token":
-        return "no" if before in _TEXT_TOKENS else "sure" if shouted else "likely"
-    if shouted and last in ("key", "pass", "pat") and before not in _TEXT_TOKENS:
-        return "likely"
-    return "no"
+    if before in _TEXT_TOKENS or last not in ("token", "key", "pass", "pat"):
+        return "no"
+    if shouted:
+        return "sure" if last in ("token", "pass") else "likely"
+    return "likely" if last == "token" else "no"
 
 
 def redact(text: str) -> str:
@@ -212,7 +212,8 @@ def _passwords(text: str) -> Iterator[str]:
 
 def _forms(value: str) -> set[str]:
     """A value as it is, in a Python or JSON string, and in a URL."""
-    return {value, repr(value)[1:-1], json.dumps(value)[1:-1], quote(value, safe="")}
+    escaped = repr(value)[1:-1]
+    return {value, escaped, escaped.replace("'", "\\'"), json.dumps(value)[1:-1], quote(value, safe="")}
 
 
 def _without_user(match: re.Match[str]) -> str:
