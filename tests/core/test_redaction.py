@@ -15,6 +15,7 @@ import pytest
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import SiteFile
+from rlhpc.core import redaction
 from rlhpc.core.errors import UserError
 from rlhpc.core.redaction import guard_output, hide, is_secret, learn, leaves, redact, redact_known, restore
 
@@ -31,6 +32,12 @@ tokenizer max_tokens special_tokens tokens_per_second eos_token pad_token BOS_TO
 SSH_AUTH_SOCK prompt_key label_key sort_key key keys AWS_ACCESS_KEY_ID first_token_id PUBLIC_KEY monkey
 TOKENIZERS_PARALLELISM passed compass secretary
 """
+
+
+@pytest.fixture(autouse=True)
+def nothing_learned(monkeypatch):
+    """Other tests in this process may have learned any word."""
+    monkeypatch.setattr(redaction, "_learned", set())
 
 
 @pytest.mark.parametrize(

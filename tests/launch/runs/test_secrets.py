@@ -122,8 +122,8 @@ def test_no_file_of_a_run_and_no_output_has_a_secret(program, code, config, tmp_
     assert len(files) > 6, files
     assert not leaking_files(run)
     assert not leaks(shown.out + shown.err), shown
-    holders = [path for path in run.rglob("*") if path.name in HOLDERS]
-    assert [stat.S_IMODE(path.stat().st_mode) for path in holders] == [0o600]
+    kept = [path for path in run.rglob("*") if path.name in HOLDERS]
+    assert [stat.S_IMODE(path.stat().st_mode) for path in kept] == [0o600]
     if program == "say_all":
         log = next(run.rglob("*_0_log.out")).read_text()
         assert "'HF_TOKEN': '***'" in log
