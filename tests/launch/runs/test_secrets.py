@@ -15,11 +15,12 @@ import pytest
 
 from rlhpc.config.load import load_config
 from rlhpc.config.saved import save_config
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.runs.run import run_here
-from rlhpc.launch.runs.submit import Plan, make_plan
+from rlhpc.launch.runs.submit import Plan, _written, make_plan
 from rlhpc.launch.slurm.executor import write_secrets
 from rlhpc.launch.slurm.job_spec import SECRETS
 from rlhpc.plan.checks.run import check_config
@@ -248,6 +249,25 @@ def test_a_saved_configuration_loads_as_it_was(config, tmp_path):
     save_config(run, load_config(config))
     assert not run.secrets.exists()
     assert "***" not in run.config.read_text()
+
+
+def write_and_fail(config: RunConfig, run: RunFolder) -> None:
+    with _written(config, run):
+        assert load_config(run.config) == config
+        raise OSError("refused")
+
+
+def test_a_refused_submission_leaves_secrets_as_they_were(config, tmp_path):
+    key = "rewards.0.arguments.judge_api_key"
+    before = load_config(config, overrides(tmp_path))
+    run = RunFolder(before.folder)
+    run.create()
+    for now in (load_config(config), load_config(config, overrides(tmp_path, **{key: "Plant3d-new"}))):
+        save_config(run, before)
+        with pytest.raises(OSError, match="refused"):
+            write_and_fail(now, run)
+        assert load_config(run.config) == before
+        assert stat.S_IMODE(run.secrets.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(
