@@ -20,6 +20,7 @@ from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
 from rlhpc.core.exits import EXIT_STORAGE
+from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show, use_escapes
 from rlhpc.core.storage import Patience, kind_of, use
 
@@ -82,6 +83,7 @@ for command in (*_RUNS, configs, convert, acceptance, pieces):
 def main() -> None:
     """Entry point of the ``rlhpc`` command: an error that the user can fix is one line and exit code 2."""
     use_escapes()
+    guard_output()
     use(Patience(_COMMAND_SECONDS))
     try:
         cli(prog_name="rlhpc")

@@ -96,7 +96,9 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
     for warning in plan.warnings:
         click.echo(f"rlhpc: warning: {warning}", err=True)
     if options.dry_run:
-        click.echo(plan.script, nl=False)
+        from rlhpc.core.redaction import redact
+
+        click.echo(redact(plan.script), nl=False)
         click.echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")
         for site in sites:
             click.echo(f"# from site file {site}")

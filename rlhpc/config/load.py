@@ -16,10 +16,12 @@ from pydantic_core import ErrorDetails
 from rlhpc.config import yaml12
 from rlhpc.config.renamed import RENAMED, RENAMED_VALUES, renamed_keys
 from rlhpc.config.reward import NO_KIND
+from rlhpc.config.saved import with_secrets
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site_file import SiteValues, expand_site, take_site
 from rlhpc.core.errors import UserError, did_you_mean, nearest
 from rlhpc.core.files import read_text
+from rlhpc.core.redaction import hide, learn
 from rlhpc.core.storage import StorageError
 
 COMMAND_LINE = "command line"
@@ -51,7 +53,9 @@ def load_with_site(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         raise UserError(
             "contains no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`"
         )
-    places = {key: f"{path}:{line}" for key, line in yaml12.key_lines(text).items()}
+    lines = yaml12.key_lines(text)
+    data = with_secrets(data, path, lines)
+    places = {key: f"{path}:{line}" for key, line in lines.items()}
     expand_site(data)
     for override in overrides:
         key, value = _parse_override(override)
@@ -64,6 +68,7 @@ def load_with_site(path: Path, overrides: Sequence[str] = ()) -> Loaded:
         for key, line in site.keys.items():
             for part in _parents(key):
                 places.setdefault(part, f"{site.path}:{line}")
+    learn(data)
     try:
         # JSON mode accepts a string as a path and an integer as a float, and is strict about all other types.
         return Loaded(RunConfig.model_validate_json(json.dumps(data), strict=True), site)
@@ -212,7 +217,8 @@ def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> U
     new = RENAMED_VALUES.get(re.sub(r"\.\d+(?=\.)", ".0", _key(location)), {})
     if isinstance(value, str) and value in new:
         return UserError(f"{value!r} has another name now", where=where, remedy=f"write {new[value]}")
-    shown = repr(value) if len(repr(value)) <= 80 else repr(value)[:77] + "..."
+    shown = repr(hide(value, ".".join(map(str, location)))[0])
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
     return UserError(f"{shown} is not allowed", where=where, remedy=f"allowed: {_allowed(location)}")
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Iterator
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from rlhpc.core.redaction import hide
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -16,6 +19,12 @@ ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+(\.\w+)*$")]  # package.m
 
 
 class Section(BaseModel):
-    """A frozen group of keys; an unknown key is an error."""
+    """A frozen group of keys; an unknown key is an error. Its representation shows no secrets."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True, hide_input_in_errors=True
+    )
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        for name, value in super().__repr_args__():
+            yield name, hide(value, name or "")[0]

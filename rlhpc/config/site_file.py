@@ -18,6 +18,7 @@ from rlhpc.config.site import SiteFigures, SiteFile
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.files import read_text
+from rlhpc.core.redaction import hide
 from rlhpc.core.storage import StorageError, exists
 
 
@@ -110,7 +111,7 @@ def _fault(detail: ErrorDetails, path: Path, lines: Mapping[str, int]) -> UserEr
     key = ".".join(parts) if detail["type"] == "extra_forbidden" else (known or [".".join(parts)])[0]
     where = f"{path}:{lines[known[0]]}: {key}" if known else f"{path}: {key}"
     if detail["type"] != "extra_forbidden":
-        return UserError(f"{detail['input']!r} is not allowed ({detail['msg']})", where=where)
+        return UserError(f"{hide(detail['input'], key)[0]!r} is not allowed ({detail['msg']})", where=where)
     if len(parts) > 1 and parts[0] in ("gpus", "efficiency") and parts[-1] in RENAMED_FIGURES:
         return UserError("has another name now", where=where, remedy=f"write {RENAMED_FIGURES[parts[-1]]}")
     return UserError("unknown key", where=where, remedy=did_you_mean(parts[-1], _keys_beside(parts)))

@@ -11,12 +11,13 @@ import functools
 import shutil
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from rlhpc.core.files import make_folder, names_in, read_json, write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.redaction import redact
 from rlhpc.core.storage import patiently
 
 Cause = Literal[
@@ -110,8 +111,9 @@ def saved_step(run: RunFolder) -> int:
 
 
 def end(folder: AttemptFolder, verdict: Verdict) -> None:
-    """Writes the verdict; the last one counts."""
-    write_json(folder.verdict, asdict(verdict))
+    """Writes the verdict, without secrets; the last one counts."""
+    known = replace(verdict, message=redact(verdict.message), detail=redact(verdict.detail))
+    write_json(folder.verdict, asdict(known))
 
 
 def folders(run: RunFolder) -> list[AttemptFolder]:

@@ -5,19 +5,23 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from rlhpc.core.redaction import redact
+
 EXIT_USER_ERROR = 2
 
 
 class UserError(ValueError):
     """Wrong input, reported in one line: where it is, what is wrong with it, how to fix it.
 
-    ``where``: a config key (``rollout.tp``), a file, a rank or a node; ``remedy`` starts with a verb.
+    ``where``: a config key (``rollout.tp``), a file, a rank or a node; ``remedy`` starts with a verb. Secrets in them
+    are replaced.
     """
 
     def __init__(self, message: str, *, where: str = "", remedy: str = "") -> None:
+        message, where, remedy = redact(message), redact(where), redact(remedy)
         self.message, self.where, self.remedy = message, where, remedy
         line = f"{where}: {message}" if where else message
-        super().__init__(one_line(f"{line}; {remedy}" if remedy else line))
+        super().__init__(redact(one_line(f"{line}; {remedy}" if remedy else line)))
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.message, self.where, self.remedy)

@@ -22,6 +22,7 @@ from rlhpc.core.errors import NonFiniteError, StrangerError, UserError
 from rlhpc.core.files import names_in, read_json, read_text, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
+from rlhpc.core.redaction import redact
 from rlhpc.core.storage import BRIEF, Patience, StorageError, exists, kind_of
 
 Kind = Literal["user", "error", "peer", "signal", "stopped", "done"]
@@ -124,13 +125,29 @@ def write_exit(exits: Path, info: RankInfo, error: BaseException | None = None, 
     kind: Kind = "stopped" if stopped else "done"
     record = ExitRecord(info.rank, info.node, os.getpid(), time.time(), kind, message=stopped or "")
     if error is not None:
-        text = "".join(traceback.format_exception(error))
-        ended = {"kind": classify(error), "type": type(error).__name__, "message": str(error), "traceback": text}
+        text, message = redact(_traceback(error)), redact(str(error))
+        ended = {"kind": classify(error), "type": type(error).__name__, "message": message, "traceback": text}
         record = ExitRecord(**{**asdict(record), **ended})
     file = _file(exits, info.rank, "exit")
     patience = BRIEF if isinstance(error, StorageError) else None  # it has already waited
     if not _is_written(file, patience):
         write_json(file, asdict(record), patience)
+
+
+def without_secrets(error: Exception) -> Exception:
+    """The error itself, or if its traceback contains secrets, one to raise ``from None`` in its place: submitit keeps
+    the traceback of what its jobs raise."""
+    text = _traceback(error)
+    shown = redact(text)
+    if shown == text or isinstance(error, OSError):
+        return error
+    if isinstance(error, UserError):  # its own text has none
+        return type(error)(error.message, where=error.where, remedy=error.remedy)
+    return RuntimeError(shown)
+
+
+def _traceback(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
 
 
 def _is_written(file: Path, patience: Patience | None) -> bool:

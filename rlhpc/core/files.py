@@ -12,18 +12,18 @@ from typing import Any
 from rlhpc.core.storage import Patience, patiently
 
 
-def write_atomic(path: Path, text: str, patience: Patience | None = None) -> None:
+def write_atomic(path: Path, text: str, patience: Patience | None = None, *, private: bool = False) -> None:
     """Writes ``text`` so that a reader sees the old file or the new one, never a part. The folder must exist: making it
-    would let ranks write that were fenced off (rlhpc.core.attempts)."""
+    would let ranks write that were fenced off (rlhpc.core.attempts). ``private``: mode 0600 from the first byte."""
     data = text.encode()
-    patiently(lambda: _replace(path, data), path, patience)
+    patiently(lambda: _replace(path, data, 0o600 if private else 0o666), path, patience)
 
 
-def _replace(path: Path, data: bytes) -> None:
+def _replace(path: Path, data: bytes, mode: int) -> None:
     """Writes all of the data: after a failed fsync the kernel may have dropped it, so a retry must write it again."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

@@ -40,7 +40,7 @@ class AttemptFolder:
 
     @property
     def config(self) -> Path:
-        """Resolved configuration of this attempt, with changes by recovery."""
+        """Resolved configuration of this attempt, with changes by recovery, without secrets."""
         return self.path / "config.yaml"
 
     @property
@@ -105,8 +105,13 @@ class RunFolder:
 
     @property
     def config(self) -> Path:
-        """Resolved configuration of the run."""
+        """Resolved configuration of the run, without secrets."""
         return self.path / "config.yaml"
+
+    @property
+    def secrets(self) -> Path:
+        """Values that configurations in this folder show as *** (rlhpc.config.saved); absent without any."""
+        return self.path / "secrets.json"
 
     @property
     def lock(self) -> Path:
@@ -193,7 +198,7 @@ class RunFolder:
         it is started with."""
         if exists(self.attempts) or exists(self.checkpoints):
             return
-        for file in (self.config, self.metrics, self.samples, self.evaluation, self.report_text):
+        for file in (self.config, self.secrets, self.metrics, self.samples, self.evaluation, self.report_text):
             if exists(file, follow_symlinks=False):
                 raise UserError(
                     f"{str(file)!r} was not written by a run, which would overwrite it",

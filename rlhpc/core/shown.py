@@ -11,6 +11,7 @@ from typing import Any, TextIO
 
 from rlhpc.core.errors import one_line
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.redaction import redact
 
 _LONGEST = 300  # characters of a reported error
 
@@ -33,7 +34,7 @@ class ShownOnly:
         _drop_unwritten(sys.stdout)
         if not self.failed:
             self.failed = True
-            reason = one_line(f"{type(error).__name__}: {error}")[:_LONGEST]
+            reason = redact(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST]
             _print(f"rlhpc: warning: continuing without {self.what}, which failed: {reason}", sys.stderr)
         return True
 

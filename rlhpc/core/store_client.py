@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.core.redaction import learn
 from rlhpc.core.store_protocol import (
     ACCEPTED,
     CLIENT_BYTES,
@@ -59,6 +60,7 @@ class StoreAddress:
                 where=env.RLHPC_STORE_SECRET,
                 remedy="start the ranks with rlhpc, which creates one for each job",
             )
+        learn({env.RLHPC_STORE_SECRET: secret})
         return cls(host, int(port), key)
 
 

@@ -102,6 +102,20 @@ FAULTS = (
         'environ.get(env.RLHPC_STORE_SECRET, "")',
     ),
     Fault(
+        "secrets-in-tracebacks",
+        "rlhpc/core/exits.py",
+        "an error whose message has an API key leaves it in the exit record of its rank, which users share for help",
+        "redact(_traceback(error)), redact(str(error))",
+        "_traceback(error), str(error)",
+    ),
+    Fault(
+        "secrets-in-the-saved-config",
+        "rlhpc/config/saved.py",
+        "config.yaml of run folder and attempts has the API keys of the configuration",
+        "yaml12.dump(shown)",
+        'yaml12.dump(config.model_dump(mode="json"))',
+    ),
+    Fault(
         "tool-answers-trained-on",
         "rlhpc/data/collate.py",
         "the policy is trained to produce what tools answered",

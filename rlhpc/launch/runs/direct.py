@@ -12,12 +12,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlhpc.config.load import absolute_paths, dump_config, load_config, load_with_site
+from rlhpc.config.load import absolute_paths, load_config, load_with_site
+from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.files import remove, write_atomic
+from rlhpc.core.files import remove
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show
 from rlhpc.core.storage import exists
 from rlhpc.launch.run_lock import locked
@@ -67,7 +69,7 @@ def _claim(run: RunFolder, config: RunConfig, *, resume: bool) -> None:
     run.create()
     with locked(run, wait=True):
         check_free(run, again=resume)
-        write_atomic(run.config, dump_config(config))
+        save_config(run, config)
         remove(run.stop_requested)
         cluster = os.environ.get(env.SLURM_CLUSTER_NAME, "")
         register(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))
@@ -88,6 +90,7 @@ def make_private(descriptor: int) -> None:
 def main() -> None:
     """Entry point for job scripts."""
     os.umask(0o077)
+    guard_output()
     for descriptor in (1, 2):
         make_private(descriptor)
     parser = argparse.ArgumentParser(prog="python -m rlhpc.launch.runs.direct", description="The batch step of a run.")

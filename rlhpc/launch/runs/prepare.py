@@ -13,6 +13,7 @@ from rlhpc.config.schema import PrepareSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
+from rlhpc.core.redaction import guard_output, learn
 
 _USER_ERROR, _INTERRUPTED = 2, 130
 
@@ -36,7 +37,9 @@ def run_prepare(section: PrepareSection) -> bool:
 
 
 def _main() -> None:
+    guard_output()
     call = json.load(sys.stdin)
+    learn(call["arguments"])
     die_with(ProcessId(**call["launcher"]))
     try:
         function = import_attribute(call["function"], "prepare.function")

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rlhpc.config.load import dump_config
+from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.redaction import hide
 from rlhpc.core.shown import show
 from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.machine import package_warnings
@@ -73,14 +74,14 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
         check_folder_name(folder.path)
     _check_alike(configs, folders)
     conda = os.environ.get(env.CONDA_EXE, "conda")
-    spec, *_ = [make_spec(config, workdir, sys.executable, conda) for config in configs]
-    warnings += package_warnings(configs[0])
-    for config in configs:
-        check_planned_driver(config)
     submission = folders[0].submission
     if len(configs) > 1:
         name = hashlib.sha256("\n".join(str(folder.path) for folder in folders).encode()).hexdigest()[:12]
         submission = folders[0].path.parent / ".arrays" / name
+    spec, *_ = [make_spec(config, workdir, sys.executable, conda, submission) for config in configs]
+    warnings += package_warnings(configs[0])
+    for config in configs:
+        check_planned_driver(config)
     return Plan(tuple(configs), folders, spec, workdir, submission, tuple(dict.fromkeys(warnings)))
 
 
@@ -203,6 +204,7 @@ def _check_alike(configs: Sequence[RunConfig], folders: Sequence[RunFolder]) -> 
 
 
 def _unlike(key: str, first: RunConfig, ours: object, other: RunConfig, theirs: object) -> UserError:
+    ours, theirs = (hide(value, key)[0] for value in (ours, theirs))
     return UserError(
         f"{ours!r} in {first.name!r}, {theirs!r} in {other.name!r}, but all jobs of an array have the same",
         where=key,
@@ -232,17 +234,19 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
     """Context with the config written to the locked run folder, which is restored if the block fails."""
     new = not folder.path.exists()
     folder.create()
-    before = folder.config.read_text(encoding="utf-8") if folder.config.is_file() else None
+    before = {file: file.read_text(encoding="utf-8") for file in (folder.secrets, folder.config) if file.is_file()}
     with locked(folder):
         try:
-            write_atomic(folder.config, dump_config(config))
+            save_config(folder, config)
             folder.stop_requested.unlink(missing_ok=True)
             yield
         except BaseException:
             if new:
                 shutil.rmtree(folder.path, ignore_errors=True)
-            elif before is not None:
-                write_atomic(folder.config, before)
+            else:
+                folder.secrets.unlink(missing_ok=True)
+                for file, text in before.items():
+                    write_atomic(file, text, private=True)
             raise
 
 

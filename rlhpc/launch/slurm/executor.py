@@ -12,10 +12,13 @@ from typing import Any
 
 from rlhpc.config.jobs import SlurmSection
 from rlhpc.core.errors import UserError
+from rlhpc.core.exits import without_secrets
+from rlhpc.core.files import write_atomic
 from rlhpc.core.imports import import_attribute
+from rlhpc.core.redaction import guard_output
 from rlhpc.launch.slurm.commands import clean_submission
 from rlhpc.launch.slurm.errors import submission_error
-from rlhpc.launch.slurm.job_spec import JobSpec
+from rlhpc.launch.slurm.job_spec import SECRETS, JobSpec
 
 JOB = "rlhpc.launch.supervise.supervisor:run_job"
 # Options that submitit spells differently.
@@ -32,7 +35,14 @@ class SubmittedJob:
 
 def call_job(entry: str, run_dir: str) -> None:
     """Function that submitit calls in the batch step: calls ``entry`` with the run folder and exits with its code."""
-    code = import_attribute(entry, "job")(run_dir)
+    guard_output()
+    try:
+        code = import_attribute(entry, "job")(run_dir)
+    except Exception as error:
+        known = without_secrets(error)
+        if known is error:
+            raise
+        raise known from None
     if code:
         raise SystemExit(code)
 
@@ -55,6 +65,7 @@ def submit_jobs(
 
     with clean_submission(frozenset(name for name, _ in spec.options)):
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        write_secrets(spec, folder)
         executor = SlurmExecutor(folder=folder, python=spec.python)
         executor.update_parameters(**_parameters(spec))
         printed = io.StringIO()
@@ -64,6 +75,12 @@ def submit_jobs(
         except (FailedJobError, FailedSubmissionError) as error:
             raise submission_error(str(error) or printed.getvalue(), slurm) from None
     return [SubmittedJob(str(job.job_id), Path(job.paths.stdout)) for job in jobs]
+
+
+def write_secrets(spec: JobSpec, folder: Path) -> None:
+    """Writes the file in ``folder`` that the script reads its secrets from, if there are any."""
+    if spec.secrets:
+        write_atomic(folder / SECRETS, "\n".join([*spec.secrets, ""]), private=True)
 
 
 def check_folder_name(folder: Path) -> None:

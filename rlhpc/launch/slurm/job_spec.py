@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlhpc.config.jobs import SlurmSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.core.redaction import hide, redact
 from rlhpc.launch.slurm.gpu_binding import check_config_binding
 from rlhpc.launch.slurm.times import seconds_of
 
 Option = str | int | bool
 
+# File of the variables with secrets. Slurm keeps copies of the script, and may show them to administrators.
+SECRETS = "environment.sh"
 # Fallback for the supervisor's own deadline: ranks get USR2 this long before the time limit, or a tenth of it.
 _SIGNAL_SECONDS = 120
 # Options of sbatch with a key of their own.
@@ -49,17 +52,21 @@ _INSTEAD = {
 
 @dataclass(frozen=True)
 class JobSpec:
-    """``options``: sbatch's by their long names, in order; True is a bare flag. ``setup``: lines of bash."""
+    """``options``: sbatch's by their long names, in order; True is a bare flag. ``setup``: lines of bash. ``secrets``:
+    lines of the file SECRETS that ``setup`` reads; none without secrets."""
 
     name: str
     options: tuple[tuple[str, Option], ...]
     setup: tuple[str, ...]
     python: str
+    secrets: tuple[str, ...] = field(default=(), repr=False)
 
 
-def make_spec(config: RunConfig, workdir: Path, python: str, conda: str = "conda") -> JobSpec:
+def make_spec(
+    config: RunConfig, workdir: Path, python: str, conda: str = "conda", submission: Path = Path("submission")
+) -> JobSpec:
     """The job of ``config``. It runs in ``workdir`` with the interpreter ``python`` of this machine, or with that of
-    slurm.conda, which the program ``conda`` activates."""
+    slurm.conda, which the program ``conda`` activates. ``submission``: folder of the script and of its secrets."""
     slurm = config.slurm
     own: dict[str, Option | None] = {
         "job-name": config.name,
@@ -91,7 +98,9 @@ def make_spec(config: RunConfig, workdir: Path, python: str, conda: str = "conda
     for name, value in options.items():
         _check_value(OPTION_KEYS.get(name, f"slurm.sbatch_options.{name}"), str(value))
     job_python = "python" if slurm.conda else shlex.quote(python)
-    return JobSpec(config.name, tuple(options.items()), _setup(slurm, workdir, job_python, conda), job_python)
+    environment, secrets = _environment(slurm, submission)
+    setup = _setup(slurm, workdir, (job_python, conda), environment)
+    return JobSpec(config.name, tuple(options.items()), setup, job_python, secrets)
 
 
 def _tasks(config: RunConfig) -> dict[str, Option | None]:
@@ -140,9 +149,21 @@ def _check_value(key: str, text: str) -> None:
         raise UserError(f"{text!r} has more than one line", where=key, remedy="write it in one line")
 
 
-def _setup(slurm: SlurmSection, workdir: Path, python: str, conda: str) -> tuple[str, ...]:
-    """First lines of the batch step. One that fails ends the job and is named."""
-    folder = shlex.quote(str(workdir))
+def _environment(slurm: SlurmSection, submission: Path) -> tuple[list[str], tuple[str, ...]]:
+    """Lines of the script that set slurm.environment, and those of a file that they read for secrets."""
+    lines: dict[bool, list[str]] = {False: [], True: []}
+    for name, value in slurm.environment.items():
+        _, secret = hide(value, name)
+        lines[secret is not None].append(f"export {name}={shlex.quote(value)}")
+    file = submission / SECRETS
+    missing = _say(f"slurm.environment: cannot read {file}")
+    reading = ["# shellcheck source=/dev/null", f". {shlex.quote(str(file))} || stop_job {missing}"]
+    return [*lines[False], *(reading if lines[True] else [])], tuple(lines[True])
+
+
+def _setup(slurm: SlurmSection, workdir: Path, programs: tuple[str, str], environment: list[str]) -> tuple[str, ...]:
+    """First lines of the batch step. One that fails ends the job and is named. ``programs``: python and conda."""
+    folder, (python, conda) = shlex.quote(str(workdir)), programs
     lines = [
         "umask 077",
         'stop_job() { echo "rlhpc: $(hostname): $1" >&2; exit 1; }',
@@ -150,7 +171,7 @@ def _setup(slurm: SlurmSection, workdir: Path, python: str, conda: str) -> tuple
         "ulimit -l unlimited 2>/dev/null || true",
         *_modules(slurm.modules),
         *_conda(slurm.conda, conda),
-        *(f"export {name}={shlex.quote(value)}" for name, value in slurm.environment.items()),
+        *environment,
         *_user_lines(slurm.setup),
         f"command -v {python} >/dev/null || stop_job {_say(f'{python} is not there; use one that all nodes see')}",
     ]
@@ -190,7 +211,9 @@ def _conda(environment: str | None, conda: str) -> list[str]:
 def _user_lines(setup: list[str]) -> list[str]:
     if not setup:
         return []
-    trap = "trap 'echo \"rlhpc: $(hostname): slurm.setup: failed: $BASH_COMMAND\" >&2' ERR"
+    known = all(redact(line) == line for line in setup)
+    what = "$BASH_COMMAND" if known else "a line, which is not shown because there is a secret among them"
+    trap = f"trap 'echo \"rlhpc: $(hostname): slurm.setup: failed: {what}\" >&2' ERR"
     return [trap, "set -e", *setup, "set +e", "trap - ERR"]
 
 

@@ -14,13 +14,12 @@ from typing import Any
 
 from submitit import LocalExecutor
 
-from rlhpc.config.load import dump_config
+from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts, env, exits
 from rlhpc.core.attempts import Verdict, saved_step
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.exits import ExitRecord
-from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.core.shown import read_report, show
@@ -117,8 +116,8 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
         hang_timeout_seconds=config.recovery.hang_timeout_seconds,
         storage_wait_seconds=config.recovery.storage_wait_seconds,
     )
-    write_atomic(folder.config, dump_config(config))
-    write_atomic(attempt.config, dump_config(config))
+    save_config(folder, config)
+    save_config(folder, config, attempt.config)
     return attempt
 
 

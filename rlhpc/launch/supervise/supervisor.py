@@ -17,12 +17,13 @@ from functools import reduce
 from pathlib import Path
 from typing import IO, Any
 
-from rlhpc.config.load import absolute_paths, dump_config, load_config
+from rlhpc.config.load import absolute_paths, load_config
+from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import attempts, exits
 from rlhpc.core.attempts import Attempt, Verdict, saved_step
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.files import remove, write_atomic
+from rlhpc.core.files import remove
 from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
@@ -143,7 +144,7 @@ class Supervisor:
             "excluded": excluded,
         }
         folder = attempts.begin(self._run, **known)
-        write_atomic(folder.config, dump_config(config))
+        save_config(self._run, config, folder.config)
         self._deadline.follow(folder)
         attempt = attempts.read_attempt(folder)
         assert attempt is not None

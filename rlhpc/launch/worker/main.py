@@ -21,12 +21,13 @@ from rlhpc.core import env
 from rlhpc.core.attempts import read_attempt
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError
-from rlhpc.core.exits import EXIT_STORAGE, run_recorded, write_exit
+from rlhpc.core.exits import EXIT_STORAGE, run_recorded, without_secrets, write_exit
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.rank import RankInfo
+from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show
 from rlhpc.core.stop import StopRequest
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
@@ -44,6 +45,7 @@ def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_device
     it does not outlive the launcher. ``visible_devices``: CUDA_VISIBLE_DEVICES of the launcher, None if unset. Every
     rank sees every GPU and takes the one of its local rank.
     """
+    guard_output()
     stop = StopRequest()
     stop.listen()
     os.setsid()
@@ -75,6 +77,11 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     context = RankContext(attempt, info, stop, heartbeat)
     try:
         run_recorded(attempt.exits, info, lambda: import_attribute(entry, "trainer")(context))
+    except Exception as error:
+        known = without_secrets(error)
+        if known is error:
+            raise
+        raise known from None
     finally:
         heartbeat.stop()
     done.set()
@@ -134,6 +141,7 @@ def _end_now(done: threading.Event) -> None:
 
 def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
     """A rank under srun. A UserError is one line, even if it cannot be recorded in the run folder."""
+    guard_output()
     stop = StopRequest()
     stop.listen()
     try:

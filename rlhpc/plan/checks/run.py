@@ -20,6 +20,7 @@ from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
 from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
+from rlhpc.plan.checks.secrets import secret_warnings
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
@@ -57,7 +58,7 @@ def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
     else:
         summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
     summary += [("data", text) for text in _check_data(config, prepared=prepared)]
-    return summary + [("warning", text) for text in warnings]
+    return summary + [("warning", text) for text in (*warnings, *secret_warnings(config))]
 
 
 def outline(config: RunConfig) -> Summary:

@@ -18,6 +18,7 @@ from typing import Any
 from rlhpc.core.errors import EXIT_USER_ERROR, UserError, one_line
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
+from rlhpc.core.redaction import guard_output, redact
 from rlhpc.site.acceptance.part import Context, Figure, Size, Skipped
 
 _STACKS_SECONDS = 1.0  # before its deadline, a hanging part dumps its stacks to its output
@@ -71,13 +72,14 @@ def run(spec: Spec) -> int:
         return EXIT_USER_ERROR
     except BaseException as error:
         traceback.print_exc()
-        results.write("error", one_line(f"{type(error).__name__}: {error}")[:_LONGEST_MESSAGE])
+        results.write("error", redact(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST_MESSAGE])
         return 1
     return 0
 
 
 def main() -> None:
     spec = Spec(**json.loads(sys.argv[1]))
+    guard_output()
     die_with(ProcessId(spec.driver_pid, spec.driver_start))
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(_LEAST_SECONDS, spec.deadline - time.monotonic() - _STACKS_SECONDS))

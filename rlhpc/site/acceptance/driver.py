@@ -15,6 +15,7 @@ from typing import Literal
 
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.files import write_atomic
+from rlhpc.core.redaction import redact
 from rlhpc.core.shown import show
 from rlhpc.launch.machine import gpu_count
 from rlhpc.site.acceptance.device import used_memory
@@ -178,7 +179,7 @@ class Acceptance:
             finally:
                 record.seconds = round(time.monotonic() - began, 1)
                 if record.status != "passed":
-                    record.tail = last_lines(output)
+                    record.tail = [redact(line) for line in last_lines(output)]
                 append_log(self._folder / LOG, f"{part.name}: {record.status}, {record.seconds} s", output)
                 self._save()
         show(f"  {record.status} after {record.seconds:.0f} s" + (f": {record.message}" if record.message else ""))

@@ -20,12 +20,14 @@ from typing import Any
 from rlhpc.core.errors import one_line
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
+from rlhpc.core.redaction import guard_output, redact
 from rlhpc.site.acceptance.channel import Channel
 from rlhpc.site.acceptance.part import Context
 
 
 def main() -> None:
     channel = Channel.take_stdout()
+    guard_output()
     faulthandler.enable()
     call = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     die_with(ProcessId(**call["parent"]))
@@ -55,7 +57,7 @@ def _serve(channel: Channel, items: Generator[Any, None, None]) -> None:
 
 def _send_failure(channel: Channel, error: BaseException) -> None:
     with contextlib.suppress(OSError):  # the part may be gone
-        channel.send("failed", f"{type(error).__name__}: {one_line(str(error))[:400]}")
+        channel.send("failed", f"{type(error).__name__}: {redact(one_line(str(error)))[:400]}")
 
 
 def _end(code: int) -> None:

@@ -14,6 +14,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from rlhpc.core.errors import UserError
+from rlhpc.core.redaction import redact
 from rlhpc.core.shown import show
 from rlhpc.site.pieces import install_pieces
 from rlhpc.site.pieces.closure import Closure, Offer, broken_on_target, walk
@@ -188,7 +189,7 @@ def _fields(options: PrepareOptions, closure: Closure, trimmed: Sequence[Trimmed
     present = {*closure.needed, *closure.relied_on}
     return {
         "target": {"python": target.python, "platform": target.platform, "machine": target.machine},
-        "roots": _roots(options),
+        "roots": [redact(root) for root in _roots(options)],
         "expected": dict(sorted(closure.relied_on.items())),
         "left_out": sorted({*closure.left_out} - {*closure.needed}),
         "lzma": options.lzma,

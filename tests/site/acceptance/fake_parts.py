@@ -48,6 +48,14 @@ def error(context: Context) -> None:
     raise RuntimeError("no such | kernel")
 
 
+def leak(context: Context) -> None:
+    """Prints a secret by all ways, and raises it."""
+    secret = os.environ["SITE_PASSWORD"]
+    print("printed", secret, flush=True)
+    os.write(2, f"written {secret}\n".encode())
+    raise RuntimeError(f"401 for {secret}")
+
+
 def user_error(context: Context) -> None:
     raise UserError("7 is not allowed", where="rollout.tp", remedy="use 1")
 

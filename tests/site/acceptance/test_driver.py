@@ -53,6 +53,17 @@ def ended(pid: int) -> bool:
     return ProcessId.of(pid) is None
 
 
+def test_results_have_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The state and its page are shared. In the log, what Python prints has none."""
+    monkeypatch.setenv("SITE_PASSWORD", "Plant3d password")
+    code, results = start([part("leak")])
+    assert code == 1
+    assert results.parts["leak"].message == "RuntimeError: 401 for ***"
+    assert {"printed ***", "written ***"} <= set(results.parts["leak"].tail)
+    assert "Plant3d" not in page() + Path("out", STATE).read_text()
+    assert "printed ***" in Path("out", LOG).read_text()
+
+
 def test_a_failure_ends_its_part_alone() -> None:
     """A crash, an error, a user error and a part without results; parts before and after them pass."""
     names = ("good", "crash", "error", "user_error", "nothing", "slow_sync", "not_finite", "cases")

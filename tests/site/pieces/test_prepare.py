@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from rlhpc.core.errors import UserError
+from rlhpc.site.pieces.closure import Closure
 from rlhpc.site.pieces.imports import check_imports
 from rlhpc.site.pieces.manifest import write_pieces
-from rlhpc.site.pieces.prepare import PrepareOptions, check_set, prepare
+from rlhpc.site.pieces.prepare import PrepareOptions, _fields, check_set, prepare
 from rlhpc.site.pieces.target import Target
 from rlhpc.site.pieces.wheels import read_wheel
 from tests.site.pieces.small import HERE, THIS_MACHINE, index_for_rlhpc, target, wheel
@@ -44,6 +45,15 @@ def prepared(index: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     )
     checks = prepare(request, out).checks
     return out, json.loads((out / "manifest.json").read_text()), checks
+
+
+def test_the_manifest_has_no_password_of_an_index() -> None:
+    """It goes to the other machine with the pieces."""
+    options = PrepareOptions(Target(), bring=("extra @ https://me:Plant3d@host/extra-1-py3-none-any.whl",))
+    assert _fields(options, Closure(), ())["roots"] == [
+        "rlhpc[gpu]",
+        "extra @ https://***@host/extra-1-py3-none-any.whl",
+    ]
 
 
 @pytest.mark.heavy
