@@ -46,6 +46,7 @@ SUBMITIT_LOCAL_JOB_ID = "SUBMITIT_LOCAL_JOB_ID"
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
 GLOO_SOCKET_IFNAME = "GLOO_SOCKET_IFNAME"
 NCCL_SOCKET_IFNAME = "NCCL_SOCKET_IFNAME"
+NCCL_SOCKET_MAGIC = "NCCL_SOCKET_MAGIC"  # from 2.30 on: number that opens a connection, otherwise a constant
 CUDA_DEVICE_MAX_CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"  # Megatron wants 1 with sequence parallelism
 
 # vLLM, set before it is imported.

@@ -365,18 +365,26 @@ def thread_setter_restored() -> Iterator[None]:
         torch.set_num_threads = set_num_threads
 
 
-def unlink_engine_queue() -> None:
-    """Unlinks the shared memory of the queue between an engine's ranks, once all have opened it: its name would outlive
-    ranks that are killed. No effect for an engine of one rank.
+@contextlib.contextmanager
+def no_engine_queue() -> Iterator[None]:
+    """Engines that are built inside have no message queue between their ranks.
 
-    vLLM unlinks it only when the creator is destroyed (shm_broadcast.py), which must not happen a second time.
+    vLLM makes one in each tensor-parallel group (distributed/parallel_state.py:2151), with sockets and pickles that
+    nobody authenticates. An engine whose ranks each run their own scheduler sends nothing there.
     """
-    from vllm.distributed.parallel_state import get_tp_group
+    from vllm.distributed import parallel_state as state
 
-    buffer = getattr(get_tp_group().mq_broadcaster, "buffer", None)
-    if buffer is not None and buffer.is_creator:
-        buffer.shared_memory.unlink()
-        buffer.is_creator = False
+    make = state.init_model_parallel_group
+
+    @functools.wraps(make)
+    def without(*arguments: Any, use_message_queue_broadcaster: bool = False, **options: Any) -> Any:
+        return make(*arguments, **options)
+
+    state.init_model_parallel_group = without
+    try:
+        yield
+    finally:
+        state.init_model_parallel_group = make
 
 
 def unmap_vllm_allocation(address: int) -> bool:

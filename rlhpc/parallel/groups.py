@@ -47,6 +47,7 @@ def _store(info: RankInfo, timeout: datetime.timedelta, *, verify_connections: b
     store = open_store()
     if store is not None:
         sealed.use_secret(store.secret)
+        os.environ.setdefault(env.NCCL_SOCKET_MAGIC, str(sealed.number_of(store.secret)))
         compat.authenticate_objects()
         if verify_connections:
             compat.replace_gloo(gloo_maker(store))

@@ -23,6 +23,11 @@ def use_secret(secret: bytes) -> None:
     _keys[:] = [hmac.digest(secret, b"rlhpc objects of ranks", sha256)]
 
 
+def number_of(secret: bytes) -> int:
+    """Number of 64 bits that only ranks of the job know."""
+    return int.from_bytes(hmac.digest(secret, b"rlhpc connections of ranks", sha256)[:8], "big")
+
+
 def seal(content: bytes) -> bytes:
     """``content`` with its MAC; ``content`` alone in a job without a secret."""
     return content + hmac.digest(_keys[0], content, sha256) if _keys else content

@@ -9,7 +9,6 @@ import contextlib
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -23,7 +22,7 @@ from rlhpc.core import env
 from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.compat import thread_setter_restored, unlink_engine_queue
+from rlhpc.parallel.compat import no_engine_queue, thread_setter_restored
 from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
@@ -66,7 +65,6 @@ class VllmEngine:
         finalizer = getattr(self._engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
-        unlink_engine_queue()
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routed_experts")
         self._weights = self._find_weights(section)
@@ -193,12 +191,9 @@ class VllmEngine:
         """Frees the engine and destroys vLLM's process groups; the default group stays. Collective."""
         from vllm.distributed import destroy_model_parallel
 
-        sockets = _sockets()
         self._engine.model_executor.shutdown()
         destroy_model_parallel()
         del self._engine
-        for socket in sockets:
-            socket.unlink(missing_ok=True)
 
     def _routed_experts(self, output: Any) -> np.ndarray | None:
         """Routed experts of a finished request; see ``Completion``."""
@@ -316,7 +311,8 @@ def _build(arguments: dict[str, Any]) -> Any:
     from vllm.usage.usage_lib import UsageContext
 
     try:
-        return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
+        with no_engine_queue():
+            return LLMEngine.from_engine_args(EngineArgs(**arguments), usage_context=UsageContext.LLM_CLASS)
     except UserError:
         raise
     except ValueError as error:
@@ -325,20 +321,6 @@ def _build(arguments: dict[str, Any]) -> Any:
             where="rollout",
             remedy="fix what it names; memory is set by rollout.kv_cache_gib and rollout.gpu_memory_utilization",
         ) from error
-
-
-def _sockets() -> list[Path]:
-    """Socket files of the queue in TMPDIR, which vLLM does not remove."""
-    handle = getattr(_queue(), "handle", None)
-    addresses = (getattr(handle, name, None) or "" for name in ("local_subscribe_addr", "local_notify_addr"))
-    return [Path(address.removeprefix("ipc://")) for address in addresses if address.startswith("ipc:///")]
-
-
-def _queue() -> Any:
-    """vLLM's message queue between an engine's ranks; None for a single rank."""
-    from vllm.distributed.parallel_state import get_tp_group
-
-    return get_tp_group().mq_broadcaster
 
 
 @contextlib.contextmanager

@@ -61,13 +61,10 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "W_UK_T",
         "process_weights_after_loading",
     ),
-    "vllm.distributed.parallel_state:GroupCoordinator": ("mq_broadcaster",),
-    "vllm.distributed.device_communicators.shm_broadcast:MessageQueue": ("buffer", "handle"),
-    "vllm.distributed.device_communicators.shm_broadcast:ShmRingBuffer": ("is_creator", "shared_memory"),
-    "vllm.distributed.device_communicators.shm_broadcast:Handle": ("local_subscribe_addr", "local_notify_addr"),
 }
 # What is passed by name.
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
+    "vllm.distributed.parallel_state:init_model_parallel_group": ("use_message_queue_broadcaster",),
     "vllm.v1.engine.llm_engine:LLMEngine.from_engine_args": ("usage_context",),
     "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("level",),
     "vllm.v1.engine.llm_engine:LLMEngine.wake_up": ("tags",),

@@ -85,8 +85,8 @@ def main() -> None:
     runs = parser.parse_args().runs
     sys.executable = str(warm.python())
     worst = 0
-    print("| ranks | run | ended | bit-equal | ports | connections | met | places taken | bytes read | code ran | seconds |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    columns = "ranks, run, ended, bit-equal, ports, connections, met, places taken, bytes read, code ran, seconds"
+    print("|", columns.replace(", ", " | "), "|\n|" + " --- |" * (1 + columns.count(",")))
     for ranks in (2, 8):
         expected = None
         for number in range(runs + 1):
