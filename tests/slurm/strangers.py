@@ -71,7 +71,7 @@ def run_beside(cluster: Cluster, folder: Path, reference: Path) -> Outcome:
     file, run = folder / "ran", RunFolder(folder / "run")
     with strangers(cluster, file) as processes:
         job = submit(cluster, config(folder, 2, **KEYS))
-        cluster.wait_state(job, *_ENDED, timeout=900)
+        cluster.wait_state(job, _ENDED, timeout=900)
         for process in processes:
             process.stdin.close()
         reports = [json.loads(process.stdout.read()) for process in processes]
@@ -86,9 +86,8 @@ def run_beside(cluster: Cluster, folder: Path, reference: Path) -> Outcome:
         wrong = "" if re.search(r"from [\d.]+:\d+", verdict.message) else f"no address: {verdict.message}"
         wrong = wrong or ("" if seconds < _MOST_SECONDS else f"ended after {seconds:.0f} s")
     else:
-        wrong = (
-            difference(run.path, reference) if verdict.cause == "finished" else f"{verdict.cause}: {verdict.message}"
-        )
+        failed = f"{verdict.cause}: {verdict.message}"
+        wrong = difference(run.path, reference) if verdict.cause == "finished" else failed
     wrong = wrong or (f"{read} bytes were read" if read else "") or ("code ran" if file.exists() else "")
     return Outcome(verdict.cause, seconds, sum(report["connections"] for report in reports), met, read, wrong)
 
