@@ -157,8 +157,7 @@ MegatronGlobals = dict[str, Any]
 def authenticate_objects() -> None:
     """Adds a MAC to every object of torch's object collectives, Megatron's and vLLM's calls of them too.
 
-    torch unpickles what arrives from any program that poses as a rank (distributed_c10d.py:3402 and 3424, through
-    which all of these collectives go).
+    All go through two functions that pickle and unpickle (distributed_c10d.py:3402 and 3424).
     """
     c10d: Any = dist.distributed_c10d
     to_tensor, to_object = c10d._object_to_tensor, c10d._tensor_to_object
@@ -177,10 +176,7 @@ def authenticate_objects() -> None:
 
 
 def replace_gloo(make: Callable[..., Any]) -> None:
-    """Lets ``make`` create the gloo back end of each new group, Megatron's and vLLM's too.
-
-    torch has no hook for it (distributed_c10d.py:2169).
-    """
+    """Lets ``make`` create the gloo back end of each new group: torch has no hook (distributed_c10d.py:2169)."""
     c10d: Any = dist.distributed_c10d
     gloo = torch._C._distributed_c10d.ProcessGroupGloo
 
@@ -190,9 +186,6 @@ def replace_gloo(make: Callable[..., Any]) -> None:
 
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, gloo)
-
-        def __getattr__(cls, name: str) -> Any:
-            return getattr(gloo, name)
 
     c10d.ProcessGroupGloo = Replaced("ProcessGroupGloo", (), {})
 
@@ -369,8 +362,8 @@ def thread_setter_restored() -> Iterator[None]:
 def no_engine_queue() -> Iterator[None]:
     """Engines that are built inside have no message queue between their ranks.
 
-    vLLM makes one in each tensor-parallel group (distributed/parallel_state.py:2151), with sockets and pickles that
-    nobody authenticates. An engine whose ranks each run their own scheduler sends nothing there.
+    vLLM makes one in each tensor-parallel group (distributed/parallel_state.py:2151), with pickles from sockets that
+    do not authenticate. Ranks that each run a scheduler send nothing there.
     """
     from vllm.distributed import parallel_state as state
 

@@ -84,7 +84,7 @@ def _described(descriptor: int, inode: str, sock: socket.socket) -> Socket:
 
 
 def close_to_all(listening: Socket) -> None:
-    """Drops whatever arrives at a listening socket from now on; its accepted connections continue. Raises OSError."""
+    """Drops all that arrives at a listening socket from now on; its accepted connections continue. Raises OSError."""
     _filter(listening, _DROP_ALL)
 
 

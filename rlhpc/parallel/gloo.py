@@ -39,7 +39,7 @@ from rlhpc.parallel.connections import (
     sends_data,
     sockets_except,
 )
-from rlhpc.parallel.meeting import Finding, Meeting, compare
+from rlhpc.parallel.meeting import Meeting, Sighting, compare
 from rlhpc.parallel.store import JobStore
 
 _Gloo: Any = torch._C._distributed_c10d.ProcessGroupGloo
@@ -60,16 +60,16 @@ def gloo_maker(job_store: JobStore) -> Callable[..., Any]:
         name = _agreed_name(store, rank)
         for attempt in range(_ATTEMPTS):
             meeting = Meeting(job_store, f"{name}/{attempt}", rank, size)
-            group, findings = _attempt(meeting, dist.PrefixStore(f"{attempt}/", store), timeout, silent=attempt > 0)
-            for finding in findings:
-                if finding.rank == rank and (finding.strangers or finding.lost):
-                    show(f"rlhpc: {finding.describe()}", file=sys.stderr)
-            if all(finding.whole for finding in findings):
+            group, sightings = _attempt(meeting, dist.PrefixStore(f"{attempt}/", store), timeout, silent=attempt > 0)
+            for sighting in sightings:
+                if sighting.rank == rank and (sighting.strangers or sighting.lost):
+                    show(f"rlhpc: {sighting.describe()}", file=sys.stderr)
+            if all(sighting.whole for sighting in sightings):
                 return group
             del group  # closes its connections
-            if any(finding.seconds > _SLOW_SECONDS for finding in findings):
+            if any(sighting.seconds > _SLOW_SECONDS for sighting in sightings):
                 break
-        raise _failure(findings)
+        raise _failure(sightings)
 
     return make
 
@@ -130,7 +130,8 @@ def _open_silently(timeout: datetime.timedelta) -> _Opened:
     for _ in range(_OPENINGS):
         opened = _open(timeout)
         for port in opened.ports:
-            accept_silently(port)
+            with contextlib.suppress(OSError):  # without filters a group with strangers is refused all the same
+                accept_silently(port)
         if not any(sends_data(sock) for sock in sockets_except(opened.known)):
             break
     return opened
@@ -138,7 +139,7 @@ def _open_silently(timeout: datetime.timedelta) -> _Opened:
 
 def _attempt(
     meeting: Meeting, store: dist.Store, timeout: datetime.timedelta, *, silent: bool
-) -> tuple[Any, list[Finding]]:
+) -> tuple[Any, list[Sighting]]:
     """The group, None if it failed here, and what its ranks found. Collective."""
     started = time.monotonic()
     opened = _open_silently(timeout) if silent else _open(timeout)
@@ -155,13 +156,13 @@ def _attempt(
                     held.enter_context(_connect_as(meeting.rank, port))
         found = replace(_look(meeting, opened), error=error, seconds=time.monotonic() - started)
         if found.strangers or not found.whole:
-            meeting.tell(found)
+            meeting.report(found)
         meeting.wait_for_all("judged")
     meeting.forget(opened.endpoints)
-    return group, meeting.findings()
+    return group, meeting.sightings()
 
 
-def _look(meeting: Meeting, opened: _Opened) -> Finding:
+def _look(meeting: Meeting, opened: _Opened) -> Sighting:
     """What this rank finds after all have connected to each other, or failed to."""
     _publish(meeting, opened.connections()[1])
     meeting.wait_for_all("published")
@@ -207,13 +208,13 @@ def _hear_ranks(meeting: Meeting, opened: _Opened, ended: threading.Event) -> No
         done.update(sock.inode for sock in (*new, *heard))
 
 
-def _failure(findings: Sequence[Finding]) -> Exception:
-    """The error after the last attempt, by its findings."""
-    met = [finding for finding in findings if finding.strangers or finding.lost]
+def _failure(sightings: Sequence[Sighting]) -> Exception:
+    """The error after the last attempt, by its sightings."""
+    met = [sighting for sighting in sightings if sighting.strangers or sighting.lost]
     if met:
         return StrangerError(
             f"{met[0].describe()}, in {_ATTEMPTS} attempts; find out who uses that address, or use other nodes; if"
             " nodes see each other through address translation, set slurm.verify_connections: false"
         )
-    failed = next(finding for finding in findings if finding.error)
+    failed = next(sighting for sighting in sightings if sighting.error)
     return RuntimeError(f"gloo, rank {failed.rank} of the group: {failed.error}")

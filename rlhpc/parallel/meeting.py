@@ -13,9 +13,10 @@ _SHOWN = 3  # strangers in a message
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What a rank found in one attempt. ``ports``: where it listens; ``strangers``: far ends of accepted connections
-    that no rank opened; ``lost``: number of ranks without their place; ``taken``: number of strangers with one."""
+class Sighting:
+    """What a rank saw of its connections in one attempt. ``ports``: where it listens; ``strangers``: far ends of
+    accepted connections that no rank opened; ``lost``: number of ranks without their place; ``taken``: number of
+    strangers with one."""
 
     rank: int
     ports: tuple[str, ...]
@@ -43,13 +44,13 @@ class Finding:
 
 def compare(
     rank: int, ports: Iterable[Endpoint], accepted: Mapping[Endpoint, bool], opened: Iterable[Endpoint]
-) -> Finding:
+) -> Sighting:
     """Compares accepted connections, far end: whether it has a rank's place, with those that ranks ``opened`` to us."""
     ours = set(opened)
     strangers = sorted(map(str, set(accepted) - ours))
     lost = sum(not accepted.get(end, False) for end in ours)
     taken = sum(place for end, place in accepted.items() if end not in ours)
-    return Finding(rank, tuple(sorted(map(str, ports))), tuple(strangers), lost, taken)
+    return Sighting(rank, tuple(sorted(map(str, ports))), tuple(strangers), lost, taken)
 
 
 class Meeting:
@@ -59,16 +60,16 @@ class Meeting:
         self._store, self._name, self.rank, self.size = store, name, rank, size
 
     def offer(self, ports: Collection[Endpoint]) -> None:
-        """Tells all ranks where this one listens."""
+        """Shows all ranks where this one listens."""
         self._store.set(f"{self._name}/ports {self.rank}", _line([[port.host, port.port] for port in ports]))
 
     def other_ports(self) -> list[Endpoint]:
-        """Where the other ranks listen. Waits until they have told."""
+        """Where the other ranks listen. Waits until they have all shown it."""
         names = [f"{self._name}/ports {rank}" for rank in range(self.size) if rank != self.rank]
         return [Endpoint(host, port) for ports in self._store.multi_get(names) for host, port in json.loads(ports)]
 
     def publish(self, opened: Iterable[tuple[Endpoint, Endpoint]]) -> None:
-        """Tells listening ranks the connections (near end, far end) that this one has opened to them."""
+        """Shows listening ranks the connections (near end, far end) that this one has opened to them."""
         claims: dict[str, bytes] = {}
         for near, far in opened:
             claims[self._key(far)] = claims.get(self._key(far), b"") + _line([near.host, near.port])
@@ -88,16 +89,18 @@ class Meeting:
             self._store.set(key, b"all")
         self._store.wait([key])
 
-    def tell(self, finding: Finding) -> None:
-        """Tells all ranks what this one found, before they all are ``judged``."""
-        self._store.append(f"{self._name}/findings", _line(asdict(finding)))
+    def report(self, seen: Sighting) -> None:
+        """Shows all ranks what this one has seen."""
+        self._store.append(f"{self._name}/sightings", _line(asdict(seen)))
 
-    def findings(self) -> list[Finding]:
-        """What ranks have told, by rank."""
-        self._store.append(f"{self._name}/findings", b"")
-        found = [json.loads(line) for line in self._store.get(f"{self._name}/findings").splitlines()]
-        read = [Finding(**{**one, "ports": tuple(one["ports"]), "strangers": tuple(one["strangers"])}) for one in found]
-        return sorted(read, key=lambda finding: finding.rank)
+    def sightings(self) -> list[Sighting]:
+        """What ranks have reported, by rank."""
+        self._store.append(f"{self._name}/sightings", b"")
+        found = [json.loads(line) for line in self._store.get(f"{self._name}/sightings").splitlines()]
+        read = [
+            Sighting(**{**one, "ports": tuple(one["ports"]), "strangers": tuple(one["strangers"])}) for one in found
+        ]
+        return sorted(read, key=lambda seen: seen.rank)
 
     def forget(self, ports: Iterable[Endpoint]) -> None:
         """Removes what was published for our ports."""

@@ -28,7 +28,7 @@ from rlhpc.parallel.connections import (
     sends_data,
     sockets_except,
 )
-from rlhpc.parallel.meeting import Finding, compare
+from rlhpc.parallel.meeting import Sighting, compare
 from tests.helpers import stranger
 from tests.helpers.distributed import run_ranks
 
@@ -43,13 +43,13 @@ ENDS = [Endpoint("10.0.0.2", port) for port in range(3)]
 @pytest.mark.parametrize(
     ("accepted", "opened", "expected"),
     [
-        ({ENDS[0]: True, ENDS[1]: True}, ENDS[:2], Finding(3, ("10.0.0.1:5000",))),
+        ({ENDS[0]: True, ENDS[1]: True}, ENDS[:2], Sighting(3, ("10.0.0.1:5000",))),
         # A stranger that has no place changes nothing.
-        ({ENDS[0]: True, ENDS[1]: False}, ENDS[:1], Finding(3, ("10.0.0.1:5000",), ("10.0.0.2:1",))),
-        ({ENDS[0]: False, ENDS[1]: True}, ENDS[:1], Finding(3, ("10.0.0.1:5000",), ("10.0.0.2:1",), 1, 1)),
-        ({ENDS[0]: False}, ENDS[:1], Finding(3, ("10.0.0.1:5000",), (), 1)),  # a stranger that has left
-        ({}, ENDS[:1], Finding(3, ("10.0.0.1:5000",), (), 1)),
-        ({ENDS[2]: True}, [], Finding(3, ("10.0.0.1:5000",), ("10.0.0.2:2",), 0, 1)),
+        ({ENDS[0]: True, ENDS[1]: False}, ENDS[:1], Sighting(3, ("10.0.0.1:5000",), ("10.0.0.2:1",))),
+        ({ENDS[0]: False, ENDS[1]: True}, ENDS[:1], Sighting(3, ("10.0.0.1:5000",), ("10.0.0.2:1",), 1, 1)),
+        ({ENDS[0]: False}, ENDS[:1], Sighting(3, ("10.0.0.1:5000",), (), 1)),  # a stranger that has left
+        ({}, ENDS[:1], Sighting(3, ("10.0.0.1:5000",), (), 1)),
+        ({ENDS[2]: True}, [], Sighting(3, ("10.0.0.1:5000",), ("10.0.0.2:2",), 0, 1)),
     ],
 )
 def test_each_rank_has_its_place_and_no_stranger_has_one(accepted, opened, expected):
@@ -58,8 +58,8 @@ def test_each_rank_has_its_place_and_no_stranger_has_one(accepted, opened, expec
     assert found.whole == (not expected.lost and not expected.taken)
 
 
-def test_a_finding_names_addresses_and_ports():
-    found = Finding(0, ("10.0.0.1:5000",), tuple(f"10.0.0.9:{port}" for port in range(5)), 1, 2)
+def test_a_report_names_addresses_and_ports():
+    found = Sighting(0, ("10.0.0.1:5000",), tuple(f"10.0.0.9:{port}" for port in range(5)), 1, 2)
     assert found.describe() == (
         "5 connections to 10.0.0.1:5000 that no rank of this job opened, from 10.0.0.9:0, 10.0.0.9:1, 10.0.0.9:2"
         " and 2 more; places of ranks that were taken: 2"

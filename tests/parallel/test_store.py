@@ -93,6 +93,12 @@ def test_adding_to_what_is_no_number_is_an_error_and_changes_nothing(job_store):
         assert store.get("word") == b"abc"
 
 
+def test_several_keys_are_appended_to_at_once(job_store):
+    for _ in range(2):
+        job_store.multi_append({"appended a": b"1", "appended b": b"2"})
+    assert job_store.multi_get(["appended a", "appended b"]) == [b"11", b"22"]
+
+
 def test_keys_are_counted(job_store):
     before = dist.PrefixStore("x", job_store).num_keys()
     job_store.set("one more", "1")

@@ -181,7 +181,6 @@ KNOWN = {
     "srun": r"tcp 0\.0\.0\.0:\d+ srun",
     "slurmd": r"tcp 0\.0\.0\.0:6818 slurmd",
     "slurmstepd": r"u_str \S+/spool/node1/node1_\S+ slurmstepd",
-    "vLLM's queue": r"u_str /tmp/rlhpc-\d+-\d+/[0-9a-f-]{36} python",
     "multiprocessing's manager": r"u_str /tmp/rlhpc-\d+-\d+/pymp-\w+/listener-\w+ python",
 }
 # There for the fraction of a second in which a checkpoint's writers start: a look every few tenths may miss it.

@@ -319,6 +319,13 @@ FAULTS = (
         "    with _replaced(stand_ins[2:]):\n            yield",
     ),
     Fault(
+        "strangers-among-the-ranks",
+        "rlhpc/parallel/meeting.py",
+        "a group is used although another program has taken a rank's place",
+        "lost = sum(not accepted.get(end, False) for end in ours)",
+        "lost = sum(end not in accepted for end in ours)",
+    ),
+    Fault(
         "run-folder-not-written",
         "rlhpc/launch/worker/node_check.py",
         "a node on which the run folder is read-only passes its check and fails in the first checkpoint",

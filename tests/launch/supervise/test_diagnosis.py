@@ -51,6 +51,7 @@ def test_a_stop_that_one_rank_did_not_finish_is_a_crash():
             end(1, "error", "NonFiniteError", "rl step 3: 3 update(s) in a row, /r/no space left on device/x"),
             "non_finite",
         ),
+        (end(1, "error", "StrangerError", "1 connection to 10.0.0.1:5000, from 10.0.0.9:7"), "stranger"),
         (end(1, "error", "MemoryError", ""), "cpu_memory"),
         (end(1, "error", "RuntimeError", "DefaultCPUAllocator: can't allocate memory: you tried"), "cpu_memory"),
         (end(1, "error", "OSError", "[Errno 28] No space left on device: '/r/metrics.jsonl'"), "disk_full"),
