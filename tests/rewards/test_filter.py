@@ -119,7 +119,7 @@ def test_memory_and_environment_of_other_processes_are_closed_where_landlock_is(
 _WHO = """
 import os
 status = dict(line.split(":", 1) for line in open("/proc/self/status"))
-rights = {status[f"Cap{name}"].strip("0\\t\\n") for name in ("Inh", "Prm", "Eff")}
+rights = {status[name].strip("0\\t\\n") for name in ("CapInh", "CapPrm", "CapEff")}
 print(os.getresuid(), os.getresgid(), os.getgroups(), rights)
 try:
     open("/etc/shadow")
