@@ -116,6 +116,7 @@ bench: venv bench-env
 	$(BIN)/python -m bench.slurm_launch
 	$(BIN)/python -m bench.slurm_recovery
 	$(BIN)/python -m bench.rollout
+	$(BIN)/python -m bench.authentication
 	$(BIN)/python -m bench.grpo_step
 
 include bench/bench.mk

@@ -18,7 +18,7 @@ from rlhpc.core.files import write_json
 from rlhpc.launch.runs.run import run_here
 from tests.helpers.runs import write_config
 
-STEPS = 10
+STEPS, SFT_STEPS = 10, 3
 
 
 class Clock:
@@ -81,16 +81,16 @@ def measured_rank(context: RankContext) -> str | None:
 def measure(ranks: int) -> None:
     with tempfile.TemporaryDirectory(prefix="authentication-") as name:
         sizes = {"actor__parallel__tp": min(ranks, 2), "rollout__tp": min(ranks, 2)}
-        file = write_config(Path(name), resources__ranks_per_node=ranks, train__steps=STEPS, sft__steps=3, **sizes)
+        file = write_config(
+            Path(name), resources__ranks_per_node=ranks, train__steps=STEPS, sft__steps=SFT_STEPS, **sizes
+        )
         code = run_here(load_config(file), entry="bench.authentication:measured_rank")
         if code:
             sys.exit(code)
         found = [json.loads(path.read_text()) for path in Path(name, "run").glob("authentication-*.json")]
     start, steps, spent = (sum(one[key] for one in found) for key in ("start", "steps", "authentication"))
-    share = spent / steps
-    print(
-        f"{ranks:5}  {start:10.3f}  {steps / (STEPS + 3):10.3f}  {1e3 * spent / (STEPS + 3):12.2f}  {100 * share:8.3f} %"
-    )
+    count = STEPS + SFT_STEPS
+    print(f"{ranks:5}  {start:10.3f}  {steps / count:10.3f}  {1e3 * spent / count:11.2f}  {100 * spent / steps:8.3f} %")
 
 
 def main() -> None:
