@@ -80,7 +80,9 @@ def measured_rank(context: RankContext) -> str | None:
 
 def measure(ranks: int) -> None:
     with tempfile.TemporaryDirectory(prefix="authentication-") as name:
-        sizes = {"actor__parallel__tp": min(ranks, 2), "rollout__tp": min(ranks, 2)}
+        tp = min(ranks, 2)
+        steps = {"train__steps": STEPS, "sft__steps": SFT_STEPS}
+        sizes = {"resources__ranks_per_node": ranks, "actor__parallel__tp": tp, "rollout__tp": tp}
         file = write_config(
             Path(name), resources__ranks_per_node=ranks, train__steps=STEPS, sft__steps=SFT_STEPS, **sizes
         )

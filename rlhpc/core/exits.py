@@ -23,7 +23,7 @@ from rlhpc.core.files import names_in, read_json, read_text, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.redaction import redact
-from rlhpc.core.storage import BRIEF, Patience, StorageError, exists, kind_of
+from rlhpc.core.storage import BRIEF, NONE, Patience, StorageError, exists, kind_of
 
 Kind = Literal["user", "error", "peer", "signal", "stopped", "done"]
 
@@ -164,6 +164,14 @@ def read_starts(exits: Path, patience: Patience | None = None) -> dict[int, Star
 def read_exits(exits: Path) -> dict[int, ExitRecord]:
     """Exit records by rank."""
     return {record["rank"]: ExitRecord(**record) for record in _read(exits, "exit")}
+
+
+def all_ended(exits: Path, world_size: int) -> bool:
+    """Whether every rank has written an exit record; False if the folder cannot be read now."""
+    try:
+        return len(names_in(exits, "rank-*.exit.json", NONE)) >= world_size
+    except OSError:
+        return False
 
 
 def first_failure(records: Iterable[ExitRecord]) -> ExitRecord | None:

@@ -1,9 +1,9 @@
 """Another user's program that tries to get into a run: it connects to every new port as soon as it is there, poses as a
 rank, and speaks gloo: it answers what a rank waits for with a pickle that runs code, and takes what a rank sends.
 
-``python stranger.py FILE [--net]`` runs as nobody if it can, until its standard input ends, and then prints a report:
-ports, connections, bytes of messages that it was sent. ``--net``: in a network of its own, which its process id names.
-The pickle creates FILE.
+``python stranger.py FILE [OPTION]...`` runs as nobody if it can, until its standard input ends, and then prints a
+report: ports, connections, bytes of messages that it was sent. The pickle creates FILE. ``--net``: in a network of its
+own, which its process id names; ``--idle``: does nothing; ``--skip=FIRST,LAST``: not to these ports.
 """
 
 from __future__ import annotations
@@ -174,11 +174,14 @@ def main(file: str, *options: str) -> None:
     stranger, known = Stranger(file), set(listening())
     print(os.getpid(), flush=True)
     manners = itertools.cycle(_MANNERS)
+    skipped = next((option.removeprefix("--skip=") for option in options if option.startswith("--skip=")), "0,0")
+    first, last = map(int, skipped.split(","))
     while not select.select([sys.stdin], [], [], 0)[0]:
         for inode, place in listening().items():
             if inode not in known and "--idle" not in options:
                 known.add(inode)
-                stranger.attack(*place, manners)
+                if not first <= place[2] <= last:
+                    stranger.attack(*place, manners)
         stranger.attend()
     print(json.dumps(stranger.report()), flush=True)
 

@@ -9,7 +9,7 @@ import pytest
 
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Verdict
-from rlhpc.core.exits import read_exits
+from rlhpc.core.exits import read_exits, read_starts
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.heartbeat import read_beat
 from tests.helpers.cases import long_but
@@ -207,3 +207,18 @@ def test_a_user_s_wish_to_stop_ends_the_job_for_good(cluster, tmp_path):
     cluster.wait_state(job, "COMPLETED")
     assert outcomes(tmp_path) == [("stopped", "none")]
     assert not run.stop_requested.exists()
+
+
+@pytest.mark.long
+def test_an_srun_that_outlives_its_ranks_is_ended(cluster, tmp_path):
+    job = submit(cluster, tmp_path, "work")
+    run = RunFolder(tmp_path / "run")
+    wait_for_ranks(run)
+    (node,) = {rank.node for rank in read_starts(run.attempt(1).exits).values() if rank.rank == 0}
+    cluster.run("pkill -STOP -x srun", node=node, check=True)  # as strangers on its port keep it
+    run.stop_requested.touch()
+    for name in cluster.nodes:
+        cluster.run("pkill -USR2 -f 'launch.worker'", node=name)
+    cluster.wait_state(job, "COMPLETED", timeout=240)
+    assert outcomes(tmp_path) == [("stopped", "none")]
+    assert "srun does not end: it is killed" in (tmp_path / "log").read_text()

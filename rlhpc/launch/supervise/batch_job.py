@@ -75,6 +75,12 @@ class BatchJob:
         """Sends SIGURG to every rank, which then writes its stacks (rlhpc.core.heartbeat); others ignore it."""
         _succeeds("scancel", "--signal=URG", self.job_id)
 
+    def end_ranks(self) -> None:
+        """Ends the steps of ranks without their srun."""
+        steps = _output("squeue", "-h", "-s", "-j", self.name, "-o", "%i").split()
+        if ranks := [step for step in steps if step.rpartition(".")[2].isdecimal()]:  # not 7.batch, 7.extern
+            _succeeds("scancel", *ranks)
+
     def requeue(self, excluded: Sequence[str]) -> bool:
         """Requeues this job without the ``excluded`` nodes and returns whether it worked; Slurm then ends this step.
 

@@ -41,6 +41,9 @@ _POLL_SECONDS = 0.2
 # that still run in the last seconds will not stop in time.
 _NEAR_END_SECONDS, _LAST_SECONDS = 240.0, 4.0
 _GRACE_SECONDS = 1.5  # for ranks to write their records after the first has failed
+_LOOK_SECONDS = 5.0  # between looks for exit records
+_STUCK_SECONDS = 60.0  # for srun to end after the last rank
+_SRUN_SECONDS = 40.0  # for srun to end on request: more than Slurm's KillWait
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
 
 
@@ -193,21 +196,31 @@ class Supervisor:
         reader = threading.Thread(target=_copy, args=(process.stderr, printed), daemon=True)
         reader.start()
         hang: Hang | None = None
-        failed_at = float("inf")
+        failed_at, done = float("inf"), _Done(folder.exits, attempt.world_size)
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
             if failed_at == float("inf") and reports_failed_rank("".join(printed)):
                 failed_at = time.monotonic()  # srun terminates the others, and kills them only after Slurm's KillWait
             hang = hang or hangs.poll()
-            is_over = time.monotonic() - failed_at > _GRACE_SECONDS
+            is_over = time.monotonic() - failed_at > _GRACE_SECONDS or done.seconds() > _STUCK_SECONDS
             if hang is not None or is_over or self._deadline.seconds_left() < _LAST_SECONDS:
-                process.terminate()  # srun then kills the ranks at once
-                process.wait()
+                self._end(process)
         reader.join(timeout=5)
         ends = exits.read_exits(folder.exits)
         return Evidence(
             attempt.world_size, attempt.nodes, ends, "".join(printed), process.returncode, time.time(), hang
         )
+
+    def _end(self, srun: subprocess.Popen[str]) -> None:
+        """Ends srun, which kills the ranks at once; if it is stuck, kills both."""
+        srun.terminate()
+        try:
+            srun.wait(_SRUN_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._log("srun does not end: it is killed")
+            self._job.end_ranks()
+            srun.kill()
+            srun.wait()
 
     def _explain(self, diagnosis: Diagnosis, attempt: Attempt) -> Diagnosis:
         """The diagnosis corrected by the state of the job: Slurm may have ended it, or its time may be over."""
@@ -309,6 +322,22 @@ class Supervisor:
 
     def _log(self, text: str) -> None:
         show(f"{time.strftime('%Y-%m-%d %H:%M:%S')} rlhpc: {text}")
+
+
+class _Done:
+    """Measures for how long all ranks have been done while srun runs."""
+
+    def __init__(self, records: Path, world_size: int) -> None:
+        self._records, self._world_size = records, world_size
+        self._looked, self._since = time.monotonic(), float("inf")
+
+    def seconds(self) -> float:
+        now = time.monotonic()
+        if self._since == float("inf") and now - self._looked > _LOOK_SECONDS:
+            self._looked = now
+            if exits.all_ended(self._records, self._world_size):
+                self._since = now
+        return max(0.0, now - self._since)
 
 
 def _copy(source: IO[str], printed: list[str]) -> None:
