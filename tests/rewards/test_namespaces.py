@@ -98,7 +98,7 @@ def test_counts_of_the_user_and_memory_of_the_kernel_are_not_used_up():
 
 _SOCKETS = """
 import os, socket
-found, told = os.pipe()
+reading, writing = os.pipe()
 first = os.getpid()
 for _ in range(7):
     if not os.fork():
@@ -118,13 +118,13 @@ try:
             except BlockingIOError:
                 break
 except OSError:
-    os.write(told, f"{sent} ".encode())
+    os.write(writing, f"{sent} ".encode())
 try:
     while True:
         os.wait()  # the others end with the first process
 except ChildProcessError:
     if os.getpid() == first:
-        print(os.read(found, 4096).decode())
+        print(os.read(reading, 4096).decode())
 """
 
 
