@@ -262,7 +262,11 @@ class Sandbox:
         Path(task.folder, "solution.py").write_bytes(task.program)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         program = fork(outbox, lambda lifeline: self._be_program(outbox, task, lifeline))
-        send(outbox, self._watch(program, task))
+        try:
+            message = self._watch(program, task)
+        except BaseException:  # of a program's making; it counts as killed and does not end the run
+            os._exit(1)
+        send(outbox, message)
         os._exit(0)
 
     def _watch(self, program: int, task: _Task) -> str:

@@ -22,6 +22,7 @@ from tests.rewards.users import PYTHON, ROOT
 LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1
 LIMITS = {"seconds": 5, "memory_mib": 256, "processes": 8, "file_mib": 4, "folder_mib": 32}
 _ROOM_MIB = 64  # of a process beyond its memory limit: its files, and those of the worker
+_WORKER_MIB = 200  # of the worker that reads a program's output
 _LATE_SECONDS = 15.0  # by the clock, of a busy machine
 _LOOK_SECONDS = 0.02
 _NOISE_MIB = 300  # of other programs of this machine, in a program that is examined for memory
@@ -74,10 +75,6 @@ class Suite:
 
         return self._harm_of(task, ended)
 
-    def cpu(self) -> float:
-        """CPU seconds of all processes so far."""
-        return float(self._ask({"text": "", "within": 9.0, "limits": LIMITS})[0]["cpu"])
-
     def _harm_of(self, task: dict[str, Any], ended: Any, most_mib: int | None = None) -> list[str]:
         before = self.around.state(self.process.pid)
         found, taken = self._ask(task)
@@ -89,6 +86,8 @@ class Suite:
         most = task["limits"].get("memory_mib", LIMITS["memory_mib"]) + _ROOM_MIB
         if "tests" not in task and found.get("largest_mib", 0) > most:
             harm.append(f"a process had {found['largest_mib']} MiB")
+        if found.get("worker_mib", 0) > _WORKER_MIB:
+            harm.append(f"the worker had {found['worker_mib']} MiB")
         if most_mib is not None and taken > most_mib + _NOISE_MIB:
             harm.append(f"it took {taken} MiB of the machine's memory")
         text = found.get("output", "") + found.get("errors", "")

@@ -44,8 +44,8 @@ def _writes(value: str) -> str:
 _RETURNS = {
     "type that is equal to all": "type('T', (type,), {'__eq__': lambda s, o: True})('C', (), {})",
     "text that is equal to all": "type('S', (str,), {'__eq__': lambda s, o: True})('3')",
-    "object that says it is a number": "type('I', (), {'__class__': property(lambda s: int), '__eq__': lambda s, o: True, "
-    "'__index__': lambda s: 3, '__int__': lambda s: 3})()",
+    "object that says it is a number": "type('I', (), {'__class__': property(lambda s: int), "
+    "'__eq__': lambda s, o: True, '__index__': lambda s: 3, '__int__': lambda s: 3})()",
     "object that pickles to a call": "type('R', (), {'__reduce__': lambda s: (eval, ('3',))})()",
     "code that was marshalled": "__import__('marshal').dumps(compile('3', 'x', 'eval'))",
     "iterator of all numbers": "iter(range(100))",
@@ -93,6 +93,7 @@ _SOLUTIONS = {
     "flood of printed text": "def add(x, y):\n    print('2' * (32 << 20))\n    return 0",
     "limits of its parent": f"{_WRONG}import os, resource\nfor kind in range(16):\n"
     "    try: resource.prlimit(os.getppid() or 1, kind, (0, 0))\n    except OSError: pass\nwhile True: pass",
+    "signal that its parent handles": f"{_WRONG}import os, time\nos.kill(os.getppid() or 1, 15)\ntime.sleep(0.1)",
     "end of its parent": f"{_WRONG}import os\nfor n in range(1, 64):\n    try: os.kill(1, n)\n    except OSError: pass",
 }
 _SUM = "print(sum(map(int, input().split()))"
@@ -104,6 +105,7 @@ _PRINTS = {
     "right output as an error": f"import sys\n{_SUM}, file=sys.stderr)",
     "right output before others": f"{_SUM}, 0)",
     "right output of a late child": f"import os, time\nif os.fork() == 0:\n    time.sleep(1)\n    {_SUM})",
+    "16 MiB of short lines": "import os\nfor n in range(16): os.write(1, b'ab\\n ' * (1 << 18))\nos._exit(0)",
     "its input": "import sys\nprint(sys.stdin.read())",
     "output and erased output": "import os\nos.write(1, b'3' * 9)\nos.lseek(1, 0, 0)\nos.write(1, b'\\x08' * 9)",
 }

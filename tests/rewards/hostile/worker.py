@@ -54,7 +54,8 @@ def _answer(task: dict[str, Any]) -> dict[str, Any]:
     except BaseException as error:
         found = {"failed": "".join(traceback.format_exception(error))}
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return found | {"children": _children(), "largest_mib": usage.ru_maxrss >> 10, "cpu": sum(usage[:2])}
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return found | {"children": _children(), "largest_mib": usage.ru_maxrss >> 10, "worker_mib": own >> 10}
 
 
 def _children() -> list[str]:
