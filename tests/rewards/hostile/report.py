@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from tests.rewards.hostile.catalogue import CLASSES
 from tests.rewards.hostile.program import REASONS, Program, Response
-from tests.rewards.hostile.suite import SETTINGS, Setting, suite
+from tests.rewards.hostile.suite import LATE, SETTINGS, Setting, suite
 
 
 @dataclass
@@ -46,6 +46,8 @@ def run(setting: Setting, only: str, *, verbose: bool = True) -> dict[str, Count
                     continue
                 began = time.monotonic()
                 harm = running.harm(program)
+                if harm and all(line.startswith(LATE) for line in harm):  # of a busy machine
+                    harm = running.harm(program)
                 if verbose and time.monotonic() - began > 2:
                     print(f"[{setting}] {name}: {program.name}: {time.monotonic() - began:.1f} s", file=sys.stderr)
                 if harm:

@@ -23,6 +23,7 @@ LANDLOCK = ctypes.CDLL(None).syscall(444, None, 0, 1) >= 1
 LIMITS = {"seconds": 5, "memory_mib": 256, "processes": 8, "file_mib": 4, "folder_mib": 32}
 _ROOM_MIB = 64  # of a process beyond its memory limit: its files, and those of the worker
 _WORKER_MIB = 200  # of the worker that reads a program's output
+LATE = ("it took", "it did not finish: exit code None")  # beginnings of harm
 _LATE_SECONDS = 15.0  # by the clock, of a busy machine
 _LOOK_SECONDS = 0.02
 _NOISE_MIB = 300  # of other programs of this machine, in a program that is examined for memory
@@ -89,7 +90,7 @@ class Suite:
         if found.get("worker_mib", 0) > _WORKER_MIB:
             harm.append(f"the worker had {found['worker_mib']} MiB")
         if most_mib is not None and taken > most_mib + _NOISE_MIB:
-            harm.append(f"it took {taken} MiB of the machine's memory")
+            harm.append(f"{taken} MiB of the machine's memory were used")
         text = found.get("output", "") + found.get("errors", "")
         harm += [f"it read a secret of {what}" for what, one in self._secrets().items() if one in text]
         harm += ended(found)
