@@ -25,3 +25,13 @@ bench-reshard-plan: venv
 # A few minutes on a fast disk: a model of 4 GB three times in each direction, with 13 GB of disk, 10 GB of memory.
 bench-convert: venv
 	$(BIN)/python -m bench.convert
+
+.PHONY: bench-sandbox hostile
+
+# Half a minute: CPU time of programs in responses.
+bench-sandbox: venv
+	$(BIN)/python -m bench.sandbox
+
+# A few minutes, as root: hostile programs in every setting of the sandbox.
+hostile: venv
+	$(BIN)/python -m tests.rewards.hostile

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from rlhpc.rewards.apart import passed_apart
 from rlhpc.rewards.sandbox import Isolation, Limits, ProgramResult, Sandbox
 
 _FENCE = re.compile(r"[ \t]*+`{3,}+[ \t]*+([\w+#-]*+)([^`]*+)")  # possessive: linear
+_LINE_END = re.compile("\r\n|[\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]")
 _LANGUAGES = ("", "python", "python3", "py")
 
 # Runs the solution as a module, then each test in it. The solution can change both, and the result.
@@ -170,8 +172,18 @@ def _run_streams(sandbox: Sandbox, program: str, tests: Sequence[Streams], optio
 
 def _prints(result: ProgramResult, wanted: str) -> bool:
     """Whether the program printed ``wanted``; ignores trailing white space of lines and of the whole."""
-    printed, expected = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (result.output, wanted))
-    return result.code == 0 and printed == expected
+    pairs = itertools.zip_longest(_lines_of(result.output), _lines_of(wanted))
+    return result.code == 0 and all(printed == expected for printed, expected in pairs)
+
+
+def _lines_of(text: str) -> Iterator[str]:
+    """Lines of ``str.splitlines`` without trailing white space, one at a time: a list of them may be large."""
+    text, start = text.rstrip(), 0
+    for end in _LINE_END.finditer(text):
+        yield text[start : end.start()].rstrip()
+        start = end.end()
+    if start < len(text):
+        yield text[start:].rstrip()
 
 
 def _run_in_process(sandbox: Sandbox, program: str, tests: Sequence[str], total: float) -> int:

@@ -19,7 +19,7 @@ _NUMBER, _MACHINE, _ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; of th
 _ARGUMENT_BYTES = 8
 _CLONE_THREAD = 0x10000
 _CLONE_NAMESPACES = 0x7E020000  # users, files, processes, network, IPC, control groups, host name
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SCHED_CORE = 1, 4, 62
 _AF_UNIX, _AF_INET, _AF_INET6, _AF_NETLINK = 1, 2, 10, 16
 _SOL_SOCKET, _O_ASYNC = 1, 0x2000
 # Commands of fcntl: F_SETOWN, F_SETSIG, F_SETOWN_EX (signals to other processes), F_SETLEASE (delays others that open a
@@ -28,6 +28,7 @@ _FCNTL_NEVER, _F_SETFL = (8, 10, 15, 1024, 1026, 1031), 4
 # FIOSETOWN, SIOCSPGRP, FIOASYNC (signals to other processes), TIOCSTI, TIOCLINUX (input to terminals).
 _IOCTL_NEVER = (0x8901, 0x8902, 0x5452, 0x5412, 0x541C)
 _BUFFERS = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE: memory that no limit counts
+_FIRST_PROCESS = 1  # of a namespace: ours, and of the same user
 _FIRST_UNKNOWN = 451  # calls of Linux 6.5 and later, not examined: a program sees an older kernel
 # Calls that no solution needs and that have exposed kernel bugs, refer to other processes, or allocate memory that no
 # process limit counts.
@@ -64,6 +65,22 @@ _NEVER = (
     "inotify_init1",
     "fanotify_init",
     "io_setup",
+    "vmsplice",  # a byte in a pipe keeps a page of 2 MiB
+    "landlock_create_ruleset",
+    "syslog",
+    "sync",
+    "syncfs",
+    # Objects of the user's other processes, which are found by their numbers.
+    "shmat",
+    "shmctl",
+    "semop",
+    "semtimedop",
+    "semctl",
+    "msgsnd",
+    "msgrcv",
+    "msgctl",
+    "mq_open",
+    "mq_unlink",
 )
 _NEW_PROCESS = ("fork", "vfork")
 _OTHERS = (
@@ -75,6 +92,8 @@ _OTHERS = (
     "kcmp",
     "migrate_pages",
     "move_pages",
+    "sendmsg",  # files in transit cannot be measured
+    "sendmmsg",
 )
 _SIGNALS = ("kill", "tgkill", "tkill", "rt_sigqueueinfo", "rt_tgsigqueueinfo")
 _OF_PROCESS = ("prlimit64", "sched_setaffinity", "sched_setparam", "sched_setscheduler", "sched_setattr")
@@ -103,7 +122,9 @@ _TABLES = {
         "pidfd_open 434 pidfd_getfd 438 process_madvise 440 process_mrelease 448 kcmp 312 migrate_pages 256 "
         "move_pages 279 prlimit64 302 sched_setaffinity 203 sched_setparam 142 sched_setscheduler 144 "
         "sched_setattr 314 setpriority 141 ioprio_set 251 fcntl 72 ioctl 16 setsockopt 54 inotify_init 253 "
-        "inotify_init1 294 fanotify_init 300 io_setup 206",
+        "inotify_init1 294 fanotify_init 300 io_setup 206 vmsplice 278 landlock_create_ruleset 444 syslog 103 sync 162 "
+        "syncfs 306 shmat 30 shmctl 31 semop 65 semtimedop 220 semctl 66 msgsnd 69 msgrcv 70 msgctl 71 mq_open 240 "
+        "mq_unlink 241 sendmsg 46 sendmmsg 307 fallocate 285",
     ),
     "aarch64": _table(
         0xC00000B7,
@@ -116,7 +137,9 @@ _TABLES = {
         "pidfd_open 434 pidfd_getfd 438 process_madvise 440 process_mrelease 448 kcmp 272 migrate_pages 238 "
         "move_pages 239 prlimit64 261 sched_setaffinity 122 sched_setparam 118 sched_setscheduler 119 "
         "sched_setattr 274 setpriority 140 ioprio_set 30 fcntl 25 ioctl 29 setsockopt 208 inotify_init1 26 "
-        "fanotify_init 262 io_setup 0",
+        "fanotify_init 262 io_setup 0 vmsplice 75 landlock_create_ruleset 444 syslog 116 sync 81 syncfs 267 shmat 196 "
+        "shmctl 195 semop 193 semtimedop 192 semctl 191 msgsnd 189 msgrcv 188 msgctl 187 mq_open 180 mq_unlink 181 "
+        "sendmsg 211 sendmmsg 269 fallocate 47",
     ),
 }
 
@@ -154,10 +177,12 @@ def filter_program(*, alone: bool) -> bytes | None:
     steps += [_Step(_EQUAL, numbers["clone3"], no=1), _deny(errno.ENOSYS)]
     spaces = [_load(0), _Step(_ANY_BIT, _CLONE_NAMESPACES, no=1), _deny(errno.EPERM)]
     steps += _when(numbers["clone"], spaces)
-    # The program must end with its parent.
-    steps += _when(numbers["prctl"], _unless(0, (_PR_SET_PDEATHSIG,)))
+    # The program must end with its parent, and share no core with processes of its choice. Without namespaces it must
+    # stay measurable.
+    never = (_PR_SET_PDEATHSIG, _PR_SCHED_CORE, *((_PR_SET_DUMPABLE,) if alone else ()))
+    steps += _when(numbers["prctl"], _unless(0, never))
     steps += _files_and_sockets(numbers)
-    steps += _other_processes(numbers) if alone else []
+    steps += _other_processes(numbers) if alone else _when(numbers["prlimit64"], _unless(0, (_FIRST_PROCESS,)))
     return b"".join(step.packed() for step in [*steps, _Step(_RETURN, _ALLOW)])
 
 
@@ -173,10 +198,11 @@ def _files_and_sockets(numbers: dict[str, int]) -> list[_Step]:
 
 
 def _other_processes(numbers: dict[str, int]) -> list[_Step]:
-    """Denies processes, and calls on any process but the present one."""
+    """Denies processes, calls on any process but the present one, and space beyond the end of a file."""
     own = os.getpid()
     threads = [_load(0), _Step(_ANY_BIT, _CLONE_THREAD, yes=1), _deny(errno.EAGAIN)]
     steps = _when(numbers["clone"], threads)
+    steps += _when(numbers["fallocate"], [_load(1), _Step(_EQUAL, 0, yes=1), _deny(errno.EOPNOTSUPP)])
     for name in _SIGNALS:
         steps += _only_with(numbers[name], (own,), errno.EPERM)
     for name in _OF_PROCESS:

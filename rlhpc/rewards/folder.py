@@ -37,6 +37,8 @@ def private_folder(owner: int | None) -> Iterator[str]:
             os.chown(inner, owner, owner)
         yield inner
     finally:
+        with contextlib.suppress(OSError):
+            os.fchmod(lock, 0o711)  # a program of this user can close it
         remove(outer)
         os.close(lock)
 
@@ -46,12 +48,16 @@ def sweep(new_seconds: float = _NEW_SECONDS) -> None:
     top = tempfile.gettempdir()
     with contextlib.suppress(OSError), os.scandir(top) as entries:
         for entry in entries:
-            if entry.name.startswith(_prefix()):
+            if entry.name.startswith(_prefix()) and entry.is_dir(follow_symlinks=False):
                 _sweep(entry.path, new_seconds)
 
 
 def _sweep(path: str, new_seconds: float) -> None:
     with contextlib.suppress(OSError):
+        if os.lstat(path).st_uid != os.geteuid():
+            return
+        with contextlib.suppress(OSError):
+            os.chmod(path, 0o711)
         folder = os.open(path, _OPEN)
         try:
             found = os.fstat(folder)
@@ -99,38 +105,58 @@ def _clear(folder: int, top: int) -> list[str]:
     return moved
 
 
-def exceeds(path: str, process: int, mib: int, entries: int) -> bool:
-    """Whether a folder, with the deleted files that ``process`` has open, is larger than ``mib`` or has more entries,
-    or cannot be measured because of its depth or permissions."""
-    used, left = _deleted_bytes(process), entries
-    waiting = [(path, 0)]
-    while waiting:
-        folder, depth = waiting.pop()
+class Meter:
+    """Measures a program's folder, with the deleted files that the program holds."""
+
+    def __init__(self, path: str, process: int, mib: int, entries: int) -> None:
+        self._path, self._process, self._most, self._entries = path, process, mib * _MIB, entries
+        self._held_seen = False  # whether this process may see what the program holds
+
+    def exceeds(self, file_mib: int) -> bool:
+        """Whether the folder is too large or has too many entries, or cannot be measured because of its depth or
+        permissions. ``file_mib``: maximum size of a file."""
         try:
-            with os.scandir(folder) as found:
-                for entry in found:
-                    left -= 1
-                    with contextlib.suppress(FileNotFoundError):
-                        used += entry.stat(follow_symlinks=False).st_blocks * 512
-                    if entry.is_dir(follow_symlinks=False):
-                        waiting.append((entry.path, depth + 1))
-                    if left < 0 or used > mib * _MIB or depth > _MOST_DEPTH:
-                        return True
-        except PermissionError:
-            return True
-        except OSError:  # it was removed meanwhile
-            continue
-    return used > mib * _MIB
+            used = _held_bytes(self._process, self._path, file_mib * _MIB)
+            self._held_seen = True
+        except FileNotFoundError:  # it has ended
+            used = 0
+        except OSError:  # not for every worker; a program that prevents it exceeds
+            used = self._most + 1 if self._held_seen else 0
+        left = self._entries
+        waiting = [(self._path, 0)]
+        while waiting:
+            folder, depth = waiting.pop()
+            try:
+                with os.scandir(folder) as found:
+                    for entry in found:
+                        left -= 1
+                        with contextlib.suppress(FileNotFoundError):
+                            used += entry.stat(follow_symlinks=False).st_blocks * 512
+                        if entry.is_dir(follow_symlinks=False):
+                            waiting.append((entry.path, depth + 1))
+                        if left < 0 or used > self._most or depth > _MOST_DEPTH:
+                            return True
+            except (FileNotFoundError, NotADirectoryError):  # it was removed meanwhile
+                continue
+            except OSError:  # closed, or a path that is too long
+                return True
+        return used > self._most
 
 
-def _deleted_bytes(process: int) -> int:
-    used = 0
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{process}/fd"):
-            with contextlib.suppress(OSError):
-                found = os.stat(f"/proc/{process}/fd/{descriptor}")
-                used += found.st_blocks * 512 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 else 0
-    return used
+def _held_bytes(process: int, path: str, most: int) -> int:
+    """Bytes of deleted files that a process has open or mapped. The size of mapped ones is not to be seen: ``most``."""
+    used, open_files = 0, set()
+    for descriptor in os.listdir(f"/proc/{process}/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found = os.stat(f"/proc/{process}/fd/{descriptor}")
+            if stat.S_ISREG(found.st_mode) and found.st_nlink == 0:
+                open_files.add(found.st_ino)
+                used += found.st_blocks * 512
+    with open(f"/proc/{process}/maps", "rb") as file:
+        lines = [line.split(None, 5) for line in file if line.endswith(b" (deleted)\n")]
+    below = f"{path}/".encode()
+    mapped = {int(line[4]) for line in lines if line[5].startswith(below)}
+    return used + most * len(mapped - open_files)
 
 
 def _prefix() -> str:

@@ -34,9 +34,11 @@ _MOUNT_FLAGS = {
     4096: MS_RELATIME,
 }
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41, "ppc64le": 203}
-_LANDLOCK_CREATE, _LANDLOCK_RESTRICT = 444, 446  # of every processor
+_LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446  # of every processor
 _LANDLOCK_VERSION = 1
 _LANDLOCK_DEVICES = 1 << 6 | 1 << 11  # making character and block devices
+_LANDLOCK_WRITE, _LANDLOCK_MOVE = 1 << 1, 1 << 13  # to files; between folders, from version 2
+_LANDLOCK_BELOW = 1  # a rule for all files below a path
 _LANDLOCK_SCOPES = 0b11  # abstract sockets and signals, from version 6
 _KEYCTL = {"x86_64": 250, "aarch64": 219, "ppc64le": 271}
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -80,15 +82,29 @@ def forget_keys() -> None:
 
 def enter_domain() -> None:
     """Where the kernel has Landlock, takes from this process and its children the access to memory and environment of
-    other processes, and signals to them. Requires ``gain_no_rights`` before."""
+    other processes, writing to files in /proc, and signals to others. Requires ``gain_no_rights`` before."""
     with contextlib.suppress(OSError):  # a kernel without Landlock
         version = _call("syscall", _LANDLOCK_CREATE, None, 0, _LANDLOCK_VERSION)
-        # A domain denies something. Devices are not made by programs anyway.
-        rules = struct.pack("QQQ", _LANDLOCK_DEVICES, 0, _LANDLOCK_SCOPES)
+        allowed = _LANDLOCK_WRITE | (_LANDLOCK_MOVE if version >= 2 else 0)
+        # Devices are not made by programs anyway.
+        rules = struct.pack("QQQ", _LANDLOCK_DEVICES | allowed, 0, _LANDLOCK_SCOPES)
         rules = rules if version >= 6 else rules[:8]
         domain = _call("syscall", _LANDLOCK_CREATE, rules, len(rules), 0)
+        for name in set(os.listdir("/")) - {"proc"}:
+            with contextlib.suppress(OSError):
+                _allow_below(domain, f"/{name}", allowed)
         _call("syscall", _LANDLOCK_RESTRICT, domain, 0)
         os.close(domain)
+
+
+def _allow_below(domain: int, path: str, allowed: int) -> None:
+    """Allows what a domain denies elsewhere, as far as permissions do."""
+    top = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    try:
+        allowed &= -1 if os.path.isdir(path) else _LANDLOCK_WRITE
+        _call("syscall", _LANDLOCK_ADD, domain, _LANDLOCK_BELOW, struct.pack("=Qi", allowed, top), 0)
+    finally:
+        os.close(top)
 
 
 def unshare_all() -> None:

@@ -24,7 +24,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.rewards import kernel
 from rlhpc.rewards.calls import CallDied
 from rlhpc.rewards.filter import filter_program
-from rlhpc.rewards.folder import exceeds, private_folder, sweep
+from rlhpc.rewards.folder import Meter, private_folder, sweep
 from rlhpc.rewards.processes import close_all_but, end_with_parent, fork, readable, send, threads
 from rlhpc.rewards.shown import ROOT, mount_points, show, shown_paths
 from rlhpc.rewards.users import INSIDE, become, give_up_rights, map_users, program_user
@@ -242,8 +242,11 @@ class Sandbox:
         kernel.die_with_parent()
         if os.getppid() != pipes.parent:
             os._exit(1)
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would take the wait status
+        for signum in (signal.SIGALRM, signal.SIGCHLD):  # the latter ignored, it would take the wait status
+            signal.signal(signum, signal.SIG_DFL)
+        for signum in signal.valid_signals():
+            if callable(signal.getsignal(signum)):  # a program may send what the first process of a namespace handles
+                signal.signal(signum, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         signal.setitimer(signal.ITIMER_REAL, max(0.0, task.deadline - time.monotonic()) + 3 * _END_SECONDS)
         os.waitpid(fork(outbox, lambda lifeline: self._be_first(outbox, task, lifeline)), 0)
@@ -259,12 +262,17 @@ class Sandbox:
         Path(task.folder, "solution.py").write_bytes(task.program)
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
         program = fork(outbox, lambda lifeline: self._be_program(outbox, task, lifeline))
-        send(outbox, self._watch(program, task))
+        try:
+            message = self._watch(program, task)
+        except BaseException:  # of a program's making; it counts as killed and does not end the run
+            os._exit(1)
+        send(outbox, message)
         os._exit(0)
 
     def _watch(self, program: int, task: _Task) -> str:
         """Waits for the program's end, which it brings about where no namespace bounds it; the message about it."""
         limits = self._limits
+        meter = Meter(task.folder, program, limits.folder_mib, _MOST_FILES)
         while True:
             ended, status = os.waitpid(program, os.WNOHANG)
             if ended:
@@ -276,7 +284,7 @@ class Sandbox:
                 return "T"
             if not self._isolated:
                 left = min(left, _LOOK_SECONDS)
-                if threads(program) > limits.processes or exceeds(task.folder, program, limits.folder_mib, _MOST_FILES):
+                if threads(program) > limits.processes or meter.exceeds(limits.file_mib):
                     os.kill(program, signal.SIGKILL)
             signal.sigtimedwait({signal.SIGCHLD}, left)
 
@@ -335,6 +343,8 @@ class Sandbox:
             resource.RLIMIT_MEMLOCK: 0,
             resource.RLIMIT_MSGQUEUE: 0,
             resource.RLIMIT_SIGPENDING: _SIGNALS,
+            resource.RLIMIT_RTPRIO: 0,
+            resource.RLIMIT_NICE: 0,
         }
         if self._isolated:  # otherwise the kernel counts all processes of the user
             wanted[resource.RLIMIT_NPROC] = limits.processes + ours

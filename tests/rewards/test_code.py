@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 
 from rlhpc.api import Completion, Prompt
 from rlhpc.core.errors import UserError
+from rlhpc.rewards import code
 from rlhpc.rewards.code import Streams, last_block, python, read_tests
 from rlhpc.rewards.reward_workers import start_reward_workers
 from tests.rewards.scoring import sections
@@ -167,3 +169,11 @@ def test_harmful_programs_are_worth_nothing_and_scoring_continues():
     finally:
         reward_workers.close()
     assert rewards == {**dict.fromkeys(range(len(HARMFUL)), 0.0), len(HARMFUL): 1.0}
+
+
+def test_lines_are_those_of_python():
+    ends = ["\n", "\r", "\r\n", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"]
+    generator = random.Random(0)
+    for _ in range(2000):
+        text = "".join(generator.choices(["a", " ", "\t", "\ufeff", "\u3000", *ends], k=generator.randrange(12)))
+        assert list(code._lines_of(text)) == [line.rstrip() for line in text.rstrip().splitlines()], repr(text)

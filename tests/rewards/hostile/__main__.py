@@ -1,0 +1,3 @@
+from tests.rewards.hostile.report import main
+
+main()
