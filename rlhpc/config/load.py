@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlhpc.config import yaml12
+from rlhpc.config.familiar import familiar_keys
 from rlhpc.config.renamed import RENAMED, RENAMED_VALUES, renamed_keys
 from rlhpc.config.reward import NO_KIND
 from rlhpc.config.saved import with_secrets
@@ -25,7 +26,7 @@ from rlhpc.core.redaction import hide, learn
 from rlhpc.core.storage import StorageError
 
 COMMAND_LINE = "command line"
-_SHOWN_ERRORS = 3
+_SHOWN_ERRORS = 20
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Loaded:
 def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Returns the configuration in ``path``, with ``key.sub=value`` overrides above and the site file's values below.
 
-    Relative paths in the file are relative to the working folder. Raises one UserError with the first errors, each
-    with file and line, dotted key, value and allowed values.
+    Relative paths in the file are relative to the working folder. Raises one UserError with at most 20 errors,
+    each with file and line, dotted key, value and allowed values.
     """
     return load_with_site(path, overrides).config
 
@@ -169,11 +170,12 @@ def _list_index(items: list[Any], part: str, key: str) -> int:
 
 
 def _user_error(details: Sequence[ErrorDetails], places: Mapping[str, str], file: str) -> UserError:
-    """Joins all schema errors into one UserError."""
+    """Joins schema errors into one UserError, those of known keys before unknown keys."""
     first: dict[tuple[int | str, ...], ErrorDetails] = {}
     for detail in details:  # one error per place, not one per type that its value may have
         first.setdefault(_location(detail), detail)
-    faults = [fault for location, detail in first.items() for fault in _faults(detail, location, places, file)]
+    ordered = sorted(first.items(), key=lambda item: item[1]["type"] == "extra_forbidden")
+    faults = [fault for location, detail in ordered for fault in _faults(detail, location, places, file)]
     if len(faults) == 1:
         return faults[0]
     more = len(faults) - _SHOWN_ERRORS
@@ -202,7 +204,10 @@ def _faults(
     for name in old:
         where = f"{_place(name, places, file)}: {name}"
         yield UserError("has another name now", where=where, remedy=f"write {RENAMED[name]}")
-    if not old:
+    familiar = list(familiar_keys(key, value)) if kind == "extra_forbidden" and not old else []
+    for name, ours in familiar:
+        yield UserError("unknown key", where=f"{_place(name, places, file)}: {name}", remedy=f"write {ours}")
+    if not old and not familiar:
         yield _fault(detail, location, f"{_place(key, places, file)}: {key}")
 
 
