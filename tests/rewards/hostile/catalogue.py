@@ -1,6 +1,6 @@
 """All hostile programs by class: those of ``programs/*.txt``, and responses that forge verdicts.
 
-A program begins with ``=== NAME | WORDS``, where the words say what it needs: see ``Program``. ``endless``: it does not
+A program begins with ``=== NAME | WORDS``, where the words say what it needs: see ``Program``. ``endless``: it need not
 finish. ``x86_64``: only on this processor.
 """
 
