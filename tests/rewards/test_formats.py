@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import pytest
+import yaml
 
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import Entry, load_function
 from rlhpc.rewards.formats import length, overlong, pattern, think_answer
+from tests.docs.pages import DOCS, blocks
+from tests.helpers.runs import ROOT
+
+OVERLONG = "rlhpc.rewards.formats:overlong"
+
+
+def shipped() -> dict[str, Any]:
+    """The rewards of each configuration that we ship or print and that has the overlong penalty."""
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in sorted((ROOT / "configs").rglob("*.yaml"))}
+    texts |= {f"rewards.md {place}": text for place, text in enumerate(blocks(DOCS / "rewards.md", "yaml"))}
+    return {name: yaml.safe_load(text)["rewards"] for name, text in texts.items() if OVERLONG in text}
 
 
 @pytest.mark.parametrize(
@@ -43,6 +58,26 @@ def test_overlong_goes_down_linearly_within_the_buffer(tokens: int, value: float
 def test_overlong_is_dapos_by_itself():
     found = [overlong(response_tokens=n, max_response_tokens=20480) for n in (16384, 18432, 20480)]
     assert found == [0, -0.5, -1]
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_shipped_penalties_weigh_against_our_rewards_as_dapos_weighs_against_its_own(name: str):
+    """DAPO's reward (arXiv 2503.14476, section 3.5) is 1 or -1, and its penalty 1: a right answer of full length is
+    worth 0, half the way down to a wrong one. Ours is 1 or 0: all values are theirs, mapped by (reward + 1) / 2."""
+    (penalty,) = (entry for entry in shipped()[name] if entry.get("function") == OVERLONG)
+    (right,) = (entry for entry in shipped()[name] if ".rules:" in entry.get("function", ""))
+    assert (right.get("weight", 1.0), penalty.get("weight", 1.0)) == (1.0, 1.0)
+    arguments: Mapping[str, Any] = penalty["arguments"]
+    buffer = arguments["buffer_tokens"]
+
+    def ours(correct: float, tokens: int) -> float:
+        return correct + overlong(response_tokens=tokens, max_response_tokens=4 * buffer, **arguments)
+
+    lengths = {2 * buffer: 0.0, 3 * buffer: 0.0, 4 * buffer: -1.0} | ({7 * buffer // 2: -0.5} if buffer > 1 else {})
+    for tokens, theirs in lengths.items():
+        assert ours(1.0, tokens) == pytest.approx((1 + theirs + 1) / 2)
+        assert ours(0.0, tokens) == pytest.approx((-1 + theirs + 1) / 2)
+    assert (ours(1.0, 4 * buffer) - ours(0.0, 0)) / (ours(1.0, 0) - ours(0.0, 0)) == pytest.approx(0.5)
 
 
 def test_a_buffer_longer_than_a_response_is_refused():
