@@ -50,6 +50,7 @@ class Completion:
     routed_experts: np.ndarray | None = (
         None  # uint8 or int16 [prompt + response - 1, layers with experts, top_k], if asked for
     )
+    tool_tokens: int = 0  # of tools' answers, in a whole response of several turns
 
 
 @dataclass(frozen=True)
@@ -78,19 +79,26 @@ class Sample:
     log_probs: np.ndarray  # float32 [response], the engine's
     reward: float
     policy_version: int  # of the weights that sampled its oldest token
-    truncated: bool
+    truncated: bool  # stopped by max_tokens, or by max_turns before its last calls
     routed_experts: np.ndarray | None = None  # see Completion
     response_mask: np.ndarray | None = None  # bool [response]; None: all
     reward_parts: dict[str, float] = field(default_factory=dict)  # see RewardResult
     answer: str | None = None  # see RewardResult
+    tool_tokens: int = 0  # tokens of the response that the policy did not sample
 
     @property
     def response_len(self) -> int:
+        """Number of tokens of the response, tools' answers included."""
         return len(self.tokens) - self.prompt_len
 
     @property
+    def sampled_len(self) -> int:
+        """Number of tokens of the response that the policy sampled, masked or not."""
+        return self.response_len - self.tool_tokens
+
+    @property
     def trained_len(self) -> int:
-        """Number of tokens of the response that are trained on: those that the policy sampled."""
+        """Number of tokens of the response that are trained on: those that the policy sampled, unless masked."""
         return self.response_len if self.response_mask is None else int(self.response_mask.sum())
 
 

@@ -38,7 +38,8 @@ class RolloutSection(Section):
     tools: list[ToolSection] = []
     """Tools that the policy may call; see docs/tools.md."""
     max_turns: PositiveInt = 8
-    """Maximum turns of the policy per response, with tools; calls in the last turn are not run."""
+    """Maximum turns of the policy per response, with tools; calls in the last turn are not run and truncate
+    the response."""
     max_calls_per_turn: PositiveInt = 16
     """Maximum tool calls per turn; further calls are not run, and the policy is informed."""
     tool_time_limit_seconds: PositiveFloat = 10.0

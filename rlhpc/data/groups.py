@@ -151,6 +151,9 @@ def _group(record: dict[str, Any], arrays: Any, names: Sequence[str]) -> Group:
     for packed in record["samples"]:
         key = packed.pop("key")
         found = {name: arrays.get(f"{key}.{name}") for name in names}
+        if "tool_tokens" not in packed:  # a checkpoint of a former version
+            mask = found["response_mask"]
+            packed["tool_tokens"] = 0 if mask is None else int((~mask).sum())
         samples.append(Sample(**packed, **found))
     states = {name: tuple(record[name]) for name in ("scored", "dropped")}
     return Group(**{**record, **states, "samples": tuple(samples)})

@@ -84,7 +84,7 @@ def read_run(folder: Path) -> Measured:
         for name in PHASES
         if all(_is_positive(record.get(key := f"perf/{name}_seconds")) for record in steps)
     }
-    response = fmean(record["response/length_mean"] for record in steps)
+    response = fmean(map(_response_length, steps))
     return Measured(seconds, fmean(map(_prompt_length, steps)), response, len(steps))
 
 
@@ -196,8 +196,13 @@ def _fit(seconds: Callable[[float], float], goal: float) -> float:
     return exp(high)
 
 
+def _response_length(record: Mapping[str, float]) -> float:
+    """Returns the step's mean response length over all turns and tool answers, as the plan counts it."""
+    tools = record.get("tools/answer_tokens_mean")
+    return record["response/length_mean"] + (tools if tools is not None and _is_positive(tools) else 0.0)
+
+
 def _prompt_length(record: Mapping[str, float]) -> float:
     """Returns the step's mean prompt length, from tokens per second and response tokens."""
-    response = record["response/length_mean"]
-    samples = record["rollout/completion_tokens"] / response
-    return record["perf/tokens_per_second"] * record["perf/step_seconds"] / samples - response
+    samples = record["rollout/completion_tokens"] / record["response/length_mean"]
+    return record["perf/tokens_per_second"] * record["perf/step_seconds"] / samples - _response_length(record)

@@ -64,7 +64,7 @@ class FunctionRewards:
             "solution_str": response.text,
             "ground_truth": prompt.ground_truth,
             "extra_info": prompt.extra_info,
-            "response_tokens": len(completion.tokens),
+            "response_tokens": len(completion.tokens) - completion.tool_tokens,
             "max_response_tokens": self._max_tokens,
         }
         self._pool.submit([PoolCall((key, index), keywords) for index in range(len(self._functions))])

@@ -29,7 +29,10 @@ class Dialogue(Protocol):
     """Replies between two turns of the policy. All ranks of the engine make the same calls."""
 
     def begin(self, key: int, task: Task) -> bool:
-        """Begins to answer the last turn of a task's draft; false if the turn calls no tool."""
+        """Begins to answer the last turn of a task's draft; false if it calls no tool, or its calls are not run."""
+
+    def unanswered(self, task: Task) -> bool:
+        """Whether the last turn of a task's draft calls tools, but is the last turn allowed: its calls are not run."""
 
     def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
         """Replies that were not returned before, by key; waits for at least one, or for all."""
@@ -142,10 +145,13 @@ class Collector:
 
     def _end_turn(self, task: Task, completion: Completion, key: int) -> None:
         task = replace(task, draft=with_sampled(task.draft, completion, self._version))
-        if self._dialogue is not None and not completion.truncated and self._dialogue.begin(key, task):
+        if self._dialogue is None or completion.truncated:
+            self._end(task, key)
+        elif self._dialogue.begin(key, task):
             self._calling[key] = task
         else:
-            self._end(task, key)
+            stopped = self._dialogue.unanswered(task)
+            self._end(replace(task, draft=replace(task.draft, truncated=stopped)), key)
 
     def _replies(self, *, all_of_them: bool) -> dict[int, Reply]:
         assert self._dialogue is not None
@@ -180,8 +186,10 @@ class Collector:
             return
         draft = task.draft
         self._being_scored[key] = task
-        response = draft.tokens[draft.prompt_len :]
-        self._reward_workers.submit(key, task.prompt, Completion(response, draft.log_probs, draft.truncated))
+        response = Completion(
+            draft.tokens[draft.prompt_len :], draft.log_probs, draft.truncated, tool_tokens=draft.tool_tokens
+        )
+        self._reward_workers.submit(key, task.prompt, response)
 
     def _leave(self, task: Task) -> None:
         if self._dialogue is not None:

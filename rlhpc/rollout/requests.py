@@ -121,6 +121,7 @@ def with_tool_tokens(draft: Sample, tokens: Sequence[int]) -> Sample:
         tokens=np.append(draft.tokens, np.asarray(tokens, dtype=np.int32)),
         log_probs=np.append(draft.log_probs, np.zeros(len(tokens), dtype=np.float32)),
         response_mask=np.append(response_mask, np.zeros(len(tokens), bool)),
+        tool_tokens=draft.tool_tokens + len(tokens),
     )
 
 

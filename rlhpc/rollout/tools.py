@@ -77,15 +77,19 @@ class ToolUse:
 
     def begin(self, key: int, task: Task) -> bool:
         """See ``Dialogue``. Calls of a response's last turn (``max_turns``) are not run."""
-        if turns(task.draft) >= self._section.max_turns:
+        if self._is_last(task):
             return False
-        calls = parse_calls(self._tokenizer.decode(last_turn(task.draft).tolist(), special=True))
+        calls = self._calls(task)
         if calls and self._pool is not None:
             turn = self._turns[key] = _Turn(task, [None] * len(calls))
             for place, call in enumerate(calls):
                 self._call(key, turn, place, call)
             self._call_next(key, turn)
         return bool(calls)
+
+    def unanswered(self, task: Task) -> bool:
+        """See ``Dialogue``."""
+        return self._is_last(task) and bool(self._calls(task))
 
     def ready(self) -> dict[int, Reply]:
         """See ``Dialogue``. Collective over the engine's ranks."""
@@ -121,6 +125,13 @@ class ToolUse:
                 self._finished()
                 time.sleep(_LOOK_SECONDS)
             self._pool.close()
+
+    def _is_last(self, task: Task) -> bool:
+        return turns(task.draft) >= self._section.max_turns
+
+    def _calls(self, task: Task) -> list[ToolCall | Failure]:
+        """Calls of the last turn."""
+        return parse_calls(self._tokenizer.decode(last_turn(task.draft).tolist(), special=True))
 
     def _call(self, key: int, turn: _Turn, place: int, call: ToolCall | Failure) -> None:
         most = self._section.max_calls_per_turn

@@ -125,7 +125,7 @@ class Evaluator:
                 answer.set_name,
                 answer.prompt.data_source,
                 answer.sample.reward,
-                answer.sample.response_len,
+                answer.sample.sampled_len,
                 answer.sample.truncated,
                 answer.sample.answer,
             )

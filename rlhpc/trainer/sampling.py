@@ -180,6 +180,7 @@ class Sampler:
             found |= {"tools/calls": counts.tool_calls, "tools/failures": counts.failed_tool_calls}
             if samples:
                 found["tools/turns_mean"] = float(np.mean([turns(sample) for sample in samples]))
+                found["tools/answer_tokens_mean"] = float(np.mean([sample.tool_tokens for sample in samples]))
         if self.carryover.replay is not None:
             found["replay/used_groups"] = sampled.replayed
             found["replay/kept_groups"] = len(self.carryover.replay)

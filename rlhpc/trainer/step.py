@@ -108,7 +108,7 @@ def generate(run: Run, state: RunState, clock: Stopwatch) -> StepSamples:
 def sample_metrics(samples: Sequence[Sample]) -> Metrics:
     """Rewards and lengths of a step's samples."""
     rewards = np.array([sample.reward for sample in samples])
-    lengths = np.array([sample.response_len for sample in samples])
+    lengths = np.array([sample.sampled_len for sample in samples])
     parts = {name for sample in samples for name in sample.reward_parts}
     return {
         **{f"reward/{name}": _part_mean(samples, name) for name in sorted(parts)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import fields
 
 import numpy as np
@@ -59,6 +60,21 @@ def test_a_file_gives_back_what_was_written(tmp_path):
         assert (ours.scored, ours.dropped) == (theirs.scored, theirs.dropped)
         for one, other in zip(ours.samples, theirs.samples, strict=True):
             assert_same(one, other)
+
+
+def test_tool_tokens_of_a_checkpoint_that_does_not_count_them_are_counted(tmp_path):
+    """A former version wrote none."""
+    group = make_group(1, response_mask=np.array([True, False]), tool_tokens=1)
+    save_groups(tmp_path / "groups.npz", {"unfinished": [group]})
+    with np.load(tmp_path / "groups.npz") as file:
+        arrays = dict(file)
+    index = json.loads(arrays["index"].tobytes())
+    assert [sample.pop("tool_tokens") for sample in index["unfinished"][0]["samples"]] == [1, 0]
+    arrays["index"] = np.frombuffer(json.dumps(index).encode(), np.uint8)
+    np.savez(tmp_path / "groups.npz", **arrays)
+    (found,) = load_groups(tmp_path / "groups.npz")["unfinished"]
+    for ours, theirs in zip(group.samples, found.samples, strict=True):
+        assert_same(ours, theirs)
 
 
 def test_a_group_knows_its_prompt():

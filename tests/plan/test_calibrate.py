@@ -111,6 +111,17 @@ def test_a_calibration_of_both_together_is_read_as_before() -> None:
     assert slower["rollout"] == phase_seconds(predict_step(*case(), before))["rollout"]
 
 
+def test_the_plan_counts_tokens_of_tools_as_response(tmp_path: Path) -> None:
+    """Not as prompt, which data.max_prompt_tokens bounds."""
+    truth = predict_step(*case(), REACHED)
+    samples, sampled = truth.work.samples, 0.75 * truth.work.response
+    lengths = {"response/length_mean": sampled, "rollout/completion_tokens": samples * sampled}
+    run = write_run(tmp_path, truth, **lengths, **{"tools/answer_tokens_mean": 0.25 * truth.work.response})
+    found = read_run(run)
+    assert found.prompt_tokens == pytest.approx(truth.work.prompt)
+    assert found.response_tokens == pytest.approx(truth.work.response)
+
+
 def test_phases_that_are_not_measured_leave_what_is_known(tmp_path: Path) -> None:
     truth = predict_step(*case(), REACHED)
     run = write_run(tmp_path, truth)

@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import psutil
 import pytest
 
-from rlhpc.api import Prompt, RewardResult
+from rlhpc.api import Completion, Prompt, RewardResult
 from rlhpc.core.errors import UserError
 from rlhpc.core.process import ProcessId
 from rlhpc.rewards import pool
@@ -56,6 +57,16 @@ def test_a_single_function_has_no_part_of_its_own(make):
     reward_workers = make(function=f"{HERE}:tokens")
     assert score_all(reward_workers, ["a"]) == {0: RewardResult(1.0, {"most": 20.0})}
     assert reward_workers.results() == {}
+
+
+def test_a_function_sees_the_length_without_tokens_of_tools(make):
+    reward_workers = make(function=f"{HERE}:tokens")
+    tokens = np.zeros(5, np.int32)
+    texts = reward_workers._decode.__self__
+    texts.completion("a")
+    response = Completion(tokens, tokens.astype(np.float32), truncated=False, tool_tokens=3)
+    reward_workers.submit(0, Prompt(0, (1,), "", "3", {}), response)
+    assert reward_workers.results() == {0: RewardResult(2.0, {"most": 20.0})}
 
 
 def test_every_response_is_judged_once_by_what_belongs_to_it(make):

@@ -70,14 +70,14 @@ class Words:
 
 
 class Counting:
-    """A reward workers whose reward is the number of tokens."""
+    """Reward workers whose reward is the number of tokens that the policy sampled."""
 
     def __init__(self) -> None:
         self.waiting: dict[int, RewardResult] = {}
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         failures = ("raised",) if prompt.prompt_id == 13 else ()
-        size = float(len(completion.tokens))
+        size = float(len(completion.tokens) - completion.tool_tokens)
         self.waiting[key] = RewardResult(size, {"length": 1.0}, dropped=bool(failures), failures=failures)
 
     def results(self) -> dict[int, RewardResult]:
@@ -99,6 +99,9 @@ class Calls:
             return False
         self.waiting[key] = self.delay
         return True
+
+    def unanswered(self, task: Task) -> bool:
+        return turns(task.draft) == 4 and last_turn(task.draft)[0] % 2 == 0
 
     def ready(self) -> dict[int, Reply]:
         self.waiting = Counter({key: looks - 1 for key, looks in self.waiting.items()})
@@ -249,6 +252,36 @@ def test_turns_do_not_depend_on_when_tools_answer(steps, delay):
     assert {len(turn) > 0 for turn in dialogue.turns} == {True}
     assert sorted(dialogue.ended) == [(task.group, task.index) for task in tasks]
     assert not any({98, 99} & set(turn) for turn in dialogue.turns), "a turn is what was sampled since the answer"
+
+
+def test_tokens_of_tools_are_not_the_policy_s_length():
+    tasks = [task(n, i) for n in range(6) for i in range(3)]
+    collector = Collector(Words(), SAMPLING, Counting(), 6, Calls())
+    collector.begin(tasks)
+    collector.advance(4)
+    collector.advance()
+    samples = [scored.sample for scored in collector.harvest()]
+    assert any(sample.tool_tokens for sample in samples)
+    for sample in samples:
+        given = 0 if sample.response_mask is None else int((~sample.response_mask).sum())
+        assert (sample.tool_tokens, sample.sampled_len) == (given, sample.response_len - given)
+        assert sample.reward == sample.sampled_len, "the reward sees the policy's length"
+        masked = replace(sample, response_mask=np.zeros(sample.response_len, bool))
+        assert (masked.sampled_len, masked.trained_len) == (sample.sampled_len, 0)
+
+
+def test_a_response_whose_last_calls_are_not_run_is_truncated():
+    sampling = Sampling(max_tokens=200, temperature=1.0, top_p=1.0)
+    collector = Collector(Words(), sampling, Counting(), 6, Calls(answer=(98,)))
+    collector.begin([task(n, i) for n in range(40) for i in range(3)])
+    collector.advance()
+    stopped = set()
+    for sample in (scored.sample for scored in collector.harvest()):
+        calls = last_turn(sample)[0] % 2 == 0
+        assert sample.response_len < sampling.max_tokens
+        assert sample.truncated == (calls and turns(sample) == 4)
+        stopped.add((turns(sample) == 4, sample.truncated))
+    assert stopped == {(False, False), (True, False), (True, True)}
 
 
 def test_no_room_for_an_answer_ends_a_response():

@@ -227,9 +227,14 @@ def test_what_went_wrong_is_reported(tools: ToolUse, monkeypatch: pytest.MonkeyP
 def test_the_last_turn_s_calls_are_not_run(tools: ToolUse, tokenizer: Tokenizer):
     turn, reply = encode(tokenizer, CALLS[0]), tokenizer.tool_turn(["420"])
     third = task(turn, after=task(turn, after=task(turn), reply=reply), reply=reply)
+    final = task(encode(tokenizer, "42"), after=task(turn, after=task(turn), reply=reply), reply=reply)
     assert not tools.begin(0, third)
+    assert not tools.begin(0, final)
     assert not tools.begin(0, task(encode(tokenizer, "42")))
     assert tools.answers(all_of_them=True) == {}
+    assert tools.unanswered(third), "it is cut off before its calls"
+    assert not tools.unanswered(final), "it ends by itself in the last turn"
+    assert not tools.unanswered(task(encode(tokenizer, "42")))
 
 
 # ---- tools with state

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from rlhpc.api import Sample
+from rlhpc.api import Prompt, Sample
 from rlhpc.config.rollout import DynamicSamplingSection
+from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.data.group_filter import make_filter
+from rlhpc.trainer.evaluate import Answered, Evaluator
 from rlhpc.trainer.sampling_plan import Outcome, check_shortage
+from rlhpc.trainer.step import sample_metrics
 from tests.docs.pages import DOCS, table_names
 from tests.helpers.runs import records, run, write_config
 from tests.rollout.tool_task import make_task, tool_sections
@@ -34,6 +38,20 @@ def nothing(data_source: str, solution_str: str, ground_truth: Any, extra_info: 
 
 def sample(reward: float, **parts: float) -> Sample:
     return Sample(0, 0, np.zeros(2, np.int32), 1, np.zeros(1, np.float32), reward, 0, False, reward_parts=parts)
+
+
+def test_metrics_of_length_count_what_the_policy_sampled():
+    """In training and validation, masked or not."""
+    mask = np.array([True, False, False, True])
+    calls = replace(
+        sample(1.0), tokens=np.zeros(5, np.int32), log_probs=mask * np.float32(-1), response_mask=mask, tool_tokens=2
+    )
+    found = sample_metrics([calls, sample(1.0), replace(calls, response_mask=mask & False, truncated=True)])
+    lengths = {"response/length_mean": 5 / 3, "response/length_max": 2, "rollout/completion_tokens": 5, "tokens": 12}
+    assert {name: found[name] for name in lengths} == lengths
+    config = RunConfig.model_validate({"name": "any", "model": {"path": "any"}, "train": {"steps": 1}})
+    answered = [Answered("", Prompt(0, (0,), "", "", {}), one) for one in (calls, sample(1.0))]
+    assert Evaluator(config, *[None] * 6)._metrics(answered)["response_length"] == 1.5
 
 
 def test_groups_of_one_score_have_no_advantage():
@@ -139,6 +157,7 @@ def test_full_steps_of_groups_with_advantages_and_tools(tmp_path: Path) -> None:
         assert step["logprob_diff_mean"] < 1e-4, "tokens that were given are compared, or in other places"
         assert step["tools/calls"] > step["tools/failures"] > 0
         assert step["tools/turns_mean"] > 1
+        assert step["tools/answer_tokens_mean"] > 0
         assert step["reward/failures/raised"] >= 2 * 8, "each response's"
         assert step["reward/broken"] == 0
     assert steps[0]["sampling/batches"] > 1
