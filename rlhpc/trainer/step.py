@@ -140,7 +140,10 @@ def _current_section(section: AlgorithmSection, state: RunState) -> AlgorithmSec
 
 
 def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metrics, samples: int) -> Metrics:
-    if state.kl_coefficient is None or not math.isfinite(metrics.get("kl", math.nan)):  # no update of the actor
+    """Adapts the KL coefficient after a step with an update of the actor: without one the divergence does not change,
+    and the coefficient would go on rising or falling."""
+    updated = "grad_norm" in metrics
+    if state.kl_coefficient is None or not updated or not math.isfinite(metrics.get("kl", math.nan)):
         return {}
     state.kl_coefficient = adapted_coefficient(section.kl.coefficient, metrics["kl"], samples, section.kl)
     return {"kl_coefficient": section.kl.coefficient}

@@ -257,6 +257,23 @@ def test_the_actor_waits_while_the_critic_alone_learns(monkeypatch: pytest.Monke
         assert (len(made), bool(metrics)) == (updates, updates > 0)
 
 
+def test_the_kl_coefficient_waits_until_the_actor_learns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a KL penalty in the reward, whose divergence is known in every step."""
+    from rlhpc.trainer.step import _adapt_coefficient, _current_section
+
+    ppo = {"name": "ppo", "kl": {"coefficient": 0.05, "target": 1.0, "horizon": 10}}
+    config = make_config(ppo, critic={"warmup_steps": 2}, train={"steps": 9})
+    state, coefficients = RunState(policy_version=1), []
+    for step in range(4):
+        state.step = step
+        section = _current_section(config.algorithm, state)
+        metrics, _ = update(config, state, SAMPLES, monkeypatch, critic=make_role(Trained()))
+        found = _adapt_coefficient(section, state, {**metrics, "critic/grad_norm": 1.0, "kl": 0.0}, len(SAMPLES))
+        assert bool(found) == (step >= 2)
+        coefficients.append(state.kl_coefficient)
+    assert coefficients == pytest.approx([0.05, 0.05, 0.05 * 0.96, 0.05 * 0.96**2])
+
+
 def test_micro_batches_are_filled_up_with_blank_ones() -> None:
     from rlhpc.trainer.batches import filled, packed
 
