@@ -34,7 +34,7 @@ class RolloutSection(Section):
     temperature: PositiveFloat = 1.0
     """Sampling temperature; the loss divides logits by it too."""
     top_p: Fraction = 1.0
-    """Nucleus sampling threshold."""
+    """Nucleus sampling threshold. Below 1 the sampled policy is not the trained one; see docs/algorithms.md."""
     tools: list[ToolSection] = []
     """Tools that the policy may call; see docs/tools.md."""
     max_turns: PositiveInt = 8

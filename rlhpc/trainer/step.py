@@ -152,7 +152,8 @@ def _adapt_coefficient(section: AlgorithmSection, state: RunState, metrics: Metr
 def _check_logprob_diff(config: RunConfig, difference: float, step: int) -> None:
     """Checks that engine and trainer gave the same tokens the same log-probs, up to rounding; equal on every rank.
 
-    With top_p below 1 the engine's log-probs are of the truncated distribution that it sampled from.
+    With top_p below 1 the engine's log-probs are of the truncated distribution that it sampled from, and differ: the
+    metric mismatch_k1 is by how much.
     """
     limit = config.reshard.max_logprob_diff if config.rollout.top_p == 1 else None
     if limit is not None and not difference <= limit:

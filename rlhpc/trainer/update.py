@@ -156,11 +156,12 @@ def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, sec
     fresh = batch.extra.get("fresh", batch.mask) * batch.mask
     engine = batch.extra["engine_log_probs"]
     difference = (before - engine).abs() * fresh
-    mismatch = kl_divergence(engine, before, "k3") * fresh  # the engine sampled, so the mean is over its distribution
+    # The engine sampled, so means of estimators are over its distribution. k3 is biased where top_p cuts tokens off.
+    mismatch, truncation = kl_divergence(engine, before, "k3") * fresh, (engine - before) * fresh
     metrics = {name: value.detach() for name, value in sums.items()}
     metrics[_WEIGHT] = batch.loss_weight.sum()
     compared = (fresh * batch.loss_weight).sum()
-    for name, values in (("logprob_diff_mean", difference), ("mismatch_kl", mismatch)):
+    for name, values in (("logprob_diff_mean", difference), ("mismatch_kl", mismatch), ("mismatch_k1", truncation)):
         metrics[name], metrics[f"{name}/{_WEIGHT}"] = (values * batch.loss_weight).sum(), compared
     metrics["max/logprob_diff_max"] = difference.max()
     return LossSums(sums["loss"], metrics)

@@ -133,6 +133,31 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
     assert float(metrics["entropy"]) == 4
 
 
+def test_the_distance_of_a_truncated_policy_is_measured() -> None:
+    """Its log-probs are the trainer's minus the logarithm of the kept probability."""
+    from rlhpc.trainer.batches import packed
+    from rlhpc.trainer.update import policy_loss
+
+    section = make_config({"kl": {"coefficient": 0.0}}).algorithm
+    cut = [np.array([0.1, 50, 0.4], np.float32), np.array([0.2, 9], np.float32)]  # -ln Z; the second token is a tool's
+    whole = [sample.log_probs for sample in SAMPLES]
+    tokens = {
+        "engine_log_probs": [one + other for one, other in zip(whole, cut, strict=True)],
+        "old_log_probs": whole,
+        "advantages": [np.zeros(3, np.float32), np.zeros(2, np.float32)],
+        "fresh": [np.ones(3, np.float32), np.array([1, 0], np.float32)],
+    }
+    batch = packed(make_role(), SAMPLES, {0: 1.0, 1: 1.0}, tokens, (0, 1))
+    stats = TokenStats(torch.zeros(8, requires_grad=True), torch.ones(8, requires_grad=True))
+    metrics = policy_loss(stats, batch, find_algorithm(section), section).metrics
+    assert float(metrics["mismatch_k1"]) == pytest.approx(0.1 + 0.4 + 0.2)
+    assert float(metrics["mismatch_k1/weight"]) == 3
+    less = tokens | {"engine_log_probs": [one - other for one, other in zip(whole, cut, strict=True)]}
+    batch = packed(make_role(), SAMPLES, {0: 1.0, 1: 1.0}, less, (0, 1))
+    metrics = policy_loss(stats, batch, find_algorithm(section), section).metrics
+    assert float(metrics["mismatch_k1"]) == pytest.approx(-0.7), "it has a sign"
+
+
 def test_a_first_update_has_a_gradient_without_a_pass_before_it() -> None:
     """Its own log-probs are the old ones, and the ratio of both is 1, but no constant."""
     from rlhpc.trainer.batches import packed

@@ -17,6 +17,7 @@ from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.data import check_data
 from rlhpc.plan.checks.limits import check_lengths, check_limits
+from rlhpc.plan.checks.off_policy import off_policy_warnings
 from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
 from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
@@ -58,7 +59,8 @@ def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
     else:
         summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
     summary += [("data", text) for text in _check_data(config, prepared=prepared)]
-    return summary + [("warning", text) for text in (*warnings, *secret_warnings(config))]
+    warnings = [*warnings, *off_policy_warnings(config), *secret_warnings(config)]
+    return summary + [("warning", text) for text in warnings]
 
 
 def outline(config: RunConfig) -> Summary:

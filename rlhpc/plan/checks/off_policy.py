@@ -1,0 +1,18 @@
+"""Warnings of training on samples of another policy than the one trained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlhpc.config.schema import RunConfig
+
+
+def off_policy_warnings(config: RunConfig) -> Iterator[str]:
+    """Yields one warning for each key that makes the sampled policy another than the trained one."""
+    if not config.train.steps:
+        return
+    if config.rollout.top_p < 1:
+        yield (
+            f"rollout.top_p: {config.rollout.top_p:g} samples from a truncated distribution, but the loss trains the "
+            "whole one, and engine and trainer are not compared; set it to 1, or watch the metric mismatch_k1"
+        )

@@ -1,0 +1,35 @@
+"""Sampling from another policy than the trained one is allowed, with a warning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.plan.checks.off_policy import off_policy_warnings
+from rlhpc.plan.checks.run import check_config
+from tests.helpers.plain_model import write_inputs
+
+
+def warnings(steps: int = 1, **sections: Any) -> list[str]:
+    train = {"steps": steps, **sections.pop("train", {})}
+    return [
+        *off_policy_warnings(RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": train} | sections))
+    ]
+
+
+@pytest.mark.parametrize("sections", [{}, {"rollout": {"temperature": 0.7}}, {"steps": 0, "rollout": {"top_p": 0.5}}])
+def test_the_sampled_policy_is_the_trained_one(sections: dict[str, Any]) -> None:
+    assert warnings(**sections) == []
+
+
+def test_a_truncated_distribution_is_warned_of(tmp_path) -> None:
+    (text,) = warnings(rollout={"top_p": 0.95})
+    assert text.startswith("rollout.top_p: 0.95 samples from a truncated distribution")
+    assert "set it to 1" in text
+    assert "mismatch_k1" in text
+    write_inputs(tmp_path)
+    shown = check_config(load_config(tmp_path / "config.yaml", ["rollout.top_p=0.95"]))
+    assert ("warning", text) in shown
