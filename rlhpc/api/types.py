@@ -206,6 +206,8 @@ class RunState:
     policy_version: int = 0  # weight syncs to the engine
     kl_coefficient: float | None = None  # the present one, if adaptive
     prompts_digest: str = ""  # of the prompts that prompt_cursor counts
+    actor_steps: int | None = None  # RL steps that have trained the actor; None in checkpoints without the number
+    critic_steps: int | None = None  # the critic
     actor_skipped: int = 0  # the actor's consecutive skipped updates
     critic_skipped: int = 0  # the critic's
 

@@ -61,9 +61,9 @@ class OptimizerSection(Section):
     max_grad_norm: PositiveFloat = 1.0
     """Maximum global gradient norm; larger gradients are scaled down to it."""
     schedule: Literal["constant", "cosine", "linear"] = "constant"
-    """Learning-rate schedule after the warm-up, down to final_fraction of the peak at the last step."""
+    """Learning-rate schedule after the warm-up, down towards final_fraction of the peak after the last step."""
     warmup_steps: NonNegativeInt = 0
-    """Number of steps of linear warm-up."""
+    """Number of steps of linear warm-up, among those that train the model."""
     final_fraction: Share = 0.0
     """Final learning rate as a fraction of the peak; see schedule."""
     optimizer_offload_fraction: Share = 0.0

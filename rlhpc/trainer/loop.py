@@ -157,7 +157,7 @@ class Loop:
         digest = rl.sampler.prompts.digest if rl is not None else ""
         check_agreement(run.context.info, {"training prompts of digest": digest})
         if saved is None:
-            return RunState(prompts_digest=digest)
+            return RunState(prompts_digest=digest, actor_steps=0, critic_steps=0)
         self.state = saved.state
         self._check_phases(saved.folder)
         self._check_prompts(digest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
@@ -36,6 +36,7 @@ class Updater:
     models: Models
     batching: Batching
     algorithm: Algorithm
+    _begun: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model: step, and its own steps before it
 
     def update_actor(
         self,
@@ -46,7 +47,7 @@ class Updater:
         estimate: StepAdvantages,
     ) -> Metrics:
         """The step's updates by the algorithm's loss; none during the critic's warm-up."""
-        if self.models.critic is not None and state.step < self.config.critic.warmup_steps:
+        if state.step < self._frozen_steps("actor"):
             return {}
         names = ("engine_log_probs", "old_log_probs", "reference_log_probs")
         tokens = {name: values[name] for name in names if name in values}
@@ -82,9 +83,7 @@ class Updater:
         the batch's ``extra``; its sums are divided by weights that count the tokens of each minibatch over all ranks.
         """
         section, temperature = self.config.train, self.config.rollout.temperature
-        optimizer = self.config.critic.optimizer if model == "critic" else self.config.actor.optimizer
-        role = self.models.trained[model]
-        rate = learning_rate(optimizer, state.step, section.steps)
+        role, rate = self.models.trained[model], self._begin_step(model, state)
         prompt_ids = [sample.prompt_id for sample in samples]
         minibatches = rl_minibatches(role, self.batching, samples, tokens)
         made: list[tuple[TrainStats, float]] = []
@@ -105,6 +104,22 @@ class Updater:
             loss = stats.sums["loss"] / minibatch.denominator
             metrics |= {**stats.gauges, "loss": loss, "grad_norm": stats.grad_norm}
         return metrics
+
+    def _begin_step(self, model: Literal["actor", "critic"], state: RunState) -> float:
+        """Counts the step as one that trains the model, once for all its updates, and returns their learning rate."""
+        frozen, last = self._frozen_steps(model), self._begun.get(model)
+        if last is None or last[0] != state.step:
+            counted = getattr(state, f"{model}_steps")
+            own = max(0, state.step - frozen) if counted is None else counted
+            self._begun[model] = last = (state.step, own)
+        _, own = last
+        setattr(state, f"{model}_steps", own + 1)
+        optimizer = self.config.critic.optimizer if model == "critic" else self.config.actor.optimizer
+        return learning_rate(optimizer, own, self.config.train.steps - frozen)
+
+    def _frozen_steps(self, model: Literal["actor", "critic"]) -> int:
+        """The number of first steps that do not train the model."""
+        return self.config.critic.warmup_steps if model == "actor" and self.models.critic is not None else 0
 
     def _make(self, state: RunState, update: Update, loss: LossFunction) -> TrainStats:
         role, most = self.models.trained[update.model], self.config.train.max_skipped_updates

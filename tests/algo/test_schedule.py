@@ -20,10 +20,20 @@ def test_the_rate_rises_linearly_to_its_highest_and_stays():
     assert rates(3) == [2.0, 2.0, 2.0]
 
 
-def test_linear_falls_in_equal_steps_to_the_final_fraction():
-    assert rates(7, warmup_steps=2, schedule="linear", final_fraction=0.5) == pytest.approx(
-        [1.0, 2.0, 2.0, 1.75, 1.5, 1.25, 1.0]
+def test_linear_falls_in_equal_steps_towards_the_final_fraction():
+    assert rates(6, warmup_steps=2, schedule="linear", final_fraction=0.5) == pytest.approx(
+        [1.0, 2.0, 2.0, 1.75, 1.5, 1.25]
     )
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear"])
+def test_the_last_step_learns(schedule):
+    """Its rate is the one a step before the end: the final fraction, 0 by default, holds after the last step."""
+    for warmup in (0, 3):
+        found = rates(10, schedule=schedule, warmup_steps=warmup)
+        assert found[-1] > 0
+        section = OptimizerSection(learning_rate=2.0, schedule=schedule, warmup_steps=warmup)
+        assert learning_rate(section, 10, 10) == pytest.approx(0)
 
 
 def test_cosine_is_half_a_wave():
@@ -31,9 +41,9 @@ def test_cosine_is_half_a_wave():
     import torch
 
     found = rates(11, schedule="cosine", final_fraction=0.1)
-    assert found == pytest.approx([0.2 + 1.8 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(11)])
+    assert found == pytest.approx([0.2 + 1.8 * (1 + math.cos(math.pi * step / 11)) / 2 for step in range(11)])
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=2.0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=10, eta_min=0.2)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=11, eta_min=0.2)
     theirs = []
     for _ in range(11):
         theirs.append(scheduler.get_last_lr()[0])

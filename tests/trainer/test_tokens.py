@@ -222,22 +222,35 @@ class Trained:
         )
 
 
-def update(
-    config: RunConfig, state: RunState, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, critic: Any = None
-) -> tuple[dict[str, float], list[Any]]:
-    """Metrics and the updates that they are of, each token's advantage being 1."""
-    from rlhpc.trainer.advantages import StepAdvantages
+def make_updater(config: RunConfig, monkeypatch: pytest.MonkeyPatch, critic: Any = None) -> Any:
+    """An updater whose actor remembers its updates."""
     from rlhpc.trainer.batches import Batching
     from rlhpc.trainer.roles import Models, Role
     from rlhpc.trainer.update import Updater
 
     monkeypatch.setattr(Role, "pack", lambda role, lengths, minibatches: pack(lengths, 1, 64, minibatches))
-    model, nowhere = Trained(), cast(Any, None)  # nothing is skipped
-    models = Models(make_role(model), critic=critic)
-    updater = Updater(config, nowhere, models, Batching.of(config), find_algorithm(config.algorithm))
+    nowhere = cast(Any, None)  # nothing is skipped
+    models = Models(make_role(Trained()), critic=critic)
+    return Updater(config, nowhere, models, Batching.of(config), find_algorithm(config.algorithm))
+
+
+def update_both(updater: Any, state: RunState, samples: list[Sample]) -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics of critic, if any, and actor, each token's advantage being 1."""
+    from rlhpc.trainer.advantages import StepAdvantages
+
     ones = [np.ones(sample.response_len, np.float32) for sample in samples]
-    values, estimate = {"engine_log_probs": ones}, StepAdvantages(ones, None)
-    return updater.update_actor(config.algorithm, state, samples, values, estimate), model.updates
+    values, estimate = {"engine_log_probs": ones, "old_values": ones}, StepAdvantages(ones, ones)
+    critic = updater.update_critic(state, samples, values, estimate) if updater.models.critic else {}
+    return critic, updater.update_actor(updater.config.algorithm, state, samples, values, estimate)
+
+
+def update(
+    config: RunConfig, state: RunState, samples: list[Sample], monkeypatch: pytest.MonkeyPatch, critic: Any = None
+) -> tuple[dict[str, float], list[Any]]:
+    """Metrics and the updates that they are of."""
+    updater = make_updater(config, monkeypatch, critic)
+    _, metrics = update_both(updater, state, samples)
+    return metrics, updater.models.actor.model.updates
 
 
 def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +259,9 @@ def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics(monkeyp
     config = make_config({}, train=train, actor={"optimizer": optimizer})
     metrics, updates = update(config, RunState(step=1, policy_version=1), SAMPLES, monkeypatch)
     assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
-    assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.0))] * 4
+    assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.25))] * 4
     means = {"loss": 10.0, "entropy": 2.5, "grad_norm": 7.5, "load": 2.5, "gap": 2.0}
-    assert metrics == pytest.approx({**means, "learning_rate": 2.0, "skipped_updates": 0.0})
+    assert metrics == pytest.approx({**means, "learning_rate": 2.25, "skipped_updates": 0.0})
 
 
 def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() -> None:
@@ -280,6 +293,43 @@ def test_the_actor_waits_while_the_critic_alone_learns(monkeypatch: pytest.Monke
         state = RunState(step=step, policy_version=1)
         metrics, made = update(config, state, SAMPLES, monkeypatch, critic=make_role(Trained()))
         assert (len(made), bool(metrics)) == (updates, updates > 0)
+
+
+@pytest.mark.parametrize("lost", [None, (), ("actor_steps", "critic_steps")])
+def test_the_learning_rate_counts_the_models_own_steps(
+    lost: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The actor's warm-up begins with its first update, and its schedule covers the steps that are left to it. After a
+    resume too, from a checkpoint with their numbers or, an older one, without."""
+    optimizer = {"learning_rate": 4.0, "warmup_steps": 2, "schedule": "linear"}
+    config = make_config(
+        {"name": "ppo"},
+        critic={"warmup_steps": 3, "optimizer": optimizer},
+        actor={"optimizer": optimizer},
+        train={"steps": 9, "epochs": 2},
+    )
+    updater, state = make_updater(config, monkeypatch, critic=make_role(Trained())), RunState(policy_version=1)
+    critics, actors = [], []
+    for step in range(9):
+        if step == 5 and lost is not None:
+            saved = {name: value for name, value in state.to_json().items() if name not in lost}
+            updater, state = make_updater(config, monkeypatch, critic=make_role(Trained())), RunState(**saved)
+        critic, actor = update_both(updater, state, SAMPLES)
+        critics.append(critic["critic/learning_rate"])
+        actors.append(actor.get("learning_rate"))
+        state.step += 1
+    assert critics == pytest.approx([2, 4, 4, 4 * 6 / 7, 4 * 5 / 7, 4 * 4 / 7, 4 * 3 / 7, 4 * 2 / 7, 4 / 7])
+    assert actors == [None] * 3 + [pytest.approx(rate) for rate in (2, 4, 4, 3, 2, 1)]
+
+
+def test_a_step_that_trains_twice_or_not_at_all_counts_as_one_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = make_config({}, actor={"optimizer": {"learning_rate": 4.0, "warmup_steps": 4}}, train={"steps": 9})
+    updater, state, rates = make_updater(config, monkeypatch), RunState(policy_version=1), []
+    for times in (2, 0, 1):
+        rates.append([update_both(updater, state, SAMPLES)[1]["learning_rate"] for _ in range(times)])
+        state.step += 1
+    assert rates == [[1, 1], [], [2]]
+    assert state.actor_steps == 2
 
 
 def test_the_kl_coefficient_waits_until_the_actor_learns(monkeypatch: pytest.MonkeyPatch) -> None:
