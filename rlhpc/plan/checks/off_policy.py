@@ -16,3 +16,15 @@ def off_policy_warnings(config: RunConfig) -> Iterator[str]:
             f"rollout.top_p: {config.rollout.top_p:g} samples from a truncated distribution, but the loss trains the "
             "whole one, and engine and trainer are not compared; set it to 1, or watch the metric mismatch_k1"
         )
+    if config.algorithm.rollout_correction.method != "none":
+        return
+    dynamic = config.train.dynamic_sampling
+    older = {
+        "train.replay": config.train.replay is not None,
+        "train.dynamic_sampling.oversample": dynamic is not None and dynamic.oversample > 1,
+    }
+    for key in (key for key, used in older.items() if used):
+        yield (
+            f"{key}: trains on tokens of older policies as if the present one had sampled them; set "
+            "algorithm.rollout_correction.method to truncate"
+        )
