@@ -112,6 +112,7 @@ PEERS: dict[str, tuple[str, str]] = {
     "train.steps": ("trainer.total_training_steps", "max_steps"),
     "train.prompts_per_step": ("data.train_batch_size", ""),
     "train.epochs": (f"{_ACTOR}.ppo_epochs", "num_iterations"),
+    "train.shuffle": (f"{_ACTOR}.shuffle", ""),
     "train.tokens_per_microbatch": (f"{_ACTOR}.ppo_max_token_len_per_gpu", ""),
     "train.log_prob_tokens_per_microbatch": (f"{_ROLLOUT}.log_prob_max_token_len_per_gpu", ""),
     "train.mask_truncated": ("", "mask_truncated_completions"),

@@ -60,6 +60,8 @@ FAMILIAR: Mapping[str, str] = {
     "steps_per_generation": "train.minibatches",
     "ppo_epochs": "train.epochs",
     "num_iterations": "train.epochs",
+    "actor.shuffle": "train.shuffle",
+    "critic.shuffle": "train.shuffle",
     "ppo_max_token_len_per_gpu": "train.tokens_per_microbatch",
     "ppo_micro_batch_size_per_gpu": "train.tokens_per_microbatch",
     "per_device_train_batch_size": "train.tokens_per_microbatch",

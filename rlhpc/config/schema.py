@@ -107,6 +107,8 @@ class TrainSection(Section):
     """Number of optimizer updates that each step's samples are divided into."""
     epochs: PositiveInt = 1
     """Number of passes over each step's samples."""
+    shuffle: bool = True
+    """Shuffling of a step's groups between epochs, and of replayed groups among new ones, with minibatches above 1."""
     tokens_per_microbatch: PositiveInt = 16384
     """Maximum tokens per rank in one forward and backward pass; a longer sequence is a microbatch of its own."""
     log_prob_tokens_per_microbatch: PositiveInt | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlhpc.core.errors import UserError
 from rlhpc.data.balance import balance
@@ -23,6 +23,11 @@ class PackPlan:
     capacity: int
     bins: tuple[tuple[Bin, ...], ...]
     cost: tuple[int, ...]
+
+    def renumbered(self, ids: Sequence[int]) -> PackPlan:
+        """The plan with ``ids[i]`` in place of sample id i."""
+        bins = tuple(tuple(tuple(sorted(ids[i] for i in members)) for members in rank) for rank in self.bins)
+        return replace(self, bins=bins)
 
 
 def pack(

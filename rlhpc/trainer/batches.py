@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,9 +11,10 @@ import numpy as np
 from rlhpc.algo.aggregation import shares
 from rlhpc.api import PackedBatch, Sample
 from rlhpc.config.algorithm import AlgorithmSection
-from rlhpc.config.schema import RunConfig
+from rlhpc.config.schema import RunConfig, TrainSection
 from rlhpc.data.collate import pack_batch
 from rlhpc.data.packing import PackPlan
+from rlhpc.data.shuffling import shuffled
 from rlhpc.trainer.roles import PerSample, Role
 
 
@@ -25,6 +26,8 @@ class Batching:
     aggregation: str
     aggregation_length: int  # tokens that "constant" aggregation divides by, per response
     old_log_probs: bool  # a forward pass of the actor over the samples precedes the step's first update
+    epochs: int = 1
+    shuffle_seed: int | None = None  # None: the samples have the same order in every epoch
 
     @classmethod
     def of(cls, config: RunConfig) -> Batching:
@@ -36,6 +39,8 @@ class Batching:
             section.aggregation,
             section.aggregation_length or config.rollout.max_response_tokens,
             several_updates or kl_in_reward(section),
+            config.train.epochs,
+            config.seed if shuffles(config.train) else None,
         )
 
 
@@ -45,6 +50,11 @@ class Minibatch:
 
     batches: tuple[PackedBatch, ...]
     denominator: float
+
+
+def shuffles(section: TrainSection) -> bool:
+    """Whether the order of samples is random where it matters: it decides which minibatch a sample is in."""
+    return section.shuffle and section.minibatches > 1
 
 
 def kl_in_reward(section: AlgorithmSection) -> bool:
@@ -58,9 +68,23 @@ def filled(bins: Sequence[Sequence[int]], make: Callable[[Sequence[int]], Packed
     return (*batches, *(batches[0].blank(1) for _ in range(len(bins) - len(batches))))
 
 
-def update_plans(role: Role, batching: Batching, samples: Sequence[Sample]) -> tuple[PackPlan, ...]:
-    """Which rank trains on which samples: a plan for each minibatch."""
-    return role.pack([len(sample.tokens) for sample in samples], batching.minibatches)
+def update_plans(
+    role: Role, batching: Batching, samples: Sequence[Sample], step: int
+) -> tuple[tuple[PackPlan, ...], ...]:
+    """Which rank trains on which samples in RL step ``step`` (from 0): for each epoch a plan for each minibatch.
+
+    The first epoch has the samples in their order, later ones shuffled, equally on every rank and in every layout.
+    """
+    lengths = [len(sample.tokens) for sample in samples]
+    first = role.pack(lengths, batching.minibatches)
+    if batching.shuffle_seed is None:
+        return (first,) * batching.epochs
+    groups, later = [sample.group_id for sample in samples], []
+    for epoch in range(1, batching.epochs):
+        order = shuffled(groups, batching.shuffle_seed, step, epoch)
+        plans = role.pack([lengths[i] for i in order], batching.minibatches)
+        later.append(tuple(plan.renumbered(order) for plan in plans))
+    return (first, *later)
 
 
 def forward_plans(role: Role, batching: Batching, samples: Sequence[Sample]) -> tuple[PackPlan, ...]:
@@ -74,15 +98,24 @@ def forward_plans(role: Role, batching: Batching, samples: Sequence[Sample]) -> 
 
 
 def rl_minibatches(
-    role: Role, batching: Batching, samples: Sequence[Sample], tokens: Mapping[str, PerSample]
-) -> list[Minibatch]:
-    """Packs a step's samples into a role's minibatches, with values for each of their tokens."""
-    minibatches = []
-    for plan in update_plans(role, batching, samples):
-        weights, denominator = token_weights(batching, plan, samples)
-        make = functools.partial(packed, role, samples, weights, tokens)
-        minibatches.append(Minibatch(filled(role.own_bins(plan), make), denominator))
-    return minibatches
+    role: Role, batching: Batching, samples: Sequence[Sample], tokens: Mapping[str, PerSample], step: int
+) -> Iterator[Minibatch]:
+    """Packs a step's samples into a role's minibatches, epoch after epoch, with values for each of their tokens."""
+    former: tuple[PackPlan, ...] = ()
+    minibatches: list[Minibatch] = []
+    for plans in update_plans(role, batching, samples, step):
+        if plans is not former:
+            minibatches = [_minibatch(role, batching, samples, tokens, plan) for plan in plans]
+        former = plans
+        yield from minibatches
+
+
+def _minibatch(
+    role: Role, batching: Batching, samples: Sequence[Sample], tokens: Mapping[str, PerSample], plan: PackPlan
+) -> Minibatch:
+    weights, denominator = token_weights(batching, plan, samples)
+    make = functools.partial(packed, role, samples, weights, tokens)
+    return Minibatch(filled(role.own_bins(plan), make), denominator)
 
 
 def forward_batches(role: Role, batching: Batching, samples: Sequence[Sample]) -> list[PackedBatch]:

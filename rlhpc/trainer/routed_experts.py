@@ -22,12 +22,12 @@ def without_routed_experts(found: Sequence[Scored]) -> list[Scored]:
     return [replace(scored, sample=replace(scored.sample, routed_experts=None)) for scored in found]
 
 
-def trained_routed_experts(role: Role, batching: Batching, samples: Sequence[Sample]) -> list[Sample]:
-    """A step's samples, with routed experts only on the ranks that train on them; a pipeline rank has those of its own
-    layers. Collective."""
+def trained_routed_experts(role: Role, batching: Batching, samples: Sequence[Sample], step: int) -> list[Sample]:
+    """A step's samples, with routed experts only on the ranks that train on them, in any of its epochs; a pipeline rank
+    has those of its own layers. Collective."""
     if not role.router_replay:
         return list(samples)
-    plans = list(update_plans(role, batching, samples))
+    plans = [plan for epoch in dict.fromkeys(update_plans(role, batching, samples, step)) for plan in epoch]
     if batching.old_log_probs:
         plans += forward_plans(role, batching, samples)
     mine: dict[int, dict[int, np.ndarray]] = {}

@@ -17,9 +17,11 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
 from rlhpc.data.prompts import PromptSet
+from rlhpc.data.shuffling import shuffled
 from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, turns
+from rlhpc.trainer.batches import shuffles
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.rollout import Rollout
@@ -131,6 +133,9 @@ class Sampler:
         if carryover.replay is not None:
             carryover.replay.add(group for place, group in new if place in used)
         metrics = self._metrics(state, sampled, [sampled.groups[place] for place in sorted(used)])
+        if sampled.replayed and shuffles(self.config.train):  # else replayed groups fill the first minibatches
+            order = shuffled([sample.group_id for sample in samples], self.config.seed, state.step, epoch=0)
+            samples = [samples[place] for place in order]
         return StepSamples(samples, greedy, metrics)
 
     def prompt_at(self, number: int) -> Prompt:

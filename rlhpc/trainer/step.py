@@ -101,7 +101,8 @@ def generate(run: Run, state: RunState, clock: Stopwatch) -> StepSamples:
             sampled = sampler.scored_by_model(sampled)
     batch = sampler.choose(state, sampled)
     with clock("rollout"):
-        batch.samples = trained_routed_experts(run.models.actor, run.batching, batch.samples) if batch.samples else []
+        if batch.samples:
+            batch.samples = trained_routed_experts(run.models.actor, run.batching, batch.samples, state.step)
     return batch
 
 

@@ -82,12 +82,11 @@ class Updater:
         """train.epochs × train.minibatches updates of a model on a step's samples. ``loss`` finds each of ``tokens`` in
         the batch's ``extra``; its sums are divided by weights that count the tokens of each minibatch over all ranks.
         """
-        section, temperature = self.config.train, self.config.rollout.temperature
+        temperature = self.config.rollout.temperature
         role, rate = self.models.trained[model], self._begin_step(model, state)
         prompt_ids = [sample.prompt_id for sample in samples]
-        minibatches = rl_minibatches(role, self.batching, samples, tokens)
         made: list[tuple[TrainStats, float]] = []
-        for number, minibatch in enumerate(minibatches * section.epochs, 1):
+        for number, minibatch in enumerate(rl_minibatches(role, self.batching, samples, tokens, state.step), 1):
             update = Update("rl", state.step + 1, model, number, minibatch, temperature, rate, prompt_ids)
             made.append((self._make(state, update, loss), minibatch.denominator))
         return {**_step_metrics(made), "learning_rate": rate}

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.heavy  # the trainer's modules take seconds to be impor
 
 
 def chosen_of(
-    lost: Sequence[int], greedy: Sequence[bool] = (), least: int = 2, replayed: int = 1
+    lost: Sequence[int],
+    greedy: Sequence[bool] = (),
+    least: int = 2,
+    replayed: int = 1,
+    step: int = 0,
+    train: dict[str, Any] | None = None,
 ) -> tuple[list[int], list[int], list[int]]:
     """Places of the groups of what a step learns of three groups of two samples, the first ``replayed`` of which are
     of former steps, and the groups left to the next step and in the buffer. ``lost`` are samples that a reward model
@@ -36,13 +41,13 @@ def chosen_of(
         samples[place] = None
     baselines = [groups[place].samples[0] if known else None for place, known in enumerate(greedy)]
     outcome = Outcome((0, 1, 2), (), (), (), batches=1, short=0)
-    train = {"steps": 1, "replay": {"capacity": 8}}
+    train = {"steps": 1, "replay": {"capacity": 8}, **(train or {})}
     config = RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": train})
     unused: Any = None  # what generates
     carryover = Carryover.of(config.train)
     sampler = Sampler(config, unused, unused, carryover, None, least, needs_greedy=bool(greedy))
     sampled = Sampled(groups, replayed, samples, baselines, outcome, Counts())
-    found = sampler.choose(RunState(), sampled)
+    found = sampler.choose(RunState(step=step), sampled)
     learnt = [sample.group_id for sample in found.samples]
     assert found.metrics["replay/used_groups"] == replayed
     assert carryover.replay is not None
@@ -58,6 +63,19 @@ def finished(number: int) -> Group:
 def test_what_a_reward_model_did_not_score_is_left_out():
     assert chosen_of(lost=[]) == ([0, 0, 1, 1, 2, 2], [], [1, 2])
     assert chosen_of(lost=[0, 4, 5]) == ([0, 1, 1], [], [1])
+
+
+def test_replayed_groups_are_among_the_new_ones_if_there_are_several_minibatches():
+    several = {"minibatches": 3}
+    firsts = [chosen_of(lost=[], step=step, train=several)[0] for step in range(30)]
+    assert {tuple(learnt[::2]) for learnt in firsts} == {
+        (a, b, 3 - a - b) for a in range(3) for b in range(3) if a != b
+    }
+    assert all(learnt[::2] == learnt[1::2] for learnt in firsts)
+    assert firsts == [chosen_of(lost=[], step=step, train=several)[0] for step in range(30)]
+    for order in ({"minibatches": 1}, {**several, "shuffle": False}):
+        assert chosen_of(lost=[], step=1, train=order)[0] == [0, 0, 1, 1, 2, 2]
+    assert chosen_of(lost=[], replayed=0, step=1, train=several)[0] == [0, 0, 1, 1, 2, 2]
 
 
 def test_a_prompt_without_a_baseline_is_left_out():

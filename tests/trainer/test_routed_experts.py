@@ -58,13 +58,15 @@ def moves(model: Path, folder: Path) -> tuple[list[bool], list[Any], list[Any]]:
     from rlhpc.trainer.routed_experts import moved_routed_experts, trained_routed_experts
 
     rank = dist.get_rank()
-    role, batching = make_actor(model, rank), Batching(2, "token-mean", 1024, old_log_probs=True)
+    role, batching = make_actor(model, rank), Batching(2, "token-mean", 1024, True, epochs=3, shuffle_seed=0)
     samples = [
         with_tokens(number, routed_experts_of(number) if number % 4 == rank else None) for number in range(COUNT)
     ]
-    plans = (*update_plans(role, batching, samples), *forward_plans(role, batching, samples))
+    epochs = update_plans(role, batching, samples, step=4)
+    assert len(set(epochs)) == 3
+    plans = (*(plan for epoch in epochs for plan in epoch), *forward_plans(role, batching, samples))
     own = {i for plan in plans for ids in role.own_bins(plan) for i in ids}
-    found = trained_routed_experts(role, batching, samples)
+    found = trained_routed_experts(role, batching, samples, step=4)
     groups = [with_routed_experts(number, rank) for number in range(6)]
     resumed = moved_routed_experts(EngineRank(rank, world_size=4, tp=1), groups)
     Carryover(ready=groups[:2], unfinished=groups[2:]).save(folder, rank)

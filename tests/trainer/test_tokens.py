@@ -255,13 +255,54 @@ def update(
 
 def test_a_step_has_epochs_of_minibatches_and_the_means_of_their_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = {"learning_rate": 3.0, "schedule": "linear"}
-    train = {"steps": 4, "epochs": 2, "minibatches": 2}
+    train = {"steps": 4, "epochs": 2, "minibatches": 2, "shuffle": False}
     config = make_config({}, train=train, actor={"optimizer": optimizer})
     metrics, updates = update(config, RunState(step=1, policy_version=1), SAMPLES, monkeypatch)
     assert [batch.sample_ids for batches, _, _ in updates for batch in batches] == [(0,), (1,), (0,), (1,)]
     assert [(denominator, rate) for _, denominator, rate in updates] == [(2, pytest.approx(2.25))] * 4
     means = {"loss": 10.0, "entropy": 2.5, "grad_norm": 7.5, "load": 2.5, "gap": 2.0}
     assert metrics == pytest.approx({**means, "learning_rate": 2.25, "skipped_updates": 0.0})
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_minibatches_differ_between_epochs_unless_they_must_not(shuffle: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve samples in six groups, three minibatches, three epochs of two steps; a resumed run repeats the second."""
+    samples = [make_sample(number // 2, 1, 0.0, None, 2 + number % 3) for number in range(12)]
+    own_order = {} if shuffle else {"shuffle": False}
+    config = make_config({}, seed=5, train={"steps": 4, "epochs": 3, "minibatches": 3, **own_order})
+    steps = []
+    for step in (0, 1, 1):
+        updater = make_updater(config, monkeypatch)
+        update_both(updater, RunState(step=step, policy_version=1), samples)
+        made = [
+            tuple(i for batch in batches for i in batch.sample_ids)
+            for batches, *_ in updater.models.actor.model.updates
+        ]
+        steps.append([tuple(made[start : start + 3]) for start in (0, 3, 6)])
+        assert made[:3] == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)], "the first epoch has the samples' own order"
+        for epoch in steps[-1]:
+            assert sorted(i for minibatch in epoch for i in minibatch) == list(range(12))
+            assert all({i ^ 1 for i in minibatch} == {*minibatch} for minibatch in epoch), "a group stays together"
+    assert steps[1] == steps[2]
+    found = {epoch for step in steps[:2] for epoch in step}
+    assert len(found) == (5 if shuffle else 1)
+
+
+def test_every_layout_has_the_same_minibatches() -> None:
+    from rlhpc.trainer.batches import Batching, update_plans
+    from rlhpc.trainer.roles import Role
+
+    samples = [make_sample(number // 3, 1, 0.0, None, 1 + 7 * number % 11) for number in range(24)]
+    batching = Batching.of(make_config({}, seed=5, train={"steps": 4, "epochs": 4, "minibatches": 4}))
+    found = []
+    for dp in (1, 2, 3):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(Role, "pack", lambda role, lengths, minibatches, dp=dp: pack(lengths, dp, 16, minibatches))
+            plans = update_plans(make_role(), batching, samples, step=7)
+        assert all(len(plan.bins) == dp for epoch in plans for plan in epoch)
+        found.append([[sorted(i for rank in plan.bins for ids in rank for i in ids) for plan in one] for one in plans])
+    assert found[0] == found[1] == found[2]
+    assert len({str(epoch) for epoch in found[0]}) == 4
 
 
 def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() -> None:
