@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int64
 from torch import Tensor
@@ -20,20 +22,22 @@ def group_relative(
     GRPO (Shao et al. 2024, section 4.1.2); without the division Dr. GRPO (Liu et al. 2025). A group of one keeps its
     reward, as in verl (mean 0, deviation 1).
     """
-    mean, count, inverse = _group_means(rewards, groups)
-    centred = rewards - torch.where(count > 1, mean, 0.0)[inverse]
+    group = _of_groups(rewards, groups)
+    centred = (rewards - torch.where(group.count > 1, group.mean, 0.0)[group.index]) * group.differ[group.index]
     if not normalise_std:
         return centred
-    variance = torch.zeros_like(mean).index_add_(0, inverse, centred.square()) / (count - 1).clamp(min=1)
-    deviation = torch.where(count > 1, variance.sqrt(), 1.0)
-    return centred / (deviation[inverse] + epsilon)
+    variance = torch.zeros_like(group.mean).index_add_(0, group.index, centred.square()) / (group.count - 1).clamp(
+        min=1
+    )
+    deviation = torch.where(group.count > 1, variance.sqrt(), 1.0)
+    return centred / (deviation[group.index] + epsilon)
 
 
 def leave_one_out(rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]) -> Float[Tensor, " B"]:
     """Reward less the mean of the others of its group: RLOO (Ahmadian et al. 2024). A group of one keeps its reward."""
-    mean, count, inverse = _group_means(rewards, groups)
-    scale = torch.where(count > 1, count / (count - 1).clamp(min=1), 1.0)
-    return scale[inverse] * (rewards - torch.where(count > 1, mean, 0.0)[inverse])
+    group = _of_groups(rewards, groups)
+    scale = torch.where(group.count > 1, group.count / (group.count - 1).clamp(min=1), 1.0) * group.differ
+    return scale[group.index] * (rewards - torch.where(group.count > 1, group.mean, 0.0)[group.index])
 
 
 def discounted_returns(
@@ -65,19 +69,33 @@ def generalised(
 
 
 def whiten(values: Float[Tensor, " N"], mask: Float[Tensor, " N"]) -> Float[Tensor, " N"]:
-    """Scales values to mean 0 and deviation 1 over the masked tokens, 0 elsewhere. A single token keeps its value."""
+    """Scales values to mean 0 and deviation 1 over the masked tokens, 0 elsewhere and if they are all equal. A single
+    token keeps its value."""
     count = mask.sum()
     if count < 2:
         return values * mask
+    own = values[mask > 0]
+    if own.min() == own.max():
+        return torch.zeros_like(values)
     mean = (values * mask).sum() / count
     variance = ((values - mean).square() * mask).sum() / (count - 1)
     return (values - mean) * torch.rsqrt(variance + _WHITEN_EPSILON) * mask
 
 
-def _group_means(
-    rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]
-) -> tuple[Float[Tensor, " G"], Float[Tensor, " G"], Int64[Tensor, " B"]]:
-    """Mean and count of each group, and which group each reward belongs to."""
-    index, inverse = torch.unique(groups, return_inverse=True)
-    count = rewards.new_zeros(len(index)).index_add_(0, inverse, torch.ones_like(rewards))
-    return rewards.new_zeros(len(index)).index_add_(0, inverse, rewards) / count, count, inverse
+class _Groups(NamedTuple):
+    """Of each of G groups; ``index`` is the group of each reward."""
+
+    mean: Float[Tensor, " G"]
+    count: Float[Tensor, " G"]
+    differ: Float[Tensor, " G"]  # 0 if its rewards are all equal: the mean of equal numbers may be rounded to another
+    index: Int64[Tensor, " B"]
+
+
+def _of_groups(rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]) -> _Groups:
+    known, index = torch.unique(groups, return_inverse=True)
+    zeros = rewards.new_zeros(len(known))
+    count = zeros.index_add(0, index, torch.ones_like(rewards))
+    mean = zeros.index_add(0, index, rewards) / count
+    least, most = (zeros.scatter_reduce(0, index, rewards, kind, include_self=False) for kind in ("amin", "amax"))
+    differ = ((least < most) | (count == 1)).to(rewards.dtype)
+    return _Groups(mean, count, differ, index)

@@ -15,7 +15,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
 from rlhpc.observe.metrics import Stopwatch
-from rlhpc.trainer.advantages import step_advantages, token_values
+from rlhpc.trainer.advantages import StepAdvantages, step_advantages, token_values
 from rlhpc.trainer.routed_experts import trained_routed_experts
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.sampling import StepSamples
@@ -78,7 +78,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
     if estimate.divergence is not None and math.isfinite(estimate.divergence):
         metrics["kl"] = estimate.divergence
     metrics |= _adapt_coefficient(section, state, metrics, len(samples))
-    zero = float(np.mean([not tokens.any() for tokens in estimate.advantages]))
+    zero = zero_fraction(samples, estimate)
     sampled = {**sample_metrics(samples), "advantage/zero_fraction": zero, **batch.metrics}
     return {**metrics, **sampled, **clock.metrics()}, samples
 
@@ -123,6 +123,13 @@ def sample_metrics(samples: Sequence[Sample]) -> Metrics:
         "rollout/completion_tokens": float(lengths.sum()),
         "tokens": float(sum(len(sample.tokens) for sample in samples)),
     }
+
+
+def zero_fraction(samples: Sequence[Sample], estimate: StepAdvantages) -> float:
+    """Share of the samples trained on whose tokens all have advantage 0."""
+    advantages = zip(samples, estimate.advantages, strict=True)
+    zeros = [not tokens.any() for sample, tokens in advantages if sample.trained_len]
+    return float(np.mean(zeros)) if zeros else 0.0
 
 
 def _part_mean(samples: Sequence[Sample], name: str) -> float:

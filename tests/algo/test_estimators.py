@@ -139,6 +139,18 @@ def test_equal_rewards_give_no_advantage_and_better_ones_do(name: str) -> None:
     assert (raised[[3, 4, 5]] < 0).all()
 
 
+@pytest.mark.parametrize("name", [name for name in ALGORITHMS if name != "ppo"])
+@pytest.mark.parametrize("reward", [0.1, 0.7, 1 / 3, -1e-3])
+def test_equal_rewards_have_an_advantage_of_exactly_zero(name: str, reward: float) -> None:
+    """Though their sum over their number is another number: 0.1, of a group of 6 or 10, by the last bit."""
+    sizes = torch.tensor([6, 10, 3])
+    groups = torch.arange(3).repeat_interleave(sizes)
+    rewards, lengths = torch.full((19,), reward, dtype=torch.float64), torch.arange(19) % 5 + 1
+    found = replace(Responses.of(rewards, groups, lengths), baselines=rewards)
+    section = AlgorithmSection(name=name, kl={"coefficient": 0.0})
+    assert not find_algorithm(section).advantage(found, section).advantages.any()
+
+
 def test_ppo_whitens_advantages_and_trains_its_critic_on_the_returns() -> None:
     values = torch.tensor([0.5, 0.1, -0.3, 0.2, 0.0, 0.7], dtype=torch.float64)
     found, section = replace(responses(), values=values), AlgorithmSection(name="ppo", gamma=0.9, gae_lambda=1.0)

@@ -66,6 +66,26 @@ def test_given_tokens_have_no_advantage() -> None:
     assert (found.returns, found.divergence) == (None, None)
 
 
+@pytest.mark.parametrize("name", ["grpo", "rloo"])
+def test_the_share_of_zero_advantages_is_of_the_samples_trained_on(name: str) -> None:
+    """Of two groups of six, one of equal rewards that no sum of them gives back; a sample of the other is masked."""
+    from rlhpc.trainer.advantages import step_advantages
+    from rlhpc.trainer.step import zero_fraction
+
+    section = make_config({"name": name, "kl": {"coefficient": 0.0}}).algorithm
+    rewards = [0.1] * 6 + [1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+
+    def fraction(*masked: int) -> float:
+        masks = [[False] * 2 if number in masked else None for number in range(12)]
+        samples = [make_sample(number // 6, 1, rewards[number], masks[number], 2) for number in range(12)]
+        return zero_fraction(samples, step_advantages(find_algorithm(section), section, samples, [], {}))
+
+    assert fraction() == 0.5
+    assert fraction(11) == pytest.approx(6 / 11)
+    assert fraction(0, 11) == 0.5
+    assert fraction(*range(6, 12)) == 1
+
+
 def test_a_penalty_is_taken_from_the_tokens_that_were_chosen() -> None:
     found = advantages_of(
         {"name": "rloo", "kl": {"coefficient": 0.5, "estimator": "k1", "placement": "reward"}},
