@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,7 +18,7 @@ from rlhpc.models.mixtral import MIXTRAL
 from rlhpc.models.qwen2 import QWEN2
 from rlhpc.models.qwen3 import QWEN3
 from rlhpc.models.qwen3_moe import QWEN3_MOE
-from rlhpc.models.shape import ConfigReader, ModelShape
+from rlhpc.models.shape import ConfigReader, ModelShape, read_dense
 from rlhpc.models.tables import Family
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)}
@@ -79,7 +80,24 @@ def shape_of(fields: Mapping[str, Any], where: str = "config.json", family: str 
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
         name, of_family = (named[0] if named else "none"), f" by {family}" if family else ""
-        remedy = did_you_mean(name, known)
+        remedy = did_you_mean(name, known) if family else _instead(name, known, fields)
         raise UserError(f"architecture {name!r} is not supported{of_family}", where=where, remedy=remedy)
     found = known[architecture]
     return replace(find_family(found).read(ConfigReader(fields, where), architecture), family=found)
+
+
+class _SharedReader(ConfigReader):
+    """Reads the fields that Llama-like families share; others may be there."""
+
+    def refuse_unread(self) -> None:
+        pass
+
+
+def _instead(name: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
+    """Remedy for an unknown architecture: the page on own families if its fields are Llama's."""
+    if not name.endswith("ForCausalLM"):
+        return did_you_mean(name, known)
+    with suppress(UserError):
+        read_dense(_SharedReader(fields, ""), "", name)
+        return 'if it computes like Llama, add it in one file: docs/families.md, "A family of your own"'
+    return f"use a model of one of {', '.join(sorted(known))}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -68,3 +69,28 @@ def test_switches_of_published_models_that_are_off_are_accepted() -> None:
 def test_what_is_not_understood_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         shape_of(_with(**changes))
+
+
+def _refusal(**changes: Any) -> str:
+    with pytest.raises(UserError) as caught:
+        shape_of(_with(**changes))
+    return str(caught.value)
+
+
+def test_an_architecture_like_llama_gets_the_page_on_own_families() -> None:
+    """Mistral's name differs from Mixtral's by one letter, and is no misspelling of it."""
+    line = _refusal(architectures=["MistralForCausalLM"], sliding_window=4096)
+    assert "'MistralForCausalLM' is not supported; " in line
+    assert 'docs/families.md, "A family of your own"' in line
+    assert "did you mean" not in line
+    assert "\n## A family of your own\n" in (Path(__file__).parents[2] / "docs" / "families.md").read_text()
+
+
+def test_an_architecture_unlike_llama_gets_the_supported_ones() -> None:
+    """Another activation, and no feed-forward part at all."""
+    for line in (
+        _refusal(architectures=["GemmaForCausalLM"], hidden_act="gelu_pytorch_tanh"),
+        _refusal(architectures=["MambaForCausalLM"], intermediate_size=None),
+    ):
+        assert "use a model of one of DeepseekV3ForCausalLM, LlamaForCausalLM, " in line
+        assert "did you mean" not in line
