@@ -50,7 +50,7 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
     """The time of a step in a line, and a table of its phases."""
     work = step.work
     if not step.engine_fits:
-        cut = "the engines' weights leave no memory for one response: raise rollout.tp or gpu_memory_utilization"
+        cut = "the engines' weights leave no memory for one response"
         return [f"time      of a step cannot be predicted: {cut}"]
     head = (
         f"time      {seconds_text(step.seconds)} a step on {step.ranks} x {case.gpu.name}, "

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
+from rlhpc.plan.checks.cache import holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine, misfits
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tokens
@@ -28,11 +29,12 @@ class Remedy:
 
     changes: tuple[Change, ...]
     plan: MemoryPlan
+    holds_sequence: bool  # in the KV cache
 
     @property
     def fits(self) -> bool:
-        """Whether all phases fit."""
-        return self.plan.first_too_large is None
+        """Whether all phases fit, and a sequence into the KV cache."""
+        return self.plan.first_too_large is None and self.holds_sequence
 
     @property
     def text(self) -> str:
@@ -62,7 +64,7 @@ def find_remedies(
             continue
         usable.append(change)
         known = {remedy.changes[0][0] for remedy in (*whole, *partly)}
-        if change[0] not in known and _helps(alone.plan, plan):
+        if change[0] not in known and alone.holds_sequence and _helps(alone.plan, plan):
             (whole if alone.fits else partly).append(alone)
         if len(whole) == count:
             return whole
@@ -83,11 +85,13 @@ def _several(trial: _Trial, ladder: Sequence[Change]) -> Remedy | None:
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if trial.enough(ladder[:middle]) else (middle + 1, high)
-    needed = dict(ladder[:high])  # the last value of each key
-    for key in reversed(list(needed)):
-        less = {name: value for name, value in needed.items() if name != key}
-        if trial.enough(list(less.items())):
-            needed = less
+    needed, before = dict(ladder[:high]), 0  # the last value of each key
+    while len(needed) != before:  # a key may be needed only for one that is left out later
+        before = len(needed)
+        for key in reversed(list(needed)):
+            less = {name: value for name, value in needed.items() if name != key}
+            if trial.enough(list(less.items())):
+                needed = less
     smallest: dict[str, Any] = {}
     for key, value in ladder[:high]:
         if key in needed and key not in smallest and trial.enough(list({**needed, **smallest, key: value}.items())):
@@ -131,7 +135,8 @@ class _Trial:
         layout = self._layout(config)
         if layout is not None:
             with suppress(UserError):  # from a critic's or reward model's own layout
-                return Remedy(tuple(changes), predict_memory(config, self.shape, layout, self.gib, self.reserves))
+                plan = predict_memory(config, self.shape, layout, self.gib, self.reserves)
+                return Remedy(tuple(changes), plan, holds_sequence(config, self.shape, self.gib))
         return None
 
     def _layout(self, config: RunConfig) -> ParallelLayout | None:

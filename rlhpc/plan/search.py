@@ -16,6 +16,7 @@ from rlhpc.config.site import EfficiencySection
 from rlhpc.config.training import FrozenMemorySection, OffloadSection, ParallelSection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, value_shape
+from rlhpc.plan.checks.cache import cache_key, cache_remedy, holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine, misfits
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
@@ -98,9 +99,9 @@ def search(
     generating = _engines(config, shape, ranks, gpu, efficiency)
     if not generating:
         raise UserError(
-            "no engine size leaves room for one response in the KV cache",
-            where="rollout.gpu_memory_utilization",
-            remedy="raise it, lower rollout.max_response_tokens, or use more or larger GPUs",
+            "no engine size leaves room for a whole sequence in the KV cache",
+            where=f"rollout.{cache_key(config.rollout)}",
+            remedy=cache_remedy(_with_engine(config, 1), shape, gpu.memory_gib),
         )
     searching = _Search(config, shape, gpu, efficiency, generating)
     bounds = [
@@ -345,7 +346,7 @@ def _engines(
         with suppress(UserError):
             check_engine(shape, tried.rollout)
             phase = predict_rollout(tried, shape, ranks, gpu, efficiency)
-            if phase is not None:
+            if phase is not None and holds_sequence(tried, shape, gpu.memory_gib):
                 found.append((phase, tp))
     on_node = [each for each in found if config.resources.ranks_per_node % each[1] == 0]
     return sorted(on_node or found, key=lambda each: each[0].seconds)[:_ENGINES]

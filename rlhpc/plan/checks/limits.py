@@ -9,13 +9,21 @@ import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import product
-from math import ceil
 from pathlib import Path
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
+from rlhpc.plan.checks.cache import (
+    HIGHEST_UTILIZATION,
+    cache_key,
+    cache_remedy,
+    engine_remedy,
+    generates,
+    holds_sequence,
+    larger_engines,
+)
 from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.estimates.checkpoint_size import checkpoint_bytes
 from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks, named_gpu, read_site
@@ -60,11 +68,14 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
     else:
         what = f"vLLM starts only if {section.gpu_memory_utilization:g} of the GPU is free,"
     has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
-    lower = f"set it to {fits:g} or " if enough else ""
-    return (
-        f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {lower}offload more (actor.memory.offload); "
-        "`rlhpc plan` shows what helps"
-    )
+    offload = config.actor.memory.offload
+    options = [f"set it to {fits:g}"] if enough else []
+    if not (offload.parameters and offload.gradients and offload.optimizer):
+        options.append("offload more (actor.memory.offload)")
+    if engine.smallest(sequence) > HIGHEST_UTILIZATION * total or not options:  # no offload frees that much
+        options = [engine_remedy(config, shape, total / GIB) or "use more or larger GPUs"]
+    helps = " or ".join(options)
+    return f"rollout.{key}: {what} {claimed / GIB:,.1f} GiB, and {has}; {helps}; `rlhpc plan` shows what helps"
 
 
 def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:
@@ -92,30 +103,28 @@ def check_lengths(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> Iterator[str]:
     """Refuses a KV cache too small for one sequence; warns if it cannot hold all concurrent ones."""
     section = config.rollout
-    if not config.train.steps and not config.data.validation:
-        return
-    if section.kv_cache_gib is None and gpu_gib is None:
+    if (section.kv_cache_gib is None and gpu_gib is None) or not generates(config):
         return
     engine = engine_memory(config, shape, None if gpu_gib is None else int(gpu_gib * GIB))
-    own = section.kv_cache_gib is not None
-    key = "kv_cache_gib" if own else "gpu_memory_utilization"
+    key = cache_key(section)
     value = getattr(section, key)
     length = sequence_tokens(config)
-    if engine.tokens < length:
-        short = length * engine.token - max(0, engine.cache)
-        more = _rounded_up(short / GIB if own else short / GIB / (gpu_gib or 1))
+    if not holds_sequence(config, shape, gpu_gib):
         raise UserError(
             f"{value} leaves a KV cache of {max(0, engine.tokens):,} tokens, a prompt with its response has {length:,}",
             where=f"rollout.{key}",
-            remedy=f"raise it by {more}, raise rollout.tp or lower rollout.max_response_tokens",
+            remedy=cache_remedy(config, shape, gpu_gib),
         )
     engines = max(1, config.world_size // section.tp)
     samples = -(-config.train.prompts_per_step * section.samples_per_prompt // engines)
     running = min(section.max_num_seqs, samples) if config.train.steps else section.max_num_seqs
     if engine.tokens < running * length:
+        raised = ["it"] if key == "kv_cache_gib" or value < HIGHEST_UTILIZATION else []
+        raised += ["rollout.tp"] if any(larger_engines(config, shape)) else []
+        remedy = f"Raise {' or '.join(raised)}, or lower" if raised else "Lower"
         yield (
             f"rollout.{key}: {value} leaves a KV cache for {engine.tokens // length} of {running} sequences of full "
-            f"length; if responses grow that long, others wait. Raise it or rollout.tp, or lower rollout.max_num_seqs"
+            f"length; if responses grow that long, others wait. {remedy} rollout.max_num_seqs"
         )
 
 
@@ -198,11 +207,6 @@ def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:
 def _has_checkpoints(folder: Path) -> bool:
     """Whether an earlier attempt's checkpoints already take part of the disk."""
     return (folder / "checkpoints").is_dir()
-
-
-def _rounded_up(amount: float) -> str:
-    """Returns the amount with two decimals, rounded up."""
-    return f"{ceil(amount * 100) / 100:.2f}"
 
 
 def _size(size: float) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,6 +19,9 @@ from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 _AXES = ("tp", "pp", "cp", "ep", "etp")
 _GROUPED_ROW = 8  # bfloat16 elements in 16 bytes: strides that torch.nn.functional.grouped_mm takes on CUDA
 _PER_AXIS = 5  # sizes of one axis that a search tries
+_PROPOSED = 3  # layouts in a remedy
+_TRIED = 24  # of which those that suit GPUs and batches are proposed
+_LARGEST_STAGE = 1.25  # of the mean, plus one layer: all ranks wait for it
 
 
 @dataclass(frozen=True)
@@ -30,10 +33,16 @@ class Misfit:
     remedy: str = ""  # where another layout does not help
 
 
-def fitting_layout(parallel: ParallelSection, world_size: int, shape: ModelShape | None) -> ParallelLayout:
+Suits = Callable[[ParallelLayout], bool]
+
+
+def fitting_layout(
+    parallel: ParallelSection, world_size: int, shape: ModelShape | None, suits: Suits | None = None
+) -> ParallelLayout:
     """Returns the configured layout. Raises UserError with the nearest fitting ones if it does not fit ranks or model.
 
-    Without a shape, which ``prepare`` may have yet to create, only the ranks are checked.
+    Without a shape, which ``prepare`` may have yet to create, only the ranks are checked. ``suits``: whether the rest
+    of the config and the GPUs suit a layout; others are proposed only if there is none.
     """
     try:
         layout = make_layout(parallel, world_size)
@@ -44,9 +53,19 @@ def fitting_layout(parallel: ParallelSection, world_size: int, shape: ModelShape
         if found is None:
             return layout
         misfit = found
-    nearest = " | ".join(layout.text for layout in nearest_layouts(shape, parallel, world_size))
-    remedy = misfit.remedy or f"nearest that fit: {nearest}"
-    raise UserError(misfit.message, where=misfit.where, remedy=remedy)
+    raise UserError(
+        misfit.message, where=misfit.where, remedy=misfit.remedy or _proposal(shape, parallel, world_size, suits)
+    )
+
+
+def _proposal(shape: ModelShape | None, parallel: ParallelSection, world_size: int, suits: Suits | None) -> str:
+    """The nearest layouts in words: those that suit among the first few, else the nearest of all."""
+    nearest = nearest_layouts(shape, parallel, world_size, _TRIED)
+    suitable = list(filter(suits, nearest))
+    if not suitable:
+        suitable = list(filter(suits, nearest_layouts(shape, parallel, world_size, _TRIED, needless=True)))
+    text = " | ".join(layout.text for layout in (suitable or nearest)[:_PROPOSED])
+    return f"nearest that fit: {text}" if suitable else f"nearest: {text}, but with too little GPU memory or data"
 
 
 def check_engine(shape: ModelShape, rollout: RolloutSection) -> None:
@@ -76,12 +95,12 @@ def misfits(shape: ModelShape, layout: ParallelLayout, parallel: ParallelSection
 
 
 def nearest_layouts(
-    shape: ModelShape | None, parallel: ParallelSection, world_size: int, count: int = 3
+    shape: ModelShape | None, parallel: ParallelSection, world_size: int, count: int = 3, *, needless: bool = False
 ) -> list[ParallelLayout]:
     """Returns the layouts nearest to the configured one that fit ranks and model, nearest first.
 
     At least one: data parallelism alone. Tries a few sizes of each axis; doubling or halving a size is one step. A
-    layout whose changed keys include all those of another is left out.
+    layout whose changed keys include all those of another is left out, unless ``needless``.
     """
     stages: Callable[[int], list[ParallelLayout]] = cache(lambda pp: _stage_variants(shape, parallel, pp))
 
@@ -109,9 +128,9 @@ def nearest_layouts(
             if shape is None or not any(misfits(shape, layout, parallel)):
                 found[layout] = _distance(shape, layout, parallel)
     changed = {layout: _changed(layout, parallel) for layout in found}
-    sets = set(changed.values())
-    needless = {layout for layout in found if any(less < changed[layout] for less in sets)}
-    return sorted(found.keys() - needless, key=lambda layout: (found[layout], layout.text))[:count]
+    sets = set() if needless else set(changed.values())
+    kept = [layout for layout in found if not any(less < changed[layout] for less in sets)]
+    return sorted(kept, key=lambda layout: (found[layout], layout.text))[:count]
 
 
 def _tensor_misfits(shape: ModelShape, tp: int, where: str) -> Iterator[Misfit]:
@@ -176,37 +195,54 @@ def _does_not_divide(size: int, number: int, label: str, where: str) -> Iterator
 
 
 def _stage_variants(shape: ModelShape | None, parallel: ParallelSection, pp: int) -> list[ParallelLayout]:
-    """Returns layouts of ``pp`` stages: as configured, with equal stages, or with another last stage."""
+    """Returns layouts of ``pp`` stages: as configured, with equal stages, or with another last stage. Each division of
+    the layers comes once."""
     if pp == 1:
         return [ParallelLayout(1)]
     first, last = parallel.first_stage_layers, parallel.last_stage_layers
-    variants = []
+    variants: dict[object, ParallelLayout] = {}
     for vpp in dict.fromkeys([None if parallel.vpp == 1 else parallel.vpp, None, 2, 3, 4]):
-        ends = [(first, last), (first, None), (None, last), (None, None)]
-        if shape:
-            unit = vpp or 1
-            for each in (-(-shape.num_layers // (pp * unit)) * unit, shape.num_layers // (pp * unit) * unit):
-                ends.append((None, shape.num_layers - each * (pp - 1)))
+        ends = [(first, last), (None, None), (first, None), (None, last)]
+        ends += [(None, last) for last in _last_stages(shape.num_layers, pp, vpp or 1)] if shape else []
         for begin, end in dict.fromkeys(ends):
             layout = ParallelLayout(pp, pp=pp, vpp=vpp, first_stage_layers=begin, last_stage_layers=end)
-            if shape is None or _is_sound(layout, shape.num_layers):
-                variants.append(layout)
-    return variants
+            configured = (pp, begin, end) == (parallel.pp, first, last)
+            if shape is None:
+                variants[layout] = layout
+            elif (counts := _counts(layout, shape.num_layers)) and (configured or _is_even(counts)):
+                variants.setdefault((vpp, *counts), layout)
+    return list(variants.values())
 
 
-def _is_sound(layout: ParallelLayout, num_layers: int) -> bool:
-    """Whether layers divide, and no stage has more than twice the mean."""
+def _last_stages(num_layers: int, pp: int, unit: int) -> list[int]:
+    """Returns the layers of a last stage that leaves equal ones: fewer than theirs, else more; none if all can be."""
+    each, left = num_layers // (pp * unit) * unit, num_layers % (pp * unit)
+    if not left:
+        return []
+    lasts = [num_layers - size * (pp - 1) for size in (each + unit, each)]
+    return next(([last] for last in lasts if last >= 1), [])
+
+
+def _counts(layout: ParallelLayout, num_layers: int) -> list[int]:
+    """Returns the layers of each stage; none if they do not divide."""
     with suppress(UserError):
-        return max(layout.stage_layers(num_layers)) * layout.pp <= 2 * num_layers
-    return False
+        return layout.stage_layers(num_layers)
+    return []
+
+
+def _is_even(counts: Sequence[int]) -> bool:
+    """Whether the largest stage is little above the mean."""
+    return max(counts) <= _LARGEST_STAGE * sum(counts) / len(counts) + 1
 
 
 def _changed(layout: ParallelLayout, parallel: ParallelSection) -> frozenset[str]:
-    """Returns the axes that differ from the configured layout; the division of stages counts with their number."""
+    """Returns the axes that differ from the configured layout; the layers of stages count with their number."""
     axes = {axis for axis in _AXES if layout.size(axis) != getattr(parallel, axis)}
-    asked = (parallel.vpp or 1, parallel.first_stage_layers, parallel.last_stage_layers)
-    if (layout.vpp or 1, layout.first_stage_layers, layout.last_stage_layers) != asked and "pp" not in axes:
+    asked = (parallel.first_stage_layers, parallel.last_stage_layers)
+    if (layout.first_stage_layers, layout.last_stage_layers) != asked and "pp" not in axes:
         axes.add("stages")
+    if layout.pp > 1 and (layout.vpp or 1) != (parallel.vpp or 1):
+        axes.add("vpp")
     return frozenset(axes)
 
 

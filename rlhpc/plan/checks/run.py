@@ -22,6 +22,7 @@ from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
 from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.secrets import secret_warnings
+from rlhpc.plan.checks.suitable import suits
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
@@ -171,7 +172,7 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
 def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
     """Returns the layout on ``nodes`` nodes. Raises UserError if it or engines do not fit ranks or model (if known)."""
     world_size = nodes * config.resources.ranks_per_node
-    layout = fitting_layout(config.actor.parallel, world_size, shape)
+    layout = fitting_layout(config.actor.parallel, world_size, shape, lambda found: suits(config, shape, found))
     if world_size % config.rollout.tp:
         raise UserError(
             f"engines of {config.rollout.tp} ranks do not divide the {world_size} ranks of the job",

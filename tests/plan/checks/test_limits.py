@@ -64,11 +64,64 @@ def test_a_cache_without_room_for_one_sequence_is_refused() -> None:
         list(check_cache(config, shape, None))
     message = str(caught.value)
     assert message.startswith("rollout.kv_cache_gib: 0.05 leaves a KV cache of")
-    raised = float(message.partition("raise it by ")[2].partition(",")[0]) + 0.05
-    enough, _ = parts(f"rollout.kv_cache_gib={raised:.4f}")
+    raised = re.search(r"; set it to ([\d.]+)", message)
+    assert raised
+    enough, _ = parts(f"rollout.kv_cache_gib={raised[1]}")
     assert len(list(check_cache(enough, shape, None))) == 1, "one, but not all that run at once"
     with pytest.raises(UserError, match=r"rollout.gpu_memory_utilization: 0.2 leaves a KV cache of 0 tokens"):
         list(check_cache(parts("rollout.gpu_memory_utilization=0.2")[0], shape, 40.0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "remedy"),
+    [
+        (["rollout.tp=1"], "set rollout.tp to 2 and rollout.gpu_memory_utilization to 0.88"),
+        (["rollout.tp=1", "rollout.gpu_memory_utilization=1.0"], "set rollout.tp to 2 and rollout.gpu_memory_util"),
+        (["rollout.tp=2"], "set it to 0.88 or set rollout.tp to 4"),
+        (["rollout.tp=1", "resources.ranks_per_node=1", "slurm.nodes=1"], "take at least 2 GPUs (resources.ranks_per_"),
+        (["rollout.tp=8", "rollout.kv_cache_gib=0.1"], "set it to 0.2 or lower rollout.max_response_tokens to 1597"),
+    ],
+)
+def test_a_remedy_for_the_cache_helps(changes: list[str], remedy: str) -> None:
+    """72B, of which one GPU of 80 GB holds not even the weights: each alternative is enough."""
+    name = "qwen2.5-72b-96gpus.yaml"
+    config, shape = parts(*changes, name=name)
+    with pytest.raises(UserError) as caught:
+        list(check_cache(config, shape, 79.6))
+    assert remedy in caught.value.remedy
+    for alternative in re.split(r", (?=set|lower)| or (?=set|lower)", caught.value.remedy):
+        words = alternative.replace("set it", f"set {caught.value.where}")
+        keys = [f"{key}={value}" for key, value in re.findall(r"(rollout\.\w+)(?: to |=)([\d.]+)", words)]
+        gpus = re.search(r"at least (\d+) GPUs", words)
+        keys += [f"resources.ranks_per_node={gpus[1]}"] if gpus else []
+        changed, _ = parts(*changes, *keys, name=name)
+        assert changed.world_size % changed.rollout.tp == 0
+        assert keys
+        assert changed.rollout.gpu_memory_utilization <= 0.95 or "gpu_memory_utilization" not in words
+        list(check_cache(changed, shape, 79.6))
+
+
+def test_no_remedy_for_the_cache_is_a_larger_gpu() -> None:
+    """On a GPU of 8 GiB no number of ranks that divides 72B holds a sequence."""
+    config, shape = parts("rollout.tp=8", "slurm.nodes=1", "actor.parallel.pp=1", name="qwen2.5-72b-96gpus.yaml")
+    with pytest.raises(UserError) as caught:
+        list(check_cache(config, replace(shape, num_heads=8, num_kv_heads=8), 8.0))
+    assert caught.value.remedy == "use larger GPUs"
+
+
+def test_a_full_share_of_the_gpu_is_not_to_be_raised() -> None:
+    (warning,) = check_cache(*parts("rollout.gpu_memory_utilization=0.95", "rollout.max_response_tokens=20000"), 79.6)
+    assert warning.endswith("Raise rollout.tp, or lower rollout.max_num_seqs")
+
+
+def test_an_engine_beyond_the_gpu_is_not_to_be_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """140 GiB of weights have no room on any GPU of 80 GB, beside a trainer or not."""
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 50))
+    config, shape = parts("rollout.tp=1", "rollout.kv_cache_gib=4", name="qwen2.5-72b-96gpus.yaml")
+    layout = make_layout(config.actor.parallel, config.world_size)
+    (warning,) = [text for text in check_limits(config, shape, layout) if "free beside" in text]
+    assert "offload more" not in warning
+    assert "; set rollout.tp to 2; " in warning
 
 
 def test_a_cache_for_a_part_of_the_batch_is_a_warning() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -216,6 +217,36 @@ def test_the_nearest_come_first_and_change_no_more_than_they_must() -> None:
     ]
     assert texts("mixtral", 48, tp=3, ep=3)[0] == "tp 4 x dp 12, experts ep 4 x dp 12"
     assert texts("dense", 4, tp=2, ep=2) == ["tp 2 x dp 2"]
+
+
+@pytest.mark.parametrize("layers", [61, 66, 80, 94])
+def test_the_nearest_are_distinct_and_their_stages_even(layers: int) -> None:
+    """A changed number of stages keeps no first stage of 14 that leaves 66 layers to the second."""
+    dense = shape("dense", num_hidden_layers=layers)
+    for world_size, asked in (
+        (56, {"pp": 7}),
+        (64, {"pp": 4, "vpp": 4}),
+        (64, {"pp": 2, "first_stage_layers": 14, "last_stage_layers": 14}),
+        (64, {"pp": 8, "first_stage_layers": 14}),
+        (24, {"tp": 3, "pp": 8}),
+        (8, {"pp": 3}),
+    ):
+        layouts = nearest_layouts(dense, ParallelSection(**asked), world_size)
+        stages = [layout.stage_layers(layers) for layout in layouts]
+        alike = [replace(layout, first_stage_layers=None, last_stage_layers=None) for layout in layouts]
+        divisions = [(layout, *counts) for layout, counts in zip(alike, stages, strict=True)]
+        assert len(set(divisions)) == len(divisions), (asked, layouts)
+        assert all(max(counts) <= 1.25 * layers / len(counts) + 1 for counts in stages), (asked, stages)
+
+
+def test_only_layouts_that_suit_are_proposed() -> None:
+    asked, dense = ParallelSection(tp=3), shape("dense")
+    with pytest.raises(UserError, match=r"nearest that fit: tp 8 x dp 1$"):
+        fitting_layout(asked, 8, dense, lambda layout: layout.tp * layout.pp == 8)
+    with pytest.raises(UserError, match=r"nearest that fit: tp 4 x pp 2 x dp 1"):
+        fitting_layout(asked, 8, dense, lambda layout: layout.tp == 4 and layout.pp == 2)
+    with pytest.raises(UserError, match=r"nearest: tp 4 x dp 2 \| .*, but with too little GPU memory or data$"):
+        fitting_layout(asked, 8, dense, lambda layout: False)
 
 
 def test_the_search_is_quick_on_ten_thousand_ranks() -> None:
