@@ -146,22 +146,30 @@ def _watch(names: tuple[str, ...]) -> None:
 
 
 def _over(run: RunEntry) -> Callable[[], bool]:
-    """Function that reports whether the run is over; it asks Slurm every few seconds only."""
+    """Function that reports whether the run is over; it asks Slurm every few seconds only.
+
+    Jobs continue without a controller: while none answers, the run is not over.
+    """
     import time
 
     from rlhpc.launch.run_lock import is_locked
     from rlhpc.launch.slurm.queue import read_job
 
-    asked, over = float("-inf"), False
+    asked, over, reported = float("-inf"), False, ""
 
     def ended() -> bool:
-        nonlocal asked, over
+        nonlocal asked, over, reported
         if not over and time.monotonic() - asked > _WATCH_SECONDS:
             if run.job is None:
                 over = not is_locked(run.folder)
             else:
-                job = read_job(run.job.job_id)
-                over = job is None or not job.live
+                try:
+                    job = read_job(run.job.job_id)
+                    over, reported = job is None or not job.live, ""
+                except UserError as error:
+                    if str(error) != reported:
+                        click.echo(f"rlhpc: {error}", err=True)
+                    reported = str(error)
             asked = time.monotonic()
         return over
 

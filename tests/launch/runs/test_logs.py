@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from rlhpc.core import attempts
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.run_lock import is_locked, locked
 from rlhpc.launch.runs.logs import log_files
-from rlhpc.launch.runs.run_registry import RunEntry
+from rlhpc.launch.runs.run_registry import RunEntry, new_record, register
 
 
 def test_logs_of_a_run_on_this_machine(tmp_path: Path) -> None:
@@ -49,3 +51,45 @@ def test_a_run_on_this_machine_is_followed_until_its_launcher_is_gone(tmp_path: 
             assert follower.poll() is None
         assert follower.wait(100) == 0
     assert not is_locked(folder)
+
+
+SQUEUE = """#!/bin/sh
+cd "${0%/*}"
+echo >> asked
+if [ -e state ]; then echo "7|$(cat state)|None|N/A|N/A|1:00|node1"; exit 0; fi
+echo "slurm_load_jobs error: Unable to contact slurm controller (connect failure)" >&2
+exit 1
+"""
+
+
+def test_a_job_is_followed_while_the_controller_is_away(tmp_path: Path, monkeypatch) -> None:
+    """Jobs continue without it: its log is shown until Slurm says that the job is over."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    slurm, folder = tmp_path / "slurm", RunFolder(tmp_path / "run")
+    slurm.mkdir()
+    (slurm / "squeue").write_text(SQUEUE)
+    (slurm / "squeue").chmod(0o700)
+    folder.create()
+    folder.config.write_text("name: run\n")
+    log = folder.path / "batch.log"
+    log.write_text("step 1\n")
+    register(folder, new_record("7", "run", tmp_path, log))
+    command = [sys.executable, "-m", "rlhpc.cli.main", "logs", str(folder.path), "--job", "--follow"]
+    environ = {**os.environ, "PATH": f"{slurm}:{os.environ['PATH']}"}
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as follower:
+        assert follower.stdout is not None
+        assert [follower.stdout.readline() for _ in range(2)][1] == "step 1\n"
+        deadline = time.monotonic() + 60
+        while follower.poll() is None and time.monotonic() < deadline:
+            if (slurm / "asked").exists() and len((slurm / "asked").read_text()) >= 2:
+                break
+            time.sleep(0.05)
+        with open(log, "a") as file:
+            file.write("step 2\n")
+        assert follower.stdout.readline() == "step 2\n", "it follows while the controller is away"
+        (slurm / "new").write_text("COMPLETED")
+        (slurm / "new").rename(slurm / "state")
+        _, errors = follower.communicate(timeout=60)
+    assert follower.returncode == 0
+    (line,) = errors.splitlines()
+    assert line.startswith("rlhpc: slurm: squeue failed: ")
