@@ -6,7 +6,6 @@ the one that failed. So every rank writes its own record, and the cause is found
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -23,6 +22,7 @@ from rlhpc.core.files import names_in, read_json, read_text, write_json
 from rlhpc.core.process import ProcessId
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.redaction import redact
+from rlhpc.core.shown import show
 from rlhpc.core.storage import BRIEF, NONE, Patience, StorageError, exists, kind_of
 
 Kind = Literal["user", "error", "peer", "signal", "stopped", "done"]
@@ -95,23 +95,34 @@ def classify(error: BaseException) -> Kind:
 def run_recorded(exits: Path, info: RankInfo, function: Callable[[], str | None]) -> None:
     """Calls ``function``, and writes a start record before and an exit record after it, even on errors.
 
-    ``function`` returns why it stopped early, None if it did not.
+    ``function`` returns why it stopped early, None if it did not. The traceback of an error that the user cannot fix is
+    in the log before its record exists: whoever reads the record may kill this process.
     """
+    reported: BaseException | None = None
     try:
         write_start(exits, info)
         try:
             stopped = function()
         except BaseException as error:
+            reported = error
+            _report(error)
             write_exit(exits, info, error)
             raise
         write_exit(exits, info, stopped=stopped)
-    except OSError as error:
-        if isinstance(error, StorageError) or kind_of(error) == "full":
-            with contextlib.suppress(OSError):  # the log may be on the same disk
-                traceback.print_exc()
-                sys.stderr.flush()
-            os._exit(EXIT_STORAGE if isinstance(error, StorageError) else EXIT_DISK_FULL)
+    except BaseException as error:
+        if error is not reported:
+            _report(error)
+        if isinstance(error, StorageError):
+            os._exit(EXIT_STORAGE)
+        if isinstance(error, OSError) and kind_of(error) == "full":
+            os._exit(EXIT_DISK_FULL)
         raise
+
+
+def _report(error: BaseException) -> None:
+    """Prints the traceback, except of a UserError, whose one line the launcher shows."""
+    if not isinstance(error, UserError):
+        show(redact(_traceback(error)), end="", file=sys.stderr)
 
 
 def write_start(exits: Path, info: RankInfo) -> None:

@@ -18,6 +18,7 @@ from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NonFiniteError, UserError
 from rlhpc.core.exits import read_exits
 from rlhpc.core.files import LineFile
+from rlhpc.core.heartbeat import dump_file
 
 HANG_SECONDS = 600.0  # of a rank that waits for others
 
@@ -97,6 +98,18 @@ def error_then_lost_peers(context: RankContext) -> None:
     while not broken.exists():
         time.sleep(0.01)
     raise ConnectionResetError("Connection reset by peer")
+
+
+def error_while_the_heartbeat_is_busy(context: RankContext) -> None:
+    """Rank 1 fails while its heartbeat's thread is deep in a call, so that it takes seconds to end."""
+    if rank() == 0:
+        time.sleep(HANG_SECONDS)
+    busy = context.run.path / "busy"
+    context.heartbeat.watch_collectives(lambda: (busy.touch(), time.sleep(HANG_SECONDS)))  # type: ignore[arg-type,return-value]
+    dump_file(context.attempt.heartbeats).write_text("request")
+    while not busy.exists():
+        time.sleep(0.01)
+    raise KeyError("the real cause")
 
 
 def hang(context: RankContext) -> None:

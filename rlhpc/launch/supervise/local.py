@@ -204,4 +204,5 @@ def _report(failed: ExitRecord, ranks: Ranks, *, oom: bool) -> None:
         text = f"rank {failed.rank} on {failed.node} {failed.message}{cause}"
     else:
         text = f"rank {failed.rank} on {failed.node} failed: {failed.type}: {one_line(failed.message)[:500]}"
-    show(f"rlhpc: {text}\nrlhpc: its output and traceback: {ranks.log(failed.rank)}", file=sys.stderr)
+    contents = "output and traceback" if failed.traceback else "output"
+    show(f"rlhpc: {text}\nrlhpc: its {contents}: {ranks.log(failed.rank)}", file=sys.stderr)

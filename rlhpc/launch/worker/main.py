@@ -77,11 +77,13 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     context = RankContext(attempt, info, stop, heartbeat)
     try:
         run_recorded(attempt.exits, info, lambda: import_attribute(entry, "trainer")(context))
-    except Exception as error:
+    except UserError as error:
         known = without_secrets(error)
         if known is error:
             raise
         raise known from None
+    except Exception:
+        sys.exit(1)  # its traceback is in the log
     finally:
         heartbeat.stop()
     done.set()

@@ -163,6 +163,7 @@ def test_a_killed_rank_is_named_not_its_victims(tmp_path, capsys):
     message = capsys.readouterr().err
     assert "rlhpc: rank 1 on " in message
     assert "was killed" in message
+    assert "\nrlhpc: its output: /" in message, "a killed process has no traceback"
 
 
 def test_a_crash_of_the_interpreter_is_named(tmp_path, capsys):
@@ -177,7 +178,18 @@ def test_the_rank_that_failed_of_itself_is_named_though_others_wrote_first(tmp_p
     assert message[0].endswith("failed: KeyError: 'the real cause'")
     assert message[0].startswith("rlhpc: rank 2 on ")
     log = Path(message[1].removeprefix("rlhpc: its output and traceback: "))
-    assert "the real cause" in log.read_text()
+    assert log.read_text().count("KeyError: 'the real cause'") == 1
+
+
+def test_the_named_log_has_the_traceback_of_a_rank_that_ends_slowly(tmp_path, capsys):
+    """Once, though the rank is killed before it has ended by itself."""
+    assert launch(tmp_path, "error_while_the_heartbeat_is_busy", 2) == 1
+    message = capsys.readouterr().err.splitlines()
+    assert message[0].startswith("rlhpc: rank 1 on ")
+    log = Path(message[1].removeprefix("rlhpc: its output and traceback: "))
+    assert log.name.endswith("_1_log.out")
+    assert log.read_text().count("Traceback (most recent call last)") == 1
+    assert log.read_text().count("KeyError: 'the real cause'") == 1
 
 
 def test_a_rank_that_is_done_does_not_wait_for_the_interpreter_to_tidy_up(tmp_path, monkeypatch):
