@@ -12,7 +12,7 @@ from tests.fake_cuda.part_runs import install_flash_attention
 from tests.helpers.distributed import run_ranks
 from tests.helpers.fake_cuda import FakeCuda
 from tests.helpers.tiny_models import make_model
-from tests.helpers.training import batches_of, make_actor, optimizer_section, train
+from tests.helpers.training import batches_of, build_actor, make_actor, optimizer_section, train
 
 pytestmark = pytest.mark.ranks
 
@@ -28,6 +28,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_everything_of_the_model_is_on_the_device(found: dict[str, Any]) -> None:
     assert found["on the device"] == {"parameters": True, "gradients": True, "optimizer": True, "log-probs": True}
     assert found["backends"][0] == "cpu:gloo,cuda:nccl"
+
+
+def test_weights_are_in_memory_once_while_the_model_is_built(found: dict[str, Any]) -> None:
+    """The modules' own are freed before the buffers of weights and gradients are allocated."""
+    assert found["peak of building"] <= 1.05 * found["buffers"]
 
 
 def test_updates_are_those_of_a_cpu(found: dict[str, Any]) -> None:
@@ -76,9 +81,15 @@ def _train(cuda: FakeCuda, model: Path, saved: Path) -> dict[str, Any]:
     from rlhpc.config.training import MemorySection
 
     memory = MemorySection(offload=EVERYTHING)
-    actor = make_actor(model, optimizer_section(), memory, "bfloat16")
+    before = cuda.bytes_held
+    torch.cuda.reset_peak_memory_stats()
+    actor = build_actor(model, optimizer_section(), memory, "bfloat16")
+    found: dict[str, Any] = {"peak of building": torch.cuda.max_memory_allocated() - before}
+    buffers = [*device_tensors(actor._models, None, "parameters"), *device_tensors(actor._models, None, "gradients")]
+    found["buffers"] = sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in buffers}.values())
+    actor.load_pretrained(model)
     losses = train(actor, 2)
-    found: dict[str, Any] = {"overlap": actor._chunks[0].ddp_config.overlap_grad_reduce}
+    found["overlap"] = actor._chunks[0].ddp_config.overlap_grad_reduce
     held = {
         kind: all(tensor.is_cuda for tensor in device_tensors(actor._models, actor._optimizer, kind)) for kind in KINDS
     }

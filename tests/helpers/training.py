@@ -10,7 +10,7 @@ LENGTHS = (11, 3, 40, 7, 9, 22, 64, 5)
 TOKENS = sum(LENGTHS) - len(LENGTHS)  # predicted tokens
 
 
-def make_actor(
+def build_actor(
     folder: Path,
     optimizer: Any = None,
     memory: Any = None,
@@ -19,7 +19,7 @@ def make_actor(
     family: str | None = None,
     **parallel: Any,
 ) -> Any:
-    """Back end with the weights of ``folder``. All live actors of a process share one layout."""
+    """Back end for the model of ``folder``, without its weights. All live actors of a process share one layout."""
     from megatron.core import parallel_state
 
     from rlhpc.backends.megatron import MegatronBackend
@@ -35,7 +35,12 @@ def make_actor(
     if not parallel_state.model_parallel_is_initialized():
         build_groups(layout, seed=1)
     settings = ModelSettings(section, memory or MemorySection(), experts or MoeSection(), optimizer)
-    backend = MegatronBackend(read_model(folder, family), layout, info, dtype, settings)
+    return MegatronBackend(read_model(folder, family), layout, info, dtype, settings)
+
+
+def make_actor(folder: Path, *args: Any, **options: Any) -> Any:
+    """The same with its weights and, if it is trained, an optimizer."""
+    backend = build_actor(folder, *args, **options)
     backend.load_pretrained(folder)
     return backend
 

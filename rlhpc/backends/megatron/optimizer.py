@@ -20,6 +20,7 @@ from rlhpc.config.training import OptimizerSection
 from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
 from rlhpc.parallel.compat import adopt_optimizer
+from rlhpc.parallel.device_memory import release_cached
 
 
 def wrap_chunks(config: TransformerConfig, chunks: list[GPTModel]) -> list[torch.nn.Module]:
@@ -30,14 +31,16 @@ def wrap_chunks(config: TransformerConfig, chunks: list[GPTModel]) -> list[torch
 def distribute(
     config: TransformerConfig, chunks: list[torch.nn.Module], bucket: int | None = None
 ) -> list[DistributedDataParallel]:
-    """Adds gradient buffers and their float32 reduction over the data-parallel ranks, by buckets during the backward
-    pass. ``bucket``: minimum elements per bucket; None: Megatron's default, 40 million or more."""
+    """Moves the weights into buffers, zeroed, beside those of gradients, and adds the gradients' float32 reduction over
+    the data-parallel ranks, by buckets during the backward pass. ``bucket``: minimum elements per bucket; None:
+    Megatron's default, 40 million or more."""
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=True,
         use_distributed_optimizer=True,
         bucket_size=bucket,
     )
+    _free_weights(chunks)
     wrapped = [DistributedDataParallel(config, ddp, chunk, disable_bucketing=i > 0) for i, chunk in enumerate(chunks)]
 
     # Token counts are ignored: losses are already divided by denominators over the whole batch.
@@ -47,6 +50,16 @@ def distribute(
     config.finalize_model_grads_func = finalize
     config.no_sync_func = [chunk.no_sync for chunk in wrapped] if len(wrapped) > 1 else wrapped[0].no_sync
     return wrapped
+
+
+def _free_weights(chunks: list[torch.nn.Module]) -> None:
+    """Frees the modules' own weights, which nothing has been loaded into: Megatron allocates whole buffers beside them.
+
+    It still copies each parameter into its buffer, and reads zeros of its shape without memory.
+    """
+    for param in (param for chunk in chunks for param in chunk.parameters()):
+        param.data = param.data.new_zeros(()).expand(param.shape)
+    release_cached()  # the buffers are larger than any block that PyTorch has cached
 
 
 def build_optimizer(

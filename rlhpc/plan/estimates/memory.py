@@ -273,12 +273,7 @@ def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemo
     moments = []
     resting = [model.idle_state for model in models]
     for number, model in enumerate(models):
-        before, own = _state(models[:number], resting[:number]), model.state
-        if model.trained:
-            # Modules are created first, then the buffers that their weights move into.
-            making = _state([model], [replace(own, master=0, moments=0)])
-            moments.append({**before, **making, "module's own weights": own.parameters})
-        moments.append({**before, **_state([model], [own])})
+        moments.append({**_state(models[:number], resting[:number]), **_state([model], [model.state])})
     if engine is not None:
         sizes = (engine.weights, max(0, engine.cache), engine.working)
         needs = dict(zip(_ENGINE, (*sizes, max(0, engine.claimed - sum(sizes))), strict=True))

@@ -156,6 +156,14 @@ def test_a_rank_s_state_has_a_gpu_s_buckets() -> None:
     assert state.parameters > state_bytes(shape, layout, 0, "bfloat16").parameters
 
 
+def test_a_model_loads_into_its_buffers() -> None:
+    """On 64 ranks a second copy of the weights would be larger than the optimizer's part."""
+    warm_up = ["train.steps=0", "data.validation=[]", "sft={data: [a.jsonl], steps: 3}"]
+    plan = phases(rank_memory(*parts(SMALL, "slurm.nodes=8", *warm_up), 0, Device(80.0)))
+    assert plan["save"]["weights"] > plan["save"]["optimizer"]
+    assert plan["load"] == {what: plan["save"][what] for what in ("weights", "gradients", "optimizer", "libraries")}
+
+
 def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
     """Only state that is not offloaded takes part of it."""
     share = "rollout.gpu_memory_utilization=0.95"
