@@ -128,5 +128,7 @@ PEERS: dict[str, tuple[str, str]] = {
     "checkpoint.every": ("trainer.save_freq", "save_steps"),
     "checkpoint.keep": ("trainer.max_actor_ckpt_to_keep", "save_total_limit"),
     "checkpoint.asynchronous": (f"{_ACTOR}.checkpoint.async_save", ""),
+    "checkpoint.keep_best": ("", "metric_for_best_model"),
+    "checkpoint.greater_is_better": ("", "greater_is_better"),
     "observe.samples": ("trainer.log_val_generations", ""),
 }

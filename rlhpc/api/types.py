@@ -210,6 +210,9 @@ class RunState:
     critic_steps: int | None = None  # the critic
     actor_skipped: int = 0  # the actor's consecutive skipped updates
     critic_skipped: int = 0  # the critic's
+    best_of: str = ""  # metric of checkpoint.keep_best, after "max " or "min "
+    best_step: int = -1  # total_steps at its best value so far
+    best_value: float = 0.0
 
     @property
     def total_steps(self) -> int:

@@ -61,13 +61,14 @@ class CheckpointStore:
         self._open: _Open | None = None
 
     def save(self, state: RunState, write: Callable[[Path], Sequence[BackgroundWrite] | None]) -> Path:
-        """Lets ``write`` fill a new folder on all ranks, then commits it and removes older ones beyond ``keep``.
+        """Lets ``write`` fill a new folder on all ranks, then commits it and removes older ones beyond ``keep``, except
+        that of ``state.best_step``.
 
         If ``write`` returns shares that are written in the background, a later ``settle`` commits them, or the next
         save before it begins. A rank killed at any moment leaves the previous checkpoint intact.
         """
         self.settle(wait=True)
-        final = self._folder / f"step-{state.total_steps:08d}"
+        final = self._folder / _name(state.total_steps)
         writing = self._staging / final.name
         with self._user_errors(writing):
             on_first_rank(lambda: self._clear_for(writing))
@@ -95,16 +96,15 @@ class CheckpointStore:
     def latest(self) -> Saved | None:
         """Newest checkpoint whose files all exist with their full size."""
         for folder in reversed(self._named()):
-            try:
-                document = read_json(folder / _STATE)
-                sizes = document["files"].items()
-                damaged = [name for name, size in sizes if patiently(functools.partial(_size, folder / name)) != size]
-            except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
-                damaged = [_STATE]
+            state, damaged = _read(folder)
             if not damaged:
-                return Saved(folder, RunState(**document["state"]))
+                return Saved(folder, RunState(**state))
             log.warning("skipping checkpoint %s: %s is missing or truncated", folder, damaged[0])
         return None
+
+    def has(self, step: int) -> bool:
+        """Whether the checkpoint of a step exists, with all its files."""
+        return not _read(self._folder / _name(step))[1]
 
     @contextlib.contextmanager
     def _user_errors(self, writing: Path) -> Iterator[None]:
@@ -144,6 +144,8 @@ class CheckpointStore:
         rename(writing, final)
         patiently(lambda: flush(self._folder), self._folder)
         for old in self._named()[: -self._keep]:
+            if old.name == _name(state.best_step):
+                continue
             try:
                 _remove(old)
             except OSError as error:
@@ -151,6 +153,21 @@ class CheckpointStore:
 
     def _named(self) -> list[Path]:
         return [self._folder / name for name in names_in(self._folder) if _NAME.fullmatch(name)]
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _read(folder: Path) -> tuple[dict[str, Any], list[str]]:
+    """The state of a checkpoint, and its files that are missing or truncated."""
+    try:
+        document = read_json(folder / _STATE)
+        sizes = document["files"].items()
+        damaged = [name for name, size in sizes if patiently(functools.partial(_size, folder / name)) != size]
+        return document["state"], damaged
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError):
+        return {}, [_STATE]
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlhpc.cli.options import grouped
+from rlhpc.cli.options import STEP, grouped
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlhpc.convert.plan import ConversionPlan
-    from rlhpc.convert.sides import Side
+    from rlhpc.convert.sides import Side, Step
 
 
 @dataclass(frozen=True)
 class _Choice:
     """Options on which model of SRC is meant."""
 
-    step: int | None
+    step: Step | None
     model: Path | None
     family: str | None
 
@@ -84,7 +84,7 @@ _WORK = _options(
     click.option("--piece-mib", type=click.IntRange(min=1), default=256, hidden=True),
 )
 _FROM_RUN = _options(
-    click.option("--step", type=int, metavar="N", help="Checkpoint of a run; default: the newest."),
+    click.option("--step", type=STEP, metavar="N|best", help="Checkpoint of a run; default: the newest."),
     click.option("--model", type=_FOLDER, metavar="FOLDER", help="Folder of config and tokenizer, if not found."),
 )
 
@@ -109,7 +109,7 @@ def hf_to_megatron(src: Path, dst: Path, **options: Any) -> None:
 @click.argument("dst", type=_FOLDER)
 @_FROM_RUN
 @_WORK
-def megatron_to_hf(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
+def megatron_to_hf(src: Path, dst: Path, step: Step | None, model: Path | None, **options: Any) -> None:
     """Convert Megatron files to HuggingFace files.
 
     Writes SRC, a torch_dist checkpoint or a run folder, as a HuggingFace folder DST.
@@ -125,7 +125,7 @@ def megatron_to_hf(src: Path, dst: Path, step: int | None, model: Path | None, *
 @_LAYOUT
 @_FROM_RUN
 @_WORK
-def reshard(src: Path, dst: Path, step: int | None, model: Path | None, **options: Any) -> None:
+def reshard(src: Path, dst: Path, step: Step | None, model: Path | None, **options: Any) -> None:
     """Rewrite a torch_dist checkpoint for another layout.
 
     Writes SRC to DST in chunks for that layout, optimizer state included.

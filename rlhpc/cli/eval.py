@@ -5,11 +5,15 @@ from __future__ import annotations
 import sys
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
-from rlhpc.cli.options import CONFIG, OVERRIDES, grouped
+from rlhpc.cli.options import CONFIG, OVERRIDES, STEP, grouped
 from rlhpc.core.errors import UserError
+
+if TYPE_CHECKING:
+    from rlhpc.convert.sides import Step
 
 _FOLDER = click.Path(path_type=Path)
 
@@ -20,7 +24,7 @@ class _Weights:
 
     model: Path | None
     run: str | None
-    step: int | None
+    step: Step | None
     name: str | None
 
 
@@ -39,7 +43,7 @@ class _Mode:
 @OVERRIDES
 @click.option("--model", type=_FOLDER, metavar="FOLDER", help="HuggingFace folder or torch_dist checkpoint.")
 @click.option("--run", metavar="RUN", help="Newest checkpoint of a run: its folder, name or job id.")
-@click.option("--step", type=int, metavar="N", help="With --run: the checkpoint of this step.")
+@click.option("--step", type=STEP, metavar="N|best", help="With --run: the checkpoint of this step, or the best one.")
 @click.option("--name", metavar="NAME", help="Write results to eval/NAME; default: name of the model or checkpoint.")
 @click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
 @click.option("--submit", "submits", is_flag=True, help="Submit to Slurm as a batch job.")

@@ -11,6 +11,17 @@ import click
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+
+class _Step(click.ParamType):
+    """Number of a checkpoint, or ``best``."""
+
+    name = "step"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        return "best" if value == "best" else int(click.INT.convert(value, param, ctx))
+
+
+STEP = _Step()
 CONFIG = click.argument("config")
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -131,6 +131,16 @@ class CheckpointSection(Section):
     """Number of newest checkpoints kept on disk."""
     asynchronous: bool = False
     """Background writing of checkpoints during training; the last one, and one before a stop, are written at once."""
+    keep_best: str | None = None
+    """Validation metric, such as reward_mean or pass@1: the checkpoint with its best value is kept beside the newest. A
+    validation with a new best value saves one."""
+    greater_is_better: bool = True
+    """Whether a greater value of keep_best is better; false: a smaller one."""
+
+    @property
+    def best_metric(self) -> str | None:
+        """Name of keep_best's metric in metrics.jsonl."""
+        return None if self.keep_best is None else f"validation/{self.keep_best.removeprefix('validation/')}"
 
 
 class ObserveSection(Section):

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rlhpc.checkpoint.formats.safetensors_headers import StoredTensor, read_folder
 from rlhpc.checkpoint.formats.torch_dist import CheckpointParameter, checkpoint_parameters
 from rlhpc.checkpoint.formats.torch_dist_metadata import SavedTensor, check_tensors, is_torch_dist, read_index
 from rlhpc.config import yaml12
+from rlhpc.core.attempts import saved_best
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.folder import RunFolder
 from rlhpc.models import ModelShape, shape_of
@@ -23,6 +24,7 @@ RECORD = "conversion.json"
 SCALE = "_scale_inv"
 FP8_BLOCK = 128
 _STEP = re.compile(r"step-(\d+)")
+Step = int | Literal["best"]  # of a run's checkpoint
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 # Not weights of the model: tables that old versions saved.
 _LEFT_OUT = re.compile(r"\.rotary_emb\.inv_freq$|\.attn\.masked_bias$")
@@ -113,7 +115,7 @@ class MegatronSide:
 Side = HuggingFaceSide | MegatronSide
 
 
-def read_side(path: Path, step: int | None = None, model: Path | None = None, family: str | None = None) -> Side:
+def read_side(path: Path, step: Step | None = None, model: Path | None = None, family: str | None = None) -> Side:
     """Contents of a HuggingFace folder, a converted folder, a checkpoint of a run, or a run folder.
 
     ``step``: checkpoint of a run, by default the newest; ``model``: folder of config and tokenizer if it is not found.
@@ -230,7 +232,7 @@ def _may_be_left_out(shape: ModelShape, name: str) -> bool:
     return shape.latent is not None and layer is not None and int(layer[1]) >= shape.num_layers
 
 
-def _checkpoint_of(path: Path, step: int | None) -> Path | None:
+def _checkpoint_of(path: Path, step: Step | None) -> Path | None:
     """Folder of the torch_dist files; None for a HuggingFace folder."""
     checkpoints = RunFolder(path).checkpoints
     if checkpoints.is_dir():
@@ -245,12 +247,14 @@ def _checkpoint_of(path: Path, step: int | None) -> Path | None:
     return None
 
 
-def _step_folder(checkpoints: Path, step: int | None) -> Path:
+def _step_folder(checkpoints: Path, step: Step | None) -> Path:
     steps = {int(found[1]): folder for folder in checkpoints.iterdir() if (found := _STEP.fullmatch(folder.name))}
     if not steps:
         raise UserError("contains no checkpoint", where=str(checkpoints))
     if step is None:
         return steps[max(steps)]
+    if step == "best":
+        step = _best_step(checkpoints)
     if step not in steps:
         raise UserError(
             f"no checkpoint of step {step}",
@@ -258,6 +262,17 @@ def _step_folder(checkpoints: Path, step: int | None) -> Path:
             remedy="choose one of " + ", ".join(map(str, sorted(steps))),
         )
     return steps[step]
+
+
+def _best_step(checkpoints: Path) -> int:
+    best = saved_best(RunFolder(checkpoints.parent))
+    if best is None:
+        raise UserError(
+            "no checkpoint is the best one",
+            where=str(checkpoints),
+            remedy="set checkpoint.keep_best before the run, or choose a step",
+        )
+    return best.step
 
 
 def _model_folder(checkpoint: Path) -> Path:

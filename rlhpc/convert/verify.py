@@ -24,6 +24,7 @@ from rlhpc.convert.sides import (
     HuggingFaceSide,
     MegatronSide,
     Side,
+    Step,
     read_fields,
     read_record,
     read_side,
@@ -62,7 +63,7 @@ def verify(
     source: Path,
     target: Path,
     workers: int,
-    step: int | None = None,
+    step: Step | None = None,
     model: Path | None = None,
     family: str | None = None,
 ) -> Report:

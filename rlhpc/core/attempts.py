@@ -83,6 +83,15 @@ class Verdict:
     failures: int = 0
 
 
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint: its step, and its value of the metric in checkpoint.keep_best."""
+
+    step: int
+    metric: str
+    value: float
+
+
 def begin(run: RunFolder, **known: object) -> AttemptFolder:
     """Makes the folder of a new attempt, fences off all earlier ones, and writes its record. ``known``: fields of the
     record but ``number`` and ``started``.
@@ -105,9 +114,24 @@ def begin(run: RunFolder, **known: object) -> AttemptFolder:
 
 
 def saved_step(run: RunFolder) -> int:
-    """Step of the newest checkpoint, -1 without any. By name only: a checkpoint gets its name when it is complete."""
-    names = names_in(run.checkpoints, "step-*")
-    return max((int(name.removeprefix("step-")) for name in names), default=-1)
+    """Step of the newest checkpoint, -1 without any."""
+    return max(saved_steps(run), default=-1)
+
+
+def saved_steps(run: RunFolder) -> tuple[int, ...]:
+    """Steps of all checkpoints. By name only: a checkpoint gets its name when it is complete."""
+    return tuple(sorted(int(name.removeprefix("step-")) for name in names_in(run.checkpoints, "step-*")))
+
+
+def saved_best(run: RunFolder) -> Best | None:
+    """The best checkpoint as of the newest one; None without checkpoint.keep_best, or before a validation."""
+    for name in reversed(names_in(run.checkpoints, "step-*")):
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+            state = read_json(run.checkpoints / name / "state.json")["state"]
+            if state.get("best_step", -1) < 0:
+                return None
+            return Best(state["best_step"], state["best_of"].partition(" ")[2], state["best_value"])
+    return None
 
 
 def end(folder: AttemptFolder, verdict: Verdict) -> None:

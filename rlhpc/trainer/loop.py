@@ -15,6 +15,7 @@ from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
 from rlhpc.observe.metrics import MetricsWriter
 from rlhpc.parallel.agreement import check_agreement, on_first_rank
+from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step import find_step, sft_step
@@ -54,26 +55,26 @@ class Loop:
         while sft and state.sft_step < sft.steps:
             self._stopper.begin()
             began = time.perf_counter()
-            metrics = sft_step(self._run, state)
+            metrics, validated = sft_step(self._run, state), {}
             state.sft_step += 1
             if state.sft_step == sft.steps and not train.steps:
-                metrics = {**metrics, **self._validate()}
-            self._report("sft", state.sft_step, sft.steps, metrics, began)
-            if (reason := self._after_step()) != "none":
+                validated = self._validate()
+            self._report("sft", state.sft_step, sft.steps, {**metrics, **validated}, began)
+            if (reason := self._after_step(validated)) != "none":
                 return reason
         if train.steps and state.step == 0:
             self._begin_rl()
         while state.step < train.steps:
             self._stopper.begin()
             began = time.perf_counter()
-            metrics = {**self._rl_step(self._run, state)[0]}
+            metrics, validated = self._rl_step(self._run, state)[0], {}
             state.step += 1
             if state.step % self._config.validation.every == 0 or state.step == train.steps:
                 seconds = time.perf_counter() - began
-                metrics = {**metrics, **self._validate()}
+                validated = self._validate()
                 began = time.perf_counter() - seconds  # a step's time is without its validation
-            self._report("rl", state.step, train.steps, metrics, began)
-            if (reason := self._after_step()) != "none":
+            self._report("rl", state.step, train.steps, {**metrics, **validated}, began)
+            if (reason := self._after_step(validated)) != "none":
                 return reason
         return None
 
@@ -89,6 +90,7 @@ class Loop:
                 run.critic.take_tensors(run.actor.full_tensors())
                 run.critic.offload()
         metrics = self._validate()
+        best_value(self._config.checkpoint, metrics)  # that there is one; these weights are not compared
         if metrics:
             self._report("rl", 0, self._config.train.steps, metrics, time.perf_counter())
 
@@ -106,12 +108,14 @@ class Loop:
             metrics["perf/step_seconds"] = seconds
         self._writer.write(phase, step, total, metrics)
 
-    def _after_step(self) -> Reason:
-        """Saves if due, and agrees with the other ranks whether to stop; not after the last step."""
+    def _after_step(self, validated: Metrics) -> Reason:
+        """Saves if due or if the step is the best one, and agrees with the other ranks whether to stop; not after the
+        last step."""
         self._stopper.stepped()
         self._settle(wait=False)
         every = self._config.checkpoint.every
-        if every and self.state.total_steps % every == 0:
+        best = note_validation(self._config.checkpoint, self.state, validated)
+        if best or (every and self.state.total_steps % every == 0):
             self._save(asynchronous=self._config.checkpoint.asynchronous)
         if self.state.total_steps == self._total:
             return "none"
@@ -159,6 +163,7 @@ class Loop:
         if saved is None:
             return RunState(prompts_digest=digest, actor_steps=0, critic_steps=0)
         self.state = saved.state
+        forget_lost_best(self._config.checkpoint, self.state, self._store)
         self._check_phases(saved.folder)
         self._check_prompts(digest)
         if saved.state.step and self._config.sft:

@@ -52,6 +52,17 @@ def test_the_newest_comes_back_with_its_state_and_old_ones_go(tmp_path: Path) ->
     assert _names(tmp_path) == ["step-00000012", "step-00000013"]
 
 
+def test_the_best_one_stays_beside_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(_begin(tmp_path), keep=2)
+    names = []
+    for step, best in ((1, 1), (2, 1), (3, 1), (4, 1), (5, 5), (6, 5), (7, 5)):
+        store.save(RunState(step=step, best_step=best), _write(f"at {step}"))
+        names.append([int(name.removeprefix("step-")) for name in _names(tmp_path)])
+    assert names == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
+    (tmp_path / "checkpoints" / "step-00000007" / "weights").unlink()
+    assert store.latest().state.step == 6
+
+
 def test_only_the_newest_attempt_is_current(tmp_path: Path) -> None:
     first = _begin(tmp_path)
     first.check_current()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from rlhpc.cli.main import cli
 from rlhpc.config.load import load_config
 from rlhpc.convert.sides import read_side
 from rlhpc.core.errors import UserError
@@ -41,6 +44,22 @@ def test_any_step_of_a_run_becomes_a_huggingface_folder(tmp_path: Path, run: Pat
     assert not differing(tmp_path / f"model-{of}", back)
     start = tmp_path / "models" / "start"
     assert (back / "config.json").read_bytes() == (start / "config.json").read_bytes()
+
+
+def test_the_best_step_is_that_of_the_newest_checkpoint(tmp_path: Path, run: Path) -> None:
+    states = {5: {"best_of": "max validation/pass@1", "best_step": 5, "best_value": 0.5}, 12: {}}
+    for step, state in states.items():
+        file = run / "checkpoints" / f"step-{step:08d}" / "state.json"
+        file.write_text(json.dumps({"state": {"step": step, **state}, "files": {}}))
+    with pytest.raises(UserError, match=r"no checkpoint is the best one; set checkpoint\.keep_best"):
+        read_side(run, "best")
+    file.write_text(json.dumps({"state": {"step": 12, **states[5]}, "files": {}}))
+    assert read_side(run, "best").folder.parent.name == "step-00000005"
+    done = CliRunner().invoke(cli, ["convert", "megatron-to-hf", str(run), str(tmp_path / "best"), "--step", "best"])
+    assert done.exit_code == 0, done.output
+    assert not differing(tmp_path / "model-5", tmp_path / "best")
+    wrong = CliRunner().invoke(cli, ["convert", "megatron-to-hf", str(run), str(tmp_path / "x"), "--step", "bets"])
+    assert "'bets' is not a valid integer" in wrong.output
 
 
 def test_a_checkpoint_by_its_own_folder(tmp_path: Path, run: Path) -> None:

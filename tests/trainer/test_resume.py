@@ -1,5 +1,5 @@
 """kill -9 and resume: every step's loss is bit-equal to that of an undisturbed run. Its steps carry over surplus
-groups, unfinished responses and groups to replay."""
+groups, unfinished responses and groups to replay, and which checkpoint is the best one is kept."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def _config(folder: Path, **changes: Any) -> Path:
     return write_config(
         folder,
         resources__ranks_per_node=2,
-        checkpoint__every=1,
+        checkpoint__keep=1,
+        checkpoint__keep_best="response_length",
+        validation__every=1,
         train__steps=4,
         train__minibatches=2,
         actor__optimizer__schedule="cosine",
@@ -46,6 +48,14 @@ def _config(folder: Path, **changes: Any) -> Path:
         train__replay={"capacity": 20, "fraction": 0.25, "order": "uniform"},
         **changes,
     )
+
+
+def _check_best_kept(run_dir: Path) -> None:
+    """The newest checkpoint and the one with the longest responses are there, and no other."""
+    lengths = {record["step"]: record["validation/response_length"] for record in records(run_dir)[4:]}
+    best = max(lengths, key=lambda step: lengths[step])
+    kept = sorted(int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-*"))
+    assert kept == sorted({3 + best, 3 + 4}), lengths
 
 
 def _what_matters(record: dict[str, Any]) -> dict[str, Any]:
@@ -64,9 +74,10 @@ def _kill_at(process: Any, run_dir: Path, count: int) -> None:
 
 def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
     """And with every lever of memory and saves in the background, neither of which changes a bit."""
-    straight = _config(tmp_path / "straight")
+    straight = _config(tmp_path / "straight", checkpoint__every=0)
     code, output = run(straight)
     assert code == 0, output
+    _check_best_kept(tmp_path / "straight" / "run")
     expected = [_what_matters(record) for record in records(tmp_path / "straight" / "run")]
     assert [(r["phase"], r["step"]) for r in expected] == [
         *(("sft", step) for step in (1, 2, 3)),
@@ -80,7 +91,8 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
             (4, True) if record["step"] > 1 else (0, False)
         )
 
-    config, run_dir = _config(tmp_path / "killed", **EVERY_LEVER), tmp_path / "killed" / "run"
+    config = _config(tmp_path / "killed", checkpoint__every=1, **EVERY_LEVER)
+    run_dir = tmp_path / "killed" / "run"
     options: tuple[str, ...] = ()
     for count in KILLS:
         process = start(config, *options)
@@ -92,6 +104,7 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
     code, output = run(config, "--resume")
     assert code == 0, output
     assert [_what_matters(record) for record in records(run_dir)] == expected
+    _check_best_kept(run_dir)
 
 
 def test_a_second_run_into_the_same_folder_is_refused(tmp_path: Path) -> None:

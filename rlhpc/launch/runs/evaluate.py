@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.convert.sides import read_side
+from rlhpc.convert.sides import Step, read_side
 from rlhpc.core.errors import UserError
 from rlhpc.launch.runs.run_registry import find_run
 
@@ -17,7 +17,7 @@ def evaluation_of(
     config: RunConfig,
     model: Path | None = None,
     run: str | None = None,
-    step: int | None = None,
+    step: Step | None = None,
     name: str | None = None,
 ) -> RunConfig:
     """``config`` as a run that answers its held-out prompts once.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core import attempts
-from rlhpc.core.attempts import Attempt, Verdict
+from rlhpc.core.attempts import Attempt, Best, Verdict
 from rlhpc.core.records import is_step, parse_records
 from rlhpc.core.storage import patiently
 from rlhpc.launch.runs.run_registry import RunEntry
@@ -52,7 +52,7 @@ class AttemptStatus:
 @dataclass(frozen=True)
 class RunStatus:
     """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
-    ``unreadable``: the error on reading the run folder, if any."""
+    ``checkpoints``: their steps; ``unreadable``: the error on reading the run folder, if any."""
 
     run: RunEntry
     state: str
@@ -63,6 +63,8 @@ class RunStatus:
     total: int | None = None
     reward: float | None = None
     tokens_per_second: float | None = None
+    checkpoints: tuple[int, ...] = ()
+    best: Best | None = None
     unreadable: str = ""
 
     @property
@@ -80,6 +82,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
     """State of a run. ``job``: its job in Slurm, if known; ``asked``: false if Slurm could not be asked."""
     try:
         known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
+        saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
     except OSError as error:
         state = job.words if job is not None else "unreadable"
         return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}")
@@ -94,6 +97,8 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         last.get("total_steps"),
         last_number(records, "reward/mean"),
         last_number(records, "perf/tokens_per_second"),
+        saved,
+        best,
     )
 
 
@@ -161,6 +166,8 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "total_steps": status.total,
         "reward": status.reward,
         "tokens_per_second": status.tokens_per_second,
+        "checkpoints": list(status.checkpoints),
+        "best_checkpoint": asdict(status.best) if status.best else None,
         "restarts": status.restarts,
         "attempts": [
             {**asdict(one.attempt), "verdict": asdict(one.verdict) if one.verdict else None} for one in status.attempts

@@ -68,6 +68,10 @@ def details(status: RunStatus) -> RenderableType:
         if status.tokens_per_second is not None:
             parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
         lines.add_row("progress", " | ".join(parts))
+    if status.checkpoints:
+        best = status.best
+        words = f"; best: {best.step} ({best.metric} {best.value:.4g})" if best else ""
+        lines.add_row("checkpoints", f"steps {', '.join(map(str, status.checkpoints))}{words}")
     last = status.attempts[-1] if status.attempts else None
     for name, values in (("changed", last.attempt.overrides), ("excluded", last.attempt.excluded)) if last else ():
         if values:

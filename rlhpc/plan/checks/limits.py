@@ -196,11 +196,13 @@ def check_disk(config: RunConfig, shape: ModelShape) -> Iterator[str]:
             where="run_dir",
             remedy="choose a folder on another disk, or make room",
         )
-    wanted = config.checkpoint.keep + 1
+    best = config.checkpoint.keep_best is not None
+    wanted = config.checkpoint.keep + best + 1
     if free < wanted * one and not _has_checkpoints(config.folder):
         yield (
-            f"checkpoint.keep: {config.checkpoint.keep} checkpoints and the one being written take "
-            f"{_size(wanted * one)}, the disk of {str(folder)!r} has {_size(free)} free; lower it or make room"
+            f"checkpoint.keep: {config.checkpoint.keep} checkpoints{', the best one' if best else ''} "
+            f"and the one being written take {_size(wanted * one)}, "
+            f"the disk of {str(folder)!r} has {_size(free)} free; lower it or make room"
         )
 
 

@@ -14,6 +14,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.overlap import contains
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.algorithm import check_algorithm
+from rlhpc.plan.checks.checkpoint import check_keep_best
 from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.data import check_data
 from rlhpc.plan.checks.limits import check_lengths, check_limits
@@ -45,6 +46,7 @@ def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
     check_rewards(config)
     check_rollout(config)
     check_data(config)
+    check_keep_best(config)
     check_optimizers(config)
     check_sharing(config)
     check_critic(config, layout.world_size, shape)

@@ -100,13 +100,22 @@ def predict_run(
         resume=(saved + own - whole) / reading,
         validations=1 + -(-steps // config.validation.every) if config.data.validation else 0,
         validation=None if prompts is None else sum(phase.seconds for phase in round_of),
-        saves=(total // every if every else 0) - ends_saved,
+        saves=(total // every if every else 0) - ends_saved + _best_saves(config),
         save=save,
         writes=1 + (config.slurm.time is not None and every != 1),
         write=write,
         read_bytes=own + others,
         saved_bytes=saved,
     )
+
+
+def _best_saves(config: RunConfig) -> int:
+    """Returns the most saves that checkpoint.keep_best adds: one after each validation, where none is due."""
+    if config.checkpoint.keep_best is None or not config.data.validation:
+        return 0
+    steps, every, warmup = config.train.steps, config.checkpoint.every, config.sft.steps if config.sft else 0
+    validated = range(config.validation.every, steps, config.validation.every)
+    return sum(not every or (warmup + step) % every != 0 for step in validated)
 
 
 def validation_prompts(config: RunConfig) -> int | None:

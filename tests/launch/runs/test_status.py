@@ -196,6 +196,25 @@ def test_progress_comes_from_the_last_lines(tmp_path):
     assert len(tail_records(run.folder.metrics)) < 1000, "not the whole file"
 
 
+def test_checkpoints_are_listed_with_the_best_one(tmp_path, capsys):
+    run = make_run(tmp_path / "a")
+    assert run_status(run, None).checkpoints == ()
+    for step in (20, 60, 80):
+        folder = run.folder.checkpoints / f"step-{step:08d}"
+        folder.mkdir()
+        write_json(folder / "state.json", {"state": {"best_of": "max validation/pass@1", "best_step": -1}, "files": {}})
+    show(details(run_status(run, None)))
+    assert "steps 20, 60, 80\n" in capsys.readouterr().out
+    best = {"best_of": "max validation/pass@1", "best_step": 20, "best_value": 0.5}
+    write_json(folder / "state.json", {"state": best, "files": {}})
+    status = run_status(run, None)
+    show(details(status))
+    assert "steps 20, 60, 80; best: 20 (validation/pass@1 0.5)" in capsys.readouterr().out
+    assert as_json(status)["best_checkpoint"] == {"step": 20, "metric": "validation/pass@1", "value": 0.5}
+    (folder / "state.json").write_text("{")
+    assert run_status(run, None).best is None, "that of the checkpoint before it"
+
+
 def test_odd_metrics_are_shown_or_left_out(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     good = {"phase": "rl", "step": 3, "total_steps": 9, "reward/mean": 0.25}

@@ -166,6 +166,11 @@ def test_a_disk_too_small_for_checkpoints(monkeypatch: pytest.MonkeyPatch) -> No
             warnings = list(check_disk(config, shape))
             assert len(warnings) == (outcome == "warned")
             assert all(warning.startswith("checkpoint.keep: 2 checkpoints") for warning in warnings)
+    best, _ = parts("checkpoint.keep=2", "checkpoint.keep_best=reward_mean")
+    monkeypatch.setattr(limits.shutil, "disk_usage", lambda path: SimpleNamespace(free=3.5 * one))
+    assert not list(check_disk(config, shape))
+    (warning,) = check_disk(best, shape)
+    assert warning.startswith("checkpoint.keep: 2 checkpoints, the best one and the one being written take 397.")
 
 
 def test_a_checkpoint_holds_the_models_that_learn_and_what_a_warm_up_made() -> None:

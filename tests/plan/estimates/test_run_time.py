@@ -119,6 +119,13 @@ def test_saves_are_those_that_the_loop_makes() -> None:
     assert counts("train.steps=100", "checkpoint.every=20", "slurm.time=null") == (4, 1)
 
 
+def test_keeping_the_best_may_save_after_each_validation(tmp_path: Path) -> None:
+    best = (f"data.validation=[{held_out(tmp_path, 9)}]", "checkpoint.keep_best=reward_mean", "train.steps=100")
+    assert run_of(*best, "checkpoint.every=20").saves == 4 + 5, "at 10, 30, 50, 70 and 90 none is due"
+    assert run_of(*best, "checkpoint.every=5").saves == 19
+    assert run_of(*best, "checkpoint.every=0").saves == 9
+
+
 def test_a_save_in_the_background_costs_its_copies() -> None:
     at_once = run_of("checkpoint.every=20")
     behind = run_of("checkpoint.every=20", "checkpoint.asynchronous=true")
