@@ -203,7 +203,7 @@ class RunState:
     sft_cursor: int = 0  # supervised examples taken
     step: int = 0  # RL steps done
     prompt_cursor: int = 0  # prompts requested
-    policy_version: int = 0  # weight syncs to the engine
+    policy_version: int = 0  # RL steps that have changed the actor's weights
     kl_coefficient: float | None = None  # the present one, if adaptive
     prompts_digest: str = ""  # of the prompts that prompt_cursor counts
     actor_steps: int | None = None  # RL steps that have trained the actor; None in checkpoints without the number
@@ -213,6 +213,10 @@ class RunState:
     best_of: str = ""  # metric of checkpoint.keep_best, after "max " or "min "
     best_step: int = -1  # total_steps at its best value so far
     best_value: float = 0.0
+    trained_responses: int = 0  # of groups that were trained on, with dynamic sampling
+    trained_tokens: int = 0  # that the policy sampled in them
+    dropped_responses: int = 0  # of groups that were dropped
+    dropped_tokens: int = 0
 
     @property
     def total_steps(self) -> int:
@@ -221,3 +225,12 @@ class RunState:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> RunState:
+        """The state of a checkpoint, also of former versions, in which ``policy_version`` counted weight syncs: the
+        weights may be newer than the last one."""
+        state = cls(**record)
+        if "trained_tokens" not in record:
+            state.policy_version += 1
+        return state

@@ -98,7 +98,7 @@ class CheckpointStore:
         for folder in reversed(self._named()):
             state, damaged = _read(folder)
             if not damaged:
-                return Saved(folder, RunState(**state))
+                return Saved(folder, RunState.from_json(state))
             log.warning("skipping checkpoint %s: %s is missing or truncated", folder, damaged[0])
         return None
 

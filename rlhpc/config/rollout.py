@@ -79,12 +79,13 @@ class DynamicSamplingSection(Section):
     """Action when max_batches did not fill the batch: train on fewer groups (warn), or end the run (error). A step
     without any group makes no update and counts as a step."""
     oversample: Annotated[float, Field(ge=1)] = 1.0
-    """Number of prompts requested per missing group. Above 1 a step ends when its batch is full; unfinished responses
-    are resumed in the next step."""
+    """Number of prompts requested per missing group. Above 1 a step ends when its batch is full and no group has to be
+    waited for (max_staleness); unfinished responses are resumed in the next step."""
     check_every: PositiveInt = 16
     """Interval in tokens per response between checks for a full batch, with oversample above 1."""
     max_staleness: NonNegativeInt = 4
-    """Maximum staleness of surplus and unfinished groups, in policy versions; older ones are dropped."""
+    """Maximum staleness of surplus and unfinished groups, in policy versions: no more prompts are requested than can be
+    trained on in time, and a step waits for groups that would exceed it."""
 
 
 class ReplaySection(Section):

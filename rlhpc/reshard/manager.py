@@ -54,7 +54,6 @@ class ReshardManager:
         section: ReshardSection,
         job: Job,
     ) -> None:
-        self.policy_version = 0
         self._actor, self._engine, self._section, self._job = actor, engine, section, job
         self.sides, self._weight_syncs = sides, 0
         self._shared: dict[str, Shard] = {}
@@ -100,7 +99,6 @@ class ReshardManager:
         else:
             self._sync_directly()
         self._weight_syncs += 1
-        self.policy_version += 1
 
     def sleep(self) -> None:
         """Frees the engine's weights and KV cache."""

@@ -35,14 +35,21 @@ class Carryover:
         """Empty, with a replay buffer if configured."""
         return cls(replay=ReplayBuffer(section.replay) if section.replay else None)
 
-    def forget_stale(self, policy_version: int, max_staleness: int) -> int:
-        """Drops groups for the next step whose oldest token exceeds the maximum staleness; returns their number."""
-        groups = {group.number: group for group in (*self.ready, *self.unfinished)}
+    @property
+    def groups(self) -> list[Group]:
+        """Groups for the next step, finished or not."""
+        return [*self.ready, *self.unfinished]
+
+    def forget_stale(self, policy_version: int, max_staleness: int) -> list[Group]:
+        """Drops groups for the next step whose oldest token exceeds the maximum staleness, and returns them. Steps wait
+        for groups before they do (``StepPlan.waits``): there are some only where a resumed run has lowered the maximum.
+        """
+        groups = {group.number: group for group in self.groups}
         versions = {number: group.policy_version for number, group in groups.items()}
         fresh, stale = split_stale(versions, policy_version, max_staleness)
         self.ready = [group for group in self.ready if group.number in fresh]
         self.unfinished = [group for group in self.unfinished if group.number in fresh]
-        return len(stale)
+        return [groups[number] for number in sorted(stale)]
 
     def put_back(self, groups: Sequence[Group]) -> None:
         """Returns the groups of a step with too few samples, to be the first of the next step. Groups with dropped
@@ -54,7 +61,7 @@ class Carryover:
         Called on every rank."""
         replay = self.replay.groups if self.replay else []
         if rank:
-            save_routed_experts(folder / _ROUTED_EXPERTS.format(rank), [*self.ready, *self.unfinished, *replay])
+            save_routed_experts(folder / _ROUTED_EXPERTS.format(rank), [*self.groups, *replay])
         elif self.ready or self.unfinished or replay:
             save_groups(folder / _FILE, {"ready": self.ready, "unfinished": self.unfinished, "replay": replay})
 

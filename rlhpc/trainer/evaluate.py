@@ -102,7 +102,6 @@ class Evaluator:
         prompts = [prompt for _, prompt in asked]
         touch("validation", state.step)
         with self.weights:
-            state.policy_version = self.weights.policy_version
             mine = self.rollout.answer(state, prompts, section.samples_per_prompt, section.temperature)
             own = [scored.sample for scored in mine] if self.rollout.place.leads else None
             samples = [sample for part in gather_objects(own) for sample in part or ()]

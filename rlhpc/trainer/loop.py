@@ -18,7 +18,7 @@ from rlhpc.parallel.agreement import check_agreement, on_first_rank
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.run import Run
-from rlhpc.trainer.step import find_step, sft_step
+from rlhpc.trainer.step import find_step, sft_step, take_step
 from rlhpc.trainer.stop import Stopper
 from rlhpc.trainer.update import Metrics
 
@@ -67,8 +67,7 @@ class Loop:
         while state.step < train.steps:
             self._stopper.begin()
             began = time.perf_counter()
-            metrics, validated = self._rl_step(self._run, state)[0], {}
-            state.step += 1
+            metrics, validated = take_step(self._rl_step, self._run, state), {}
             if state.step % self._config.validation.every == 0 or state.step == train.steps:
                 seconds = time.perf_counter() - began
                 validated = self._validate()
@@ -176,7 +175,6 @@ class Loop:
             run.critic.load(saved.folder / "critic")
             run.critic.offload()
         if rl is not None:
-            rl.weights.policy_version = saved.state.policy_version
             info, cursor = run.context.info, saved.state.prompt_cursor
             run.carryover.load(saved.folder, cursor, rl.sampler.prompt_at, info.rank, info.world_size)
         self._saved = saved.state.total_steps

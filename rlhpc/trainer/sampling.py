@@ -23,6 +23,7 @@ from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.requests import Task, blank_draft, first_samples, turns
 from rlhpc.trainer.batches import shuffles
 from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.length_bias import count_dropped, count_trained, length_bias
 from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.rollout import Rollout
 from rlhpc.trainer.routed_experts import moved_routed_experts, without_routed_experts
@@ -85,13 +86,14 @@ class Sampler:
         """Generates with the engine's present weights; it must be awake."""
         section, carryover = self.config.train, self.carryover
         dynamic = section.dynamic_sampling
-        stale = carryover.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else 0
+        stale = carryover.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else []
         replayed = self._replayed(state)
         collection = _Collection(self, state, section.prompts_per_step - len(replayed))
-        collection.counts.stale_groups = stale
+        collection.counts.stale_groups = len(stale)
         outcome = collection.run()
         if dynamic:
             check_shortage(dynamic, outcome, section.prompts_per_step)
+            count_dropped(state, [*stale, *(collection.groups[number] for number in outcome.dropped)])
         new = [collection.groups[number] for number in outcome.taken]
         carryover.ready = [collection.groups[number] for number in outcome.kept]
         carryover.unfinished = [collection.groups[number] for number in outcome.unfinished]
@@ -132,11 +134,22 @@ class Sampler:
         used = {sample.group_id for sample in samples}
         if carryover.replay is not None:
             carryover.replay.add(group for place, group in new if place in used)
+        if self.config.train.dynamic_sampling is not None:
+            left = {group.number for group in carryover.ready}
+            count_trained(state, [group for place, group in new if place in used])
+            count_dropped(state, [g for place, g in new if place not in used and g.number not in left])
         metrics = self._metrics(state, sampled, [sampled.groups[place] for place in sorted(used)])
         if sampled.replayed and shuffles(self.config.train):  # else replayed groups fill the first minibatches
             order = shuffled([sample.group_id for sample in samples], self.config.seed, state.step, epoch=0)
             samples = [samples[place] for place in order]
         return StepSamples(samples, greedy, metrics)
+
+    @property
+    def least_new(self) -> int:
+        """Number of new groups in a step that replays as many as it may."""
+        train = self.config.train
+        replay, groups = train.replay, train.prompts_per_step
+        return groups - (replayed_groups(groups, replay.fraction, replay.capacity) if replay is not None else 0)
 
     def prompt_at(self, number: int) -> Prompt:
         """The prompt in a place of the run's order."""
@@ -178,6 +191,8 @@ class Sampler:
                 "sampling/missing_groups": outcome.short,
                 "sampling/stale_groups": counts.stale_groups,
             }
+            bias = length_bias(state, self.carryover.groups)
+            found |= {"sampling/length_bias": bias} if bias is not None else {}
         if samples and (train.dynamic_sampling is not None or train.replay is not None):
             ages = [state.policy_version - sample.policy_version for sample in samples]
             found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}
@@ -201,18 +216,21 @@ class _Collection:
         self._sampler, self._rollout, self._config, self._state = sampler, sampler.rollout, config, state
         self._section = section
         self._keeps = make_filter(section) if section else bool
-        self.groups = {group.number: group for group in (*carryover.ready, *carryover.unfinished)}
+        self.groups = {group.number: group for group in carryover.groups}
         bounds = Bounds(
             count,
             least=min(count, ceil(sampler.least_samples / config.rollout.samples_per_prompt)),
             oversample=section.oversample if section else 1.0,
             max_batches=section.max_batches if section else 1,
+            max_staleness=section.max_staleness if section else 0,
+            later=sampler.least_new,
         )
         self._plan = StepPlan(
             bounds,
             state.prompt_cursor,
             {group.number for group in carryover.ready},
             {group.number for group in carryover.unfinished},
+            {number: state.policy_version - group.policy_version for number, group in self.groups.items()},
         )
         self._collector = self._rollout.collector(state, config.rollout.temperature)
         self._seen: Counter[int] = Counter()  # prompts requested in this step
@@ -246,14 +264,15 @@ class _Collection:
             self._collector.begin(_tasks(self.groups[number], prompt, config.seed))
 
     def _generate(self) -> None:
-        """Until all requested responses have ended or, with oversampling, until enough groups are good."""
+        """Until all requested responses have ended or, with oversampling, until enough groups are good and none has
+        to be waited for."""
         steps = self._section.check_every if self._section and self._section.oversample > 1 else None
         in_flight = True
-        while in_flight and self._plan.missing:
+        while in_flight and (self._plan.missing or self._plan.waits):
             self._collector.advance(steps)
             ended, left = self._totals() if steps else (0, 0)
             in_flight = left > 0
-            if in_flight and ended < self._plan.missing:
+            if in_flight and ended < max(1, self._plan.missing):
                 continue  # no need to wait for the reward workers yet
             self._ended = self._collector.ended_groups
             self._take(self._exchange(self._collector.harvest()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from math import ceil
+from math import ceil, inf
 
 from rlhpc.config.rollout import DynamicSamplingSection
 from rlhpc.core.errors import UserError
@@ -18,12 +18,23 @@ Number = int
 @dataclass(frozen=True)
 class Bounds:
     """``groups`` in a step's batch, ``least`` to train at all, prompts requested per missing group (``oversample``),
-    and the maximum number of prompt batches."""
+    the maximum number of prompt batches, and the maximum staleness of a group, with the ``later`` groups that each of
+    the next steps takes at least."""
 
     groups: int
     least: int = 1
     oversample: float = 1.0
     max_batches: int = 1
+    max_staleness: int = 4
+    later: int | None = None  # default: groups
+
+    @property
+    def started(self) -> float:
+        """Maximum number of groups that are started and not trained on: as many as steps that take the oldest first
+        train on before any exceeds the maximum staleness. Without oversampling no step leaves long groups behind."""
+        if self.oversample == 1:
+            return inf
+        return self.groups + self.max_staleness * (self.later or self.groups)
 
 
 @dataclass(frozen=True)
@@ -42,14 +53,15 @@ class Outcome:
 class StepPlan:
     """One step's decisions, made as groups are scored.
 
-    ``good`` are finished groups of former steps, ``unfinished`` those to resume; ``cursor`` is the number of the next
-    new prompt.
+    ``good`` are finished groups of former steps, ``unfinished`` those to resume, ``staleness`` that of both; ``cursor``
+    is the number of the next new prompt.
     """
 
     bounds: Bounds
     cursor: Number
     good: set[Number] = field(default_factory=set)
     unfinished: set[Number] = field(default_factory=set)
+    staleness: Mapping[Number, int] = field(default_factory=dict)
     dropped: set[Number] = field(default_factory=set)
     batches: int = 0
     _scored: int = 0
@@ -60,13 +72,25 @@ class StepPlan:
         """Number of good groups missing in the batch."""
         return max(0, self.bounds.groups - len(self.good))
 
+    @property
+    def waits(self) -> bool:
+        """Whether the step must go on because a group would exceed the maximum staleness before its turn in later
+        steps that take the oldest first. So groups that take long are trained on late, and never dropped."""
+        if not self.unfinished:
+            return False
+        left = sorted({*sorted(self.good)[self.bounds.groups :], *self.unfinished})
+        steps = (1 + place // (self.bounds.later or self.bounds.groups) for place in range(len(left)))
+        most = self.bounds.max_staleness
+        return any(self.staleness.get(number, 0) + step > most for number, step in zip(left, steps, strict=True))
+
     def next_batch(self) -> list[Number] | None:
         """The groups to generate next, resumed ones first; None if the batch is full or the maximum of batches is
         reached. Requests no new prompts if enough groups are unfinished."""
-        if not self.missing or self.batches >= self.bounds.max_batches:
+        if not (self.missing or self.waits) or self.batches >= self.bounds.max_batches:
             return None
         again = sorted(self.unfinished)
-        new = list(range(self.cursor, self.cursor + max(0, self._wanted() - len(again))))
+        room = self.bounds.started - len(self.good) - len(again)
+        new = list(range(self.cursor, self.cursor + int(max(0, min(self._wanted() - len(again), room)))))
         self.cursor += len(new)
         self.unfinished.update(new)
         self.batches += 1
@@ -103,6 +127,8 @@ class StepPlan:
     def _wanted(self) -> int:
         """Groups expected to fill the batch, from the fraction of good groups among those scored in this step; at most
         a whole batch."""
+        if not self.missing:
+            return 0
         most = ceil(self.bounds.groups * self.bounds.oversample)
         if self._scored and not self._found:
             return most

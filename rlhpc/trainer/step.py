@@ -48,6 +48,16 @@ def find_step(config: RunConfig) -> Step:
     return step
 
 
+def take_step(step: Step, run: Run, state: RunState) -> Metrics:
+    """Makes one step of RL, which makes a policy version if it changes the actor's weights."""
+    before = run.updater.actor_updates
+    metrics, samples = step(run, state)
+    own = run.config.train.step is not None and bool(samples)  # it may train without the updater
+    state.policy_version += own or run.updater.actor_updates > before
+    state.step += 1
+    return {**metrics}
+
+
 def sft_step(run: Run, state: RunState) -> Metrics:
     """One supervised update."""
     section, sequences = run.config.sft, run.sft
@@ -90,7 +100,6 @@ def generate(run: Run, state: RunState, clock: Stopwatch) -> StepSamples:
     touch("weight sync", step)
     with clock("weight_sync"):
         weights.sync()
-        state.policy_version = weights.policy_version
     touch("rollout", step)
     with clock("rollout"):
         sampled = sampler.sample(state)

@@ -36,6 +36,7 @@ class Updater:
     models: Models
     batching: Batching
     algorithm: Algorithm
+    actor_updates: int = 0  # that RL steps of this attempt have made and not skipped
     _begun: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model: step, and its own steps before it
 
     def update_actor(
@@ -89,6 +90,8 @@ class Updater:
         for number, minibatch in enumerate(rl_minibatches(role, self.batching, samples, tokens, state.step), 1):
             update = Update("rl", state.step + 1, model, number, minibatch, temperature, rate, prompt_ids)
             made.append((self._make(state, update, loss), minibatch.denominator))
+        if model == "actor":
+            self.actor_updates += sum(stats.applied for stats, _ in made)
         return {**_step_metrics(made), "learning_rate": rate}
 
     def supervised(self, section: SFTSection, state: RunState, sequences: SFTSet) -> Metrics:

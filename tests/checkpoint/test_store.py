@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -61,6 +62,18 @@ def test_the_best_one_stays_beside_the_newest(tmp_path: Path) -> None:
     assert names == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [4, 5], [5, 6], [5, 6, 7]]
     (tmp_path / "checkpoints" / "step-00000007" / "weights").unlink()
     assert store.latest().state.step == 6
+
+
+def test_policy_versions_of_a_checkpoint_that_counted_weight_syncs_are_older_than_its_weights(tmp_path: Path) -> None:
+    """Tokens of carried groups would else count as those of the weights that the run resumes with."""
+    store = CheckpointStore(_begin(tmp_path), keep=1)
+    folder = store.save(RunState(step=3, policy_version=7), _write("new"))
+    assert store.latest().state.policy_version == 7
+    document = json.loads((folder / "state.json").read_text())
+    for name in ("trained_responses", "trained_tokens", "dropped_responses", "dropped_tokens"):
+        del document["state"][name]
+    (folder / "state.json").write_text(json.dumps(document))
+    assert store.latest().state == RunState(step=3, policy_version=8)
 
 
 def test_only_the_newest_attempt_is_current(tmp_path: Path) -> None:

@@ -82,6 +82,12 @@ def test_a_run_whose_report_cannot_be_plotted_finishes(finished: Path) -> None:
     assert failures[0].startswith("rlhpc: warning: continuing without the report, which failed: IsADirectoryError")
 
 
+def test_weight_syncs_of_validations_make_no_policy_version(finished: Path) -> None:
+    """There is one before the step and one after it."""
+    (folder,) = (finished.parent / "run" / "checkpoints").glob("step-*")
+    assert json.loads((folder / "state.json").read_text())["state"]["policy_version"] == 1
+
+
 def evaluate(config: Path, *options: str) -> str:
     done = subprocess.run(
         [sys.executable, "-m", "rlhpc.cli.main", "eval", str(config), *options],

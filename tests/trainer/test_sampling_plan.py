@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -84,6 +85,38 @@ def test_unfinished_groups_come_first_and_count():
     plan.settle(good=[13, 20, 22, 21], bad=[])
     assert plan.next_batch() is None
     assert plan.finish() == Outcome((13, 20, 21, 22), (), (11, 23), (), 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("good", "unfinished", "staleness", "waits"),
+    [
+        ([5, 6], [3], {3: 1}, False),  # its turn is in the next step, with a staleness of 2
+        ([5, 6], [3], {3: 2}, True),
+        ([5, 6], [], {5: 2, 6: 2}, False),  # the batch itself
+        ([5, 6], [1, 2, 3], {3: 1}, True),  # its turn is in the step after the next
+        ([5, 6], [2, 3], {2: 1, 3: 1}, False),
+        ([3, 5, 6], [2], {2: 1, 6: 1}, False),  # 3 and 5 are taken, 2 and 6 in the next step
+    ],
+)
+def test_a_step_waits_for_groups_that_would_become_too_stale(good, unfinished, staleness, waits):
+    plan = StepPlan(Bounds(groups=2, oversample=2.0, max_staleness=2), 9, set(good), set(unfinished), staleness)
+    assert plan.waits is waits
+    assert plan.next_batch() == (sorted(unfinished) if waits else None), "no new ones: the batch is full"
+
+
+def test_no_more_is_started_than_can_be_trained_on_in_time():
+    def started(**bounds: Any) -> int:
+        plan = StepPlan(Bounds(groups=4, **bounds), 20, {10, 11})
+        return len(plan.next_batch())
+
+    assert started(oversample=9.0, max_staleness=2) == 3 * 4 - 2
+    assert started(oversample=9.0, max_staleness=2, later=3) == 4 + 2 * 3 - 2
+    assert started(oversample=2.0, max_staleness=2) == 4
+    assert started(oversample=2.0, max_staleness=0) == 2
+    plan = StepPlan(Bounds(groups=4, max_batches=2, max_staleness=0), 20, {10})
+    assert plan.next_batch() == [20, 21, 22]
+    plan.settle([20], [21, 22])
+    assert plan.next_batch() == [23, 24, 25, 26], "without oversampling, as many as should fill the batch"
 
 
 def test_too_few_to_learn_from_are_kept():

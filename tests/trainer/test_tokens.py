@@ -230,6 +230,7 @@ class Trained:
 
         self.updates: list[tuple[Any, float, float]] = []
         self.layout = ParallelLayout(1)
+        self.applied: tuple[bool, ...] = ()  # of the first updates; later ones are
 
     def offload(self) -> None:
         pass
@@ -238,7 +239,10 @@ class Trained:
         self.updates.append((batches, denominator, rate))
         n = len(self.updates)
         return TrainStats(
-            3.0 * n, {"loss": 8.0 * n, "entropy": 4.0 * n, "weight": 4.0, "max/gap": 3.0 - n}, {"load": n}
+            3.0 * n,
+            {"loss": 8.0 * n, "entropy": 4.0 * n, "weight": 4.0, "max/gap": 3.0 - n},
+            {"load": n},
+            applied=all(self.applied[n - 1 : n]),
         )
 
 
@@ -339,6 +343,41 @@ def test_a_skipped_update_has_no_part_in_any_metric_nor_in_the_kl_coefficient() 
         state = RunState(kl_coefficient=0.1)
         assert _adapt_coefficient(section, state, metrics, 64) == {}
         assert state.kl_coefficient == 0.1
+
+
+@pytest.mark.parametrize(
+    ("applied", "warmup", "own", "version"),
+    [
+        ((True, True), 0, None, 6),  # once in a step of several updates
+        ((False, True), 0, None, 6),
+        ((False, False), 0, None, 5),
+        ((True, True), 2, None, 5),  # while the critic alone learns
+        ((False, False), 0, "any:step", 6),  # a user's own step may train without the updater
+    ],
+)
+def test_a_step_that_changes_weights_makes_a_policy_version(
+    monkeypatch: pytest.MonkeyPatch, applied: tuple[bool, ...], warmup: int, own: str | None, version: int
+) -> None:
+    from rlhpc.trainer import skipped
+    from rlhpc.trainer.run import Run
+    from rlhpc.trainer.step import take_step
+
+    monkeypatch.setattr(skipped, "_report", lambda *skipped_update: None)
+    train = {"steps": 9, "minibatches": 2, "max_skipped_updates": 9, "step": own}
+    config = make_config({"name": "ppo"}, critic={"warmup_steps": warmup}, train=train)
+    updater = make_updater(config, monkeypatch, critic=make_role(Trained()))
+    updater.models.actor.model.applied = applied
+
+    def step(run: Run, state: RunState) -> tuple[dict[str, float], list[Sample]]:
+        return update_both(run.updater, state, SAMPLES)[1], SAMPLES
+
+    nothing = cast(Any, None)
+    run = Run(config, nothing, updater.models, updater.algorithm, updater.batching, updater, nothing)
+    state = RunState(step=1, policy_version=5)
+    take_step(step, run, state)
+    assert (state.step, state.policy_version) == (2, version)
+    take_step(lambda run, state: ({}, []), run, state)  # nothing to learn from
+    assert (state.step, state.policy_version) == (3, version)
 
 
 def test_samples_of_older_weights_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
