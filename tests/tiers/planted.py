@@ -95,6 +95,13 @@ FAULTS = (
         "return self.response_len",
     ),
     Fault(
+        "long-groups-too-old",
+        "rlhpc/trainer/sampling_plan.py",
+        "steps do not wait for groups that take long, which become too stale and are dropped: a run learns to be short",
+        "return any(self.staleness.get(number, 0) + step > most for number, step in zip(left, steps, strict=True))",
+        "return False",
+    ),
+    Fault(
         "store-secret-inherited",
         "rlhpc/parallel/store.py",
         "the job's secret stays in the environment of ranks, and reward functions and their programs inherit it",

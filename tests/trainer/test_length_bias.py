@@ -83,7 +83,7 @@ def _tokens(count: int) -> Completion:
 
 
 def keeps(samples: Sequence[Sample], share: float) -> bool:
-    """Drops groups at random, whatever their length."""
+    """Drops groups at random, regardless of their length."""
     return mixed_bits(samples[0].prompt_id) % 1000 < 1000 * share
 
 
