@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
 from rlhpc.rewards.calls import Failure
 from rlhpc.rollout.collect import Collector, Scored
-from rlhpc.rollout.requests import Sampling, Task, blank_draft
+from rlhpc.rollout.requests import Sampling, Task, blank_draft, last_turn, turns
 from rlhpc.rollout.tool_calls import ToolCall, parse_calls
 from rlhpc.rollout.tools import ToolUse
 from tests.helpers.distributed import run_ranks
@@ -29,6 +30,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 LENGTH = 100
 COUNT = 32
+TURNS = 3
 
 
 class RewardWorkers:
@@ -51,7 +53,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     tokenizer = Tokenizer.load(path, read_model(path).vocab_size, DataSection())
     engine = engines.build(path, end_tokens=tokenizer.end_tokens)
     engines.sync(engine, path)
-    section = RolloutSection(tools=[ToolSection(**tool) for tool in tool_sections()], max_turns=3)
+    section = RolloutSection(tools=[ToolSection(**tool) for tool in tool_sections()], max_turns=TURNS)
     tools = ToolUse(section, tokenizer, leads=True)
     prompt = Prompt(0, tokenizer.encode_prompts(["12+30="])[0], "sums", "42", {})
 
@@ -136,6 +138,24 @@ def test_given_tokens_are_the_template_s(found, task_folder):
         assert text.endswith(ASSISTANT)
     assert any("420" in text or "42" in text for text in answered)
     assert any(text.startswith("error:") for text in answered), answered
+
+
+@pytest.mark.parametrize("way", ["at once", "interrupted"])
+def test_a_response_ends_by_itself_or_is_truncated(found, task_folder, way):
+    """By its length, or in its last turn before calls that are not run. Tokens of tools are not its length."""
+    tokenizer = Tokenizer.load(task_folder / "model", read_model(task_folder / "model").vocab_size, DataSection())
+    ends = Counter()
+    for sample in found[way]:
+        given = 0 if sample.response_mask is None else int((~sample.response_mask).sum())
+        assert (sample.tool_tokens, sample.sampled_len) == (given, sample.response_len - given)
+        calls = bool(parse_calls(tokenizer.decode(last_turn(sample).tolist(), special=True)))
+        if int(sample.tokens[-1]) in tokenizer.end_tokens and (turns(sample) == TURNS or not calls):
+            assert sample.truncated == calls
+            ends[turns(sample) == TURNS, calls] += 1
+        else:
+            assert sample.truncated
+    assert ends[True, True], ends
+    assert ends[False, False], ends
 
 
 @pytest.mark.parametrize("way", ["at once", "in steps", "interrupted"])
