@@ -19,32 +19,31 @@ def group_relative(
 ) -> Float[Tensor, " B"]:
     """Reward less the mean of its group, divided by the group's standard deviation + epsilon if ``normalise_std``.
 
-    GRPO (Shao et al. 2024, section 4.1.2); without the division Dr. GRPO (Liu et al. 2025). A group of one keeps its
-    reward, as in verl (mean 0, deviation 1).
+    GRPO (Shao et al. 2024, section 4.1.2); without the division Dr. GRPO (Liu et al. 2025). 0 in a group of one, such
+    as one whose other responses are dropped: there is nothing to compare with. verl keeps its reward.
     """
     group = _of_groups(rewards, groups)
-    centred = (rewards - torch.where(group.count > 1, group.mean, 0.0)[group.index]) * group.differ[group.index]
+    centred = (rewards - group.mean[group.index]) * group.differ[group.index]
     if not normalise_std:
         return centred
     variance = torch.zeros_like(group.mean).index_add_(0, group.index, centred.square()) / (group.count - 1).clamp(
         min=1
     )
-    deviation = torch.where(group.count > 1, variance.sqrt(), 1.0)
-    return centred / (deviation[group.index] + epsilon)
+    return centred / (variance.sqrt()[group.index] + epsilon)
 
 
 def leave_one_out(rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]) -> Float[Tensor, " B"]:
-    """Reward less the mean of the others of its group: RLOO (Ahmadian et al. 2024). A group of one keeps its reward."""
+    """Reward less the mean of the others of its group: RLOO (Ahmadian et al. 2024). 0 in a group of one."""
     group = _of_groups(rewards, groups)
-    scale = torch.where(group.count > 1, group.count / (group.count - 1).clamp(min=1), 1.0) * group.differ
-    return scale[group.index] * (rewards - torch.where(group.count > 1, group.mean, 0.0)[group.index])
+    scale = group.count / (group.count - 1).clamp(min=1) * group.differ
+    return scale[group.index] * (rewards - group.mean[group.index])
 
 
 def discounted_returns(
     token_rewards: Float[Tensor, " N"], mask: Float[Tensor, " N"], lengths: Int64[Tensor, " B"], gamma: float
 ) -> Float[Tensor, " N"]:
     """Sum of each token's and all later rewards, discounted by ``gamma`` per token; tokens with mask 0 do not count."""
-    decay = torch.where(mask > 0, gamma, 1.0).to(token_rewards.dtype)
+    decay = torch.ones_like(token_rewards).masked_fill(mask > 0, gamma)
     return accumulate_backwards(token_rewards * mask, decay, lengths) * mask
 
 
@@ -63,7 +62,7 @@ def generalised(
     own = mask > 0
     following = shift_back(accumulate_backwards(values * mask, (~own).to(values.dtype), lengths), lengths)
     errors = (token_rewards + gamma * following - values) * mask
-    factors = torch.where(own, gamma * decay, 1.0).to(values.dtype)
+    factors = torch.ones_like(values).masked_fill(own, gamma * decay)
     advantages = accumulate_backwards(errors, factors, lengths) * mask
     return Estimate(advantages, (advantages + values) * mask)
 
@@ -97,5 +96,4 @@ def _of_groups(rewards: Float[Tensor, " B"], groups: Int64[Tensor, " B"]) -> _Gr
     count = zeros.index_add(0, index, torch.ones_like(rewards))
     mean = zeros.index_add(0, index, rewards) / count
     least, most = (zeros.scatter_reduce(0, index, rewards, kind, include_self=False) for kind in ("amin", "amax"))
-    differ = ((least < most) | (count == 1)).to(rewards.dtype)
-    return _Groups(mean, count, differ, index)
+    return _Groups(mean, count, (least < most).to(rewards.dtype), index)

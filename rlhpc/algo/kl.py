@@ -7,6 +7,8 @@ from torch import Tensor
 
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
 
+MOST_K3 = 10.0  # of a token; beyond it k3 is constant and has no gradient
+
 _MOST_CHANGE = 0.2  # of the coefficient, per horizon
 _LEAST_FACTOR = 0.1  # in a step: one of many horizons would turn the coefficient's sign
 
@@ -24,7 +26,7 @@ def kl_divergence(
         case "k3":
             # The reverse log-ratio bounded as in verl, so that one token's exponential cannot dominate the batch.
             reverse = (-difference).clamp(-20, 20)
-            return (reverse.exp() - reverse - 1).clamp(-10, 10)
+            return (reverse.exp() - reverse - 1).clamp(max=MOST_K3)
     raise AssertionError(f"unknown estimator {estimator}")
 
 

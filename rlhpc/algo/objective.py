@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jaxtyping import Float
 from torch import Tensor
 
-from rlhpc.algo.kl import kl_divergence
+from rlhpc.algo.kl import MOST_K3, kl_divergence
 from rlhpc.algo.losses import Clip, PolicyTerms, clipped_surrogate
 from rlhpc.algo.rollout_correction import importance_weights
 from rlhpc.config.algorithm import AlgorithmSection
@@ -40,6 +40,8 @@ def objective(terms: PolicyTerms, tokens: Tokens, section: AlgorithmSection) -> 
     if section.kl.placement == "loss" and "reference_log_probs" in tokens:
         divergence = kl_divergence(tokens["log_probs"], tokens["reference_log_probs"], section.kl.estimator)
         sums["kl"] = (divergence * weight).sum()
+        if section.kl.estimator == "k3":
+            sums["kl_clip_fraction"] = ((divergence >= MOST_K3) * weight).sum()
         loss = loss + section.kl.coefficient * sums["kl"]
     return {"loss": loss, **sums}
 

@@ -104,9 +104,23 @@ def test_gae_has_its_known_ends() -> None:
     torch.testing.assert_close(near, rewards + 0.9 * following - values)
 
 
+@pytest.mark.parametrize("decay", [1.0, 0.9999])
+def test_a_discount_near_1_is_exact_over_many_tokens(decay: float) -> None:
+    """Of 20,000 tokens the first is discounted by 0.9999 to that power; in float32, 0.9999 is another number."""
+    count, gamma = 20_000, 0.9999
+    lengths, ones = torch.tensor([count]), torch.ones(count, dtype=torch.float64)
+    rewards = torch.zeros(count, dtype=torch.float64)
+    rewards[-1] = 1.0
+    expected = [gamma ** (count - 1 - t) for t in range(count)]
+    assert discounted_returns(rewards, ones, lengths, gamma).tolist() == pytest.approx(expected, rel=1e-9)
+    found = generalised(rewards, torch.zeros_like(rewards), ones, lengths, gamma, decay)
+    expected = [(gamma * decay) ** (count - 1 - t) for t in range(count)]
+    assert found.advantages.tolist() == pytest.approx(expected, rel=1e-9)
+
+
 def test_leave_one_out_is_what_it_says() -> None:
     rewards, groups = torch.tensor([1.0, 2.0, 6.0, 5.0]), torch.tensor([0, 0, 0, 1])
-    assert leave_one_out(rewards, groups).tolist() == [1 - 4, 2 - 3.5, 6 - 1.5, 5]
+    assert leave_one_out(rewards, groups).tolist() == [1 - 4, 2 - 3.5, 6 - 1.5, 0]
 
 
 def test_whitened_values_have_mean_0_and_deviation_1_over_the_mask() -> None:
@@ -149,6 +163,18 @@ def test_equal_rewards_have_an_advantage_of_exactly_zero(name: str, reward: floa
     found = replace(Responses.of(rewards, groups, lengths), baselines=rewards)
     section = AlgorithmSection(name=name, kl={"coefficient": 0.0})
     assert not find_algorithm(section).advantage(found, section).advantages.any()
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce_plus_plus_baseline"])
+def test_a_response_that_is_left_alone_has_no_advantage(name: str) -> None:
+    """As one whose group lost all others to a failed reward: there is nothing to compare it with. Whitening, over the
+    whole batch, moves it with those of equal rewards."""
+    rewards, groups = torch.tensor([1.0, 0.0, 1.0, 1.0], dtype=torch.float64), torch.tensor([0, 0, 0, 1])
+    found, section = Responses.of(rewards, groups, torch.tensor([1, 1, 1, 2])), AlgorithmSection(name=name)
+    advantages = find_algorithm(section).advantage(found, section).advantages
+    assert advantages[0] > 0
+    assert advantages[1] < 0
+    assert advantages[3:].tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
 
 def test_ppo_whitens_advantages_and_trains_its_critic_on_the_returns() -> None:

@@ -29,10 +29,9 @@ def test_advantages_equal_the_fields_published_numbers() -> None:
     assert torch.equal(plain, torch.tensor([0.5, -0.5, 0.25, -0.25]))
 
 
-def test_a_group_of_equal_rewards_has_no_advantage_and_a_group_of_one_keeps_its_reward() -> None:
+def test_a_group_of_equal_rewards_has_no_advantage_and_neither_has_a_group_of_one() -> None:
     rewards, groups = torch.tensor([1.0, 1.0, 1.0, 0.5]), torch.tensor([0, 0, 0, 1])
-    advantages = group_relative(rewards, groups, normalise_std=True, epsilon=1e-6)
-    assert torch.allclose(advantages, torch.tensor([0.0, 0.0, 0.0, 0.5]), atol=1e-5)
+    assert group_relative(rewards, groups, normalise_std=True, epsilon=1e-6).tolist() == [0.0] * 4
 
 
 def test_clip_has_separate_bounds_and_stops_the_gradient() -> None:
@@ -102,6 +101,29 @@ def test_the_dual_clip_bounds_a_bad_token_that_became_likely_and_tells_it() -> N
     sums = GRPO.loss(tokens, AlgorithmSection(clip_high=0.2, dual_clip=2.0))
     assert float(sums["loss"]) == pytest.approx(0.5 * (2 - 1.2 + 1.5))
     assert (float(sums["clip_fraction"]), float(sums["dual_clip_fraction"])) == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(("estimator", "placement"), [("k3", "loss"), ("k2", "loss"), ("k3", "reward")])
+def test_tokens_whose_kl_is_bounded_have_no_gradient_and_are_counted(estimator: str, placement: str) -> None:
+    """Beyond 10: where the reference's log-prob is more than 2.6 above the policy's, or 11 below."""
+    kl = KLSection(coefficient=0.1, estimator=estimator, placement=placement)
+    log_probs = torch.tensor([-5.0, -5.0, -5.0, -1.0, -1.0, -1.0], requires_grad=True)
+    tokens = {
+        "log_probs": log_probs,
+        "old_log_probs": log_probs.detach(),
+        "reference_log_probs": torch.tensor([-2.5, -2.3, -2.3, -11.9, -12.1, -40.0]),
+        "advantages": torch.zeros(6),
+        "entropy": torch.zeros(6),
+        "weight": torch.tensor([0.5, 0.5, 0.0, 0.5, 0.5, 0.5]),
+    }
+    sums = GRPO.loss(tokens, AlgorithmSection(kl=kl))
+    if (estimator, placement) != ("k3", "loss"):
+        assert "kl_clip_fraction" not in sums
+        return
+    sums["loss"].backward()
+    assert (log_probs.grad == 0).tolist() == [False, True, True, False, True, True]
+    assert float(sums["kl_clip_fraction"]) == 3 * 0.5
+    assert not sums["kl_clip_fraction"].requires_grad
 
 
 def test_reference_is_needed_only_for_a_kl_term() -> None:

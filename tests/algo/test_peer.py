@@ -28,7 +28,7 @@ def test_all_results_equal_verls(index: int) -> None:
     found = peer.ours(case)
     assert found.keys() == expected.keys(), _ANEW
     wrong = []
-    for name, value in expected.items():
+    for name, value in peer.in_our_convention(case, expected).items():
         difference = np.abs(found[name].astype(np.float64) - value) / np.maximum(1.0, np.abs(value))
         if not (difference < _TOLERANCE).all():
             wrong.append(f"{name}: {difference.max():.1e}\n  here {found[name].tolist()}\n  verl {value.tolist()}")
@@ -50,5 +50,7 @@ def test_the_cases_reach_every_branch() -> None:
     ]:
         assert any(not np.allclose(case[a], case[b]) for case in cases), (a, b)
     assert any((case["gradient/clipped/token-mean"] == 0).any() for case in cases)
+    alone = [1 in np.unique(given["groups"], return_counts=True)[1] for given, _ in CASES]
+    assert 4 < sum(alone) < len(CASES) / 2, "groups of one, and cases without any"
     assert any((given["mask"] == 0).any() for given, _ in CASES)
     assert any((given["mask"] == 1).all() for given, _ in CASES)

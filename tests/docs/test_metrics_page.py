@@ -23,7 +23,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
         train__minibatches=2,
         algorithm={
             "name": "ppo",
-            "kl": {"target": 0.1, "placement": "loss"},
+            "kl": {"target": 0.1, "placement": "loss", "estimator": "k3"},
             "dual_clip": 3.0,
             "rollout_correction": {"method": "truncate"},
         },

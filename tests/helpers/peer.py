@@ -44,6 +44,8 @@ CORRECTIONS = {
 CLIP_VALUE = 0.2
 KL_COEFFICIENT = 0.05
 STD_EPSILON = 1e-6
+_OF_GROUPS = ("grpo", "dr_grpo", "rloo")
+_WHITENED = "advantage/reinforce_plus_plus_baseline"
 
 
 def make_case(seed: int) -> Arrays:
@@ -127,6 +129,15 @@ def ours(case: Arrays) -> Arrays:
     return {
         name: value.numpy() for name, value in {**_advantages(tensors), **_terms(tensors), **_losses(tensors)}.items()
     }
+
+
+def in_our_convention(case: Arrays, theirs: Arrays) -> Arrays:
+    """verl's results where a group of one has no advantage; verl keeps its reward. Without what whitens it together
+    with the others."""
+    _, index, counts = np.unique(case["groups"], return_inverse=True, return_counts=True)
+    alone = np.repeat(counts[index] == 1, case["lengths"])
+    found = {**theirs, **{f"advantage/{name}": theirs[f"advantage/{name}"] * ~alone for name in _OF_GROUPS}}
+    return found if not alone.any() else {name: value for name, value in found.items() if name != _WHITENED}
 
 
 def our_advantages(case: Arrays) -> Arrays:

@@ -209,7 +209,7 @@ def compare(count: int, double: bool = False) -> None:
         else:
             found, expected = peer.ours(case), theirs(case)
         assert found.keys() == expected.keys()
-        for name, value in expected.items():
+        for name, value in peer.in_our_convention(case, expected).items():
             difference = np.abs(found[name].astype(np.float64) - value)
             absolute[name] = max(absolute.get(name, 0.0), float(difference.max()))
             scaled = float((difference / np.maximum(1.0, np.abs(value))).max())

@@ -8,6 +8,8 @@ from rlhpc.core.errors import UserError, did_you_mean
 
 # Algorithms without the clipped surrogate, which alone has a dual clip.
 _WITHOUT_DUAL_CLIP = ("gspo", "cispo")
+# Algorithms that compare a response with no other one to the same prompt.
+_WITHOUT_GROUPS = ("reinforce_plus_plus", "remax", "ppo")
 _DISCOUNTED = ("reinforce_plus_plus", "ppo")
 
 
@@ -23,11 +25,12 @@ def check_algorithm(config: RunConfig) -> None:
     if own:
         return
     _check_named(section)
-    if section.name == "rloo" and config.train.steps and config.rollout.samples_per_prompt < 2:
+    single = config.rollout.samples_per_prompt < 2
+    if single and section.name not in _WITHOUT_GROUPS and config.train.steps and config.train.step is None:
         raise UserError(
-            "rloo compares the responses to a prompt, and there is only one",
+            f"{section.name} compares the responses to a prompt, and there is only one: it would learn nothing",
             where="rollout.samples_per_prompt",
-            remedy="use at least 2",
+            remedy=f"use at least 2, or {', '.join(_WITHOUT_GROUPS[:-1])} or {_WITHOUT_GROUPS[-1]}",
         )
 
 

@@ -12,12 +12,12 @@ from rlhpc.core.errors import UserError
 from rlhpc.plan.checks.algorithm import check_algorithm
 
 
-def config(samples: int = 8, **algorithm: Any) -> RunConfig:
+def config(samples: int = 8, steps: int = 1, step: str | None = None, **algorithm: Any) -> RunConfig:
     return RunConfig(
         name="x",
         model={"path": "m"},
         rollout={"samples_per_prompt": samples},
-        train={"steps": 1},
+        train={"steps": steps, "step": step},
         algorithm=algorithm,
     )
 
@@ -37,7 +37,14 @@ def config(samples: int = 8, **algorithm: Any) -> RunConfig:
         ({"name": "dr_grpo", "normalise_std": True}, "algorithm.normalise_std: dr_grpo is GRPO without .*or use grpo"),
         (
             {"name": "rloo", "samples": 1},
-            "rollout.samples_per_prompt: rloo compares .* there is only one; use at least 2",
+            "rollout.samples_per_prompt: rloo compares .* there is only one.*; use at least 2",
+        ),
+        *(
+            (
+                {"name": name, "samples": 1},
+                f"samples_per_prompt: {name} compares .* 2, or reinforce_plus_plus, remax or ppo",
+            )
+            for name in ("grpo", "dr_grpo", "dapo", "gspo", "cispo", "reinforce_plus_plus_baseline")
         ),
     ],
 )
@@ -50,6 +57,21 @@ def test_a_contradiction_names_the_key_and_the_way_out(algorithm: dict[str, Any]
 @pytest.mark.parametrize("name", [*DEFAULTS, "my.own:ALGORITHM"])
 def test_defaults_contradict_nothing(name: str) -> None:
     check_algorithm(config(name=name))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"name": "reinforce_plus_plus"},
+        {"name": "remax"},
+        {"name": "ppo"},
+        {"name": "my.own:ALGORITHM"},
+        {"name": "grpo", "steps": 0},
+        {"name": "grpo", "step": "my.own:step"},
+    ],
+)
+def test_a_single_response_is_enough_where_none_are_compared(case: dict[str, Any]) -> None:
+    check_algorithm(config(samples=1, **case))
 
 
 def test_an_algorithm_of_ones_own_may_use_any_key() -> None:
