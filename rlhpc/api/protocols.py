@@ -3,6 +3,7 @@ collective over the ranks that share the object's model unless stated otherwise.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -73,12 +74,18 @@ class TrainBackend(Protocol):
         """The value head's output for each token, without gradient."""
 
     def train(
-        self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float
+        self,
+        batches: Sequence[PackedBatch],
+        loss: LossFunction,
+        denominator: float,
+        temperature: float,
+        rate: float,
+        skip_above: float = math.inf,
     ) -> TrainStats:
         """One optimizer update on the sum of ``loss(...).total`` over all ranks' batches, divided by ``denominator``.
 
-        Every data-parallel rank passes the same number of batches. If the gradient norm is not finite, the update is
-        skipped on all ranks: weights and optimizer state stay bit-equal.
+        Every data-parallel rank passes the same number of batches. If the gradient norm is not finite or exceeds
+        ``skip_above``, the update is skipped on all ranks: weights and optimizer state stay bit-equal.
         """
 
     def differentiate(

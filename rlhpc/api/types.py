@@ -217,6 +217,7 @@ class RunState:
     trained_tokens: int = 0  # that the policy sampled in them
     dropped_responses: int = 0  # of groups that were dropped
     dropped_tokens: int = 0
+    grad_norms: dict[str, list[float]] = field(default_factory=dict)  # newest of sft, actor, critic, to find spikes
 
     @property
     def total_steps(self) -> int:

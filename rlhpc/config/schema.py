@@ -116,8 +116,11 @@ class TrainSection(Section):
     mask_truncated: bool = False
     """Overlong filtering: truncated responses are masked from the loss, but still count in their group's baseline."""
     max_skipped_updates: PositiveInt = 3
-    """Maximum consecutive updates of one model skipped for non-finite gradients before the run ends; in the supervised
+    """Maximum consecutive updates of one model skipped for their gradients before the run ends; in the supervised
     warm-up too."""
+    max_grad_norm_ratio: Annotated[float, Field(gt=1)] | None = None
+    """Maximum ratio of an update's gradient norm to the median of its model's last 64; above it, the update is skipped
+    like one with non-finite gradients. Default: no maximum."""
     step: ImportPath | None = None
     """Import path of your own RL step, called as step(run, state); default: rlhpc.trainer.step:rl_step."""
     dynamic_sampling: DynamicSamplingSection | None = None

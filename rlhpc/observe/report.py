@@ -78,6 +78,8 @@ def _finding(result: Mapping[str, Any]) -> str:
         return "Details"
     if not math.isfinite(float(result["grad_norm"]["replayed"])):
         return "Every sequence is finite by itself, the gradient is not: the backward pass overflows. Details"
+    if math.isfinite(float(result["grad_norm"]["recorded"])):
+        return "The gradient is finite, the update was skipped for its large norm. Details"
     return "The gradient is finite with these weights. Details"
 
 

@@ -1,17 +1,19 @@
 """Optimizer updates. A skipped update is counted, its batch is written for `rlhpc replay`, and too many in a row end
 the run.
 
-A back end skips an update whose gradient norm is not finite. This file looks at ``TrainStats.applied`` alone.
+A back end skips an update whose gradient norm is not finite, or above the limit that it gets. This file looks at
+``TrainStats.applied`` alone.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.api import LossFunction, PackedBatch, RunState, TrainBackend, TrainStats
+from rlhpc.config.schema import TrainSection
 from rlhpc.core.context import RankContext
 from rlhpc.core.errors import NonFiniteError
 from rlhpc.core.files import write_json
@@ -29,6 +32,7 @@ from rlhpc.parallel.transfer import gather_objects
 from rlhpc.reshard.checksum import checksum
 from rlhpc.trainer.batches import Minibatch
 from rlhpc.trainer.roles import Role
+from rlhpc.trainer.spikes import largest_norm, with_norm
 
 NEWEST = 8  # batches on disk
 
@@ -50,39 +54,59 @@ class Update:
     temperature: float
     rate: float
     prompt_ids: Sequence[int]
+    skip_above: float = math.inf  # a larger gradient norm is a spike
 
     @property
     def name(self) -> str:
         return f"{self.phase}-{self.step:08d}-{self.model}-{self.number:03d}"
 
     @property
-    def rate_key(self) -> str:
-        section = self.model if self.phase == "rl" else "sft"
-        return f"{section}.optimizer.learning_rate"
+    def section(self) -> str:
+        """Which of the optimizers of the run makes it."""
+        return self.model if self.phase == "rl" else "sft"
+
+    def reason(self, norm: float) -> str:
+        """Why it is skipped with this gradient norm."""
+        limit = f", above {self.skip_above:.3g}" if math.isfinite(norm) else ""
+        return f"its gradient norm is {norm:.3g}{limit}"
 
 
 def make_update(
-    context: RankContext, max_skipped: int, role: Role, state: RunState, update: Update, loss: LossFunction
+    context: RankContext, section: TrainSection, role: Role, state: RunState, update: Update, loss: LossFunction
 ) -> TrainStats:
     """Trains on the update's minibatch. Collective.
 
-    Raises NonFiniteError, before anything else may use the weights, at the ``max_skipped``-th skipped update in a row.
+    Raises NonFiniteError, before anything else may use the weights, at the ``max_skipped_updates``-th skipped update in
+    a row.
     """
+    norms = state.grad_norms.get(update.section, [])
+    update = replace(update, skip_above=largest_norm(norms, section.max_grad_norm_ratio))
     batches, denominator = update.minibatch.batches, update.minibatch.denominator
-    stats = role.model.train(batches, loss, denominator, update.temperature, update.rate)
+    stats = role.model.train(batches, loss, denominator, update.temperature, update.rate, update.skip_above)
+    if section.max_grad_norm_ratio is not None:
+        state.grad_norms[update.section] = with_norm(norms, stats.grad_norm)
     counter = f"{update.model}_skipped"
     in_a_row = 0 if stats.applied else getattr(state, counter) + 1
     setattr(state, counter, in_a_row)
     if in_a_row:
         _report(context, role, state, update, stats)
-    if in_a_row >= max_skipped:
-        raise NonFiniteError(
-            f"{update.phase} step {update.step}: {in_a_row} update(s) of the {update.model} in a row were skipped, "
-            f"their gradients are not finite (train.max_skipped_updates: {max_skipped}); the batches are in "
-            f"{context.run.skipped_updates}, `rlhpc replay {context.run.path}` shows which sequences are at fault; "
-            f"correct data, rewards or loss, or lower {update.rate_key}, and resume the run"
-        )
+    if in_a_row >= section.max_skipped_updates:
+        raise NonFiniteError(_end(context, section, update, stats.grad_norm, in_a_row))
     return stats
+
+
+def _end(context: RankContext, section: TrainSection, update: Update, norm: float, in_a_row: int) -> str:
+    """The error of a run that ends."""
+    cause, remedy = "their gradients are not finite", "correct data, rewards or loss"
+    if math.isfinite(norm):
+        cause = f"the last one because {update.reason(norm)} (train.max_grad_norm_ratio)"
+        remedy = f"raise that ratio, {remedy}"
+    return (
+        f"{update.phase} step {update.step}: {in_a_row} update(s) of the {update.model} in a row were skipped, {cause} "
+        f"(train.max_skipped_updates: {section.max_skipped_updates}); the batches are in "
+        f"{context.run.skipped_updates}, `rlhpc replay {context.run.path}` shows which sequences are at fault; "
+        f"{remedy}, or lower {update.section}.optimizer.learning_rate, and resume the run"
+    )
 
 
 def _report(context: RankContext, role: Role, state: RunState, update: Update, stats: TrainStats) -> None:
@@ -91,12 +115,12 @@ def _report(context: RankContext, role: Role, state: RunState, update: Update, s
     if context.info.rank == 0:
         kept = f"could not be written ({problem})" if problem else f"is {context.run.skipped_updates / update.name}"
         _log.warning(
-            "%s step %d, update %d of the %s: skipped, its gradient norm is %s; its batch %s",
+            "%s step %d, update %d of the %s: skipped, %s; its batch %s",
             update.phase,
             update.step,
             update.number,
             update.model,
-            stats.grad_norm,
+            update.reason(stats.grad_norm),
             kept,
         )
 
@@ -130,6 +154,7 @@ def _record(context: RankContext, state: RunState, update: Update, stats: TrainS
         "attempt": context.attempt.number,
         "world_size": context.info.world_size,
         "grad_norm": str(stats.grad_norm),
+        "skip_above": str(update.skip_above),
         "loss": str(stats.sums["loss"] / denominator),
         "denominator": denominator,
         "temperature": update.temperature,

@@ -124,8 +124,7 @@ class Updater:
         return self.config.critic.warmup_steps if model == "actor" and self.models.critic is not None else 0
 
     def _make(self, state: RunState, update: Update, loss: LossFunction) -> TrainStats:
-        role, most = self.models.trained[update.model], self.config.train.max_skipped_updates
-        return make_update(self.context, most, role, state, update, loss)
+        return make_update(self.context, self.config.train, self.models.trained[update.model], state, update, loss)
 
 
 def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:

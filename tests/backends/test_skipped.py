@@ -1,5 +1,5 @@
-"""An update whose gradient is not finite changes nothing: on every axis, of dense weights and experts, actor and
-critic, float32 and bfloat16."""
+"""An update whose gradient is not finite, or larger than allowed, changes nothing: on every axis, of dense weights and
+experts, actor and critic, float32 and bfloat16."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ def test_a_skipped_update_leaves_no_trace(tmp_path: Path) -> None:
             assert not math.isfinite(found["norm"]), case
             assert found["applied"] == [True, False, True], case
             assert found["changed by the bad one"] == [], case
+            assert found["changed by the large one"] == [], case
             assert found["changed by a good one"], case
             assert found["unlike a run without it"] == [], case
 
@@ -58,7 +59,10 @@ def _try(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> dict[str,
     before = _state(model)
     bad = _update_of_experts(model) if kind == "dsv3" else _update(model, bad=True)
     after = _state(model)
-    following = _update(model)
+    large = _update(model, skip_above=-1.0)  # the value head is zero, and so is its gradient
+    assert not large.applied
+    after_large = _state(model)
+    following = _update(model, skip_above=1e12)
     other = _make(folder, kind, axes, dtype)
     for _ in range(2):
         _update(other)
@@ -66,6 +70,7 @@ def _try(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> dict[str,
         "norm": bad.grad_norm,
         "applied": [first.applied, bad.applied, following.applied],
         "changed by the bad one": _differing(before, after),
+        "changed by the large one": _differing(before, after_large),
         "changed by a good one": _differing(before, _state(model)),
         "unlike a run without it": _differing(_state(other), _state(model)),
     }
@@ -95,7 +100,7 @@ def _make(folder: Path, kind: str, axes: dict[str, int], dtype: str) -> Any:
     return model
 
 
-def _update(model: Any, bad: bool = False) -> Any:
+def _update(model: Any, bad: bool = False, skip_above: float = math.inf) -> Any:
     """Of the batches that all cases have; a bad one's loss is NaN where the fourth sequence is."""
 
     def loss(stats: Any, batch: Any) -> Any:
@@ -108,7 +113,7 @@ def _update(model: Any, bad: bool = False) -> Any:
             sums = negative_log_likelihood(stats, batch)
         return LossSums(sums.total * math.nan, sums.metrics) if bad and 3 in batch.sample_ids else sums
 
-    return model.train(batches_of(model), loss, TOKENS, 1.0, RATE)
+    return model.train(batches_of(model), loss, TOKENS, 1.0, RATE, skip_above)
 
 
 def _update_of_experts(model: Any) -> Any:

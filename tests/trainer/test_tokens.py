@@ -235,7 +235,9 @@ class Trained:
     def offload(self) -> None:
         pass
 
-    def train(self, batches: Any, loss: Any, denominator: float, temperature: float, rate: float) -> TrainStats:
+    def train(
+        self, batches: Any, loss: Any, denominator: float, temperature: float, rate: float, *_: Any
+    ) -> TrainStats:
         self.updates.append((batches, denominator, rate))
         n = len(self.updates)
         return TrainStats(
@@ -429,7 +431,7 @@ def test_a_step_that_trains_twice_or_not_at_all_counts_as_one_or_none(monkeypatc
         rates.append([update_both(updater, state, SAMPLES)[1]["learning_rate"] for _ in range(times)])
         state.step += 1
     assert rates == [[1, 1], [], [2]]
-    assert state.actor_steps == 2
+    assert (state.actor_steps, state.grad_norms) == (2, {})
 
 
 def test_the_kl_coefficient_waits_until_the_actor_learns(monkeypatch: pytest.MonkeyPatch) -> None:

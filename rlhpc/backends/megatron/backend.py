@@ -172,12 +172,18 @@ class MegatronBackend:
 
     @_in_its_groups
     def train(
-        self, batches: Sequence[PackedBatch], loss: LossFunction, denominator: float, temperature: float, rate: float
+        self,
+        batches: Sequence[PackedBatch],
+        loss: LossFunction,
+        denominator: float,
+        temperature: float,
+        rate: float,
+        skip_above: float = math.inf,
     ) -> TrainStats:
         """See ``TrainBackend``."""
         biases = biases_of(self._routers)
         stats = self._differentiate(batches, loss, denominator, temperature)
-        if not math.isfinite(stats.grad_norm):
+        if not math.isfinite(stats.grad_norm) or stats.grad_norm > skip_above:
             restore_biases(self._routers, biases)
             return stats
         set_rate(self._optimizer, rate, self._section.weight_decay)
