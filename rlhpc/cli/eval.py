@@ -66,14 +66,16 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
     if mode.check:
         from rlhpc.plan.checks.run import check_config
 
-        for topic, text in check_config(loaded, prepared=loaded.prepare is None):
+        for topic, text in check_config(loaded, prepared=loaded.prepare is None, starting=False):
             click.echo(f"{topic:<8}{text}")
     elif mode.submits:
         from rlhpc.cli.submit import SubmitOptions, submit_plan
         from rlhpc.launch.runs.submit import make_plan
 
         sites = [given.site.text] if given.site else []
-        submit_plan(make_plan([loaded], Path.cwd()), SubmitOptions(mode.dry_run, mode.follow), sites=sites)
+        submit_plan(
+            make_plan([loaded], Path.cwd(), dry_run=mode.dry_run), SubmitOptions(mode.dry_run, mode.follow), sites=sites
+        )
     else:
         from rlhpc.launch.runs.run import run_here
 

@@ -54,11 +54,9 @@ def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, r
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
         from rlhpc.plan.checks.run import check_config
-        from rlhpc.plan.checks.user_code import check_own_code
 
-        lines = [*check_config(loaded, prepared=loaded.prepare is None)]
-        lines += [("site", given.site.text)] if given.site else []
-        for topic, text in [*lines, *(("warning", warning) for warning in check_own_code(loaded, Path.cwd()))]:
+        lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
+        for topic, text in [*lines, *([("site", given.site.text)] if given.site else [])]:
             click.echo(f"{topic:<8}{text}")
         return
     from rlhpc.launch.runs.run import run_here

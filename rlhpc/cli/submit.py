@@ -64,7 +64,7 @@ def submit(
     if run_dir is not None:
         configs = [configs[0].model_copy(update={"run_dir": Path(run_dir)})]
     sites = dict.fromkeys(one.site.text for one in loaded if one.site is not None)
-    submit_plan(make_plan(configs, Path.cwd()), options, sites=[*sites])
+    submit_plan(make_plan(configs, Path.cwd(), dry_run=options.dry_run), options, sites=[*sites])
 
 
 @click.command()
@@ -88,7 +88,7 @@ def resume(*, run: str, overrides: tuple[str, ...], options: SubmitOptions) -> N
     known = find_run(run)
     workdir = workdir_of(known)
     os.chdir(workdir)  # relative paths in the config start there
-    submit_plan(plan_again(known, overrides, workdir), options, again=True)
+    submit_plan(plan_again(known, overrides, workdir, dry_run=options.dry_run), options, again=True)
 
 
 def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, sites: Sequence[str] = ()) -> None:

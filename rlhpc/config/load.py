@@ -20,13 +20,12 @@ from rlhpc.config.reward import NO_KIND
 from rlhpc.config.saved import with_secrets
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site_file import SiteValues, expand_site, take_site
-from rlhpc.core.errors import UserError, did_you_mean, nearest
+from rlhpc.core.errors import UserError, UserErrors, did_you_mean, nearest
 from rlhpc.core.files import read_text
 from rlhpc.core.redaction import hide, learn
 from rlhpc.core.storage import StorageError
 
 COMMAND_LINE = "command line"
-_SHOWN_ERRORS = 20
 
 
 @dataclass(frozen=True)
@@ -176,11 +175,7 @@ def _user_error(details: Sequence[ErrorDetails], places: Mapping[str, str], file
         first.setdefault(_location(detail), detail)
     ordered = sorted(first.items(), key=lambda item: item[1]["type"] == "extra_forbidden")
     faults = [fault for location, detail in ordered for fault in _faults(detail, location, places, file)]
-    if len(faults) == 1:
-        return faults[0]
-    more = len(faults) - _SHOWN_ERRORS
-    shown = [str(fault) for fault in faults[:_SHOWN_ERRORS]] + ([f"and {more} more"] if more > 0 else [])
-    return UserError(" | ".join(shown))
+    return faults[0] if len(faults) == 1 else UserErrors(faults)
 
 
 def _location(detail: ErrorDetails) -> tuple[int | str, ...]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 from rlhpc.core.redaction import redact
 
 EXIT_USER_ERROR = 2
+_SHOWN_ERRORS = 20
 
 
 class UserError(ValueError):
@@ -25,6 +27,42 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.message, self.where, self.remedy)
+
+
+class UserErrors(UserError):
+    """Several errors in one line, the most important first; those after the twentieth are counted."""
+
+    def __init__(self, errors: Sequence[UserError]) -> None:
+        more = len(errors) - _SHOWN_ERRORS
+        shown = [str(error) for error in errors[:_SHOWN_ERRORS]] + ([f"and {more} more"] if more > 0 else [])
+        super().__init__(" | ".join(shown))
+        self.errors = tuple(errors)
+
+    def __reduce__(self) -> tuple:
+        return UserErrors, (self.errors,)
+
+
+class Faults:
+    """Errors of checks that do not depend on each other, in the order of the checks."""
+
+    def __init__(self, errors: Iterable[UserError] = ()) -> None:
+        self.errors = list(errors)
+
+    @contextmanager
+    def collect(self) -> Iterator[None]:
+        """Context that ends at the first error of its block, which is kept."""
+        try:
+            yield
+        except UserErrors as several:
+            self.errors += several.errors
+        except UserError as error:
+            self.errors.append(error)
+
+    def raise_all(self) -> None:
+        """Raises what was found, each error once."""
+        errors = list({str(error): error for error in self.errors}.values())
+        if errors:
+            raise errors[0] if len(errors) == 1 else UserErrors(errors)
 
 
 class NodeError(UserError):

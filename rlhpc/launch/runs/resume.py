@@ -14,14 +14,14 @@ from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.submit import Plan, make_plan
 
 
-def plan_again(run: RunEntry, overrides: Sequence[str], workdir: Path) -> Plan:
+def plan_again(run: RunEntry, overrides: Sequence[str], workdir: Path, *, dry_run: bool = False) -> Plan:
     """Submission of the run's own config with ``overrides``, in its own folder. This process must be in ``workdir``."""
     folder = run.folder
     if not folder.config.is_file():
         raise UserError("contains no run", where=str(folder.path), remedy="start one with `rlhpc submit`")
     config = load_config(folder.config, overrides)
     _refuse_finished(folder, load_config(folder.config), config)
-    return make_plan([config.model_copy(update={"run_dir": folder.path})], workdir)
+    return make_plan([config.model_copy(update={"run_dir": folder.path})], workdir, dry_run=dry_run)
 
 
 def workdir_of(run: RunEntry) -> Path:

@@ -6,6 +6,7 @@ import sys
 import time
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import Faults
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
 from rlhpc.launch.machine import check_packages, check_resources
@@ -24,9 +25,14 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
     """
     started = time.monotonic()
     folder = RunFolder(config.folder)
-    check_resources(config)
-    check_folder(folder, resume=resume)
-    check_config(config, prepared=config.prepare is None)
+    faults = Faults()
+    with faults.collect():
+        check_resources(config)
+    with faults.collect():
+        check_folder(folder, resume=resume)
+    with faults.collect():
+        check_config(config, prepared=config.prepare is None)
+    faults.raise_all()
     if entry == TRAINER:
         check_packages()
         check_gpu_software()

@@ -15,7 +15,7 @@ from pathlib import Path
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import hide
@@ -32,7 +32,6 @@ from rlhpc.launch.slurm.job_spec import JobSpec, gpus_per_node, make_spec
 from rlhpc.launch.slurm.partitions import NodeGroup, check_partitions, most_nodes, read_partitions
 from rlhpc.launch.slurm.queue import JobStatus, read_jobs
 from rlhpc.plan.checks.run import check_config
-from rlhpc.plan.checks.user_code import check_own_code
 
 # The reason appears after the scheduler has looked at the job: at once on an idle cluster, in its next round otherwise.
 _REASON_SECONDS, _POLL_SECONDS = 2.0, 0.1
@@ -63,26 +62,36 @@ class Plan:
         return f"sbatch {self.submission}/.submission_file_*.sh"
 
 
-def make_plan(configs: Sequence[RunConfig], workdir: Path) -> Plan:
-    """Plan of a submission. Reads input files, changes nothing. Raises UserError for configs that cannot work."""
+def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = False) -> Plan:
+    """Plan of a submission. Reads input files, changes nothing. Raises UserError for configs that cannot work.
+
+    ``dry_run``: it is only shown, and what this machine lacks is a warning.
+    """
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
     warnings: list[str] = []
+    faults = Faults()
     for config, folder in zip(configs, folders, strict=True):
-        found = check_config(config, prepared=config.prepare is None)
-        warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
-        warnings += check_own_code(config, workdir)
-        check_folder_name(folder.path)
-    _check_alike(configs, folders)
+        with faults.collect():
+            found = check_config(config, prepared=config.prepare is None, starting=not dry_run, workdir=workdir)
+            warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
+        with faults.collect():
+            check_folder_name(folder.path)
+    with faults.collect():
+        _check_alike(configs, folders)
     conda = os.environ.get(env.CONDA_EXE, "conda")
     submission = folders[0].submission
     if len(configs) > 1:
         name = hashlib.sha256("\n".join(str(folder.path) for folder in folders).encode()).hexdigest()[:12]
         submission = folders[0].path.parent / ".arrays" / name
-    spec, *_ = [make_spec(config, workdir, sys.executable, conda, submission) for config in configs]
-    warnings += package_warnings(configs[0])
+    specs = []
     for config in configs:
-        check_planned_driver(config)
-    return Plan(tuple(configs), folders, spec, workdir, submission, tuple(dict.fromkeys(warnings)))
+        with faults.collect():
+            specs.append(make_spec(config, workdir, sys.executable, conda, submission))
+        with faults.collect():
+            check_planned_driver(config)
+    faults.raise_all()
+    warnings += package_warnings(configs[0])
+    return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))
 
 
 def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = "") -> list[RunEntry]:

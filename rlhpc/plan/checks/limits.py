@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import Faults, UserError
 from rlhpc.models import ModelShape
 from rlhpc.plan.checks.cache import (
     HIGHEST_UTILIZATION,
@@ -34,16 +34,41 @@ from rlhpc.sharding.layout import ParallelLayout, divisors
 _INSIDE = ("tp", "etp")  # axes whose ranks communicate in every layer
 
 
-def check_limits(config: RunConfig, shape: ModelShape, layout: ParallelLayout, *, prepared: bool = True) -> list[str]:
-    """Returns the warnings of all checks below. Raises UserError for what cannot work.
+def check_limits(
+    config: RunConfig,
+    shape: ModelShape,
+    layout: ParallelLayout | None,
+    *,
+    prepared: bool = True,
+    starting: bool = True,
+) -> list[str]:
+    """Returns the warnings of all checks below. Raises UserError with all that cannot work.
 
-    ``prepared`` false: models other than the actor may not exist yet.
+    ``layout`` None: it is invalid, and only lengths and disk are checked. ``prepared`` false: models other than the
+    actor may not exist yet. ``starting`` false: a disk that is too small is a warning.
     """
+    faults, disk = Faults(), Faults()
+    warnings: list[str] = []
+    with faults.collect():
+        warnings += check_lengths(config, shape)
+    if layout is not None:
+        with faults.collect():
+            warnings += _check_machine(config, shape, layout, prepared=prepared)
+    with disk.collect():
+        warnings += check_disk(config, shape)
+    if starting:
+        faults.errors += disk.errors
+    warnings += [f"{error}; `rlhpc run` and `rlhpc submit` refuse it" for error in disk.errors if not starting]
+    faults.raise_all()
+    return warnings
+
+
+def _check_machine(config: RunConfig, shape: ModelShape, layout: ParallelLayout, *, prepared: bool) -> list[str]:
+    """Returns the warnings of checks of GPUs and network."""
     site = read_site(config)
     gpu = named_gpu(config, site)
     gib = gpu.memory_gib if gpu else None
-    warnings = [*check_lengths(config, shape), *check_cache(config, shape, gib), *check_disk(config, shape)]
-    warnings += check_network(config, shape, gpu, site.efficiency)
+    warnings = [*check_cache(config, shape, gib), *check_network(config, shape, gpu, site.efficiency)]
     warnings += check_tensor_parallel(config, gpu)
     if gpu is not None and gib is not None and prepared:
         plan = predict_memory(config, shape, layout, gib, gpu.reserves)

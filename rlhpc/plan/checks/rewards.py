@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from rlhpc.checkpoint.formats.model_folder import check_tokenizer, check_weights, same_vocabulary
 from rlhpc.config.model_settings import reward_model_settings
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import Faults, UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.parallelism import fitting_layout
 
@@ -76,15 +77,19 @@ def _check_tokens(config: RunConfig, section: RewardModelSection, shape: ModelSh
 
 def check_rewards(config: RunConfig) -> None:
     """Refuses several models, and parts of the reward without distinct names."""
+    Faults(_reward_faults(config)).raise_all()
+
+
+def _reward_faults(config: RunConfig) -> Iterator[UserError]:
     functions, rewards = config.reward_functions, config.rewards
     models = [entry for entry in rewards if isinstance(entry, RewardModelSection)]
     if len(models) > 1:
-        raise UserError(f"{len(models)} reward models", where="rewards", remedy="leave one")
+        yield UserError(f"{len(models)} reward models", where="rewards", remedy="leave one")
     unnamed = [key for key, entry in functions.items() if entry.name is None]
     if unnamed and len(functions) > 1:
-        raise UserError(f"{len(functions)} functions and no name", where=f"{unnamed[0]}.name", remedy="name each")
+        yield UserError(f"{len(functions)} functions and no name", where=f"{unnamed[0]}.name", remedy="name each")
     for name, count in Counter(entry.name for entry in rewards if entry.name is not None).items():
         if count > 1:
-            raise UserError(f"{name!r}: duplicate name", where="rewards", remedy="name each differently")
+            yield UserError(f"{name!r}: duplicate name", where="rewards", remedy="name each differently")
         if name in _TAKEN:
-            raise UserError(f"{name!r} has another meaning in the metrics", where="rewards", remedy="rename it")
+            yield UserError(f"{name!r} has another meaning in the metrics", where="rewards", remedy="rename it")

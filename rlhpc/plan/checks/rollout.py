@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import Faults, UserError
 
 
 def check_rollout(config: RunConfig) -> None:
     """Refuses tools without a chat template, and dynamic sampling that could keep no group."""
-    _check_tools(config)
+    Faults((*_tool_faults(config), *_dynamic_faults(config))).raise_all()
+
+
+def _dynamic_faults(config: RunConfig) -> Iterator[UserError]:
     dynamic = config.train.dynamic_sampling
     if dynamic is None:
         return
     if dynamic.arguments and dynamic.filter is None:
-        raise UserError(
+        yield UserError(
             "there is no filter that takes them",
             where="train.dynamic_sampling.arguments",
             remedy="name one in train.dynamic_sampling.filter",
@@ -23,33 +27,33 @@ def check_rollout(config: RunConfig) -> None:
     if dynamic.filter is not None:
         return
     if config.reward_model is not None and dynamic.metric == config.reward_model.name:
-        raise UserError(
+        yield UserError(
             "groups are selected before the reward model has scored them",
             where="train.dynamic_sampling.metric",
             remedy="use reward, the sum of the functions at that point, or the name of one of them",
         )
     if config.rollout.samples_per_prompt == 1:
-        raise UserError(
+        yield UserError(
             "a single sample never differs from others: every group would be dropped",
             where="rollout.samples_per_prompt",
             remedy="set it to 2 or more, or name a filter in train.dynamic_sampling.filter",
         )
     if not config.reward_functions:
-        raise UserError(
+        yield UserError(
             "groups are selected before the reward model has scored them, and there is no other reward",
             where="train.dynamic_sampling",
             remedy="add a function to rewards, or remove the section",
         )
 
 
-def _check_tools(config: RunConfig) -> None:
+def _tool_faults(config: RunConfig) -> Iterator[UserError]:
     tools = config.rollout.tools
     if tools and not config.data.chat_template:
-        raise UserError(
+        yield UserError(
             "tools are shown to the policy by a chat template",
             where="data.chat_template",
             remedy="set it to true, or to a Jinja file",
         )
     twice = [name for name, count in Counter(tool.name for tool in tools).items() if count > 1]
     if twice:
-        raise UserError(f"{twice[0]!r}: duplicate name", where="rollout.tools", remedy="name each differently")
+        yield UserError(f"{twice[0]!r}: duplicate name", where="rollout.tools", remedy="name each differently")

@@ -9,7 +9,7 @@ from pathlib import Path
 from rlhpc.checkpoint.formats.model_folder import check_data_file, check_tokenizer, check_weights
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.overlap import contains
 from rlhpc.models import ModelShape, read_model
@@ -25,6 +25,7 @@ from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.secrets import secret_warnings
 from rlhpc.plan.checks.suitable import suits
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
+from rlhpc.plan.checks.user_code import check_own_code
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 from rlhpc.sharding.shards import num_parameters
@@ -32,38 +33,76 @@ from rlhpc.sharding.shards import num_parameters
 Summary = list[tuple[str, str]]
 
 
-def check_config(config: RunConfig, *, prepared: bool = True) -> Summary:
-    """Returns (topic, text) rows that describe the run. Raises UserError for what cannot work.
+def check_config(
+    config: RunConfig, *, prepared: bool = True, starting: bool = True, workdir: Path | None = None
+) -> Summary:
+    """Returns (topic, text) rows that describe the run. Raises UserError with all that cannot work.
 
-    ``prepared`` false: ``config.prepare`` has yet to run, and input files may be absent.
+    ``prepared`` false: ``config.prepare`` has yet to run, and input files may be absent. ``starting`` false: a disk
+    that is too small is a warning, because the run may start on another machine. ``workdir``: also look there for the
+    functions that the config names.
     """
-    check_node_range(config)
-    check_own_checkpoints(config)
-    shape = read_model(config.model.path, config.model.family) if config.model.path.exists() else None
-    check_nodes(config, config.slurm.least_nodes, shape)
-    layout = check_nodes(config, config.slurm.most_nodes, shape)
-    check_algorithm(config)
-    check_rewards(config)
-    check_rollout(config)
-    check_data(config)
-    check_keep_best(config)
-    check_optimizers(config)
-    check_sharing(config)
-    check_critic(config, layout.world_size, shape)
-    if prepared:
-        check_reward_model(config, layout.world_size)
+    faults = Faults()
+    with faults.collect():
+        check_node_range(config)
+    with faults.collect():
+        check_own_checkpoints(config)
+    shape = None
+    if prepared or config.model.path.exists():
+        with faults.collect():
+            shape = read_model(config.model.path, config.model.family)
+    layout = None
+    for nodes in dict.fromkeys((config.slurm.least_nodes, config.slurm.most_nodes)):
+        layout = None
+        with faults.collect():
+            layout = check_nodes(config, nodes, shape)
+    _check_sections(config, faults)
+    if layout is not None:
+        _check_models(config, shape, layout, faults, prepared=prepared)
     if shape is not None:
-        check_memory(config.actor.memory, shape, layout)
-        check_experts(config.actor.moe, shape)
-    warnings = check_limits(config, shape, layout, prepared=prepared) if shape is not None else []
-    summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config))]
-    if shape is None and not prepared:
-        summary.append(("model", f"{config.model.path}: not there yet, prepare makes it"))
-    else:
-        summary.append(("model", _check_model(config, shape or read_model(config.model.path, config.model.family))))
-    summary += [("data", text) for text in _check_data(config, prepared=prepared)]
+        with faults.collect():
+            check_experts(config.actor.moe, shape)
+    summary: Summary = []
+    with faults.collect():
+        summary.append(("model", _check_model(config, shape, prepared=prepared)))
+    _check_data(config, faults, prepared=prepared)
+    warnings = []
+    if workdir is not None:
+        with faults.collect():
+            warnings += check_own_code(config, workdir)
+    if shape is not None:
+        with faults.collect():
+            # Memory is predicted for a layout and settings that can work.
+            able = layout if not faults.errors else None
+            warnings = [*check_limits(config, shape, able, prepared=prepared, starting=starting), *warnings]
+    faults.raise_all()
+    assert layout is not None
+    summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config)), *summary]
+    summary += [("data", text) for text in _data_texts(config)]
     warnings = [*warnings, *off_policy_warnings(config), *secret_warnings(config)]
     return summary + [("warning", text) for text in warnings]
+
+
+def _check_sections(config: RunConfig, faults: Faults) -> None:
+    """Collects the faults of keys that only concern each other."""
+    checks = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_optimizers, check_sharing)
+    for check in checks:
+        with faults.collect():
+            check(config)
+
+
+def _check_models(
+    config: RunConfig, shape: ModelShape | None, layout: ParallelLayout, faults: Faults, *, prepared: bool
+) -> None:
+    """Collects the faults of models under a layout that is valid."""
+    with faults.collect():
+        check_critic(config, layout.world_size, shape)
+    if prepared:
+        with faults.collect():
+            check_reward_model(config, layout.world_size)
+    if shape is not None:
+        with faults.collect():
+            check_memory(config.actor.memory, shape, layout)
 
 
 def outline(config: RunConfig) -> Summary:
@@ -71,9 +110,14 @@ def outline(config: RunConfig) -> Summary:
 
     Raises UserError where nothing can be predicted. Weights and prompts may be absent.
     """
-    check_node_range(config)
-    shape = read_model(config.model.path, config.model.family)
-    layout = check_plannable(config, shape)
+    faults, layout = Faults(), None
+    with faults.collect():
+        check_node_range(config)
+    with faults.collect():
+        shape = read_model(config.model.path, config.model.family)
+        layout = check_plannable(config, shape)
+    faults.raise_all()
+    assert layout is not None
     batch = [("batch", text)] if (text := _batch_text(config)) else []
     return [("layout", _layout_text(config, layout)), *batch, ("model", f"{config.model.path}: {_model_text(shape)}")]
 
@@ -96,27 +140,37 @@ def check_own_checkpoints(config: RunConfig) -> None:
         **_reward_folder(config),
     }
     checkpoints = RunFolder(config.folder).checkpoints
-    for key, path in models.items():
-        if path is not None and contains(checkpoints, path):
-            raise UserError(
-                f"{str(path)!r} is among this run's checkpoints; only the newest {config.checkpoint.keep} are kept",
-                where=key,
-                remedy="copy it to a folder outside, or give the run another run_dir",
-            )
+    Faults(
+        UserError(
+            f"{str(path)!r} is among this run's checkpoints; only the newest {config.checkpoint.keep} are kept",
+            where=key,
+            remedy="copy it to a folder outside, or give the run another run_dir",
+        )
+        for key, path in models.items()
+        if path is not None and contains(checkpoints, path)
+    ).raise_all()
 
 
 def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
     """Returns the layout on the most nodes. Raises UserError if it, batches, lengths, recomputation or other models do
     not fit."""
-    layout = check_layout(config, config.slurm.most_nodes, shape)
-    check_critic(config, layout.world_size, shape)
-    check_shape_files(config)
-    check_memory(config.actor.memory, shape, layout)
-    if config.train.steps:
-        _check_samples(config, layout)
-    for _warning in check_lengths(config, shape):
-        pass
-    check_planned_lengths(config)
+    faults, layout = Faults(), None
+    with faults.collect():
+        layout = check_layout(config, config.slurm.most_nodes, shape)
+        if config.train.steps:
+            _check_samples(config, layout)
+    if layout is not None:
+        with faults.collect():
+            check_critic(config, layout.world_size, shape)
+        with faults.collect():
+            check_memory(config.actor.memory, shape, layout)
+    with faults.collect():
+        list(check_lengths(config, shape))
+    for check in (check_shape_files, check_planned_lengths):
+        with faults.collect():
+            check(config)
+    faults.raise_all()
+    assert layout is not None
     return layout
 
 
@@ -125,9 +179,11 @@ def check_shape_files(config: RunConfig) -> None:
     folders: dict[str, Path | None] = {**_reward_folder(config)}
     if config.algorithm.name in WITH_CRITIC:
         folders["critic.path"] = config.critic.path
-    for key, folder in folders.items():
-        if folder is not None and not (folder / "config.json").is_file():
-            raise UserError(f"no config.json in {str(folder)!r}", where=key, remedy="correct the path")
+    Faults(
+        UserError(f"no config.json in {str(folder)!r}", where=key, remedy="correct the path")
+        for key, folder in folders.items()
+        if folder is not None and not (folder / "config.json").is_file()
+    ).raise_all()
 
 
 def _reward_folder(config: RunConfig) -> dict[str, Path]:
@@ -143,11 +199,13 @@ def check_planned_lengths(config: RunConfig) -> None:
         ("prompt_tokens", planned.prompt_tokens, "data.max_prompt_tokens", config.data.max_prompt_tokens),
         ("response_tokens", planned.response_tokens, "rollout.max_response_tokens", config.rollout.max_response_tokens),
     )
-    for name, mean, key, most in bounds:
-        if mean is not None and mean > most:
-            raise UserError(
-                f"a mean of {mean} is above {key} {most}", where=f"planning.{name}", remedy=f"lower it, or raise {key}"
-            )
+    Faults(
+        UserError(
+            f"a mean of {mean} is above {key} {most}", where=f"planning.{name}", remedy=f"lower it, or raise {key}"
+        )
+        for name, mean, key, most in bounds
+        if mean is not None and mean > most
+    ).raise_all()
 
 
 def check_nodes(config: RunConfig, nodes: int, shape: ModelShape | None = None) -> ParallelLayout:
@@ -234,9 +292,11 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
         raise UserError(wrong, where="train.minibatches", remedy=f"use {_nearest(train.minibatches, valid)}")
 
 
-def _check_model(config: RunConfig, shape: ModelShape) -> str:
+def _check_model(config: RunConfig, shape: ModelShape | None, *, prepared: bool) -> str:
     """Describes the model. Refuses files that are incomplete or do not belong together."""
     folder = config.model.path
+    if shape is None:
+        return f"{folder}: " + ("cannot be read" if prepared else "not there yet, prepare makes it")
     weights = check_weights(config.model.weights or folder, shape)
     tokens = check_tokenizer(folder, shape.vocab_size, chat_template=config.data.chat_template)
     return (
@@ -252,17 +312,27 @@ def _model_text(shape: ModelShape) -> str:
     )
 
 
-def _check_data(config: RunConfig, *, prepared: bool) -> Iterator[str]:
-    groups = {
+def _check_data(config: RunConfig, faults: Faults, *, prepared: bool) -> None:
+    """Collects the faults of data files."""
+    for key, paths in _data_files(config).items():
+        for index, path in enumerate(paths):
+            if prepared or path.exists():
+                with faults.collect():
+                    check_data_file(path, f"{key}.{index}")
+
+
+def _data_files(config: RunConfig) -> dict[str, list[Path]]:
+    return {
         "data.train": [file.path for file in config.data.train],
         "data.validation": [file.path for file in config.data.validation],
         "sft.data": config.sft.data if config.sft is not None else [],
     }
-    for key, paths in groups.items():
-        absent = [path for path in paths if not path.exists()]
-        for index, path in enumerate(paths):
-            if prepared or path.exists():
-                check_data_file(path, f"{key}.{index}")
+
+
+def _data_texts(config: RunConfig) -> Iterator[str]:
+    """Describes the data files."""
+    for key, paths in _data_files(config).items():
+        absent = not all(path.exists() for path in paths)
         if paths:
             yield f"{key}: {', '.join(map(str, paths))}" + (" (not there yet, prepare makes it)" if absent else "")
 

@@ -7,7 +7,7 @@ from math import gcd
 
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.training import MemorySection, MoeSection, OptimizerSection
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import Faults, UserError
 from rlhpc.models import ModelShape
 from rlhpc.sharding.layout import ParallelLayout, divisors
 
@@ -17,8 +17,11 @@ def check_optimizers(config: RunConfig) -> None:
     sections = {"actor.optimizer": config.actor.optimizer}
     if config.sft is not None:
         sections["sft.optimizer"] = config.sft.optimizer
+    faults = Faults()
     for key, section in sections.items():
-        check_optimizer(key, section)
+        with faults.collect():
+            check_optimizer(key, section)
+    faults.raise_all()
 
 
 def check_optimizer(key: str, section: OptimizerSection) -> None:

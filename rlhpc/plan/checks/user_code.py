@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.errors import Faults, UserError, did_you_mean
 
 _KEYS = ("function", "filter", "family", "step")
 _MAKERS = ("globals", "vars", "setattr", "exec")  # calls that may bind names not visible in the file
@@ -23,17 +23,20 @@ def check_own_code(config: RunConfig, workdir: Path) -> list[str]:
     Modules are looked up in ``workdir``, then in this Python's packages unless the job uses another Python.
     """
     here = config.slurm.conda is None and config.slurm.container is None
-    warnings = []
+    warnings: list[str] = []
+    faults = Faults()
     for key, path in import_paths(config):
         module, _, attribute = path.partition(":")
         file = _in_folder(workdir, module.split(".")) or (_installed(module.split(".")) if here else None)
         if file is not None:
-            _check_name(file, attribute.split(".")[0], key)
+            with faults.collect():
+                _check_name(file, attribute.split(".")[0], key)
         elif here and not _known(workdir, module.split(".")[0]):
             where = f"neither in {workdir} nor among the packages of {sys.executable}"
             warnings.append(
                 f"{key}: {path}: no module {module!r} {where}; correct it, or make sure that the job finds it"
             )
+    faults.raise_all()
     return warnings
 
 
