@@ -64,8 +64,11 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
     given = load_with_site(Path(config), overrides)
     loaded = evaluation_of(given.config, *astuple(weights))
     if mode.check:
+        from rlhpc.launch.machine import with_local_ranks
         from rlhpc.plan.checks.run import check_config
 
+        if not mode.submits:
+            loaded, _ = with_local_ranks(loaded)
         for topic, text in check_config(loaded, prepared=loaded.prepare is None, starting=False):
             click.echo(f"{topic:<8}{text}")
     elif mode.submits:

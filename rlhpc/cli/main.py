@@ -53,9 +53,12 @@ def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, r
     if run_dir is not None:
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
+        from rlhpc.launch.machine import with_local_ranks
         from rlhpc.plan.checks.run import check_config
 
+        loaded, ranks = with_local_ranks(loaded)
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
+        lines += [("ranks", ranks)] if ranks else []
         for topic, text in [*lines, *([("site", given.site.text)] if given.site else [])]:
             click.echo(f"{topic:<8}{text}")
         return

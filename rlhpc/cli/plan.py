@@ -166,8 +166,10 @@ def calibrate(*, config: str, run_folder: str, overrides: tuple[str, ...], gpu: 
 
 def _load(config: str, overrides: tuple[str, ...]) -> RunConfig:
     from rlhpc.config.load import load_config
+    from rlhpc.config.ranks import with_job_ranks
 
-    return load_config(Path(config), overrides)
+    loaded = load_config(Path(config), overrides)
+    return with_job_ranks(loaded) or loaded
 
 
 def _case(config: RunConfig, gpu: str | None, command: str) -> Scenario:

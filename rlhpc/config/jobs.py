@@ -55,7 +55,8 @@ class SiteSlurmSection(Section):
     exclusive: bool = False
     """Exclusive use of the nodes."""
     gpus_per_node: NonNegativeInt | None = None
-    """Number of GPUs per node; default: one per rank; 0: ranks compute on the CPU."""
+    """Number of GPUs per node; default: resources.ranks_per_node, of which one must be set; 0: ranks compute on the
+    CPU."""
     gpu_type: str | None = None
     """GPU type by the site's name, such as h100."""
     cpus_per_rank: PositiveInt | None = None

@@ -57,7 +57,8 @@ class ModelSection(Section):
 
 class ResourcesSection(Section):
     ranks_per_node: PositiveInt = 1
-    """Number of processes per node: one per GPU, or per group of CPU cores."""
+    """Number of processes per node: one per GPU, or per group of CPU cores. Default: one per visible GPU with
+    `rlhpc run`, per GPU of slurm.gpus_per_node with `rlhpc submit`; 1 on CPUs."""
     threads_per_rank: PositiveInt | None = None
     """Number of CPU threads per rank; default: slurm.cpus_per_rank in a job, else an even share of the cores."""
 

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from itertools import takewhile
 from pathlib import Path
 
+from rlhpc.config.ranks import RANKS_KEY, ranks_are_set, with_ranks
 from rlhpc.config.schema import ResourcesSection, RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
@@ -44,6 +45,16 @@ def visible_gpus(environ: Mapping[str, str]) -> int | None:
         return None
     names = (name.strip() for name in visible.split(","))
     return sum(1 for _ in takewhile(lambda name: name and name[0] != "-" and name != "NoDevFiles", names))
+
+
+def with_local_ranks(config: RunConfig) -> tuple[RunConfig, str | None]:
+    """The configuration with a rank per visible GPU, or one on the CPU, and a line that says so; as it is and without a
+    line if it sets the number of ranks."""
+    if ranks_are_set(config):
+        return config, None
+    gpus = gpu_count()
+    found = f"{gpus} rank(s), one per visible GPU" if gpus else "1 rank on the CPU, no GPU is visible"
+    return with_ranks(config, max(1, gpus)), f"{found} ({RANKS_KEY} is not set)"
 
 
 def check_resources(config: RunConfig) -> None:

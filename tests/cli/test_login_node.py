@@ -51,7 +51,7 @@ def test_a_run_is_refused_before_its_ranks_start(tmp_path: Path) -> None:
 def test_a_submission_warns_of_what_the_job_would_start_with(tmp_path: Path) -> None:
     config = str(write_inputs(tmp_path))
     message = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no torch, megatron, vllm"
-    code, _, errors = call(tmp_path, "submit", config, "--dry-run")
+    code, _, errors = call(tmp_path, "submit", config, "--dry-run", "slurm.gpus_per_node=1")
     assert (code, message in errors) == (0, True)
-    code, _, errors = call(tmp_path, "submit", config, "--dry-run", "slurm.conda=trained")
+    code, _, errors = call(tmp_path, "submit", config, "--dry-run", "slurm.gpus_per_node=1", "slurm.conda=trained")
     assert (code, message in errors) == (0, False)

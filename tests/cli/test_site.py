@@ -20,6 +20,9 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return file
 
 
+GPUS = "slurm.gpus_per_node=8"
+
+
 def lines(*arguments: str) -> list[str]:
     done = CliRunner().invoke(cli, arguments, catch_exceptions=False)
     assert done.exit_code == 0
@@ -27,14 +30,14 @@ def lines(*arguments: str) -> list[str]:
 
 
 def test_a_dry_run_shows_what_comes_from_the_site_file(tmp_path: Path, site: Path) -> None:
-    shown = lines("submit", str(write_inputs(tmp_path)), "--dry-run", "slurm.partition=test")
+    shown = lines("submit", str(write_inputs(tmp_path)), "--dry-run", "slurm.partition=test", GPUS)
     assert "#SBATCH --account=physics" in shown
     assert "#SBATCH --partition=test" in shown
     assert shown[-1] == f"# from site file {site}: slurm.account, site.efficiency"
 
 
 def test_a_dry_run_without_a_site_file_says_nothing_of_it(tmp_path: Path) -> None:
-    assert not [line for line in lines("submit", str(write_inputs(tmp_path)), "--dry-run") if "site file" in line]
+    assert not [line for line in lines("submit", str(write_inputs(tmp_path)), "--dry-run", GPUS) if "site file" in line]
 
 
 def test_a_check_shows_it_too(tmp_path: Path, site: Path) -> None:

@@ -98,7 +98,9 @@ def test_a_node_with_too_old_a_driver_names_what_helps(tmp_path, monkeypatch) ->
 def gpu_config(folder: Path, *overrides: str) -> RunConfig:
     site = folder / "gpus.yaml"
     site.write_text('gpus:\n  h100: {driver: "570.86"}\n')
-    return load_config(write_inputs(folder), [f"site.file={site}", "slurm.gpu_type=h100", *overrides])
+    return load_config(
+        write_inputs(folder), [f"site.file={site}", "slurm.gpu_type=h100", "resources.ranks_per_node=1", *overrides]
+    )
 
 
 def test_a_submission_to_gpus_with_too_old_a_driver_is_refused(tmp_path, monkeypatch) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from rlhpc.config.ranks import ranks_are_set
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
@@ -69,9 +70,15 @@ def overrides_from_job(config: RunConfig, job: JobShape, from_site: Collection[s
         wanted = "-".join(str(count) for count in dict.fromkeys([slurm.least_nodes, slurm.most_nodes]))
         raise _unlike(_NODES, wanted, job.nodes)
     ranks = resources.ranks_per_node
-    if job.ranks_per_node is not None and "ranks_per_node" not in resources.model_fields_set:
+    if job.ranks_per_node is not None and not ranks_are_set(config):
         ranks = job.ranks_per_node
         taken.append(f"{_RANKS[1]}={ranks}")
+    elif not ranks_are_set(config):
+        gpus = (job.gpus_per_node, slurm.gpus_per_node)
+        if _GPUS[1] not in from_site:
+            gpus = gpus[::-1]
+        ranks = max(1, next((count for count in gpus if count is not None), 1))
+        taken += [f"{_RANKS[1]}={ranks}"] if ranks > 1 else []
     elif job.ranks_per_node not in (None, ranks):
         raise _unlike(_RANKS, ranks, job.ranks_per_node)
     for names, mine, given in (

@@ -9,7 +9,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
-from rlhpc.launch.machine import check_packages, check_resources
+from rlhpc.launch.machine import check_packages, check_resources, with_local_ranks
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.supervise.local import check_folder, run_local
 from rlhpc.launch.worker.main import TRAINER
@@ -24,6 +24,9 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
     Raises UserError for errors that the user can fix.
     """
     started = time.monotonic()
+    config, ranks = with_local_ranks(config)
+    if ranks is not None:
+        show(f"rlhpc: {ranks}")
     folder = RunFolder(config.folder)
     faults = Faults()
     with faults.collect():

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlhpc.config.ranks import GPUS_KEY, RANKS_KEY, with_job_ranks
 from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
@@ -67,6 +68,7 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
 
     ``dry_run``: it is only shown, and what this machine lacks is a warning.
     """
+    configs = [_with_ranks(config) for config in configs]
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
     warnings: list[str] = []
     faults = Faults()
@@ -92,6 +94,19 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     faults.raise_all()
     warnings += package_warnings(configs[0])
     return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))
+
+
+def _with_ranks(config: RunConfig) -> RunConfig:
+    """The configuration with one rank per GPU of the job unless it sets their number. Raises UserError without
+    either."""
+    found = with_job_ranks(config)
+    if found is None:
+        raise UserError(
+            f"neither this nor {RANKS_KEY} is set",
+            where=GPUS_KEY,
+            remedy=f"set {GPUS_KEY} in the config or the site file (0: ranks on CPUs), or {RANKS_KEY}",
+        )
+    return found
 
 
 def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = "") -> list[RunEntry]:

@@ -82,6 +82,7 @@ def overrides(folder: Path, **more: str) -> list[str]:
         "prepare.function": f"{LEAKING}:prepare",
         "prepare.arguments.folder": str(folder / "prepared"),
         "rewards.0.function": "rlhpc.rewards.rules:number",
+        "resources.ranks_per_node": 1,
         **more,
     }
     return [f"{key}={json.dumps(value)}" for key, value in changes.items()]
@@ -208,7 +209,7 @@ def bash(plan: Plan) -> subprocess.CompletedProcess[str]:
 
 def test_a_line_of_setup_with_a_secret_is_not_shown_when_it_fails(config, tmp_path):
     setup = json.dumps(["export MY_TOKEN=Plant3d/setup", "false Plant3d/setup"])
-    plan = make_plan([load_config(config, [f"slurm.setup={setup}"])], tmp_path)
+    plan = make_plan([load_config(config, [f"slurm.setup={setup}", "slurm.gpus_per_node=1"])], tmp_path)
     done = bash(plan)
     assert done.returncode != 0
     assert done.stderr.endswith(
@@ -223,7 +224,7 @@ def test_runs_of_an_array_that_differ_in_a_secret_do_not_show_it(config, tmp_pat
         [f"name=r{n}", f"run_dir={tmp_path / str(n)}", f"slurm.environment.JOB_API_KEY=Plant3d{n}"] for n in (1, 2)
     ]
     with pytest.raises(UserError, match=r"slurm.environment: {'JOB_API_KEY': '\*\*\*'} in 'r1'"):
-        make_plan([load_config(config, change) for change in changes], tmp_path)
+        make_plan([load_config(config, [*change, "slurm.gpus_per_node=1"]) for change in changes], tmp_path)
 
 
 def test_a_saved_configuration_loads_as_it_was(config, tmp_path):
