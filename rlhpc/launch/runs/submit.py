@@ -68,10 +68,13 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
 
     ``dry_run``: it is only shown, and what this machine lacks is a warning.
     """
-    configs = [_with_ranks(config) for config in configs]
+    faults = Faults()
+    for config in configs:
+        with faults.collect():
+            _check_ranks(config)
+    configs = [with_job_ranks(config) or config for config in configs]
     folders = tuple(RunFolder(workdir / config.folder) for config in configs)
     warnings: list[str] = []
-    faults = Faults()
     for config, folder in zip(configs, folders, strict=True):
         with faults.collect():
             found = check_config(config, prepared=config.prepare is None, starting=not dry_run, workdir=workdir)
@@ -96,17 +99,14 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
     return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))
 
 
-def _with_ranks(config: RunConfig) -> RunConfig:
-    """The configuration with one rank per GPU of the job unless it sets their number. Raises UserError without
-    either."""
-    found = with_job_ranks(config)
-    if found is None:
+def _check_ranks(config: RunConfig) -> None:
+    """Raises UserError if neither the ranks nor the GPUs of a node are set."""
+    if with_job_ranks(config) is None:
         raise UserError(
             f"neither this nor {RANKS_KEY} is set",
             where=GPUS_KEY,
             remedy=f"set {GPUS_KEY} in the config or the site file (0: ranks on CPUs), or {RANKS_KEY}",
         )
-    return found
 
 
 def submit(plan: Plan, *, again: bool = False, keep: bool = False, entry: str = "") -> list[RunEntry]:

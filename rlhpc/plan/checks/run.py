@@ -85,8 +85,8 @@ def check_config(
 
 def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
-    checks = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_optimizers, check_sharing)
-    for check in checks:
+    keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best)
+    for check in (*keys, check_optimizers, check_sharing):
         with faults.collect():
             check(config)
 

@@ -115,6 +115,6 @@ def test_a_full_disk_stops_what_starts_and_hides_no_other_fault(full_disk: str, 
         error = command(*words, "data.validation.0=x.csv").exception
         assert isinstance(error, UserErrors)
         assert [each.where for each in error.errors] == ["data.validation.0", "run_dir"]
-    with pytest.raises(UserError, match="run_dir: a checkpoint takes"):
+    with pytest.raises(UserError, match=r"^slurm.gpus_per_node: neither .* \| run_dir: a checkpoint takes"):
         make_plan([load_config(Path(full_disk))], tmp_path)
     assert not (tmp_path / "run").exists()
