@@ -18,7 +18,7 @@ from rlhpc.cli.replay import replay
 from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
-from rlhpc.core.errors import EXIT_USER_ERROR, UserError
+from rlhpc.core.errors import EXIT_DOES_NOT_FIT, EXIT_USER_ERROR, DoesNotFitError, UserError
 from rlhpc.core.exits import EXIT_STORAGE
 from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show, use_escapes
@@ -82,7 +82,8 @@ for command in (*_RUNS, configs, convert, acceptance, pieces):
 
 
 def main() -> None:
-    """Entry point of the ``rlhpc`` command: an error that the user can fix is one line and exit code 2."""
+    """Entry point of the ``rlhpc`` command: an error that the user can fix is one line and exit code 2, or 3 for a plan
+    that does not fit."""
     use_escapes()
     guard_output()
     use(Patience(_COMMAND_SECONDS))
@@ -90,7 +91,7 @@ def main() -> None:
         cli(prog_name="rlhpc")
     except UserError as error:
         show(f"rlhpc: {error}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR)
     except OSError as error:
         if kind_of(error) != "transient":
             raise

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, grouped
-from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.errors import EXIT_DOES_NOT_FIT, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from rlhpc.config.schema import RunConfig
@@ -64,11 +65,14 @@ def plan() -> None:
 @_GPU
 @JSON
 def run(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json: bool) -> None:
-    """Predict memory by phase, step time and total time."""
-    from rlhpc.cli.plan_run import prediction_json, prediction_lines
+    """Predict memory by phase, step time and total time.
 
-    loaded = _load(config, overrides)
-    _print([json.dumps(prediction_json(loaded, gpu), indent=2)] if as_json else prediction_lines(loaded, gpu))
+    Exit code 3 if the run does not fit.
+    """
+    from rlhpc.cli.plan_run import prediction
+
+    lines, fits = prediction(_load(config, overrides), gpu, as_json=as_json)
+    _print(lines, fits=fits)
 
 
 @plan.command(_SEARCH)
@@ -79,17 +83,18 @@ def run(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json: bo
 def search(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json: bool) -> None:
     """Find the fastest layouts that fit in memory.
 
-    Prints five parallel layouts as YAML, with time and memory of each.
+    Prints five parallel layouts as YAML, with time and memory of each. Exit code 3 if none fits.
     """
     from rlhpc.cli.plan_time import configured_text, found_on, needed_machine, search_json, search_lines
 
     loaded = _load(config, overrides)
     shape, found_gpu, site = needed_machine(loaded, gpu, "rlhpc plan search")
     found = found_on(loaded, shape, found_gpu, site.efficiency)
+    fits = any(not best.lacks for best in found.best)
     if as_json:
-        _print([json.dumps(search_json(found), indent=2)])
+        _print([json.dumps(search_json(found), indent=2)], fits=fits)
     else:
-        _print(search_lines(loaded, found_gpu, found, configured_text(loaded, gpu)))
+        _print(search_lines(loaded, found_gpu, found, configured_text(loaded, gpu)), fits=fits)
 
 
 @plan.command()
@@ -104,13 +109,14 @@ def sweep(
 ) -> None:
     """Predict the run for a range of GPU counts.
 
-    Prints a table and writes a plot.
+    Prints a table and writes a plot. Exit code 3 if the run fits on none of them.
     """
     from rlhpc.cli.plan_time import sweep_json, sweep_lines, swept
 
     case = _case(_load(config, overrides), gpu, "sweep")
     points, plotted = swept(case, gpus, Path(plot or f"{case.config.name}-sweep.png"))
-    _print([json.dumps(sweep_json(points), indent=2)] if as_json else sweep_lines(points, plotted))
+    fits = any(not point.lacks for point in points)
+    _print([json.dumps(sweep_json(points), indent=2)] if as_json else sweep_lines(points, plotted), fits=fits)
 
 
 @plan.command(_WEIGHT_SYNC)
@@ -178,5 +184,8 @@ def _case(config: RunConfig, gpu: str | None, command: str) -> Scenario:
     return needed_case(config, gpu, f"rlhpc plan {command}")
 
 
-def _print(lines: list[str]) -> None:
+def _print(lines: list[str], *, fits: bool = True) -> None:
+    """Prints the lines, and ends with its own exit code for a plan that does not fit."""
     click.echo("\n".join(lines))
+    if not fits:
+        sys.exit(EXIT_DOES_NOT_FIT)

@@ -38,8 +38,8 @@ def render_memory(
     remedies: Sequence[Remedy] = (),
     cpu_memory_limit: tuple[str, float] | None = None,
 ) -> RenderableType:
-    """Table for a terminal. Bars are relative to ``gpu_gib``, else to the fullest phase. ``cpu_memory_limit``: that of
-    a node, as the key that sets it and bytes."""
+    """Table for a terminal. Bars have the scale of ``gpu_gib``, or of the fullest phase if that is larger.
+    ``cpu_memory_limit``: that of a node, as the key that sets it and bytes."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -53,7 +53,7 @@ def render_memory(
     for phase in plan.phases:
         largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:4]
         parts = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
-        table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak)), parts)
+        table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak, plan.peak)), parts)
     lines = [_LEGEND, *_verdict(plan, limit), *(_remedy(remedy) for remedy in remedies)]
     if plan.first_too_large is not None and not remedies:
         lines.append("  no usual change is enough: try other layouts with `rlhpc plan search`, or take more nodes")
@@ -73,17 +73,20 @@ def memory_json(plan: MemoryPlan, cpu_memory_limit: tuple[str, float] | None = N
     }
 
 
-def _bar(phase: PhaseMemory, limit: int) -> str:
-    """Bar of the parts to scale, with a mark beyond the GPU's memory."""
+def _bar(phase: PhaseMemory, limit: int, peak: int) -> str:
+    """Bar of the parts to scale, with the GPU's memory as a line that larger phases cross."""
     letters: dict[str, int] = {}
     for what, size in phase.parts.items():
         letter = next((letter for begin, letter in _LETTERS.items() if what.startswith(begin)), ".")
         letters[letter] = letters.get(letter, 0) + size
-    text, done = "", 0
+    text, done, scale = "", 0, _BAR / max(limit, peak)
     for letter, size in letters.items():
         done += size
-        text += letter * (round(done * _BAR / limit) - len(text))
-    return f"{text[:_BAR]:<{_BAR}}|{'>' if done > limit else ''}"
+        text += letter * (round(done * scale) - len(text))
+    mark = round(limit * scale)
+    if done > limit and len(text) <= mark:  # by less than a letter
+        text = f"{text:<{mark}}>"
+    return f"{text[:mark]:<{mark}}|{text[mark:]}"
 
 
 def _verdict(plan: MemoryPlan, limit: int | None) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rlhpc.cli.plan_memory import memory_json, render_memory
 from rlhpc.cli.plan_time import run_json, step_json, step_lines
 from rlhpc.cli.tables import labelled
+from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.checks.run import check_layout, outline
@@ -17,7 +19,8 @@ from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.remedies import find_remedies
 from rlhpc.plan.scenario import Scenario, make_scenario
-from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.plan.shortages import Shortage, shortages
+from rlhpc.sharding.layout import ParallelLayout, make_layout
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -35,11 +38,18 @@ class _Prediction:
     layout: ParallelLayout
     step: StepTime | None
     memory: MemoryPlan
+    lacks: list[Shortage]
 
 
-def prediction_lines(config: RunConfig, gpu: str | None) -> list[str]:
-    """The outline, the time of a step where a GPU is named, and a table of memory."""
+def prediction(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list[str], bool]:
+    """Lines of text or of JSON, and whether the run fits."""
     found = _predict(config, gpu)
+    lines = [json.dumps(_as_json(config, found), indent=2)] if as_json else _as_text(config, found)
+    return lines, not found.lacks
+
+
+def _as_text(config: RunConfig, found: _Prediction) -> list[str]:
+    """The outline, the time of a step where a GPU is named, and a table of memory."""
     lines = labelled(found.rows)
     if not config.train.steps:
         lines += labelled([("time", "is predicted for RL steps, of which there are none (train.steps)")])
@@ -50,17 +60,27 @@ def prediction_lines(config: RunConfig, gpu: str | None) -> list[str]:
     gib = found.case.gpu.memory_gib if found.case else None
     remedies = find_remedies(config, found.shape, found.layout, found.memory)
     limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
-    return [*lines, "", *_rendered(render_memory(found.memory, gib, remedies, limit))]
+    lines += ["", *_rendered(render_memory(found.memory, gib, remedies, limit))]
+    cache = [lack for lack in found.lacks if lack.what == "KV cache"]
+    return lines + [
+        f"DOES NOT FIT: {lack.where}: {lack.text} of a prompt with its response; {lack.remedy}" for lack in cache
+    ]
 
 
-def prediction_json(config: RunConfig, gpu: str | None) -> dict[str, Any]:
-    """The same, in seconds and bytes."""
-    found = _predict(config, gpu)
+def _as_json(config: RunConfig, found: _Prediction) -> dict[str, Any]:
+    """The same, in seconds and bytes, with layouts as axes."""
     limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
     times = {}
     if found.case and found.step:
         times = {"time": step_json(found.step), "run": run_json(found.case.run(found.step))}
-    return {**dict(found.rows), "memory": memory_json(found.memory, limit), **times}
+    critic = config.critic.parallel if config.algorithm.name in WITH_CRITIC else None
+    layouts = {
+        "layout": found.layout.axes,
+        "critic_layout": make_layout(critic, found.layout.world_size).axes if critic is not None else None,
+        "engines": {"count": found.layout.world_size // config.rollout.tp, "tp": config.rollout.tp},
+    }
+    fits = {"fits": not found.lacks, "shortages": [lack.text for lack in found.lacks]}
+    return {**dict(found.rows), **layouts, **fits, "memory": memory_json(found.memory, limit), **times}
 
 
 def _predict(config: RunConfig, gpu: str | None) -> _Prediction:
@@ -69,7 +89,9 @@ def _predict(config: RunConfig, gpu: str | None) -> _Prediction:
     layout = case.layout if case else check_layout(config, config.slurm.most_nodes, shape)
     gib, reserves = (case.gpu.memory_gib, case.gpu.reserves) if case else (None, Reserves())
     memory = predict_memory(config, shape, layout, gib, reserves)
-    return _Prediction(rows, case, shape, layout, case.step() if case and config.train.steps else None, memory)
+    step = case.step() if case and config.train.steps else None
+    lacks = shortages(config, shape, memory, case.gpu if case else None)
+    return _Prediction(rows, case, shape, layout, step, memory, lacks)
 
 
 def _rendered(what: RenderableType) -> list[str]:

@@ -12,16 +12,18 @@ from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
 from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
 from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
+from rlhpc.plan.estimates.memory import predict_memory
 from rlhpc.plan.estimates.roofline import LIMITS
 from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.scenario import Scenario
 from rlhpc.plan.search import SearchResult, search
+from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
 
 
@@ -125,7 +127,7 @@ def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: Efficie
     if not found.best:
         limit = cpu_memory_limit(config, gpu)
         cpu = f" and {limit[1] / 2**30:,.0f} GiB of CPU memory per node ({limit[0]})" if limit else ""
-        raise UserError(
+        raise DoesNotFitError(
             f"none of {found.layouts:,} layouts fits into {gpu.memory_gib:g} GiB{cpu}",
             where="rlhpc plan search",
             remedy="use more or larger GPUs, or shorter sequences",
@@ -140,10 +142,14 @@ def configured_text(config: RunConfig, gpu: str | None) -> str:
     except UserError as error:
         return f"cannot run ({error.where}: {error.message})"
     step = case.step()
-    time = (
-        f"{seconds_text(step.seconds)} a step" if step.engine_fits else "no room for a response in the engines' cache"
-    )
-    return f"{time}, {case.layout.text}"
+    memory = predict_memory(case.config, case.shape, case.layout, case.gpu.memory_gib, case.gpu.reserves)
+    lacks = shortages(case.config, case.shape, memory, case.gpu)
+    words = [f"{seconds_text(step.seconds)} a step"] if step.engine_fits else []
+    return ", ".join([*words, case.layout.text, *_not_fitting(lacks)])
+
+
+def _not_fitting(lacks: Sequence[Shortage]) -> list[str]:
+    return [f"DOES NOT FIT ({'; '.join(lack.text for lack in lacks)})"] if lacks else []
 
 
 def search_lines(config: RunConfig, gpu: Gpu, found: SearchResult, asked: str) -> list[str]:
@@ -153,14 +159,17 @@ def search_lines(config: RunConfig, gpu: Gpu, found: SearchResult, asked: str) -
         f"# as configured: {asked}",
         f"# merge one into the sections of {config.name}, or append its line of KEY=VALUE to the command",
     ]
+    limit = cpu_memory_limit(config, gpu)
+    of_node = f" of {limit[1] / 2**30:,.0f}" if limit else ""
     for number, best in enumerate(found.best, 1):
         memory = f"{best.memory.peak / 2**30:,.1f} GiB of {gpu.memory_gib:g}"
-        more = [phase for phase in best.memory.phases if phase.total > gpu.memory_bytes]
+        cpu = f"{best.memory.cpu.node / 2**30:,.0f} GiB of CPU memory a node{of_node}"
+        words = [f"{seconds_text(best.step.seconds)} a step", memory, cpu, best.layout.text]
         lines += [
             "---",
-            f"# {number}: {seconds_text(best.step.seconds)} a step, {memory}, {best.layout.text}",
+            f"# {number}: {', '.join(words)}",
+            *(f"# {text}" for text in _not_fitting(best.lacks)),
             f"# {_overrides(best.fragment)}",
-            *(f"# {phase.name.upper()} DOES NOT FIT: {phase.total / 2**30:,.1f} GiB" for phase in more),
             *yaml12.dump(best.fragment).splitlines(),
         ]
     return lines
@@ -178,10 +187,22 @@ def _overrides(fragment: Mapping[str, Any], above: str = "") -> str:
 
 
 def search_json(found: SearchResult) -> list[dict[str, Any]]:
+    """The results in seconds and bytes, each with the keys to change."""
     return [
-        {"seconds": best.step.seconds, "peak_bytes": best.memory.peak, "layout": best.layout.text, **best.fragment}
+        {
+            "seconds": best.step.seconds,
+            "peak_bytes": best.memory.peak,
+            "cpu_bytes_per_node": best.memory.cpu.node,
+            **_fit_json(best.lacks),
+            "layout": best.layout.axes,
+            **best.fragment,
+        }
         for best in found.best
     ]
+
+
+def _fit_json(lacks: Sequence[Shortage]) -> dict[str, Any]:
+    return {"fits": not lacks, "shortages": [lack.text for lack in lacks]}
 
 
 def swept(case: Scenario, text: str, file: Path) -> tuple[list[Point], str]:
@@ -199,11 +220,13 @@ def sweep_json(points: Sequence[Point]) -> list[dict[str, Any]]:
     return [
         {
             "gpus": point.ranks,
-            "layout": point.layout.text,
+            "layout": point.layout.axes,
+            **_fit_json(point.lacks),
             **step_json(point.step),
             "bytes_received_in_weight_sync": point.received,
             "bytes_sent": point.sent,
             "peak_bytes": point.memory.peak,
+            "cpu_bytes_per_node": point.memory.cpu.node,
         }
         for point in points
     ]
@@ -212,9 +235,10 @@ def sweep_json(points: Sequence[Point]) -> list[dict[str, Any]]:
 def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
     """A row for each number of GPUs."""
     head = ["GPUs", "dp", "step", "rollout", "update", "tokens/s", "scaling", "MFU"]
-    rows = [[*head, "weight sync GB", "sent GB", "GiB"]]
-    rows += [_sweep_row(point, points[0]) for point in points]
-    return [*table(rows), "", plotted]
+    rows = [[*head, "weight sync GB", "sent GB", "GPU GiB", "CPU GiB a node", ""]]
+    first = next((point for point in points if not point.lacks), points[0])
+    rows += [_sweep_row(point, first) for point in points]
+    return [*table(rows, left=(0, len(rows[0]) - 1)), "", plotted]
 
 
 def calibrated(case: Scenario, run: Path) -> Calibration:
@@ -251,16 +275,23 @@ def _calibration(found: Calibration) -> list[str]:
 def _sweep_row(point: Point, first: Point) -> list[str]:
     step = point.step
     scaling = step.tokens_per_second / first.step.tokens_per_second / (point.ranks / first.ranks)
+    times = ["-"] * 5
+    if step.engine_fits:
+        times = [
+            seconds_text(step.seconds),
+            seconds_text(step.phase("rollout").seconds),
+            seconds_text(step.phase("update").seconds),
+            f"{step.tokens_per_second:,.0f}",
+            f"{scaling:.0%}",
+        ]
     return [
         f"{point.ranks:,}",
         str(point.layout.dp),
-        seconds_text(step.seconds),
-        seconds_text(step.phase("rollout").seconds),
-        seconds_text(step.phase("update").seconds),
-        f"{step.tokens_per_second:,.0f}",
-        f"{scaling:.0%}",
+        *times,
         f"{step.mfu:.2f}",
         f"{point.received / 1e9:,.1f}",
         f"{point.sent / 1e9:,.0f}",
         f"{point.memory.peak / 2**30:,.1f}",
+        f"{point.memory.cpu.node / 2**30:,.0f}",
+        *(_not_fitting(point.lacks) or [""]),
     ]

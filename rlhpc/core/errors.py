@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from rlhpc.core.redaction import redact
 
-EXIT_USER_ERROR = 2
+EXIT_USER_ERROR, EXIT_DOES_NOT_FIT = 2, 3
 _SHOWN_ERRORS = 20
 
 
@@ -27,6 +27,10 @@ class UserError(ValueError):
 
     def __reduce__(self) -> tuple:
         return _rebuild, (type(self), self.message, self.where, self.remedy)
+
+
+class DoesNotFitError(UserError):
+    """A planned run that is valid, but too large for its machines."""
 
 
 class UserErrors(UserError):

@@ -14,7 +14,7 @@ from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.config.training import FrozenMemorySection, OffloadSection, ParallelSection
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.plan.checks.cache import cache_key, cache_remedy, holds_sequence
 from rlhpc.plan.checks.parallelism import check_engine, misfits
@@ -24,6 +24,7 @@ from rlhpc.plan.estimates.roofline import PhaseTime
 from rlhpc.plan.estimates.step_time import StepTime, predict_rollout, predict_step
 from rlhpc.plan.estimates.train_time import stage_parameters
 from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 
@@ -48,6 +49,7 @@ class Candidate:
     layout: ParallelLayout
     step: StepTime
     memory: MemoryPlan
+    lacks: tuple[Shortage, ...] = ()  # outside of steps, if nothing fits there
 
     @property
     def fragment(self) -> dict[str, Any]:
@@ -98,7 +100,7 @@ def search(
     """
     generating = _engines(config, shape, ranks, gpu, efficiency)
     if not generating:
-        raise UserError(
+        raise DoesNotFitError(
             "no engine size leaves room for a whole sequence in the KV cache",
             where=f"rollout.{cache_key(config.rollout)}",
             remedy=cache_remedy(_with_engine(config, 1), shape, gpu.memory_gib),
@@ -155,7 +157,9 @@ class _Search:
             elif (regrouped := self._fitting(tried, layout, whole_run=whole_run)) is not None:
                 changed, memory = regrouped
                 phase = next(phase for phase, tp in self.generating if tp == tried.rollout.tp)
-                best[_key(layout)] = Candidate(self.config, changed, layout, self._step(changed, layout, phase), memory)
+                step = self._step(changed, layout, phase)
+                lacks = tuple(shortages(changed, self.shape, memory, self.gpu))
+                best[_key(layout)] = Candidate(self.config, changed, layout, step, memory, lacks)
         return SearchResult(tuple(best.values()), len(bounds), timed, looked_at)
 
     def _variants(self, layout: ParallelLayout, *, whole_run: bool) -> Iterator[tuple[float, RunConfig]]:

@@ -18,6 +18,8 @@ from rlhpc.plan.checks.run import check_layout
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.layout import ParallelLayout
 
 _POINTS = 8
@@ -32,6 +34,7 @@ class Point:
     layout: ParallelLayout
     step: StepTime
     memory: MemoryPlan
+    lacks: tuple[Shortage, ...] = ()  # why it cannot run
 
     @property
     def received(self) -> float:
@@ -55,7 +58,8 @@ def sweep(
             if _feeds(config, layout):
                 step = predict_step(config, shape, layout, gpu, efficiency)
                 memory = predict_memory(config, shape, layout, gpu.memory_gib, gpu.reserves)
-                points.append(Point(ranks, layout, step, memory))
+                sized = changed_config(config, {"slurm.nodes": ranks // config.resources.ranks_per_node})
+                points.append(Point(ranks, layout, step, memory, tuple(shortages(sized, shape, memory, gpu))))
     if not points:
         raise UserError(
             f"no number of GPUs from {least} to {most} fits layout, engines and batches",
@@ -87,7 +91,8 @@ def plot(points: Sequence[Point], path: Path, title: str) -> None:
     figure = Figure(figsize=(14, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     seconds, speed, sizes = figure.subplots(1, 3)
-    labels, floor = [str(point.ranks) for point in points], [0.0] * len(points)
+    labels = [f"{point.ranks}\ndoes not fit" if point.lacks else str(point.ranks) for point in points]
+    floor = [0.0] * len(points)
     for phase in points[0].step.phases:
         heights = [point.step.phase(phase.name).seconds for point in points]
         seconds.bar(labels, heights, bottom=floor, label=phase.name)

@@ -148,7 +148,7 @@ def as_json(report: WeightSyncReport, bandwidths: Bandwidths, rank: int | None =
     document: dict[str, Any] = {
         "ranks": report.training.world_size,
         "ranks_per_node": report.ranks_per_node,
-        "training": report.training.text,
+        "training": report.training.axes,
         "engines": report.engines,
         "engine": asdict(report.engine),
         "bytes": {kind: asdict(report.spread(kind)) for kind in BYTES},

@@ -67,6 +67,12 @@ class ParallelLayout:
         text = " x ".join([*parts, f"dp {self.dp}"])
         return f"{text}, experts {' x '.join([*experts, f'dp {self.edp}'])}" if experts else text
 
+    @property
+    def axes(self) -> dict[str, int | None]:
+        """Sizes of all axes, with virtual stages and layers of the first and last stage, None without any."""
+        names = dict.fromkeys((*DENSE_AXES, *EXPERT_AXES, "vpp", "first_stage_layers", "last_stage_layers"))
+        return {"ranks": self.world_size, **{name: getattr(self, name) for name in names}}
+
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``: tp, cp, dp, pp, etp, ep or edp."""
         return int(getattr(self, axis))

@@ -1,4 +1,4 @@
-"""How many ranks a node gets where the config leaves it open: one per GPU, never one of eight without a word."""
+"""How many ranks a node gets where the config leaves it open: one per GPU, never one of eight silently."""
 
 from __future__ import annotations
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from math import prod
 from pathlib import Path
@@ -280,7 +281,13 @@ def test_the_picture_says_what_the_plan_says() -> None:
     text = capture.get()
     too_large = next(line for line in text.splitlines() if line.startswith("forward and backward"))
     assert f"{plan.peak / GIB:,.1f}" in too_large
-    assert "|>" in too_large
+    bar = re.search(r"  ([\w.]+)\|([\w.]+)  ", too_large)
+    assert bar
+    assert "A" in bar[2], "what crosses the line is to be seen"
+    assert len(bar[1] + bar[2]) == 40
+    assert len(bar[1]) == pytest.approx(40 * 80 / (plan.peak / GIB), abs=1)
+    others = [line for line in text.splitlines() if "|" in line and line != too_large]
+    assert {line.index("|") for line in others} == {too_large.index("|")}, "one line for all phases"
     assert "DOES NOT FIT: forward and backward" in text
     assert text.count("fits with") == 3
 

@@ -1,0 +1,128 @@
+"""A plan that does not fit is marked, shows what it lacks, and ends with an exit code of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from rlhpc.cli.main import cli
+from rlhpc.core.errors import EXIT_DOES_NOT_FIT, DoesNotFitError
+from tests.cli.test_main import rlhpc
+
+ROOT = Path(__file__).parents[2]
+READY = ROOT / "configs" / "ready"
+NODE, SEVENTY = str(READY / "qwen2-7b-8gpus.yaml"), str(READY / "qwen2.5-72b-96gpus.yaml")
+AXES = {"ranks", "tp", "cp", "dp", "pp", "etp", "ep", "edp", "vpp", "first_stage_layers", "last_stage_layers"}
+
+
+def plan(*arguments: str) -> Result:
+    return CliRunner().invoke(cli, ["plan", *arguments])
+
+
+def document(*arguments: str, code: int = 0) -> Any:
+    done = plan(*arguments, "--json")
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("words", "lacks"),
+    [
+        ((), []),
+        (("--gpu", "a100-40", "actor.memory.recompute=none", "actor.parallel.pp=1"), ["forward and backward"]),
+        (("rollout.gpu_memory_utilization=0.09",), ["KV cache"]),
+        (("rollout.kv_cache_gib=0.001",), ["KV cache"]),
+        (("slurm.memory=100G",), ["CPU memory"]),
+    ],
+)
+def test_a_plan_that_lacks_memory_of_any_kind_ends_with_3(words: tuple[str, ...], lacks: list[str]) -> None:
+    done = plan("run", NODE, *words)
+    assert done.exit_code == (3 if lacks else 0), done.output
+    assert ("DOES NOT FIT" in done.output) == bool(lacks)
+    found = document("run", NODE, *words, code=3 if lacks else 0)
+    assert found["fits"] == (not lacks)
+    named = [text.partition(":")[0] for text in found["shortages"]]
+    assert set(lacks) <= set(named)
+    assert bool(named) == bool(lacks)
+
+
+def test_a_cache_that_holds_no_sequence_has_a_remedy() -> None:
+    lines = plan("run", SEVENTY, "rollout.tp=2").output.splitlines()
+    assert lines[-1] == (
+        "DOES NOT FIT: rollout.gpu_memory_utilization: KV cache: 0 of 5,120 tokens of a prompt with its response; "
+        "set it to 0.88 or set rollout.tp to 4"
+    )
+
+
+def test_without_a_gpu_nothing_is_known_to_be_too_large(tmp_path: Path) -> None:
+    assert plan("run", NODE, "planning.gpu=null").exit_code == 0
+
+
+def test_exit_codes_of_the_command_itself() -> None:
+    """Of the program, not of its functions: a plan that does not fit, a search that finds nothing, wrong input."""
+    assert rlhpc("plan", "run", NODE, "slurm.memory=100G").returncode == EXIT_DOES_NOT_FIT == 3
+    done = rlhpc("plan", "search", NODE, "slurm.memory=1G")
+    assert (done.returncode, len(done.stderr.splitlines())) == (3, 1)
+    assert " layouts fits into 79.6 GiB and 1 GiB of CPU memory per node (slurm.memory)" in done.stderr
+    assert rlhpc("plan", "run", NODE, "actor.parallel.tp=3").returncode == 2
+
+
+def test_the_exit_code_is_documented() -> None:
+    page = (ROOT / "docs" / "glossary.md").read_text()
+    assert "| 3 | `rlhpc plan`: the run does not fit" in page
+
+
+def test_a_sweep_marks_what_cannot_run_and_shows_cpu_memory(tmp_path: Path) -> None:
+    words = ["sweep", SEVENTY, "--gpus", "48..192", "--plot", str(tmp_path / "sweep.png")]
+    done = plan(*words, "slurm.memory=300G")
+    assert done.exit_code == 0, "it fits on some"
+    head, small, middle, large, *_ = done.output.splitlines()
+    assert head.endswith("GPU GiB  CPU GiB a node")
+    assert small.endswith("426  DOES NOT FIT (CPU memory: 426.2 of 300.0 GiB)")
+    assert middle.endswith("262")
+    assert large.endswith("180")
+    assert "  100%  " in middle, "scaling is relative to the first that can run"
+    points = document(*words, "slurm.memory=300G")
+    assert [point["fits"] for point in points] == [False, True, True]
+    assert points[0]["cpu_bytes_per_node"] > 300 * 2**30 > points[1]["cpu_bytes_per_node"]
+    assert plan(*words, "slurm.memory=100G").exit_code == 3
+    cut = plan(*words, "rollout.tp=2")
+    assert cut.exit_code == 3
+    assert cut.output.count("DOES NOT FIT (KV cache: 0 of 5,120 tokens)") == 3
+    assert cut.output.splitlines()[1].split()[2:7] == ["-"] * 5
+
+
+def test_a_search_marks_what_cannot_run_and_shows_cpu_memory() -> None:
+    config = str(READY / "qwen2.5-7b-1node.yaml")
+    lines = plan("search", config, "--gpu", "a100-40", "slurm.memory=2000G").output.splitlines()
+    assert lines[1].endswith(", tp 2 x dp 4, DOES NOT FIT (forward and backward: 52.7 of 40.0 GiB)")
+    (first,) = [line for line in lines if line.startswith("# 1: ")]
+    assert " of 40, " in first
+    assert " GiB of CPU memory a node of 2,000, tp " in first
+    assert not [line for line in lines if line.startswith("# DOES NOT FIT")]
+
+
+def test_a_search_proposes_no_engine_without_room_for_a_sequence() -> None:
+    found = document("search", NODE, "rollout.gpu_memory_utilization=0.1")
+    assert all(best["fits"] and best["rollout"]["tp"] > 2 for best in found)
+    error = plan("search", NODE, "rollout.gpu_memory_utilization=0.01").exception
+    assert isinstance(error, DoesNotFitError)
+    assert "raise it" not in error.remedy
+
+
+def test_layouts_in_json_are_axes(tmp_path: Path) -> None:
+    run = document("run", SEVENTY)
+    assert set(run["layout"]) == AXES
+    assert (run["layout"]["tp"], run["layout"]["pp"], run["layout"]["first_stage_layers"]) == (8, 6, 14)
+    assert run["engines"] == {"count": 12, "tp": 8}
+    (point,) = document("sweep", SEVENTY, "--gpus", "96..96", "--plot", str(tmp_path / "sweep.png"))
+    assert point["layout"] == run["layout"]
+    for best in document("search", NODE):
+        asked = {key: size for key, size in best["actor"]["parallel"].items() if size is not None}
+        assert set(best["layout"]) == AXES
+        assert asked.items() <= best["layout"].items()
+    assert document("weight-sync", NODE)["training"]["tp"] == 2
