@@ -62,6 +62,7 @@ def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, r
         for topic, text in [*lines, *([("site", given.site.text)] if given.site else [])]:
             click.echo(f"{topic:<8}{text}")
         return
+    show(f"checking {loaded.name}")  # before further imports, which may take seconds
     from rlhpc.launch.runs.run import run_here
 
     sys.exit(run_here(loaded, resume=resume))

@@ -104,6 +104,7 @@ class Heartbeat:
         self._beat = Beat(rank, socket.gethostname(), ProcessId.own(), main)
         # Count, time, phase, step: replaced as a whole, so that threads need no lock.
         self._progress: tuple[int, float, str, int | None] = (0, time.monotonic(), "starting", None)
+        self._recorded = self._progress
         self._written = float("-inf")
         self._stacks: int | None = None
         self._waits = storage.waits()
@@ -124,9 +125,14 @@ class Heartbeat:
         """Reports progress. Takes well under a microsecond and touches no file."""
         self._progress = (self._progress[0] + 1, time.monotonic(), phase, step)
 
+    def enter(self, phase: str) -> None:
+        """Names what this rank does next, such as a long import. Not progress: the limits for hangs are unaffected."""
+        touches, at, _, step = self._progress
+        self._progress = (touches, at, phase, step)
+
     @property
     def phase(self) -> str:
-        """Phase of the last progress report."""
+        """Phase of the last report."""
         return self._progress[2]
 
     def watch_collectives(self, last: Callable[[], Sequence[GroupState]]) -> None:
@@ -172,18 +178,18 @@ class Heartbeat:
     def _write_when_due(self) -> None:
         if self._written == float("-inf"):
             self._begin()
-        if self._progress[0] != self._beat.touches and time.monotonic() - self._written >= self._period:
+        if self._progress != self._recorded and time.monotonic() - self._written >= self._period:
             self._write()
 
     def _write(self, **changes: Any) -> None:
-        touches, at, phase, step = self._progress
-        now = time.monotonic()
+        progress, now = self._progress, time.monotonic()
+        touches, at, phase, step = progress
         known: dict[str, Any] = {"touches": touches, "phase": phase[:100], "step": step, "idle": round(now - at, 3)}
         beat = replace(self._beat, **known, **changes)
         text = json.dumps(asdict(beat)).encode()
         assert len(text) < _RECORD_BYTES
         _write_in_place(beat_file(self._folder, beat.rank), text.ljust(_RECORD_BYTES - 1) + b"\n")
-        self._beat, self._written = beat, now  # not before: a write that failed is still due
+        self._beat, self._written, self._recorded = beat, now, progress  # not before: a write that failed is still due
 
     def _request(self) -> str:
         try:
@@ -238,6 +244,12 @@ def touch(phase: str, step: int | None = None) -> None:
     """Reports progress of this process's rank, if it has a heartbeat."""
     if _current is not None:
         _current.touch(phase, step)
+
+
+def enter(phase: str) -> None:
+    """Names what this process's rank does next, if it has a heartbeat; see ``Heartbeat.enter``."""
+    if _current is not None:
+        _current.enter(phase)
 
 
 def _all_stacks() -> bytes:

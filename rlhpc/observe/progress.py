@@ -29,8 +29,6 @@ PLAIN_SECONDS = 5.0
 
 def progress_line(records: Sequence[Record]) -> str:
     """One line: phase, step, metrics and remaining time of the phase."""
-    if not records:
-        return "starting"
     phase, step, total = (records[-1].get(name) for name in ("phase", "step", "total_steps"))
     parts = [f"{phase} step {step}" + (f"/{total}" if type(total) is int else "")]
     for name, phases, text in _SHOWN:
@@ -44,6 +42,11 @@ def progress_line(records: Sequence[Record]) -> str:
     if left is not None:
         parts.append(f"{duration(left)} left")
     return " | ".join(parts)
+
+
+def start_line(phase: str) -> str:
+    """What a run does before its first step is done. ``phase``: of its ranks, empty if unknown."""
+    return "starting" if phase in ("", "starting") else f"starting: {phase.replace('_', '-')}"
 
 
 def last_number(records: Sequence[Record], name: str) -> float | None:
@@ -132,7 +135,8 @@ class MetricsFollower:
 class Display:
     """Shows the progress line: updated in place on a terminal, else as a new line every few seconds.
 
-    Validations stay on the terminal as separate lines. A failing terminal does not end the run.
+    Until the first step is done, the line is the phase of the start and its seconds. Validations stay on the terminal
+    as separate lines. A failing terminal does not end the run.
     """
 
     def __init__(self, plain_seconds: float = PLAIN_SECONDS) -> None:
@@ -160,10 +164,10 @@ class Display:
             with self._guard:
                 self._print(progress_line(self._records))
 
-    def update(self, new: Sequence[Record]) -> None:
-        """Adds the records since the last call, possibly none, and refreshes the line."""
+    def update(self, new: Sequence[Record], phase: str = "") -> None:
+        """Adds the records since the last call, possibly none, and refreshes the line. ``phase``: of the ranks now."""
         with self._guard:
-            self._update(new)
+            self._update(new, phase)
         if self._guard.failed and self._live:  # its console would buffer what it could not write, and retry
             self._stop_live()
 
@@ -173,17 +177,17 @@ class Display:
             if live:
                 live.stop()
 
-    def _update(self, new: Sequence[Record]) -> None:
+    def _update(self, new: Sequence[Record], phase: str) -> None:
         for record in filter(is_step, new):
             self._records.append(record)
             if self._live and number(record.get("validation/reward_mean")) is not None:
                 self._live.console.print(progress_line(self._records), highlight=False)
-        line = progress_line(self._records)
+        line = progress_line(self._records) if self._records else start_line(phase)
+        timed = f"{line} | {duration(time.monotonic() - self._started)}"
         if self._live:
-            text = Text(f"{line} | {duration(time.monotonic() - self._started)}", no_wrap=True, overflow="ellipsis")
-            self._live.update(text, refresh=True)
+            self._live.update(Text(timed), refresh=True)
         elif time.monotonic() - self._printed_at >= self._plain_seconds:
-            self._print(line)
+            self._print(line if self._records else timed)
 
     def _print(self, line: str) -> None:
         if line != self._printed:

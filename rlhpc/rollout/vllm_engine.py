@@ -20,7 +20,7 @@ from rlhpc.api import Completion, Request
 from rlhpc.config.rollout import RolloutSection
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.compat import no_engine_queue, thread_setter_restored
 from rlhpc.parallel.device_memory import release_cached
@@ -44,6 +44,7 @@ class VllmEngine:
     """
 
     def __init__(self, model: ServedModel, section: RolloutSection, *, routed_experts: bool = False) -> None:
+        enter("building the engine")
         shape = model.shape
         self._model = model
         self._expert_layers = list(shape.experts.layers) if routed_experts and shape.experts else []

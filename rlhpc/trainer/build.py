@@ -15,6 +15,7 @@ from rlhpc.api import RewardWorkers, RolloutEngine
 from rlhpc.backends.megatron import end_writers
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
+from rlhpc.core.heartbeat import enter
 from rlhpc.core.rank import RankInfo
 from rlhpc.data.prompts import PromptFiles, PromptSet, Readers
 from rlhpc.data.sft import SFTSet
@@ -125,6 +126,7 @@ def _engine_parts(config: RunConfig, tokenizer: Tokenizer, place: EngineRank) ->
 
 
 def _reward_workers(config: RunConfig, tokenizer: Tokenizer) -> RewardWorkers:
+    enter("starting reward workers")
     limit = config.rollout.max_response_tokens
     return start_reward_workers(config.reward_functions, config.reward_workers, tokenizer.decode, limit)
 

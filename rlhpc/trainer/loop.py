@@ -10,7 +10,7 @@ from rlhpc.api import BackgroundWrite, RunState
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
 from rlhpc.observe.metrics import MetricsWriter
@@ -161,6 +161,7 @@ class Loop:
         check_agreement(run.context.info, {"training prompts of digest": digest})
         if saved is None:
             return RunState(prompts_digest=digest, actor_steps=0, critic_steps=0)
+        enter("loading the checkpoint")
         self.state = saved.state
         forget_lost_best(self._config.checkpoint, self.state, self._store)
         self._check_phases(saved.folder)

@@ -10,6 +10,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.context import RankContext
+from rlhpc.core.heartbeat import enter
 from rlhpc.core.shown import ShownOnly
 
 
@@ -69,6 +70,7 @@ def _join(context: RankContext) -> RunConfig:
     )
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))
     config = load_config(context.attempt.config)
+    enter("connecting")
     join(info, verify_connections=config.slurm.verify_connections)
     check_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)

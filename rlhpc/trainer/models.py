@@ -15,6 +15,7 @@ from rlhpc.config.model_settings import (
 )
 from rlhpc.config.reward import RewardModelSection
 from rlhpc.config.schema import RunConfig
+from rlhpc.core.heartbeat import enter
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape, read_model
 from rlhpc.parallel.groups import Groups, build_groups
@@ -24,6 +25,7 @@ from rlhpc.trainer.roles import Models, Role
 
 def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm: Algorithm | None) -> Models:
     """Builds the models that the phases and the algorithm (None: no RL) need. Collective."""
+    enter("building the models")
     layout = make_layout(config.actor.parallel, info.world_size)
     build_groups(layout, config.seed)
     train = config.train

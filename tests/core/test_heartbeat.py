@@ -18,6 +18,7 @@ from rlhpc.core.heartbeat import (
     Heartbeat,
     collectives_file,
     dump_file,
+    enter,
     look_seconds,
     read_beat,
     stacks_file,
@@ -50,6 +51,13 @@ def test_progress_is_written_with_its_phase_and_age(beat, tmp_path):
     found = read_beat(tmp_path / "heartbeats", 3)
     assert (found.phase, found.step) == ("rollout", 7)
     assert found.idle < time.monotonic() - before + 0.001, "since the touch, not since the start"
+
+
+def test_a_phase_of_the_start_is_written_and_is_no_progress(beat, tmp_path):
+    enter("importing")
+    until(lambda: read_beat(tmp_path / "heartbeats", 3).phase == "importing")
+    found = read_beat(tmp_path / "heartbeats", 3)
+    assert (found.touches, found.step) == (0, None), "the time that a start may take still counts"
 
 
 def test_without_progress_nothing_is_written(beat, tmp_path):

@@ -6,6 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -41,24 +44,75 @@ def test_the_way_to_a_run_is_short() -> None:
     assert len(named("yaml", "my.yaml").splitlines()) <= MOST_LINES
 
 
-@pytest.mark.ranks
-@pytest.mark.vllm
-def test_the_way_leads_to_a_first_step(tmp_path: Path) -> None:
+@dataclass
+class FirstRun:
+    """What the user saw: lines with the seconds since the command, and CPU seconds of the command up to the first."""
+
+    folder: Path
+    code: int
+    lines: list[tuple[float, str]]
+    cpu_seconds: float
+
+    @property
+    def output(self) -> str:
+        return "".join(line for _, line in self.lines)
+
+
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> FirstRun:
     """In a bare folder, with an environment that is installed already and a dataset in verl's columns."""
     session.need("ranks", "vllm")
-    (tmp_path / ".venv").symlink_to(sys.prefix)
-    (tmp_path / "my.yaml").write_text(named("yaml", "my.yaml"))
-    (tmp_path / "my_reward.py").write_text(named("python", "my_reward.py"))
-    arithmetic.make(str(tmp_path / "made"))
+    folder = tmp_path_factory.mktemp("newcomer")
+    (folder / ".venv").symlink_to(sys.prefix)
+    (folder / "my.yaml").write_text(named("yaml", "my.yaml"))
+    (folder / "my_reward.py").write_text(named("python", "my_reward.py"))
+    arithmetic.make(str(folder / "made"))
     for made, given in (("model", "models/qwen"), ("train.parquet", "data/train.parquet")):
-        (tmp_path / given).parent.mkdir()
-        shutil.move(tmp_path / "made" / made, tmp_path / given)
+        (folder / given).parent.mkdir()
+        shutil.move(folder / "made" / made, folder / given)
     *_, last = way()
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run(
-        f"{last} {SMALL}", shell=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (step,) = (record for record in records(tmp_path / "runs" / "my-run") if record["step"] == 1)
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONWARNINGS")}
+    began, lines, cpu_seconds = time.monotonic(), [], 0.0
+    with subprocess.Popen(
+        f"exec {last} {SMALL}",
+        shell=True,
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            cpu_seconds = cpu_seconds or _cpu_seconds(process.pid)
+            lines.append((time.monotonic() - began, line))
+    return FirstRun(folder, process.returncode, lines, cpu_seconds)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_the_way_leads_to_a_first_step(first_run: FirstRun) -> None:
+    assert first_run.code == 0, first_run.output
+    (step,) = (record for record in records(first_run.folder / "runs" / "my-run") if record["step"] == 1)
     assert step["phase"] == "rl"
     assert 0 <= step["reward/mean"] <= 1
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_it_says_what_it_does_from_the_first_seconds_on(first_run: FirstRun) -> None:
+    """CPU time stands for the time to the first line: on a quiet machine they are the same."""
+    lines = [line.rstrip() for _, line in first_run.lines]
+    assert lines[0] == "checking my-run"
+    assert first_run.cpu_seconds < 2
+    assert f"  folder  {first_run.folder / 'runs' / 'my-run'}" in lines
+    assert any(line.startswith("  layout  1 ranks on 1 node(s): training ") for line in lines), first_run.output
+    first = next(index for index, line in enumerate(lines) if line.startswith("rl step 1/1"))
+    times = [0.0, *(seconds for seconds, _ in first_run.lines[: first + 1])]
+    assert max(after - before for before, after in pairwise(times)) < 10, first_run.output
+    assert any(line.startswith("starting: importing | ") for line in lines), first_run.output

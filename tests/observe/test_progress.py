@@ -8,11 +8,12 @@ import os
 import pty
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
-from rlhpc.observe.progress import Display, MetricsFollower, duration, progress_line
+from rlhpc.observe.progress import Display, MetricsFollower, duration, progress_line, start_line
 
 
 def step(phase: str, number: int, time: float, **metrics: float) -> dict:
@@ -20,7 +21,12 @@ def step(phase: str, number: int, time: float, **metrics: float) -> dict:
 
 
 def test_before_the_first_step():
-    assert progress_line([]) == "starting"
+    assert [start_line(phase) for phase in ("", "starting", "importing", "log_probs")] == [
+        "starting",
+        "starting",
+        "starting: importing",
+        "starting: log-probs",
+    ]
 
 
 def test_metrics_of_the_phase_and_the_time_left():
@@ -179,6 +185,21 @@ def test_without_a_terminal_lines_are_printed_now_and_then(capsys):
     assert capsys.readouterr().out.splitlines() == ["rl step 1/10", "rl step 5/10 | 5 s left"]
 
 
+def test_without_a_terminal_the_start_is_a_line_every_few_seconds(capsys):
+    """The seconds change it where the phase does not."""
+    with Display(plain_seconds=1.1) as display:
+        began = time.monotonic()
+        while time.monotonic() - began < 2.5:
+            display.update([], "loading the model")
+            time.sleep(0.05)
+        display.update([step("rl", 1, 1.0)], "rollout")
+    *starting, last = capsys.readouterr().out.splitlines()
+    assert len(starting) in (2, 3), starting
+    assert len(set(starting)) == len(starting)
+    assert all(line.startswith("starting: loading the model | ") for line in starting)
+    assert last == "rl step 1/10"
+
+
 def test_on_a_terminal_the_line_is_rewritten_and_validations_stay():
     code = (
         "from rlhpc.observe.progress import Display\n"
@@ -199,6 +220,24 @@ def test_on_a_terminal_the_line_is_rewritten_and_validations_stay():
     assert "\x1b[2K" in shown, "the line is cleared before it is written again"
     last = shown.rsplit("\x1b[2K", 1)[1]
     assert "rl step" not in last, "the live line is gone at the end"
+
+
+def test_a_narrow_terminal_shows_the_whole_line():
+    """In several rows: the running seconds are at its end."""
+    code = (
+        "from rlhpc.observe.progress import Display\n"
+        "values = {'reward/mean': 0.5, 'validation/reward_mean': 0.5, 'perf/tokens_per_second': 12345.0}\n"
+        "with Display() as display:\n"
+        "    display.update([{'phase': 'rl', 'total_steps': 3, 'step': 1, 'perf/step_seconds': 100.0, **values}])\n"
+    )
+    master, slave = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm", "COLUMNS": "40"}
+    root = Path(__file__).parents[2]
+    subprocess.run([sys.executable, "-c", code], cwd=root, stdout=slave, env=environ, check=True)
+    os.close(slave)
+    shown = os.read(master, 65536).decode()
+    os.close(master)
+    assert "left | 0 s" in shown
 
 
 DYING = (

@@ -38,7 +38,7 @@ from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
 from rlhpc.parallel.compat import device, megatron_device
@@ -113,6 +113,7 @@ class MegatronBackend:
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:
         """See ``TrainBackend``; a critic may start from a checkpoint of a model without value head."""
+        enter("loading the model")
         self._offload.restore("parameters")
         if is_torch_dist(folder):
             ModelCheckpoint(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)

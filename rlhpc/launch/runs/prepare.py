@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from dataclasses import asdict
 
 from rlhpc.config.schema import PrepareSection
@@ -14,7 +15,10 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.redaction import guard_output, learn
+from rlhpc.core.shown import show
+from rlhpc.observe.progress import duration
 
+_LINE_SECONDS = 5.0
 _USER_ERROR, _INTERRUPTED = 2, 130
 
 
@@ -29,11 +33,24 @@ def run_prepare(section: PrepareSection) -> bool:
             child = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[write_end], text=True)
         finally:
             os.close(write_end)
-        child.communicate(json.dumps(call))
+        _wait(child, json.dumps(call))
         message = answer.read()
         if child.returncode == _USER_ERROR and message:
             raise UserError(message)
     return child.returncode == 0
+
+
+def _wait(child: subprocess.Popen[str], call: str) -> None:
+    """Waits for the end, with a line every few seconds."""
+    began, given = time.monotonic(), [call]
+    while True:
+        try:
+            child.communicate(*given, timeout=_LINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            given = []  # sent
+            show(f"preparing | {duration(time.monotonic() - began)}")
+        else:
+            return
 
 
 def _main() -> None:

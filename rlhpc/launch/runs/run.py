@@ -19,7 +19,7 @@ from rlhpc.plan.checks.run import check_config
 
 
 def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -> int:
-    """Runs ``config`` on this machine, ``entry`` on every rank; returns the exit code.
+    """Runs ``config`` on this machine, ``entry`` on every rank; returns the exit code. Shows what it starts.
 
     Raises UserError for errors that the user can fix.
     """
@@ -28,22 +28,26 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
     if ranks is not None:
         show(f"rlhpc: {ranks}")
     folder = RunFolder(config.folder)
-    faults = Faults()
+    faults, summary = Faults(), []
     with faults.collect():
         check_resources(config)
     with faults.collect():
         check_folder(folder, resume=resume)
     with faults.collect():
-        check_config(config, prepared=config.prepare is None)
+        summary = check_config(config, prepared=config.prepare is None)
     faults.raise_all()
     if entry == TRAINER:
         check_packages()
         check_gpu_software()
+    show(f"  folder  {folder.path}")
     if config.prepare is not None:
+        show(f"  prepare {config.prepare.function}")
         if not run_prepare(config.prepare):
             show(f"rlhpc: prepare.function: {config.prepare.function} failed, see above", file=sys.stderr)
             return 1
-        check_config(config)
+        summary = check_config(config)
+    for topic, text in summary:
+        show(f"  {topic:<8}{text}")
     code = run_local(config, folder, resume=resume, entry=entry)
     if not code:
         show(f"rlhpc: finished in {duration(time.monotonic() - started)}: {folder.path}")

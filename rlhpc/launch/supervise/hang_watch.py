@@ -97,6 +97,11 @@ class HangWatch:
         """Seconds since the newest known progress."""
         return self._clock() - self._progress_at
 
+    @property
+    def phase(self) -> str:
+        """What the first rank does, as last read; empty before it has started."""
+        return self._beats[0].phase if 0 in self._beats else ""
+
     def poll(self) -> Hang | None:
         """Reads some of the ranks' records; None while there is no hang or its report is incomplete."""
         self._allow_for_pauses()

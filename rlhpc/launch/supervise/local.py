@@ -180,7 +180,7 @@ def _watch(ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch) -
     with Display() as display:
         while True:
             ended = ranks.poll()
-            display.update(follower.read_new())
+            display.update(follower.read_new(), hangs.phase)
             if len(ended) == world_size:
                 return ended
             hang = hangs.poll()

@@ -75,6 +75,7 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     done = threading.Event()
     atexit.register(_end_now, done)  # registered first, called last
     context = RankContext(attempt, info, stop, heartbeat)
+    heartbeat.enter("importing")
     try:
         run_recorded(attempt.exits, info, lambda: import_attribute(entry, "trainer")(context))
     except UserError as error:

@@ -8,6 +8,7 @@ import pytest
 
 from rlhpc.config.schema import PrepareSection
 from rlhpc.core.errors import UserError
+from rlhpc.launch.runs import prepare
 from rlhpc.launch.runs.prepare import run_prepare
 
 
@@ -23,6 +24,12 @@ def hook(**arguments: object) -> PrepareSection:
 def test_the_hook_is_called_with_its_arguments(tmp_path):
     assert run_prepare(hook(folder=str(tmp_path)))
     assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+def test_a_long_hook_shows_its_seconds(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(prepare, "_LINE_SECONDS", 0.02)
+    assert run_prepare(hook(folder=str(tmp_path)))
+    assert capsys.readouterr().out.startswith("preparing | 0 s\n")
 
 
 def test_a_user_error_of_the_hook_is_raised():
