@@ -20,6 +20,9 @@ from rlhpc.core.shown import ShownOnly, show
 _SHOWN = (
     ("loss", ("sft",), "loss {:.3f}"),
     ("reward/mean", ("rl",), "reward {:.3f}"),
+    ("kl", ("rl",), "KL {:.3g}"),
+    ("response/length_mean", ("rl",), "length {:,.0f}"),
+    ("advantage/zero_fraction", ("rl",), "{:.0%} zero advantages"),
     ("validation/reward_mean", ("sft", "rl"), "validation {:.1%}"),
     ("perf/tokens_per_second", ("sft", "rl"), "{:,.0f} tokens/s"),
 )

@@ -35,9 +35,14 @@ def test_metrics_of_the_phase_and_the_time_left():
         step("rl", 1, 100.0, **{"reward/mean": 0.25, "validation/reward_mean": 0.125}),
         step("rl", 3, 120.0, **{"reward/mean": 0.5, "perf/tokens_per_second": 4321.0, "loss": 0.1}),
     ]
+    sampled = {"kl": 0.01234, "response/length_mean": 1234.4, "advantage/zero_fraction": 0.25}
     assert progress_line(records[:1]) == "sft step 10/10 | loss 2.500"
     line = "rl step 3/10 | reward 0.500 | validation 12.5% | 4,321 tokens/s | 1 min 10 s left"
     assert progress_line(records) == line
+    records[-1] |= sampled
+    rest = line.removeprefix("rl step 3/10 | reward 0.500")
+    expected = f"rl step 3/10 | reward 0.500 | KL 0.0123 | length 1,234 | 25% zero advantages{rest}"
+    assert progress_line(records) == expected
 
 
 def test_skipped_updates_are_counted_over_all_steps():
@@ -165,7 +170,7 @@ VALUES = [None, "0.5", "nan", [1], {}, True, math.nan, math.inf, -math.inf, 10**
 
 
 @pytest.mark.parametrize(
-    "name", ["reward/mean", "perf/tokens_per_second", "perf/step_seconds", "time", "total_steps", "step"]
+    "name", ["reward/mean", "kl", "perf/tokens_per_second", "perf/step_seconds", "time", "total_steps", "step"]
 )
 def test_odd_values_are_shown_or_left_out(name, capsys):
     for value in VALUES:
