@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from rich.text import Text
 
 from rlhpc.core.records import Record, is_step, number, parse_records
 from rlhpc.core.shown import ShownOnly, show
+from rlhpc.observe.flat_reward import FlatReward
 
 # Metric, phases that show it, format; the newest value is shown.
 _SHOWN = (
@@ -144,6 +146,7 @@ class Display:
 
     def __init__(self, plain_seconds: float = PLAIN_SECONDS) -> None:
         self._records: list[Record] = []
+        self._flat = FlatReward()
         self._started = time.monotonic()
         self._plain_seconds, self._printed_at, self._printed = plain_seconds, float("-inf"), ""
         self._guard, self._live = ShownOnly("the progress line"), None
@@ -183,6 +186,8 @@ class Display:
     def _update(self, new: Sequence[Record], phase: str) -> None:
         for record in filter(is_step, new):
             self._records.append(record)
+            if warning := self._flat.add(record):
+                show(f"rlhpc: warning: {warning}", file=sys.stderr)
             if self._live and number(record.get("validation/reward_mean")) is not None:
                 self._live.console.print(progress_line(self._records), highlight=False)
         line = progress_line(self._records) if self._records else start_line(phase)

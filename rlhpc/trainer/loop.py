@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
+from rlhpc.observe.flat_reward import FlatReward
 from rlhpc.observe.metrics import MetricsWriter
 from rlhpc.parallel.agreement import check_agreement, on_first_rank
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
@@ -21,6 +23,8 @@ from rlhpc.trainer.run import Run
 from rlhpc.trainer.step import find_step, sft_step, take_step
 from rlhpc.trainer.stop import Stopper
 from rlhpc.trainer.update import Metrics
+
+_log = logging.getLogger(__name__)
 
 
 class Loop:
@@ -31,7 +35,7 @@ class Loop:
         self._rl_step = find_step(run.config)
         self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
         self._stopper = Stopper(run.context)
-        self._saved = -1
+        self._saved, self._flat = -1, FlatReward()
         self.state = self._restore()
         run.context.attempt.check_current()
         first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
@@ -106,6 +110,8 @@ class Loop:
             metrics["perf/tokens_per_second"] = tokens / seconds
             metrics["perf/step_seconds"] = seconds
         self._writer.write(phase, step, total, metrics)
+        if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
+            _log.warning(warning)
 
     def _after_step(self, validated: Metrics) -> Reason:
         """Saves if due or if the step is the best one, and agrees with the other ranks whether to stop; not after the

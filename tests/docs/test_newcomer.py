@@ -22,7 +22,7 @@ README = ROOT / "README.md"
 MOST_COMMANDS, MOST_LINES = 3, 10
 # A CPU and the test's patience: all else is what README's file and the defaults give.
 SMALL = (
-    "resources.ranks_per_node=1 model.dtype=float32 train.steps=1 train.prompts_per_step=4 "
+    "resources.ranks_per_node=1 model.dtype=float32 train.steps=10 train.prompts_per_step=4 "
     "rollout.samples_per_prompt=2 rollout.max_response_tokens=4 rollout.kv_cache_gib=0.0625 data.max_prompt_tokens=16"
 )
 
@@ -112,7 +112,17 @@ def test_it_says_what_it_does_from_the_first_seconds_on(first_run: FirstRun) -> 
     assert first_run.cpu_seconds < 2
     assert f"  folder  {first_run.folder / 'runs' / 'my-run'}" in lines
     assert any(line.startswith("  layout  1 ranks on 1 node(s): training ") for line in lines), first_run.output
-    first = next(index for index, line in enumerate(lines) if line.startswith("rl step 1/1"))
+    first = next(index for index, line in enumerate(lines) if line.startswith("rl step "))
     times = [0.0, *(seconds for seconds, _ in first_run.lines[: first + 1])]
     assert max(after - before for before, after in pairwise(times)) < 10, first_run.output
     assert any(line.startswith("starting: importing | ") for line in lines), first_run.output
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_an_untrained_model_without_any_reward_is_warned_of_once(first_run: FirstRun) -> None:
+    """On the terminal and in the log of rank 0."""
+    assert {record["reward/max"] for record in records(first_run.folder / "runs" / "my-run")} == {0.0}
+    log = next((first_run.folder / "runs" / "my-run").rglob("*_0_log.out")).read_text()
+    for text in (first_run.output, log):
+        assert text.count("no response had an advantage in 10 steps") == 1, text
