@@ -25,7 +25,8 @@ _WATCH_SECONDS = 2.0
 def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
     """Show the state of runs.
 
-    RUN is a run folder, a run name or a job id; without RUN, all of your runs are shown.
+    RUN is a run folder, a run name or a job id; without RUN, all of your jobs are shown, and the runs of
+    `rlhpc run` in the folder runs.
     """
     import json
 
@@ -113,12 +114,12 @@ def cancel(*, runs: tuple[str, ...], save: bool) -> None:
 
 
 def _read(names: tuple[str, ...]) -> list[RunStatus]:
-    from rlhpc.launch.runs.run_registry import all_runs, find_runs
+    from rlhpc.launch.runs.run_registry import all_runs, find_runs, local_runs
     from rlhpc.launch.runs.status import run_status, statuses
     from rlhpc.launch.slurm.commands import require_controller
     from rlhpc.launch.slurm.queue import read_job
 
-    found = [run for text in names for run in find_runs(text)] if names else all_runs()
+    found = [run for text in names for run in find_runs(text)] if names else [*all_runs(), *local_runs()]
     try:
         if any(run.job for run in found):
             require_controller()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
@@ -18,7 +19,12 @@ def locked(folder: RunFolder, *, wait: bool = False) -> Iterator[None]:
 
     Raises UserError if another launcher has it, unless ``wait``.
     """
-    file = patiently(lambda: _lock(folder, "w", fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)), folder.lock)
+    operation = fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB)
+    for pause in (0.05, 0.05, 0.0):  # `is_locked` has the lock for a moment
+        file = patiently(lambda: _lock(folder, "w", operation), folder.lock)
+        if file is not None:
+            break
+        time.sleep(pause)
     if file is None:
         raise UserError(
             f"another rlhpc is running in {str(folder.path)!r}",

@@ -32,7 +32,7 @@ def state_of(front: Front, run: str) -> str:
 
 
 def test_all_runs_are_listed_newest_first(front):
-    assert front.ok("status") == "no runs; start one with `rlhpc submit`\n"
+    assert front.ok("status") == "no runs; start one with `rlhpc run` or `rlhpc submit`\n"
     names = ("first", "second", "third")
     jobs = []
     for name, program in zip(names, ("succeed", "fail", "work"), strict=True):

@@ -16,6 +16,8 @@ from rlhpc.core.files import names_in, read_json, write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.storage import NONE, Patience, say
 
+_RUNS = Path("runs")  # where a run's folder is by default
+
 
 @dataclass(frozen=True)
 class JobRecord:
@@ -90,10 +92,21 @@ def all_runs() -> list[RunEntry]:
     return sorted(runs, key=lambda run: run.job.submitted if run.job else 0.0, reverse=True)
 
 
+def local_runs() -> list[RunEntry]:
+    """Runs in the default folder of runs that never were jobs, the last started first. Other users' are left out."""
+    found = []
+    for name in names_in(_RUNS, patience=NONE):
+        with contextlib.suppress(OSError):
+            run = read_run(_RUNS / name, NONE)
+            if run.job is None:
+                found.append((run.folder.attempts.stat().st_mtime, run))
+    return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
 def find_runs(text: str) -> list[RunEntry]:
     """The run with this folder, name or job id; all elements for the id of an array."""
     path = Path(text)
-    for folder in (path, Path("runs") / text):
+    for folder in (path, _RUNS / text):
         if (folder / "config.yaml").is_file() or (folder / "job.json").is_file():
             return [read_run(folder)]
     known = all_runs()

@@ -12,6 +12,7 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Best, Verdict
 from rlhpc.core.records import is_step, parse_records
 from rlhpc.core.storage import patiently
+from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.slurm.times import clock
@@ -83,13 +84,14 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
     try:
         known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
         saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
+        state = _state(run, job, known, asked=asked)
     except OSError as error:
         state = job.words if job is not None else "unreadable"
         return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}")
     last = records[-1] if records else {}
     return RunStatus(
         run,
-        _state(run, job, known, asked=asked),
+        state,
         job,
         known,
         last.get("phase", ""),
@@ -201,21 +203,26 @@ def _attempts(run: RunEntry) -> list[AttemptStatus]:
 
 
 def _state(run: RunEntry, job: JobStatus | None, known: Sequence[AttemptStatus], *, asked: bool) -> str:
-    """State by Slurm while the job is live; afterwards by the run's own verdict, which is more precise."""
+    """State by Slurm while the job is live; afterwards by the run's own verdict, which is more precise.
+
+    A run on this machine runs while its launcher has its lock, which ends with the launcher.
+    """
     # A verdict on an attempt before this submission does not count.
     current = bool(known) and (run.job is None or known[-1].attempt.started > run.job.submitted - _CLOCKS_SECONDS)
     last = known[-1].verdict if current else None
+    if run.job is None and is_locked(run.folder):
+        return "running"
     if job is not None and job.live:
         waits = job.state == "RUNNING" and last is not None and last.action == "retry"
         return "retrying" if waits else job.words
     if last is not None and last.cause == "finished":
         return "finished"
-    if last is not None and last.action == "stop":
-        return "failed"
     if last is not None and last.cause == "stopped":
         return "stopped"
+    if last is not None and last.action == "stop":
+        return "failed"
     if job is not None:
         return job.words
     if run.job is None:
-        return "running or killed" if known and last is None else "never started"
+        return "killed" if known else "never started"
     return "gone" if asked else "unknown"

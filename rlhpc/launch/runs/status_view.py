@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
@@ -14,6 +15,7 @@ from rlhpc.launch.slurm.times import clock
 from rlhpc.observe.progress import duration
 
 _PLAIN_COLUMNS = 200
+_WIDE_COLUMNS = 120  # from here on a note has room beside the table
 _COLOURS = {
     "running": "green",
     "finished": "green",
@@ -21,32 +23,54 @@ _COLOURS = {
     "retrying": "yellow",
     "failed": "red",
     "cancelled": "red",
+    "killed": "red",
     "gone": "red",
 }
 
 
 def overview(statuses: Sequence[RunStatus]) -> RenderableType:
-    """Table of all runs, with a note on those that wait or failed."""
-    if not statuses:
-        return Text("no runs; start one with `rlhpc submit`")
+    """Table of all runs, with a note on those that wait or failed: in the last column, or below a narrow table."""
+    return _Overview(statuses) if statuses else Text("no runs; start one with `rlhpc run` or `rlhpc submit`")
+
+
+@dataclass(frozen=True)
+class _Overview:
+    statuses: Sequence[RunStatus]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        wide = options.max_width >= _WIDE_COLUMNS
+        yield _table(self.statuses, wide=wide)
+        for status in () if wide else self.statuses:
+            restarts = f"{status.restarts} restart(s)" if status.restarts else ""
+            if words := "; ".join(filter(None, (restarts, _note(status)))):
+                yield Text(f"{status.run.name}: {words}")
+
+
+def _table(statuses: Sequence[RunStatus], *, wide: bool) -> Table:
+    """``wide``: with restarts and note; otherwise without these and without empty columns."""
+    rows = [
+        {
+            "run": status.run.name,
+            "job": status.run.job.job_id if status.run.job else "local",
+            "state": status.state,
+            "step": _steps(status),
+            "reward": _number(status.reward, ".3f"),
+            "tokens/s": _number(status.tokens_per_second, ",.0f"),
+            "left": _left(status),
+            **({"restarts": str(status.restarts or ""), "note": _note(status)} if wide else {}),
+        }
+        for status in statuses
+    ]
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("run", "job", "state"):
-        table.add_column(name, overflow="fold")
-    for name in ("step", "reward", "tokens/s", "left", "restarts"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("note", overflow="fold")
-    for status in statuses:
-        table.add_row(
-            status.run.name,
-            status.run.job.job_id if status.run.job else "",
-            Text(status.state, style=_COLOURS.get(status.state, "")),
-            _steps(status),
-            _number(status.reward, ".3f"),
-            _number(status.tokens_per_second, ",.0f"),
-            _left(status),
-            str(status.restarts or ""),
-            _note(status),
-        )
+    names = [name for name in rows[0] if wide or any(row[name] for row in rows)]
+    for name in names:
+        if name in ("run", "job", "note") or (wide and name == "state"):
+            table.add_column(name, overflow="fold")
+        else:
+            table.add_column(name, justify="left" if name == "state" else "right", no_wrap=True)
+    for row in rows:
+        colour = _COLOURS.get(row["state"], "")
+        table.add_row(*(Text(row[name], style=colour if name == "state" else "") for name in names))
     return table
 
 
