@@ -148,6 +148,9 @@ class RolloutEngine(Protocol):
     def unfinished(self) -> int:
         """Number of requests in flight, during which weights must not change."""
 
+    def check_memory(self) -> None:
+        """Raises UserError on every rank if any lacks the free memory to wake the engine. Collective over all ranks."""
+
     def wake_weights(self) -> None:
         """Allocates the memory of the weights; their values are undefined until they are written."""
 

@@ -21,7 +21,6 @@ _LETTERS = {
     "activations": "A",
     "workspace": "A",
     "engine": "E",
-    "claimed": "E",
     "KV": "K",
     "reference": "R",
     "critic": "C",

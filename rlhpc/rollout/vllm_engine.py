@@ -46,7 +46,7 @@ class VllmEngine:
     def __init__(self, model: ServedModel, section: RolloutSection, *, routed_experts: bool = False) -> None:
         enter("building the engine")
         shape = model.shape
-        self._model = model
+        self._model, self._section = model, section
         self._expert_layers = list(shape.experts.layers) if routed_experts and shape.experts else []
         self._on_gpu = torch.cuda.is_available()
         self._loaded = False
@@ -60,7 +60,7 @@ class VllmEngine:
         if section.tp > 1 and self._on_gpu and spans_nodes(section.tp):
             # Its rendezvous shares GPU memory through unix sockets, and may wait forever for another node.
             os.environ.setdefault(env.VLLM_ALLREDUCE_USE_SYMM_MEM, "0")
-        total = torch.cuda.mem_get_info()[1] if self._on_gpu else None
+        free, total = vllm_memory.device_memory()
         self._engine = _start(arguments, model, section, total)
         # vLLM's finalizer, run at exit or garbage collection, would destroy the default group.
         finalizer = getattr(self._engine.engine_core, "_finalizer", None)
@@ -71,6 +71,7 @@ class VllmEngine:
         self._weights = self._find_weights(section)
         check_parameters(self._weights.shapes, shape, layout)
         self.sleep()
+        self._held = free - vllm_memory.device_memory()[0]  # bytes asleep
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """One completion per request, in order. A request's tokens depend on its prompt and seed, not on its neighbors.
@@ -131,6 +132,12 @@ class VllmEngine:
         """vLLM's choices on this machine: its model runner, and the kernels of its attention layers."""
         found: dict[str, str] = self._engine.collective_rpc(_choices)[0]
         return found
+
+    def check_memory(self) -> None:
+        """See ``RolloutEngine``. Nothing to check on a CPU."""
+        free, total = vllm_memory.device_memory()
+        if total is not None:
+            vllm_memory.check_free(self._model, self._section, free + self._held, total)
 
     def wake_weights(self) -> None:
         """Allocates the weights' memory, on a CPU when they are opened. Does nothing if they are awake."""
@@ -296,7 +303,8 @@ def _start(arguments: dict[str, Any], model: ServedModel, section: RolloutSectio
         try:
             return _build(arguments)
         except vllm_memory.EngineRefused as refused:
-            raise vllm_memory.explain(refused, section, memory, model.max_model_len) from refused
+            instead = "end other processes on the GPU"
+            raise vllm_memory.explain(refused, section, memory, model.max_model_len, instead) from refused
 
 
 def _build(arguments: dict[str, Any]) -> Any:

@@ -17,7 +17,9 @@ from rlhpc.config.rollout import RolloutSection
 from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.rank import RankInfo
 from rlhpc.parallel.compat import unmap_vllm_allocation
-from rlhpc.plan.estimates.memory import EngineMemory
+from rlhpc.parallel.device_memory import release_cached
+from rlhpc.plan.estimates.memory import EngineMemory, engine_bytes
+from rlhpc.rollout.vllm_arguments import ServedModel
 
 _GIB = 1 << 30
 _OFFLOAD = "offload more of the trainer (actor.memory.offload)"
@@ -63,9 +65,30 @@ def agree(error: ValueError | None, free: int, total: int) -> None:
         raise EngineRefused(refused) from error
 
 
-def explain(refused: EngineRefused, section: RolloutSection, memory: EngineMemory, sequence: int) -> UserError:
-    """Error that names the rank with the least memory and the value that would fit. ``sequence``: tokens of the longest
-    sequence, which the KV cache must hold."""
+def device_memory() -> tuple[int, int | None]:
+    """(free, total) bytes of this rank's GPU, PyTorch's cache among the free ones; (0, None) without a GPU."""
+    if not torch.cuda.is_available():
+        return 0, None
+    release_cached()
+    return torch.cuda.mem_get_info()
+
+
+def check_free(model: ServedModel, section: RolloutSection, free: int, total: int) -> None:
+    """Raises the same UserError on every rank if an engine claims more than the ``free`` bytes of any rank. Collective
+    over the job's ranks."""
+    memory = engine_bytes(section, model.shape, model.dtype, total)
+    short = free < math.ceil(claimed_share(section, memory, total) * total)
+    try:
+        agree(ValueError("too little free memory") if short else None, free, total)
+    except EngineRefused as refused:
+        raise explain(refused, section, memory, model.max_model_len, _OFFLOAD) from None
+
+
+def explain(
+    refused: EngineRefused, section: RolloutSection, memory: EngineMemory, sequence: int, instead: str
+) -> UserError:
+    """Error that names the rank with the least memory and the value that would fit, or what to do ``instead``.
+    ``sequence``: tokens of the longest sequence, which the KV cache must hold."""
     rank, found = min(refused.ranks.items(), key=lambda item: item[1].free)
     share = claimed_share(section, memory, found.total)
     claim = math.ceil(share * found.total)
@@ -74,15 +97,15 @@ def explain(refused: EngineRefused, section: RolloutSection, memory: EngineMemor
     name, fits, enough = memory.fitting_setting(section, claim, found.free, found.total, sequence)
     key, has = f"rollout.{name}", f"rank {rank} on {found.node} has {_gib(found.free)} of {_gib(found.total)} GiB free"
     if section.kv_cache_gib is None:
-        message = f"vLLM starts only if {share:g} of the GPU is free ({_gib(claim)} GiB); {has}"
+        message = f"at {share:g} the engine needs {_gib(claim)} GiB; {has}"
     else:
         parts = {"weights": memory.weights, "forward passes": memory.working, "KV cache": memory.cache}
         what = ", ".join(f"{part} {_gib(size)}" for part, size in parts.items())
         message = f"the engine needs {_gib(claim)} GiB ({what}); {has}"
     if enough:
-        return UserError(message, where=key, remedy=f"set it to {fits:g}, or {_OFFLOAD}")
+        return UserError(message, where=key, remedy=f"set it to {fits:g}, or {instead}")
     needs = f"at least {_gib(memory.smallest(sequence))} GiB with one sequence of full length"
-    return UserError(f"{message}, and the engine needs {needs}", where=key, remedy=f"{_OFFLOAD}, or raise rollout.tp")
+    return UserError(f"{message}, and the engine needs {needs}", where=key, remedy=f"{instead}, or raise rollout.tp")
 
 
 def free_weights(replaced: Sequence[Tensor], used: Sequence[Tensor]) -> None:

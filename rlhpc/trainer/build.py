@@ -53,10 +53,14 @@ def build(config: RunConfig, context: RankContext) -> Run:
     rl = config.train.steps > 0
     generates = rl or bool(config.data.validation)
     place = EngineRank(info.rank, info.world_size, config.rollout.tp)
-    # Rewards, tools and data first: errors in them show before the models take their time to load.
+    # Rewards, tools and data first: errors in them show before the models take their time to load. Then the engine,
+    # which needs its whole share of the GPU free, and sleeps while the models and their optimizer states are built.
     parts = _engine_parts(config, tokenizer, place) if generates else None
     data = _load_data(config, info, tokenizer, shape, reader=parts.reader if parts is not None else None)
+    engine = _engine(config, shape, tokenizer) if generates else None
     models = make_models(config, info, shape, algorithm if rl else None)
+    if engine is not None:
+        engine.check_memory()
     batching, carryover = Batching.of(config), Carryover.of(config.train)
     run = Run(
         config=config,
@@ -69,8 +73,8 @@ def build(config: RunConfig, context: RankContext) -> Run:
         sft=data.sft,
         closers=(end_writers,),
     )
-    if parts is not None:
-        _add_rollouts(run, shape, tokenizer, parts, data)
+    if parts is not None and engine is not None:
+        _add_rollouts(run, tokenizer, engine, parts, data)
     return run
 
 
@@ -91,12 +95,11 @@ class _Data:
     sft: SFTSet | None
 
 
-def _add_rollouts(run: Run, shape: ModelShape, tokenizer: Tokenizer, parts: _EngineParts, data: _Data) -> None:
-    """The engine, and what generates with it."""
+def _add_rollouts(run: Run, tokenizer: Tokenizer, engine: RolloutEngine, parts: _EngineParts, data: _Data) -> None:
+    """Adds what generates with the engine."""
     config, models = run.config, run.models
-    engine = _engine(config, shape, tokenizer)
     rollout = Rollout(engine, parts.place, config.rollout, config.seed, parts.reward_workers, parts.tools)
-    weights = _manager(config, shape, models, engine)
+    weights = _manager(config, models, engine)
     scorer = None
     if models.reward is not None:
         assert parts.reader is not None
@@ -168,7 +171,8 @@ def _engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> Rollo
     return VllmEngine(served, config.rollout, routed_experts=config.actor.moe.router_replay)
 
 
-def _manager(config: RunConfig, shape: ModelShape, models: Models, engine: RolloutEngine) -> ReshardManager:
+def _manager(config: RunConfig, models: Models, engine: RolloutEngine) -> ReshardManager:
+    shape = models.actor.model.shape
     cut = EngineLayout(config.rollout.tp, config.rollout.expert_parallel)
     job = Job(config.resources.ranks_per_node, getattr(torch, config.model.dtype), device())
     return ReshardManager(models.actor.model, engine, sync_sides(shape, models.actor.layout, cut), config.reshard, job)

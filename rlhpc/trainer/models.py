@@ -35,7 +35,7 @@ def make_models(config: RunConfig, info: RankInfo, shape: ModelShape, algorithm:
     actor = Role(model, info.rank, train.tokens_per_microbatch, forward, config.actor.moe.router_replay)
     generates = algorithm is not None or bool(config.data.validation)
     if generates:
-        actor.model.offload()  # makes room for the other models and the engine, which expects its share of the GPU free
+        actor.model.offload()  # makes room for the other models
     scorer = config.reward_model if generates else None
     reward = _reward_model(config, scorer, info, layout, forward) if scorer is not None else None
     if algorithm is None:

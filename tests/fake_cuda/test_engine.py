@@ -20,7 +20,7 @@ from rlhpc.core.rank import RankInfo
 from rlhpc.models import read_model
 from rlhpc.rollout import vllm_arguments, vllm_engine
 from tests.helpers.distributed import run_ranks
-from tests.helpers.fake_cuda import FakeCuda
+from tests.helpers.fake_cuda import GIB, FakeCuda
 from tests.helpers.tiny_models import make_model
 from tests.rollout import engines
 
@@ -77,6 +77,16 @@ def test_a_seed_of_each_token_reaches_the_v1_runner(found: dict[str, Any]) -> No
 
 @pytest.mark.ranks
 @pytest.mark.vllm
+def test_an_engine_without_room_beside_the_trainer_is_refused_before_it_wakes(found: dict[str, Any]) -> None:
+    ((trainer, message),) = found["refused"].items()
+    assert trainer == "79.9"
+    assert message.startswith("rollout.kv_cache_gib: the engine needs 0.1 GiB (weights 0.0, ")
+    assert " has 0.1 of 80.0 GiB free; " in message
+    assert "offload more of the trainer" in message
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
 def test_the_engine_s_start_keeps_the_device_s_random_numbers(found: dict[str, Any]) -> None:
     assert found["device rng"]
 
@@ -128,9 +138,10 @@ def _look(models: Path) -> dict[str, Any]:
     one: dict[str, Any] = {"cpu": engines.greedy(plain)}
     plain.shutdown()
     found: dict[str, Any] = {"written": one, "shared": {}, "asked of vLLM": _asked(models / "qwen3moe" / "a")}
-    with FakeCuda(), as_on_a_gpu():
+    with FakeCuda() as cuda, as_on_a_gpu():
         state = torch.cuda.get_rng_state()
         engine = engines.build(path, cuda_graphs=False)
+        found["refused"] = _refuse(cuda, engine)
         found["device rng"] = bool(torch.equal(torch.cuda.get_rng_state(), state))
         engines.sync(engine, path)
         one["loaded"] = engines.greedy(engine)
@@ -151,6 +162,19 @@ def _look(models: Path) -> dict[str, Any]:
     latent = engines.build(models / "dsv3" / "a")
     engines.sync(latent, models / "dsv3" / "a")
     found["latent"] = _latent(latent)
+    return found
+
+
+def _refuse(cuda: FakeCuda, engine: Any) -> dict[str, str]:
+    """What a sleeping engine is refused with, beside a trainer of so many GiB on the GPU."""
+    found = {}
+    for gib in (0.0, 79.0, 79.9):
+        cuda.mapped["trainer"] = int(gib * GIB)
+        try:
+            engine.check_memory()
+        except UserError as error:
+            found[str(gib)] = str(error)
+    del cuda.mapped["trainer"]
     return found
 
 

@@ -77,7 +77,23 @@ def refuse_all() -> dict[str, str]:
         "cache": refuse(cache, (60 * GIB, 20 * GIB)),
         "cache enough": refuse(cache, (60 * GIB, 28 * GIB)),
         "nothing": refuse(cache, (9 * GIB, 10 * GIB)),
+        "asleep": refuse_awake(share, (60 * GIB, 31 * GIB)),
+        "asleep, enough": refuse_awake(share, (48 * GIB, 49 * GIB)),
     }
+
+
+def refuse_awake(section: RolloutSection, free: tuple[int, ...]) -> str:
+    """What this rank's sleeping engine is refused with, beside the trainer."""
+    import torch.distributed as dist
+
+    from rlhpc.rollout.vllm_arguments import ServedModel
+
+    model = ServedModel(MODEL, read_model(MODEL), "bfloat16", SEQUENCE)
+    try:
+        vllm_memory.check_free(model, section, free[dist.get_rank()], TOTAL)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 @pytest.mark.ranks
@@ -86,19 +102,19 @@ def test_all_ranks_end_with_one_line_and_the_value_that_fits() -> None:
     first, second = run_ranks(refuse_all, 2)
     assert first == second
     assert first["enough"] == first["cache enough"] == ""
-    assert first["share"].startswith(
-        "rollout.gpu_memory_utilization: vLLM starts only if 0.6 of the GPU is free (48.0 GiB); rank 1 on "
+    assert first["share"].startswith("rollout.gpu_memory_utilization: at 0.6 the engine needs 48.0 GiB; rank 1 on ")
+    assert first["share"].endswith(" has 31.0 of 80.0 GiB free; set it to 0.38, or end other processes on the GPU")
+    assert first["asleep"] == first["share"].replace(
+        "end other processes on the GPU", "offload more of the trainer (actor.memory.offload)"
     )
-    assert first["share"].endswith(
-        " has 31.0 of 80.0 GiB free; set it to 0.38, or offload more of the trainer (actor.memory.offload)"
-    )
+    assert first["asleep, enough"] == ""
     assert request(0.38, 31 * GIB)
     assert first["cache"].startswith("rollout.kv_cache_gib: the engine needs ")
     fits = RolloutSection(kv_cache_gib=float(first["cache"].partition("set it to ")[2].partition(",")[0]))
     assert 0 < fits.kv_cache_gib < 8
     assert request(vllm_memory.claimed_share(fits, memory_of(fits), TOTAL), 20 * GIB)
     assert "rank 0 on " in first["nothing"], "the one with least"
-    assert first["nothing"].endswith("; offload more of the trainer (actor.memory.offload), or raise rollout.tp")
+    assert first["nothing"].endswith("; end other processes on the GPU, or raise rollout.tp")
 
 
 def test_with_a_cache_of_given_size_an_engine_claims_what_it_needs_and_no_more() -> None:
@@ -114,7 +130,7 @@ def test_with_a_cache_of_given_size_an_engine_claims_what_it_needs_and_no_more()
 def test_what_is_no_lack_of_memory_keeps_vllm_s_words() -> None:
     found = vllm_memory.Refusal("n7", 70 * GIB, TOTAL, "bfloat16 is not supported")
     section = RolloutSection()
-    error = vllm_memory.explain(vllm_memory.EngineRefused({3: found}), section, memory_of(section), SEQUENCE)
+    error = vllm_memory.explain(vllm_memory.EngineRefused({3: found}), section, memory_of(section), SEQUENCE, "wait")
     assert isinstance(error, UserError)
     assert str(error) == "rollout: vLLM refuses rank 3 on n7: bfloat16 is not supported"
 

@@ -84,14 +84,14 @@ def _check_machine(config: RunConfig, shape: ModelShape, layout: ParallelLayout,
 
 
 def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, claimed: int, free: int) -> str:
-    """Warns that vLLM would find less free memory than it claims."""
+    """Warns that the engine needs more memory than the trainer leaves free."""
     section, total = config.rollout, plan.gpu_bytes or 0
     engine, sequence = engine_memory(config, shape, total), sequence_tokens(config)
     key, fits, enough = engine.fitting_setting(section, claimed, free, total, sequence)
     if section.kv_cache_gib is not None:
         what = f"with a KV cache of {section.kv_cache_gib:g} GiB an engine needs"
     else:
-        what = f"vLLM starts only if {section.gpu_memory_utilization:g} of the GPU is free,"
+        what = f"at {section.gpu_memory_utilization:g} an engine needs"
     has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
     offload = config.actor.memory.offload
     options = [f"set it to {fits:g}"] if enough else []

@@ -19,7 +19,7 @@ from rlhpc.sharding.layout import ParallelLayout
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
 CPU_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
-_ENGINE = ("engine weights", "KV cache", "engine's passes", "claimed by the engine")  # parts when it starts
+_ENGINE = ("engine weights", "KV cache", "engine's passes")
 _ROUTE_COPIES = 3  # on each rank: as received, by sample, and by microbatch
 _ESTIMATES = Reserves()  # for a machine without measurements
 
@@ -77,12 +77,14 @@ class MemoryPlan:
 
     @property
     def refused_engine(self) -> tuple[int, int] | None:
-        """(bytes that the engine claims, free bytes) at its start, if that is the first thing that does not fit."""
-        phase = self.first_too_large
-        if phase is None or phase.name != "load" or self.gpu_bytes is None or _ENGINE[0] not in phase.parts:
+        """(bytes that the engine needs, free bytes beside the trainer), if the models load and it cannot wake."""
+        first, rollout = self.first_too_large, next((phase for phase in self.phases if phase.name == "rollout"), None)
+        if first is None or rollout is None or self.gpu_bytes is None or rollout.total <= self.gpu_bytes:
             return None
-        claimed = sum(phase.parts.get(part, 0) for part in _ENGINE)
-        return claimed, self.gpu_bytes - (phase.total - claimed)
+        if first.name == "load" and _ENGINE[0] not in first.parts:
+            return None
+        needed = sum(rollout.parts.get(part, 0) for part in _ENGINE)
+        return needed, self.gpu_bytes - (rollout.total - needed)
 
 
 def predict_memory(
@@ -118,7 +120,7 @@ def rank_memory(
     """Returns the plan of one rank."""
     models, engine = rank_models(config, shape, layout, rank), _engine(config, shape, device.size)
     asleep = {"engine, asleep": device.reserves.sleeping_engine} if engine is not None else {}
-    phases = [_load(models, engine)]
+    phases = [_load(models, engine, asleep)]
     if engine is not None:
         phases += [_weight_sync(config, models, engine), _rollout(models, engine)]
     if config.train.steps > 0:
@@ -268,18 +270,19 @@ def _largest(name: str, moments: Sequence[Parts]) -> PhaseMemory:
     return max((_phase(name, moment) for moment in moments), key=lambda phase: phase.total)
 
 
-def _load(models: Sequence[RankModel], engine: EngineMemory | None) -> PhaseMemory:
-    """Loads the models one after the other, each offloaded before the next, then the engine."""
-    moments = []
+def _load(models: Sequence[RankModel], engine: EngineMemory | None, asleep: Parts) -> PhaseMemory:
+    """The engine starts first, and sleeps while the models load one after the other, each offloaded before the next."""
     resting = [model.idle_state for model in models]
-    for number, model in enumerate(models):
-        moments.append({**_state(models[:number], resting[:number]), **_state([model], [model.state])})
-    if engine is not None:
-        sizes = (engine.weights, max(0, engine.cache), engine.working)
-        needs = dict(zip(_ENGINE, (*sizes, max(0, engine.claimed - sum(sizes))), strict=True))
-        # vLLM refuses to start unless its whole share is free (v1/worker/utils.py, request_memory).
-        moments.append({**_state(models, resting), **needs})
-    return _largest("load", moments)
+    moments = [
+        {**_state(models[:number], resting[:number]), **_state([model], [model.state]), **asleep}
+        for number, model in enumerate(models)
+    ]
+    return _largest("load", [*([_awake(engine)] if engine is not None else []), *moments])
+
+
+def _awake(engine: EngineMemory) -> Parts:
+    """The engine's parts. vLLM refuses to start unless they are free (v1/worker/utils.py, request_memory)."""
+    return dict(zip(_ENGINE, (engine.weights, max(0, engine.cache), engine.working), strict=True))
 
 
 def _weight_sync(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
@@ -290,8 +293,7 @@ def _weight_sync(config: RunConfig, models: Sequence[RankModel], engine: EngineM
 
 
 def _rollout(models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
-    own = {"engine weights": engine.weights, "KV cache": max(0, engine.cache), "engine's passes": engine.working}
-    return _phase("rollout", {**_state(models, [model.idle_state for model in models]), **own})
+    return _phase("rollout", {**_state(models, [model.idle_state for model in models]), **_awake(engine)})
 
 
 def _passes(models: Sequence[RankModel], asleep: Parts) -> list[PhaseMemory]:

@@ -165,18 +165,33 @@ def test_a_model_loads_into_its_buffers() -> None:
     assert plan["load"] == {what: plan["save"][what] for what in ("weights", "gradients", "optimizer", "libraries")}
 
 
-def test_the_engine_finds_its_share_of_the_gpu_free_when_it_is_built() -> None:
-    """Only state that is not offloaded takes part of it."""
+def test_the_engine_finds_its_share_of_the_gpu_free_when_it_starts() -> None:
+    """It starts before the models, and wakes beside state that is not offloaded."""
     share = "rollout.gpu_memory_utilization=0.95"
-    config, shape, layout = parts(SMALL, share, *EVERYTHING)
-    assert (
-        rank_memory(config, shape, layout, 0, Device(80.0)).phases[0].total == int(0.95 * 80 * GIB) + Reserves().context
-    )
-    config, shape, layout = parts(SMALL, share, STAYS, "actor.memory.offload={gradients: true, optimizer: true}")
-    (load, *_) = rank_memory(config, shape, layout, 0, Device(80.0)).phases
-    state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
-    assert load.parts["weights"] == state.parameters
-    assert not {"gradients", "optimizer"} & load.parts.keys()
+    whole = int(0.95 * 80 * GIB) + Reserves().context
+    for offload in (EVERYTHING, (STAYS, "actor.memory.offload={gradients: true, optimizer: true}")):
+        config, shape, layout = parts(SMALL, share, *offload)
+        load, _, rollout, *_ = rank_memory(config, shape, layout, 0, Device(80.0)).phases
+        state = state_bytes(shape, layout, 0, "bfloat16", bucket=40_000_000)
+        assert load.total == whole
+        assert rollout.parts.get("weights", 0) == (0 if offload is EVERYTHING else state.parameters)
+        assert not {"gradients", "optimizer"} & rollout.parts.keys()
+
+
+def test_an_engine_sleeps_while_the_models_load() -> None:
+    """7.6B on one GPU, nothing offloaded, and an engine with a cache for 512 sequences: a load needs no more than an
+    update, a rollout both sides at once."""
+    kept = ["actor.memory.offload={parameters: false, gradients: false, optimizer: false}", STAYS]
+    one = ["resources.ranks_per_node=1", "actor.parallel.tp=1", "rollout.max_num_seqs=512"]
+    config, shape, layout = parts(SMALL, *kept, *one, "algorithm.kl.coefficient=0")
+    plan = rank_memory(config, shape, layout, 0, Device(None))
+    size = {phase.name: phase.total for phase in plan.phases}
+    load = phases(plan)["load"]
+    assert load["optimizer"] == phases(plan)["optimizer step"]["optimizer"]
+    assert load["engine, asleep"] == Reserves().sleeping_engine
+    assert size["load"] == size["optimizer step"] < size["forward and backward"]
+    awake = engine_memory(config, shape, None)
+    assert size["rollout"] == size["load"] - Reserves().sleeping_engine + awake.weights + awake.working + awake.cache
 
 
 def test_a_save_takes_nothing_of_the_gpu_and_of_the_host_what_the_rank_writes() -> None:
@@ -400,7 +415,7 @@ def test_what_a_machine_keeps_is_in_every_phase_and_in_the_remedies() -> None:
     measured = Reserves(context=3 * GIB, sleeping_engine=2 * GIB)
     estimated, plan = (predict_memory(config, shape, layout, 80.0, reserves) for reserves in (Reserves(), measured))
     more = {after.name: after.total - before.total for before, after in zip(estimated.phases, plan.phases, strict=True)}
-    awake = {"load", "weight sync", "rollout"}
+    awake = {"load", "weight sync", "rollout"}  # in this plan an engine that starts needs more than models that load
     assert {name: size / GIB for name, size in more.items()} == {name: 1.5 + (name not in awake) for name in more}
     assert {phase.parts["libraries"] for phase in plan.phases} == {3 * GIB}
     gib = plan.peak / GIB + 0.1
