@@ -13,6 +13,7 @@ from rlhpc.api.types import (
     TokenStats,
     TokenValues,
     TrainStats,
+    UnusableTruth,
 )
 
 __all__ = [
@@ -32,4 +33,5 @@ __all__ = [
     "TokenValues",
     "TrainBackend",
     "TrainStats",
+    "UnusableTruth",
 ]

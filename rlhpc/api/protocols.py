@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,6 +20,7 @@ from rlhpc.api.types import (
     TokenStats,
     TokenValues,
     TrainStats,
+    UnusableTruth,
 )
 from rlhpc.config.training import OptimizerSection
 from rlhpc.models import ModelShape
@@ -118,6 +119,10 @@ class TrainBackend(Protocol):
 
 class RewardWorkers(Protocol):
     """Scores responses beside the engine: on the first rank of each engine, in processes of its own."""
+
+    def unusable_truths(self, truths: Sequence[tuple[str, Any]]) -> list[UnusableTruth]:
+        """Ground truths, each after its data source, that a function's check refuses, among them the first of each
+        function; and all whose check did not finish."""
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         """Begins to score a response; returns at once."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -193,6 +193,16 @@ class TrainStats:
     sums: dict[str, float]
     gauges: dict[str, float] = field(default_factory=dict)
     applied: bool = True
+
+
+@dataclass(frozen=True)
+class UnusableTruth:
+    """A ground truth, by its ``index``, that a reward function cannot use; why, and the action on that."""
+
+    index: int
+    function: str
+    what: str
+    action: Literal["error", "zero", "drop"]
 
 
 @dataclass

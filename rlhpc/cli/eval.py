@@ -65,11 +65,13 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
     loaded = evaluation_of(given.config, *astuple(weights))
     if mode.check:
         from rlhpc.launch.machine import with_local_ranks
+        from rlhpc.launch.runs.ground_truths import check_ground_truths
         from rlhpc.plan.checks.run import check_config
 
         if not mode.submits:
             loaded, _ = with_local_ranks(loaded)
-        for topic, text in check_config(loaded, prepared=loaded.prepare is None, starting=False):
+        lines = check_config(loaded, prepared=loaded.prepare is None, starting=False)
+        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths(loaded))]:
             click.echo(f"{topic:<8}{text}")
     elif mode.submits:
         from rlhpc.cli.submit import SubmitOptions, submit_plan

@@ -54,12 +54,14 @@ def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, r
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
         from rlhpc.launch.machine import with_local_ranks
+        from rlhpc.launch.runs.ground_truths import check_ground_truths
         from rlhpc.plan.checks.run import check_config
 
         loaded, ranks = with_local_ranks(loaded)
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
         lines += [("ranks", ranks)] if ranks else []
-        for topic, text in [*lines, *([("site", given.site.text)] if given.site else [])]:
+        lines += [("site", given.site.text)] if given.site else []
+        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths(loaded))]:
             click.echo(f"{topic:<8}{text}")
         return
     show(f"checking {loaded.name}")  # before further imports, which may take seconds

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core.errors import UserError
 
 Row = dict[str, Any]
+_BATCH = 1024  # rows of a .parquet file
 
 
 def read_rows(path: Path, where: str) -> Iterator[tuple[str, Row]]:
@@ -25,6 +27,32 @@ def read_rows(path: Path, where: str) -> Iterator[tuple[str, Row]]:
     if path.suffix == ".parquet":
         return _read_parquet(path)
     raise UserError(f"{str(path)!r} is neither .jsonl nor .parquet", where=where, remedy="convert it to one of them")
+
+
+def place_of(paths: Sequence[Path], where: str, number: int) -> str:
+    """Place of a row by its number over several files, from 0."""
+    rows = itertools.chain.from_iterable(read_rows(path, f"{where}.{index}") for index, path in enumerate(paths))
+    return next(itertools.islice(rows, number, None))[0]
+
+
+def read_column(path: Path, where: str, column: str) -> Iterator[tuple[str, Any]]:
+    """Yields (place, value) for every row, None where there is none. Reads nothing else of a .parquet file."""
+    if path.suffix != ".parquet":
+        return ((place, row.get(column)) for place, row in read_rows(path, where))
+    return _read_parquet_column(path, column)
+
+
+def _read_parquet_column(path: Path, column: str) -> Iterator[tuple[str, Any]]:
+    from pyarrow import ArrowException, parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            batches = file.iter_batches(_BATCH, columns=[column])
+            rows = itertools.chain.from_iterable(batch.to_pylist() for batch in batches)
+            for number, row in enumerate(rows, 1):
+                yield f"{path}: row {number}", row.get(column)
+    except (ArrowException, OSError) as error:
+        raise UserError(f"cannot be read ({error})", where=str(path), remedy="write the file again") from None
 
 
 def need(row: Row, column: str, place: str) -> Any:

@@ -66,6 +66,11 @@ class Prompts(Sequence[Prompt]):
     def __len__(self) -> int:
         return len(self._rows)
 
+    @property
+    def rows(self) -> Sequence[Prompt]:
+        """All prompts, without their tokens."""
+        return self._rows
+
     def id_of(self, index: int) -> int:
         """Row number of a prompt; strictly increasing."""
         return self._rows[index].prompt_id

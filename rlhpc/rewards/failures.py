@@ -10,6 +10,8 @@ from rlhpc.config.reward import RewardWorkersSection
 from rlhpc.core.errors import UserError
 from rlhpc.rewards.calls import UNFINISHED, Failure
 
+Action = Literal["error", "zero", "drop"]
+
 _log = logging.getLogger(__name__)
 _SHOWN = 80
 _REMEDY_UNFINISHED = "raise its limits (time_limit_seconds, memory_limit_mib), or set reward_workers.on_timeout"
@@ -38,7 +40,7 @@ class Failures:
         If not, that reward counts as 0. Raises a UserError if the failure ends the run.
         """
         unfinished = failure.kind in UNFINISHED
-        action = self._action(unfinished=unfinished, built_in=built_in)
+        action = self.action(failure, built_in=built_in)
         what = f"{failure.what} for prompt {prompt.prompt_id} of {prompt.data_source!r}, response {text[:_SHOWN]!r}"
         if action == "error":
             raise UserError(what, where=where, remedy=_REMEDY_UNFINISHED if unfinished else self._remedy)
@@ -48,8 +50,8 @@ class Failures:
             _log.warning("%s: %s; %s, like further failures of this kind, which are not logged", where, what, handled)
         return action == "drop"
 
-    def _action(self, *, unfinished: bool, built_in: bool) -> Literal["error", "zero", "drop"]:
+    def action(self, failure: Failure, *, built_in: bool) -> Action:
         """The configured action; a response cannot end the run or be dropped by making a built-in function slow."""
-        if not unfinished:
+        if failure.kind not in UNFINISHED:
             return self._on_failure
         return "zero" if built_in else self._on_timeout

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlhpc.api import Completion, Prompt, RewardResult
+from rlhpc.api import Completion, Prompt, RewardResult, UnusableTruth
 from rlhpc.config.reward import RewardFunctionSection, RewardWorkersSection
-from rlhpc.rewards.calls import Entry, Failure, Outcome, Score
+from rlhpc.rewards.calls import UNFINISHED, Entry, Failure, Outcome, Score
 from rlhpc.rewards.failures import Failures
+from rlhpc.rewards.ground_truths import LOADER, Truth
 from rlhpc.rewards.pool import CallId, Pool, PoolCall
 
 _REMEDY = "make it return a finite number for every response, or set reward_workers.on_failure"
@@ -18,6 +19,7 @@ _RULE_SECONDS = 5.0  # for functions that take milliseconds unless a response ma
 _RULES = ("rlhpc.rewards.rules:", "rlhpc.rewards.formats:")
 _BUILT_IN = "rlhpc.rewards."
 _BUILT_IN_MIB = 2048
+_CHUNK = 32  # ground truths per call
 
 Decode = Callable[[Sequence[int]], str]
 Functions = Mapping[str, RewardFunctionSection]  # by their keys, such as rewards.0
@@ -44,13 +46,27 @@ class FunctionRewards:
         self._failures = Failures(section, _REMEDY)
         self._decode, self._max_tokens = decode, max_response_tokens
         self._entries = entries_of(functions, section, max_response_tokens)
-        self._pool = Pool[Score](self._entries, section.per_engine, _SECONDS) if self._entries else None
+        checks = [replace(entry, loader=LOADER) for entry in self._entries]
+        self._pool = Pool[Score]([*self._entries, *checks], section.per_engine, _SECONDS) if self._entries else None
         self._responses: dict[int, _Response] = {}
 
     def wait_until_started(self) -> None:
         """Waits until a worker has imported the functions; a UserError if it cannot."""
         if self._pool is not None:
             self._pool.wait_until_started()
+
+    def unusable_truths(self, truths: Sequence[Truth]) -> list[UnusableTruth]:
+        """Ground truths that a function's check refuses, among them the first of each; and all whose check did not
+        finish."""
+        if self._pool is None:
+            return []
+        count = len(self._entries)
+        found = []
+        for check, index, failure in _find_unusable(self._pool, range(count, 2 * count), truths):
+            entry = self._entries[check - count]
+            action = self._failures.action(failure, built_in=entry.built_in)
+            found.append(UnusableTruth(index, entry.path, failure.what, action))
+        return found
 
     def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
         """Begins to score a response; returns immediately."""
@@ -109,6 +125,27 @@ class FunctionRewards:
         entry = self._entries[index]
         where = f"{entry.where} {entry.path}"
         return self._failures.handle(where, failure, response.prompt, response.text, built_in=entry.built_in)
+
+
+def _find_unusable(pool: Pool[Score], checks: range, truths: Sequence[Truth]) -> list[tuple[int, int, Failure]]:
+    """(index of the check, index of the ground truth, failure) of ground truths that a check refuses, among them the
+    first of each; and of all whose check did not finish. ``checks``: those of the pool's entries that are checks."""
+    pool.submit([PoolCall((0, check), ()) for check in checks])
+    probed = pool.outcomes()
+    present = [check for check in checks if probed[0, check] == Score(1.0)]
+    starts = range(0, len(truths), _CHUNK)
+    pool.submit([PoolCall((start, check), truths[start : start + _CHUNK]) for start in starts for check in present])
+    outcomes = pool.outcomes()
+    again = []
+    for check in present:
+        kinds = {start: found.kind for start in starts if isinstance(found := outcomes[start, check], Failure)}
+        raised = [start for start, kind in kinds.items() if kind not in UNFINISHED][:1]
+        unfinished = [start for start, kind in kinds.items() if kind in UNFINISHED]
+        for start in (*raised, *unfinished):
+            again += [(place, check) for place in range(start, min(start + _CHUNK, len(truths)))]
+    pool.submit([PoolCall(call, [truths[call[0]]]) for call in again])
+    outcomes = pool.outcomes()
+    return [(check, place, outcome) for place, check in again if isinstance(outcome := outcomes[place, check], Failure)]
 
 
 def start_reward_workers(

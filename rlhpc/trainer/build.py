@@ -34,6 +34,7 @@ from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.evaluate import Evaluator
+from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.models import make_models
 from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.reward_reader import RewardReader
@@ -57,6 +58,8 @@ def build(config: RunConfig, context: RankContext) -> Run:
     # which needs its whole share of the GPU free, and sleeps while the models and their optimizer states are built.
     parts = _engine_parts(config, tokenizer, place) if generates else None
     data = _load_data(config, info, tokenizer, shape, reader=parts.reader if parts is not None else None)
+    if parts is not None:
+        check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
     engine = _engine(config, shape, tokenizer) if generates else None
     models = make_models(config, info, shape, algorithm if rl else None)
     if engine is not None:

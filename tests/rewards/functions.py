@@ -134,3 +134,19 @@ def telling(data_source: str, solution_str: str, ground_truth: str, extra_info: 
     """As other trainers' functions tell what they take for the answer."""
     words = solution_str.split()
     return {"score": 1.0, "words": len(words), "pred": int(words[-1]) if words else None}
+
+
+def with_check(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any], least: int = 0
+) -> float:
+    return 0.0
+
+
+def _check_truth(data_source: str, ground_truth: Any, least: int) -> None:
+    if ground_truth == "hang":
+        time.sleep(100)
+    if ground_truth < least:
+        raise ValueError(f"it is below {least}")
+
+
+with_check.check_ground_truth = _check_truth

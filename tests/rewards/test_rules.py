@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import random
 import threading
 from typing import Any
 
 import pytest
 
+from rlhpc.rewards import rules
 from rlhpc.rewards.calls import Entry, load_function
 from rlhpc.rewards.rules import boxed, exact, last_boxed, maths, number
 
@@ -106,6 +109,60 @@ def test_a_number_of_thousands_of_digits_is_no_error():
 )
 def test_boxed_compares_letters(truth: Any, response: str, value: float):
     assert boxed("", response, truth, {}) == value
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_plain_ground_truths_are_those_that_math_verify_reads(seed: int):
+    """It is not asked about them."""
+    draw, count = random.Random(seed), 0
+    pieces = [*"12xa{}{} \n-+.,%_&()[]=/<|", "x^{12}", "a^2", "0", "oo", "1/0", "9" * 60]
+    pieces += [r"\frac{1}{", r"\sqrt{", r"\text{", r"\pi", "\\"]
+    while count < 60:
+        text = "".join(draw.choices(pieces, k=draw.choice([1, 2, 3, 5, 8])))
+        if rules._is_plain(text):
+            count += 1
+            assert rules._read_truth(text), text
+    odd = [
+        "",
+        "-",
+        r"\text{}",
+        "5^{5^{5}}",
+        "x^2^2",
+        "2^9",
+        "x^{999}",
+        "}{",
+        "{1",
+        r"\boxed{1}",
+        r"1\}",
+        "٣",
+        "3!",
+        "$3$",
+    ]
+    for text in (*odd, "9" * 201):
+        assert not rules._is_plain(text), text
+    for text in ("-12.5", r"\frac{1}{2}", "(1, 2]", "x^2 + 3x", r"3\sqrt{2}", "1,000", "no", r"\text{no}", "12%"):
+        assert rules._is_plain(text), text
+
+
+@pytest.mark.parametrize(
+    ("rule", "usable", "unusable", "quickly"),
+    [
+        (maths, ["4", r"\frac{1}{2}", "x^2", "?", 7, r"so \boxed{3}"], ["", " \n", "$ $", r"\boxed{", "'"], 3),
+        (number, ["4", 4, " -7\n", 4.5], ["", "4.5", "four", [4], float("inf")], 5),
+    ],
+)
+def test_unusable_ground_truths_are_found_by_the_check(rule: Any, usable: list[Any], unusable: list[Any], quickly: int):
+    for truth in usable:
+        rule.check_ground_truth(data_source="", ground_truth=truth)
+        rule.quick_check(data_source="", ground_truth=truth)
+        rule("", "1", truth, {})
+    for index, truth in enumerate(unusable):
+        with pytest.raises(ValueError, match=r"^(it is|math-verify cannot)"):
+            rule.check_ground_truth(data_source="", ground_truth=truth)
+        with pytest.raises((ValueError, TypeError, OverflowError)):
+            rule("", "1", truth, {})
+        with pytest.raises(ValueError, match=r"^it is") if index < quickly else contextlib.nullcontext():
+            rule.quick_check(data_source="", ground_truth=truth)
 
 
 @pytest.mark.parametrize(

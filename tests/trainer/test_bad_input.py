@@ -36,6 +36,19 @@ def _config(folder: Path, **changes: Any) -> Path:
     return write_config(folder, **{**defaults, **changes})
 
 
+def test_an_unreadable_ground_truth_is_found_before_the_first_step(tmp_path: Path) -> None:
+    """In the last row, which two steps of 16 prompts would not reach."""
+    config = _config(tmp_path, rewards__0__function="rlhpc.rewards.rules:maths")
+    row = {"data_source": "sums", "prompt": "1+1=", "reward_model": {"ground_truth": "2"}}
+    last = {**row, "reward_model": {"ground_truth": "\\boxed{"}}
+    data = tmp_path / "train.jsonl"
+    data.write_text("".join(json.dumps(each) + "\n" for each in [*[row] * 200, last]))
+    line = _one_line(run(config, f"data.train=[{data}]"))
+    what = "the ground truth '\\\\boxed{' is not one for rlhpc.rewards.rules:maths: math-verify cannot read it"
+    assert f"{data}:201: {what}; correct or remove the row" in line
+    assert records(tmp_path / "run") == []
+
+
 @pytest.mark.long  # always: the one of NaN, and tests/rewards/test_reward_workers.py
 def test_a_reward_that_raises_names_function_sample_and_error(tmp_path: Path) -> None:
     function = "tests.trainer.test_bad_input:raises_on_zero"

@@ -24,6 +24,7 @@ from rlhpc.core.shown import show
 from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.machine import package_warnings
 from rlhpc.launch.run_lock import locked
+from rlhpc.launch.runs.ground_truths import check_ground_truths
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.runs.run_registry import RunEntry, new_record, read_run, register
 from rlhpc.launch.runs.walltime import walltime_warnings
@@ -79,6 +80,8 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
         with faults.collect():
             found = check_config(config, prepared=config.prepare is None, starting=not dry_run, workdir=workdir)
             warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
+        with faults.collect():
+            warnings += check_ground_truths(config)
         with faults.collect():
             check_folder_name(folder.path)
     with faults.collect():
@@ -251,6 +254,8 @@ def _prepare(configs: Sequence[RunConfig]) -> None:
         if not run_prepare(config.prepare):
             raise UserError(f"{config.prepare.function} failed, see above", where="prepare.function")
         check_config(config)
+        for warning in check_ground_truths(config):
+            show(f"rlhpc: warning: {warning}", file=sys.stderr)
 
 
 @contextlib.contextmanager
