@@ -13,11 +13,12 @@ from rlhpc.config.algorithm import AlgorithmSection
 
 
 def advantage(responses: Responses, section: AlgorithmSection) -> Estimate:
-    """Reward of each response less the mean reward of the others to its prompt; at least two to each."""
+    """Reward of each response less the mean reward of the others to its prompt; 0 if there are no others."""
     rewards = responses.rewards
     _, group, count = torch.unique(responses.groups, return_inverse=True, return_counts=True)
     total = torch.zeros(len(count), dtype=rewards.dtype).index_add_(0, group, rewards)
-    return Estimate(responses.spread(rewards - (total[group] - rewards) / (count[group] - 1)))
+    others = count[group] - 1
+    return Estimate(responses.spread((rewards - (total[group] - rewards) / others.clamp(min=1)) * (others > 0)))
 
 
 def loss(tokens: Mapping[str, Tensor], section: AlgorithmSection) -> dict[str, Tensor]:

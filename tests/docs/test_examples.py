@@ -46,6 +46,8 @@ def test_the_algorithms_advantages_leave_one_out() -> None:
     responses = Responses.of(rewards, groups, lengths=torch.tensor([1, 2, 1, 1]))
     advantages = find_algorithm(section).advantage(responses, section).advantages
     assert advantages.tolist() == [1.0, -1.0, -1.0, 0.5, -0.5]
+    alone = Responses.of(rewards, torch.tensor([7, 7, 7, 3]), lengths=torch.ones(4, dtype=torch.int64))
+    assert find_algorithm(section).advantage(alone, section).advantages.tolist() == [0.5, -1.0, 0.5, 0.0]
 
 
 def test_the_algorithms_gradient_is_that_of_reinforce() -> None:
