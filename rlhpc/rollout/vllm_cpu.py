@@ -28,6 +28,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.core.known_warnings import without_native_lines
 from rlhpc.core.rank import RankInfo
 from rlhpc.rollout.cpu_experts import restrict_to_local_experts
 from rlhpc.rollout.cpu_routed_experts import RouteRecorder
@@ -53,7 +54,8 @@ class EngineCpuWorker(CPUWorker):
             self._segment = f"{_common_name()}-{RankInfo.from_environ().place}"
             distributed_init_method = f"file:///{self._segment}"
         _choose_norm_kernels(vllm_config)
-        super().__init__(vllm_config, local_rank, rank, distributed_init_method, **rest)
+        with without_native_lines("NUMA binding: Using MEMBIND policy"):  # said of every engine
+            super().__init__(vllm_config, local_rank, rank, distributed_init_method, **rest)
 
     def init_device(self) -> None:
         super().init_device()

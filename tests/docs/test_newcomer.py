@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -126,3 +127,13 @@ def test_an_untrained_model_without_any_reward_is_warned_of_once(first_run: Firs
     log = next((first_run.folder / "runs" / "my-run").rglob("*_0_log.out")).read_text()
     for text in (first_run.output, log):
         assert text.count("no response had an advantage in 10 steps") == 1, text
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_the_log_of_a_healthy_run_has_no_warnings_of_other_packages(first_run: FirstRun) -> None:
+    """Only submitit's lines and our own warning."""
+    lines = next((first_run.folder / "runs" / "my-run").rglob("*_0_log.out")).read_text().splitlines()
+    others = [line for line in lines if not re.match(r"submitit INFO |\d{4}-\S+ \S+ rank 0 rlhpc\.", line)]
+    assert others == []
+    assert "Warning" not in first_run.output

@@ -70,6 +70,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
+        cuda_graph_scope=[],
         **(_expert_options(shape, settings.moe) if shape.experts else {}),
         **_recompute_options(settings.memory),
     )

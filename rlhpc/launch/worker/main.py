@@ -25,6 +25,7 @@ from rlhpc.core.exits import EXIT_STORAGE, run_recorded, without_secrets, write_
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import Heartbeat
 from rlhpc.core.imports import import_attribute
+from rlhpc.core.known_warnings import hide_known_warnings
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.redaction import guard_output
@@ -76,6 +77,7 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     atexit.register(_end_now, done)  # registered first, called last
     context = RankContext(attempt, info, stop, heartbeat)
     heartbeat.enter("importing")
+    hide_known_warnings()
     try:
         run_recorded(attempt.exits, info, lambda: import_attribute(entry, "trainer")(context))
     except UserError as error:
