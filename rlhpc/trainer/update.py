@@ -128,13 +128,16 @@ class Updater:
 
 
 def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
-    """Means over the applied updates, each given with its denominator; empty if all were skipped."""
+    """Means over the applied updates, each given with its denominator; empty if all were skipped. An update without a
+    token that a metric is of, such as a fresh one, has no part in the metric's mean."""
     applied = [(stats, denominator) for stats, denominator in made if stats.applied]
-    totals: Metrics = {}
+    found: dict[str, list[float]] = {}
     for stats, denominator in applied:
         means = _means(stats.sums, denominator)
         for name, value in {**means, **stats.gauges, "grad_norm": stats.grad_norm}.items():
-            totals[name] = totals.get(name, 0.0) + value / len(applied)
+            found.setdefault(name, []).append(value)
+    totals = {name: sum(values) / len(values) for name, values in found.items()}
+    for stats, _ in applied:
         for name, value in stats.sums.items():
             if name.startswith("max/"):
                 totals[name.removeprefix("max/")] = max(totals.get(name.removeprefix("max/"), value), value)
@@ -142,12 +145,14 @@ def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
 
 
 def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
-    """Losses divided by the loss's denominator, all other sums by their tokens' weights."""
+    """Losses divided by the loss's denominator, all other sums by their tokens' weights; none of those without any."""
     means = {}
     for name, value in sums.items():
         if "/" not in name and name != _WEIGHT:
             is_loss = name == "loss" or name.endswith("_loss")
-            means[name] = value / (denominator if is_loss else sums.get(f"{name}/{_WEIGHT}", sums[_WEIGHT]) or 1.0)
+            weight = denominator if is_loss else sums.get(f"{name}/{_WEIGHT}", sums[_WEIGHT])
+            if weight:
+                means[name] = value / weight
     return means
 
 

@@ -131,7 +131,18 @@ def test_losses_are_divided_by_the_denominator_and_all_else_by_weights() -> None
 
     sums = {"loss": 6.0, "policy_loss": 4.0, "kl": 8.0, "weight": 4.0, "gap": 3.0, "gap/weight": 2.0, "max/gap": 9.0}
     assert _means(sums, 2.0) == {"loss": 3.0, "policy_loss": 2.0, "kl": 2.0, "gap": 1.5}
-    assert _means({"loss": 0.0, "gap": 0.0, "gap/weight": 0.0, "weight": 0.0}, 1.0) == {"loss": 0.0, "gap": 0.0}
+    assert _means({"loss": 0.0, "gap": 0.0, "gap/weight": 0.0, "weight": 0.0}, 1.0) == {"loss": 0.0}
+
+
+def test_an_update_without_fresh_tokens_does_not_lower_their_mean() -> None:
+    """With replay, a minibatch may have none: the difference of engine and trainer would seem smaller than it is."""
+    from rlhpc.trainer.update import _step_metrics
+
+    def stats(gap: float, compared: float) -> TrainStats:
+        return TrainStats(1.0, {"loss": 4.0, "weight": 2.0, "gap": gap, "gap/weight": compared, "max/gap_max": gap})
+
+    metrics = _step_metrics([(stats(0.0, 0.0), 2.0), (stats(3.0, 2.0), 2.0), (stats(1.0, 2.0), 2.0)])
+    assert metrics == {"loss": 2.0, "gap": 1.0, "gap_max": 3.0, "grad_norm": 1.0, "skipped_updates": 0.0}
 
 
 def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> None:
