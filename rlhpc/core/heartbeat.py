@@ -104,7 +104,7 @@ class Heartbeat:
         self._beat = Beat(rank, socket.gethostname(), ProcessId.own(), main)
         # Count, time, phase, step: replaced as a whole, so that threads need no lock.
         self._progress: tuple[int, float, str, int | None] = (0, time.monotonic(), "starting", None)
-        self._recorded = self._progress
+        self._recorded: tuple[int, float, str, int | None] = self._progress
         self._written = float("-inf")
         self._stacks: int | None = None
         self._waits = storage.waits()

@@ -42,12 +42,13 @@ def run_prepare(section: PrepareSection) -> bool:
 
 def _wait(child: subprocess.Popen[str], call: str) -> None:
     """Waits for the end, with a line every few seconds."""
-    began, given = time.monotonic(), [call]
+    began = time.monotonic()
+    given: str | None = call
     while True:
         try:
-            child.communicate(*given, timeout=_LINE_SECONDS)
+            child.communicate(given, timeout=_LINE_SECONDS)
         except subprocess.TimeoutExpired:
-            given = []  # sent
+            given = None  # sent
             show(f"preparing | {duration(time.monotonic() - began)}")
         else:
             return
