@@ -16,6 +16,7 @@ from rich.text import Text
 
 from rlhpc.core.records import Record, is_step, number, parse_records
 from rlhpc.core.shown import ShownOnly, show
+from rlhpc.core.text import duration
 from rlhpc.observe.flat_reward import FlatReward
 
 # Metric, phases that show it, format; the newest value is shown.
@@ -58,16 +59,6 @@ def last_number(records: Sequence[Record], name: str) -> float | None:
     """Newest value of a metric; None if no record has a number."""
     values = (number(record.get(name)) for record in reversed(records))
     return next((value for value in values if value is not None), None)
-
-
-def duration(seconds: float) -> str:
-    """42 s, 3 min 07 s, 2 h 05 min."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _seconds_left(records: Sequence[Record]) -> float | None:

@@ -78,7 +78,7 @@ def test_a_check_says_what_would_be_done_and_imports_nothing_heavy(config: Path)
 
 
 def test_a_batch_job_runs_the_same(config: Path):
-    done = rlhpc("eval", str(config), "--submit", "--dry-run")
+    done = rlhpc("eval", str(config), "--submit", "--dry-run", "slurm.gpus_per_node=0")
     assert done.returncode == 0, done.stderr
     assert "#SBATCH --job-name=eval-tiny" in done.stdout
     assert "eval/tiny/submission" in done.stdout

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.observe.progress import Display, MetricsFollower, duration, progress_line, start_line
+from rlhpc.core.text import duration
+from rlhpc.observe.progress import Display, MetricsFollower, progress_line, start_line
 
 
 def step(phase: str, number: int, time: float, **metrics: float) -> dict:

@@ -16,7 +16,7 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId, die_with
 from rlhpc.core.redaction import guard_output, learn
 from rlhpc.core.shown import show
-from rlhpc.observe.progress import duration
+from rlhpc.core.text import duration
 
 _LINE_SECONDS = 5.0
 _USER_ERROR, _INTERRUPTED = 2, 130

@@ -9,12 +9,12 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
+from rlhpc.core.text import duration
 from rlhpc.launch.machine import check_packages, check_resources, with_local_ranks
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.supervise.local import check_folder, run_local
 from rlhpc.launch.worker.main import TRAINER
 from rlhpc.launch.worker.node_gpu import check_gpu_software
-from rlhpc.observe.progress import duration
 from rlhpc.plan.checks.run import check_config
 
 

@@ -12,11 +12,12 @@ from rlhpc.core import attempts
 from rlhpc.core.attempts import Attempt, Best, Verdict
 from rlhpc.core.records import is_step, parse_records
 from rlhpc.core.storage import patiently
+from rlhpc.core.text import duration
 from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.slurm.times import clock
-from rlhpc.observe.progress import duration, last_number
+from rlhpc.observe.progress import last_number
 
 _TAIL_BYTES = 65536  # of metrics.jsonl: many steps
 _CLOCKS_SECONDS = 60.0  # maximum difference between clocks of login and compute nodes

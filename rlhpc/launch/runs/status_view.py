@@ -10,9 +10,9 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
+from rlhpc.core.text import duration
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
 from rlhpc.launch.slurm.times import clock
-from rlhpc.observe.progress import duration
 
 _PLAIN_COLUMNS = 200
 _WIDE_COLUMNS = 120  # from here on a note has room beside the table
