@@ -53,6 +53,10 @@ class TrainBackend(Protocol):
     def layout(self) -> ParallelLayout:
         """The parallel layout that the model is sharded by."""
 
+    @property
+    def read_seconds(self) -> float:
+        """Seconds that this rank has spent in reading weights and checkpoints from files."""
+
     def shards(self) -> Sequence[Shard]:
         """The shards of the weights that this rank holds. Not collective."""
 

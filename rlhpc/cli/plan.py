@@ -159,10 +159,10 @@ def weight_sync(
 @_GPU
 @JSON
 def calibrate(*, config: str, run_folder: str, overrides: tuple[str, ...], gpu: str | None, as_json: bool) -> None:
-    """Fit efficiencies to a finished run.
+    """Fit efficiencies, disks and the start to a finished run.
 
-    RUN is the folder of a run of CONFIG. Prints the section `efficiency` of a site file, and the run's mean lengths
-    for the section `planning` of CONFIG.
+    RUN is the folder of a run of CONFIG. Prints the sections `efficiency` and `disk` of a site file, and the run's mean
+    lengths and its start for the section `planning` of CONFIG.
     """
     from rlhpc.cli.plan_time import calibrate_json, calibrate_lines, calibrated
 

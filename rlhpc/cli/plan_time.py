@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.calibrate import Calibration, calibrate, read_run
+from rlhpc.plan.calibrate_times import OutsideSteps, calibrate_times, read_attempts
 from rlhpc.plan.checks.run import check_node_range, check_plannable, check_planned_lengths, check_shape_files
 from rlhpc.plan.estimates.hardware import Gpu, Site, cpu_memory_limit, named_gpu, read_site
 from rlhpc.plan.estimates.memory import predict_memory
@@ -241,34 +242,55 @@ def sweep_lines(points: Sequence[Point], plotted: str) -> list[str]:
     return [*table(rows, left=(0, len(rows[0]) - 1)), "", plotted]
 
 
-def calibrated(case: Scenario, run: Path) -> Calibration:
+@dataclass(frozen=True)
+class Calibrated:
+    """Both calibrations by a run: of its steps, and of what is outside of them."""
+
+    steps: Calibration
+    outside: OutsideSteps
+
+    @property
+    def planning(self) -> dict[str, float]:
+        """For the section ``planning`` of the run's config."""
+        return {**self.steps.measured.lengths, **self.outside.planning}
+
+    @property
+    def site(self) -> dict[str, dict[str, float]]:
+        """Sections of a site file."""
+        sections = {"efficiency": dict(self.steps.changed)}
+        return {**sections, "disk": dict(self.outside.disk)} if self.outside.disk else sections
+
+
+def calibrated(case: Scenario, run: Path) -> Calibrated:
     """Calibration by the run in that folder. Raises UserError if it has no RL step."""
-    return calibrate(case.config, case.shape, case.layout, case.gpu, case.efficiency, read_run(run))
+    steps = calibrate(case.config, case.shape, case.layout, case.gpu, case.efficiency, read_run(run))
+    return Calibrated(steps, calibrate_times(case, read_attempts(run)))
 
 
-def calibrate_lines(found: Calibration) -> list[str]:
-    """The section ``efficiency`` of a site file; in comments, times before and after, and the run's lengths."""
-    lengths = " ".join(f"planning.{name}={tokens}" for name, tokens in found.measured.lengths.items())
-    comments = [*_calibration(found), "", f"lengths of this run, for its config: {lengths}"]
-    return [
-        *(f"# {line}".rstrip() for line in comments),
-        *yaml12.dump({"efficiency": dict(found.changed)}).splitlines(),
-    ]
+def calibrate_lines(found: Calibrated) -> list[str]:
+    """Sections of a site file; in comments, times before and after, and what belongs into the run's config."""
+    planning = " ".join(f"planning.{name}={value:.10g}" for name, value in found.planning.items())
+    comments = [*_calibration(found), "", f"of this run, for its config: {planning}"]
+    return [*(f"# {line}".rstrip() for line in comments), *yaml12.dump(found.site).splitlines()]
 
 
-def calibrate_json(found: Calibration) -> dict[str, Any]:
+def calibrate_json(found: Calibrated) -> dict[str, Any]:
     """The same, in seconds."""
-    seconds = {"measured": dict(found.measured.seconds), "before": dict(found.before), "after": dict(found.after)}
-    sections = {"efficiency": dict(found.changed), "planning": found.measured.lengths}
-    return {**sections, "steps": found.measured.steps, "seconds": seconds}
+    parts = (found.steps.measured.seconds, found.steps.before, found.steps.after)
+    outside = (found.outside.measured, found.outside.before, found.outside.after)
+    names = ("measured", "before", "after")
+    seconds = {name: {**own, **more} for name, own, more in zip(names, parts, outside, strict=True)}
+    return {**found.site, "planning": found.planning, "steps": found.steps.measured.steps, "seconds": seconds}
 
 
-def _calibration(found: Calibration) -> list[str]:
-    measured = found.measured
+def _calibration(found: Calibrated) -> list[str]:
+    steps, outside, measured = found.steps, found.outside, found.steps.measured
     lengths = f"{measured.prompt_tokens:,.0f} + {measured.response_tokens:,.0f} tokens"
     rows = [["phase", "measured", "before", "with this"]]
     for name, seconds in measured.seconds.items():
-        rows.append([name, *map(seconds_text, (seconds, found.before[name], found.after[name]))])
+        rows.append([name, *map(seconds_text, (seconds, steps.before[name], steps.after[name]))])
+    for name, seconds in outside.measured.items():
+        rows.append([name, *map(seconds_text, (seconds, outside.before[name], outside.after[name]))])
     return [f"fitted to {measured.steps} step(s) of samples of {lengths}", *table(rows)]
 
 

@@ -59,6 +59,11 @@ class AttemptFolder:
         return self.path / "heartbeats"
 
     @property
+    def times(self) -> Path:
+        """Measured seconds of its start and its checkpoints (rlhpc.core.measured_times)."""
+        return self.path / "times.json"
+
+    @property
     def deadline(self) -> Path:
         """Time at which Slurm will end the job, as last reported."""
         return self.path / "deadline.json"

@@ -22,6 +22,7 @@ from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step import find_step, sft_step, take_step
 from rlhpc.trainer.stop import Stopper
+from rlhpc.trainer.times import RunTimer
 from rlhpc.trainer.update import Metrics
 
 _log = logging.getLogger(__name__)
@@ -36,6 +37,7 @@ class Loop:
         self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
         self._stopper = Stopper(run.context)
         self._saved, self._flat = -1, FlatReward()
+        self._timer = RunTimer(run.context, run.models)
         self.state = self._restore()
         run.context.attempt.check_current()
         first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
@@ -45,6 +47,7 @@ class Loop:
     def run(self) -> Reason | None:
         """Runs all remaining steps, or until the ranks agree to stop; returns the reason. Saves at the end."""
         try:
+            self._timer.started()
             reason = self._run_phases()
             if self._saved != self.state.total_steps and (self._saves_end or reason is not None):
                 self._save()
@@ -130,13 +133,17 @@ class Loop:
         return reason
 
     def _save(self, *, asynchronous: bool = False) -> None:
-        began = time.monotonic()
+        began = alone = time.monotonic()
+        if not asynchronous:
+            self._settle(wait=True)
+            alone = time.monotonic()
         touch("save", self.state.total_steps)
         check_finite_weights({name: role.model for name, role in self._run.models.trained.items()}, self.state)
         self._store.save(self.state, functools.partial(self._write_models, asynchronous=asynchronous))
         self._saved = self.state.total_steps
         if not asynchronous:  # how long a save takes where the run must stop
             self._stopper.saved(time.monotonic() - began)
+            self._timer.saved(time.monotonic() - alone)
 
     def _settle(self, *, wait: bool) -> None:
         """Ends a background save that is written; with ``wait`` waits for it."""

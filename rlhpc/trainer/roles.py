@@ -102,6 +102,12 @@ class Models:
     reward: Role | None = None  # frozen
 
     @property
+    def read_seconds(self) -> float:
+        """Seconds that this rank has spent reading weights and checkpoints of all of them."""
+        roles = (self.actor, self.reference, self.critic, self.reward)
+        return sum(role.model.read_seconds for role in roles if role is not None)
+
+    @property
     def trained(self) -> dict[str, Role]:
         """Those with an optimizer, by name."""
         return {"actor": self.actor} | ({"critic": self.critic} if self.critic is not None else {})

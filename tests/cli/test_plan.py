@@ -248,7 +248,7 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     text = plan("calibrate", READY, str(tmp_path), fewer)
     found = json.loads(plan("calibrate", READY, str(tmp_path), fewer, "--json"))
     assert found["planning"] == {"prompt_tokens": 130, "response_tokens": 300}
-    assert "# lengths of this run, for its config: planning.prompt_tokens=130 planning.response_tokens=300\n" in text
+    assert "# of this run, for its config: planning.prompt_tokens=130 planning.response_tokens=300\n" in text
     assert found["efficiency"] == yaml12.parse(text, "")["efficiency"]
     assert found["efficiency"]["compute"] < 0.4
     site = tmp_path / "site.yaml"
@@ -256,6 +256,37 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
     phases = json.loads(plan("run", READY, fewer, f"site={site}", "--json"))["time"]["phases"]
     assert phases["rollout"]["seconds"] == pytest.approx(20, rel=0.02)
     assert phases["weight sync"]["seconds"] == pytest.approx(1, rel=0.02)
+
+
+def test_a_run_calibrates_its_start_and_its_disks(tmp_path: Path) -> None:
+    """With the printed sections and keys, the plan's start and checkpoint are those that the run measured."""
+    step = {
+        "phase": "rl",
+        "response/length_mean": 300.0,
+        "rollout/completion_tokens": 300.0 * 640,
+        "perf/tokens_per_second": 430.0 * 640 / 50,
+        "perf/step_seconds": 50.0,
+        "perf/update_seconds": 10.0,
+    }
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    times = {"start": 71.5, "models": 8.0, "resume": None, "saves": [40.0, 44.0]}
+    (tmp_path / "attempts" / "0001").mkdir(parents=True)
+    (tmp_path / "attempts" / "0001" / "times.json").write_text(json.dumps(times))
+    text = plan("calibrate", READY, str(tmp_path))
+    found = json.loads(plan("calibrate", READY, str(tmp_path), "--json"))
+    assert found["planning"]["start_seconds"] == 71.5
+    assert found["disk"] == yaml12.parse(text, "")["disk"]
+    assert {name: found["seconds"]["measured"][name] for name in ("start", "models", "save")} == {
+        "start": 71.5,
+        "models": 8.0,
+        "save": 42.0,
+    }
+    (tmp_path / "site.yaml").write_text(text)
+    (line,) = [line for line in text.splitlines() if line.startswith("# of this run, for its config: ")]
+    keys = line.partition("config: ")[2].split()
+    run = json.loads(plan("run", READY, f"site={tmp_path / 'site.yaml'}", *keys, "--json"))["run"]
+    assert run["start"] == pytest.approx(71.5 + 8.0, rel=0.01)
+    assert run["write"] == pytest.approx(42.0, rel=0.01)
 
 
 def test_memory_measured_on_the_site_s_machines_is_in_the_plan(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
@@ -78,6 +79,7 @@ class MegatronBackend:
     ) -> None:
         trained, offload = settings.optimizer is not None, settings.memory.offload
         self._section, self._groups = settings.optimizer, groups or contextlib.nullcontext()
+        self.read_seconds = 0.0
         self._device = device()
         self.layout, self._coord = layout, layout.coord(info.rank)
         self._has_experts = shape.experts is not None
@@ -115,10 +117,11 @@ class MegatronBackend:
         """See ``TrainBackend``; a critic may start from a checkpoint of a model without value head."""
         enter("loading the model")
         self._offload.restore("parameters")
-        if is_torch_dist(folder):
-            ModelCheckpoint(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)
-        else:
-            self.weights.load(folder)
+        with self._timed():
+            if is_torch_dist(folder):
+                ModelCheckpoint(self.layout, self._models, None).load(folder, without_head=self._kind is TokenValues)
+            else:
+                self.weights.load(folder)
         self.reset_optimizer()
 
     @_in_its_groups
@@ -261,7 +264,14 @@ class MegatronBackend:
     def load(self, folder: Path) -> None:
         """See ``TrainBackend``."""
         self._offload.restore("optimizer", "parameters")
-        self._checkpoint.load(folder)
+        with self._timed():
+            self._checkpoint.load(folder)
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.read_seconds += time.perf_counter() - began
 
     @property
     def _checkpoint(self) -> ModelCheckpoint:

@@ -39,6 +39,8 @@ class RunTime:
     write: float
     read_bytes: float  # at the start
     saved_bytes: float  # per checkpoint
+    read_rate: float  # bytes/s of all nodes together
+    write_rate: float
 
     @property
     def seconds(self) -> float:
@@ -106,6 +108,8 @@ def predict_run(
         write=write,
         read_bytes=own + others,
         saved_bytes=saved,
+        read_rate=reading,
+        write_rate=writing,
     )
 
 

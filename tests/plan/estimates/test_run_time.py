@@ -33,6 +33,8 @@ PLAIN = RunTime(
     write=80.0,
     read_bytes=1.0,
     saved_bytes=1.0,
+    read_rate=1.0,
+    write_rate=1.0,
 )
 
 
