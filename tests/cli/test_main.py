@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from rlhpc import __version__
+from rlhpc.cli.main import cli
 from rlhpc.config.load import json_schema
 from tests.helpers.plain_model import write_inputs
 
@@ -53,6 +55,14 @@ def test_check_summarises_and_starts_nothing(config, tmp_path):
 def test_a_mistake_is_one_line_and_exit_code_2(config):
     line = error_line("run", config, "--check", "rolout.tp=2")
     assert line == "rlhpc: command line: rolout: unknown key; did you mean 'rollout'?"
+
+
+@pytest.mark.parametrize("words", [["run"], ["run", "x.yaml", "--chek"], ["plan", "sweep", "x.yaml"], ["nosuch"]])
+def test_options_that_are_wrong_show_the_usage(words):
+    """docs/configuration.md, docs/glossary.md: more than a line, with the exit code of wrong input."""
+    done = CliRunner().invoke(cli, words)
+    assert done.exit_code == 2
+    assert done.output.startswith("Usage: ")
 
 
 def test_a_run_that_cannot_work_is_refused_before_it_starts(config, tmp_path):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,31 @@ def test_a_cache_that_holds_no_sequence_has_a_remedy() -> None:
         "DOES NOT FIT: rollout.gpu_memory_utilization: KV cache: 0 of 5,120 tokens of a prompt with its response; "
         "set it to 0.88 or set rollout.tp to 4"
     )
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("qwen2.5-7b-1node", ["--gpu", "a100-40"]),
+        ("qwen2.5-72b-96gpus", ["rollout.tp=1"]),
+        ("qwen2.5-7b-1node", ["rollout.gpu_memory_utilization=0.95"]),
+    ],
+)
+def test_remedies_fit_once_their_words_are_appended(config: str, words: list[str]) -> None:
+    file = str(READY / f"{config}.yaml")
+    remedies = re.findall(r"^  fits with  (\S.*?)  \(", plan("run", file, *words).output, re.MULTILINE)
+    assert remedies
+    for remedy in remedies:
+        assert plan("run", file, *words, *shlex.split(remedy)).exit_code == 0, remedy
+
+
+def test_results_of_a_search_fit_once_their_line_is_appended() -> None:
+    file = str(READY / "qwen2.5-7b-1node.yaml")
+    lines = plan("search", file, "--gpu", "a100-40").output.splitlines()
+    results = [line.removeprefix("# ") for line in lines if line.startswith("# actor.")]
+    assert len(results) == 5
+    for result in results:
+        assert plan("run", file, "--gpu", "a100-40", *shlex.split(result)).exit_code == 0, result
 
 
 def test_without_a_gpu_nothing_is_known_to_be_too_large(tmp_path: Path) -> None:

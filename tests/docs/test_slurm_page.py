@@ -9,6 +9,7 @@ import click
 import pytest
 
 from rlhpc.cli.main import cli
+from rlhpc.launch.runs.logs import _RANK_LOG
 from rlhpc.launch.slurm.queue import _WORDS
 from tests.docs.pages import DOCS, blocks
 
@@ -21,6 +22,15 @@ def test_commands_parse(line: str) -> None:
     name, *words = shlex.split(line, comments=True)[1:]
     command = cli.commands[name]
     command.make_context(name, words)
+
+
+@pytest.mark.parametrize("page", ["slurm.md", "recovery.md"])
+def test_logs_of_ranks_are_named_as_jobs_and_local_runs_name_them(page: str) -> None:
+    names = set(re.findall(r"[\w-]+(?:\.log|_log\.out)", (DOCS / page).read_text())) - {"4711_0_log.out"}
+    assert names == {"rank-00000.log"}
+    for name in ("rank-00000.log", "4711_0_log.out"):
+        assert name in (DOCS / page).read_text()
+        assert _RANK_LOG.fullmatch(name)
 
 
 def test_an_option_that_is_not_there_is_seen() -> None:
