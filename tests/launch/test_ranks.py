@@ -14,6 +14,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.launch import machine
 from rlhpc.launch.runs.job_shape import JobShape, overrides_from_job
 from rlhpc.launch.runs.submit import make_plan
+from rlhpc.site.acceptance.parts.runs import configure
 from tests.helpers.plain_model import write_inputs
 
 KEY = "slurm.gpus_per_node"
@@ -118,3 +119,10 @@ def test_a_plain_job_without_tasks_has_a_rank_per_gpu(
 ) -> None:
     loaded = load_config(config, ["slurm.nodes=1", *overrides])
     assert overrides_from_job(loaded, JobShape(1, None, None, gpus), from_site) == taken
+
+
+def test_an_acceptance_measures_one_rank_on_a_machine_with_several_gpus(config: Path) -> None:
+    fields = {"name": "x", "model": {"path": "model"}, "train": {"steps": 1}}
+    assert machine.with_local_ranks(configure(fields)) == (configure(fields), None)
+    assert configure(fields).resources.ranks_per_node == 1
+    assert configure({**fields, "resources": {"ranks_per_node": 2}}).resources.ranks_per_node == 2

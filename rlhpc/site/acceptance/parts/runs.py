@@ -23,8 +23,9 @@ _POLL_SECONDS = 0.02
 
 
 def configure(fields: Mapping[str, Any]) -> RunConfig:
-    """Config from nested keys, validated like a file."""
-    return RunConfig.model_validate_json(json.dumps(fields), strict=True)
+    """Config from nested keys, validated like a file; of one rank, on a machine with several GPUs too, unless they set
+    it."""
+    return RunConfig.model_validate_json(json.dumps({"resources": {"ranks_per_node": 1}, **fields}), strict=True)
 
 
 def run(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -> list[Record]:
