@@ -166,15 +166,19 @@ def calibrate(*, config: str, run_folder: str, overrides: tuple[str, ...], gpu: 
     """
     from rlhpc.cli.plan_time import calibrate_json, calibrate_lines, calibrated
 
-    found = calibrated(_case(_load(config, overrides), gpu, "calibrate"), Path(run_folder))
+    found = calibrated(_case(_load(config, overrides, Path(run_folder)), gpu, "calibrate"), Path(run_folder))
     _print([json.dumps(calibrate_json(found), indent=2)] if as_json else calibrate_lines(found))
 
 
-def _load(config: str, overrides: tuple[str, ...]) -> RunConfig:
+def _load(config: str, overrides: tuple[str, ...], run: Path | None = None) -> RunConfig:
+    """The configuration; without a number of ranks with that of ``run``, its folder, else of the job."""
     from rlhpc.config.load import load_config
-    from rlhpc.config.ranks import with_job_ranks
+    from rlhpc.config.ranks import ranks_are_set, with_job_ranks, with_ranks
+    from rlhpc.core.folder import RunFolder
 
     loaded = load_config(Path(config), overrides)
+    if run is not None and not ranks_are_set(loaded) and RunFolder(run).config.is_file():
+        loaded = with_ranks(loaded, load_config(RunFolder(run).config).resources.ranks_per_node)
     return with_job_ranks(loaded) or loaded
 
 

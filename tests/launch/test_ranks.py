@@ -99,6 +99,14 @@ def test_a_plan_is_of_the_job_s_ranks(config: Path) -> None:
     assert "layout    8 ranks on 1 node(s)" in command("plan", "run", config, "slurm.gpus_per_node=8").output
 
 
+def test_a_calibration_is_of_the_run_s_ranks(config: Path) -> None:
+    folder = config.parent / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text(f"{config.read_text()}resources: {{ranks_per_node: 5}}\n")
+    error = command("plan", "calibrate", config, folder, "--gpu", "h200", "rollout.tp=2").exception
+    assert str(error).startswith("rollout.tp: engines of 2 ranks do not divide the 5 ranks of the job")
+
+
 @pytest.mark.parametrize(
     ("overrides", "from_site", "gpus", "taken"),
     [
