@@ -1,4 +1,4 @@
-"""Private folders of programs that run without namespaces: created, measured, and removed at any depth.
+"""Private folders of programs that run without namespaces: created, measured and removed.
 
 The outer folder belongs to the worker, which holds a lock on it; the program's own folder is below it. A folder whose
 lock is free was left by a worker that was killed, and the next worker removes it.
@@ -9,24 +9,21 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import stat
 import tempfile
-import time
 from collections.abc import Iterator
+
+from rlhpc.core.scratch import OPEN, remove, remove_unheld
 
 _MIB = 1 << 20
 _MOST_DEPTH = 100  # of subfolders: the time of a measurement grows with depth
-_NEW_SECONDS = 60.0  # in which a folder may not be locked yet
-_REMOVE_SECONDS = 5.0  # for one folder; the rest is left to the next worker
-_OPEN = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 @contextlib.contextmanager
 def private_folder(owner: int | None) -> Iterator[str]:
     """A folder that only this user, or ``owner``, can enter; removed at the end."""
     outer = tempfile.mkdtemp(prefix=_prefix())
-    lock = os.open(outer, _OPEN)
+    lock = os.open(outer, OPEN)
     try:
         with contextlib.suppress(OSError):  # a file system without locks on folders: nothing is swept there
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -43,66 +40,12 @@ def private_folder(owner: int | None) -> Iterator[str]:
         os.close(lock)
 
 
-def sweep(new_seconds: float = _NEW_SECONDS) -> None:
-    """Removes the folders of workers of this user that were killed on this node, unless newer than ``new_seconds``."""
-    top = tempfile.gettempdir()
-    with contextlib.suppress(OSError), os.scandir(top) as entries:
+def sweep() -> None:
+    """Removes the folders of workers of this user that were killed on this node, unless they are new."""
+    with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
         for entry in entries:
-            if entry.name.startswith(_prefix()) and entry.is_dir(follow_symlinks=False):
-                _sweep(entry.path, new_seconds)
-
-
-def _sweep(path: str, new_seconds: float) -> None:
-    with contextlib.suppress(OSError):
-        if os.lstat(path).st_uid != os.geteuid():
-            return
-        with contextlib.suppress(OSError):
-            os.chmod(path, 0o711)
-        folder = os.open(path, _OPEN)
-        try:
-            found = os.fstat(folder)
-            if found.st_uid == os.geteuid() and time.time() - found.st_ctime >= new_seconds:
-                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove(path)
-        finally:
-            os.close(folder)
-
-
-def remove(path: str) -> None:
-    """Removes a folder; what cannot be removed in time stays. Subfolders are moved up first: no depth is too much."""
-    deadline = time.monotonic() + _REMOVE_SECONDS
-    with contextlib.suppress(OSError):
-        top = os.open(path, _OPEN)
-        try:
-            waiting = _clear(top, top)
-            while waiting and time.monotonic() < deadline:
-                name = waiting.pop()
-                with contextlib.suppress(OSError):
-                    folder = os.open(name, _OPEN, dir_fd=top)
-                    try:
-                        waiting += _clear(folder, top)
-                    finally:
-                        os.close(folder)
-                    os.rmdir(name, dir_fd=top)
-        finally:
-            os.close(top)
-        os.rmdir(path)
-
-
-def _clear(folder: int, top: int) -> list[str]:
-    """Removes the files of a folder and moves its subfolders to ``top``; returns their new names."""
-    moved = []
-    for name in os.listdir(folder):
-        with contextlib.suppress(OSError):
-            try:
-                os.unlink(name, dir_fd=folder)
-            except IsADirectoryError:
-                if os.geteuid():  # moving and opening it needs its permissions; root needs none
-                    os.chmod(name, 0o700, dir_fd=folder)
-                new = f"removed-{secrets.token_hex(8)}"
-                os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
-                moved.append(new)
-    return moved
+            if entry.name.startswith(_prefix()):
+                remove_unheld(entry.path)
 
 
 class Meter:

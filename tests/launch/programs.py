@@ -43,7 +43,10 @@ def write_folders(context: RankContext) -> None:
     """Leave the path of this rank's folder for temporary files in the run folder, and a file in it."""
     folder = Path(tempfile.gettempdir())
     names = (env.TMPDIR, env.TORCHINDUCTOR_CACHE_DIR)
-    (folder / "kept").touch()
+    (folder / "socket").touch()
+    cache = Path(os.environ[env.TORCHINDUCTOR_CACHE_DIR])
+    cache.mkdir(exist_ok=True)
+    (cache / "kept").touch()
     found = [str(folder), folder.stat().st_uid, oct(folder.stat().st_mode), *(os.environ[name] for name in names)]
     Path(context.run.path, f"folders-{rank()}.json").write_text(json.dumps(found))
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlhpc.core import scratch
 from rlhpc.rewards import folder
 from rlhpc.rewards.folder import private_folder
 from tests.helpers.waiting import until
@@ -126,7 +128,9 @@ def test_a_folder_that_a_killed_worker_left_is_swept(worker, tmp_path, monkeypat
     with private_folder(None) as used:
         folder.sweep()
         assert left.exists()
-        folder.sweep(0.0)
+        monkeypatch.setattr(scratch, "NEW_SECONDS", 0.5)
+        time.sleep(0.6)
+        folder.sweep()
         assert not left.exists()
         assert os.path.exists(used)
     assert not list(tmp_path.glob("rlhpc-sandbox-*"))

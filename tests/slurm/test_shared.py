@@ -181,7 +181,7 @@ KNOWN = {
     "srun": r"tcp 0\.0\.0\.0:\d+ srun",
     "slurmd": r"tcp 0\.0\.0\.0:6818 slurmd",
     "slurmstepd": r"u_str \S+/spool/node1/node1_\S+ slurmstepd",
-    "multiprocessing's manager": r"u_str /tmp/rlhpc-\d+-\d+/pymp-\w+/listener-\w+ python",
+    "multiprocessing's manager": r"u_str /tmp/rlhpc-\d+-\d+/\d+-\w+/pymp-\w+/listener-\w+ python",
 }
 # There for the fraction of a second in which a checkpoint's writers start: a look every few tenths may miss it.
 BRIEF = {"multiprocessing's manager"}

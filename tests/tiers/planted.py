@@ -308,8 +308,8 @@ FAULTS = (
         "shared-tmpdir-kept",
         "rlhpc/launch/worker/node_folders.py",
         "another user of the node makes the caches that ranks unpickle",
-        "if given and not why and _is_private(given):",
-        "if given and not why:",
+        "private = bool(given and not why and _is_private(given))",
+        "private = bool(given and not why)",
     ),
     Fault(
         "objects-unchecked",

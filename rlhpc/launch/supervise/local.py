@@ -32,7 +32,7 @@ from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
-from rlhpc.launch.worker.node_folders import set_caches, set_tmpdir
+from rlhpc.launch.worker.node_folders import hold, release, set_caches, set_tmpdir
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
@@ -56,8 +56,9 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
     check_resources(config)
     check_folder(folder, resume=resume)
     folder.create()
-    with locked(folder), _node_folders(folder) as folders:
+    with locked(folder), contextlib.ExitStack() as stack:
         attempt = _begin(config, folder)
+        folders = stack.enter_context(_node_folders(attempt))
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
         ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
@@ -122,19 +123,20 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
 
 
 @contextlib.contextmanager
-def _node_folders(folder: RunFolder) -> Iterator[dict[str, str]]:
+def _node_folders(attempt: AttemptFolder) -> Iterator[dict[str, str]]:
     """Variables of the private folders for the ranks' temporary files and caches, which a resumed run finds again."""
     environ = dict(os.environ)
-    run = hashlib.sha256(os.fsencode(folder.path.absolute())).hexdigest()[:8]
-    tmpdir = set_tmpdir(environ, f"run-{run}", log=True)
-    set_caches(environ, log=True)
+    run = hashlib.sha256(os.fsencode(attempt.run.path.absolute())).hexdigest()[:8]
+    caches = set_tmpdir(environ, f"run-{run}", attempt.number, log=True)
+    set_caches(environ, caches, log=True)
+    hold(environ[env.TMPDIR])
     try:
         yield {name: value for name, value in environ.items() if os.environ.get(name) != value}
     finally:
-        if tmpdir != os.environ.get(env.TMPDIR):
-            for part in (f"{tmpdir}/inductor", tmpdir):  # torch makes the first in any case
-                with contextlib.suppress(OSError):
-                    os.rmdir(part)  # only an empty one
+        if caches != os.environ.get(env.TMPDIR):
+            with contextlib.suppress(OSError):
+                os.rmdir(f"{caches}/inductor")  # torch makes it in any case; only an empty one
+        release()
 
 
 def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapping[str, str]) -> Ranks:

@@ -33,7 +33,7 @@ from rlhpc.core.shown import show
 from rlhpc.core.stop import StopRequest
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
-from rlhpc.launch.worker.node_folders import hold
+from rlhpc.launch.worker.node_folders import hold, release
 
 TRAINER = "rlhpc.trainer.main:run_rank"
 _FENCE_SECONDS = 5.0
@@ -97,7 +97,13 @@ def _prepare_node(attempt: AttemptFolder) -> None:
     info = RankInfo.from_environ()
     ranks_here = int(os.environ.get(env.SLURM_NTASKS_PER_NODE, "1"))
     try:
-        check_node(attempt.run.path, info.master_addr, ranks_here=ranks_here, first_here=info.local_rank == 0)
+        check_node(
+            attempt.run.path,
+            info.master_addr,
+            ranks_here=ranks_here,
+            first_here=info.local_rank == 0,
+            attempt=attempt.number,
+        )
         if env.GLOO_SOCKET_IFNAME not in os.environ:
             alone = info.world_size <= ranks_here
             os.environ[env.GLOO_SOCKET_IFNAME] = network_interface(info.master_addr, single_node=alone)
@@ -137,6 +143,7 @@ def _end_now(done: threading.Event) -> None:
     the interpreter during its shutdown."""
     for child in multiprocessing.active_children():  # Megatron's saves leave one that does not end by itself
         child.kill()
+    release()
     logging.shutdown()
     with contextlib.suppress(OSError, ValueError):  # the log may be on a full disk
         sys.stdout.flush()

@@ -36,13 +36,14 @@ def check_node(
     *,
     ranks_here: int = 1,
     first_here: bool = True,
+    attempt: int = 1,
     environ: MutableMapping[str, str] = os.environ,
 ) -> None:
     """Raises NodeError for what cannot work on this node, and UserError for what would fail on every node; fixes what
     it can, with a line on stderr.
 
-    May change TMPDIR and the cache folders in ``environ``, and this process's memlock limit. ``ranks_here``: number of
-    ranks on this node; ``first_here``: true on the one that tests whether ``run_dir`` is writable.
+    Sets TMPDIR, and may change the cache folders in ``environ`` and this process's memlock limit. ``ranks_here``:
+    number of ranks on this node; ``first_here``: true on the one that tests whether ``run_dir`` is writable.
     """
     for host in dict.fromkeys((socket.gethostname(), master_host)):
         _address(host)
@@ -51,8 +52,9 @@ def check_node(
     if ranks_here > 1:
         _check_shared_memory(ranks_here)
     check_gpus(ranks_here, environ)
-    hold(set_tmpdir(environ, environ.get(env.SLURM_JOB_ID, str(os.getppid())), log=first_here))
-    set_caches(environ, log=first_here)
+    caches = set_tmpdir(environ, environ.get(env.SLURM_JOB_ID, str(os.getppid())), attempt, log=first_here)
+    hold(environ[env.TMPDIR])
+    set_caches(environ, caches, log=first_here)
 
 
 def network_interface(master_host: str, *, single_node: bool = False) -> str:

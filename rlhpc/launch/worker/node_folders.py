@@ -1,7 +1,13 @@
 """Folders of a job on its node: temporary files, and caches of compilers. Torch-free.
 
 Libraries read pickles and shared libraries from fixed names in TMPDIR, such as torchinductor_USER. In a TMPDIR that
-others can write to, whoever makes such a folder first runs code in the ranks. Ranks therefore get a private TMPDIR.
+others can write to, whoever makes such a folder first runs code in the ranks. Ranks therefore get a private TMPDIR:
+
+    TMPDIR/rlhpc-UID-JOB/       private; caches that all attempts of the job use, if TMPDIR is not private
+        3-5f0a/                 TMPDIR of the ranks of the third attempt on a node, which hold a lock on it
+
+Killed ranks leave sockets and folders. The next attempt on the node, of any job of this user, removes them: the kernel
+has freed their locks.
 """
 
 from __future__ import annotations
@@ -9,20 +15,22 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import shutil
 import socket
 import stat
 import sys
 import tempfile
 import time
+import zlib
 from collections.abc import MutableMapping
 from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.errors import NodeError
+from rlhpc.core.scratch import is_new, remove, remove_unheld
 from rlhpc.core.shown import show
 
-# A unix socket's path has 107 characters at most, of which vLLM's own names take 37 and Python's pools 32.
+# A unix socket's path has 107 characters at most, of which vLLM's own names take 37, Python's pools 32, and the folder
+# of an attempt 10.
 LONGEST_TMPDIR = 60
 _OLD_SECONDS = 7 * 86400.0
 _COMPILERS = {
@@ -32,34 +40,41 @@ _COMPILERS = {
     env.FLASHINFER_WORKSPACE_BASE: "flashinfer",
 }
 _CACHES = {**_COMPILERS, env.XDG_CACHE_HOME: "cache"}
-_held: list[int] = []
+_held: dict[str, int] = {}  # descriptors by folder
 
 
-def set_tmpdir(environ: MutableMapping[str, str], job: str, *, log: bool) -> str:
-    """Keeps TMPDIR if it is usable and private, else sets it to a private folder of ``job``: in it, or in /tmp.
+def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log: bool) -> str:
+    """Sets TMPDIR to a private folder of an attempt on this node: in TMPDIR, or in /tmp if that is not usable. Returns
+    the private folder for caches, which all attempts of ``job`` share.
 
-    All attempts of a job have the same folder, which keeps their caches. Raises NodeError if there can be none.
+    A private TMPDIR is kept if its path is too long for another folder in it. Raises NodeError if there can be none.
     """
     given = environ.get(env.TMPDIR, "")
     why = _unusable(given) if given else ""
-    if given and not why and _is_private(given):
-        return given
     name = f"rlhpc-{os.getuid()}-{job}"
+    private = bool(given and not why and _is_private(given))
+    if private and len(f"{given}/{name}") > LONGEST_TMPDIR:
+        return given
     top = given if given and not why else "/tmp"
     if top != "/tmp" and len(f"{top}/{name}") > LONGEST_TMPDIR:
         why, top = f"is shared, and too long for a private folder in it (at most {LONGEST_TMPDIR})", "/tmp"
+    # A program in a sandbox may be another user's, and must reach its folder in a TMPDIR that it can enter.
+    mode = 0o700 | (os.stat(top).st_mode & 0o011 if private else 0)
+    node = zlib.crc32(os.uname().nodename.encode()) & 0xFFFF
+    own = _own_folder(top, name, mode)
+    current = f"{attempt % 10000}-{node:04x}"
     if log:
         _remove_old_folders(Path(top))
-    own = _own_folder(top, name)
-    environ[env.TMPDIR] = own
+        _remove_left(Path(top), f"{node:04x}", Path(own, current))
+    environ[env.TMPDIR] = _own_folder(own, current, mode)
     tempfile.tempdir = None  # Python caches it
     if why and log:
         _warn(f"TMPDIR {given!r} {why}; {own} is used instead")
-    return own
+    return given if private else own
 
 
-def set_caches(environ: MutableMapping[str, str], *, log: bool) -> None:
-    """Puts the cache of torch's compiler into TMPDIR, and all other caches if the home folder is not writable.
+def set_caches(environ: MutableMapping[str, str], folder: str, *, log: bool) -> None:
+    """Puts the cache of torch's compiler into ``folder``, and all other caches if the home folder is not writable.
 
     Keeps caches that are set, but not compilers' caches that another user may have made or can make: torch sets its
     variable itself, to the fixed name in TMPDIR, and a job inherits it from the process that submits it.
@@ -67,29 +82,45 @@ def set_caches(environ: MutableMapping[str, str], *, log: bool) -> None:
     for name, part in _COMPILERS.items():
         given = environ.get(name)
         if given and _others_can_make(Path(given).absolute()):
-            environ[name] = f"{environ[env.TMPDIR]}/{part}"
+            environ[name] = f"{folder}/{part}"
             if log:
                 _warn(f"{name} {given!r} may be another user's; {environ[name]} is used instead")
-    environ.setdefault(env.TORCHINDUCTOR_CACHE_DIR, f"{environ[env.TMPDIR]}/inductor")
+    environ.setdefault(env.TORCHINDUCTOR_CACHE_DIR, f"{folder}/inductor")
     home = environ.get(env.HOME, "")
     why = _not_writable(home) if home else "is not set"
     if not why:
         return
     for name, part in _CACHES.items():
-        environ.setdefault(name, f"{environ[env.TMPDIR]}/{part}")
+        environ.setdefault(name, f"{folder}/{part}")
     if log:
-        _warn(f"the home folder {home!r} {why}; caches go to {environ[env.TMPDIR]}")
+        _warn(f"the home folder {home!r} {why}; caches go to {folder}")
 
 
-def hold(folder: str) -> None:
-    """Keeps a job's folder from being removed as an old one while this process runs."""
-    if not Path(folder).name.startswith("rlhpc-"):
+def hold(tmpdir: str) -> None:
+    """Keeps the folders of a job and its attempt from being removed while this process runs, or until ``release``."""
+    path = Path(tmpdir)
+    if not path.parent.name.startswith("rlhpc-"):
         return
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        _held.append(descriptor)
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        os.utime(folder)
+    for folder in (path.parent, path):
+        with contextlib.suppress(OSError):
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            _held[str(folder)] = descriptor
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.utime(folder)
+
+
+def release() -> None:
+    """Removes the attempt's folder, and the job's if nothing is in it, unless another process holds them."""
+    for folder in reversed(_held):
+        with contextlib.suppress(OSError):
+            fcntl.flock(_held[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if Path(folder).name.startswith("rlhpc-"):
+                os.rmdir(folder)
+            else:
+                remove(folder)
+    for descriptor in _held.values():
+        os.close(descriptor)
+    _held.clear()
 
 
 def node_error(what: str, remedy: str) -> NodeError:
@@ -136,16 +167,17 @@ def _others_can_make(path: Path) -> bool:
     return bool(found.st_mode & stat.S_IWOTH) or (in_shared and found.st_uid not in (os.getuid(), 0))
 
 
-def _own_folder(top: str, name: str) -> str:
+def _own_folder(top: str, name: str, mode: int) -> str:
     """Private folder ``name`` in ``top``, or a new one if another user has taken the name."""
     path = f"{top}/{name}"
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
         found = os.lstat(path)
-        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o077
+        ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o066
         if not ours:
             path = tempfile.mkdtemp(prefix="rlhpc-", dir=top)
+        os.chmod(path, mode)
         why = _not_writable(path)
     except OSError as error:
         why = f"cannot be created ({error.strerror})"
@@ -154,16 +186,18 @@ def _own_folder(top: str, name: str) -> str:
     return path
 
 
+def _remove_left(top: Path, node: str, current: Path) -> None:
+    """Removes what killed ranks of this user's attempts on this node have left; of other jobs unless it is new."""
+    for job in top.glob(f"rlhpc-{os.getuid()}-*"):
+        with contextlib.suppress(OSError):
+            for folder in job.glob(f"*-{node}"):
+                if folder != current:
+                    remove_unheld(str(folder), is_new if job != current.parent else lambda found: False)
+            if job != current.parent and not is_new(job.lstat()):
+                job.rmdir()  # only an empty one
+
+
 def _remove_old_folders(top: Path) -> None:
     """Removes folders of this user's old jobs, with their caches, unless a process holds them."""
     for path in top.glob(f"rlhpc-{os.getuid()}-*"):
-        with contextlib.suppress(OSError):
-            found = path.lstat()
-            if found.st_uid != os.getuid() or time.time() - found.st_mtime < _OLD_SECONDS:
-                continue
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-            finally:
-                os.close(descriptor)
+        remove_unheld(str(path), lambda found: time.time() - found.st_mtime < _OLD_SECONDS)

@@ -96,16 +96,18 @@ def test_ranks_have_a_private_folder_in_a_shared_tmpdir(tmp_path, monkeypatch):
         subprocess.run(["mkdir", "-m", "777", f"{shared}/torchinductor_root"], user=65534, check=True)
         monkeypatch.setenv("TMPDIR", shared)
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-        for resume in (False, True):
+        for number, resume in enumerate((False, True), 1):
             assert launch(tmp_path, "write_folders", 2, resume=resume) == 0
             found = [json.loads((tmp_path / "run" / f"folders-{rank}.json").read_text()) for rank in (0, 1)]
             assert found[0] == found[1]
-            folder, owner, mode, tmpdir, cache = found[0]
+            tmpdir, owner, mode, given, cache = found[0]
+            folder, name = os.path.split(tmpdir)
             assert os.path.dirname(folder) == shared
-            assert (owner, mode, tmpdir, cache) == (0, "0o40700", folder, f"{folder}/inductor")
+            assert name.startswith(f"{number}-")
+            assert (owner, mode, given, cache) == (0, "0o40700", tmpdir, f"{folder}/inductor")
+            assert os.listdir(folder) == ["inductor"], "the attempt's folder ends with it"
         assert sorted(os.listdir(shared)) == sorted([os.path.basename(folder), "torchinductor_root"])
-        os.remove(f"{folder}/kept")
-        os.mkdir(f"{folder}/inductor")
+        os.remove(f"{cache}/kept")
         assert launch(tmp_path, "write_environment", 1, resume=True) == 0
         assert os.listdir(shared) == ["torchinductor_root"], "an empty folder does not stay"
 

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,12 +18,18 @@ import pytest
 
 from rlhpc.core.errors import NodeError
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
+from rlhpc.launch.worker.node_folders import release
 
 ROOT = Path(__file__).parents[3]
 HOST = socket.gethostname()
 needs_root = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare"), reason="namespaces need root: these tests DID NOT RUN"
 )
+
+
+def of_attempt(folder: str, number: int = 1, node: str = "localhost") -> str:
+    """TMPDIR of an attempt in a job's folder."""
+    return f"{folder}/{number}-{zlib.crc32(node.encode()) & 0xFFFF:04x}"
 
 
 @dataclass(frozen=True)
@@ -39,6 +46,7 @@ CODE = """
 import json, os, subprocess, sys, threading, time
 from pathlib import Path
 from rlhpc.core.errors import NodeError
+from rlhpc.core import scratch
 from rlhpc.core.storage import BRIEF, NONE, use, waits
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
 
@@ -97,8 +105,12 @@ CHECK = "check_node(Path('/tmp'), 'localhost')"
 def test_a_good_node_passes_and_its_settings_are_kept(tmp_path, capfd):
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="own-") as tmpdir:
         environ = {"TMPDIR": tmpdir, "HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
-        check_node(tmp_path, HOST, environ=environ)
-        assert environ == {"TMPDIR": tmpdir, "HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": "/elsewhere"}
+        changed = dict(environ)
+        check_node(tmp_path, HOST, environ=changed)
+        own = of_attempt(f"{tmpdir}/rlhpc-{os.getuid()}-{os.getppid()}", node=os.uname().nodename)
+        assert changed == {**environ, "TMPDIR": own}
+        assert os.listdir(own) == []
+        release()
         assert os.listdir(tmpdir) == []
     assert capfd.readouterr().err == ""
     assert list(tmp_path.iterdir()) == []
@@ -153,8 +165,8 @@ def test_without_tmpdir_the_job_has_a_private_one():
     )
     found = on_node("", call, SLURM_JOB_ID="77")
     _, folder, mode, made = found.result
-    assert (folder, mode) == ("/tmp/rlhpc-0-77", "0o40700")
-    assert made.startswith("/tmp/rlhpc-0-77/")
+    assert (folder, mode) == (of_attempt("/tmp/rlhpc-0-77"), "0o40700")
+    assert made.startswith(f"{folder}/")
     assert found.message == ""
 
 
@@ -171,20 +183,60 @@ def test_folders_of_old_jobs_are_removed_unless_a_process_holds_them():
     assert found.result == ["rlhpc-0-3", "rlhpc-0-5", "rlhpc-0-77", "rlhpc-1-4"]
 
 
+LEFT = """
+make() { mkdir -p -m 700 $1 $1/inductor $1/$2-$NODE/pymp-1; touch $1/$2-$NODE/socket; }
+make $TOP/rlhpc-0-77 1; make $TOP/rlhpc-0-77 3; make $TOP/rlhpc-0-5 1; make $TOP/rlhpc-0-6 1; make $TOP/rlhpc-0-6 2
+mkdir -p -m 700 $TOP/rlhpc-0-6/2-ffff $TOP/rlhpc-0-8/1-$NODE
+exec 8<$TOP/rlhpc-0-6/2-$NODE; flock --shared 8
+"""
+
+
 @needs_root
-@pytest.mark.parametrize("tmpdir", ["/tmp", "/tmp/scratch"])
-def test_in_a_shared_tmpdir_no_other_user_can_make_a_folder_that_libraries_read(tmpdir):
+@pytest.mark.parametrize("mode", ["1777", "0700"])
+def test_what_killed_ranks_left_is_removed_by_the_next_attempt(mode):
+    """Not what a process holds, another node made, or other jobs may be about to lock; caches stay."""
+    node = of_attempt("", 0)[3:]
+    setup = f"mkdir -m {mode} /tmp/top; TOP=/tmp/top; NODE={node}{LEFT}"
+    age = "setattr(scratch, 'NEW_SECONDS', 0.0 if old else 60.0)"
+    check = "check_node(Path('/tmp'), 'localhost', attempt=4)"
+    found = "sorted(str(p.relative_to('/tmp/top')) for p in Path('/tmp/top').glob('rlhpc-*/*') if p.name[0].isdigit())"
+    given = "os.environ.update(TMPDIR='/tmp/top')"
+    call = f"[({age}, {given}, {check}, {found})[3] for old in (False, True)]"
+    new, old = on_node(setup, call, TMPDIR="/tmp/top", SLURM_JOB_ID="77").result
+    kept = [f"rlhpc-0-6/2-{node}", "rlhpc-0-6/2-ffff", f"rlhpc-0-77/4-{node}"]
+    assert new == sorted([*kept, *(f"rlhpc-0-{job}/1-{node}" for job in (5, 6, 8))])
+    assert old == kept
+
+
+@needs_root
+def test_the_folder_in_a_private_tmpdir_can_be_entered_by_whom_that_lets_in():
+    """The user of programs in sandboxes; and caches stay beside it."""
+    for mode, own in (("755", "0o40711"), ("700", "0o40700")):
+        call = f"({CHECK}, oct(os.stat(os.environ['TMPDIR']).st_mode))[1]"
+        found = on_node(f"mkdir -m {mode} /tmp/own", call, TMPDIR="/tmp/own", SLURM_JOB_ID="77")
+        assert found.result == own
+        assert found.environ["TMPDIR"] == of_attempt("/tmp/own/rlhpc-0-77")
+        assert found.environ["TORCHINDUCTOR_CACHE_DIR"] == "/tmp/own/inductor"
+    long = "/tmp/" + "x" * 50
+    found = on_node(f"mkdir -m 700 {long}", CHECK, TMPDIR=long, SLURM_JOB_ID="77")
+    assert found.environ["TMPDIR"] == long, "there is no room for another folder in its path"
+
+
+@needs_root
+@pytest.mark.parametrize("given", ["/tmp", "/tmp/scratch"])
+def test_in_a_shared_tmpdir_no_other_user_can_make_a_folder_that_libraries_read(given):
     """Another user makes the cache folders of torch's compiler first, and the one that rlhpc would make."""
     setup = f"""
-    mkdir -p {tmpdir}; chmod 1777 {tmpdir}
-    setpriv --reuid 65534 --clear-groups mkdir -m 777 {tmpdir}/torchinductor_root {tmpdir}/cache {tmpdir}/rlhpc-0-77
+    mkdir -p {given}; chmod 1777 {given}
+    setpriv --reuid 65534 --clear-groups mkdir -m 777 {given}/torchinductor_root {given}/cache {given}/rlhpc-0-77
     """
     call = f"({CHECK}, __import__('tempfile').gettempdir(), oct(os.stat(os.environ['TMPDIR']).st_mode))[1:]"
-    found = on_node(setup, call, TMPDIR=tmpdir, HOME="/nowhere", SLURM_JOB_ID="77")
-    own, mode = found.result
-    assert (own, mode) == (found.environ["TMPDIR"], "0o40700")
-    assert own.startswith(f"{tmpdir}/rlhpc-"), "the file system that was chosen"
-    assert own != f"{tmpdir}/rlhpc-0-77"
+    found = on_node(setup, call, TMPDIR=given, HOME="/nowhere", SLURM_JOB_ID="77")
+    tmpdir, mode = found.result
+    own = os.path.dirname(tmpdir)
+    assert (tmpdir, mode) == (found.environ["TMPDIR"], "0o40700")
+    assert own.startswith(f"{given}/rlhpc-"), "the file system that was chosen"
+    assert own != f"{given}/rlhpc-0-77"
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "XDG_CACHE_HOME", "FLASHINFER_WORKSPACE_BASE"):
         assert found.environ[name].startswith(f"{own}/")
 
@@ -211,7 +263,7 @@ def test_later_attempts_of_a_job_find_its_caches():
 def test_a_shared_tmpdir_without_room_for_a_longer_path_is_replaced():
     given = "/tmp/" + "x" * 50
     found = on_node(f"mkdir -m 1777 {given}", CHECK, TMPDIR=given, SLURM_JOB_ID="77")
-    assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
+    assert found.environ["TMPDIR"] == of_attempt("/tmp/rlhpc-0-77")
     assert "is shared, and too long for a private folder in it (at most 60); /tmp/rlhpc-0-77 is used" in found.message
 
 
@@ -230,7 +282,7 @@ def test_a_shared_tmpdir_without_room_for_a_longer_path_is_replaced():
 )
 def test_a_tmpdir_that_programs_cannot_use_is_replaced_with_a_warning(setup, given, why):
     found = on_node(setup, CHECK, TMPDIR=given, SLURM_JOB_ID="77")
-    assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
+    assert found.environ["TMPDIR"] == of_attempt("/tmp/rlhpc-0-77")
     assert found.message == f"rlhpc: node localhost: TMPDIR {given!r} {why}; /tmp/rlhpc-0-77 is used instead\n"
 
 
@@ -238,7 +290,7 @@ def test_a_tmpdir_that_programs_cannot_use_is_replaced_with_a_warning(setup, giv
 def test_only_one_rank_of_a_node_tells():
     call = "check_node(Path('/tmp'), 'localhost', first_here=False)"
     found = on_node("", call, TMPDIR="/tmp/gone", HOME="/nowhere", SLURM_JOB_ID="77")
-    assert found.environ["TMPDIR"] == "/tmp/rlhpc-0-77"
+    assert found.environ["TMPDIR"] == of_attempt("/tmp/rlhpc-0-77")
     assert found.message == ""
 
 
@@ -256,7 +308,7 @@ def test_a_folder_that_somebody_else_put_there_is_not_used(squat):
     found = on_node(squat, CHECK, SLURM_JOB_ID="77")
     assert found.error == ""
     assert found.environ["TMPDIR"].startswith("/tmp/rlhpc-")
-    assert found.environ["TMPDIR"] != "/tmp/rlhpc-0-77"
+    assert not found.environ["TMPDIR"].startswith("/tmp/rlhpc-0-77")
 
 
 @needs_root
