@@ -82,9 +82,6 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
             make_plan([loaded], Path.cwd(), dry_run=mode.dry_run), SubmitOptions(mode.dry_run, mode.follow), sites=sites
         )
     else:
-        from rlhpc.core.shown import show
-
-        show(f"checking {loaded.name}")
         from rlhpc.launch.runs.run import run_here
 
         sys.exit(run_here(loaded))

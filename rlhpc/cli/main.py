@@ -64,7 +64,6 @@ def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, r
         for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths(loaded))]:
             click.echo(f"{topic:<8}{text}")
         return
-    show(f"checking {loaded.name}")  # before further imports, which may take seconds
     from rlhpc.launch.runs.run import run_here
 
     sys.exit(run_here(loaded, resume=resume))

@@ -109,7 +109,7 @@ def test_the_way_leads_to_a_first_step(first_run: FirstRun) -> None:
 def test_it_says_what_it_does_from_the_first_seconds_on(first_run: FirstRun) -> None:
     """CPU time stands for the time to the first line: on a quiet machine they are the same."""
     lines = [line.rstrip() for _, line in first_run.lines]
-    assert lines[0] == "checking my-run"
+    assert lines[0] == "starting my-run"
     assert first_run.cpu_seconds < 2
     assert f"  folder  {first_run.folder / 'runs' / 'my-run'}" in lines
     assert any(line.startswith("  layout  1 ranks on 1 node(s): training ") for line in lines), first_run.output

@@ -39,7 +39,7 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
     if entry == TRAINER:
         check_packages()
         check_gpu_software()
-    show(f"  folder  {folder.path}")
+    show(f"starting {config.name}\n  folder  {folder.path}")
     if config.prepare is not None:
         show(f"  prepare {config.prepare.function}")
         if not run_prepare(config.prepare):
