@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
+from pydantic import GetJsonSchemaHandler, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from rlhpc.config.section import ImportPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
-
-Name = Annotated[str, Field(pattern=r"^[\w.-]+$")]  # letters, digits and . _ -
+from rlhpc.config.section import FileName, ImportPath, NonNegativeFloat, PositiveFloat, PositiveInt, Section
 
 
 class DataFile(Section):
@@ -21,7 +19,7 @@ class DataFile(Section):
     """Path to a .parquet or .jsonl file."""
     weight: PositiveFloat | None = None
     """Relative share of the training prompts taken from this file; given for all files or none."""
-    name: Name | None = None
+    name: FileName | None = None
     """Name of the validation set that the file belongs to, with its own metrics."""
 
     @model_validator(mode="before")

@@ -292,7 +292,8 @@ def _one_in_words(node: dict[str, Any]) -> str:
             return f"a list{least}, each item {_in_words(node['items'])}"
         case "string":
             kind = "a path" if node.get("format") == "path" else "a string"
-            return f"{kind} that matches {node['pattern']}" if "pattern" in node else kind
+            kind += f" that matches {node['pattern']}" if "pattern" in node else ""
+            return f"{kind}, of at most {node['maxLength']} characters" if "maxLength" in node else kind
         case "boolean":
             return "true or false"
     bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}

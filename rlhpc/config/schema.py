@@ -25,6 +25,7 @@ from rlhpc.config.reward import (
 )
 from rlhpc.config.rollout import DynamicSamplingSection, ReplaySection, RolloutSection
 from rlhpc.config.section import (
+    FileName,
     ImportPath,
     NonNegativeInt,
     PositiveFloat,
@@ -157,7 +158,7 @@ class ObserveSection(Section):
 class RunConfig(Section):
     """One run of rlhpc."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+$")]
+    name: FileName
     """Name of the run: letters, digits and . _ -"""
     run_dir: Path | None = None
     """Path of the run folder, where everything is written; default: runs/<name>."""

@@ -16,6 +16,8 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 ImportPath = Annotated[str, Field(pattern=r"^[\w.]+:\w+(\.\w+)*$")]  # package.module:attribute
+# A file's name in one folder: not a path, not . or .., and short enough for what is added to it.
+FileName = Annotated[str, Field(pattern=r"^[\w.-]*[\w-][\w.-]*$", max_length=128)]
 
 
 class Section(BaseModel):

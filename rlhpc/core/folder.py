@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -192,15 +193,32 @@ class RunFolder:
         return self.report / "report.txt"
 
     def create(self) -> None:
-        """Makes the folder and its fixed parts, readable by the owner alone: nodes are shared."""
-        patiently(lambda: self.path.mkdir(parents=True, exist_ok=True), self.path)
-        patiently(lambda: self.path.chmod(0o700), self.path)
+        """Makes the folder and its fixed parts, readable by the owner alone: nodes are shared. A folder that neither
+        this call nor an earlier run made keeps its mode: others may use it."""
+        if not patiently(self._make, self.path) and self._has_run():
+            patiently(lambda: self.path.chmod(0o700), self.path)
         for part in (self.attempts, self.checkpoints):
             make_folder(part)
 
+    def _make(self) -> bool:
+        """Makes the folder, private from the start; False if it exists."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True)
+        except FileExistsError:
+            if not self.path.is_dir():
+                raise
+            return False
+        return True
+
+    def _has_run(self) -> bool:
+        """Whether ``create`` has worked in the folder."""
+        return exists(self.attempts) and exists(self.checkpoints)
+
     def check_own(self) -> None:
-        """Raises UserError if the folder has files that a run would overwrite but none wrote, such as the configuration
-        it is started with."""
+        """Raises UserError if the folder cannot be a run's own: others can write to it, or it has files that a run
+        would overwrite but none wrote, such as the configuration it is started with."""
+        if not self._has_run():
+            self._check_writers()
         if exists(self.attempts) or exists(self.checkpoints):
             return
         for file in (self.config, self.secrets, self.metrics, self.samples, self.evaluation, self.report_text):
@@ -210,6 +228,19 @@ class RunFolder:
                     where="run_dir",
                     remedy="choose another folder with --run-dir, or move the file away",
                 )
+
+    def _check_writers(self) -> None:
+        if not exists(self.path):
+            return
+        mode = patiently(self.path.stat, self.path).st_mode
+        if not stat.S_ISDIR(mode):
+            raise UserError(f"{str(self.path)!r} is not a folder", where="run_dir", remedy="choose another one")
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise UserError(
+                f"others can write to {str(self.path)!r}",
+                where="run_dir",
+                remedy=f"choose a folder inside that does not exist yet, such as {self.path}/run, or `chmod go-w` it",
+            )
 
     def holds_run(self) -> bool:
         """Whether a run has written steps or a checkpoint here."""

@@ -53,6 +53,12 @@ def test_only_true_and_false_are_booleans(config):
     )
 
 
+@pytest.mark.parametrize("name", [".", "..", "...", "a/b", "/tmp", "", "n" * 129, "a b"])
+def test_a_name_that_is_a_path_is_refused(config, name):
+    assert fault(config, f"name='{name}'").startswith("command line: name: ")
+    assert load_config(config, ["name=.a..b-1"]).name == ".a..b-1"
+
+
 def test_a_key_given_twice_is_refused_with_its_line(config):
     config.write_text(LEAST + "seed: 1\nname: other\n")
     assert fault(config) == f"{config}:7: key 'name' is given twice, first in line 1; correct the YAML"
