@@ -15,6 +15,7 @@ from tools.peer_keys import PEERS
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 MARKER = "config-table"
+_ANY = 10**9  # bound of every number, not worth a word
 
 
 def table() -> str:
@@ -93,7 +94,7 @@ def _kind(field: dict[str, Any]) -> str:
 
 def _bounded(kind: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤"}
-    bounds = [f"{sign} {kind[bound]:g}" for bound, sign in signs.items() if bound in kind]
+    bounds = [f"{sign} {kind[bound]:g}" for bound, sign in signs.items() if kind.get(bound, _ANY) < _ANY]
     return ", ".join([str(kind["type"]), *bounds])
 
 

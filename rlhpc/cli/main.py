@@ -20,6 +20,7 @@ from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, EXIT_USER_ERROR, DoesNotFitError, UserError
 from rlhpc.core.exits import EXIT_STORAGE
+from rlhpc.core.inputs import unreadable
 from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show, use_escapes
 from rlhpc.core.storage import Patience, kind_of, use
@@ -95,6 +96,9 @@ def main() -> None:
         show(f"rlhpc: {error}", file=sys.stderr)
         sys.exit(EXIT_DOES_NOT_FIT if isinstance(error, DoesNotFitError) else EXIT_USER_ERROR)
     except OSError as error:
+        if kind_of(error) == "permanent" and error.filename is not None:  # a path or permission of the user's
+            show(f"rlhpc: {unreadable(error, error.filename)}", file=sys.stderr)
+            sys.exit(EXIT_USER_ERROR)
         if kind_of(error) != "transient":
             raise
         show(f"rlhpc: {error}; the file system does not respond, try again later", file=sys.stderr)

@@ -6,8 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhpc.config.section import NonNegativeInt, NonNegativeSeconds, PositiveInt, PositiveSeconds, Section
 
+_Nodes = Annotated[int, Field(ge=1, le=100_000)]
 _MIB = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
 
 
@@ -88,7 +89,7 @@ class SiteSlurmSection(Section):
 class SlurmSection(SiteSlurmSection):
     """Batch job of `rlhpc submit`. Keys that are not set take the site file's value, else Slurm's default."""
 
-    nodes: PositiveInt | tuple[PositiveInt, PositiveInt] = 1
+    nodes: _Nodes | tuple[_Nodes, _Nodes] = 1
     """Number of nodes, or [minimum, maximum]: the job starts on what is free, and may return on another number."""
     time: PositiveInt | Annotated[str, Field(pattern=r"^(\d+|\d+:\d\d(:\d\d)?|\d+-\d+(:\d\d){0,2})$")] | None = None
     """Time limit as Slurm takes it: minutes, HH:MM:SS or D-HH:MM:SS. A longer run checkpoints before it and is
@@ -117,7 +118,7 @@ class RecoverySection(Section):
 
     retries: NonNegativeInt = 5
     """Maximum consecutive failures; a newer checkpoint resets the count."""
-    wait_seconds: NonNegativeFloat = 120.0
+    wait_seconds: NonNegativeSeconds = 120.0
     """Pause before a retry, in seconds."""
     non_finite: Literal["retry", "stop"] = "stop"
     """Action on train.max_skipped_updates consecutive skipped updates, or on non-finite weights. A retry repeats the
@@ -138,14 +139,14 @@ class RecoverySection(Section):
     """Action on an exhausted disk or quota: retry doubles the pause each time."""
     storage: Literal["retry", "stop"] = "retry"
     """Action on a file system that failed for longer than storage_wait_seconds: retry doubles the pause each time."""
-    storage_wait_seconds: NonNegativeFloat = 300.0
+    storage_wait_seconds: NonNegativeSeconds = 300.0
     """Maximum wait for a failing file system (I/O error, stale handle, read-only), in seconds; less than
     hang_timeout_seconds."""
     crash: Literal["retry", "stop"] = "retry"
     """Action when a rank died by a signal, srun could not start the ranks, or no other cause fits."""
-    hang_timeout_seconds: PositiveFloat = 1800.0
+    hang_timeout_seconds: PositiveSeconds = 1800.0
     """Time without progress of any rank that counts as a hang, in seconds: Python stacks are written, the ranks
     ended."""
-    start_seconds: PositiveFloat = 1800.0
+    start_seconds: PositiveSeconds = 1800.0
     """Time from the start of the ranks to their first step that counts as a hang, in seconds: models load in
     between."""

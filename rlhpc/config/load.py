@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,16 @@ from pydantic_core import ErrorDetails
 from rlhpc.config import yaml12
 from rlhpc.config.familiar import familiar_keys
 from rlhpc.config.renamed import RENAMED, RENAMED_VALUES, renamed_keys
-from rlhpc.config.reward import NO_KIND
+from rlhpc.config.reward import DEFAULT_FUNCTION, NO_KIND
 from rlhpc.config.saved import with_secrets
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site_file import SiteValues, expand_site, take_site
-from rlhpc.core.errors import UserError, UserErrors, did_you_mean, nearest
-from rlhpc.core.files import read_text
+from rlhpc.core.errors import SHOWN_ERRORS, UserError, UserErrors, did_you_mean, nearest
+from rlhpc.core.inputs import read_input
 from rlhpc.core.redaction import hide, learn
-from rlhpc.core.storage import StorageError
 
 COMMAND_LINE = "command line"
+_KEY_DEPTH = 32  # dots in the key of an override
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 def load_with_site(path: Path, overrides: Sequence[str] = ()) -> Loaded:
     """The same, with the keys that come from the site file."""
     text = _read(path)
-    data = yaml12.parse(text, str(path))
+    document = yaml12.read(text, str(path))
+    data, lines = document.value, document.lines
     if not isinstance(data, dict):
         raise UserError(
             "contains no keys", where=str(path), remedy="write 'key: value' lines, see `rlhpc configs demo`"
         )
-    lines = yaml12.key_lines(text)
     data = with_secrets(data, path, lines)
     places = {key: f"{path}:{line}" for key, line in lines.items()}
     expand_site(data)
@@ -108,22 +108,20 @@ def _schema() -> dict[str, Any]:
 
 def _read(path: Path) -> str:
     try:
-        return read_text(path)
-    except StorageError:
-        raise
+        return read_input(path, piped=True).decode()
     except FileNotFoundError:
         folder = path.parent
         there = [file.name for file in folder.glob("*.y*ml")] if folder.is_dir() else []
         close = nearest(path.name, there)
         remedy = f"did you mean {str(folder / close[0])!r}?" if close else "give the path of a configuration"
         raise UserError("no such file", where=str(path), remedy=remedy) from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"cannot be read ({error})", where=str(path), remedy="give a YAML file") from None
 
 
 def _parse_override(text: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
-    if not equals or not all(key.split(".")):
+    if not equals or not all(key.split(".")) or key.count(".") > _KEY_DEPTH:
         raise UserError(f"{text!r} is not an override", where=COMMAND_LINE, remedy="write it as key.sub=value")
     return key, yaml12.parse(value, f"{COMMAND_LINE}: {key}")
 
@@ -144,11 +142,34 @@ def _apply_override(data: dict[str, Any], key: str, value: Any) -> None:
             parent = ".".join(key.split(".")[:depth])
             raise UserError(f"{parent} = {item!r} has no keys inside", where=f"{COMMAND_LINE}: {key}")
         elif depth == len(parents):
+            if part == "model" and isinstance(item, _DefaultItem) and item.get("function") == DEFAULT_FUNCTION:
+                del item["function"]
             item[part] = value
         else:
             if item.get(part) is None:
-                item[part] = [] if [*parents, last][depth + 1].isdecimal() else {}
+                inner = [*parents, last][depth + 1]
+                item[part] = _default_items(parents[: depth + 1]) if inner.isdecimal() else {}
             item = item[part]
+
+
+class _DefaultItem(dict[str, Any]):
+    """A default item that an override changes; its function gives way to a model."""
+
+
+def _default_items(parts: Sequence[str]) -> list[Any]:
+    """Returns the items that the list at these keys has by default."""
+    node: dict[str, Any] = _schema()
+    for part in parts:
+        inner = [option["properties"][part] for option in _options(node) if part in option.get("properties", ())]
+        if not inner:
+            return []
+        node = inner[0]
+    found = node.get("default")
+    items = found if isinstance(found, list) else []
+    return [
+        _DefaultItem({key: value for key, value in item.items() if value}) if isinstance(item, dict) else item
+        for item in items
+    ]
 
 
 def _parents(key: str) -> list[str]:
@@ -175,7 +196,8 @@ def _user_error(details: Sequence[ErrorDetails], places: Mapping[str, str], file
         first.setdefault(_location(detail), detail)
     ordered = sorted(first.items(), key=lambda item: item[1]["type"] == "extra_forbidden")
     faults = [fault for location, detail in ordered for fault in _faults(detail, location, places, file)]
-    return faults[0] if len(faults) == 1 else UserErrors(faults)
+    errors = [fault() for fault in faults[:SHOWN_ERRORS]]
+    return errors[0] if len(faults) == 1 else UserErrors(errors, more=len(faults) - len(errors))
 
 
 def _location(detail: ErrorDetails) -> tuple[int | str, ...]:
@@ -193,17 +215,19 @@ def _location(detail: ErrorDetails) -> tuple[int | str, ...]:
 
 def _faults(
     detail: ErrorDetails, location: Sequence[int | str], places: Mapping[str, str], file: str
-) -> Iterator[UserError]:
+) -> Iterator[Callable[[], UserError]]:
+    """Yields what makes each error: of thousands, few are shown, and the search for a near name takes time."""
     kind, value, key = detail["type"], detail["input"], _key(location)
     old = list(renamed_keys(key, value)) if kind == "extra_forbidden" else []
     for name in old:
         where = f"{_place(name, places, file)}: {name}"
-        yield UserError("has another name now", where=where, remedy=f"write {RENAMED[name]}")
+        yield partial(UserError, "has another name now", where=where, remedy=f"write {RENAMED[name]}")
     familiar = list(familiar_keys(key, value)) if kind == "extra_forbidden" and not old else []
     for name, ours in familiar:
-        yield UserError("unknown key", where=f"{_place(name, places, file)}: {name}", remedy=f"write {ours}")
+        where = f"{_place(name, places, file)}: {name}"
+        yield partial(UserError, "unknown key", where=where, remedy=f"write {ours}")
     if not old and not familiar:
-        yield _fault(detail, location, f"{_place(key, places, file)}: {key}")
+        yield partial(_fault, detail, location, f"{_place(key, places, file)}: {key}")
 
 
 def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> UserError:

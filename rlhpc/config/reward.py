@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from rlhpc.config.section import ImportPath, PositiveFloat, PositiveInt, Section
+from rlhpc.config.section import ImportPath, PositiveInt, PositiveSeconds, Section
 from rlhpc.config.training import FrozenMemorySection, ParallelSection
 
 DEFAULT_FUNCTION = "rlhpc.rewards.rules:maths"
@@ -29,7 +29,7 @@ class RewardFunctionSection(Section):
     """Further keyword arguments of the function."""
     weight: float = 1.0
     """Weight in the sum of all rewards."""
-    time_limit_seconds: PositiveFloat | None = None
+    time_limit_seconds: PositiveSeconds | None = None
     """Time limit of one call of this function, in seconds; default: as for reward_workers.time_limit_seconds."""
 
 
@@ -82,7 +82,7 @@ class RewardWorkersSection(Section):
 
     per_engine: PositiveInt = 2
     """Maximum reward workers beside each engine."""
-    time_limit_seconds: PositiveFloat | None = None
+    time_limit_seconds: PositiveSeconds | None = None
     """Time limit of one call, in seconds, after which its process is killed; default: 5 for the functions of
     rlhpc.rewards.rules and rlhpc.rewards.formats, 30 for any other."""
     memory_limit_mib: PositiveInt | None = None

@@ -6,7 +6,15 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from rlhpc.config.section import Fraction, ImportPath, NonNegativeInt, PositiveFloat, PositiveInt, Section
+from rlhpc.config.section import (
+    Fraction,
+    ImportPath,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    PositiveSeconds,
+    Section,
+)
 
 
 class ToolSection(Section):
@@ -42,7 +50,7 @@ class RolloutSection(Section):
     the response."""
     max_calls_per_turn: PositiveInt = 16
     """Maximum tool calls per turn; further calls are not run, and the policy is informed."""
-    tool_time_limit_seconds: PositiveFloat = 10.0
+    tool_time_limit_seconds: PositiveSeconds = 10.0
     """Time limit of one tool call, in seconds; a call beyond it is ended, and the policy is informed."""
     tool_processes: PositiveInt = 4
     """Number of tool processes beside each engine, and so of concurrent calls."""

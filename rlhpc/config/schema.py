@@ -57,7 +57,7 @@ class ModelSection(Section):
 
 
 class ResourcesSection(Section):
-    ranks_per_node: PositiveInt = 1
+    ranks_per_node: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of processes per node: one per GPU, or per group of CPU cores. Default: one per visible GPU with
     `rlhpc run`, per GPU of slurm.gpus_per_node with `rlhpc submit`; 1 on CPUs."""
     threads_per_rank: PositiveInt | None = None
@@ -162,7 +162,7 @@ class RunConfig(Section):
     """Name of the run: letters, digits and . _ -"""
     run_dir: Path | None = None
     """Path of the run folder, where everything is written; default: runs/<name>."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Seed for sampling and data order."""
     prepare: PrepareSection | None = None
     model: ModelSection

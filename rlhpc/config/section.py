@@ -9,8 +9,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rlhpc.core.redaction import hide
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
+# Above any use, and below what a search for divisors or a float could not take.
+_MOST = 10**9
+PositiveInt = Annotated[int, Field(ge=1, le=_MOST)]
+NonNegativeInt = Annotated[int, Field(ge=0, le=_MOST)]
+PositiveSeconds = Annotated[float, Field(gt=0, le=_MOST)]
+NonNegativeSeconds = Annotated[float, Field(ge=0, le=_MOST)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(gt=0, le=1)]

@@ -17,9 +17,9 @@ from rlhpc.config.renamed import RENAMED_FIGURES
 from rlhpc.config.site import SiteFigures, SiteFile
 from rlhpc.core import env
 from rlhpc.core.errors import UserError, did_you_mean
-from rlhpc.core.files import read_text
+from rlhpc.core.inputs import read_input
 from rlhpc.core.redaction import hide
-from rlhpc.core.storage import StorageError, exists
+from rlhpc.core.storage import exists
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,11 @@ def _find(section: Mapping[str, Any]) -> tuple[Path | None, str]:
 def _read(path: Path, given_by: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The file's keys and values, checked, and the line of each key."""
     try:
-        text = read_text(path)
-    except StorageError:
-        raise
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_input(path).decode()
+    except (FileNotFoundError, UnicodeDecodeError) as error:
         raise UserError(f"site file cannot be read ({error})", where=str(path), remedy=f"correct {given_by}") from None
-    data, lines = yaml12.parse(text, str(path)) or {}, yaml12.key_lines(text)
+    document = yaml12.read(text, str(path))
+    data, lines = document.value or {}, document.lines
     if not isinstance(data, dict):
         raise UserError("site file has no keys", where=str(path), remedy="see `rlhpc configs site`")
     try:

@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from rlhpc.core.redaction import redact
 
 EXIT_USER_ERROR, EXIT_DOES_NOT_FIT = 2, 3
-_SHOWN_ERRORS = 20
+SHOWN_ERRORS = 20
+_LONGEST_NAME = 200  # characters that are compared with valid names
 
 
 class UserError(ValueError):
@@ -20,7 +21,7 @@ class UserError(ValueError):
     """
 
     def __init__(self, message: str, *, where: str = "", remedy: str = "") -> None:
-        message, where, remedy = redact(message), redact(where), redact(remedy)
+        message, where, remedy = (_plain(redact(text)) for text in (message, where, remedy))
         self.message, self.where, self.remedy = message, where, remedy
         line = f"{where}: {message}" if where else message
         super().__init__(redact(one_line(f"{line}; {remedy}" if remedy else line)))
@@ -36,14 +37,15 @@ class DoesNotFitError(UserError):
 class UserErrors(UserError):
     """Several errors in one line, the most important first; those after the twentieth are counted."""
 
-    def __init__(self, errors: Sequence[UserError]) -> None:
-        more = len(errors) - _SHOWN_ERRORS
-        shown = [str(error) for error in errors[:_SHOWN_ERRORS]] + ([f"and {more} more"] if more > 0 else [])
-        super().__init__(" | ".join(shown))
-        self.errors = tuple(errors)
+    def __init__(self, errors: Sequence[UserError], more: int = 0) -> None:
+        """``more``: the number of errors that are not among them."""
+        shown = [str(error) for error in errors[:SHOWN_ERRORS]]
+        uncounted = more + len(errors) - len(shown)
+        super().__init__(" | ".join([*shown, *([f"and {uncounted} more"] if uncounted else [])]))
+        self.errors, self._more = tuple(errors), more
 
     def __reduce__(self) -> tuple:
-        return UserErrors, (self.errors,)
+        return UserErrors, (self.errors, self._more)
 
 
 class Faults:
@@ -95,9 +97,16 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def _plain(text: str) -> str:
+    """The text with escapes for what a terminal would obey or cannot show: control characters, lone surrogates."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() or letter.isspace() else repr(letter)[1:-1] for letter in text)
+
+
 def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
     """Valid names most similar to ``name``, best first; possibly none."""
-    return difflib.get_close_matches(name, list(valid), n=count, cutoff=0.5)
+    return difflib.get_close_matches(name[:_LONGEST_NAME], list(valid), n=count, cutoff=0.5)
 
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:

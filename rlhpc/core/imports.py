@@ -6,9 +6,11 @@ import functools
 import importlib
 import os
 import sys
+import traceback
 from typing import Any
 
 from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.storage import kind_of
 
 
 def import_attribute(path: str, where: str) -> Any:
@@ -28,6 +30,14 @@ def import_attribute(path: str, where: str) -> Any:
         raise UserError(
             f"cannot import {module_name!r} ({error})", where=where, remedy="install it or correct the path"
         ) from error
+    except (Exception, SystemExit) as error:  # the module is a user's: it may fail in any way
+        if isinstance(error, OSError) and kind_of(error) != "permanent":
+            raise
+        raise UserError(
+            f"{module_name!r} fails when imported ({_place_of(error)}{type(error).__name__}: {str(error)[:200]})",
+            where=where,
+            remedy="correct the module",
+        ) from error
     try:
         return functools.reduce(getattr, attribute.split("."), module)
     except AttributeError:
@@ -35,3 +45,12 @@ def import_attribute(path: str, where: str) -> Any:
         raise UserError(
             f"{module_name!r} has no {attribute!r}", where=where, remedy=did_you_mean(attribute, public)
         ) from None
+
+
+def _place_of(error: BaseException) -> str:
+    """File and line where an import failed, as ``file:line: ``; empty if it is not known."""
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}:{error.lineno}: " if error.filename and error.lineno else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = next((frame for frame in reversed(frames) if not frame.filename.startswith("<")), None)
+    return f"{place.filename}:{place.lineno}: " if place is not None and place.filename != __file__ else ""

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core.errors import UserError
+from rlhpc.core.inputs import MIB, open_input
 
 Row = dict[str, Any]
 _BATCH = 1024  # rows of a .parquet file
+_MOST_LINE = 256 * MIB
 
 
 def read_rows(path: Path, where: str) -> Iterator[tuple[str, Row]]:
@@ -124,15 +126,19 @@ class Order:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    with open(path, "rb") as file:
-        for number, line in enumerate(file, 1):
+    with open_input(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE + 1), b""), 1):
             if not line.strip():
                 continue
             place = f"{path}:{number}"
+            if len(line) > _MOST_LINE:
+                raise UserError(f"is longer than {_MOST_LINE // MIB} MiB", where=place, remedy="split the row")
             try:
                 row = json.loads(line)
                 if b"\\ud" in line.lower():  # a lone surrogate cannot be encoded
                     json.dumps(row, ensure_ascii=False).encode()
+            except RecursionError:
+                raise UserError("is nested too deeply", where=place, remedy="correct or remove the line") from None
             except ValueError as error:  # invalid UTF-8 too
                 raise UserError(f"broken JSON ({error})", where=place, remedy="correct or remove the line") from None
             if not isinstance(row, dict):

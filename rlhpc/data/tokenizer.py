@@ -13,6 +13,7 @@ import numpy as np
 from rlhpc.config.data import DataSection
 from rlhpc.core.cpu_limit import CpuTimeExceeded, cpu_limit
 from rlhpc.core.errors import UserError, one_line
+from rlhpc.core.inputs import read_json_object
 
 RENDER_SECONDS = 30.0  # CPU time to render one conversation, which takes milliseconds
 Messages = Sequence[Mapping[str, Any]]  # each with role and content
@@ -250,9 +251,11 @@ def _read_template(path: Path) -> str:
 def _end_tokens(folder: Path, tokenizer_end: int | None) -> tuple[int, ...]:
     """The tokenizer's end token first, then those of generation_config.json."""
     file = folder / "generation_config.json"
-    named = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    named = read_json_object(file).get("eos_token_id") if file.is_file() else None
     ends = [tokenizer_end, *(named if isinstance(named, list) else [named])]
     unique = tuple(dict.fromkeys(end for end in ends if end is not None))
+    if not all(type(end) is int for end in unique):
+        raise UserError(f"eos_token_id = {str(named)[:80]} is not a token's id", where=str(file), remedy="correct it")
     if not unique:
         raise UserError(
             "neither the tokenizer nor generation_config.json names an end token",

@@ -3,11 +3,12 @@
 A family is a file here and an entry of ``FAMILIES``, or a user's own value that ``model.family`` names.
 """
 
+from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.dense import attention_rows, dense_table, frame_table, mlp_rows
 from rlhpc.models.experts import expert_rows
 from rlhpc.models.latent import latent_rows
 from rlhpc.models.registry import FAMILIES, find_family, read_model, shape_of, value_shape
-from rlhpc.models.shape import ConfigReader, Experts, LatentAttention, ModelShape, Rope, read_dense
+from rlhpc.models.shape import Experts, LatentAttention, ModelShape, Rope, read_dense
 from rlhpc.models.tables import Cut, Family, Row, Where
 
 __all__ = [

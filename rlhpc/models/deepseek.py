@@ -7,10 +7,11 @@ policy nor its log-probs use them.
 from __future__ import annotations
 
 from rlhpc.core.errors import UserError
+from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.dense import frame_table
 from rlhpc.models.experts import expert_rows
 from rlhpc.models.latent import latent_rows
-from rlhpc.models.shape import ConfigReader, Experts, LatentAttention, ModelShape, read_dense
+from rlhpc.models.shape import Experts, LatentAttention, ModelShape, read_dense
 from rlhpc.models.tables import Family, Row
 
 _NEUTRAL = (

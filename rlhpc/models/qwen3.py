@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.dense import dense_table
-from rlhpc.models.shape import ConfigReader, ModelShape, read_dense
+from rlhpc.models.shape import ModelShape, read_dense
 from rlhpc.models.tables import Family
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -12,13 +11,15 @@ from typing import Any
 
 from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.imports import import_attribute
+from rlhpc.core.inputs import read_json_object
+from rlhpc.models.config_reader import ConfigReader
 from rlhpc.models.deepseek import DEEPSEEK_V3
 from rlhpc.models.llama import LLAMA
 from rlhpc.models.mixtral import MIXTRAL
 from rlhpc.models.qwen2 import QWEN2
 from rlhpc.models.qwen3 import QWEN3
 from rlhpc.models.qwen3_moe import QWEN3_MOE
-from rlhpc.models.shape import ConfigReader, ModelShape, read_dense
+from rlhpc.models.shape import ModelShape, read_dense
 from rlhpc.models.tables import Family
 
 FAMILIES: dict[str, Family] = {family.name: family for family in (LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE, DEEPSEEK_V3)}
@@ -50,14 +51,9 @@ def read_model(folder: Path, family: str | None = None, *, classifier: bool = Fa
         raise UserError(
             f"{str(folder)!r} has no config.json", where="model.path", remedy="give a HuggingFace model folder"
         )
-    try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"not a JSON document ({error})", where=str(file), remedy="restore the file") from None
-    if not isinstance(fields, dict):
-        raise UserError("is not a JSON object", where=str(file), remedy="restore the file")
+    fields = read_json_object(file, remedy="restore the file")
     if classifier:
-        named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in fields.get("architectures") or []]
+        named = [name.replace("ForSequenceClassification", "ForCausalLM") for name in _architectures(fields, str(file))]
         fields = {**fields, "architectures": named}
     return shape_of(fields, str(file), family)
 
@@ -76,7 +72,7 @@ def shape_of(fields: Mapping[str, Any], where: str = "config.json", family: str 
     """
     names = [family] if family is not None else list(FAMILIES)
     known = {architecture: name for name in names for architecture in find_family(name).architectures}
-    named = list(fields.get("architectures") or [])
+    named = _architectures(fields, where)
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
         name, of_family = (named[0] if named else "none"), f" by {family}" if family else ""
@@ -101,3 +97,12 @@ def _instead(name: str, known: Iterable[str], fields: Mapping[str, Any]) -> str:
         read_dense(_SharedReader(fields, ""), "", name)
         return 'if it computes like Llama, add it in one file: docs/families.md, "A family of your own"'
     return f"use a model of one of {', '.join(sorted(known))}"
+
+
+def _architectures(fields: Mapping[str, Any], where: str) -> list[str]:
+    names = fields.get("architectures")
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise UserError(
+            f"architectures = {str(names)[:80]} is not a list of names", where=where, remedy="restore the file"
+        )
+    return list(names or [])

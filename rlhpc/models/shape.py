@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from rlhpc.core.errors import UserError, did_you_mean
+from rlhpc.core.errors import UserError
+from rlhpc.models.config_reader import ConfigReader
 
 _STRETCHED = ("yarn", "linear")  # scalings for which vLLM multiplies a model's positions by the factor
 
@@ -105,129 +106,6 @@ class ModelShape:
         return more**2 / math.sqrt(self.head_dim)
 
 
-# Fields without effect on the network's function: bookkeeping, generation, disabled training settings.
-_NEUTRAL = {
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "attn_implementation",
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "eos_token_id",
-    "id2label",
-    "initializer_range",
-    "is_encoder_decoder",
-    "label2id",
-    "layer_types",
-    "max_window_layers",
-    "model_type",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-    "pad_token_id",
-    "pretraining_tp",
-    "problem_type",
-    "return_dict",
-    "router_aux_loss_coef",
-    "sliding_window",
-    "torch_dtype",
-    "transformers_version",
-    "use_cache",
-}
-
-
-# Fields that are counts, and their largest plausible values.
-_COUNTS = {
-    "num_hidden_layers": 10**4,
-    "max_position_embeddings": 10**9,
-    **dict.fromkeys(
-        (
-            "hidden_size",
-            "intermediate_size",
-            "moe_intermediate_size",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "head_dim",
-            "vocab_size",
-            "num_experts",
-            "num_local_experts",
-            "n_routed_experts",
-            "num_experts_per_tok",
-            "kv_lora_rank",
-            "qk_nope_head_dim",
-            "qk_rope_head_dim",
-            "v_head_dim",
-        ),
-        10**7,
-    ),
-}
-
-_REALS = ("rms_norm_eps", "rope_theta")
-
-
-class ConfigReader:
-    """Reads the fields of one ``config.json``, and refuses those that were not read."""
-
-    def __init__(self, fields: Mapping[str, Any], where: str) -> None:
-        self._fields, self.where, self._read = fields, where, set(_NEUTRAL)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        self._read.add(name)
-        value = self._fields.get(name, default)
-        if name in _COUNTS and value is not None and (type(value) is not int or not 1 <= value <= _COUNTS[name]):
-            raise UserError(
-                f"{name} = {value!r} is not a valid count",
-                where=self.where,
-                remedy=f"restore the file; an integer from 1 to {_COUNTS[name]:,} is expected",
-            )
-        if name in _REALS and value is not None and (type(value) not in (int, float) or value <= 0):
-            raise UserError(f"{name} = {value!r} is not a number above 0", where=self.where, remedy="restore the file")
-        return value
-
-    def need(self, name: str) -> Any:
-        value = self.get(name)
-        if value is None:
-            raise UserError(f"{name!r} is missing", where=self.where, remedy=did_you_mean(name, self._fields))
-        return value
-
-    def expect(self, name: str, allowed: Sequence[Any]) -> None:
-        """Refuses a field with a value that is not implemented; without the field, the first of ``allowed`` holds."""
-        value = self.get(name, allowed[0])
-        if value not in allowed:
-            raise UserError(
-                f"{name} = {value!r} is not supported",
-                where=self.where,
-                remedy="supported: " + ", ".join(repr(a) for a in allowed),
-            )
-
-    def check_experts(self, experts: Experts) -> None:
-        """Refuses impossible numbers of experts."""
-        least = 2 if experts.normalise else 1  # a single normalised weight is always 1: nothing to learn
-        if not least <= experts.top_k <= experts.num_experts:
-            raise UserError(
-                f"num_experts_per_tok = {experts.top_k} of {experts.num_experts} experts is not supported",
-                where=self.where,
-                remedy=f"supported: {least} to {experts.num_experts}",
-            )
-        if experts.num_groups and experts.num_experts % experts.num_groups:
-            raise UserError(
-                f"{experts.num_groups} groups do not divide the {experts.num_experts} experts",
-                where=self.where,
-                remedy="correct n_group",
-            )
-
-    def refuse_unread(self) -> None:
-        """Refuses fields that were not read and may have an effect."""
-        unknown = sorted(set(self._fields) - self._read)
-        if unknown:
-            raise UserError(
-                f"{unknown[0]!r} = {self._fields[unknown[0]]!r} is not understood by this model family",
-                where=self.where,
-                remedy="remove the field if it has no effect, or add it to the family's file in rlhpc/models",
-            )
-
-
 # Scalings whose frequencies are independent of the sequence length: required and optional parameters of each
 # (transformers/modeling_rope_utils.py).
 _ROPE_KINDS = {
@@ -251,10 +129,10 @@ _ROPE_KINDS = {
 
 def read_rope(reader: ConfigReader, default_theta: float = 10000.0) -> Rope:
     """Reads ``rope_parameters`` of transformers 5, or ``rope_theta`` and ``rope_scaling`` of older files."""
-    theta, scaling = reader.get("rope_theta"), dict(reader.get("rope_scaling") or {})
-    parameters = {**scaling, **dict(reader.get("rope_parameters") or {})}
+    theta = reader.get("rope_theta")
+    parameters = {**(reader.get("rope_scaling") or {}), **(reader.get("rope_parameters") or {})}
     theta = parameters.pop("rope_theta", None) or theta or default_theta
-    kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
+    kind = parameters.pop("rope_type", None) or parameters.get("type") or "default"
     parameters.pop("type", None)
     if parameters.get("partial_rotary_factor") == 1.0:  # the whole head
         del parameters["partial_rotary_factor"]
@@ -309,7 +187,7 @@ def read_dense(
         "ffn_size": int(reader.need("intermediate_size")),
         "num_heads": num_heads,
         "num_kv_heads": int(reader.get("num_key_value_heads") or num_heads),
-        "head_dim": int(reader.get("head_dim") or hidden_size // num_heads),
+        "head_dim": int(reader.get("head_dim") or reader.head_dim()),
         "vocab_size": int(reader.need("vocab_size")),
         "max_positions": int(reader.need("max_position_embeddings")),
         "norm_epsilon": float(reader.get("rms_norm_eps", 1e-6)),
@@ -317,4 +195,6 @@ def read_dense(
         "tied_embeddings": bool(reader.get("tie_word_embeddings", False)),
     }
     reader.refuse_unread()
-    return ModelShape(**{**fields, **features})
+    shape = ModelShape(**{**fields, **features})
+    reader.check_heads(shape.num_heads, shape.num_kv_heads)
+    return shape

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
-from rlhpc.models.shape import ConfigReader, ModelShape
+from rlhpc.models.config_reader import ConfigReader
+from rlhpc.models.shape import ModelShape
 
 
 class Cut(Enum):

@@ -12,7 +12,7 @@ from typing import Any
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
-from rlhpc.plan.checks.run import check_layout
+from rlhpc.plan.checks.run import check_layout, check_node_range
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
 from rlhpc.reshard.sides import plan_weight_sync, sync_sides
@@ -124,6 +124,7 @@ class WeightSyncReport:
 def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSyncReport:
     """Plans the weight sync on the most nodes that the config allows; with ``rank``, the report has its copies."""
     shape, ranks_per_node = read_model(config.model.path, config.model.family), config.resources.ranks_per_node
+    check_node_range(config)
     training = check_layout(config, config.slurm.most_nodes, shape)
     if rank is not None and not 0 <= rank < training.world_size:
         raise UserError(f"no rank {rank}", where="--rank", remedy=f"use 0 to {training.world_size - 1}")

@@ -39,10 +39,11 @@ class ParallelLayout:
             if model_size < 1 or self.world_size % model_size:
                 product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
                 raise UserError(
-                    f"{product} = {model_size} ranks does not divide the {self.world_size} ranks of the job",
+                    f"{product} = {model_size} ranks does not divide the {self.world_size} ranks of the job "
+                    "(slurm.nodes x resources.ranks_per_node)",
                     where="actor.parallel",
-                    remedy=f"use a multiple of {model_size} ranks (slurm.nodes x resources.ranks_per_node), "
-                    f"or sizes whose product is one of {divisors(self.world_size)}",
+                    remedy=f"use a multiple of {model_size} ranks, or sizes whose product is one of "
+                    f"{divisors(self.world_size)}",
                 )
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -97,7 +98,7 @@ def test_an_unknown_key_names_line_key_and_the_nearest_valid_one(config):
         ),
         (
             "slurm.nodes=[0, 3]",
-            "allowed: an integer at least 1 or a list of an integer at least 1, an integer at least 1",
+            "allowed: an integer at least 1 and at most 100000 or a list of an integer at least 1 and at most 100000, ",
         ),
         ("train.steps.x=1", "train.steps.x: train.steps = 3 has no keys inside"),
         ("data.train.1=a", "data.train.1: '1' is not an item of a list of 0; use a number from 0 to 0"),
@@ -176,3 +177,39 @@ def test_every_algorithm_has_a_configuration():
 def test_loading_imports_no_torch():
     code = "import sys, rlhpc.config.load, rlhpc.plan.checks.run; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_an_override_changes_an_item_of_a_default_list(config):
+    (entry,) = load_config(config, ["rewards.0.name=x", "rewards.0.weight=2"]).rewards
+    assert (entry.function, entry.name, entry.weight) == ("rlhpc.rewards.rules:maths", "x", 2.0)
+    modules = load_config(config, ["actor.memory.recompute_modules.1=moe"]).actor.memory.recompute_modules
+    assert modules == ["core_attn", "moe", "moe"]
+    (entry,) = load_config(config, ["rewards.0.weight=3", "rewards.0.model=a/model"]).rewards
+    assert (entry.model, entry.weight) == (Path("a/model"), 3.0)
+    assert "needs either function or model" in fault(config, "rewards.0.function=a:b", "rewards.0.model=a/model")
+    (entry,) = load_config(config, ["rewards.0={function: a:b}"]).rewards
+    assert entry.function == "a:b"
+
+
+@pytest.mark.parametrize("count", [30, 3000])
+def test_hundreds_of_unknown_keys_are_reported_at_once(config, count):
+    config.write_text(LEAST + "actor_rollout:\n" + "".join(f"  lr_{number}: 1\n" for number in range(count)))
+    config.write_text(config.read_text() + "".join(f"some_key_{number}: 1\n" for number in range(count)))
+    fault(config)  # builds the schema
+    began = time.process_time()
+    assert "and " in fault(config)
+    assert time.process_time() - began < 4  # a second at most, on a quiet machine
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.prompts_per_step=1000000000000000000", "train.prompts_per_step: 1000000000000000000 is not allowed"),
+        ("slurm.nodes=1000000", "slurm.nodes: 1000000 is not allowed"),
+        ("resources.ranks_per_node=100000", "resources.ranks_per_node: 100000 is not allowed"),
+        ("recovery.hang_timeout_seconds=1e300", "recovery.hang_timeout_seconds: 1e+300 is not allowed"),
+        (".".join("a" * 2000) + "=1", "is not an override"),
+    ],
+)
+def test_numbers_beyond_any_use_are_refused(config, override, message):
+    assert message in fault(config, override)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
 
-from rlhpc.checkpoint.formats.model_folder import read_header, weight_files
+from rlhpc.checkpoint.formats.header import TensorEntry, read_header
+from rlhpc.checkpoint.formats.model_folder import weight_files
 from rlhpc.core.errors import UserError
 
 # Bytes per element of the readable types.
@@ -44,20 +44,12 @@ def read_folder(folder: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _stored(name: str, entry: Mapping[str, Any], path: Path, begin: int) -> StoredTensor:
-    dtype, shape, (first, last) = str(entry["dtype"]), tuple(entry["shape"]), entry["data_offsets"]
-    if dtype not in ITEM_BYTES:
+def _stored(name: str, entry: TensorEntry, path: Path, begin: int) -> StoredTensor:
+    if entry.dtype not in ITEM_BYTES:
         raise UserError(
-            f"{name!r} is {dtype}", where=str(path), remedy=f"convert it to one of {', '.join(ITEM_BYTES)} first"
+            f"{name!r} is {entry.dtype}", where=str(path), remedy=f"convert it to one of {', '.join(ITEM_BYTES)} first"
         )
-    tensor = StoredTensor(name, dtype, shape, path, begin + first)
-    if last - first != tensor.size:
-        raise UserError(
-            f"{name!r} has {last - first} bytes for shape {list(shape)} of {dtype}",
-            where=str(path),
-            remedy="copy or download the file again",
-        )
-    return tensor
+    return StoredTensor(name, entry.dtype, entry.shape, path, begin + entry.first)
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from rlhpc.checkpoint.formats.model_folder import inside
+from rlhpc.checkpoint.formats.model_folder import inside, read_weight_map
 from rlhpc.core.errors import UserError, did_you_mean
 
 
@@ -50,7 +49,7 @@ class SafetensorsFolder:
     def _index(self) -> dict[str, str]:
         index = self._folder / "model.safetensors.index.json"
         if index.is_file():
-            return inside(json.loads(index.read_text(encoding="utf-8"))["weight_map"], index)
+            return inside(read_weight_map(index), index)
         file = "model.safetensors"
         if not (self._folder / file).is_file():
             raise UserError(

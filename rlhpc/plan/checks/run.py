@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from rlhpc.checkpoint.formats.model_folder import check_data_file, check_tokenizer, check_weights
+from rlhpc.checkpoint.formats.model_folder import check_data_file, check_weights
+from rlhpc.checkpoint.formats.tokenizer_files import check_tokenizer
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
@@ -31,6 +32,8 @@ from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 from rlhpc.sharding.shards import num_parameters
 
 Summary = list[tuple[str, str]]
+_MOST_RANKS = 2**20  # more than any cluster has
+_MOST_SAMPLES = 10**12
 
 
 def check_config(
@@ -232,6 +235,12 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
 def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
     """Returns the layout on ``nodes`` nodes. Raises UserError if it or engines do not fit ranks or model (if known)."""
     world_size = nodes * config.resources.ranks_per_node
+    if world_size > _MOST_RANKS:
+        raise UserError(
+            f"{nodes} nodes of resources.ranks_per_node {config.resources.ranks_per_node} are {world_size:,} ranks",
+            where="slurm.nodes",
+            remedy=f"use at most {_MOST_RANKS:,} ranks",
+        )
     layout = fitting_layout(config.actor.parallel, world_size, shape, lambda found: suits(config, shape, found))
     if world_size % config.rollout.tp:
         raise UserError(
@@ -275,6 +284,12 @@ def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
 def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
     train = config.train
     samples = train.prompts_per_step * config.rollout.samples_per_prompt
+    if samples > _MOST_SAMPLES:
+        raise UserError(
+            f"{samples:,} samples a step (train.prompts_per_step x rollout.samples_per_prompt)",
+            where="train.prompts_per_step",
+            remedy=f"use at most {_MOST_SAMPLES:,} in all",
+        )
     valid = [count for count in divisors(samples) if samples // count >= layout.dp]
     if not valid:
         raise UserError(
@@ -289,7 +304,12 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
             if samples % train.minibatches
             else f"minibatches of {samples // train.minibatches} samples cannot feed {layout.dp} data-parallel ranks"
         )
-        raise UserError(wrong, where="train.minibatches", remedy=f"use {_nearest(train.minibatches, valid)}")
+        raise UserError(
+            wrong,
+            where="train.minibatches",
+            remedy=f"use {_nearest(train.minibatches, valid)}, or another train.prompts_per_step or "
+            "rollout.samples_per_prompt",
+        )
 
 
 def _check_model(config: RunConfig, shape: ModelShape | None, *, prepared: bool) -> str:

@@ -87,6 +87,8 @@ def _check_name(file: Path, name: str, key: str) -> None:
     """Refuses the name only if nothing in the file could bind it."""
     try:
         tree = ast.parse(file.read_bytes(), str(file))
+    except (RecursionError, MemoryError):  # the parser's words for it
+        raise UserError(f"{file} is nested too deeply", where=key, remedy="correct the file") from None
     except (SyntaxError, ValueError) as error:
         raise UserError(f"{file} is not Python ({error})", where=key, remedy="correct the file") from None
     except OSError:

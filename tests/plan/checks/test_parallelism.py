@@ -150,15 +150,15 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             shape("dense"),
             6,
             {"tp": 4},
-            "actor.parallel: tp 4 x cp 1 x pp 1 = 4 ranks does not divide the 6 ranks of the job; nearest that "
-            "fit: tp 2 x dp 3 | ",
+            "actor.parallel: tp 4 x cp 1 x pp 1 = 4 ranks does not divide the 6 ranks of the job "
+            "(slurm.nodes x resources.ranks_per_node); nearest that fit: tp 2 x dp 3 | ",
         ),
         (
             shape("mixtral"),
             4,
             {"ep": 8},
-            "parallel: etp 1 x ep 8 x pp 1 = 8 ranks does not divide the 4 ranks of the job; nearest that fit: tp 1 x "
-            "dp 4, experts ep 4 x dp 1 | ",
+            "parallel: etp 1 x ep 8 x pp 1 = 8 ranks does not divide the 4 ranks of the job "
+            "(slurm.nodes x resources.ranks_per_node); nearest that fit: tp 1 x dp 4, experts ep 4 x dp 1 | ",
         ),
     ],
 )

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rlhpc.checkpoint.formats.model_folder import same_vocabulary
+from rlhpc.checkpoint.formats.tokenizer_files import same_vocabulary
 from rlhpc.config.load import load_config
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
@@ -49,8 +49,8 @@ def test_the_summary_names_every_axis(inputs):
     [
         (
             ["resources.ranks_per_node=3", "actor.parallel.tp=2"],
-            "actor.parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide the 3 ranks of the job; nearest that "
-            "fit: tp 1 x dp 3",
+            "actor.parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide the 3 ranks of the job "
+            "(slurm.nodes x resources.ranks_per_node); nearest that fit: tp 1 x dp 3",
         ),
         (
             ["resources.ranks_per_node=4", "actor.parallel.pp=4"],

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from rlhpc.checkpoint.formats.model_folder import check_tokenizer, check_weights
+from rlhpc.checkpoint.formats.model_folder import check_weights
+from rlhpc.checkpoint.formats.tokenizer_files import check_tokenizer
 from rlhpc.config.data import DataSection
 from rlhpc.models import read_model
 from rlhpc.sharding.shards import num_parameters
