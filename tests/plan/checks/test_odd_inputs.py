@@ -155,7 +155,7 @@ def test_what_is_no_regular_file_is_refused_at_once(inputs, name, target):
     file = inputs / name
     file.unlink()
     if target == "a pipe":
-        os.mkfifo(file)  # without a writer, opening it would wait for ever
+        os.mkfifo(file)  # without a writer, opening it would wait without end
     elif target == "a folder":
         file.mkdir()
     else:
