@@ -378,7 +378,7 @@ def test_a_finished_run_is_not_resumed_but_for_more_steps(tmp_path):
     attempts.end(begin(run), verdict("finished", "none"))
     with pytest.raises(UserError, match=r"the run has finished; request more steps, such as train.steps=6"):
         plan_again(run, ["train.prompts_per_step=16"], tmp_path)
-    plan = plan_again(run, ["train.steps=6"], tmp_path)
+    plan = plan_again(run, ["train.steps=6", "slurm.gpus_per_node=0"], tmp_path)
     assert (plan.configs[0].train.steps, plan.folders) == (6, (run.folder,))
 
 
@@ -387,7 +387,7 @@ def test_a_failed_run_is_planned_in_its_own_folder(tmp_path):
     run = make_run(tmp_path / "moved")
     run.folder.config.write_text(config.read_text())
     attempts.end(begin(run), verdict("crash", "stop"))
-    plan = plan_again(run, ["slurm.partition=other"], tmp_path)
+    plan = plan_again(run, ["slurm.partition=other", "slurm.gpus_per_node=0"], tmp_path)
     assert plan.folders == (run.folder,)
     assert dict(plan.spec.options)["partition"] == "other"
     assert not (tmp_path / "run").exists()
