@@ -71,7 +71,7 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
         if not mode.submits:
             loaded, _ = with_local_ranks(loaded)
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False)
-        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths(loaded))]:
+        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths([loaded]))]:
             click.echo(f"{topic:<8}{text}")
     elif mode.submits:
         from rlhpc.cli.submit import SubmitOptions, submit_plan

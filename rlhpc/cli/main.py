@@ -62,7 +62,7 @@ def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, r
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
         lines += [("ranks", ranks)] if ranks else []
         lines += [("site", given.site.text)] if given.site else []
-        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths(loaded))]:
+        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths([loaded]))]:
             click.echo(f"{topic:<8}{text}")
         return
     from rlhpc.launch.runs.run import run_here

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,24 +13,39 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.data.files import read_column
 from rlhpc.rewards.ground_truths import unusable
 
-_SECONDS = 5.0  # for all files: the ranks check what is left
+_SECONDS = 3.0  # for all files: the ranks check what is left
 _BUILT_IN = "rlhpc.rewards."
 
 
-def check_ground_truths(config: RunConfig, seconds: float = _SECONDS) -> Iterator[str]:
+def check_ground_truths(configs: Sequence[RunConfig], seconds: float = _SECONDS) -> Iterator[str]:
     """Refuses the first row whose ground truth a built-in function cannot use, and warns of it if
     reward_workers.on_failure is not error.
 
     A user's functions run in the job only, and so does data.filter: training files with one are left to the ranks.
     """
-    checks = dict(_checks(config))
     deadline = time.monotonic() + seconds
+    known = []
+    for config in configs:  # an array of runs often has the same files
+        inputs = (
+            config.data,
+            config.validation,
+            config.rewards,
+            config.reward_workers.on_failure,
+            config.train.steps > 0,
+        )
+        if inputs not in known:
+            known.append(inputs)
+            yield from _check(config, deadline)
+
+
+def _check(config: RunConfig, deadline: float) -> Iterator[str]:
+    checks = dict(_checks(config))
     for place, value in _truths(config) if checks else ():
         for path, check in tuple(checks.items()):
             try:
                 if value is not None:  # else the ranks refuse the row
                     check(data_source="", ground_truth=value)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 refused = unusable(value, path, str(error), place)
                 if config.reward_workers.on_failure == "error":
                     raise refused from None

@@ -81,11 +81,12 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
             found = check_config(config, prepared=config.prepare is None, starting=not dry_run, workdir=workdir)
             warnings += [text for topic, text in found if topic == "warning"] + walltime_warnings(config)
         with faults.collect():
-            warnings += check_ground_truths(config)
-        with faults.collect():
             check_folder_name(folder.path)
     with faults.collect():
         _check_alike(configs, folders)
+    if not faults.errors:  # which may be of the files to read
+        with faults.collect():
+            warnings += check_ground_truths(configs)
     conda = os.environ.get(env.CONDA_EXE, "conda")
     submission = folders[0].submission
     if len(configs) > 1:
@@ -254,7 +255,7 @@ def _prepare(configs: Sequence[RunConfig]) -> None:
         if not run_prepare(config.prepare):
             raise UserError(f"{config.prepare.function} failed, see above", where="prepare.function")
         check_config(config)
-        for warning in check_ground_truths(config):
+        for warning in check_ground_truths([config]):
             show(f"rlhpc: warning: {warning}", file=sys.stderr)
 
 

@@ -133,9 +133,8 @@ def _node_folders(attempt: AttemptFolder) -> Iterator[dict[str, str]]:
     try:
         yield {name: value for name, value in environ.items() if os.environ.get(name) != value}
     finally:
-        if caches != os.environ.get(env.TMPDIR):
-            with contextlib.suppress(OSError):
-                os.rmdir(f"{caches}/inductor")  # torch makes it in any case; only an empty one
+        with contextlib.suppress(OSError):
+            os.rmdir(f"{caches}/inductor")  # torch makes it in any case; only an empty one
         release()
 
 
