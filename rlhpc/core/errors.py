@@ -10,6 +10,7 @@ from rlhpc.core.redaction import redact
 
 EXIT_USER_ERROR, EXIT_DOES_NOT_FIT = 2, 3
 SHOWN_ERRORS = 20
+_MOST_NAMES = 60  # that a remedy lists
 _LONGEST_NAME = 200  # characters that are compared with valid names
 
 
@@ -111,8 +112,8 @@ def nearest(name: str, valid: Iterable[str], count: int = 3) -> list[str]:
 
 def did_you_mean(name: str, valid: Iterable[str]) -> str:
     """Remedy for an unknown name: the nearest valid ones, or all of them if none is near."""
-    valid = sorted(valid)
+    valid = sorted(set(valid))
     close = nearest(name, valid)
     if close:
         return "did you mean " + " or ".join(repr(c) for c in close) + "?"
-    return "valid: " + ", ".join(valid)
+    return "valid: " + ", ".join(valid[:_MOST_NAMES]) + (" …" if len(valid) > _MOST_NAMES else "")

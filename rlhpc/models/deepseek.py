@@ -62,9 +62,10 @@ def _read_experts(reader: ConfigReader) -> Experts:
     reader.expect("scoring_func", ("sigmoid",))
     reader.expect("topk_method", ("noaux_tc",))
     reader.expect("norm_topk_prob", (True,))
-    top_k, groups, kept = (reader.get(name) for name in ("num_experts_per_tok", "n_group", "topk_group"))
-    grouped = groups is not None and int(groups) > 1
-    if grouped and int(top_k) != 2 * int(kept):
+    top_k, groups = int(reader.need("num_experts_per_tok")), int(reader.get("n_group", 1))
+    grouped = groups > 1
+    kept = int(reader.need("topk_group") if grouped else reader.get("topk_group", 1))
+    if grouped and top_k != 2 * kept:
         # The reference code ranks groups by their two best experts, Megatron by their top_k / topk_group best.
         raise UserError(
             f"num_experts_per_tok {top_k} with topk_group {kept} is not supported",
@@ -75,14 +76,14 @@ def _read_experts(reader: ConfigReader) -> Experts:
     first, layers = int(reader.get("first_k_dense_replace") or 0), int(reader.need("num_hidden_layers"))
     return Experts(
         num_experts=int(reader.need("n_routed_experts")),
-        top_k=int(reader.need("num_experts_per_tok")),
+        top_k=top_k,
         ffn_size=ffn_size,
         layers=tuple(range(first, layers)),
         score="sigmoid",
         bias=True,
         shared_ffn_size=ffn_size * int(reader.get("n_shared_experts") or 0),
-        num_groups=int(groups) if grouped else None,
-        groups_kept=int(kept) if grouped else None,
+        num_groups=groups if grouped else None,
+        groups_kept=kept if grouped else None,
         scale=float(reader.get("routed_scaling_factor", 1.0)),
     )
 

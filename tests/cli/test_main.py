@@ -80,6 +80,12 @@ def test_a_folder_that_holds_a_run_is_not_written_over(config, tmp_path):
     assert (other / "metrics.jsonl").read_text() == "{}\n"
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "config.yaml/inside"])
+def test_a_path_that_cannot_be_is_one_line(config, name, tmp_path):
+    line = error_line("run", config, "--check", "--run-dir", str(tmp_path / name))
+    assert line.startswith((f"rlhpc: {tmp_path / name}", "rlhpc: run_dir: "))
+
+
 def test_check_waits_for_what_prepare_makes(config, tmp_path):
     hook = f"prepare={{function: 'tests.launch.programs:prepare', arguments: {{folder: {tmp_path / 'later'}}}}}"
     overrides = [hook, f"model.path={tmp_path / 'later' / 'model'}", f"data.train.0={tmp_path / 'later/train.jsonl'}"]

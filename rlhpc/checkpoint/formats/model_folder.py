@@ -168,8 +168,8 @@ def count_rows(path: Path) -> int | None:
     """Number of rows in a data file; None if it does not exist or cannot be read."""
     try:
         if path.suffix == ".jsonl":
-            with open(path, "rb") as file:
-                return sum(bool(line.strip()) for line in file)
+            with open_input(path) as file:
+                return sum(bool(line.strip()) for line in iter(lambda: file.readline(_MOST_LINE), b""))
         import pyarrow.parquet as parquet
 
         return int(parquet.read_metadata(path).num_rows)

@@ -141,7 +141,7 @@ def _tensor_misfits(shape: ModelShape, tp: int, where: str) -> Iterator[Misfit]:
     if shape.experts and shape.experts.shared_ffn_size:
         yield from _does_not_divide(tp, shape.experts.shared_ffn_size, "feed-forward size of shared experts", where)
     if max(tp, shape.num_kv_heads) % min(tp, shape.num_kv_heads):
-        message = f"{tp} and the model's {shape.num_kv_heads} key-value heads do not divide one another"
+        message = f"{tp} and the model's {shape.num_kv_heads} key-value heads (config.json) do not divide one another"
         yield Misfit(where, message)
 
 
@@ -172,8 +172,8 @@ def _expert_misfits(shape: ModelShape, layout: ParallelLayout) -> Iterator[Misfi
     each, left = divmod(ffn_size, layout.etp)
     if layout.etp > 1 and not left and each % _GROUPED_ROW:
         message = (
-            f"{layout.etp} leaves a rank {each} of the model's {ffn_size} feed-forward size of an expert, and grouped "
-            f"products take multiples of {_GROUPED_ROW}"
+            f"{layout.etp} leaves a rank {each} of the model's {ffn_size} feed-forward size of an expert "
+            f"(config.json), and grouped products take multiples of {_GROUPED_ROW}"
         )
         yield Misfit("actor.parallel.etp", message)
 
@@ -191,7 +191,7 @@ def _stage_misfits(num_layers: int, layout: ParallelLayout) -> Iterator[Misfit]:
 
 def _does_not_divide(size: int, number: int, label: str, where: str) -> Iterator[Misfit]:
     if number % size:
-        yield Misfit(where, f"{size} does not divide the model's {number} {label}")
+        yield Misfit(where, f"{size} does not divide the model's {number} {label} (config.json)")
 
 
 def _stage_variants(shape: ModelShape | None, parallel: ParallelSection, pp: int) -> list[ParallelLayout]:

@@ -49,6 +49,8 @@ def check_config(
     with faults.collect():
         check_node_range(config)
     with faults.collect():
+        check_run_folder(config)
+    with faults.collect():
         check_own_checkpoints(config)
     shape = None
     if prepared or config.model.path.exists():
@@ -130,6 +132,14 @@ def check_node_range(config: RunConfig) -> None:
     if config.slurm.least_nodes > config.slurm.most_nodes:
         wrong = f"{config.slurm.nodes}: invalid range: minimum exceeds maximum"
         raise UserError(wrong, where="slurm.nodes", remedy="write [minimum, maximum]")
+
+
+def check_run_folder(config: RunConfig) -> None:
+    """Refuses a run folder in the place of a file, or inside one."""
+    folder = config.folder.absolute()
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    if not above.is_dir():
+        raise UserError(f"{str(above)!r} is not a folder", where="run_dir", remedy="choose another one")
 
 
 def check_own_checkpoints(config: RunConfig) -> None:

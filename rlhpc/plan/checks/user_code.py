@@ -14,6 +14,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError, did_you_mean
 
 _KEYS = ("function", "filter", "family", "step")
+_MOST_BYTES = 2 * 2**20
 _MAKERS = ("globals", "vars", "setattr", "exec")  # calls that may bind names not visible in the file
 
 
@@ -86,6 +87,8 @@ def _spec(package: str) -> ModuleSpec | None:
 def _check_name(file: Path, name: str, key: str) -> None:
     """Refuses the name only if nothing in the file could bind it."""
     try:
+        if file.stat().st_size > _MOST_BYTES:
+            return  # such a file is data, and takes its syntax tree minutes and gigabytes
         tree = ast.parse(file.read_bytes(), str(file))
     except (RecursionError, MemoryError):  # the parser's words for it
         raise UserError(f"{file} is nested too deeply", where=key, remedy="correct the file") from None

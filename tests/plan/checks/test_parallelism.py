@@ -52,7 +52,7 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             shape("dense"),
             3,
             {"tp": 3},
-            "actor.parallel.tp: 3 does not divide the model's 8 attention heads; nearest that fit",
+            "actor.parallel.tp: 3 does not divide the model's 8 attention heads (config.json); nearest that fit",
         ),
         (
             shape("dense", intermediate_size=30),
@@ -64,7 +64,7 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             shape("dense", num_attention_heads=12, num_key_value_heads=3, hidden_size=24),
             2,
             {"tp": 2},
-            "actor.parallel.tp: 2 and the model's 3 key-value heads do not divide one another; nearest "
+            "actor.parallel.tp: 2 and the model's 3 key-value heads (config.json) do not divide one another; nearest "
             "that fit: tp 1 x dp 2",
         ),
         (
@@ -96,7 +96,7 @@ def refused(model: ModelShape, world_size: int, **parallel: Any) -> str:
             shape("mixtral"),
             48,
             {"ep": 3},
-            "actor.parallel.ep: 3 does not divide the model's 8 experts; nearest that fit: tp 1",
+            "actor.parallel.ep: 3 does not divide the model's 8 experts (config.json); nearest that fit: tp 1",
         ),
         (
             shape("qwen3_moe"),
@@ -263,12 +263,20 @@ def test_data_parallelism_alone_is_left_where_nothing_divides() -> None:
 @pytest.mark.parametrize(
     ("model", "rollout", "message"),
     [
-        (shape("dense"), {"tp": 3}, "3 does not divide the model's 8 attention heads; use one of [1, 2, 4, 8]"),
-        (shape("dense", num_attention_heads=12), {"tp": 3}, "3 and the model's 2 key-value heads do not divide"),
+        (
+            shape("dense"),
+            {"tp": 3},
+            "3 does not divide the model's 8 attention heads (config.json); use one of [1, 2, 4, 8]",
+        ),
+        (
+            shape("dense", num_attention_heads=12),
+            {"tp": 3},
+            "3 and the model's 2 key-value heads (config.json) do not divide",
+        ),
         (
             shape("dense", num_attention_heads=12, num_key_value_heads=3),
             {"tp": 3},
-            "3 does not divide the model's 64 rows of the vocabulary, padded; use one of [1]",
+            "3 does not divide the model's 64 rows of the vocabulary, padded (config.json); use one of [1]",
         ),
         (
             shape("qwen3_moe", moe_intermediate_size=772),
@@ -278,7 +286,7 @@ def test_data_parallelism_alone_is_left_where_nothing_divides() -> None:
         (
             shape("qwen3_moe", num_experts=20),
             {"tp": 8, "expert_parallel": True},
-            "8 does not divide the model's 20 experts; use one of [1, 2, 4]",
+            "8 does not divide the model's 20 experts (config.json); use one of [1, 2, 4]",
         ),
     ],
 )
