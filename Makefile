@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv layers slurm demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
+.PHONY: venv layers slurm mutants demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
 
 venv: $(INSTALLED)
 
@@ -84,6 +84,10 @@ faults: venv slurm
 # After `make test-all` on a quiet machine: take over what each test took.
 durations: venv
 	$(BIN)/python -m tests.tiers.durations record $(wildcard build/durations-*.json)
+
+# Mutated configurations, overrides, model folders and data files, drawn by a seed, each through one command.
+mutants: venv
+	$(BIN)/python -m tools.mutants --cases 10000 $(ARGS)
 
 # Twenty runs on a real Slurm, each hit by a fault at a random moment, and twenty that run out of time: an hour or so.
 chaos: venv slurm
