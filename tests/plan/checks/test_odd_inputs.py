@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 
+from rlhpc.checkpoint.formats.model_folder import count_rows
 from rlhpc.config.load import load_config
-from rlhpc.core.errors import UserError
+from rlhpc.core.errors import UserError, did_you_mean
 from rlhpc.core.imports import import_attribute
 from rlhpc.data.files import read_rows
+from rlhpc.models import shape_of
 from rlhpc.plan.checks.run import check_config
 from rlhpc.plan.checks.user_code import check_own_code
 from tests.helpers.plain_model import write_inputs
+from tools.mutants.inputs import fields_of
 
 NOBODY = 65534
 NO_FILE = "is not a safetensors file"
@@ -222,6 +225,33 @@ def test_a_module_that_is_nested_too_deeply_is_refused(inputs, content):
     config = load_config(inputs / "config.yaml", ["rewards.0.function=mine:score"])
     with pytest.raises(UserError, match=r"rewards\.0\.function: .*mine\.py is n"):
         check_own_code(config, inputs)
+
+
+@pytest.mark.parametrize("name", ["train.jsonl", "train.jsonl/inside"])
+def test_a_run_folder_in_the_place_of_a_file_is_refused(inputs, name):
+    message = refused(inputs, f"run_dir={inputs / name}")
+    assert message == f"run_dir: '{inputs / 'train.jsonl'}' is not a folder; choose another one"
+
+
+@pytest.mark.parametrize("name", ["topk_group", "num_experts_per_tok", "moe_intermediate_size"])
+def test_an_absent_field_is_named(name):
+    fields = fields_of("deepseek_v3")
+    del fields[name]
+    with pytest.raises(UserError, match=f"'{name}' is missing"):
+        shape_of(fields)
+
+
+def test_rows_of_an_endless_file_are_not_counted(tmp_path):
+    (tmp_path / "a.jsonl").symlink_to("/dev/zero")
+    assert count_rows(tmp_path / "a.jsonl") is None
+    (tmp_path / "b.jsonl").write_text("{}\n\n{}\n")
+    assert count_rows(tmp_path / "b.jsonl") == 2
+
+
+def test_a_remedy_lists_each_name_once_and_not_hundreds():
+    remedy = did_you_mean("zzz", ["score"] * 500 + [f"name_{number:03d}" for number in range(500)])
+    assert (remedy.count("score"), remedy.endswith(" …")) == (0, True)
+    assert did_you_mean("zzz", ["score"] * 500) == "valid: score"
 
 
 def test_an_error_shows_no_control_characters():
