@@ -102,6 +102,27 @@ FAULTS = (
         "return False",
     ),
     Fault(
+        "replayed-compared-as-fresh",
+        "rlhpc/trainer/update.py",
+        "engine and trainer seem to differ in every step with replay, up to the error of reshard.max_logprob_diff",
+        "sample.policy_version == state.policy_version",
+        "sample.policy_version <= state.policy_version",
+    ),
+    Fault(
+        "icepop-without-lower-bound",
+        "rlhpc/algo/rollout_correction.py",
+        "the policy trains on tokens that it finds far less likely than the engine did, which IcePop leaves out",
+        "outside = above | (ratio < section.low)",
+        "outside = above",
+    ),
+    Fault(
+        "values-through-tool-tokens",
+        "rlhpc/algo/advantages.py",
+        "the advantage of a turn's last token is bootstrapped from the critic's value of a tool's token, which is 0",
+        "(~own).to(values.dtype)",
+        "torch.zeros_like(values)",
+    ),
+    Fault(
         "store-secret-inherited",
         "rlhpc/parallel/store.py",
         "the job's secret stays in the environment of ranks, and reward functions and their programs inherit it",
