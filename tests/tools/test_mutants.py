@@ -11,9 +11,9 @@ import pytest
 
 from tools.mutants import schema
 from tools.mutants.__main__ import KINDS, drawn
-from tools.mutants.case import ALL, Case
 from tools.mutants.forked import Outcome
 from tools.mutants.inputs import Inputs
+from tools.mutants.one_case import ALL, Case
 from tools.mutants.summary import judged, table
 
 ROOT = Path(__file__).parents[2]

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tools.mutants import of_config, of_files, of_model
-from tools.mutants.case import COMMANDS, Case, Mutation, draw
 from tools.mutants.forked import Running, finish, start, warm_up
 from tools.mutants.inputs import FAMILIES, Inputs
+from tools.mutants.one_case import COMMANDS, Case, Mutation, draw
 from tools.mutants.summary import Result, as_json, judged, table
 
 # Classes of mutations, and how often each is drawn.

@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from tools.mutants import schema
-from tools.mutants.case import ALL, Case
 from tools.mutants.inputs import CONFIG, SITE, config_of, write_yaml
+from tools.mutants.one_case import ALL, Case
 from tools.mutants.values import NUMBERS, PATHS, Raw, bomb, garbage, odd_value, shown
 
 _MARK = "PLACE-OF-RAW-YAML"

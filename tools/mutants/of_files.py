@@ -9,8 +9,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from tools.mutants.case import ALL, RUNS, Case
 from tools.mutants.inputs import config_of, write_yaml
+from tools.mutants.one_case import ALL, RUNS, Case
 from tools.mutants.values import LONG, PATHS, garbage, shown
 
 _DATA = ("train.jsonl", "train.parquet", "validation.jsonl", "sft.jsonl")

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.models import shape_of
-from tools.mutants.case import ALL, RUNS, Case
 from tools.mutants.inputs import fields_of, safetensors_bytes, tensors_header
+from tools.mutants.one_case import ALL, RUNS, Case
 from tools.mutants.values import HUGE, garbage, shown
 
 _ODD: tuple[Any, ...] = (

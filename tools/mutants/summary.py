@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tools.mutants.case import Case
 from tools.mutants.forked import Outcome
+from tools.mutants.one_case import Case
 
 Fault = Literal["traceback", "wrongly accepted", "wrongly refused", "over 5 s of CPU time", "over 1 GB", "not named"]
 _COLUMNS: tuple[Fault, ...] = (
