@@ -136,7 +136,8 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
     length = sequence_tokens(config)
     if not holds_sequence(config, shape, gpu_gib):
         raise UserError(
-            f"{value} leaves a KV cache of {max(0, engine.tokens):,} tokens, a prompt with its response has {length:,}",
+            f"{value} leaves a KV cache of {max(0, engine.tokens):,} tokens of {engine.token / 1024:,.0f} KiB "
+            f"(config.json), a prompt with its response has {length:,}",
             where=f"rollout.{key}",
             remedy=cache_remedy(config, shape, gpu_gib),
         )
