@@ -60,6 +60,7 @@ def _case(tmp_path: Path, command: str = "check", *, wrong: bool = True) -> Case
         (Outcome(2, "rlhpc: train.steps: -1 is not allowed", 0.1, 10**8), ()),
         (Outcome(2, "rlhpc: train: is missing", 0.1, 10**8), ("not named",)),
         (Outcome(0, "layout", 0.1, 10**8), ("wrongly accepted",)),
+        (Outcome(3, "does not fit", 0.1, 10**8), ("wrongly accepted",)),
         (Outcome(1, "Traceback (most recent call last)\nValueError: train.steps", 0.1, 10**8), ("traceback",)),
         (Outcome(-9, "train.steps", 0.1, 10**8), ("traceback",)),
         (Outcome(2, "train.steps", 5.1, 1.1e9), ("over 5 s of CPU time", "over 1 GB")),

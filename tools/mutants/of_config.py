@@ -110,7 +110,7 @@ def unknown_key(case: Case) -> None:
     (target if isinstance(target, dict) else data)[name] = rng.choice((1, None, {"a": 1}, "x"))
     write_yaml(case.folder / "config.yaml", data)
     where = section or "config.yaml"
-    case.changed(f"unknown key {shown(key)}", name or where, where, wrong_for=ALL)
+    case.changed(f"unknown key {shown(key)}", name or where, where, where.removesuffix(".0"), wrong_for=ALL)
 
 
 def many_faults(case: Case) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from rlhpc.core.errors import EXIT_DOES_NOT_FIT, EXIT_USER_ERROR
 from tools.mutants.forked import Outcome
 from tools.mutants.one_case import Case
 
@@ -19,6 +20,7 @@ _COLUMNS: tuple[Fault, ...] = (
     "over 1 GB",
     "not named",
 )
+_ACCEPTED = (0, EXIT_DOES_NOT_FIT)  # a plan that does not fit is one
 _CPU_SECONDS, _BYTES = 5.0, 10**9
 
 
@@ -41,13 +43,13 @@ def judged(case: Case, outcome: Outcome) -> Result:
     """The case's result."""
     faults: list[Fault] = []
     text = outcome.text
-    if outcome.code not in (0, 2) or "Traceback (most recent call last)" in text:
+    if outcome.code not in (*_ACCEPTED, EXIT_USER_ERROR) or "Traceback (most recent call last)" in text:
         faults.append("traceback")
-    elif outcome.code == 0 and case.wrong:
+    elif outcome.code in _ACCEPTED and case.wrong:
         faults.append("wrongly accepted")
-    elif outcome.code == 2 and case.what == "nothing":
+    elif outcome.code == EXIT_USER_ERROR and case.what == "nothing":
         faults.append("wrongly refused")
-    elif outcome.code == 2 and case.names and not _names(case, text):
+    elif outcome.code == EXIT_USER_ERROR and case.names and not _names(case, text):
         faults.append("not named")
     if outcome.cpu_seconds > _CPU_SECONDS and case.command != "search":
         faults.append("over 5 s of CPU time")
@@ -88,7 +90,8 @@ def as_json(results: Iterable[Result]) -> list[dict[str, Any]]:
 
 def _row(kind: str, found: Sequence[Result]) -> str:
     counts = [sum(column in result.faults for result in found) for column in _COLUMNS]
-    refused, accepted = (sum(result.code == code for result in found) for code in (2, 0))
+    refused = sum(result.code == EXIT_USER_ERROR for result in found)
+    accepted = sum(result.code in _ACCEPTED for result in found)
     longest = max((result.cpu_seconds for result in found), default=0.0)
     largest = max((result.peak_bytes for result in found), default=0)
     return _line([kind, len(found), refused, accepted, *counts, f"{longest:.1f}", f"{largest / 1e6:.0f}"])

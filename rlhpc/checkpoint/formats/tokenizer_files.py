@@ -64,11 +64,11 @@ def _largest_id(tokenizer: dict[str, Any], file: Path) -> int:
         raise UserError("has no vocabulary (model.vocab)", where=str(file), remedy=COPY_AGAIN)
     if not isinstance(added, list) or not all(isinstance(token, dict) for token in added):
         raise UserError("added_tokens is not a list of tokens", where=str(file), remedy=COPY_AGAIN)
-    ids = [*vocab.values()] if isinstance(vocab, dict) else [len(vocab) - 1]
+    ids = [*(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))]
     ids += [token.get("id") for token in added]
-    wrong = next((number for number in ids if type(number) is not int or number < -1), None)
-    if wrong is not None or None in ids:
-        raise UserError(f"{str(wrong)[:80]} is not a token's id", where=str(file), remedy=COPY_AGAIN)
+    for number in ids:
+        if type(number) is not int or number < 0:
+            raise UserError(f"{str(number)[:80]} is not a token's id", where=str(file), remedy=COPY_AGAIN)
     return max(ids, default=-1)
 
 

@@ -132,6 +132,7 @@ def test_files_that_cannot_be_are_refused_in_an_index(inputs, name):
         ({"model": {"vocab": {"a": None}}}, "None is not a token's id"),
         ({"model": {"vocab": {"a": 0.5}}}, "0.5 is not a token's id"),
         ({"model": {"vocab": {"a": [1]}}}, "[1] is not a token's id"),
+        ({"added_tokens": [{"id": -1}]}, "-1 is not a token's id"),
         ({"added_tokens": True}, "added_tokens is not a list of tokens"),
         ({"added_tokens": [5]}, "added_tokens is not a list of tokens"),
         ({"added_tokens": [{}]}, "None is not a token's id"),
