@@ -147,6 +147,7 @@ def test_a_huggingface_folder_is_found_as_good_as_a_run_from_it_found_it(finishe
 def test_a_run_does_not_go_on_with_other_prompts(finished: Path) -> None:
     code, output = run(finished, "--resume", "train.steps=2", "data.shuffle=false")
     assert code == 2, output
+    assert "(resources.ranks_per_node is not set)" in output
     errors = [line for line in output.splitlines() if line.startswith("rlhpc: ")]
     assert len(errors) == 1, output
     assert errors[0].startswith("rlhpc: data.train: the training prompts differ from those that the run began with")

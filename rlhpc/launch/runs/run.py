@@ -25,8 +25,6 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
     """
     started = time.monotonic()
     config, ranks = with_local_ranks(config)
-    if ranks is not None:
-        show(f"rlhpc: {ranks}")
     folder = RunFolder(config.folder)
     faults, summary = Faults(), []
     with faults.collect():
@@ -40,6 +38,8 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
         check_packages()
         check_gpu_software()
     show(f"starting {config.name}\n  folder  {folder.path}")
+    if ranks is not None:
+        show(f"  ranks   {ranks}")
     if config.prepare is not None:
         show(f"  prepare {config.prepare.function}")
         if not run_prepare(config.prepare):
