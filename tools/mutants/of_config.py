@@ -238,7 +238,7 @@ def _record(case: Case, key: str, node: Any, value: Any) -> None:
     last = key.rpartition(".")[2]
     parts = [part for part in key.split(".") if part != "0"]
     free = bool(_CONTAINED & set(parts)) or key == "site"
-    wrong = not isinstance(value, Raw) and not free and schema.fit(node, value) == "no"
+    wrong = not isinstance(value, Raw) and not free and schema.fit_at(key, value) == "no"
     holder = ".".join(key.split(".")[:-1])
     names = [key, last, holder or key, *parts[:1]]
     if isinstance(value, Raw) or "\\" in repr(value) or (isinstance(value, int) and abs(value) > 10**100):

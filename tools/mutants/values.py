@@ -36,7 +36,6 @@ STRINGS: tuple[Any, ...] = (
         "null",
         "true",
         "1",
-        "1e3",
         "nan",
         "a b",
         "a.b",

@@ -282,7 +282,7 @@ def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
         raise UserError(
             f"{sft.sequences_per_step} sequences cannot feed {layout.dp} data-parallel ranks",
             where="sft.sequences_per_step",
-            remedy=f"use at least {layout.dp}",
+            remedy=f"use at least {layout.dp}, or lower resources.ranks_per_node",
         )
     if not train.steps:
         return
@@ -306,7 +306,8 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
             f"{samples} samples a step (train.prompts_per_step x rollout.samples_per_prompt) cannot feed "
             f"{layout.dp} data-parallel ranks",
             where="train.prompts_per_step",
-            remedy=f"use at least {-(-layout.dp // config.rollout.samples_per_prompt)}",
+            remedy=f"use at least {-(-layout.dp // config.rollout.samples_per_prompt)}, or lower "
+            "resources.ranks_per_node",
         )
     if train.minibatches not in valid:
         wrong = (
@@ -317,8 +318,8 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
         raise UserError(
             wrong,
             where="train.minibatches",
-            remedy=f"use {_nearest(train.minibatches, valid)}, or another train.prompts_per_step or "
-            "rollout.samples_per_prompt",
+            remedy=f"use {_nearest(train.minibatches, valid)}, or another train.prompts_per_step, "
+            "rollout.samples_per_prompt or resources.ranks_per_node",
         )
 
 
