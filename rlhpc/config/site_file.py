@@ -91,6 +91,8 @@ def _read(path: Path, given_by: str) -> tuple[dict[str, Any], dict[str, int]]:
     """The file's keys and values, checked, and the line of each key."""
     try:
         text = read_input(path).decode()
+    except UserError as error:
+        raise UserError(f"site file {error.message}", where=str(path), remedy=f"correct {given_by}") from None
     except (FileNotFoundError, UnicodeDecodeError) as error:
         raise UserError(f"site file cannot be read ({error})", where=str(path), remedy=f"correct {given_by}") from None
     document = yaml12.read(text, str(path))

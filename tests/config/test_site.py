@@ -179,3 +179,8 @@ def test_its_committed_schema_is_current() -> None:
     committed = json.loads((ROOT / "configs" / "site_schema.json").read_text(encoding="utf-8"))
     assert committed == json.loads(json_schema()), "run `rlhpc schema --site > configs/site_schema.json`"
     assert set(committed["properties"]) == {"gpus", "efficiency", "disk", "slurm"}
+
+
+def test_a_folder_in_the_place_of_the_site_file_is_named_with_its_key(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"site file cannot be read \(Is a directory\); correct site$"):
+        load_config(write(tmp_path / "run.yaml", RUN), [f"site={tmp_path}"])

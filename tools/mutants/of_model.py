@@ -46,7 +46,11 @@ _COUNTS = frozenset(
     )
 )
 _MAY_BE_ABSENT = frozenset({"num_key_value_heads", "head_dim", "q_lora_rank", "num_experts"})
-_SHAPES = _COUNTS - {"max_position_embeddings", "num_experts_per_tok"}  # fields that tensors' shapes follow from
+_SHAPES = _COUNTS - {
+    "max_position_embeddings",
+    "num_experts_per_tok",
+    "intermediate_size",
+}  # fields that tensors' shapes follow from
 _ROPE: tuple[Any, ...] = (
     *(5, "x", [], ["yarn"], {"rope_type": 5}, {"rope_type": "x"}, {"rope_type": "yarn"}, {"type": ["linear"]}),
     *({"rope_type": "linear", "factor": value} for value in ("2", 0, -1, None, [], 1e400, True, {})),
