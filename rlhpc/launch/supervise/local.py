@@ -32,7 +32,7 @@ from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
-from rlhpc.launch.worker.node_folders import hold, release, set_caches, set_tmpdir
+from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
@@ -129,7 +129,6 @@ def _node_folders(attempt: AttemptFolder) -> Iterator[dict[str, str]]:
     run = hashlib.sha256(os.fsencode(attempt.run.path.absolute())).hexdigest()[:8]
     caches = set_tmpdir(environ, f"run-{run}", attempt.number, log=True)
     set_caches(environ, caches, log=True)
-    hold(environ[env.TMPDIR])
     try:
         yield {name: value for name, value in environ.items() if os.environ.get(name) != value}
     finally:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from rlhpc.core import env
 from rlhpc.core.storage import kind_of, patiently
-from rlhpc.launch.worker.node_folders import hold, node_error, set_caches, set_tmpdir
+from rlhpc.launch.worker.node_folders import node_error, set_caches, set_tmpdir
 from rlhpc.launch.worker.node_gpu import check_gpus
 
 _SHM_BYTES_PER_RANK = 16 << 20  # an engine over two ranks was seen to take 4 MiB of each, NCCL takes more
@@ -53,7 +53,6 @@ def check_node(
         _check_shared_memory(ranks_here)
     check_gpus(ranks_here, environ)
     caches = set_tmpdir(environ, environ.get(env.SLURM_JOB_ID, str(os.getppid())), attempt, log=first_here)
-    hold(environ[env.TMPDIR])
     set_caches(environ, caches, log=first_here)
 
 

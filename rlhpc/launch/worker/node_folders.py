@@ -33,6 +33,8 @@ from rlhpc.core.shown import show
 # of an attempt 10.
 LONGEST_TMPDIR = 60
 _OLD_SECONDS = 7 * 86400.0
+_MAKE_SECONDS = 10.0  # in which others may be removing a folder that is made
+_LOOK_SECONDS = 0.02
 _COMPILERS = {
     env.TORCHINDUCTOR_CACHE_DIR: "inductor",
     env.TRITON_CACHE_DIR: "triton",
@@ -44,8 +46,8 @@ _held: dict[str, int] = {}  # descriptors by folder
 
 
 def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log: bool) -> str:
-    """Sets TMPDIR to a private folder of an attempt on this node: in TMPDIR, or in /tmp if that is not usable. Returns
-    the private folder for caches, which all attempts of ``job`` share.
+    """Sets TMPDIR to a private folder of an attempt on this node: in TMPDIR, or in /tmp if that is not usable, and
+    holds it. Returns the private folder for caches, which all attempts of ``job`` share.
 
     A private TMPDIR is kept if its path is too long for another folder in it. Raises NodeError if there can be none.
     """
@@ -61,12 +63,11 @@ def set_tmpdir(environ: MutableMapping[str, str], job: str, attempt: int, *, log
     # A program in a sandbox may be another user's, and must reach its folder in a TMPDIR that it can enter.
     mode = 0o700 | (os.stat(top).st_mode & 0o011 if private else 0)
     node = zlib.crc32(os.uname().nodename.encode()) & 0xFFFF
-    own = _own_folder(top, name, mode)
-    current = f"{attempt % 10000}-{node:04x}"
+    own, tmpdir = _held_folders(top, name, f"{attempt % 10000}-{node:04x}", mode)
     if log:
         _remove_old_folders(Path(top))
-        _remove_left(Path(top), f"{node:04x}", Path(own, current))
-    environ[env.TMPDIR] = _own_folder(own, current, mode)
+        _remove_left(Path(top), f"{node:04x}", Path(tmpdir))
+    environ[env.TMPDIR] = tmpdir
     tempfile.tempdir = None  # Python caches it
     if why and log:
         _warn(f"TMPDIR {given!r} {why}; {own} is used instead")
@@ -96,17 +97,37 @@ def set_caches(environ: MutableMapping[str, str], folder: str, *, log: bool) -> 
         _warn(f"the home folder {home!r} {why}; caches go to {folder}")
 
 
-def hold(tmpdir: str) -> None:
-    """Keeps the folders of a job and its attempt from being removed while this process runs, or until ``release``."""
+def hold(tmpdir: str) -> bool:
+    """Keeps the folders of a job and its attempt from being removed while this process runs, or until ``release``.
+    False if another process is removing one of them."""
     path = Path(tmpdir)
     if not path.parent.name.startswith("rlhpc-"):
-        return
-    for folder in (path.parent, path):
+        return True
+    return all(_hold(str(folder)) for folder in (path.parent, path))
+
+
+def _hold(folder: str) -> bool:
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return False
+    except OSError:  # it cannot be held, nor removed
+        return True
+    try:
         with contextlib.suppress(OSError):
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            _held[str(folder)] = descriptor
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            os.utime(folder)
+            os.close(_held.pop(folder, -1))
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        os.utime(folder)
+        held = os.path.samestat(os.fstat(descriptor), os.stat(folder))
+    except (BlockingIOError, FileNotFoundError):
+        held = False
+    except OSError:  # a file system without locks
+        held = True
+    if held:
+        _held[folder] = descriptor
+    else:
+        os.close(descriptor)
+    return held
 
 
 def release() -> None:
@@ -167,8 +188,25 @@ def _others_can_make(path: Path) -> bool:
     return bool(found.st_mode & stat.S_IWOTH) or (in_shared and found.st_uid not in (os.getuid(), 0))
 
 
+def _held_folders(top: str, name: str, current: str, mode: int) -> tuple[str, str]:
+    """The job's private folder and the attempt's in it, held. Ranks of this node that are ending may remove them as
+    long as nobody holds them: they are made again."""
+    deadline = time.monotonic() + _MAKE_SECONDS
+    while time.monotonic() < deadline:
+        with contextlib.suppress(FileNotFoundError):
+            own = _own_folder(top, name, mode)
+            tmpdir = _own_folder(own, current, mode)
+            if hold(tmpdir):
+                return own, tmpdir
+        time.sleep(_LOOK_SECONDS)
+    raise node_error(
+        f"{top}/{name}/{current} is removed again and again", "set TMPDIR in slurm.environment"
+    )
+
+
 def _own_folder(top: str, name: str, mode: int) -> str:
-    """Private folder ``name`` in ``top``, or a new one if another user has taken the name."""
+    """Private folder ``name`` in ``top``, or a new one if another user has taken the name. Raises FileNotFoundError if
+    another process removes it, or ``top``."""
     path = f"{top}/{name}"
     try:
         with contextlib.suppress(FileExistsError):
@@ -179,6 +217,9 @@ def _own_folder(top: str, name: str, mode: int) -> str:
             path = tempfile.mkdtemp(prefix="rlhpc-", dir=top)
         os.chmod(path, mode)
         why = _not_writable(path)
+        os.stat(path)
+    except FileNotFoundError:
+        raise
     except OSError as error:
         why = f"cannot be created ({error.strerror})"
     if why:

@@ -116,6 +116,28 @@ def test_a_good_node_passes_and_its_settings_are_kept(tmp_path, capfd):
     assert list(tmp_path.iterdir()) == []
 
 
+RANKS_THAT_COME_AND_GO = """
+import os
+from rlhpc.launch.worker.node_folders import release, set_tmpdir
+for _ in range(4):
+    if not os.fork():
+        for n in range(300):
+            environ = dict(os.environ)
+            set_tmpdir(environ, "77", 1, log=False)
+            open(environ["TMPDIR"] + f"/{os.getpid()}", "w").close()
+            release()
+        os._exit(0)
+assert [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(4)] == [0] * 4
+"""
+
+
+def test_a_rank_that_ends_takes_no_folder_from_one_that_begins(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="own-") as tmpdir:
+        settings = {**os.environ, "TMPDIR": tmpdir}
+        subprocess.run([sys.executable, "-c", RANKS_THAT_COME_AND_GO], env=settings, cwd=ROOT, timeout=120, check=True)
+        assert os.listdir(tmpdir) == []
+
+
 def test_a_master_without_an_address_is_named(tmp_path):
     with pytest.raises(NodeError, match=rf"^node {HOST}: the host name 'no-such\.invalid' has no address here \("):
         check_node(tmp_path, "no-such.invalid", environ={"TMPDIR": "/tmp", "HOME": "/"})
