@@ -199,9 +199,7 @@ def _held_folders(top: str, name: str, current: str, mode: int) -> tuple[str, st
             if hold(tmpdir):
                 return own, tmpdir
         time.sleep(_LOOK_SECONDS)
-    raise node_error(
-        f"{top}/{name}/{current} is removed again and again", "set TMPDIR in slurm.environment"
-    )
+    raise node_error(f"{top}/{name}/{current} is removed again and again", "set TMPDIR in slurm.environment")
 
 
 def _own_folder(top: str, name: str, mode: int) -> str:

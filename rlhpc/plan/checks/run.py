@@ -34,6 +34,7 @@ from rlhpc.sharding.shards import num_parameters
 Summary = list[tuple[str, str]]
 _MOST_RANKS = 2**20  # more than any cluster has
 _MOST_SAMPLES = 10**12
+_RANKS = "resources.ranks_per_node or slurm.nodes"
 
 
 def check_config(
@@ -282,7 +283,7 @@ def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
         raise UserError(
             f"{sft.sequences_per_step} sequences cannot feed {layout.dp} data-parallel ranks",
             where="sft.sequences_per_step",
-            remedy=f"use at least {layout.dp}, or lower resources.ranks_per_node",
+            remedy=f"use at least {layout.dp}, or lower {_RANKS}",
         )
     if not train.steps:
         return
@@ -306,8 +307,7 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
             f"{samples} samples a step (train.prompts_per_step x rollout.samples_per_prompt) cannot feed "
             f"{layout.dp} data-parallel ranks",
             where="train.prompts_per_step",
-            remedy=f"use at least {-(-layout.dp // config.rollout.samples_per_prompt)}, or lower "
-            "resources.ranks_per_node",
+            remedy=f"use at least {-(-layout.dp // config.rollout.samples_per_prompt)}, or lower {_RANKS}",
         )
     if train.minibatches not in valid:
         wrong = (
@@ -319,7 +319,7 @@ def _check_samples(config: RunConfig, layout: ParallelLayout) -> None:
             wrong,
             where="train.minibatches",
             remedy=f"use {_nearest(train.minibatches, valid)}, or another train.prompts_per_step, "
-            "rollout.samples_per_prompt or resources.ranks_per_node",
+            f"rollout.samples_per_prompt, {_RANKS}",
         )
 
 

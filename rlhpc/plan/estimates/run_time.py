@@ -143,7 +143,7 @@ def check_walltime(run: RunTime, limit_seconds: int | None) -> Iterator[str]:
         raise UserError(
             f"a step is predicted to take {run.step:,.0f} s, the job has {limit_seconds:,} s",
             where="slurm.time",
-            remedy="raise it, take more nodes or lower train.prompts_per_step",
+            remedy="raise it, take more nodes, or lower train.prompts_per_step or rollout.samples_per_prompt",
         )
     if run.first > limit_seconds:
         yield (
