@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from rlhpc.api import RunState
@@ -13,7 +14,7 @@ from rlhpc.core.errors import UserError
 def note_validation(section: CheckpointSection, state: RunState, metrics: Mapping[str, float]) -> bool:
     """Whether a validation after this step has the best value so far, which ``state`` then has. Equal on all ranks."""
     value = best_value(section, metrics)
-    if value is None:
+    if value is None or math.isnan(value):
         return False
     better = value > state.best_value if section.greater_is_better else value < state.best_value
     if state.best_step >= 0 and not better:

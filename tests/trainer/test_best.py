@@ -29,6 +29,7 @@ def test_a_validation_is_the_best_one_if_it_exceeds_all_before_it() -> None:
     assert (state.best_of, state.best_step, state.best_value) == ("max validation/reward_mean", 16, 0.7)
     section = CheckpointSection(keep_best="validation/reward_mean", greater_is_better=False)
     assert _best_steps(section, [-0.2, -0.3, 0.5, -0.3])[0] == [11, 12]
+    assert _best_steps(section, [float("nan"), 0.5])[0] == [12]
     assert _best_steps(CheckpointSection(), [1.0])[0] == [], "not asked for"
 
 
