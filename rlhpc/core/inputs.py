@@ -56,6 +56,17 @@ def open_input(path: Path, *, piped: bool = False) -> Iterator[IO[bytes]]:
             raise _expected(error, path) from None
 
 
+def read_lines(path: Path, most: int = 256 * MIB) -> Iterator[tuple[str, bytes]]:
+    """Yields (``file:line``, line) for every line that is not blank; errors as of ``read_input``."""
+    with open_input(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(most + 1), b""), 1):
+            place = f"{path}:{number}"
+            if len(line) > most:
+                raise UserError(f"is longer than {most // MIB} MiB", where=place, remedy="write one object per line")
+            if line.strip():
+                yield place, line
+
+
 def _expected(error: OSError, path: Path) -> Exception:
     """A permanent error as a UserError; one that passes, or an absent file, as it is."""
     if isinstance(error, FileNotFoundError) or kind_of(error) == "transient":

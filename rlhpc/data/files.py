@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core.errors import UserError
-from rlhpc.core.inputs import MIB, open_input
+from rlhpc.core.inputs import read_lines
 
 Row = dict[str, Any]
 _BATCH = 1024  # rows of a .parquet file
-_MOST_LINE = 256 * MIB
 
 
 def read_rows(path: Path, where: str) -> Iterator[tuple[str, Row]]:
@@ -126,24 +125,18 @@ class Order:
 
 
 def _read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
-    with open_input(path) as file:
-        for number, line in enumerate(iter(lambda: file.readline(_MOST_LINE + 1), b""), 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            if len(line) > _MOST_LINE:
-                raise UserError(f"is longer than {_MOST_LINE // MIB} MiB", where=place, remedy="split the row")
-            try:
-                row = json.loads(line)
-                if b"\\ud" in line.lower():  # a lone surrogate cannot be encoded
-                    json.dumps(row, ensure_ascii=False).encode()
-            except RecursionError:
-                raise UserError("is nested too deeply", where=place, remedy="correct or remove the line") from None
-            except ValueError as error:  # invalid UTF-8 too
-                raise UserError(f"broken JSON ({error})", where=place, remedy="correct or remove the line") from None
-            if not isinstance(row, dict):
-                raise UserError(f"is {_shown(row)}", where=place, remedy='write one {"column": value, …} per line')
-            yield place, row
+    for place, line in read_lines(path):
+        try:
+            row = json.loads(line)
+            if b"\\ud" in line.lower():  # a lone surrogate cannot be encoded
+                json.dumps(row, ensure_ascii=False).encode()
+        except RecursionError:
+            raise UserError("is nested too deeply", where=place, remedy="correct or remove the line") from None
+        except ValueError as error:  # invalid UTF-8 too
+            raise UserError(f"broken JSON ({error})", where=place, remedy="correct or remove the line") from None
+        if not isinstance(row, dict):
+            raise UserError(f"is {_shown(row)}", where=place, remedy='write one {"column": value, …} per line')
+        yield place, row
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Row]]:

@@ -11,14 +11,13 @@ from typing import Any
 from rlhpc.checkpoint.formats.header import read_header
 from rlhpc.checkpoint.formats.torch_dist_metadata import check_objects, check_tensors, is_torch_dist, read_index
 from rlhpc.core.errors import UserError, nearest
-from rlhpc.core.inputs import COPY_AGAIN, MIB, is_file_name, open_input, read_json_object
+from rlhpc.core.inputs import COPY_AGAIN, MIB, is_file_name, open_input, read_json_object, read_lines
 from rlhpc.models import ModelShape
 from rlhpc.sharding.shards import model_tensors
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 _SURELY_HAS_ROWS = 16384  # bytes; an empty table of a hundred columns is smaller
 _MOST_INDEX = 256 * MIB  # DeepSeek-V3's has 8 MB
-_MOST_LINE = 256 * MIB  # of a .jsonl file
 _INDEX = "model.safetensors.index.json"
 
 
@@ -64,6 +63,8 @@ def check_data_file(path: Path, where: str) -> None:
             f"{str(path)!r} is neither {' nor '.join(DATA_SUFFIXES)}", where=where, remedy="convert it to one of them"
         )
     if not path.is_file():
+        if path.exists():
+            raise UserError(f"{str(path)!r} is not a regular file", where=where, remedy="give a file")
         present = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
         close = nearest(path.name, present, 1)
         remedy = f"did you mean {close[0]!r}?" if close else "correct it; relative paths start at the working folder"
@@ -142,20 +143,10 @@ def inside(weight_map: Mapping[str, Any], index: Path) -> dict[str, str]:
 
 
 def _check_jsonl(path: Path) -> None:
-    with open_input(path) as file:
-        number = 0
-        while line := file.readline(_MOST_LINE + 1):
-            number += 1
-            if not line.strip():
-                continue
-            _check_row(line, f"{path}:{number}")
-            return
-    raise UserError("has no rows", where=str(path), remedy="give a file with at least one row")
-
-
-def _check_row(line: bytes, place: str) -> None:
-    if len(line) > _MOST_LINE:
-        raise UserError(f"is longer than {_MOST_LINE // MIB} MiB", where=place, remedy="write one object per line")
+    first = next(read_lines(path), None)
+    if first is None:
+        raise UserError("has no rows", where=str(path), remedy="give a file with at least one row")
+    place, line = first
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -168,8 +159,7 @@ def count_rows(path: Path) -> int | None:
     """Number of rows in a data file; None if it does not exist or cannot be read."""
     try:
         if path.suffix == ".jsonl":
-            with open_input(path) as file:
-                return sum(bool(line.strip()) for line in iter(lambda: file.readline(_MOST_LINE), b""))
+            return sum(1 for _ in read_lines(path))
         import pyarrow.parquet as parquet
 
         return int(parquet.read_metadata(path).num_rows)
