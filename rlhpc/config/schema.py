@@ -15,6 +15,7 @@ from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.critic import CriticSection
 from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
+from rlhpc.config.observe import ObserveSection
 from rlhpc.config.planning import PlanningSection
 from rlhpc.config.reward import (
     DEFAULT_FUNCTION,
@@ -146,13 +147,6 @@ class CheckpointSection(Section):
     def best_metric(self) -> str | None:
         """Name of keep_best's metric in metrics.jsonl."""
         return None if self.keep_best is None else f"validation/{self.keep_best.removeprefix('validation/')}"
-
-
-class ObserveSection(Section):
-    tensorboard: bool = True
-    """Metrics for TensorBoard as well."""
-    samples: NonNegativeInt = 8
-    """Number of samples per validation written to samples.jsonl and shown at the end."""
 
 
 class RunConfig(Section):

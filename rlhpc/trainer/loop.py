@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import time
 from pathlib import Path
 
@@ -14,18 +13,15 @@ from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
-from rlhpc.observe.flat_reward import FlatReward
-from rlhpc.observe.metrics import MetricsWriter
 from rlhpc.parallel.agreement import check_agreement, on_first_rank
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
+from rlhpc.trainer.observer import Observer
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step import find_step, sft_step, take_step
 from rlhpc.trainer.stop import Stopper
 from rlhpc.trainer.times import RunTimer
 from rlhpc.trainer.update import Metrics
-
-_log = logging.getLogger(__name__)
 
 
 class Loop:
@@ -36,12 +32,11 @@ class Loop:
         self._rl_step = find_step(run.config)
         self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
         self._stopper = Stopper(run.context)
-        self._saved, self._flat = -1, FlatReward()
+        self._saved = -1
         self._timer = RunTimer(run.context, run.models)
         self.state = self._restore()
         run.context.attempt.check_current()
-        first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
-        self._writer = MetricsWriter(run.context.run, self.state, tensorboard=tensorboard) if first else None
+        self._observer = Observer(run, self.state)
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
 
     def run(self) -> Reason | None:
@@ -54,8 +49,7 @@ class Loop:
             self._settle(wait=True)
             return reason
         finally:
-            if self._writer:
-                self._writer.close()
+            self._observer.close()
 
     def _run_phases(self) -> Reason | None:
         sft, train, state = self._config.sft, self._config.train, self.state
@@ -66,7 +60,7 @@ class Loop:
             state.sft_step += 1
             if state.sft_step == sft.steps and not train.steps:
                 validated = self._validate()
-            self._report("sft", state.sft_step, sft.steps, {**metrics, **validated}, began)
+            self._observer.step("sft", state.sft_step, sft.steps, {**metrics, **validated}, began)
             if (reason := self._after_step(validated)) != "none":
                 return reason
         if train.steps and state.step == 0:
@@ -79,7 +73,7 @@ class Loop:
                 seconds = time.perf_counter() - began
                 validated = self._validate()
                 began = time.perf_counter() - seconds  # a step's time is without its validation
-            self._report("rl", state.step, train.steps, {**metrics, **validated}, began)
+            self._observer.step("rl", state.step, train.steps, {**metrics, **validated}, began)
             if (reason := self._after_step(validated)) != "none":
                 return reason
         return None
@@ -98,23 +92,11 @@ class Loop:
         metrics = self._validate()
         best_value(self._config.checkpoint, metrics)  # that there is one; these weights are not compared
         if metrics:
-            self._report("rl", 0, self._config.train.steps, metrics, time.perf_counter())
+            self._observer.step("rl", 0, self._config.train.steps, metrics, time.perf_counter())
 
     def _validate(self) -> Metrics:
         evaluator = self._run.evaluator
         return evaluator.validate(self._run.actor, self.state) if evaluator is not None else {}
-
-    def _report(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
-        seconds = time.perf_counter() - began
-        if self._writer is None:
-            return
-        tokens = metrics.pop("tokens", None)
-        if tokens is not None:
-            metrics["perf/tokens_per_second"] = tokens / seconds
-            metrics["perf/step_seconds"] = seconds
-        self._writer.write(phase, step, total, metrics)
-        if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
-            _log.warning(warning)
 
     def _after_step(self, validated: Metrics) -> Reason:
         """Saves if due or if the step is the best one, and agrees with the other ranks whether to stop; not after the

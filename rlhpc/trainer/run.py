@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rlhpc.algo import Algorithm
-from rlhpc.api import TrainBackend
+from rlhpc.api import Sample, TrainBackend
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.data.sft import SFTSet
 from rlhpc.reshard.manager import ReshardManager
+from rlhpc.trainer.advantages import StepAdvantages
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.evaluate import Evaluator
-from rlhpc.trainer.roles import Models
+from rlhpc.trainer.roles import Models, PerSample
 from rlhpc.trainer.sampling import Sampler
 from rlhpc.trainer.update import Updater
 
@@ -25,6 +26,15 @@ class Rollouts:
 
     weights: ReshardManager  # syncs the actor's weights into the engine
     sampler: Sampler
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What a step trained on, for those who observe the run; equal on every rank."""
+
+    samples: Sequence[Sample]
+    values: dict[str, PerSample]  # as rlhpc.trainer.advantages.token_values returns them
+    estimate: StepAdvantages
 
 
 @dataclass
@@ -42,6 +52,9 @@ class Run:
     evaluator: Evaluator | None = None  # None without held-out prompts
     sft: SFTSet | None = None  # None without a warm-up
     closers: tuple[Callable[[], None], ...] = ()  # called at the end of the run
+    step_data: StepData | None = (
+        None  # of the step that ended last; None if it trained on nothing, or is the user's own
+    )
 
     @property
     def actor(self) -> TrainBackend:

@@ -17,7 +17,7 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.advantages import StepAdvantages, step_advantages, token_values
 from rlhpc.trainer.routed_experts import trained_routed_experts
-from rlhpc.trainer.run import Run
+from rlhpc.trainer.run import Run, StepData
 from rlhpc.trainer.sampling import StepSamples
 from rlhpc.trainer.update import Metrics
 
@@ -50,7 +50,7 @@ def find_step(config: RunConfig) -> Step:
 
 def take_step(step: Step, run: Run, state: RunState) -> Metrics:
     """Makes one step of RL, which makes a policy version if it changes the actor's weights."""
-    before = run.updater.actor_updates
+    before, run.step_data = run.updater.actor_updates, None
     metrics, samples = step(run, state)
     own = run.config.train.step is not None and bool(samples)  # it may train without the updater
     state.policy_version += own or run.updater.actor_updates > before
@@ -80,6 +80,7 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         values = token_values(run.models, run.batching, samples, run.config.rollout.temperature)
     with clock("prepare"):
         estimate = step_advantages(run.algorithm, section, samples, batch.greedy, values)
+    run.step_data = StepData(samples, values, estimate)
     touch("update", step)
     with clock("update"):
         metrics = run.updater.update_critic(state, samples, values, estimate) if run.critic else {}

@@ -1,0 +1,41 @@
+"""What is recorded of each step: the loop hands every step to the observer of its rank."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rlhpc.api import RunState
+from rlhpc.observe.flat_reward import FlatReward
+from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.trainer.run import Run
+from rlhpc.trainer.update import Metrics
+
+_log = logging.getLogger(__name__)
+
+
+class Observer:
+    """Records the steps of one rank. Only the first rank writes."""
+
+    def __init__(self, run: Run, state: RunState) -> None:
+        self._run, self._flat = run, FlatReward()
+        first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
+        self._writer = MetricsWriter(run.context.run, state, tensorboard=tensorboard) if first else None
+
+    def step(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
+        """Records ``step`` of ``total`` in ``phase``, which began at ``time.perf_counter()`` ``began``."""
+        seconds = time.perf_counter() - began
+        if self._writer is None:
+            return
+        tokens = metrics.pop("tokens", None)
+        if tokens is not None:
+            metrics["perf/tokens_per_second"] = tokens / seconds
+            metrics["perf/step_seconds"] = seconds
+        self._writer.write(phase, step, total, metrics)
+        if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
+            _log.warning(warning)
+
+    def close(self) -> None:
+        """Closes the files."""
+        if self._writer is not None:
+            self._writer.close()
