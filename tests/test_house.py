@@ -15,7 +15,7 @@ FUNCTION = ast.FunctionDef | ast.AsyncFunctionDef
 # Files of the trainer that may name concrete back ends, engines and reward workers: the composition root.
 ROOT_FILES = ("rlhpc.trainer.build", "rlhpc.trainer.models")
 CONCRETE = ("rlhpc.backends", "rlhpc.rollout.vllm", "rlhpc.rewards.reward_workers")
-KNOWS_RUN = {f"rlhpc.trainer.{name}" for name in ("run", "build", "loop", "step")}
+KNOWS_RUN = {f"rlhpc.trainer.{name}" for name in ("run", "build", "loop", "observer", "step")}
 
 
 def functions(tree: ast.AST) -> Iterator[tuple[str, int]]:
@@ -79,7 +79,7 @@ def test_the_trainer_knows_back_end_engine_and_rewards_by_their_protocols(module
     assert not [name for _, name in imports_of(module) if name.startswith(CONCRETE)]
 
 
-def test_only_the_loop_and_the_step_know_the_run():
+def test_only_the_loop_its_step_and_its_observer_know_the_run():
     """What they call takes what it uses of it."""
     found = {module for module in MODULES for _, name in imports_of(module) if name == "rlhpc.trainer.run"}
     assert found | {"rlhpc.trainer.run"} == KNOWS_RUN
