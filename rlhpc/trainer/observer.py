@@ -7,7 +7,9 @@ import time
 
 from rlhpc.api import RunState
 from rlhpc.observe.flat_reward import FlatReward
+from rlhpc.observe.memory import memory_in_use
 from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.observe.rank_numbers import RankNumbers
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.update import Metrics
 
@@ -19,18 +21,23 @@ class Observer:
 
     def __init__(self, run: Run, state: RunState) -> None:
         self._run, self._flat = run, FlatReward()
+        self._numbers = RankNumbers()
+        self._numbers.add("the memory in use", memory_in_use)
         first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
         self._writer = MetricsWriter(run.context.run, state, tensorboard=tensorboard) if first else None
 
     def step(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
-        """Records ``step`` of ``total`` in ``phase``, which began at ``time.perf_counter()`` ``began``."""
+        """Records ``step`` of ``total`` in ``phase``, which began at ``time.perf_counter()`` ``began``. Collective."""
         seconds = time.perf_counter() - began
+        gathered = self._numbers.gather() if step else None  # step 0 is a validation alone
         if self._writer is None:
             return
         tokens = metrics.pop("tokens", None)
         if tokens is not None:
             metrics["perf/tokens_per_second"] = tokens / seconds
             metrics["perf/step_seconds"] = seconds
+        if gathered is not None:
+            metrics |= gathered.metrics()
         self._writer.write(phase, step, total, metrics)
         if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
             _log.warning(warning)

@@ -1,0 +1,105 @@
+"""Gathers numbers of all ranks, such as their memory, in one collective per step.
+
+A contributor returns numbers by name. A rank that lacks a name contributes NaN, and has no part in its metrics.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlhpc.core.shown import ShownOnly
+
+Contributor = Callable[[], Mapping[str, float]]
+
+_MOST_NAMES = 4096
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Numbers of a step: a row of ``table`` for each rank, a column for each of ``names``. ``reductions``: how metrics
+    follow from a name, of ``mean``, ``max``, ``min`` and ``sum``."""
+
+    names: tuple[str, ...]
+    table: Any
+    reductions: Mapping[str, tuple[str, ...]]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.table)
+
+    def column(self, name: str) -> list[float]:
+        """The number of each rank, NaN where it has none."""
+        if name not in self.names:
+            return [math.nan] * self.world_size
+        return [float(value) for value in self.table[:, self.names.index(name)]]
+
+    def metrics(self) -> dict[str, float]:
+        """``NAME_REDUCTION`` of every name, and ``NAME_max_rank``, the rank of the maximum."""
+        found: dict[str, float] = {}
+        for name in self.names:
+            if kinds := self.reductions.get(name, ()):
+                found |= {f"{name}_{key}": value for key, value in _reduced(self.column(name), kinds).items()}
+        return found
+
+
+class RankNumbers:
+    """Contributors of this rank. All ranks add the same ones; the names that they return may differ."""
+
+    def __init__(self) -> None:
+        self._contributors: list[tuple[Contributor, tuple[str, ...], ShownOnly]] = []
+        self._names: tuple[str, ...] = ()  # equal on every rank
+        self._reductions: dict[str, tuple[str, ...]] = {}
+
+    def add(self, what: str, contributor: Contributor, reductions: Iterable[str] = ("mean", "max")) -> None:
+        """Adds a contributor. Its failure is reported once, as one of ``what``, and never ends the run."""
+        self._contributors.append((contributor, tuple(reductions), ShownOnly(what)))
+
+    def gather(self) -> Gathered:
+        """Numbers of all ranks on every rank. Collective: a few numbers in CPU memory; twice if names are new."""
+        own: dict[str, float] = {}
+        for contributor, kinds, guard in self._contributors:
+            with guard:
+                found = contributor()
+                own |= found
+                self._reductions |= dict.fromkeys(found, kinds)
+        while True:
+            new = len(self._names) < _MOST_NAMES and not own.keys() <= set(self._names)
+            row = torch.tensor([float(new), *(own.get(name, math.nan) for name in self._names)], dtype=torch.float64)
+            table = torch.empty(dist.get_world_size() * len(row), dtype=torch.float64)
+            dist.all_gather_into_tensor(table, row)
+            rows = table.view(-1, len(row)).numpy()
+            if not rows[:, 0].any():
+                return Gathered(self._names, rows[:, 1:], self._reductions)
+            self._names = _all_names({*self._names, *own})
+
+
+def _all_names(own: set[str]) -> tuple[str, ...]:
+    """Names of all ranks. Collective."""
+    everyone: list[tuple[str, ...]] = [()] * dist.get_world_size()
+    dist.all_gather_object(everyone, tuple(own))
+    return tuple(sorted({name for names in everyone for name in names})[:_MOST_NAMES])
+
+
+def _reduced(values: list[float], kinds: Iterable[str]) -> dict[str, float]:
+    """Reductions over the ranks that have a number; none if no rank has."""
+    known = {rank: value for rank, value in enumerate(values) if not math.isnan(value)}
+    if not known:
+        return {}
+    found: dict[str, float] = {}
+    for kind in kinds:
+        if kind == "mean":
+            found["mean"] = sum(known.values()) / len(known)
+        elif kind == "sum":
+            found["sum"] = sum(known.values())
+        elif kind == "min":
+            found["min"] = min(known.values())
+        else:
+            rank = max(known, key=lambda rank: known[rank])
+            found |= {"max": known[rank], "max_rank": float(rank)}
+    return found
