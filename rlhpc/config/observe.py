@@ -10,3 +10,5 @@ class ObserveSection(Section):
     """Metrics for TensorBoard as well."""
     samples: NonNegativeInt = 8
     """Number of samples per validation written to samples.jsonl and shown at the end."""
+    histogram_steps: NonNegativeInt = 1000
+    """Maximum number of RL steps with histograms in histograms.jsonl, evenly spread over the run; 0: no histograms."""

@@ -159,6 +159,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def histograms(self) -> Path:
+        """Histograms of RL steps, at most observe.histogram_steps lines (rlhpc.core.histograms)."""
+        return self.path / "histograms.jsonl"
+
+    @property
     def evaluation(self) -> Path:
         """Result of a run without steps: metrics of the held-out prompts."""
         return self.path / "metrics.json"

@@ -24,12 +24,13 @@ class MetricsWriter:
     """Appends one JSON object per step to metrics.jsonl, and its values to TensorBoard if asked.
 
     A resumed run repeats the steps after its checkpoint: records of steps beyond ``state`` are first removed from
-    metrics.jsonl and samples.jsonl, so that each step has one record.
+    metrics.jsonl, samples.jsonl and histograms.jsonl, so that each step has one record.
     """
 
     def __init__(self, folder: RunFolder, state: RunState, *, tensorboard: bool) -> None:
         _cut(folder.metrics, state)
         _cut(folder.samples, state, phase="rl")
+        _cut(folder.histograms, state)
         self._sft_steps = state.sft_step
         self._guard, self._board = ShownOnly("TensorBoard"), None
         if tensorboard:

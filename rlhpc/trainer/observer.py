@@ -11,6 +11,7 @@ from rlhpc.observe.memory import memory_in_use
 from rlhpc.observe.metrics import MetricsWriter
 from rlhpc.observe.rank_numbers import RankNumbers
 from rlhpc.trainer.run import Run
+from rlhpc.trainer.step_histograms import RunHistograms
 from rlhpc.trainer.update import Metrics
 
 _log = logging.getLogger(__name__)
@@ -25,6 +26,7 @@ class Observer:
         self._numbers.add("the memory in use", memory_in_use)
         first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
         self._writer = MetricsWriter(run.context.run, state, tensorboard=tensorboard) if first else None
+        self._histograms = RunHistograms(run.config, run.context.run)
 
     def step(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
         """Records ``step`` of ``total`` in ``phase``, which began at ``time.perf_counter()`` ``began``. Collective."""
@@ -39,6 +41,9 @@ class Observer:
         if gathered is not None:
             metrics |= gathered.metrics()
         self._writer.write(phase, step, total, metrics)
+        if phase == "rl" and (data := self._run.step_data) is not None and step:
+            diffs = self._run.updater.logprob_diffs
+            self._histograms.step(step, data.samples, data.estimate.advantages, diffs)
         if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
             _log.warning(warning)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import torch
 
 from rlhpc.algo import Algorithm
 from rlhpc.algo.kl import kl_divergence
@@ -17,6 +18,7 @@ from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, Tok
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.schema import RunConfig, SFTSection
 from rlhpc.core.context import RankContext
+from rlhpc.core.histograms import Histogram, diff_histogram, inner_diff_edges
 from rlhpc.data.sft import SFTSet
 from rlhpc.trainer.advantages import StepAdvantages
 from rlhpc.trainer.batches import Batching, rl_minibatches, sft_minibatch
@@ -25,6 +27,7 @@ from rlhpc.trainer.skipped import Update, make_update
 
 Metrics = dict[str, float]
 _WEIGHT = "weight"  # metric of a loss: the sum of its loss weights
+_COMPARED, _ABOVE = "diff/tokens", "diff/above/"  # sums of a loss: tokens compared, and those above each inner edge
 
 
 @dataclass
@@ -37,6 +40,7 @@ class Updater:
     batching: Batching
     algorithm: Algorithm
     actor_updates: int = 0  # that RL steps of this attempt have made and not skipped
+    logprob_diffs: Histogram | None = None  # of the actor's last step, between engine and trainer
     _begun: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model: step, and its own steps before it
 
     def update_actor(
@@ -48,6 +52,7 @@ class Updater:
         estimate: StepAdvantages,
     ) -> Metrics:
         """The step's updates by the algorithm's loss; none during the critic's warm-up."""
+        self.logprob_diffs = None
         if state.step < self._frozen_steps("actor"):
             return {}
         names = ("engine_log_probs", "old_log_probs", "reference_log_probs")
@@ -92,6 +97,7 @@ class Updater:
             made.append((self._make(state, update, loss), minibatch.denominator))
         if model == "actor":
             self.actor_updates += sum(stats.applied for stats, _ in made)
+            self.logprob_diffs = _logprob_diffs([stats.sums for stats, _ in made])
         return {**_step_metrics(made), "learning_rate": rate}
 
     def supervised(self, section: SFTSection, state: RunState, sequences: SFTSet) -> Metrics:
@@ -144,6 +150,13 @@ def _step_metrics(made: Sequence[tuple[TrainStats, float]]) -> Metrics:
     return {**totals, "skipped_updates": float(len(made) - len(applied))}
 
 
+def _logprob_diffs(updates: Sequence[Mapping[str, float]]) -> Histogram | None:
+    """Histogram from the loss sums of a step's updates, skipped ones too."""
+    edges = range(len(inner_diff_edges()))
+    above = [sum(sums.get(f"{_ABOVE}{place}", 0.0) for sums in updates) for place in edges]
+    return diff_histogram(above, sum(sums.get(_COMPARED, 0.0) for sums in updates))
+
+
 def _means(sums: Mapping[str, float], denominator: float) -> Metrics:
     """Losses divided by the loss's denominator, all other sums by their tokens' weights; none of those without any."""
     means = {}
@@ -185,6 +198,9 @@ def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, sec
     for name, values in (("logprob_diff_mean", difference), ("mismatch_kl", mismatch), ("mismatch_k1", truncation)):
         metrics[name], metrics[f"{name}/{_WEIGHT}"] = (values * batch.loss_weight).sum(), compared
     metrics["max/logprob_diff_max"] = difference.max()
+    edges = torch.tensor(inner_diff_edges(), device=difference.device)
+    above = (difference.detach()[:, None] > edges).sum(0)
+    metrics |= {_COMPARED: fresh.sum(), **{f"{_ABOVE}{place}": count for place, count in enumerate(above)}}
     return LossSums(sums["loss"], metrics)
 
 

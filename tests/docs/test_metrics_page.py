@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from rlhpc.core.histograms import NAMES, read_histograms
 from tests.docs.pages import DOCS, table_names
 from tests.helpers.runs import records, run, write_config
 
@@ -31,10 +32,13 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     )
     code, output = run(config)
     assert code == 0, output
-    metrics, samples = table_names(DOCS / "metrics.md")
+    metrics, samples, histograms = table_names(DOCS / "metrics.md")
     # tests/backends/test_experts.py has the first of these, tests/trainer/test_sampling.py the others
     elsewhere = {name for name in metrics if name.startswith(("experts/", "sampling/", "replay/", "tools/"))}
     elsewhere.add("perf/reward_model_seconds")
     assert {name for record in records(tmp_path / "run") for name in record} == set(metrics) - elsewhere
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert {name for line in lines for name in json.loads(line)} == set(samples)
+    (step,) = read_histograms(tmp_path / "run" / "histograms.jsonl")
+    assert set(step.histograms) == set(histograms) == set(NAMES)
+    assert all(sum(found.counts) == found.values > 0 for found in step.histograms.values())

@@ -146,7 +146,7 @@ def test_an_update_without_fresh_tokens_does_not_lower_their_mean() -> None:
 
 def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> None:
     from rlhpc.trainer.batches import packed
-    from rlhpc.trainer.update import policy_loss
+    from rlhpc.trainer.update import _logprob_diffs, policy_loss
 
     section = make_config({"kl": {"coefficient": 0.0}}).algorithm
     tokens = {
@@ -161,6 +161,12 @@ def test_engine_and_trainer_are_compared_where_both_had_the_same_weights() -> No
     assert (float(metrics["logprob_diff_mean"]), float(metrics["logprob_diff_mean/weight"])) == (0.5, 2)
     assert (float(metrics["max/logprob_diff_max"]), float(metrics["weight"])) == (0.5, 4)
     assert float(metrics["entropy"]) == 4
+    counts = _logprob_diffs([{name: float(value) for name, value in metrics.items()}] * 2)
+    assert counts is not None
+    assert (counts.values, sum(counts.counts)) == (4, 4), "two tokens in each of two updates"
+    filled = [(low, high) for low, high, count in counts.bins if count]
+    assert filled[0][0] == pytest.approx(1e-7), "0 is in the first bin"
+    assert filled[1][0] < 0.5 < filled[1][1]
 
 
 def test_the_distance_of_a_truncated_policy_is_measured() -> None:
@@ -263,3 +269,13 @@ def test_micro_batches_are_filled_up_with_blank_ones() -> None:
 
     batches = filled([(1,), (), (0,), ()], lambda ids: packed(make_role(), SAMPLES, {0: 1, 1: 1}, {}, ids))
     assert [batch.sample_ids for batch in batches] == [(1,), (0,), (), ()]
+
+
+def test_histograms_are_of_what_is_trained_on() -> None:
+    """The second token of the first response is a tool's."""
+    from rlhpc.trainer.step_histograms import step_histograms
+
+    advantages = [np.array([1, 50, 3], np.float32), np.array([-4, 5], np.float32)]
+    found = {name: value for name, value in step_histograms(SAMPLES, advantages).items() if value is not None}
+    ranges = {name: (value.low, value.high, value.values) for name, value in found.items()}
+    assert ranges == {"response/length": (2, 3, 2), "reward": (0, 1, 2), "advantage": (-4, 5, 4)}
