@@ -159,6 +159,11 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def prometheus(self) -> Path:
+        """Metrics of the newest step for Prometheus; absent without observe.prometheus."""
+        return self.path / "metrics.prom"
+
+    @property
     def histograms(self) -> Path:
         """Histograms of RL steps, at most observe.histogram_steps lines (rlhpc.core.histograms)."""
         return self.path / "histograms.jsonl"

@@ -40,9 +40,9 @@ class MetricsWriter:
                 self._board = writer(str(folder.tensorboard), purge_step=purge_step)
         self._file = LineFile(folder.metrics)
 
-    def write(self, phase: str, step: int, total_steps: int, metrics: Mapping[str, float]) -> None:
+    def write(self, phase: str, step: int, total_steps: int, metrics: Mapping[str, float]) -> Record:
         """Appends the metrics of ``step`` of ``total_steps`` in ``phase`` ("sft" or "rl"); on disk when it returns."""
-        record = {"phase": phase, "step": step, "total_steps": total_steps, "time": time.time(), **metrics}
+        record: Record = {"phase": phase, "step": step, "total_steps": total_steps, "time": time.time(), **metrics}
         self._file.append(json.dumps(record) + "\n")
         if phase == "sft":
             self._sft_steps = step
@@ -52,6 +52,7 @@ class MetricsWriter:
             for name, value in metrics.items():
                 with self._guard:
                     self._board.add_scalar(f"{phase}/{name}", value, place)
+        return record
 
     def close(self) -> None:
         """Closes TensorBoard's file."""

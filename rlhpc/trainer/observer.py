@@ -9,6 +9,7 @@ from rlhpc.api import RunState
 from rlhpc.observe.flat_reward import FlatReward
 from rlhpc.observe.memory import memory_in_use
 from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.observe.prometheus import PrometheusFile
 from rlhpc.observe.rank_numbers import RankNumbers
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step_histograms import RunHistograms
@@ -26,6 +27,7 @@ class Observer:
         self._numbers.add("the memory in use", memory_in_use)
         first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
         self._writer = MetricsWriter(run.context.run, state, tensorboard=tensorboard) if first else None
+        self._prometheus = PrometheusFile(run.config.observe, run.config.name, run.context.run)
         self._histograms = RunHistograms(run.config, run.context.run)
 
     def step(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
@@ -40,7 +42,7 @@ class Observer:
             metrics["perf/step_seconds"] = seconds
         if gathered is not None:
             metrics |= gathered.metrics()
-        self._writer.write(phase, step, total, metrics)
+        self._prometheus.write(self._writer.write(phase, step, total, metrics))
         if phase == "rl" and (data := self._run.step_data) is not None and step:
             diffs = self._run.updater.logprob_diffs
             self._histograms.step(step, data.samples, data.estimate.advantages, diffs)
