@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhpc.config.section import NonNegativeInt, Section
+from rlhpc.config.section import NonNegativeInt, PositiveInt, Section
+
+
+class TrainingSamplesSection(Section):
+    """Samples of training steps, as Parquet files in the run folder."""
+
+    every: NonNegativeInt = 10
+    """Interval in RL steps at which a step's samples are kept, after the first step's; 0: never."""
+    most_mib: PositiveInt = 256
+    """Maximum size of these files together, in MiB: the oldest but the first are removed."""
 
 
 class ObserveSection(Section):
@@ -17,3 +26,5 @@ class ObserveSection(Section):
     prometheus: bool | Path = False
     """Prometheus text file with the metrics of the newest step: metrics.prom in the run folder (true), a file with the
     suffix .prom, or a folder for rlhpc-<run>.prom, on the node of rank 0."""
+    training_samples: TrainingSamplesSection | None = TrainingSamplesSection()
+    """Samples of training steps, written to training_samples in the run folder; null: none."""

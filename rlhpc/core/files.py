@@ -12,10 +12,10 @@ from typing import Any
 from rlhpc.core.storage import Patience, patiently
 
 
-def write_atomic(path: Path, text: str, patience: Patience | None = None, *, private: bool = False) -> None:
+def write_atomic(path: Path, text: str | bytes, patience: Patience | None = None, *, private: bool = False) -> None:
     """Writes ``text`` so that a reader sees the old file or the new one, never a part. The folder must exist: making it
     would let ranks write that were fenced off (rlhpc.core.attempts). ``private``: mode 0600 from the first byte."""
-    data = text.encode()
+    data = text.encode() if isinstance(text, str) else text
     patiently(lambda: _replace(path, data, 0o600 if private else 0o666), path, patience)
 
 

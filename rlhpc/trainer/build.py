@@ -42,6 +42,7 @@ from rlhpc.trainer.roles import EngineRank, Models
 from rlhpc.trainer.rollout import Rollout
 from rlhpc.trainer.run import Rollouts, Run
 from rlhpc.trainer.sampling import Sampler
+from rlhpc.trainer.training_samples import SampleTexts
 from rlhpc.trainer.update import Updater
 
 
@@ -111,6 +112,7 @@ def _add_rollouts(run: Run, tokenizer: Tokenizer, engine: RolloutEngine, parts: 
         needs_greedy, least = run.algorithm.needs_greedy, _least_samples(config, models)
         sampler = Sampler(config, rollout, data.prompts, run.carryover, scorer, least, needs_greedy)
         run.rl = Rollouts(weights, sampler)
+        run.texts = SampleTexts(tokenizer, data.prompts.numbered, tools=bool(config.rollout.tools))
     if data.validation is not None:
         run.evaluator = Evaluator(config, run.context, data.validation, tokenizer, rollout, weights, scorer)
     users = [user for user in (parts.reward_workers, parts.tools) if user is not None]

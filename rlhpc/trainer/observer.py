@@ -13,6 +13,7 @@ from rlhpc.observe.prometheus import PrometheusFile
 from rlhpc.observe.rank_numbers import RankNumbers
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step_histograms import RunHistograms
+from rlhpc.trainer.training_samples import TrainingSamples
 from rlhpc.trainer.update import Metrics
 
 _log = logging.getLogger(__name__)
@@ -29,11 +30,14 @@ class Observer:
         self._writer = MetricsWriter(run.context.run, state, tensorboard=tensorboard) if first else None
         self._prometheus = PrometheusFile(run.config.observe, run.config.name, run.context.run)
         self._histograms = RunHistograms(run.config, run.context.run)
+        self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
 
     def step(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
         """Records ``step`` of ``total`` in ``phase``, which began at ``time.perf_counter()`` ``began``. Collective."""
         seconds = time.perf_counter() - began
         gathered = self._numbers.gather() if step else None  # step 0 is a validation alone
+        if phase == "rl" and (data := self._run.step_data) is not None:
+            self._samples.step(step, data.samples, data.estimate.advantages, data.values.get("old_log_probs"))
         if self._writer is None:
             return
         tokens = metrics.pop("tokens", None)
@@ -51,5 +55,6 @@ class Observer:
 
     def close(self) -> None:
         """Closes the files."""
+        self._samples.close()
         if self._writer is not None:
             self._writer.close()

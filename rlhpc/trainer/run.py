@@ -17,6 +17,7 @@ from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.roles import Models, PerSample
 from rlhpc.trainer.sampling import Sampler
+from rlhpc.trainer.training_samples import SampleTexts
 from rlhpc.trainer.update import Updater
 
 
@@ -50,6 +51,7 @@ class Run:
     carryover: Carryover
     rl: Rollouts | None = None  # None without RL steps
     evaluator: Evaluator | None = None  # None without held-out prompts
+    texts: SampleTexts | None = None  # of what RL trains on; None without RL steps
     sft: SFTSet | None = None  # None without a warm-up
     closers: tuple[Callable[[], None], ...] = ()  # called at the end of the run
     step_data: StepData | None = (

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core.histograms import NAMES, read_histograms
+from rlhpc.observe.training_samples import read_file
 from tests.docs.pages import DOCS, table_names
 from tests.helpers.runs import records, run, write_config
 
@@ -32,7 +33,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     )
     code, output = run(config)
     assert code == 0, output
-    metrics, samples, histograms = table_names(DOCS / "metrics.md")
+    metrics, samples, histograms, training = table_names(DOCS / "metrics.md")
     # tests/backends/test_experts.py has the first of these, tests/trainer/test_sampling.py the others
     elsewhere = {name for name in metrics if name.startswith(("experts/", "sampling/", "replay/", "tools/"))}
     elsewhere.add("perf/reward_model_seconds")
@@ -42,3 +43,7 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     (step,) = read_histograms(tmp_path / "run" / "histograms.jsonl")
     assert set(step.histograms) == set(histograms) == set(NAMES)
     assert all(sum(found.counts) == found.values > 0 for found in step.histograms.values())
+    (sample, *_) = read_file(tmp_path / "run" / "training_samples" / "step-00000001.parquet")
+    assert (sample["step"], sample["logprob_diff_mean"] < 0.01) == (1, True)
+    columns = {name for name in (*sample, "reward/NAME") if name != "parts"}
+    assert columns == {*training, *samples} - {"set", "parts"}

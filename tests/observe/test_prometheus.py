@@ -29,7 +29,7 @@ RECORD: dict[str, Any] = {
 }
 
 
-def to(place: bool | Path) -> ObserveSection:  # noqa: FBT001
+def to(place: bool | Path) -> ObserveSection:
     return ObserveSection(prometheus=place)
 
 
