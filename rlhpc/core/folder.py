@@ -168,6 +168,7 @@ class RunFolder:
         """Histograms of RL steps, at most observe.histogram_steps lines (rlhpc.core.histograms)."""
         return self.path / "histograms.jsonl"
 
+    @property
     def training_samples(self) -> Path:
         """One Parquet file for each step whose samples are kept (rlhpc.observe.training_samples)."""
         return self.path / "training_samples"

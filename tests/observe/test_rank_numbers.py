@@ -23,17 +23,18 @@ def _steps_of_a_rank() -> list[dict[str, float]]:
     from tests.observe.test_rank_numbers import collectives_counted
 
     rank, numbers, found = int(os.environ[env.RANK]), RankNumbers(), []
-    step = 0
+    taken = 0
 
     def own() -> dict[str, float]:
-        if step == 5 and rank == 1:
+        if taken == 5 and rank == 1:
             raise OSError("gone")
-        late = {"late": 7.0} if step >= 3 and rank == 1 else {}
-        return {"a": rank + step / 10, "b": -1.0 * rank, **late}
+        late = {"late": 7.0} if taken >= 3 and rank == 1 else {}
+        return {"a": rank + taken / 10, "b": -1.0 * rank, **late}
 
     numbers.add("test numbers", own, ("mean", "max", "min", "sum"))
     numbers.add("hidden ones", lambda: {"hidden": float(rank)}, ())
-    for step in range(1, 6):
+    for _ in range(5):
+        taken += 1
         with collectives_counted(dist) as calls:
             gathered = numbers.gather()
         found.append({**gathered.metrics(), "calls": len(calls), "hidden": gathered.column("hidden")})
