@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhpc.config.section import NonNegativeInt, PositiveInt, Section
+from rlhpc.config.section import NonNegativeInt, NonNegativeSeconds, PositiveInt, Section
 
 
 class TrainingSamplesSection(Section):
@@ -28,3 +28,5 @@ class ObserveSection(Section):
     suffix .prom, or a folder for rlhpc-<run>.prom, on the node of rank 0."""
     training_samples: TrainingSamplesSection | None = TrainingSamplesSection()
     """Samples of training steps, written to training_samples in the run folder; null: none."""
+    device_seconds: NonNegativeSeconds = 5.0
+    """Period of the readings of each rank's GPU (utilization, power, temperature, errors), in seconds; 0 for none."""

@@ -1,6 +1,7 @@
 """Gathers numbers of all ranks, such as their memory, in one collective per step.
 
-A contributor returns numbers by name. A rank that lacks a name contributes NaN, and has no part in its metrics.
+A contributor returns numbers by name. A rank that lacks a name contributes NaN, and has no part in its metrics. Names
+that come without reductions end in their own one, as ``gpu/power_watts_max``.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from rlhpc.core.shown import ShownOnly
 Contributor = Callable[[], Mapping[str, float]]
 
 _MOST_NAMES = 4096
+_KINDS = ("mean", "max", "min", "sum")
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,15 @@ class Gathered:
         return [float(value) for value in self.table[:, self.names.index(name)]]
 
     def metrics(self) -> dict[str, float]:
-        """``NAME_REDUCTION`` of every name, and ``NAME_max_rank``, the rank of the maximum."""
+        """``NAME_REDUCTION`` of every name, and ``NAME_max_rank`` and ``NAME_min_rank``, the rank that has it."""
         found: dict[str, float] = {}
         for name in self.names:
-            if kinds := self.reductions.get(name, ()):
-                found |= {f"{name}_{key}": value for key, value in _reduced(self.column(name), kinds).items()}
+            base, kinds = name, self.reductions.get(name, ())
+            if name not in self.reductions:
+                base, _, kind = name.rpartition("_")
+                kinds = (kind,) if kind in _KINDS else ()
+            if kinds:
+                found |= {f"{base}_{key}": value for key, value in _reduced(self.column(name), kinds).items()}
         return found
 
 
@@ -52,13 +58,15 @@ class RankNumbers:
     """Contributors of this rank. All ranks add the same ones; the names that they return may differ."""
 
     def __init__(self) -> None:
-        self._contributors: list[tuple[Contributor, tuple[str, ...], ShownOnly]] = []
+        self._contributors: list[tuple[Contributor, tuple[str, ...] | None, ShownOnly]] = []
         self._names: tuple[str, ...] = ()  # equal on every rank
         self._reductions: dict[str, tuple[str, ...]] = {}
 
-    def add(self, what: str, contributor: Contributor, reductions: Iterable[str] = ("mean", "max")) -> None:
-        """Adds a contributor. Its failure is reported once, as one of ``what``, and never ends the run."""
-        self._contributors.append((contributor, tuple(reductions), ShownOnly(what)))
+    def add(self, what: str, contributor: Contributor, reductions: Iterable[str] | None = ("mean", "max")) -> None:
+        """Adds a contributor. Its failure is reported once, as one of ``what``, and never ends the run. Without
+        ``reductions`` its names end in them."""
+        kinds = None if reductions is None else tuple(reductions)
+        self._contributors.append((contributor, kinds, ShownOnly(what)))
 
     def gather(self) -> Gathered:
         """Numbers of all ranks on every rank. Collective: a few numbers in CPU memory; twice if names are new."""
@@ -67,7 +75,7 @@ class RankNumbers:
             with guard:
                 found = contributor()
                 own |= found
-                self._reductions |= dict.fromkeys(found, kinds)
+                self._reductions |= dict.fromkeys(found, kinds) if kinds is not None else {}
         while True:
             new = len(self._names) < _MOST_NAMES and not own.keys() <= set(self._names)
             row = torch.tensor([float(new), *(own.get(name, math.nan) for name in self._names)], dtype=torch.float64)
@@ -98,7 +106,8 @@ def _reduced(values: list[float], kinds: Iterable[str]) -> dict[str, float]:
         elif kind == "sum":
             found["sum"] = sum(known.values())
         elif kind == "min":
-            found["min"] = min(known.values())
+            rank = min(known, key=lambda rank: known[rank])
+            found |= {"min": known[rank], "min_rank": float(rank)}
         else:
             rank = max(known, key=lambda rank: known[rank])
             found |= {"max": known[rank], "max_rank": float(rank)}

@@ -7,6 +7,7 @@ import time
 
 from rlhpc.api import RunState
 from rlhpc.observe.flat_reward import FlatReward
+from rlhpc.observe.gpu_readings import GpuReadings
 from rlhpc.observe.memory import memory_in_use
 from rlhpc.observe.metrics import MetricsWriter
 from rlhpc.observe.prometheus import PrometheusFile
@@ -26,6 +27,10 @@ class Observer:
         self._run, self._flat = run, FlatReward()
         self._numbers = RankNumbers()
         self._numbers.add("the memory in use", memory_in_use)
+        info = run.context.info
+        self._gpu = GpuReadings.of_rank(run.config.observe.device_seconds, warns=info.local_rank == 0)
+        if self._gpu is not None:
+            self._numbers.add("readings of the GPU", self._gpu.take, None)
         first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
         self._writer = MetricsWriter(run.context.run, state, tensorboard=tensorboard) if first else None
         self._prometheus = PrometheusFile(run.config.observe, run.config.name, run.context.run)
@@ -54,7 +59,9 @@ class Observer:
             _log.warning(warning)
 
     def close(self) -> None:
-        """Closes the files."""
+        """Closes the files and ends the readings."""
         self._samples.close()
+        if self._gpu is not None:
+            self._gpu.close()
         if self._writer is not None:
             self._writer.close()

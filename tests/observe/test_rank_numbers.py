@@ -32,6 +32,7 @@ def _steps_of_a_rank() -> list[dict[str, float]]:
         return {"a": rank + taken / 10, "b": -1.0 * rank, **late}
 
     numbers.add("test numbers", own, ("mean", "max", "min", "sum"))
+    numbers.add("named ones", lambda: {"watts_max": 9.0 - rank, "idle_min": 1.0 * rank} if rank else {}, None)
     numbers.add("hidden ones", lambda: {"hidden": float(rank)}, ())
     for _ in range(5):
         taken += 1
@@ -69,6 +70,8 @@ def test_each_step_gathers_the_numbers_of_all_ranks_in_one_collective() -> None:
     assert first[1]["a_mean"] == pytest.approx(1.2)
     assert (first[1]["a_max"], first[1]["a_max_rank"], first[1]["b_min"], first[1]["b_sum"]) == (2.2, 2, -2, -3)
     assert (first[1]["b_max"], first[1]["b_max_rank"], first[1]["hidden"]) == (0, 0, [0, 1, 2])
+    assert (first[1]["watts_max"], first[1]["watts_max_rank"]) == (8, 1)  # though the first rank lacks them
+    assert (first[1]["idle_min"], first[1]["idle_min_rank"]) == (1, 1)
     assert "hidden_mean" not in first[1]
     assert "late_max" not in first[1]
     # A name that the first rank lacks has no reduction there, but it is gathered.
