@@ -56,6 +56,8 @@ TORCH_FREE = (
     "data.mixing",
     "data.packing",
     "observe.progress",
+    "observe.sample_choice",
+    "observe.training_samples",
     "reshard.block_index",
     "reshard.checksum_plan",
     "reshard.plan",

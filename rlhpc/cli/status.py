@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import click
 
+from rlhpc.cli.following import run_over
 from rlhpc.cli.options import JSON, grouped
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
-    from rlhpc.launch.runs.run_registry import RunEntry
     from rlhpc.launch.runs.status import RunStatus
 
 _WATCH_SECONDS = 2.0
@@ -83,7 +82,7 @@ def logs(*, run: str, choice: _Choice, lines: int, follow: bool) -> None:
     if not follow:
         return
     try:
-        for text in follow_log(files[0].path, ends[0], _over(known)):
+        for text in follow_log(files[0].path, ends[0], run_over(known)):
             click.echo(text, nl=False)
     except KeyboardInterrupt:
         click.echo()
@@ -144,34 +143,3 @@ def _watch(names: tuple[str, ...]) -> None:
         while True:
             live.update(overview(_read(names)), refresh=True)
             time.sleep(_WATCH_SECONDS)
-
-
-def _over(run: RunEntry) -> Callable[[], bool]:
-    """Function that reports whether the run is over; it asks Slurm every few seconds only.
-
-    Jobs continue without a controller: while none answers, the run is not over.
-    """
-    import time
-
-    from rlhpc.launch.run_lock import is_locked
-    from rlhpc.launch.slurm.queue import read_job
-
-    asked, over, reported = float("-inf"), False, ""
-
-    def ended() -> bool:
-        nonlocal asked, over, reported
-        if not over and time.monotonic() - asked > _WATCH_SECONDS:
-            if run.job is None:
-                over = not is_locked(run.folder)
-            else:
-                try:
-                    job = read_job(run.job.job_id)
-                    over, reported = job is None or not job.live, ""
-                except UserError as error:
-                    if str(error) != reported:
-                        click.echo(f"rlhpc: {error}", err=True)
-                    reported = str(error)
-            asked = time.monotonic()
-        return over
-
-    return ended
