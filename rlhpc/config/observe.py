@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlhpc.config.section import NonNegativeInt, NonNegativeSeconds, PositiveInt, Section
+from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, NonNegativeSeconds, PositiveInt, Section
 
 
 class TrainingSamplesSection(Section):
@@ -30,3 +30,7 @@ class ObserveSection(Section):
     """Samples of training steps, written to training_samples in the run folder; null: none."""
     device_seconds: NonNegativeSeconds = 5.0
     """Period of the readings of each rank's GPU (utilization, power, temperature, errors), in seconds; 0 for none."""
+    timeline_steps: NonNegativeInt = 200
+    """Number of newest steps whose phases on every rank are kept in timeline.jsonl; 0 turns it off."""
+    straggler_minutes: NonNegativeFloat = 2.0
+    """Minutes, and at least 5 steps, in which a rank must be slower than the others to be named as straggler."""

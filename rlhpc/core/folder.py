@@ -65,6 +65,11 @@ class AttemptFolder:
         return self.path / "times.json"
 
     @property
+    def cost(self) -> Path:
+        """Seconds of all its ranks, idle ones, and tokens (rlhpc.observe.cost)."""
+        return self.path / "cost.json"
+
+    @property
     def deadline(self) -> Path:
         """Time at which Slurm will end the job, as last reported."""
         return self.path / "deadline.json"
@@ -152,6 +157,11 @@ class RunFolder:
     def metrics(self) -> Path:
         """One JSON object per step."""
         return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """Phases of the newest steps on every rank (rlhpc.core.timeline)."""
+        return self.path / "timeline.jsonl"
 
     @property
     def samples(self) -> Path:

@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from rlhpc.api import RunState
+from rlhpc.core import spans
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import LineFile, write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record, is_step, parse_records
 from rlhpc.core.shown import ShownOnly
 from rlhpc.core.storage import exists, patiently
+from rlhpc.parallel.waits import settle_waits
 
 
 class MetricsWriter:
@@ -62,7 +64,10 @@ class MetricsWriter:
 
 
 class Stopwatch:
-    """Seconds per phase of a step: ``with clock("rollout"): …``; sums the times of a phase entered twice."""
+    """Seconds per phase of a step: ``with clock("rollout"): …``; sums the times of a phase entered twice.
+
+    Its phases are those of the rank's step (rlhpc.core.spans).
+    """
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -70,10 +75,14 @@ class Stopwatch:
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         began = _now()
+        spans.enter(phase)
         try:
             yield
         finally:
-            self._seconds[phase] = self._seconds.get(phase, 0.0) + _now() - began
+            ended = _now()
+            settle_waits()
+            spans.leave(began, ended)
+            self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - began
 
     def metrics(self) -> dict[str, float]:
         """``perf/<phase>_seconds`` of every phase."""

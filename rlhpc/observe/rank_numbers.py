@@ -79,9 +79,9 @@ class RankNumbers:
         while True:
             new = len(self._names) < _MOST_NAMES and not own.keys() <= set(self._names)
             row = torch.tensor([float(new), *(own.get(name, math.nan) for name in self._names)], dtype=torch.float64)
-            table = torch.empty(dist.get_world_size() * len(row), dtype=torch.float64)
-            dist.all_gather_into_tensor(table, row)
-            rows = table.view(-1, len(row)).numpy()
+            parts = [torch.empty_like(row) for _ in range(dist.get_world_size())]
+            dist.all_gather(parts, row)
+            rows = torch.stack(parts).numpy()
             if not rows[:, 0].any():
                 return Gathered(self._names, rows[:, 1:], self._reductions)
             self._names = _all_names({*self._names, *own})

@@ -84,7 +84,7 @@ def _finding(result: Mapping[str, Any]) -> str:
 
 
 def _text(folder: RunFolder, records: Sequence[Record], samples: Sequence[Record]) -> str:
-    tables = (_final_metrics(records), _validations(records), _last_samples(samples))
+    tables = (_final_metrics(records), _validations(records), _cost(records), _last_samples(samples))
     return _printed(tables, folder.report, "Plots")
 
 
@@ -142,6 +142,16 @@ def _validations(records: Sequence[Record]) -> Any:
     for record in records:
         if VALIDATION in record:
             table.add_row(str(record["step"]), _number(record[VALIDATION]), _number(record.get(REWARD)))
+    return table
+
+
+def _cost(records: Sequence[Record]) -> Any:
+    """GPU-hours of all attempts, the idle share of them, and what they trained on."""
+    last: Mapping[str, Any] = next((record for record in reversed(records) if "cost/gpu_hours" in record), {})
+    hours, idle, tokens = (number(last.get(f"cost/{name}")) for name in ("gpu_hours", "idle_gpu_hours", "tokens"))
+    table = _table("Cost of the run", "GPU-hours", "idle in phases", "tokens", "tokens per GPU-hour")
+    if hours and idle is not None and tokens is not None:
+        table.add_row(_number(hours), f"{idle / hours:.1%}", _number(tokens), _number(tokens / hours))
     return table
 
 

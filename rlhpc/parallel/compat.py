@@ -10,21 +10,18 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
-import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rlhpc.core.errors import UserError
-from rlhpc.core.storage import patiently
 from rlhpc.parallel import cpu_stand_ins, sealed
 from rlhpc.parallel.loading import RestrictedLoad
-from rlhpc.parallel.saving import patient_writer, write_archive
+from rlhpc.parallel.saving import patient_stand_ins
 from rlhpc.sharding.layout import ParallelLayout
 
 
@@ -190,6 +187,22 @@ def replace_gloo(make: Callable[..., Any]) -> None:
     c10d.ProcessGroupGloo = Replaced("ProcessGroupGloo", (), {})
 
 
+# Methods of a process group that run a collective.
+_COLLECTIVES = re.compile(r"_?(all_?(reduce|gather|to_?all)|reduce|broadcast|gather|scatter|barrier|end_coalesc).*")
+
+
+def time_collectives(measured: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Wraps in ``measured`` what waits for other ranks. Every wait of torch, Megatron and vLLM on the host is one call.
+
+    With a GPU also the collectives themselves: NCCL runs a synchronous one in the caller's stream, and there is nothing
+    to wait for (distributed_c10d.py:3245).
+    """
+    work, group = torch._C._distributed_c10d.Work, dist.ProcessGroup
+    work.wait = measured(work.wait)
+    for name in filter(_COLLECTIVES.fullmatch, dir(group) if torch.cuda.is_available() else ()):
+        setattr(group, name, measured(getattr(group, name)))
+
+
 def initialize_model_parallel(layout: ParallelLayout) -> None:
     """Creates Megatron's process groups for a layout in its globals. Collective.
 
@@ -273,48 +286,8 @@ def patient_saves(folder: Path, failures: list[OSError]) -> Iterator[None]:
     between collectives is raised on rank 0 alone, and the others wait for it forever (serialization.py:383/411/422,
     state_dict_saver.py:112/243). Here such errors are appended to ``failures``, for the ranks to agree on afterwards.
     """
-    with _replaced(_patient_stand_ins(folder, failures)):
+    with _replaced(patient_stand_ins(folder, failures)):
         yield
-
-
-def _patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[Any, str, Any]]:
-    from megatron.core.dist_checkpointing import core, serialization
-    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
-
-    writer, saver = filesystem_async.FileSystemWriterAsync, common.TorchCommonSaveStrategy
-    shared_queue = filesystem_async._get_write_results_queue
-
-    def deferred(act: Callable[..., Any]) -> Callable[..., Any]:
-        def try_(*args: Any) -> Any:
-            try:
-                return patiently(lambda: act(*args), checkpoint)
-            except OSError as error:
-                failures.append(error)
-                return args[-1]  # the result of prepare_local_plan; the other functions return nothing
-
-        return try_
-
-    def save_common(self: Any, state: Any, folder: str) -> None:
-        if dist.get_rank() == 0:
-            write_archive(Path(folder, common.COMMON_STATE_FNAME), state)
-
-    def save_config(config: Any, folder: str) -> None:
-        core.save_config(config, folder)
-        with open(Path(folder, core.CONFIG_FNAME)) as file:
-            os.fsync(file.fileno())
-
-    return [
-        # Called only to warn if the folder is not empty. Ours is new.
-        (serialization, "Path", lambda path: SimpleNamespace(iterdir=lambda: iter(()))),
-        (serialization, "save_config", deferred(save_config)),
-        (saver, "save_common", deferred(save_common)),
-        (writer, "prepare_local_plan", deferred(writer.prepare_local_plan)),
-        (writer, "finish", deferred(writer.finish)),
-        (writer, "write_preloaded_data", staticmethod(patient_writer(writer.write_preloaded_data))),
-        # All saves share one queue of results (filesystem_async.py:51). Of two models saved in the background at once,
-        # each would put the other's results into its metadata if the second one's writer ends first.
-        (filesystem_async, "_get_write_results_queue", lambda: shared_queue()._manager.Queue()),
-    ]
 
 
 @contextlib.contextmanager

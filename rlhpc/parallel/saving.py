@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from rlhpc.core.storage import os_error_in, patiently
 from rlhpc.parallel import pinned_memory
@@ -84,3 +86,44 @@ class _Reply:
     def get(self) -> None: ...
 
     def task_done(self) -> None: ...
+
+
+def patient_stand_ins(checkpoint: Path, failures: list[OSError]) -> list[tuple[Any, str, Any]]:
+    """(module or class, name, value) for rlhpc.parallel.compat.patient_saves."""
+    from megatron.core.dist_checkpointing import core, serialization
+    from megatron.core.dist_checkpointing.strategies import common, filesystem_async
+
+    writer, saver = filesystem_async.FileSystemWriterAsync, common.TorchCommonSaveStrategy
+    shared_queue = filesystem_async._get_write_results_queue
+
+    def deferred(act: Callable[..., Any]) -> Callable[..., Any]:
+        def try_(*args: Any) -> Any:
+            try:
+                return patiently(lambda: act(*args), checkpoint)
+            except OSError as error:
+                failures.append(error)
+                return args[-1]  # the result of prepare_local_plan; the other functions return nothing
+
+        return try_
+
+    def save_common(self: Any, state: Any, folder: str) -> None:
+        if dist.get_rank() == 0:
+            write_archive(Path(folder, common.COMMON_STATE_FNAME), state)
+
+    def save_config(config: Any, folder: str) -> None:
+        core.save_config(config, folder)
+        with open(Path(folder, core.CONFIG_FNAME)) as file:
+            os.fsync(file.fileno())
+
+    return [
+        # Called only to warn if the folder is not empty. Ours is new.
+        (serialization, "Path", lambda path: SimpleNamespace(iterdir=lambda: iter(()))),
+        (serialization, "save_config", deferred(save_config)),
+        (saver, "save_common", deferred(save_common)),
+        (writer, "prepare_local_plan", deferred(writer.prepare_local_plan)),
+        (writer, "finish", deferred(writer.finish)),
+        (writer, "write_preloaded_data", staticmethod(patient_writer(writer.write_preloaded_data))),
+        # All saves share one queue of results (filesystem_async.py:51). Of two models saved in the background at once,
+        # each would put the other's results into its metadata if the second one's writer ends first.
+        (filesystem_async, "_get_write_results_queue", lambda: shared_queue()._manager.Queue()),
+    ]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlhpc.api import Completion, RewardResult, RewardWorkers, RolloutEngine, Sample
+from rlhpc.core import spans
 from rlhpc.core.heartbeat import touch
 from rlhpc.rollout.requests import Sampling, Task, request_of, with_sampled, with_tool_tokens
 
@@ -99,7 +100,9 @@ class Collector:
         long tools take.
         """
         while self.in_flight and steps != 0:
-            for key, completion in self._engine.step():
+            finished = self._engine.step()
+            spans.worked(sum(len(completion.tokens) for _, completion in finished), rounds=1)
+            for key, completion in finished:
                 self._end_turn(self._requests.pop(key), completion, key)
             if self._calling:
                 self._take_replies(in_steps=steps is not None)
@@ -114,7 +117,8 @@ class Collector:
         if self._reward_workers is None:
             return []
         touch("score")
-        results = self._reward_workers.results()
+        with spans.part("reward", waits=True):
+            results = self._reward_workers.results()
         found = []
         for key, result in results.items():
             task = self._being_scored.pop(key)
@@ -128,6 +132,7 @@ class Collector:
         assert not self._calling, "tools are still running"
         unfinished = self._engine.abort(list(self._requests))
         found = []
+        spans.worked(sum(len(completion.tokens) for completion in unfinished.values()))
         for key, completion in unfinished.items():
             task = self._requests.pop(key)
             self._leave(task)
@@ -155,7 +160,8 @@ class Collector:
 
     def _replies(self, *, all_of_them: bool) -> dict[int, Reply]:
         assert self._dialogue is not None
-        return self._dialogue.answers(all_of_them=all_of_them)
+        with spans.part("tools", waits=True):
+            return self._dialogue.answers(all_of_them=all_of_them)
 
     def _take_replies(self, *, in_steps: bool) -> None:
         """Takes replies of tools; waits for them only if the engine is idle."""

@@ -55,6 +55,7 @@ class Loop:
         sft, train, state = self._config.sft, self._config.train, self.state
         while sft and state.sft_step < sft.steps:
             self._stopper.begin()
+            self._observer.begin()
             began = time.perf_counter()
             metrics, validated = sft_step(self._run, state), {}
             state.sft_step += 1
@@ -67,6 +68,7 @@ class Loop:
             self._begin_rl()
         while state.step < train.steps:
             self._stopper.begin()
+            self._observer.begin()
             began = time.perf_counter()
             metrics, validated = take_step(self._rl_step, self._run, state), {}
             if state.step % self._config.validation.every == 0 or state.step == train.steps:

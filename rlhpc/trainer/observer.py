@@ -6,13 +6,23 @@ import logging
 import time
 
 from rlhpc.api import RunState
+from rlhpc.core import spans
+from rlhpc.core.own_time import observing
+from rlhpc.core.shown import ShownOnly
+from rlhpc.core.timeline import StepTimeline
+from rlhpc.observe.cost import CostMeter
 from rlhpc.observe.flat_reward import FlatReward
 from rlhpc.observe.gpu_readings import GpuReadings
 from rlhpc.observe.memory import memory_in_use
 from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.observe.own_cost import OwnCost, own_cost_metrics
+from rlhpc.observe.phases import load_numbers, loads_of, span_numbers, spans_of, wait_numbers, work_numbers
 from rlhpc.observe.prometheus import PrometheusFile
-from rlhpc.observe.rank_numbers import RankNumbers
-from rlhpc.trainer.run import Run
+from rlhpc.observe.rank_numbers import Gathered, RankNumbers
+from rlhpc.observe.stragglers import Stragglers
+from rlhpc.observe.timeline_file import TimelineFile
+from rlhpc.parallel.waits import measure_waits
+from rlhpc.trainer.run import Run, StepData
 from rlhpc.trainer.step_histograms import RunHistograms
 from rlhpc.trainer.training_samples import TrainingSamples
 from rlhpc.trainer.update import Metrics
@@ -24,44 +34,110 @@ class Observer:
     """Records the steps of one rank. Only the first rank writes."""
 
     def __init__(self, run: Run, state: RunState) -> None:
-        self._run, self._flat = run, FlatReward()
+        self._run = run
+        measure_waits()
+        spans.take()
+        self._spans, self._began = spans.StepSpans(), time.perf_counter()
+        info = run.context.info
         self._numbers = RankNumbers()
         self._numbers.add("the memory in use", memory_in_use)
-        info = run.context.info
         self._gpu = GpuReadings.of_rank(run.config.observe.device_seconds, warns=info.local_rank == 0)
         if self._gpu is not None:
             self._numbers.add("readings of the GPU", self._gpu.take, None)
-        first, tensorboard = run.context.info.rank == 0, run.config.observe.tensorboard
-        self._writer = MetricsWriter(run.context.run, state, tensorboard=tensorboard) if first else None
-        self._prometheus = PrometheusFile(run.config.observe, run.config.name, run.context.run)
-        self._histograms = RunHistograms(run.config, run.context.run)
-        self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
+        self._numbers.add("the waits", lambda: wait_numbers(self._spans))
+        self._numbers.add("the busy times", lambda: work_numbers(self._spans))
+        self._numbers.add("the timeline", lambda: span_numbers(self._spans, self._began), ())
+        self._numbers.add("the straggler", lambda: load_numbers(self._spans), ())
+        self._numbers.add("the cost of observers", OwnCost(), ())
+        with observing():
+            self._first = _FirstRank(run, state) if info.rank == 0 else None
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._began = time.perf_counter()
 
     def step(self, phase: str, step: int, total: int, metrics: Metrics, began: float) -> None:
-        """Records ``step`` of ``total`` in ``phase``, which began at ``time.perf_counter()`` ``began``. Collective."""
-        seconds = time.perf_counter() - began
-        gathered = self._numbers.gather() if step else None  # step 0 is a validation alone
-        if phase == "rl" and (data := self._run.step_data) is not None:
-            self._samples.step(step, data.samples, data.estimate.advantages, data.values.get("old_log_probs"))
-        if self._writer is None:
-            return
-        tokens = metrics.pop("tokens", None)
-        if tokens is not None:
-            metrics["perf/tokens_per_second"] = tokens / seconds
-            metrics["perf/step_seconds"] = seconds
-        if gathered is not None:
-            metrics |= gathered.metrics()
-        self._prometheus.write(self._writer.write(phase, step, total, metrics))
-        if phase == "rl" and (data := self._run.step_data) is not None and step:
-            diffs = self._run.updater.logprob_diffs
-            self._histograms.step(step, data.samples, data.estimate.advantages, diffs)
-        if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
-            _log.warning(warning)
+        """Records ``step`` of ``total`` in ``phase``. Its time counts from ``began``, by ``time.perf_counter()``: after
+        ``begin`` by the time of a validation. Collective."""
+        with observing():
+            seconds = time.perf_counter() - began
+            self._spans = spans.take()
+            gathered = self._numbers.gather() if step else None  # step 0 is a validation alone
+            if self._first is None:
+                return
+            tokens = metrics.pop("tokens", None)
+            if tokens is not None:
+                metrics["perf/tokens_per_second"] = tokens / seconds
+                metrics["perf/step_seconds"] = seconds
+            if gathered is not None:
+                metrics |= gathered.metrics() | self._first.metrics(gathered, seconds, tokens or 0.0)
+            self._first.write(phase, step, total, metrics)
+            if gathered is not None:
+                self._first.draw(phase, step, gathered)
+            if step and phase == "rl" and self._run.step_data is not None:
+                self._first.keep(step, self._run.step_data)
 
     def close(self) -> None:
         """Closes the files and ends the readings."""
-        self._samples.close()
         if self._gpu is not None:
             self._gpu.close()
-        if self._writer is not None:
-            self._writer.close()
+        if self._first is not None:
+            self._first.close()
+
+
+class _FirstRank:
+    """What the first rank finds and writes of all ranks."""
+
+    def __init__(self, run: Run, state: RunState) -> None:
+        section, layout, folder = run.config.observe, run.models.actor.layout, run.context.run
+        stages = [layout.coord(rank)["pp"] for rank in range(layout.world_size)]
+        self._run, self._flat = run, FlatReward()
+        self._writer = MetricsWriter(folder, state, tensorboard=section.tensorboard)
+        self._prometheus = PrometheusFile(section, run.config.name, folder)
+        self._histograms = RunHistograms(run.config, folder)
+        self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
+        self._stragglers = Stragglers(stages, 60 * section.straggler_minutes)
+        self._guard, self._timeline = ShownOnly("the timeline"), None
+        with self._guard:
+            self._timeline = TimelineFile(folder.timeline, section.timeline_steps, state)
+        self._cost_guard, self._cost = ShownOnly("the cost of the run"), None
+        with self._cost_guard:
+            self._cost = CostMeter(run.context.attempt, layout.world_size)
+
+    def metrics(self, gathered: Gathered, seconds: float, tokens: float) -> Metrics:
+        """Metrics that follow from the numbers of all ranks in a step of ``seconds``."""
+        found = own_cost_metrics(gathered)
+        with self._cost_guard:
+            if self._cost is not None:
+                idle = sum(span.wait for rank in spans_of(gathered) for span in rank)
+                found |= self._cost.add(idle, tokens).metrics()
+        straggler = self._stragglers.add(loads_of(gathered), seconds)
+        found["perf/straggler_rank"] = float(straggler.rank if straggler is not None else -1)
+        found["perf/straggler_ratio"] = straggler.ratio if straggler is not None else 1.0
+        return found
+
+    def write(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
+        """Writes a record."""
+        self._prometheus.write(self._writer.write(phase, step, total, metrics))
+        if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
+            _log.warning(warning)
+
+    def draw(self, phase: str, step: int, gathered: Gathered) -> None:
+        """Writes the timeline of a step."""
+        with self._guard:
+            if self._timeline is not None:
+                self._timeline.add(StepTimeline(phase, step, time.time(), spans_of(gathered)))
+
+    def keep(self, step: int, data: StepData) -> None:
+        """Writes histograms and samples of an RL step."""
+        advantages = data.estimate.advantages
+        self._histograms.step(step, data.samples, advantages, self._run.updater.logprob_diffs)
+        self._samples.step(step, data.samples, advantages, data.values.get("old_log_probs"))
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._samples.close()
+        self._writer.close()
+        with self._cost_guard:
+            if self._cost is not None:
+                self._cost.write()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from rlhpc.api import Prompt, RunState, Sample
 from rlhpc.config.schema import RunConfig
+from rlhpc.core import spans
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
 from rlhpc.data.prompts import PromptSet
@@ -248,7 +249,8 @@ class _Collection:
         """Starts the groups of a batch, each on one engine."""
         config, state, place = self._config, self._state, self._rollout.place
         new = [number for number in batch if number not in self.groups]
-        prompts, state.prompt_cursor = self._sampler.prompts.take(state.prompt_cursor, len(new), config.seed)
+        with spans.part("data"):
+            prompts, state.prompt_cursor = self._sampler.prompts.take(state.prompt_cursor, len(new), config.seed)
         count = config.rollout.samples_per_prompt
         firsts = first_samples([prompt.prompt_id for prompt in prompts], count, self._seen)
         for number, prompt, first in zip(new, prompts, firsts, strict=True):

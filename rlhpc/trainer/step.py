@@ -64,7 +64,10 @@ def sft_step(run: Run, state: RunState) -> Metrics:
     assert section is not None
     assert sequences is not None
     touch("supervised step", state.sft_step + 1)
-    return run.updater.supervised(section, state, sequences)
+    clock = Stopwatch()
+    with clock("update"):
+        metrics = run.updater.supervised(section, state, sequences)
+    return {**metrics, **clock.metrics()}
 
 
 def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:

@@ -17,6 +17,7 @@ from rlhpc.algo.schedule import learning_rate
 from rlhpc.api import LossFunction, LossSums, PackedBatch, RunState, Sample, TokenStats, TokenValues, TrainStats
 from rlhpc.config.algorithm import AlgorithmSection
 from rlhpc.config.schema import RunConfig, SFTSection
+from rlhpc.core import spans
 from rlhpc.core.context import RankContext
 from rlhpc.core.histograms import Histogram, diff_histogram, inner_diff_edges
 from rlhpc.data.sft import SFTSet
@@ -102,8 +103,9 @@ class Updater:
 
     def supervised(self, section: SFTSection, state: RunState, sequences: SFTSet) -> Metrics:
         """One update of the actor in the warm-up, on the next examples."""
-        rows, state.sft_cursor = sequences.take(state.sft_cursor, section.sequences_per_step, self.config.seed)
-        minibatch = sft_minibatch(self.models.actor, [sequences.sequences[row] for row in rows])
+        with spans.part("data"):
+            rows, state.sft_cursor = sequences.take(state.sft_cursor, section.sequences_per_step, self.config.seed)
+            minibatch = sft_minibatch(self.models.actor, [sequences.sequences[row] for row in rows])
         rate = learning_rate(section.optimizer, state.sft_step, section.steps)
         update = Update("sft", state.sft_step + 1, "actor", 1, minibatch, 1.0, rate, rows)
         stats = self._make(state, update, sft_loss)

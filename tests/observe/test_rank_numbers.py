@@ -49,7 +49,7 @@ def collectives_counted(dist: Any) -> Any:
     @contextlib.contextmanager
     def counted() -> Any:
         calls: list[str] = []
-        originals = {name: getattr(dist, name) for name in ("all_gather_into_tensor", "all_gather_object")}
+        originals = {name: getattr(dist, name) for name in ("all_gather", "all_gather_object")}
         for name, original in originals.items():
             setattr(dist, name, lambda *args, _name=name, _call=original: (calls.append(_name), _call(*args))[1])
         try:

@@ -27,7 +27,8 @@ def write_run(folder: RunFolder) -> None:
     writer.write("rl", 0, 40, {"validation/reward_mean": 0.25})
     for step in range(1, 41):
         accuracy = {"validation/reward_mean": 0.25 + step / 60} if step % 10 == 0 else {}
-        writer.write("rl", step, 40, {"reward/mean": step / 50, "loss": 0.5, "grad_norm": 0.125, **accuracy})
+        cost = {"cost/gpu_hours": step / 10, "cost/idle_gpu_hours": step / 40, "cost/tokens": step * 1000.0}
+        writer.write("rl", step, 40, {"reward/mean": step / 50, "loss": 0.5, "grad_norm": 0.125, **cost, **accuracy})
     writer.close()
     with open(folder.samples, "w") as file:
         for step, response in ((0, "75"), (40, "[bold]85")):
@@ -50,6 +51,7 @@ def test_text_has_final_metrics_validations_and_the_last_samples(folder: RunFold
     assert ["validation/reward_mean", "", "0.9167"] in lines
     assert ["0", "0.25", ""] in lines
     assert ["20", "0.5833", "0.4"] in lines
+    assert ["4", "25.0%", "40,000", "10,000"] in lines
     assert ["47+38=", "[bold]85", "85", "1"] in lines
     assert "75" not in [cell for line in lines for cell in line]
 

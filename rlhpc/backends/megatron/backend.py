@@ -39,6 +39,7 @@ from rlhpc.backends.megatron.weights import ShardedWeights
 from rlhpc.checkpoint.formats.torch_dist_metadata import is_torch_dist
 from rlhpc.config.model_settings import ModelSettings
 from rlhpc.config.training import OptimizerSection
+from rlhpc.core import spans
 from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.rank import RankInfo
 from rlhpc.models import ModelShape
@@ -299,6 +300,7 @@ class MegatronBackend:
         """Runs the pipeline schedule over the microbatches; results of ``finish`` for each, on the last stage."""
         self._offload.restore("parameters")
         padded = self._whole_rounds(batches)
+        spans.worked(sum(len(batch.tokens) for batch in padded))
 
         def forward_step(
             batches: Iterator[tuple[PackedBatch, ContextSplit]], chunk: torch.nn.Module

@@ -1,0 +1,83 @@
+"""Cost of a run over all its attempts: GPU-hours, idle ones, tokens. Work that is lost and repeated counts again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+from rlhpc.core.attempts import folders, read_attempt, read_verdict
+from rlhpc.core.files import read_json, write_json
+from rlhpc.core.folder import AttemptFolder
+
+_WRITE_SECONDS = 30.0
+_HOUR = 3600.0
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of all ranks, those in which they waited, and tokens trained on."""
+
+    rank_seconds: float = 0.0
+    idle_seconds: float = 0.0
+    tokens: float = 0.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(
+            self.rank_seconds + other.rank_seconds,
+            self.idle_seconds + other.idle_seconds,
+            self.tokens + other.tokens,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """``cost/…``. A rank has one GPU; without GPUs they are hours of ranks."""
+        return {
+            "cost/gpu_hours": self.rank_seconds / _HOUR,
+            "cost/idle_gpu_hours": self.idle_seconds / _HOUR,
+            "cost/tokens": self.tokens,
+        }
+
+
+class CostMeter:
+    """Cost of an attempt so far, with that of all earlier ones."""
+
+    def __init__(self, attempt: AttemptFolder, world_size: int) -> None:
+        record = read_attempt(attempt)
+        self._folder, self._world_size = attempt, world_size
+        self._started = record.started if record is not None else time.time()
+        self._earlier = earlier_cost(attempt)
+        self._idle = self._tokens = 0.0
+        self._written = time.monotonic()
+
+    def add(self, idle_seconds: float, tokens: float) -> Cost:
+        """Counts a step; the cost of the run until now."""
+        self._idle, self._tokens = self._idle + idle_seconds, self._tokens + tokens
+        if time.monotonic() - self._written >= _WRITE_SECONDS:
+            self.write()
+        return self._earlier + self._own()
+
+    def write(self) -> None:
+        """Writes the attempt's own cost, for the attempts after it."""
+        self._written = time.monotonic()
+        write_json(self._folder.cost, asdict(self._own()))
+
+    def _own(self) -> Cost:
+        return Cost((time.time() - self._started) * self._world_size, self._idle, self._tokens)
+
+
+def earlier_cost(attempt: AttemptFolder) -> Cost:
+    """Cost of the attempts before this one."""
+    earlier = [folder for folder in folders(attempt.run) if folder.number < attempt.number]
+    return sum(map(_cost_of, earlier), Cost())
+
+
+def _cost_of(folder: AttemptFolder) -> Cost:
+    """As last written, but with the whole time if the attempt has a verdict: a hang or a loss costs, too."""
+    try:
+        written = Cost(**{name: float(value) for name, value in read_json(folder.cost).items()})
+    except (FileNotFoundError, ValueError, TypeError, AttributeError):
+        written = Cost()
+    record, verdict = read_attempt(folder), read_verdict(folder)
+    if record is None or verdict is None:
+        return written
+    seconds = max(written.rank_seconds, (verdict.time - record.started) * record.world_size)
+    return Cost(seconds, written.idle_seconds, written.tokens)

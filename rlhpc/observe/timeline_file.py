@@ -1,0 +1,51 @@
+"""Writes timeline.jsonl, which keeps the newest steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhpc.api import RunState
+from rlhpc.core.files import LineFile, write_atomic
+from rlhpc.core.timeline import StepTimeline, read_timelines
+
+_MOST_BYTES = 64 * 2**20
+
+
+class TimelineFile:
+    """Appends one line per step. Beyond twice the ``steps`` to keep, or 64 MiB, older ones are removed."""
+
+    def __init__(self, path: Path, steps: int, state: RunState) -> None:
+        """Removes steps beyond ``state``, which a resumed run repeats."""
+        self._path, self._steps = path, steps
+        self._lines = [
+            known.line()
+            for known in read_timelines(path)
+            if known.step <= (state.sft_step if known.phase == "sft" else state.step)
+        ]
+        self._rewrite()
+
+    def add(self, timeline: StepTimeline) -> None:
+        """Appends a step."""
+        if not self._steps:
+            return
+        line = timeline.line()
+        self._lines.append(line)
+        self._bytes += len(line)
+        if len(self._lines) > 2 * self._steps or self._bytes > _MOST_BYTES:
+            self._rewrite()
+        else:
+            self._file.append(line)
+
+    def _rewrite(self) -> None:
+        """Keeps the newest lines, in half of the space at most."""
+        kept, size = [], 0
+        for line in reversed(self._lines[-self._steps :] if self._steps else []):
+            size += len(line)
+            if size > _MOST_BYTES // 2:
+                break
+            kept.append(line)
+        self._lines = kept[::-1]
+        self._bytes = sum(map(len, self._lines))
+        if self._lines or self._path.exists():
+            write_atomic(self._path, "".join(self._lines))
+        self._file = LineFile(self._path)

@@ -1,0 +1,110 @@
+"""Time that this rank waits in collectives while a phase of a step runs (rlhpc.core.spans), transfers included.
+
+On gloo the caller blocks. On NCCL its stream does: events before and after each call measure for how long, and are
+read at the end of the phase, when the device has finished its work. Of a call that blocks the caller and its stream,
+the longer time counts. Communication that overlaps with computation is no wait.
+
+Not seen: collectives inside CUDA graphs or compiled code, such as those of an engine's tensor-parallel ranks on GPUs.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rlhpc.core import spans
+from rlhpc.core.shown import ShownOnly
+from rlhpc.parallel.compat import time_collectives
+
+_MOST_CALLS = 4096  # whose events are not read yet
+
+
+class _Recorder:
+    """Measures calls. ``overhead``: CPU seconds that measuring a call takes; ``calls``: how many were measured."""
+
+    def __init__(self, *, on_gpu: bool) -> None:
+        self._on_gpu, self._guard = on_gpu, ShownOnly("the times that ranks wait for each other")
+        self._free: list[Any] = []
+        self._pending: list[tuple[float, Any, Any]] = []
+        self.calls = 0
+
+    def measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, measured while a phase runs."""
+
+        @functools.wraps(call)
+        def run(*arguments: Any, **options: Any) -> Any:
+            if not spans.counts_waits() or self._guard.failed:
+                return call(*arguments, **options)
+            before = self._event() if self._on_gpu else None
+            began = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                seconds = time.perf_counter() - began
+                self.calls += 1
+                if before is None:
+                    spans.waited(seconds)
+                else:
+                    self._pending.append((seconds, before, self._event()))
+                    if len(self._pending) >= _MOST_CALLS:
+                        self.settle()
+
+        return run
+
+    def settle(self) -> None:
+        """Counts the calls whose events were not read yet; waits for the last one."""
+        pending, self._pending = self._pending, []
+        with self._guard:
+            for seconds, before, after in pending:
+                if before is None or after is None:
+                    continue
+                after.synchronize()
+                spans.waited(max(seconds, before.elapsed_time(after) / 1000))
+                self._free += (before, after)
+
+    def _event(self) -> Any:
+        """An event of the caller's stream, recorded now; None if that fails."""
+        with self._guard:
+            event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return None
+
+
+_recorder: _Recorder | None = None
+
+
+def measure_waits() -> None:
+    """Measures from now on, in the whole process."""
+    global _recorder
+    if _recorder is None:
+        _recorder = _Recorder(on_gpu=torch.cuda.is_available())
+        time_collectives(_recorder.measured)
+
+
+def settle_waits() -> None:
+    """Counts all waits of the phase that ends. Called when the device has finished its work."""
+    if _recorder is not None:
+        _recorder.settle()
+
+
+def measured_calls() -> int:
+    """Number of calls measured so far."""
+    return _recorder.calls if _recorder is not None else 0
+
+
+def overhead() -> float:
+    """CPU seconds that measuring one call takes on this machine."""
+    count, recorder = 1000, _Recorder(on_gpu=False)
+    run = recorder.measured(int)
+    spans.enter("overhead")
+    began = time.thread_time()
+    for _ in range(count):
+        run()
+    seconds = time.thread_time() - began
+    spans.forget()
+    return seconds / count
