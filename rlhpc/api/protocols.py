@@ -157,6 +157,10 @@ class RolloutEngine(Protocol):
     def unfinished(self) -> int:
         """Number of requests in flight, during which weights must not change."""
 
+    def statistics(self) -> dict[str, float]:
+        """Metrics ``engine/NAME_REDUCTION`` of what was generated since the last call, with the reduction over engines:
+        mean, max or sum. Equal on all ranks of the engine."""
+
     def check_memory(self) -> None:
         """Raises UserError on every rank if any lacks the free memory to wake the engine. Collective over all ranks."""
 

@@ -27,6 +27,7 @@ from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, route_arguments
+from rlhpc.rollout.vllm_statistics import EngineStatistics
 from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
 
@@ -66,6 +67,7 @@ class VllmEngine:
         finalizer = getattr(self._engine.engine_core, "_finalizer", None)
         if finalizer is not None:
             finalizer.detach()
+        self._statistics = EngineStatistics(self._engine.engine_core.engine_core.scheduler)
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routed_experts")
         self._weights = self._find_weights(section)
@@ -94,16 +96,19 @@ class VllmEngine:
         length, longest = len(request.prompt) + request.max_tokens, self._model.max_model_len
         assert length <= longest, f"request of {length} tokens, but max_model_len is {longest}"
         parameters = sampling_parameters(request, self._model.end_tokens)
-        self._engine.add_request(str(key), tokens_input(list(request.prompt)), parameters)
+        self._statistics.begin(key, self._engine.add_request(str(key), tokens_input(list(request.prompt)), parameters))
 
     def step(self) -> list[tuple[int, Completion]]:
         """See ``RolloutEngine``. Returns nothing if no request is in flight."""
         if not self._engine.has_unfinished_requests():
             return []
         touch("generate")
+        outputs = self._engine.step()
+        self._statistics.stepped()
+        for output in outputs:
+            self._statistics.end(int(output.request_id))
         return [
-            (int(output.request_id), _completion(output.outputs[0], self._routed_experts(output)))
-            for output in self._engine.step()
+            (int(output.request_id), _completion(output.outputs[0], self._routed_experts(output))) for output in outputs
         ]
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
@@ -118,6 +123,7 @@ class VllmEngine:
                 tokens, log_probs, truncated=False, routed_experts=self._routed_experts_so_far(state, len(tokens))
             )
             assert tokens.shape == log_probs.shape
+            self._statistics.end(key)
         self._engine.abort_request([str(key) for key in keys])
         for _ in range(2):  # a step may be in flight on the device, and workers must process the abort
             self._engine.step()
@@ -127,6 +133,10 @@ class VllmEngine:
     def unfinished(self) -> int:
         """Number of requests in flight, during which weights must not change."""
         return int(self._engine.get_num_unfinished_requests())
+
+    def statistics(self) -> dict[str, float]:
+        """See ``RolloutEngine``."""
+        return self._statistics.take()
 
     def choices(self) -> dict[str, str]:
         """vLLM's choices on this machine: its model runner, and the kernels of its attention layers."""
@@ -201,7 +211,7 @@ class VllmEngine:
 
         self._engine.model_executor.shutdown()
         destroy_model_parallel()
-        del self._engine
+        del self._engine, self._statistics
 
     def _routed_experts(self, output: Any) -> np.ndarray | None:
         """Routed experts of a finished request; see ``Completion``."""

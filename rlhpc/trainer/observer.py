@@ -44,6 +44,8 @@ class Observer:
         self._gpu = GpuReadings.of_rank(run.config.observe.device_seconds, warns=info.local_rank == 0)
         if self._gpu is not None:
             self._numbers.add("readings of the GPU", self._gpu.take, None)
+        if run.rl is not None:
+            self._numbers.add("statistics of the engine", run.rl.sampler.rollout.statistics, None)
         self._numbers.add("the waits", lambda: wait_numbers(self._spans))
         self._numbers.add("the busy times", lambda: work_numbers(self._spans))
         self._numbers.add("the timeline", lambda: span_numbers(self._spans, self._began), ())

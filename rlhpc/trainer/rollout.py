@@ -31,6 +31,11 @@ class Rollout:
         sampling = Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
         return Collector(self.engine, sampling, self.reward_workers, state.policy_version, self.tools)
 
+    def statistics(self) -> dict[str, float]:
+        """Those of the engine since the last call, on its first rank only."""
+        found = self.engine.statistics()
+        return found if self.place.leads else {}
+
     def answer(
         self, state: RunState, prompts: Sequence[Prompt], samples_per_prompt: int, temperature: float
     ) -> list[Scored]:

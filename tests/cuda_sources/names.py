@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 
 from tests.tiers.imports import ROOT
 
-FILES = ("vllm_arguments", "vllm_engine", "vllm_gpu", "vllm_weights", "token_seeds")
+FILES = ("vllm_arguments", "vllm_engine", "vllm_gpu", "vllm_statistics", "vllm_weights", "token_seeds")
 # What is read of vLLM's objects, by class.
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine:LLMEngine": (
@@ -31,6 +31,16 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "model_config",
     ),
     "vllm.v1.engine.core_client:InprocClient": ("engine_core",),
+    "vllm.v1.engine.core:EngineCore": ("scheduler",),
+    "vllm.v1.core.sched.scheduler:Scheduler": ("requests", "kv_cache_manager", "get_request_counts"),
+    "vllm.v1.core.kv_cache_manager:KVCacheManager": (
+        "usage",
+        "log_stats",
+        "prefix_cache_stats",
+        "make_prefix_cache_stats",
+    ),
+    "vllm.v1.metrics.stats:PrefixCacheStats": ("queries", "hits"),
+    "vllm.v1.request:Request": ("num_preemptions",),
     "vllm.v1.engine.output_processor:OutputProcessor": ("request_states",),
     "vllm.v1.engine.output_processor:RequestState": (
         "external_req_id",

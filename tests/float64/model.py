@@ -190,6 +190,10 @@ class ScriptedEngine:
     def unfinished(self) -> int:
         return len(self._running)
 
+    def statistics(self) -> dict[str, float]:
+        """See ``RolloutEngine``."""
+        return {}
+
     def submit(self, key: int, request: Request) -> None:
         """See ``RolloutEngine``."""
         prompt_id = prompt_id_of(request.prompt)

@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 
 BUDGET = 48  # tokens of an engine step; the longest prompt takes nine of them
 LENGTH = 40
+BLOCK = 128  # tokens of a block of the cache on a CPU
 
 
 def prompt(number: int, length: int) -> tuple[int, ...]:
@@ -81,7 +82,17 @@ def generate_all(path: Path) -> dict[str, Any]:
     preempt = mock.patch.object(Scheduler, "_preempt_request", autospec=True, side_effect=Scheduler._preempt_request)
     with preempt as preemptions:
         found["preempted"] = small.generate(REQUESTS)
-    found["preemptions"] = preemptions.call_count
+    found["preemptions"], found["statistics"] = preemptions.call_count, small.statistics()
+    large.load_weights(engines.weights(path))  # drops cached prefixes
+    large.statistics()
+    large.generate([Request(prompt(0, 400), seed=i, max_tokens=4, temperature=1.0) for i in range(4)])
+    large.submit(0, NOISE[0])
+    large.step()
+    large.abort([0])
+    found["shared prompt"], found["nothing"] = large.statistics(), large.statistics()
+    chunked.statistics()
+    chunked.generate(REQUESTS[:2])
+    found["no prefix caching"] = chunked.statistics()
     # With all tokens equally likely, responses show nothing but their random numbers.
     large.load_weights((name, tensor * (name != "lm_head.weight")) for name, tensor in engines.weights(path))
     found["noise"] = large.generate(NOISE)
@@ -102,6 +113,21 @@ def test_a_request_samples_the_same_tokens(found, way):
     for completion, expected in zip(found[way], found["together"], strict=True):
         assert completion.tokens.tolist() == expected.tokens.tolist()
         np.testing.assert_allclose(completion.log_probs, expected.log_probs, atol=1e-5)
+
+
+def test_statistics_are_those_of_the_scheduler(found):
+    small, shared = found["statistics"], found["shared prompt"]
+    assert small["engine/preemptions_sum"] == found["preemptions"]
+    assert 0.9 < small["engine/kv_cache_usage_max"] <= 1
+    assert 0 < small["engine/kv_cache_usage_mean"] < small["engine/kv_cache_usage_max"]
+    assert small["engine/running_requests_mean"] <= small["engine/running_requests_max"] < len(REQUESTS)
+    assert small["engine/waiting_requests_max"] == len(REQUESTS) - 1  # the first prompt fills several engine steps
+    assert shared["engine/preemptions_sum"] == 0
+    blocks = 399 // BLOCK * BLOCK  # all but the last token of a prompt can be cached, in whole blocks
+    assert shared["engine/prefix_cache_hit_rate_mean"] == pytest.approx(3 * blocks / (4 * 400 + 3))
+    assert shared["engine/running_requests_max"] == 4
+    assert found["nothing"] == {}
+    assert shared.keys() - found["no prefix caching"].keys() == {"engine/prefix_cache_hit_rate_mean"}
 
 
 def test_random_numbers_of_positions_are_independent(found):

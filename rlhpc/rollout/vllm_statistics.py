@@ -1,0 +1,71 @@
+"""Statistics of vLLM's scheduler: use of the KV cache, preemptions, prefix cache, requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlhpc.core.shown import ShownOnly
+
+
+class EngineStatistics:
+    """Statistics since the last ``take``, read in each engine step.
+
+    vLLM's own loggers (``disable_log_stats=False``) also keep statistics of every request and token, in the time that
+    generation waits. These are a few numbers of the scheduler. A failure is reported once and never ends the run.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._guard = scheduler, ShownOnly("statistics of the engine")
+        self._requests: dict[int, Any] = {}  # of vLLM's scheduler, in flight
+        self._clear()
+        with self._guard:
+            from vllm.v1.metrics.stats import PrefixCacheStats
+
+            cache = scheduler.kv_cache_manager
+            cache.log_stats, cache.prefix_cache_stats = True, PrefixCacheStats()  # counts lookups, as vLLM's loggers do
+
+    def _clear(self) -> None:
+        self._steps = self._preemptions = 0
+        self._usage = self._most_used = 0.0
+        self._running = self._most_running = self._most_waiting = 0
+
+    def begin(self, key: int, request_id: str) -> None:
+        """Records a new request by vLLM's own id."""
+        with self._guard:
+            self._requests[key] = self._scheduler.requests[request_id]
+
+    def stepped(self) -> None:
+        """Records an engine step."""
+        with self._guard:
+            used = self._scheduler.kv_cache_manager.usage
+            running, waiting = self._scheduler.get_request_counts()
+            self._steps += 1
+            self._usage += used
+            self._most_used = max(self._most_used, used)
+            self._running += running
+            self._most_running = max(self._most_running, running)
+            self._most_waiting = max(self._most_waiting, waiting)
+
+    def end(self, key: int) -> None:
+        """Records the end of a request."""
+        with self._guard:
+            self._preemptions += self._requests.pop(key).num_preemptions
+
+    def take(self) -> dict[str, float]:
+        """Metrics since the last call, named by how they are reduced over engines; empty if nothing was generated."""
+        found: dict[str, float] = {}
+        with self._guard:
+            lookups = self._scheduler.kv_cache_manager.make_prefix_cache_stats()
+            if self._steps:
+                found = {
+                    "kv_cache_usage_mean": self._usage / self._steps,
+                    "kv_cache_usage_max": self._most_used,
+                    "preemptions_sum": self._preemptions,
+                    "running_requests_mean": self._running / self._steps,
+                    "running_requests_max": self._most_running,
+                    "waiting_requests_max": self._most_waiting,
+                }
+            if lookups.queries:
+                found["prefix_cache_hit_rate_mean"] = lookups.hits / lookups.queries
+        self._clear()
+        return {} if self._guard.failed else {f"engine/{name}": float(value) for name, value in found.items()}
