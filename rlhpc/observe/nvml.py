@@ -23,8 +23,8 @@ Reader = Callable[[], float]
 
 @dataclass(frozen=True)
 class DeviceName:
-    """How a rank knows its GPU. ``uuid``: as CUDA reports it, without a prefix, or empty; ``visible``: value of
-    CUDA_VISIBLE_DEVICES; ``index``: CUDA's index among the visible GPUs."""
+    """How a rank knows its GPU. ``uuid``: as CUDA reports it, with or without a prefix such as GPU-, or empty;
+    ``visible``: value of CUDA_VISIBLE_DEVICES; ``index``: CUDA's index among the visible GPUs."""
 
     uuid: str
     visible: str | None
@@ -55,7 +55,8 @@ def find(nvml: Any, name: DeviceName) -> Any:
     CUDA's own UUID comes first: CUDA orders GPUs by speed by default, NVML by PCI address, so an index may differ.
     """
     uuids = [name.entry] if name.entry.startswith("MIG-") else []  # CUDA may report the UUID of the whole GPU
-    uuids += [f"{kind}{name.uuid}" for kind in _UUID_KINDS if name.uuid]
+    bare = name.uuid[4:] if name.uuid.startswith(_UUID_KINDS) else name.uuid
+    uuids += [f"{kind}{bare}" for kind in _UUID_KINDS if bare]
     for uuid in uuids:
         with contextlib.suppress(nvml.NVMLError):
             return nvml.nvmlDeviceGetHandleByUUID(uuid)

@@ -142,6 +142,7 @@ def test_each_rank_finds_its_own_gpu(drivers: dict[str, Path]) -> None:
         (("", "1,0", 0), second),
         (("", "1,0", 1), first),
         ((UUID, "0,1", 0), second),  # CUDA's order is not NVML's
+        ((f"GPU-{UUID}", "0,1", 0), second),
         ((UUID.upper(), "0", 0), ""),
         (("", f"{first},{second}", 1), second),
         (("", "GPU-0b0b", 0), second),
