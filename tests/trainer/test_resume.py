@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import finish, records, run, start, write_config
+from tests.helpers.runs import finish, records, run, start, without_measurements, write_config
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -58,11 +58,6 @@ def _check_best_kept(run_dir: Path) -> None:
     assert kept == sorted({3 + best, 3 + 4}), lengths
 
 
-def _what_matters(record: dict[str, Any]) -> dict[str, Any]:
-    """All that is not a time."""
-    return {name: value for name, value in record.items() if not name.startswith("perf/") and name != "time"}
-
-
 def _kill_at(process: Any, run_dir: Path, count: int) -> None:
     """SIGKILL a rank a moment after metrics.jsonl has ``count`` lines."""
     until(lambda: len(records(run_dir)) >= count or process.poll() is not None, f"{count} records", seconds=900)
@@ -78,7 +73,7 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
     code, output = run(straight)
     assert code == 0, output
     _check_best_kept(tmp_path / "straight" / "run")
-    expected = [_what_matters(record) for record in records(tmp_path / "straight" / "run")]
+    expected = [without_measurements(record) for record in records(tmp_path / "straight" / "run")]
     assert [(r["phase"], r["step"]) for r in expected] == [
         *(("sft", step) for step in (1, 2, 3)),
         *(("rl", step) for step in range(5)),
@@ -103,7 +98,7 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
         options = ("--resume",)
     code, output = run(config, "--resume")
     assert code == 0, output
-    assert [_what_matters(record) for record in records(run_dir)] == expected
+    assert [without_measurements(record) for record in records(run_dir)] == expected
     _check_best_kept(run_dir)
 
 
