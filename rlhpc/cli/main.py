@@ -15,6 +15,7 @@ from rlhpc.cli.options import CONFIG, OVERRIDES
 from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
 from rlhpc.cli.replay import replay
+from rlhpc.cli.report import note, report
 from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
@@ -79,7 +80,7 @@ def schema(*, site: bool) -> None:
     click.echo(site_file.json_schema() if site else load.json_schema(), nl=False)
 
 
-_RUNS = (plan, submit, status, logs, cancel, resume, evaluate, samples, replay)
+_RUNS = (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, report, note)
 for command in (*_RUNS, configs, convert, acceptance, pieces):
     cli.add_command(command)
 

@@ -184,6 +184,21 @@ class RunFolder:
         return self.path / "training_samples"
 
     @property
+    def timeline(self) -> Path:
+        """Phases and waits of all ranks, one JSON object per step, the newest ones only."""
+        return self.path / "timeline.jsonl"
+
+    @property
+    def alerts(self) -> Path:
+        """One JSON object per alert."""
+        return self.path / "alerts.jsonl"
+
+    @property
+    def notes(self) -> Path:
+        """The user's notes, one JSON object each (rlhpc.observe.notes)."""
+        return self.path / "notes.jsonl"
+
+    @property
     def evaluation(self) -> Path:
         """Result of a run without steps: metrics of the held-out prompts."""
         return self.path / "metrics.json"
@@ -216,6 +231,11 @@ class RunFolder:
     def report_text(self) -> Path:
         """Report as plain text, shown at the end of the run."""
         return self.report / "report.txt"
+
+    @property
+    def page(self) -> Path:
+        """Page of the run, to be opened in a browser (rlhpc.observe.page)."""
+        return self.report / "report.html"
 
     def create(self) -> None:
         """Makes the folder and its fixed parts, readable by the owner alone: nodes are shared. A folder that neither

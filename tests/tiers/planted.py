@@ -158,6 +158,13 @@ FAULTS = (
         "return 1.0 - (1.0 - correct / count) ** n",
     ),
     Fault(
+        "page-without-the-least-values",
+        "rlhpc/observe/page/curves.py",
+        "curves of long runs on the page lack their drops, such as a collapse of a few steps",
+        "sorted({begin + inside.index(min(finite)), begin + inside.index(max(finite))})",
+        "sorted({begin + inside.index(max(finite))})",
+    ),
+    Fault(
         "reward-weights-ignored",
         "rlhpc/rewards/reward_workers.py",
         "reward functions count alike, regardless of their weights",

@@ -1,0 +1,139 @@
+"""Reads run folders for the page."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config import yaml12
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core import attempts
+from rlhpc.core.attempts import Attempt
+from rlhpc.core.errors import UserError, one_line
+from rlhpc.core.files import read_text
+from rlhpc.core.folder import RunFolder
+from rlhpc.observe.page.curves import Steps, bins_for, pack_curves, pack_times, read_steps
+from rlhpc.observe.page.marks import KINDS, link, pack_marks, read_marks
+from rlhpc.observe.page.packing import Numbers
+from rlhpc.observe.page.placement import pack_placement
+from rlhpc.observe.page.predicted import predicted_rows
+from rlhpc.observe.page.settings import pack_settings
+from rlhpc.observe.page.texts import MOST_SAMPLES, longest_text, pack_samples, read_samples
+from rlhpc.observe.page.timeline import pack_timeline
+
+MOST_SPANS = 80_000  # of all runs on the page
+
+
+@dataclass(frozen=True)
+class RunData:
+    """What was read of a run. ``config`` is None, with the reason in ``problem``, if it cannot be loaded; ``tree``: its
+    keys as they are in the folder, without secrets."""
+
+    folder: RunFolder
+    name: str
+    steps: Steps
+    samples: list[dict[str, Any]]
+    attempt: Attempt | None
+    tree: dict[str, Any]
+    config: RunConfig | None
+    problem: str
+
+
+def page_data(folders: Sequence[RunFolder], base: Path) -> tuple[dict[str, Any], Numbers]:
+    """Texts and numbers of the page. Links are relative to the folder ``base``."""
+    runs = [_read(folder, MOST_SAMPLES // len(folders)) for folder in folders]
+    numbers = Numbers()
+    bins = bins_for(sum(len(run.steps.columns) for run in runs))
+    longest = longest_text(sum(len(run.samples) for run in runs))
+    names = _names(runs)
+    texts = {
+        "written": time.time(),
+        "kinds": KINDS,
+        "runs": [
+            {"name": name, **_packed(run, numbers, bins, MOST_SPANS // len(runs), base)}
+            for name, run in zip(names, runs, strict=True)
+        ],
+        "rows": [pack_samples(run.samples, longest) for run in runs],
+        "settings": pack_settings([run.tree for run in runs]),
+    }
+    return texts, numbers
+
+
+def _read(folder: RunFolder, most_samples: int) -> RunData:
+    known = attempts.folders(folder)
+    attempt = None
+    for newest in reversed(known):
+        with contextlib.suppress(ValueError, TypeError, AttributeError):
+            attempt = attempts.read_attempt(newest)
+        if attempt is not None:
+            break
+    tree, config, problem = _config(folder)
+    name = str(tree.get("name") or folder.path.name)
+    samples = read_samples(folder, most_samples)
+    return RunData(folder, name, read_steps(folder.metrics), samples, attempt, tree, config, problem)
+
+
+def _config(folder: RunFolder) -> tuple[dict[str, Any], RunConfig | None, str]:
+    try:
+        tree = yaml12.parse(read_text(folder.config), str(folder.config))
+    except (OSError, ValueError, UserError) as error:
+        return {}, None, one_line(str(error))
+    if not isinstance(tree, dict):
+        return {}, None, f"{folder.config} contains no keys"
+    try:
+        return tree, load_config(folder.config), ""
+    except (OSError, UserError) as error:  # of another version, or without its secrets
+        return tree, None, one_line(str(error))
+
+
+def _names(runs: Sequence[RunData]) -> list[str]:
+    """Names of the runs; those with equal names also have the names of their folders."""
+    names = [run.name for run in runs]
+    return [
+        name if names.count(name) == 1 else f"{name} ({run.folder.path.name})"
+        for name, run in zip(names, runs, strict=True)
+    ]
+
+
+def _packed(run: RunData, numbers: Numbers, bins: int, most_spans: int, base: Path) -> dict[str, Any]:
+    """A run for the page's scripts."""
+    steps = run.steps
+    rows, reason = [], run.problem
+    placement = None
+    if run.config is not None:
+        rows, reason = predicted_rows(run.config, run.folder, steps, run.attempt)
+        with contextlib.suppress(UserError):  # a layout that never ran
+            placement = pack_placement(run.config, run.attempt, numbers)
+    return {
+        "folder": str(run.folder.path),
+        "files": _files(run.folder, base),
+        "totals": steps.totals,
+        "done": {phase: int(column.steps[-1]) for phase, column in steps.times.items()},
+        "began": steps.began,
+        "last": max((column.values[-1] for column in steps.times.values()), default=None),
+        "curves": pack_curves(steps, numbers, bins),
+        "hours": pack_times(steps, numbers, bins),
+        "marks": pack_marks(read_marks(run.folder, steps), base),
+        "timeline": pack_timeline(run.folder.timeline, numbers, most_spans),
+        "placement": placement,
+        "predicted": rows,
+        "prediction": reason,
+    }
+
+
+def _files(folder: RunFolder, base: Path) -> list[list[str]]:
+    """Titles and links of the run's main files that exist."""
+    files = {
+        "folder": folder.path,
+        "config.yaml": folder.config,
+        "metrics.jsonl": folder.metrics,
+        "samples.jsonl": folder.samples,
+        "report.txt": folder.report_text,
+        "log of the job": folder.submission,
+    }
+    return [[title, link(path, base)] for title, path in files.items() if path.exists()]

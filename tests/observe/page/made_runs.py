@@ -1,0 +1,132 @@
+"""Run folders made for tests of the page, up to the size that its figures are for."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rlhpc.config import yaml12
+from rlhpc.core.attempts import Attempt, Verdict
+from rlhpc.core.files import write_json
+from rlhpc.core.folder import RunFolder
+
+PHASES = (
+    "weight_sync",
+    "rollout",
+    "reward_model",
+    "exchange",
+    "prepare",
+    "log_probs",
+    "reference",
+    "values",
+    "update",
+    "other",
+)
+NAMES = (
+    "loss", "grad_norm", "learning_rate", "entropy", "kl", "policy_loss", "clip_fraction", "reward/mean", "reward/std",
+    "reward/max", "reward/min", "advantage/zero_fraction", "response/length_mean", "response/length_max",
+    "response/truncated_fraction", "perf/step_seconds", "perf/tokens_per_second", "perf/rollout_seconds",
+    "perf/update_seconds", "perf/weight_sync_seconds", "perf/log_probs_seconds", "perf/prepare_seconds",
+    "memory/cpu_gib_max", "memory/device_gib_max",
+)  # fmt: skip
+BEGAN = 1.76e9
+
+
+@dataclass(frozen=True)
+class Size:
+    """Size of a run."""
+
+    steps: int = 30
+    metrics: int = 12
+    ranks: int = 4
+    samples: int = 12
+    timeline: int = 3
+
+
+LARGE = Size(steps=10_000, metrics=45, ranks=64, samples=500, timeline=60)
+
+
+def make_run(
+    path: Path, size: Size = Size(), *, name: str | None = None, config: dict[str, Any] | None = None
+) -> RunFolder:
+    """A run with metrics, samples, a timeline, two attempts with a requeue between them, a checkpoint, an alert and a
+    note. The same path has the same numbers."""
+    run, chance = RunFolder(path), random.Random(path.name)
+    run.create()
+    run.config.write_text(yaml12.dump(config if config is not None else _config(name or path.name, size)))
+    names = [*NAMES, *(f"user/metric_{number}" for number in range(max(0, size.metrics - len(NAMES))))][: size.metrics]
+    with open(run.metrics, "w") as file:
+        for step in range(1, size.steps + 1):
+            values = {name: _value(number, step, size.steps, chance) for number, name in enumerate(names)}
+            record = {"phase": "rl", "step": step, "total_steps": size.steps, "time": BEGAN + 10.0 * step, **values}
+            file.write(json.dumps(record) + "\n")
+    _lines(run.samples, (_sample(number, size, chance) for number in range(size.samples)))
+    _lines(run.timeline, (_timeline(size.steps - back, size.ranks, chance) for back in reversed(range(size.timeline))))
+    _attempts(run, size)
+    (run.checkpoints / f"step-{size.steps // 2:08d}").mkdir()
+    alert = {"severity": "warn", "rule": "kl_rising", "message": "kl 1.2 > 1", "action": "warn"}
+    place = {"time": BEGAN + 5.0 * size.steps, "phase": "rl", "step": size.steps // 2}
+    _lines(run.alerts, [{**place, **alert}])
+    _lines(run.notes, [{**place, "text": "learning rate looks high"}])
+    return run
+
+
+def _config(name: str, size: Size) -> dict[str, Any]:
+    return {
+        "name": name,
+        "model": {"path": "/models/small"},
+        "data": {"train": ["/data/train.jsonl"]},
+        "train": {"steps": size.steps},
+        "resources": {"ranks_per_node": min(8, size.ranks)},
+        "slurm": {"nodes": max(1, size.ranks // 8)},
+        "actor": {"parallel": {"tp": min(2, size.ranks)}},
+    }
+
+
+def _value(number: int, step: int, steps: int, chance: random.Random) -> float:
+    return 0.1 * number + math.tanh(3 * step / steps) + 0.1 * chance.gauss(0, 1)
+
+
+def _sample(number: int, size: Size, chance: random.Random) -> dict[str, Any]:
+    words = ["the", "number", "of", "apples", "left", "is", "twelve", "because", "three", "were", "eaten", "so"]
+    response = " ".join(chance.choice(words) + str(chance.randrange(100)) for _ in range(60))
+    step = (number * 10 // size.samples + 1) * size.steps // 10
+    return {
+        "step": step, "set": "", "source": "gsm8k", "prompt": f"Question {number}: how many apples are left?",
+        "response": response, "expected": str(number), "reward": float(number % 2), "correct": bool(number % 2),
+        "truncated": number % 7 == 0,
+    }  # fmt: skip
+
+
+def _timeline(step: int, ranks: int, chance: random.Random) -> dict[str, Any]:
+    spans = []
+    for _ in range(ranks):
+        at, mine = 0.0, []
+        for phase in PHASES:
+            end = at + chance.uniform(0.2, 2.0)
+            mine.append([phase, round(at, 6), round(end, 6), round(chance.uniform(0, 0.3) * (end - at), 6)])
+            at = end
+        spans.append(mine)
+    return {"phase": "rl", "step": step, "time": BEGAN + 10.0 * step, "spans": spans}
+
+
+def _attempts(run: RunFolder, size: Size) -> None:
+    nodes = tuple(f"node{number}" for number in range(max(1, size.ranks // 8)))
+    half = size.steps // 2
+    for number, begin, saved in ((1, 0.0, -1), (2, 10.0 * half, half)):
+        folder = run.attempt(number)
+        folder.logs.mkdir(parents=True)
+        (folder.logs / "rank-00000.log").write_text("hello\n")
+        (folder.logs / "rank-00001.log").write_text("hello\n")
+        write_json(folder.record, asdict(Attempt(number, "4711", number - 1, nodes, size.ranks, BEGAN + begin, saved)))
+    ended = Verdict(BEGAN + 10.0 * half - 1, "bad_node", "the GPU has fallen off the bus", "requeue", 1, nodes[0])
+    write_json(run.attempt(1).verdict, asdict(ended))
+    write_json(run.attempt(2).verdict, asdict(Verdict(BEGAN + 10.0 * size.steps + 5, "finished", "", "none")))
+
+
+def _lines(path: Path, records: Any) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,0 +1,169 @@
+"""What the page reads from run folders and how it packs it, without a browser."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import json
+import math
+import re
+import sys
+from array import array
+
+import pytest
+
+from rlhpc.core.folder import RunFolder
+from rlhpc.observe.page.collect import page_data
+from rlhpc.observe.page.curves import LEAST_BINS, MOST_BINS, bins_for, read_steps, thinned
+from rlhpc.observe.page.document import SCRIPTS, STYLES, UPLOT, checksum, document
+from rlhpc.observe.page.marks import link
+from rlhpc.observe.page.packing import Numbers, pack_texts
+from rlhpc.observe.page.settings import pack_settings
+from rlhpc.observe.page.write import write_own_page, write_page
+from tests.observe.page.made_runs import BEGAN, Size, make_run
+
+
+def unpacked(page: str, name: str) -> bytes:
+    """Contents of one of the page's two data elements."""
+    return gzip.decompress(base64.b64decode(re.search(rf'id="{name}">([^<]*)<', page)[1]))
+
+
+def test_thinning_keeps_the_least_and_the_greatest_of_each_bin():
+    values = array("d", [math.sin(number) for number in range(10_000)])
+    values[4321], values[4322], values[77] = 9.0, -9.0, math.nan
+    kept, middles, means = thinned(values, 500)
+    assert {4321, 4322} <= set(kept)
+    assert 77 not in kept
+    assert kept == sorted(kept)
+    assert (len(kept) <= 1000, len(middles), len(means)) == (True, 500, 500)
+    assert means[216] == pytest.approx(sum(values[4320:4340]) / 20)
+    assert [values[index] for index in kept if 4320 <= index < 4340] == [9.0, -9.0]
+
+
+def test_a_short_curve_is_whole_without_values_that_are_not_finite():
+    kept, middles, means = thinned(array("d", [1.0, math.inf, 2.0, math.nan]), 500)
+    assert (kept, middles, means) == ([0, 2], [], [])
+
+
+def test_many_curves_have_fewer_bins():
+    assert (bins_for(0), bins_for(135), bins_for(10**6)) == (MOST_BINS, MOST_BINS, LEAST_BINS)
+    assert 200 < bins_for(300) < 300
+
+
+def test_a_repeated_step_replaces_those_from_it_on(tmp_path):
+    lines = [
+        {"phase": "rl", "step": step, "time": 1.0, "kl": value}
+        for step, value in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 9.0))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"phase": "rl", "st')
+    column = read_steps(tmp_path / "metrics.jsonl").columns["rl", "kl"]
+    assert (list(column.steps), list(column.values)) == ([1, 2], [0.1, 9.0])
+
+
+def test_numbers_come_back_from_their_planes():
+    numbers = Numbers()
+    first, second, again = numbers.put([1.5, -2.25]), numbers.put([3.0]), numbers.put([1.5, -2.25])
+    assert (first, second, again) == ([0, 2], [2, 1], [0, 2])
+    planes = gzip.decompress(base64.b64decode(numbers.packed()))
+    found = array("f", b"".join(bytes(planes[plane * 3 + i] for plane in range(4)) for i in range(3)))
+    if sys.byteorder == "big":
+        found.byteswap()
+    assert list(found) == [1.5, -2.25, 3.0]
+
+
+def test_uplot_is_the_released_one():
+    assert {name: checksum(name) for name in UPLOT} == UPLOT
+
+
+def test_a_changed_library_is_refused(monkeypatch):
+    monkeypatch.setitem(UPLOT, "uplot/uPlot.iife.min.js", "0" * 64)
+    with pytest.raises(ValueError, match=r"uPlot\.iife\.min\.js differs from uPlot 1\.6\.32"):
+        document("", "")
+
+
+def test_the_policy_allows_the_pages_scripts_and_styles_alone():
+    page = document("dGV4dHM=", "bnVtYmVycw==")
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)[1]
+    for kind, names in (("script", SCRIPTS), ("style", STYLES)):
+        bodies = re.findall(rf"<{kind}>(.*?)</{kind}>", page, re.DOTALL)
+        sums = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
+        assert len(bodies) == len(names)
+        assert " ".join([f"{kind}-src", *(f"'sha256-{each}'" for each in sums)]) in policy
+    assert policy.startswith("default-src 'none';")
+    assert "unsafe" not in policy
+    assert "://" not in re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+
+
+def test_events_are_at_the_steps_that_were_done(tmp_path):
+    texts, _ = page_data([make_run(tmp_path / "run", Size(steps=30))], tmp_path)
+    (run,) = texts["runs"]
+    marks = [(texts["kinds"][kind], phase, step) for kind, _, phase, step, _, _ in run["marks"]]
+    assert marks == [
+        ("attempt", "rl", 0),
+        ("requeue", "rl", 14),
+        ("attempt", "rl", 15),
+        ("alert", "rl", 15),
+        ("note", "rl", 15),
+        ("end", "rl", 30),
+        ("checkpoint", "rl", 15),
+    ]
+    requeue = run["marks"][1]
+    assert requeue[4] == "attempt 1: bad node, rank 1 on node0: the GPU has fallen off the bus; requeue"
+    assert requeue[5][0] == ["log of rank 1", "./run/attempts/0001/logs/rank-00001.log"]
+    assert (run["began"], run["done"], run["totals"]) == (BEGAN + 10, {"rl": 30}, {"rl": 30})
+
+
+def test_ranks_are_on_their_nodes_and_axes(tmp_path):
+    texts, numbers = page_data([make_run(tmp_path / "run", Size(ranks=16))], tmp_path)
+    placement = texts["runs"][0]["placement"]
+    assert (placement["ranks"], placement["nodes"], placement["text"]) == (16, ["node0", "node1"], "tp 2 x dp 8")
+    axes = {axis["name"]: axis for axis in placement["axes"]}
+    assert {name: axis["size"] for name, axis in axes.items()} == {"tp": 2, "dp": 8}
+    begin, count = axes["dp"]["places"]
+    assert list(numbers._data[begin : begin + count]) == [rank // 2 for rank in range(16)]
+
+
+def test_settings_have_their_defaults_and_no_secrets():
+    trees = [
+        {
+            "name": "a",
+            "train": {"steps": 5},
+            "algorithm": {"gamma": 0.9},
+            "prepare": {"arguments": {"api_key": "x" * 20}},
+        },
+        {"name": "b", "train": {"steps": 5}},
+    ]
+    rows = {key: values for key, *values in pack_settings(trees)}
+    assert rows["train.steps"] == ["required", "5", "5"]
+    assert rows["algorithm.gamma"] == ["1.0", "0.9", None]
+    assert rows["prepare.arguments.api_key"][1] == "***"
+
+
+def test_links_are_relative_paths_only(tmp_path):
+    assert link(tmp_path / "javascript:alert(1)", tmp_path) == "./javascript%3Aalert%281%29"
+    assert link(tmp_path / "a b" / "<x>", tmp_path / "page") == "./../a%20b/%3Cx%3E"
+
+
+def test_a_run_that_has_not_begun_and_one_with_broken_files_have_a_page(tmp_path):
+    empty = RunFolder(tmp_path / "empty")
+    empty.create()
+    write_own_page(empty)
+    broken = make_run(tmp_path / "broken")
+    for file in (broken.metrics, broken.samples, broken.timeline, broken.alerts, broken.notes, broken.config):
+        file.write_bytes(b'{"phase": "rl", "step": 1, "spans": [[["x", 1]]], "time": "never"}\n\xff\xfe[1]\nnull\n{"a')
+    broken.attempt(1).record.write_text("{}")
+    broken.attempt(2).verdict.write_text("[]")
+    write_page([empty, broken], tmp_path / "page.html")
+    texts = json.loads(unpacked((tmp_path / "page.html").read_text(), "texts"))
+    assert [run["name"] for run in texts["runs"]] == ["empty", "broken"]
+
+
+def test_numbers_that_json_lacks_are_left_out_of_texts():
+    packed = pack_texts({"a": [1.5, math.nan, (math.inf, "Infinity")]})
+    assert json.loads(gzip.decompress(base64.b64decode(packed))) == {"a": [1.5, None, [None, "Infinity"]]}
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path):
+    runs = [make_run(tmp_path / folder, name="same") for folder in ("x", "y")]
+    assert [run["name"] for run in page_data(runs, tmp_path)[0]["runs"]] == ["same (x)", "same (y)"]
