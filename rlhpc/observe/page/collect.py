@@ -23,7 +23,7 @@ from rlhpc.observe.page.packing import Numbers
 from rlhpc.observe.page.placement import pack_placement
 from rlhpc.observe.page.predicted import predicted_rows
 from rlhpc.observe.page.settings import pack_settings
-from rlhpc.observe.page.texts import MOST_SAMPLES, longest_text, pack_samples, read_samples
+from rlhpc.observe.page.texts import MOST_SAMPLES, Samples, longest_text, pack_samples, read_samples
 from rlhpc.observe.page.timeline import pack_timeline
 
 MOST_SPANS = 80_000  # of all runs on the page
@@ -37,19 +37,20 @@ class RunData:
     folder: RunFolder
     name: str
     steps: Steps
-    samples: list[dict[str, Any]]
+    samples: Samples
     attempt: Attempt | None
     tree: dict[str, Any]
     config: RunConfig | None
     problem: str
 
 
-def page_data(folders: Sequence[RunFolder], base: Path) -> tuple[dict[str, Any], Numbers]:
-    """Texts and numbers of the page. Links are relative to the folder ``base``."""
-    runs = [_read(folder, MOST_SAMPLES // len(folders)) for folder in folders]
+def page_data(folders: Sequence[RunFolder], base: Path, *, training: bool = True) -> tuple[dict[str, Any], Numbers]:
+    """Texts and numbers of the page. Links are relative to the folder ``base``. ``training``: with the samples of
+    training steps."""
+    runs = [_read(folder, MOST_SAMPLES // len(folders), training=training) for folder in folders]
     numbers = Numbers()
     bins = bins_for(sum(len(run.steps.columns) for run in runs))
-    longest = longest_text(sum(len(run.samples) for run in runs))
+    longest = longest_text(sum(len(run.samples.found) for run in runs))
     names = _names(runs)
     texts = {
         "written": time.time(),
@@ -58,13 +59,13 @@ def page_data(folders: Sequence[RunFolder], base: Path) -> tuple[dict[str, Any],
             {"name": name, **_packed(run, numbers, bins, MOST_SPANS // len(runs), base)}
             for name, run in zip(names, runs, strict=True)
         ],
-        "rows": [pack_samples(run.samples, longest) for run in runs],
+        "rows": [pack_samples(run.samples.found, longest) for run in runs],
         "settings": pack_settings([run.tree for run in runs]),
     }
     return texts, numbers
 
 
-def _read(folder: RunFolder, most_samples: int) -> RunData:
+def _read(folder: RunFolder, most_samples: int, *, training: bool) -> RunData:
     known = attempts.folders(folder)
     attempt = None
     for newest in reversed(known):
@@ -74,7 +75,7 @@ def _read(folder: RunFolder, most_samples: int) -> RunData:
             break
     tree, config, problem = _config(folder)
     name = str(tree.get("name") or folder.path.name)
-    samples = read_samples(folder, most_samples)
+    samples = read_samples(folder, most_samples, training=training)
     return RunData(folder, name, read_steps(folder.metrics), samples, attempt, tree, config, problem)
 
 
@@ -123,6 +124,7 @@ def _packed(run: RunData, numbers: Numbers, bins: int, most_spans: int, base: Pa
         "placement": placement,
         "predicted": rows,
         "prediction": reason,
+        "unread": run.samples.unread,
     }
 
 

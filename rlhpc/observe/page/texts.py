@@ -2,25 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import number
 from rlhpc.observe.page.marks import read_lines
+from rlhpc.observe.training_samples import file_of, kept_steps, read_file
 
 MOST_SAMPLES = 1500  # of all runs on the page
 MOST_CHARACTERS = 1_200_000  # likewise
 _SHORTEST, _LONGEST = 300, 6000  # characters of one text
+_LEAST_OF_STEP = 8  # training samples
 FIELDS = ("kind", "step", "name", "reward", "state", "prompt", "response", "expected")
 VALIDATION, TRAINING = "validation", "training"
 
 
-def read_samples(run: RunFolder, most: int) -> list[dict[str, Any]]:
-    """The newest samples, the oldest of them first."""
-    found = [{**sample, "kind": VALIDATION} for sample in read_lines(run.samples) if type(sample.get("step")) is int]
-    return found[-most:]
+@dataclass(frozen=True)
+class Samples:
+    """Samples of a run, the oldest first. ``unread``: steps of training whose samples were not read."""
+
+    found: list[dict[str, Any]]
+    unread: int = 0
+
+
+def read_samples(run: RunFolder, most: int, *, training: bool) -> Samples:
+    """The newest samples of validations and, with ``training``, of training steps, which needs pyarrow."""
+    steps = kept_steps(run)
+    taught = list(_training(run, steps, most // 2)) if training and steps and find_spec("pyarrow") else []
+    lines = [line for line in read_lines(run.samples) if type(line.get("step")) is int]
+    found = [{**line, "kind": VALIDATION} for line in lines[len(taught) - most :]]
+    return Samples([*found, *taught], 0 if taught else len(steps))
+
+
+def _training(run: RunFolder, steps: Sequence[int], most: int) -> Iterator[dict[str, Any]]:
+    """Samples of training steps, about as many of each."""
+    each = max(_LEAST_OF_STEP, most // len(steps))
+    for step in steps[-(most // each) :]:
+        with contextlib.suppress(OSError, ValueError, KeyError):  # removed meanwhile, or of another version
+            rows = read_file(file_of(run, step))
+            for row in rows[:: max(1, -(-len(rows) // each))]:
+                yield {**row, "kind": TRAINING}
 
 
 def pack_samples(samples: Sequence[dict[str, Any]], longest: int) -> list[list[Any]]:
@@ -37,11 +64,21 @@ def _row(sample: dict[str, Any], longest: int) -> list[Any]:
     reward = number(sample.get("reward"))
     right = sample.get("correct")
     state = ["", "correct", "wrong"][0 if right is None else 1 if right else 2]
-    words = [state, "truncated" if sample.get("truncated") else ""]
+    words = [state, "truncated" if sample.get("truncated") else "", *_figures(sample)]
     texts = (_shortened(_text(sample.get(name)), longest) for name in ("prompt", "response", "expected"))
     name = " ".join(str(sample[key]) for key in ("set", "source") if sample.get(key))
-    shown = None if reward is None or reward != reward else reward
-    return [sample["kind"], sample["step"], name, shown, " ".join(filter(None, words)), *texts]
+    shown = reward if reward is not None and math.isfinite(reward) else None
+    return [sample["kind"], sample["step"], name, shown, " | ".join(filter(None, words)), *texts]
+
+
+def _figures(sample: dict[str, Any]) -> Iterator[str]:
+    """Parts of the reward, and the advantage."""
+    parts = sample.get("parts")
+    for name, value in parts.items() if isinstance(parts, dict) else ():
+        if number(value) is not None:
+            yield f"{name} {value:.4g}"
+    if number(sample.get("advantage")) is not None:
+        yield f"advantage {sample['advantage']:.4g}"
 
 
 def _text(value: Any) -> str:

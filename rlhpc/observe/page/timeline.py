@@ -19,11 +19,13 @@ def pack_timeline(path: Path, numbers: Numbers, most_spans: int) -> dict[str, An
     """Newest steps of timeline.jsonl with at most ``most_spans`` spans together; None without any."""
     steps: list[dict[str, Any]] = []
     phases: dict[str, int] = {}
+    seen: set[tuple[str, int]] = set()
     left = most_spans
     for line in reversed(_lines(path)):
         record = _record(line)
-        if record is None:
+        if record is None or (record["phase"], record["step"]) in seen:  # the last record of a repeated step counts
             continue
+        seen.add((record["phase"], record["step"]))
         ranks = [list(_spans(spans)) for spans in record["spans"]]
         count = sum(map(len, ranks))
         if count > left:

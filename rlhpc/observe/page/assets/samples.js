@@ -18,8 +18,13 @@ page.samplesBrowser = (() => {
   function build() {
     const section = page.section("samples", "Samples");
     all = page.runs.flatMap((run, index) => page.rows[index].map((row) => ({ run, row, text: null })));
+    for (const run of page.runs) {
+      if (!run.unread) continue;
+      const text = `${run.name}: samples of ${run.unread} training steps are not on this page; rlhpc report or rlhpc samples shows them.`;
+      section.append(element("p", { className: "remark", textContent: text }));
+    }
     if (!all.length) {
-      section.append(element("p", { textContent: "No samples: validations write them, see observe.samples." }));
+      section.append(element("p", { textContent: "No samples of validations." }));
       return;
     }
     const values = (get) => [...new Set(all.map(get))].filter((value) => value !== "");
