@@ -21,6 +21,9 @@ class ObserveSection(Section):
     """Metrics for TensorBoard as well."""
     samples: NonNegativeInt = 8
     """Number of samples per validation written to samples.jsonl and shown at the end."""
+    html_every: NonNegativeInt = 50
+    """Interval in steps at which a running run renews report/report.html, besides the end of each attempt; 0: only
+    `rlhpc report` writes it."""
     histogram_steps: NonNegativeInt = 1000
     """Maximum number of RL steps with histograms in histograms.jsonl, evenly spread over the run; 0: no histograms."""
     prometheus: bool | Path = False

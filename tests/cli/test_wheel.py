@@ -82,3 +82,4 @@ def test_the_demo_of_a_wheel_trains(installed: Path, bare: Path) -> None:
     rlhpc(installed, "run", "demo.yaml", "resources.ranks_per_node=1", *short)
     records = [json.loads(line) for line in (bare / "runs/demo/metrics.jsonl").read_text().splitlines()]
     assert [(record["phase"], record["step"]) for record in records if "loss" in record] == [("sft", 1), ("rl", 1)]
+    assert "uPlot" in (bare / "runs/demo/report/report.html").read_text()

@@ -49,7 +49,12 @@ _KINDS = {
 _FIXED = {env.TORCHDYNAMO_DISABLE: "1"}
 _HEAVY = "heavy"
 _MODULES = {
-    "light": ("rlhpc.launch.runs.evaluate", "rlhpc.launch.runs.run", "submitit.core._submit"),
+    "light": (
+        "rlhpc.launch.runs.evaluate",
+        "rlhpc.launch.runs.run",
+        "rlhpc.observe.page.write",
+        "submitit.core._submit",
+    ),
     _HEAVY: (
         "rlhpc.trainer.build",
         "rlhpc.trainer.loop",

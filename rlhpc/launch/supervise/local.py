@@ -29,6 +29,7 @@ from rlhpc.launch.run_lock import locked
 from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
 from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
+from rlhpc.launch.supervise.page_renewal import PageRenewal
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
@@ -59,11 +60,13 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
     with locked(folder), contextlib.ExitStack() as stack:
         attempt = _begin(config, folder)
         folders = stack.enter_context(_node_folders(attempt))
+        pages = PageRenewal(folder, config.observe.html_every if entry == TRAINER else 0)
+        stack.callback(pages.end)  # after the verdict
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
         ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
         try:
-            ended = _watch_or_stop(ranks, config, attempt)
+            ended = _watch_or_stop(ranks, config, attempt, pages)
             failed = exits.first_failure(ended.values())
             if failed is None:
                 ranks.wait_for_end(_TEARDOWN_SECONDS)
@@ -157,7 +160,9 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapp
     return Ranks(job, attempt.exits, config.world_size, socket.gethostname())
 
 
-def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> dict[int, ExitRecord]:
+def _watch_or_stop(
+    ranks: Ranks, config: RunConfig, attempt: AttemptFolder, pages: PageRenewal
+) -> dict[int, ExitRecord]:
     """Watches the ranks; the first Ctrl-C asks them to save and end, and watching continues."""
     policy, world_size = config.recovery, config.world_size
     hangs = HangWatch(
@@ -166,14 +171,16 @@ def _watch_or_stop(ranks: Ranks, config: RunConfig, attempt: AttemptFolder) -> d
         HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
     )
     try:
-        return _watch(ranks, world_size, attempt.run, hangs)
+        return _watch(ranks, world_size, attempt.run, hangs, pages)
     except KeyboardInterrupt:
         show("rlhpc: finishing the step and saving; press Ctrl-C again to end at once", file=sys.stderr)
         ranks.ask_to_stop()
-        return _watch(ranks, world_size, attempt.run, hangs)
+        return _watch(ranks, world_size, attempt.run, hangs, pages)
 
 
-def _watch(ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch) -> dict[int, ExitRecord]:
+def _watch(
+    ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch, pages: PageRenewal
+) -> dict[int, ExitRecord]:
     """Waits until every rank is done, or one has failed and its peers had time to record it; exit records by rank."""
     follower = MetricsFollower(folder.metrics)
     failed_at = None
@@ -181,6 +188,7 @@ def _watch(ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch) -
         while True:
             ended = ranks.poll()
             display.update(follower.read_new(), hangs.phase)
+            pages.poll()
             if len(ended) == world_size:
                 return ended
             hang = hangs.poll()

@@ -31,6 +31,7 @@ from rlhpc.launch.machine import free_port
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, node_name
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
+from rlhpc.launch.supervise.page_renewal import END_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
@@ -75,6 +76,7 @@ class Supervisor:
         # The verdict must not be lost: the supervisor waits for disk space as long as the job lasts.
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
         self._before: Verdict | None = None
+        self._pages = PageRenewal(run, self._config.observe.html_every)
 
     def run(self) -> int:
         """Starts attempts until the run has finished or this job can do no more.
@@ -127,6 +129,8 @@ class Supervisor:
         if self._termination.requested:
             verdict = replace(verdict, action="none")  # Slurm decides on the job
         self._record(folder, verdict)
+        goes_on = verdict.action in ("retry", "requeue") or self._termination.requested
+        self._pages.end(0.0 if goes_on else END_SECONDS)
         return verdict
 
     def _begin(self) -> tuple[AttemptFolder, RunConfig, Attempt]:
@@ -199,6 +203,7 @@ class Supervisor:
         failed_at, done = float("inf"), _Done(folder.exits, attempt.world_size)
         while process.poll() is None:
             time.sleep(_POLL_SECONDS)
+            self._pages.poll()
             if failed_at == float("inf") and reports_failed_rank("".join(printed)):
                 failed_at = time.monotonic()  # srun terminates the others, and kills them only after Slurm's KillWait
             hang = hang or hangs.poll()

@@ -1,0 +1,117 @@
+"""Renews the page of a run, report/report.html: while it is going, and at the end of each attempt."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import ShownOnly
+from rlhpc.observe.notes import last_step
+
+LOOK_SECONDS = 2.0
+END_SECONDS = 20.0  # maximum time that the end of a run waits for its page
+
+
+class PageRenewal:
+    """Renews the page whenever the step has passed a multiple of ``every``; never with ``every`` 0.
+
+    A process of the lowest priority does that, one at a time. A run of fewer steps has its page at its end only: a few
+    milliseconds of a thread's work.
+    """
+
+    def __init__(self, run: RunFolder, every: int) -> None:
+        self._run, self._every = run, every
+        self._guard = ShownOnly("the page of the run")
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._looked, self._size = time.monotonic(), -1
+        self._reached = ("", 0)
+        with self._guard:
+            self._reached = self._place()
+
+    def poll(self) -> None:
+        """Starts a renewal if one is due. To be called all the time: it looks at the metrics every two seconds."""
+        now = time.monotonic()
+        if self._every and now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            with self._guard:
+                self._renew_if_due()
+
+    def end(self, seconds: float = END_SECONDS) -> None:
+        """Begins to write the page of an attempt that has ended, and waits for it at most so long."""
+        if not self._every:
+            return
+        with self._guard:
+            self._stop_child()
+            if self._place()[1]:
+                self._start_child()
+                self._wait_for_child(seconds)
+            elif not self._is_writing():
+                self._thread = threading.Thread(target=self._write, name="page", daemon=True)
+                self._thread.start()
+                self._thread.join(seconds)
+
+    def _renew_if_due(self) -> None:
+        if self._is_writing():
+            return
+        try:
+            size = os.stat(self._run.metrics).st_size
+        except FileNotFoundError:
+            return
+        if size == self._size:
+            return
+        self._size = size
+        place = self._place()
+        if place != self._reached and place[1]:
+            self._start_child()
+        self._reached = place
+
+    def _place(self) -> tuple[str, int]:
+        """Phase, and how many multiples of ``every`` its steps have passed."""
+        if not self._every:
+            return "", 0
+        phase, step = last_step(self._run.metrics)
+        return phase, step // self._every
+
+    def _is_writing(self) -> bool:
+        """Whether the page is being written; reports a process that failed."""
+        if self._thread is not None and self._thread.is_alive():
+            return True
+        if self._child is None:
+            return False
+        code = self._child.poll()
+        if code is None:
+            return True
+        self._child = None
+        if code:
+            raise RuntimeError(f"its process ended with {code}; write it with: rlhpc report {self._run.path}")
+        return False
+
+    def _start_child(self) -> None:
+        command = [sys.executable, "-m", "rlhpc.observe.page", str(self._run.path)]
+        nowhere = subprocess.DEVNULL
+        self._child = subprocess.Popen(  # Ctrl-C is for the launcher
+            command, stdin=nowhere, stdout=nowhere, stderr=nowhere, start_new_session=True
+        )
+
+    def _wait_for_child(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and self._is_writing():
+            time.sleep(0.02)
+
+    def _stop_child(self) -> None:
+        """Ends a renewal: a newer one follows."""
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait(1.0)
+            self._child = None
+
+    def _write(self) -> None:
+        with self._guard:
+            from rlhpc.observe.page.write import write_own_page  # no start of a run needs it
+
+            write_own_page(self._run, training=False)
