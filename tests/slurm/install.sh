@@ -40,5 +40,5 @@ if [ ! -e /usr/sbin/policy-rc.d ]; then
     trap 'rm -f /usr/sbin/policy-rc.d' EXIT
 fi
 apt-get update -qq
-apt-get install -y -qq --no-install-recomfixs "${packages[@]}" >/dev/null
+apt-get install -y -qq --no-install-recommends "${packages[@]}" >/dev/null
 echo "slurm tests: installed"
