@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 INSTALLED := $(VENV)/.installed
 STARTED := $(shell date +%s)
 
-.PHONY: venv layers slurm mutants demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
+.PHONY: venv layers slurm chromium mutants demo demo-table gpu-acceptance check test test-changed test-all test-slice test-cuda-sources test-cuda-sources-changed gpu-branches faults durations chaos bench locks audit clean
 
 venv: $(INSTALLED)
 
@@ -44,25 +44,29 @@ gpu-acceptance:
 slurm:
 	@tests/slurm/install.sh || echo "make: the tests on a real Slurm will be skipped" >&2
 
+# The browser that the tests of the page need.
+chromium:
+	@tests/observe/page/install_chromium.sh || echo "make: the tests of the page in a browser will be skipped" >&2
+
 # The rooms of the package by layer, with their lines and what each uses.
 layers: venv
 	$(BIN)/python -m tests.test_layers
 
 # Every capability once, on the real Megatron-core, vLLM and Slurm: docs/capabilities.md says which test proves what.
-test: venv slurm
+test: venv slurm chromium
 	$(BIN)/python -m tests.tiers.lanes test $(ARGS)
 
 # What the difference to BASE can reach, the nearest tests first. ARGS: further arguments of pytest.
 BASE ?= main
-test-changed: venv slurm
+test-changed: venv slurm chromium
 	$(BIN)/python -m tests.tiers.changed --base $(BASE) -- $(ARGS)
 
 # Those as well that repeat a proof in further layouts, families or at further moments.
-test-all: venv slurm
+test-all: venv slurm chromium
 	$(BIN)/python -m tests.tiers.lanes test-all $(ARGS)
 
 # One slice of those, which the commit chooses; STARTED is when CI began.
-test-slice: venv slurm
+test-slice: venv slurm chromium
 	$(BIN)/python -m tests.tiers.ci --started $(STARTED)
 
 # Faults planted in rlhpc, one at a time: which test fails? Takes hours. ARGS: --only NAME ..., --whole K --seed N.
@@ -78,7 +82,7 @@ test-cuda-sources-changed: venv
 gpu-branches: venv
 	$(BIN)/python -m tests.tiers.gpu_branches --table docs/measurements/2026-11-gpu-branches.md
 
-faults: venv slurm
+faults: venv slurm chromium
 	$(BIN)/python -m tests.tiers.faults --out build/faults/table.md $(ARGS)
 
 # After `make test-all` on a quiet machine: take over what each test took.
@@ -123,6 +127,7 @@ bench: venv bench-env
 	$(BIN)/python -m bench.rollout
 	$(BIN)/python -m bench.authentication
 	$(BIN)/python -m bench.grpo_step
+	$(BIN)/python -m bench.page
 
 include bench/bench.mk
 

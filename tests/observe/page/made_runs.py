@@ -55,7 +55,7 @@ def make_run(
 ) -> RunFolder:
     """A run with metrics, samples, a timeline, two attempts with a requeue between them, a checkpoint, an alert and a
     note. The same path has the same numbers."""
-    run, chance = RunFolder(path), random.Random(path.name)
+    run, chance = RunFolder(path), random.Random(repr(path.name))
     run.create()
     run.config.write_text(yaml12.dump(config if config is not None else _config(name or path.name, size)))
     names = [*NAMES, *(f"user/metric_{number}" for number in range(max(0, size.metrics - len(NAMES))))][: size.metrics]

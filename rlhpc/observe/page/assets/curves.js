@@ -109,7 +109,7 @@ page.curves = (() => {
     chart.points = page.runs.map((run) => points(run, chart.phase, chart.name));
     const options = {
       width: width(chart), height: 210, series: seriesOf(chart),
-      scales: { x: { time: false } },
+      scales: { x: { time: false }, y: { range: rangeOf } },
       axes: [{ size: 30, space: 60 }, { size: 58, values: (_, ticks) => ticks.map(format) }],
       cursor: {
         sync: { key: "step" }, drag: { x: true, y: false }, dataIdx: nearest,
@@ -127,6 +127,13 @@ page.curves = (() => {
     chart.plot = new uPlot(options, dataOf(chart), chart.box);
     if (state.range) chart.plot.setScale("x", state.range);
     state.setting = false;
+  }
+
+  // Room above and below; a constant curve is in the middle.
+  function rangeOf(_, least, most) {
+    if (least === null || most === null) return [0, 1];
+    const room = most > least ? (most - least) * 0.07 : Math.abs(most) * 0.1 || 1;
+    return [least - room, most + room];
   }
 
   const width = (chart) => Math.max(240, chart.box.clientWidth - 8);
@@ -294,5 +301,6 @@ page.curves = (() => {
     for (const { plot } of charts) if (plot) plot.redraw(false);
   }
 
-  return { build, showRun, redrawMarks, reset, fit, smoothBy: (change) => smoothTo(state.smoothing + change), controls: () => bar };
+  const smoothBy = (change) => smoothTo(state.smoothing + change);
+  return { charts, build, showRun, redrawMarks, reset, fit, smoothBy, controls: () => bar };
 })();
