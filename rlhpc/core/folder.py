@@ -184,11 +184,6 @@ class RunFolder:
         return self.path / "training_samples"
 
     @property
-    def timeline(self) -> Path:
-        """Phases and waits of all ranks, one JSON object per step, the newest ones only."""
-        return self.path / "timeline.jsonl"
-
-    @property
     def alerts(self) -> Path:
         """One JSON object per alert."""
         return self.path / "alerts.jsonl"
