@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("core",),
     ("config", "models"),
-    ("sharding", "algo"),
+    ("sharding", "algo", "observe.alerts"),
     ("api", "checkpoint.formats"),
     ("plan.estimates", "parallel"),
     ("plan.checks", "data", "rewards", "observe"),
@@ -42,6 +42,7 @@ TORCH_FREE = (
     "plan",
     "plan.checks",
     "plan.estimates",
+    "observe.alerts",
     "launch",
     "launch.slurm",
     "launch.worker",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rlhpc.config.alerts import AlertsSection
 from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, NonNegativeSeconds, PositiveInt, Section
 
 
@@ -37,3 +38,4 @@ class ObserveSection(Section):
     """Number of newest steps whose phases on every rank are kept in timeline.jsonl; 0 turns it off."""
     straggler_minutes: NonNegativeFloat = 2.0
     """Minutes, and at least 5 steps, in which a rank must be slower than the others to be named as straggler."""
+    alerts: AlertsSection = AlertsSection()

@@ -83,6 +83,14 @@ MALLOC_ARENA_MAX = "MALLOC_ARENA_MAX"
 # Which GPUs a process sees. submitit's local launcher overwrites it.
 CUDA_VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 
+# What the command of an alert gets (observe/alerts/notify.py).
+RLHPC_ALERT_RUN = "RLHPC_ALERT_RUN"
+RLHPC_ALERT_RULE = "RLHPC_ALERT_RULE"
+RLHPC_ALERT_SEVERITY = "RLHPC_ALERT_SEVERITY"
+RLHPC_ALERT_MESSAGE = "RLHPC_ALERT_MESSAGE"
+RLHPC_ALERT_PHASE = "RLHPC_ALERT_PHASE"
+RLHPC_ALERT_STEP = "RLHPC_ALERT_STEP"
+
 # The C compiler of Triton; without it gcc or clang of PATH.
 CC = "CC"
 

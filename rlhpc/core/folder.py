@@ -185,7 +185,7 @@ class RunFolder:
 
     @property
     def alerts(self) -> Path:
-        """One JSON object per alert."""
+        """One JSON object per alert, the newest ones (rlhpc.observe.alerts.record)."""
         return self.path / "alerts.jsonl"
 
     @property
@@ -261,7 +261,15 @@ class RunFolder:
             self._check_writers()
         if exists(self.attempts) or exists(self.checkpoints):
             return
-        for file in (self.config, self.secrets, self.metrics, self.samples, self.evaluation, self.report_text):
+        for file in (
+            self.config,
+            self.secrets,
+            self.metrics,
+            self.samples,
+            self.alerts,
+            self.evaluation,
+            self.report_text,
+        ):
             if exists(file, follow_symlinks=False):
                 raise UserError(
                     f"{str(file)!r} was not written by a run, which would overwrite it",

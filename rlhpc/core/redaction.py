@@ -20,7 +20,7 @@ from urllib.parse import quote, unquote
 HIDDEN = "***"
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
-_LAST = re.compile(r"(password|passphrase|secret|credential|apikey)s?$|(passwd|jwt)$")
+_LAST = re.compile(r"(password|passphrase|secret|credential|apikey|webhook)s?$|(passwd|jwt)$")
 _KEYS_OF = frozenset(
     ("api", "secret", "access", "private", "auth", "signing", "encryption", "account", "ssh", "deploy", "license")
 )
@@ -93,7 +93,7 @@ def _kind(name: str) -> Literal["sure", "likely", "no"]:
     last = words[-1].lower() if words else ""
     before = words[-2].lower() if len(words) > 1 else ""
     shouted = name.isupper() and bool(before)
-    if _LAST.search(last) or (last in ("key", "keys") and before in _KEYS_OF):
+    if _LAST.search(last) or (last in ("key", "keys") and before in _KEYS_OF) or (before, last) == ("webhook", "url"):
         return "sure"
     if before in _TEXT_TOKENS or last not in ("token", "key", "pass", "pat"):
         return "no"

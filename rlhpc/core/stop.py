@@ -8,18 +8,24 @@ from multiprocessing import resource_tracker
 from typing import Literal
 
 # In ascending order of precedence: of different reasons on the ranks, the last counts.
-Reason = Literal["none", "deadline", "asked", "terminated"]
-REASONS: tuple[Reason, ...] = ("none", "deadline", "asked", "terminated")
+Reason = Literal["none", "deadline", "asked", "alert", "terminated"]
+REASONS: tuple[Reason, ...] = ("none", "deadline", "asked", "alert", "terminated")
 
 # Slurm preempts with SIGTERM; `--signal` and `scancel --signal` send USR2 (NCCL may catch USR1).
 _SIGNALS: dict[signal.Signals, Reason] = {signal.SIGTERM: "terminated", signal.SIGUSR2: "asked"}
 
 
 class StopRequest:
-    """Records the signals that ask this process to save and end."""
+    """Records the signals and alerts that ask this process to save, or to save and end."""
 
     def __init__(self) -> None:
         self.reason: Reason = "none"
+        self.saves = False  # a checkpoint after this step, without an end
+
+    def ask(self, reason: Reason) -> None:
+        """Asks to save and end, unless another reason of higher precedence is known."""
+        if REASONS.index(reason) > REASONS.index(self.reason):
+            self.reason = reason
 
     def listen(self) -> None:
         """Handles the signals from now on. Call in the main thread, before any other thread or process is started.
@@ -40,6 +46,4 @@ class StopRequest:
             self._note(signal.sigwait(_SIGNALS))
 
     def _note(self, signum: int, frame: object = None) -> None:
-        reason = _SIGNALS[signal.Signals(signum)]
-        if REASONS.index(reason) > REASONS.index(self.reason):
-            self.reason = reason
+        self.ask(_SIGNALS[signal.Signals(signum)])

@@ -15,9 +15,10 @@ from rich.live import Live
 from rich.text import Text
 
 from rlhpc.core.records import Record, is_step, number, parse_records
+from rlhpc.core.redaction import redact
 from rlhpc.core.shown import ShownOnly, show
-from rlhpc.core.text import duration
-from rlhpc.observe.flat_reward import FlatReward
+from rlhpc.core.text import duration, printable
+from rlhpc.observe.alerts.builtin import JOB_EVENTS
 
 # Metric, phases that show it, format; the newest value is shown.
 _SHOWN = (
@@ -89,8 +90,8 @@ class MetricsFollower:
     """Follows a file of JSON lines from its construction on; yields each appended record once.
 
     A resumed run replaces the file by one without the steps to be repeated. The new file, which may already be longer
-    than the old one, is recognized by its inode and read from its beginning, without the records (by phase, step and
-    time) that the old one had.
+    than the old one, is recognized by its inode and read from its beginning, without the records (by phase, step,
+    time and rule) that the old one had.
     """
 
     def __init__(self, path: Path) -> None:
@@ -104,7 +105,7 @@ class MetricsFollower:
         found: list[Record] = []
         with self._guard:
             for record in parse_records(self._read()):
-                key = repr([record.get(name) for name in ("phase", "step", "time")])
+                key = repr([record.get(name) for name in ("phase", "step", "time", "rule")])
                 if key not in self._known:
                     self._known.add(key)
                     found.append(record)
@@ -137,7 +138,6 @@ class Display:
 
     def __init__(self, plain_seconds: float = PLAIN_SECONDS) -> None:
         self._records: list[Record] = []
-        self._flat = FlatReward()
         self._started = time.monotonic()
         self._plain_seconds, self._printed_at, self._printed = plain_seconds, float("-inf"), ""
         self._guard, self._live = ShownOnly("the progress line"), None
@@ -161,9 +161,14 @@ class Display:
             with self._guard:
                 self._print(progress_line(self._records))
 
-    def update(self, new: Sequence[Record], phase: str = "") -> None:
-        """Adds the records since the last call, possibly none, and refreshes the line. ``phase``: of the ranks now."""
+    def update(self, new: Sequence[Record], phase: str = "", alerts: Sequence[Record] = ()) -> None:
+        """Adds the records and alerts since the last call, possibly none, and refreshes the line. ``phase``: of the
+        ranks now."""
         with self._guard:
+            for alert in alerts:
+                if alert.get("rule") in JOB_EVENTS:  # the launcher reports them itself
+                    continue
+                show(f"rlhpc: warning: {printable(redact(str(alert.get('message', ''))))}", file=sys.stderr)
             self._update(new, phase)
         if self._guard.failed and self._live:  # its console would buffer what it could not write, and retry
             self._stop_live()
@@ -177,8 +182,6 @@ class Display:
     def _update(self, new: Sequence[Record], phase: str) -> None:
         for record in filter(is_step, new):
             self._records.append(record)
-            if warning := self._flat.add(record):
-                show(f"rlhpc: warning: {warning}", file=sys.stderr)
             if self._live and number(record.get("validation/reward_mean")) is not None:
                 self._live.console.print(progress_line(self._records), highlight=False)
         line = progress_line(self._records) if self._records else start_line(phase)

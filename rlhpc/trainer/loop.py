@@ -111,8 +111,8 @@ class Loop:
             self._save(asynchronous=self._config.checkpoint.asynchronous)
         if self.state.total_steps == self._total:
             return "none"
-        reason, first_save = self._stopper.agree()
-        if first_save and self._saved != self.state.total_steps:
+        reason, saves = self._stopper.agree()
+        if saves and self._saved != self.state.total_steps:
             self._save()  # at the first step it shows that saving works, and how long it takes
         return reason
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 
 from rlhpc.api import RunState
@@ -10,11 +9,11 @@ from rlhpc.core import spans
 from rlhpc.core.own_time import observing
 from rlhpc.core.shown import ShownOnly
 from rlhpc.core.timeline import StepTimeline
+from rlhpc.observe.alerts.run import RunAlerts
 from rlhpc.observe.cost import CostMeter
-from rlhpc.observe.flat_reward import FlatReward
 from rlhpc.observe.gpu_readings import GpuReadings
 from rlhpc.observe.memory import memory_in_use
-from rlhpc.observe.metrics import MetricsWriter
+from rlhpc.observe.metrics import MetricsWriter, read_records
 from rlhpc.observe.own_cost import OwnCost, own_cost_metrics
 from rlhpc.observe.phases import load_numbers, loads_of, span_numbers, spans_of, wait_numbers, work_numbers
 from rlhpc.observe.prometheus import PrometheusFile
@@ -26,8 +25,6 @@ from rlhpc.trainer.run import Run, StepData
 from rlhpc.trainer.step_histograms import RunHistograms
 from rlhpc.trainer.training_samples import TrainingSamples
 from rlhpc.trainer.update import Metrics
-
-_log = logging.getLogger(__name__)
 
 
 class Observer:
@@ -93,11 +90,12 @@ class _FirstRank:
     def __init__(self, run: Run, state: RunState) -> None:
         section, layout, folder = run.config.observe, run.models.actor.layout, run.context.run
         stages = [layout.coord(rank)["pp"] for rank in range(layout.world_size)]
-        self._run, self._flat = run, FlatReward()
+        self._run = run
         self._writer = MetricsWriter(folder, state, tensorboard=section.tensorboard)
         self._prometheus = PrometheusFile(section, run.config.name, folder)
         self._histograms = RunHistograms(run.config, folder)
         self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
+        self._alerts = RunAlerts(folder, run.config, run.context.stop, read_records(folder.metrics))
         self._stragglers = Stragglers(stages, 60 * section.straggler_minutes)
         self._guard, self._timeline = ShownOnly("the timeline"), None
         with self._guard:
@@ -119,10 +117,10 @@ class _FirstRank:
         return found
 
     def write(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
-        """Writes a record."""
-        self._prometheus.write(self._writer.write(phase, step, total, metrics))
-        if warning := self._flat.add({"phase": phase, "step": step, **metrics}):
-            _log.warning(warning)
+        """Writes a record, and warns of what is wrong in it."""
+        record = self._writer.write(phase, step, total, metrics)
+        self._prometheus.write(record)
+        self._alerts.step(record)
 
     def draw(self, phase: str, step: int, gathered: Gathered) -> None:
         """Writes the timeline of a step."""
@@ -140,6 +138,7 @@ class _FirstRank:
         """Closes the files."""
         self._samples.close()
         self._writer.close()
+        self._alerts.close()
         with self._cost_guard:
             if self._cost is not None:
                 self._cost.write()

@@ -42,14 +42,17 @@ class Stopper:
         self._last = time.monotonic()
 
     def agree(self) -> tuple[Reason, bool]:
-        """The reason to stop now, and whether to save in order to measure a save; the same on every rank.
+        """The reason to stop now, and whether to save, in order to measure a save or because an alert asks for it; the
+        same on every rank.
 
         Collective: two numbers in CPU memory.
         """
         reason, end = self._context.stop.reason, self._end() if self._context.info.rank == 0 else None
         if reason == "none" and end is not None and self._is_too_late(end):
             reason = "deadline"
-        codes = torch.tensor([REASONS.index(reason), int(end is not None and self._save is None)])
+        saves = self._context.stop.saves or (end is not None and self._save is None)
+        self._context.stop.saves = False
+        codes = torch.tensor([REASONS.index(reason), int(saves)])
         dist.all_reduce(codes, dist.ReduceOp.MAX)
         return REASONS[int(codes[0])], bool(codes[1])
 

@@ -165,6 +165,13 @@ FAULTS = (
         "sorted({begin + inside.index(max(finite))})",
     ),
     Fault(
+        "alert-in-every-step",
+        "rlhpc/observe/alerts/engine.py",
+        "an alert is sent in every step while its condition holds, not once per episode",
+        'return message if begins else ""',
+        "return message",
+    ),
+    Fault(
         "reward-weights-ignored",
         "rlhpc/rewards/reward_workers.py",
         "reward functions count alike, regardless of their weights",

@@ -31,6 +31,7 @@ def follow(run: RunEntry) -> int:
 
 def _watch(run: RunEntry, job_id: str) -> RunStatus:
     follower, guard = MetricsFollower(run.folder.metrics), ShownOnly("the list of attempts")
+    alerts = MetricsFollower(run.folder.alerts)
     shown, attempts, status = "", 0, None
     while True:
         job = _read(job_id)
@@ -52,21 +53,21 @@ def _watch(run: RunEntry, job_id: str) -> RunStatus:
             shown = words
             time.sleep(_QUEUE_SECONDS)
         else:
-            _show_progress(follower, job_id)
+            _show_progress(follower, alerts, job_id)
 
 
-def _show_progress(follower: MetricsFollower, job_id: str) -> None:
-    """Shows metrics until the job no longer runs."""
+def _show_progress(follower: MetricsFollower, alerts: MetricsFollower, job_id: str) -> None:
+    """Shows metrics and alerts until the job no longer runs."""
     asked = time.monotonic()
     with Display() as display:
         while True:
-            display.update(follower.read_new())
+            display.update(follower.read_new(), alerts=alerts.read_new())
             time.sleep(_METRICS_SECONDS)
             if time.monotonic() - asked < _QUEUE_SECONDS:
                 continue
             job, asked = _read(job_id), time.monotonic()
             if job is None or not job.live or job.queued:
-                display.update(follower.read_new())
+                display.update(follower.read_new(), alerts=alerts.read_new())
                 return
 
 

@@ -17,9 +17,11 @@ from rlhpc.launch.run_lock import is_locked
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.slurm.times import clock
+from rlhpc.observe.alerts.record import Alert, read_alerts
 from rlhpc.observe.progress import last_number
 
 _TAIL_BYTES = 65536  # of metrics.jsonl: many steps
+_ALERTS = 5  # newest ones
 _CLOCKS_SECONDS = 60.0  # maximum difference between clocks of login and compute nodes
 _CAUSES = {
     "finished": "finished",
@@ -54,7 +56,8 @@ class AttemptStatus:
 @dataclass(frozen=True)
 class RunStatus:
     """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
-    ``checkpoints``: their steps; ``unreadable``: the error on reading the run folder, if any."""
+    ``checkpoints``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``: the newest
+    ones, oldest first."""
 
     run: RunEntry
     state: str
@@ -68,6 +71,7 @@ class RunStatus:
     checkpoints: tuple[int, ...] = ()
     best: Best | None = None
     unreadable: str = ""
+    alerts: tuple[Alert, ...] = ()
 
     @property
     def verdict(self) -> Verdict | None:
@@ -85,7 +89,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
     try:
         known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
         saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
-        state = _state(run, job, known, asked=asked)
+        state, alerts = _state(run, job, known, asked=asked), tuple(read_alerts(run.folder)[-_ALERTS:])
     except OSError as error:
         state = job.words if job is not None else "unreadable"
         return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}")
@@ -102,6 +106,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         last_number(records, "perf/tokens_per_second"),
         saved,
         best,
+        alerts=alerts,
     )
 
 
@@ -172,6 +177,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "checkpoints": list(status.checkpoints),
         "best_checkpoint": asdict(status.best) if status.best else None,
         "restarts": status.restarts,
+        "alerts": [asdict(alert) for alert in status.alerts],
         "attempts": [
             {**asdict(one.attempt), "verdict": asdict(one.verdict) if one.verdict else None} for one in status.attempts
         ],

@@ -10,9 +10,10 @@ from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.table import Table
 from rich.text import Text
 
-from rlhpc.core.text import duration
+from rlhpc.core.text import duration, printable
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
 from rlhpc.launch.slurm.times import clock
+from rlhpc.observe.alerts.record import Alert
 
 _PLAIN_COLUMNS = 200
 _WIDE_COLUMNS = 120  # from here on a note has room beside the table
@@ -102,6 +103,8 @@ def details(status: RunStatus) -> RenderableType:
             lines.add_row(name, ", ".join(values))
     if status.unreadable:
         lines.add_row("note", status.unreadable)
+    if status.alerts:
+        lines.add_row("alerts", "\n".join(map(alert_words, status.alerts)))
     for one in status.attempts:
         lines.add_row(f"attempt {one.attempt.number}", _attempt_words(one))
     return lines
@@ -117,6 +120,13 @@ def show(view: RenderableType) -> None:
     with console.capture() as captured:
         console.print(view, highlight=False)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def alert_words(alert: Alert) -> str:
+    """Time, place, rule and message of an alert."""
+    place = f"{alert.phase} step {alert.step}, " if alert.step >= 0 else ""
+    done = f" -> {alert.action}" if alert.action != "warn" else ""
+    return printable(f"{clock(alert.time, time.time())} {place}{alert.rule}: {alert.message}{done}")
 
 
 def _attempt_words(one: AttemptStatus) -> str:

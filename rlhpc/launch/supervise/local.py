@@ -34,6 +34,7 @@ from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
 from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
+from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.observe.progress import Display, MetricsFollower
 
 INTERRUPTED = 130
@@ -49,8 +50,9 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
     """Calls ``entry`` (package.module:function) on every rank (rlhpc.core.context); returns the exit code.
 
     With ``resume``, continues from the newest checkpoint in ``folder``. A UserError of a rank is raised here; any other
-    failure is printed to stderr and gives 1. The other ranks are ended within about two seconds of the first failure.
-    Ctrl-C lets the ranks finish their step and save, a second one ends them at once; both give 130.
+    failure is printed to stderr and gives 1, as does a stop by an alert. The other ranks are ended within about two
+    seconds of the first failure. Ctrl-C lets the ranks finish their step and save, a second one ends them at once; both
+    give 130.
     """
     wait = config.recovery.storage_wait_seconds
     use(Patience(wait, full_seconds=wait))
@@ -79,17 +81,15 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
             store.close()
         if failed is not None:
             cause = diagnose_error(failed).cause
-            attempts.end(attempt, Verdict(time.time(), cause, failed.message, "stop", failed.rank, failed.node))
+            _end(config, attempt, Verdict(time.time(), cause, failed.message, "stop", failed.rank, failed.node))
             if cause in ("non_finite", "stranger"):
                 show(f"rlhpc: {failed.message}", file=sys.stderr)
             else:
                 _report(failed, ranks, oom=oom_kills() > oom_before)
             return 1
-        if any(record.kind == "stopped" for record in ended.values()):
-            attempts.end(attempt, Verdict(time.time(), "stopped", "saved and ended on request", "stop"))
-            show(f"rlhpc: saved and ended; resume with --resume: {folder.path}", file=sys.stderr)
-            return INTERRUPTED
-        attempts.end(attempt, Verdict(time.time(), "finished", "", "none"))
+        if reasons := {record.message for record in ended.values() if record.kind == "stopped"}:
+            return _end_stopped(config, attempt, by_alert="alert" in reasons)
+        _end(config, attempt, Verdict(time.time(), "finished", "", "none"))
     if report := read_report(folder):
         show(report)
     return 0
@@ -123,6 +123,27 @@ def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
     save_config(folder, config)
     save_config(folder, config, attempt.config)
     return attempt
+
+
+def _end(config: RunConfig, attempt: AttemptFolder, verdict: Verdict) -> None:
+    """Records the verdict and sends the alert on it."""
+    attempts.end(attempt, verdict)
+    alerts = JobAlerts(attempt.run, config.observe.alerts)
+    alerts.report(attempt.number, verdict)
+    alerts.close()
+
+
+def _end_stopped(config: RunConfig, attempt: AttemptFolder, *, by_alert: bool) -> int:
+    """Records that the ranks saved and ended, and shows how to go on; returns the exit code."""
+    reason = f"by {stopping_alert(attempt.run)}" if by_alert else "on request"
+    verdict = Verdict(time.time(), "stopped", f"saved and ended {reason}", "stop")
+    if by_alert:
+        _end(config, attempt, verdict)
+    else:
+        attempts.end(attempt, verdict)
+    words = f"saved and ended {reason}" if by_alert else "saved and ended"
+    show(f"rlhpc: {words}; resume with --resume: {attempt.run.path}", file=sys.stderr)
+    return 1 if by_alert else INTERRUPTED
 
 
 @contextlib.contextmanager
@@ -182,12 +203,12 @@ def _watch(
     ranks: Ranks, world_size: int, folder: RunFolder, hangs: HangWatch, pages: PageRenewal
 ) -> dict[int, ExitRecord]:
     """Waits until every rank is done, or one has failed and its peers had time to record it; exit records by rank."""
-    follower = MetricsFollower(folder.metrics)
+    follower, alerts = MetricsFollower(folder.metrics), MetricsFollower(folder.alerts)
     failed_at = None
     with Display() as display:
         while True:
             ended = ranks.poll()
-            display.update(follower.read_new(), hangs.phase)
+            display.update(follower.read_new(), hangs.phase, alerts.read_new())
             pages.poll()
             if len(ended) == world_size:
                 return ended

@@ -35,6 +35,7 @@ from rlhpc.launch.supervise.page_renewal import END_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
+from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.plan.checks.run import largest_usable
 
 _POLL_SECONDS = 0.2
@@ -77,6 +78,7 @@ class Supervisor:
         use(Patience(storage_patience(self._config.recovery), float("inf"), give_up=self._is_ending))
         self._before: Verdict | None = None
         self._pages = PageRenewal(run, self._config.observe.html_every)
+        self._alerts = JobAlerts(run, self._config.observe.alerts)
 
     def run(self) -> int:
         """Starts attempts until the run has finished or this job can do no more.
@@ -85,7 +87,9 @@ class Supervisor:
         supervisor writes it.
         """
         try:
-            return self._run_attempts()
+            code = self._run_attempts()
+            self._alerts.close()
+            return code
         except OSError as error:
             recovery = self._config.recovery
             policy = recovery.storage if isinstance(error, StorageError) else recovery.disk_full
@@ -123,7 +127,9 @@ class Supervisor:
         situation = self._situation(attempt, diagnosis)
         verdict = decide(diagnosis, config, situation)
         if verdict.cause == "stopped":
-            if not exists(self._run.stop_requested):
+            if diagnosis.stopped == "alert":
+                verdict = replace(verdict, action="stop")
+            elif not exists(self._run.stop_requested):
                 verdict = replace(verdict, action="requeue")
             remove(self._run.stop_requested)  # it applies once
         if self._termination.requested:
@@ -232,6 +238,8 @@ class Supervisor:
         left, stopped = self._deadline.seconds_left(), diagnosis.cause == "stopped"
         if diagnosis.cause == "finished":
             return diagnosis
+        if diagnosis.stopped == "alert":
+            return replace(diagnosis, message=f"checkpointed and ended by {stopping_alert(self._run)}")
         if stopped and not self._termination.requested:
             self._deadline.look()
             left = self._deadline.seconds_left()
@@ -311,6 +319,7 @@ class Supervisor:
 
     def _record(self, folder: AttemptFolder, verdict: Verdict) -> None:
         attempts.end(folder, verdict)
+        self._alerts.report(folder.number, verdict, self._before.excluded if self._before else ())
         if verdict.cause != "finished":
             whose = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
             self._log(f"attempt {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")

@@ -14,6 +14,7 @@ from rlhpc.core.errors import Faults, UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.overlap import contains
 from rlhpc.models import ModelShape, read_model
+from rlhpc.plan.checks.alerts import check_alerts
 from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.checkpoint import check_keep_best
 from rlhpc.plan.checks.critic import check_critic
@@ -57,7 +58,6 @@ def check_config(
     if prepared or config.model.path.exists():
         with faults.collect():
             shape = read_model(config.model.path, config.model.family)
-    layout = None
     for nodes in dict.fromkeys((config.slurm.least_nodes, config.slurm.most_nodes)):
         layout = None
         with faults.collect():
@@ -91,7 +91,7 @@ def check_config(
 
 def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
-    keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best)
+    keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_alerts)
     for check in (*keys, check_optimizers, check_sharing):
         with faults.collect():
             check(config)

@@ -6,9 +6,13 @@ from typing import Any
 
 import pytest
 
-from rlhpc.observe.flat_reward import FLAT_STEPS, FlatReward
+from rlhpc.observe.alerts.builtin import BUILTIN, FlatReward
+from rlhpc.observe.alerts.engine import Engine
+from rlhpc.observe.alerts.rules import Rule
 from rlhpc.observe.progress import Display
 
+WINDOW = BUILTIN["flat_reward"].window
+STEPS = WINDOW.steps
 RISING = {"reward/mean": 0.5, "reward/max": 1.0, "reward/min": 0.0, "advantage/zero_fraction": 0.9}
 # All groups solved or failed, GAE on equal rewards, and dynamic sampling that finds no group.
 FLAT: list[dict[str, Any]] = [
@@ -20,33 +24,34 @@ FLAT: list[dict[str, Any]] = [
 UNKNOWN: list[dict[str, Any]] = [{"sampling/dropped_groups": 640, "sampling/kept_groups": 2}, {"loss": 0.0}]
 
 
-def warnings(*steps: dict[str, Any]) -> list[int]:
-    """Places of the steps at which a warning comes."""
-    flat = FlatReward()
-    return [n for n, values in enumerate(steps, 1) if flat.add({"phase": "rl", "step": n, **values})]
+def warnings(*steps: dict[str, Any], phase: str = "rl", first: int = 1) -> list[int]:
+    """Steps at which a warning comes."""
+    engine = Engine([Rule("flat_reward", lambda: FlatReward(WINDOW), WINDOW)])
+    records = [{"phase": phase, "step": n, "time": 60.0 * n, **values} for n, values in enumerate(steps, first)]
+    return [record["step"] for record in records if engine.add(record)]
 
 
 @pytest.mark.parametrize("step", FLAT)
 def test_steps_without_advantages_are_warned_of_once(step):
-    assert warnings(*[step] * (3 * FLAT_STEPS)) == [FLAT_STEPS]
+    assert warnings(*[step] * (3 * STEPS)) == [STEPS]
 
 
 @pytest.mark.parametrize("step", [RISING, *UNKNOWN])
 def test_one_other_step_starts_the_count_again(step):
-    assert warnings(*[step] * (3 * FLAT_STEPS)) == []
-    assert warnings(*[FLAT[0]] * (FLAT_STEPS - 1), step, *[FLAT[0]] * FLAT_STEPS) == [2 * FLAT_STEPS]
+    assert warnings(*[step] * (3 * STEPS)) == []
+    assert warnings(*[FLAT[0]] * (STEPS - 1), step, *[FLAT[0]] * STEPS) == [2 * STEPS]
 
 
 def test_the_warm_up_and_the_first_validation_do_not_count():
-    flat = FlatReward()
-    assert not any(flat.add({"phase": "sft", "step": n, **FLAT[0]}) for n in range(100))
-    assert not any(flat.add({"phase": "rl", "step": 0, **FLAT[0]}) for n in range(100))
+    assert not warnings(*[FLAT[0]] * 100, phase="sft")
+    assert warnings(*[FLAT[0]] * STEPS, first=0) == []
 
 
 def test_the_terminal_names_the_page(capsys):
+    message = FlatReward(WINDOW)
+    alert = [message.add({"phase": "rl", "step": n, **FLAT[0]}) for n in range(1, STEPS + 1)][-1]
     with Display(plain_seconds=60) as display:
-        for number in range(1, 3 * FLAT_STEPS):
-            display.update([{"phase": "rl", "step": number, "total_steps": 99, **FLAT[0]}])
+        display.update([{"phase": "rl", "step": STEPS, "total_steps": 99, **FLAT[0]}], alerts=[{"message": alert}])
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("rlhpc: warning: no response had an advantage in 10 steps")
     assert line.endswith("see docs/reward_does_not_rise.md")

@@ -1,0 +1,79 @@
+"""Alerts on events of the job, which the launcher reports: verdicts, retries, requeues, excluded nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+
+from rlhpc.config.alerts import AlertsSection
+from rlhpc.core.attempts import Verdict
+from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import is_step, parse_records
+from rlhpc.core.shown import ShownOnly
+from rlhpc.observe.alerts.configured import event_rule
+from rlhpc.observe.alerts.notify import Notifier
+from rlhpc.observe.alerts.record import Alert, AlertFile, read_alerts
+from rlhpc.observe.alerts.rules import Severity
+
+_TAIL_BYTES = 65536  # of metrics.jsonl
+
+
+class JobAlerts:
+    """Records and sends what happens to a run's attempts. A failure is reported once, and the job continues."""
+
+    def __init__(self, run: RunFolder, section: AlertsSection) -> None:
+        self._run, self._section = run, section
+        self._notifier = Notifier(run, section.timeout_seconds)
+        self._guard = ShownOnly("alerts on the job")
+
+    def report(self, attempt: int, verdict: Verdict, excluded: Sequence[str] = ()) -> None:
+        """Reports the verdict on an attempt without these ``excluded`` nodes. Returns at once."""
+        with self._guard:
+            for name, severity, message in _events(attempt, verdict, excluded):
+                self._fire(name, severity, message, verdict.time)
+
+    def close(self) -> None:
+        """Waits for alerts that were not sent yet, within their time limit."""
+        with self._guard:
+            self._notifier.close()
+
+    def _fire(self, name: str, severity: Severity, message: str, time: float) -> None:
+        rule = event_rule(name, self._section)
+        if rule is not None:
+            phase, step = _place(self._run)
+            alert = Alert(time, phase, step, name, severity, message)
+            AlertFile(self._run).add(alert)
+            self._notifier.send(alert, rule.command, rule.webhook)
+
+
+def stopping_alert(run: RunFolder) -> str:
+    """The newest alert that has stopped the run: its rule and message."""
+    found = [alert for alert in read_alerts(run) if alert.action == "stop"]
+    return f"alert {found[-1].rule}: {found[-1].message}" if found else "an alert"
+
+
+def _events(attempt: int, verdict: Verdict, excluded: Sequence[str]) -> Iterator[tuple[str, Severity, str]]:
+    """Name, severity and message of each event."""
+    cause = verdict.cause.replace("_", " ")
+    rank = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
+    what = f"attempt {attempt} ended: {cause}{rank}" + (f": {verdict.message}" if verdict.message else "")
+    if verdict.action == "retry":
+        yield "retry", "warning", f"{what}; started again in the same job"
+    elif verdict.action == "requeue":
+        yield "requeue", "warning", f"{what}; the job is requeued"
+    else:
+        ended = verdict.cause == "finished"
+        yield "verdict", "info" if ended else "error", "the run has finished" if ended else what
+    if nodes := [node for node in verdict.excluded if node not in excluded]:
+        yield "excluded_node", "warning", f"{', '.join(nodes)} excluded from the next attempts: {cause}"
+
+
+def _place(run: RunFolder) -> tuple[str, int]:
+    """Phase and step of the last record, "" and -1 before the first."""
+    try:
+        with open(run.metrics, "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            records = [record for record in parse_records(file.read()) if is_step(record)]
+    except FileNotFoundError:
+        records = []
+    return (records[-1]["phase"], records[-1]["step"]) if records else ("", -1)

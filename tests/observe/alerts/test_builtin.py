@@ -1,0 +1,147 @@
+"""Each built-in rule fires within its window on a planted fault, and on no recorded healthy run."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.observe.alerts.builtin import BUILTIN
+from rlhpc.observe.alerts.configured import rules_of
+from tests.observe.alerts.series import RECORDED, fired, healthy, recorded
+
+DEMO = Path(__file__).parents[3] / "configs" / "demo.yaml"
+ONSET = 40  # last healthy step
+# What a rule sees from the step after ONSET on.
+FAULTS: dict[str, list[dict[str, Any]]] = {
+    "non_finite": [{"loss": math.nan}, {"grad_norm": math.inf}, {"skipped_updates": 2.0}, {"critic__loss": math.nan}],
+    "reward_collapse": [{"reward__mean": 0.1}, {"reward__mean": -0.5}],
+    "entropy_collapse": [{"entropy": 0.02, "reward__mean": 0.4}],
+    "flat_reward": [
+        {"advantage__zero_fraction": 1.0},
+        {"reward__max": 0.25, "reward__min": 0.25, "reward__mean": 0.55},
+    ],
+    "kl": [{"kl": 1.5}],
+    "logprob_diff": [{"logprob_diff_mean": 0.15}, {"logprob_diff_mean": 0.06}],
+    "truncated": [{"response__truncated_fraction": 1.0}],
+    "empty_responses": [{"response__length_mean": 1.0}],
+    "throughput": [{"perf__tokens_per_second": 4500.0}],
+    "gpu_memory": [{"memory__device_share_max": 0.99}],
+    "gpu_throttled": [{"gpu__throttled_fraction_max": 0.5}],
+    "gpu_ecc": [{"gpu__ecc_uncorrected_max": 1.0}],
+    "disk": [{"disk__free_gib": 70.0}, {"disk__free_gib": 0.5, "checkpoint__gib": 0.0}],
+    "checkpoint_age": [{"checkpoint__age_minutes": 250.0}],
+}
+CASES = [(name, fault) for name, faults in FAULTS.items() for fault in faults]
+
+
+@pytest.fixture(scope="module")
+def config() -> RunConfig:
+    return load_config(DEMO, ["rollout.max_response_tokens=500"])
+
+
+def test_every_rule_has_a_fault() -> None:
+    assert list(FAULTS) == list(BUILTIN)
+
+
+@pytest.mark.parametrize(("name", "fault"), CASES)
+def test_a_rule_fires_within_its_window_on_a_planted_fault(config: RunConfig, name: str, fault: dict[str, Any]) -> None:
+    window = BUILTIN[name].window
+    records = [*healthy(ONSET), *healthy(60, ONSET + 1, **fault), *healthy(60, ONSET + 61)]
+    found = fired(rules_of(config), records)
+    alone = [(rule, step) for rule, step, _ in found if rule == name]
+    assert len(alone) == 1, found
+    assert ONSET < alone[0][1] <= ONSET + max(window.steps, window.minutes + 1)
+    # A low reward is what an entropy collapse consists of.
+    assert {rule for rule, _, _ in found} - {"reward_collapse"} <= {name}
+
+
+@pytest.mark.parametrize(("name", "fault"), CASES)
+def test_a_shorter_fault_fires_nothing(config: RunConfig, name: str, fault: dict[str, Any]) -> None:
+    """Half of the window is healthy: the median is. A fault that fires at once has no shorter one."""
+    window = BUILTIN[name].window
+    steps = (max(window.steps, round(window.minutes)) - 1) // 2
+    records = [*healthy(ONSET), *healthy(steps, ONSET + 1, **fault), *healthy(60, ONSET + 1 + steps)]
+    assert not fired(rules_of(config), records)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_rule_fires_once_per_episode(config: RunConfig, name: str) -> None:
+    fault = FAULTS[name][0]
+    between = 30 if name != "throughput" else 60
+    records, first = healthy(ONSET), ONSET + 1
+    for _ in range(2):
+        records += healthy(25, first, **fault)
+        records += healthy(between, first + 25)
+        first += 25 + between
+    steps = [step for rule, step, _ in fired(rules_of(config), records) if rule == name]
+    assert len(steps) == 2, steps
+    assert steps[1] - steps[0] == 25 + between
+
+
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name.partition(".")[0])
+def test_no_rule_fires_in_a_recorded_healthy_run(config: RunConfig, file: Path) -> None:
+    records = recorded(file)
+    assert len(records) > 100
+    assert not fired(rules_of(load_config(DEMO)), records)
+
+
+def test_the_demo_was_recorded_with_three_seeds() -> None:
+    assert {f"demo-seed-{seed}.jsonl.gz" for seed in range(3)} <= {file.name for file in RECORDED}
+
+
+def test_entropy_alone_is_no_alarm(config: RunConfig) -> None:
+    """It falls to 7% in a healthy run while the reward rises."""
+    records = [*healthy(ONSET), *healthy(60, ONSET + 1, entropy=0.01, reward__mean=0.9)]
+    assert not fired(rules_of(config), records)
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.01, -0.01])
+def test_rewards_that_vary_around_zero_have_not_collapsed(config: RunConfig, mean: float) -> None:
+    records = healthy(200)
+    for number, record in enumerate(records):
+        record["reward/mean"] = mean + (0.0, 0.02, -0.01, 0.015, -0.02)[number % 5]
+    assert not fired(rules_of(config), records)
+
+
+def test_negative_rewards_can_collapse(config: RunConfig) -> None:
+    records = [*healthy(ONSET, reward__mean=-0.2), *healthy(10, ONSET + 1, reward__mean=-0.9)]
+    assert [rule for rule, _, _ in fired(rules_of(config), records)] == ["reward_collapse"]
+
+
+def test_a_slow_minute_is_no_fall_of_throughput(config: RunConfig) -> None:
+    """Steps of a second: ten slow ones, and five slow minutes, are not yet ten minutes."""
+    records = healthy(1200)
+    for number, record in enumerate(records):
+        record["time"] = 1e9 + number
+        if number >= 900:
+            record["perf/tokens_per_second"] = 1000.0
+    assert not fired(rules_of(config), records)
+
+
+def test_a_fall_of_throughput_of_short_steps_fires_after_its_minutes(config: RunConfig) -> None:
+    records = healthy(3000)
+    for number, record in enumerate(records):
+        record["time"] = 1e9 + number
+        if number >= 1500:
+            record["perf/tokens_per_second"] = 4000.0
+    ((rule, step, _),) = fired(rules_of(config), records)
+    assert rule == "throughput"
+    assert 1500 + 200 < step <= 1500 + 600
+
+
+@pytest.mark.parametrize(
+    ("override", "rule", "fault"),
+    [
+        ("rollout.top_p=0.8", "logprob_diff", {"logprob_diff_mean": 0.15}),
+        ("rollout.max_response_tokens=1", "empty_responses", {"response__length_mean": 1.0}),
+    ],
+)
+def test_rules_without_meaning_for_a_configuration_are_off(override: str, rule: str, fault: dict[str, Any]) -> None:
+    assert not [
+        one for one, _, _ in fired(rules_of(load_config(DEMO, [override])), healthy(20, **fault)) if one == rule
+    ]

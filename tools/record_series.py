@@ -1,0 +1,52 @@
+"""Runs the demo with several seeds and keeps the series of its metrics as golden files of the alerts' tests.
+
+    python -m tools.record_series [SEED ...]
+
+Speeds depend on what else the machine does: series taken beside other work are what the rules on speed must bear.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from rlhpc.core.records import Record, number
+from rlhpc.observe.metrics import read_records
+from tools.demo_table import SEEDS, run_demo
+
+SERIES = Path(__file__).parents[1] / "tests" / "golden" / "series"
+_DIGITS = 6  # significant ones
+
+
+def packed(records: Iterable[Record]) -> bytes:
+    """The records' numbers and phases as compressed JSON lines, equal for equal records."""
+    lines = [json.dumps(_rounded(record)) for record in records]
+    return gzip.compress("".join(line + "\n" for line in lines).encode(), mtime=0)
+
+
+def _rounded(record: Record) -> Record:
+    found: Record = {}
+    for name, value in record.items():
+        numeric = number(value)
+        if name == "phase" or isinstance(value, int):
+            found[name] = value
+        elif numeric is not None:
+            found[name] = round(numeric, 3) if name == "time" else float(f"{numeric:.{_DIGITS}g}")
+    return found
+
+
+def main(seeds: list[int]) -> None:
+    base = Path("runs") / f"series-{time.strftime('%Y%m%d-%H%M%S')}"
+    SERIES.mkdir(parents=True, exist_ok=True)
+    for seed in seeds:
+        run_demo(seed, base / f"seed-{seed}")
+        records = read_records(base / f"seed-{seed}" / "run" / "metrics.jsonl")
+        (SERIES / f"demo-seed-{seed}.jsonl.gz").write_bytes(packed(records))
+
+
+if __name__ == "__main__":
+    main([int(seed) for seed in sys.argv[1:]] or list(SEEDS))
