@@ -60,7 +60,9 @@ def test_a_wrong_rule_is_one_line(rule: str, line: str) -> None:
 
 def test_each_wrong_rule_is_named() -> None:
     with pytest.raises(UserError) as error:
-        check_alerts(config("{builtin: x}", '{metric: y, condition: "> 1"}', builtin="[z]", webhook="https://"))
+        check_alerts(
+            config("{builtin: x}", '{metric: y, condition: "> 1"}', builtin="[z]", webhook="hooks.example.org")
+        )
     for where in ("builtin", "rules.0.builtin", "rules.1.metric", "webhook"):
         assert f"observe.alerts.{where}: " in str(error.value)
 
