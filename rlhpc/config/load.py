@@ -20,6 +20,7 @@ from rlhpc.config.reward import DEFAULT_FUNCTION, NO_KIND
 from rlhpc.config.saved import with_secrets
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site_file import SiteValues, expand_site, take_site
+from rlhpc.config.trackers import NO_TRACKER, wrong_kind
 from rlhpc.core.errors import SHOWN_ERRORS, UserError, UserErrors, did_you_mean, nearest
 from rlhpc.core.inputs import read_input
 from rlhpc.core.redaction import hide, learn
@@ -238,6 +239,9 @@ def _fault(detail: ErrorDetails, location: Sequence[int | str], where: str) -> U
         return UserError("is missing", where=where, remedy="add it")
     if kind == NO_KIND:
         return UserError("needs either function or model", where=where, remedy="give one of the two")
+    if kind == NO_TRACKER:
+        message, remedy = wrong_kind(value)
+        return UserError(message, where=where, remedy=remedy)
     new = RENAMED_VALUES.get(re.sub(r"\.\d+(?=\.)", ".0", _key(location)), {})
     if isinstance(value, str) and value in new:
         return UserError(f"{value!r} has another name now", where=where, remedy=f"write {new[value]}")

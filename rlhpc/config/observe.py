@@ -6,6 +6,9 @@ from pathlib import Path
 
 from rlhpc.config.alerts import AlertsSection
 from rlhpc.config.section import NonNegativeFloat, NonNegativeInt, NonNegativeSeconds, PositiveInt, Section
+from rlhpc.config.trackers import TrackerEntry
+
+TENSORBOARD = "tensorboard"  # the name of this tracker
 
 
 class TrainingSamplesSection(Section):
@@ -20,6 +23,8 @@ class TrainingSamplesSection(Section):
 class ObserveSection(Section):
     tensorboard: bool = True
     """Metrics for TensorBoard as well."""
+    trackers: list[TrackerEntry] = []
+    """Further trackers: MLflow, Weights & Biases, your own."""
     samples: NonNegativeInt = 8
     """Number of samples per validation written to samples.jsonl and shown at the end."""
     html_every: NonNegativeInt = 50
@@ -39,3 +44,7 @@ class ObserveSection(Section):
     straggler_minutes: NonNegativeFloat = 2.0
     """Minutes, and at least 5 steps, in which a rank must be slower than the others to be named as straggler."""
     alerts: AlertsSection = AlertsSection()
+
+    def tracker_names(self) -> list[str]:
+        """Names of all trackers, TensorBoard's first."""
+        return [*([TENSORBOARD] if self.tensorboard else []), *(tracker.name for tracker in self.trackers)]

@@ -106,6 +106,49 @@ class SkippedUpdate:
 
 
 @dataclass(frozen=True)
+class TrackersFolder:
+    """Folder of a run's trackers besides TensorBoard (rlhpc.observe.trackers)."""
+
+    path: Path
+
+    @property
+    def log(self) -> Path:
+        """Output of the process that feeds them, and of their libraries."""
+        return self.path / "log.txt"
+
+    @property
+    def lock(self) -> Path:
+        """Lock of the process that feeds them."""
+        return self.path / ".lock"
+
+    def state(self, name: str) -> Path:
+        """What a tracker remembers: the id of its run, or its last step."""
+        return self.path / f"{name}.json"
+
+    def database(self, name: str) -> Path:
+        """SQLite file of an MLflow tracker."""
+        return self.path / f"{name}.db"
+
+    def artifacts(self, name: str) -> Path:
+        """Files attached to runs of an MLflow tracker without a server."""
+        return self.path / f"{name}-artifacts"
+
+    def files(self, name: str) -> Path:
+        """Folder of a tracker that writes files of its own."""
+        return self.path / name
+
+    @property
+    def facts(self) -> Path:
+        """Packages, machine, git state and environment of the last attempt, without secrets."""
+        return self.path / "facts.json"
+
+    @property
+    def diff(self) -> Path:
+        """Changes of the user's code that are not committed, without secrets; absent without any."""
+        return self.path / "code.diff"
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """Folder that everything of one run is written to. ``path`` is made absolute: ranks may change their folder."""
 
@@ -216,6 +259,11 @@ class RunFolder:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def trackers(self) -> TrackersFolder:
+        """State and files of trackers."""
+        return TrackersFolder(self.path / "trackers")
 
     @property
     def report(self) -> Path:

@@ -7,60 +7,36 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from rlhpc.api import RunState
 from rlhpc.core import spans
-from rlhpc.core.errors import UserError
 from rlhpc.core.files import LineFile, write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.records import Record, is_step, parse_records
-from rlhpc.core.shown import ShownOnly
 from rlhpc.core.storage import exists, patiently
 from rlhpc.parallel.waits import settle_waits
 
 
 class MetricsWriter:
-    """Appends one JSON object per step to metrics.jsonl, and its values to TensorBoard if asked.
+    """Appends one JSON object per step to metrics.jsonl, from which trackers are fed (rlhpc.observe.trackers).
 
     A resumed run repeats the steps after its checkpoint: records of steps beyond ``state`` are first removed from
     metrics.jsonl, samples.jsonl and histograms.jsonl, so that each step has one record.
     """
 
-    def __init__(self, folder: RunFolder, state: RunState, *, tensorboard: bool) -> None:
+    def __init__(self, folder: RunFolder, state: RunState) -> None:
         _cut(folder.metrics, state)
         _cut(folder.samples, state, phase="rl")
         _cut(folder.histograms, state)
-        self._sft_steps = state.sft_step
-        self._guard, self._board = ShownOnly("TensorBoard"), None
-        if tensorboard:
-            writer = _import_board()
-            with self._guard:  # hides the points of steps that are repeated
-                purge_step = state.total_steps + 1 if state.total_steps else None
-                self._board = writer(str(folder.tensorboard), purge_step=purge_step)
         self._file = LineFile(folder.metrics)
 
     def write(self, phase: str, step: int, total_steps: int, metrics: Mapping[str, float]) -> Record:
         """Appends the metrics of ``step`` of ``total_steps`` in ``phase`` ("sft" or "rl"); on disk when it returns."""
         record: Record = {"phase": phase, "step": step, "total_steps": total_steps, "time": time.time(), **metrics}
         self._file.append(json.dumps(record) + "\n")
-        if phase == "sft":
-            self._sft_steps = step
-        if self._board is not None:
-            # One axis for both phases: RL steps follow the supervised ones.
-            place = step if phase == "sft" else self._sft_steps + step
-            for name, value in metrics.items():
-                with self._guard:
-                    self._board.add_scalar(f"{phase}/{name}", value, place)
         return record
-
-    def close(self) -> None:
-        """Closes TensorBoard's file."""
-        if self._board is not None:
-            with self._guard:
-                self._board.close()
 
 
 class Stopwatch:
@@ -108,19 +84,6 @@ def _cut(path: Path, state: RunState, **phase: str) -> None:
 def _is_done(phase: str, step: int, state: RunState) -> bool:
     """Whether the state includes the step. RL's step 0, the first validation, is repeated until step 1 is done."""
     return step <= state.sft_step if phase == "sft" else 0 < state.step >= step
-
-
-def _import_board() -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-
-        return SummaryWriter
-    except ImportError as error:
-        raise UserError(
-            f"TensorBoard cannot be imported ({error})",
-            where="observe.tensorboard",
-            remedy="pip install tensorboard, or set it to false",
-        ) from None
 
 
 def _now() -> float:

@@ -91,7 +91,7 @@ class _FirstRank:
         section, layout, folder = run.config.observe, run.models.actor.layout, run.context.run
         stages = [layout.coord(rank)["pp"] for rank in range(layout.world_size)]
         self._run = run
-        self._writer = MetricsWriter(folder, state, tensorboard=section.tensorboard)
+        self._writer = MetricsWriter(folder, state)
         self._prometheus = PrometheusFile(section, run.config.name, folder)
         self._histograms = RunHistograms(run.config, folder)
         self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
@@ -137,7 +137,6 @@ class _FirstRank:
     def close(self) -> None:
         """Closes the files."""
         self._samples.close()
-        self._writer.close()
         self._alerts.close()
         with self._cost_guard:
             if self._cost is not None:

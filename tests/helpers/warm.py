@@ -40,6 +40,7 @@ INTERPRETER = sys.executable
 _KINDS = {
     "rlhpc.site.acceptance.child": ("heavy-0", "heavy-1"),
     "rlhpc.cli.main": ("light",),
+    "rlhpc.observe.trackers": ("light",),
     "rlhpc.site.acceptance.worker": ("heavy-0", "heavy-1"),
     "submitit.core._submit": ("heavy-0", "heavy-1"),
     "tests.helpers.distributed": ("heavy-0", "heavy-1"),
@@ -54,6 +55,7 @@ _MODULES = {
         "rlhpc.launch.runs.run",
         "rlhpc.observe.page.write",
         "submitit.core._submit",
+        "tensorboard.compat.proto.event_pb2",
     ),
     _HEAVY: (
         "rlhpc.trainer.build",
@@ -62,7 +64,6 @@ _MODULES = {
         "rlhpc.observe.report",
         "rlhpc.rollout.vllm_cpu",
         "rlhpc.rollout.vllm_engine",
-        "torch.utils.tensorboard",
         "transformers.models.auto.tokenization_auto",
         "transformers.tokenization_utils_tokenizers",
         "vllm.v1.engine.llm_engine",

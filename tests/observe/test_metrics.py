@@ -12,9 +12,6 @@ from rlhpc.api import RunState
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.metrics import MetricsWriter, Stopwatch, read_records
 
-# TensorBoard writes in a thread, which ends with the error of its disk.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
@@ -23,16 +20,15 @@ def folder(tmp_path: Path) -> RunFolder:
     return folder
 
 
-def write_run(folder: RunFolder, state: RunState, sft_until: int, rl_until: int, tensorboard: bool = False) -> None:
+def write_run(folder: RunFolder, state: RunState, sft_until: int, rl_until: int) -> None:
     """The lines of a run of 3 + 4 steps from ``state`` on, as far as it came."""
-    writer = MetricsWriter(folder, state, tensorboard=tensorboard)
+    writer = MetricsWriter(folder, state)
     for step in range(state.sft_step + 1, sft_until + 1):
         writer.write("sft", step, 3, {"loss": 1.0 / step})
     if rl_until >= 0 and state.step == 0:
         writer.write("rl", 0, 4, {"validation/reward_mean": 0.3})
     for step in range(state.step + 1, rl_until + 1):
         writer.write("rl", step, 4, {"reward/mean": 0.1 * step})
-    writer.close()
 
 
 def steps(folder: RunFolder) -> list[tuple[str, int]]:
@@ -43,12 +39,11 @@ WHOLE = [("sft", 1), ("sft", 2), ("sft", 3), ("rl", 0), ("rl", 1), ("rl", 2), ("
 
 
 def test_a_record_names_phase_step_total_and_time(folder: RunFolder):
-    writer = MetricsWriter(folder, RunState(), tensorboard=False)
+    writer = MetricsWriter(folder, RunState())
     writer.write("rl", 2, 5, {"reward/mean": 0.5})
-    (record,) = read_records(folder.metrics)  # before close: a crash loses nothing
+    (record,) = read_records(folder.metrics)  # at once: a crash loses nothing
     assert abs(record.pop("time") - time.time()) < 60
     assert record == {"phase": "rl", "step": 2, "total_steps": 5, "reward/mean": 0.5}
-    writer.close()
 
 
 @pytest.mark.parametrize(
@@ -79,21 +74,10 @@ def test_a_line_cut_short_by_a_crash_is_dropped(folder: RunFolder):
 def test_samples_of_steps_taken_again_are_dropped(folder: RunFolder):
     lines = [{"step": step, "prompt": "é\u2028\x85\x0c"} for step in (0, 0, 2, 4)]
     folder.samples.write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
-    MetricsWriter(folder, RunState(sft_step=3, step=2), tensorboard=False).close()
+    MetricsWriter(folder, RunState(sft_step=3, step=2))
     assert read_records(folder.samples) == lines[:3]
-    MetricsWriter(folder, RunState(sft_step=3), tensorboard=False).close()
+    MetricsWriter(folder, RunState(sft_step=3))
     assert read_records(folder.samples) == []
-
-
-def test_tensorboard_has_both_phases_on_one_axis(folder: RunFolder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    write_run(folder, RunState(), 3, 2, tensorboard=True)
-    write_run(folder, RunState(sft_step=3, step=1), 3, 4, tensorboard=True)
-    events = EventAccumulator(str(folder.tensorboard))
-    events.Reload()
-    assert [event.step for event in events.Scalars("sft/loss")] == [1, 2, 3]
-    assert [event.step for event in events.Scalars("rl/reward/mean")] == [4, 5, 6, 7]
 
 
 def test_lines_that_are_no_steps_are_dropped_at_a_resume(folder: RunFolder):
@@ -106,44 +90,6 @@ def test_lines_that_are_no_steps_are_dropped_at_a_resume(folder: RunFolder):
     write_run(folder, RunState(sft_step=3, step=2), 3, 4)
     assert steps(folder) == WHOLE
     assert read_records(folder.samples) == [{"step": 1}]
-
-
-def test_a_board_that_cannot_be_made_ends_nothing(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
-    folder.tensorboard.write_text("a file")
-    write_run(folder, RunState(), 3, 4, tensorboard=True)
-    assert steps(folder) == WHOLE
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rlhpc: warning: continuing without TensorBoard, which failed: ")
-
-
-def test_a_board_whose_disk_fills_up_ends_nothing(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
-    writer = MetricsWriter(folder, RunState(), tensorboard=True)
-    (events,) = folder.tensorboard.iterdir()
-    events.unlink()
-    events.symlink_to("/dev/full")
-    for step in range(1, 41):
-        writer.write("rl", step, 40, {"reward/mean": 0.5, "loss": 0.1})
-    writer.close()
-    assert steps(folder) == [("rl", step) for step in range(1, 41)]
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("rlhpc: warning: continuing without TensorBoard, which failed: OSError: [Errno 28]")
-
-
-def test_a_value_that_no_board_takes_leaves_the_others(folder: RunFolder, capsys: pytest.CaptureFixture[str]):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    writer = MetricsWriter(folder, RunState(), tensorboard=True)
-    writer.write("rl", 1, 1, {"odd": "text", "none": None, "loss": 0.5})  # type: ignore[dict-item]
-    writer.close()
-    events = EventAccumulator(str(folder.tensorboard))
-    events.Reload()
-    assert events.Tags()["scalars"] == ["rl/loss"]
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_without_tensorboard_no_folder_is_made(folder: RunFolder):
-    write_run(folder, RunState(), 3, 4)
-    assert not folder.tensorboard.exists()
 
 
 def test_the_clock_sums_phases_also_when_they_fail():

@@ -21,7 +21,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def write_run(folder: RunFolder) -> None:
-    writer = MetricsWriter(folder, RunState(), tensorboard=False)
+    writer = MetricsWriter(folder, RunState())
     for step in range(1, 31):
         writer.write("sft", step, 30, {"loss": 2.0 / step, "grad_norm": 0.5})
     writer.write("rl", 0, 40, {"validation/reward_mean": 0.25})
@@ -29,7 +29,6 @@ def write_run(folder: RunFolder) -> None:
         accuracy = {"validation/reward_mean": 0.25 + step / 60} if step % 10 == 0 else {}
         cost = {"cost/gpu_hours": step / 10, "cost/idle_gpu_hours": step / 40, "cost/tokens": step * 1000.0}
         writer.write("rl", step, 40, {"reward/mean": step / 50, "loss": 0.5, "grad_norm": 0.125, **cost, **accuracy})
-    writer.close()
     with open(folder.samples, "w") as file:
         for step, response in ((0, "75"), (40, "[bold]85")):
             sample = {"step": step, "prompt": "47+38=", "response": response, "expected": 85, "reward": 1.0}
@@ -86,9 +85,8 @@ def test_each_phase_has_a_plot_of_its_own_steps(folder: RunFolder, monkeypatch: 
 
 
 def test_a_run_of_the_warm_up_alone_has_a_report(folder: RunFolder):
-    writer = MetricsWriter(folder, RunState(), tensorboard=False)
+    writer = MetricsWriter(folder, RunState())
     writer.write("sft", 1, 1, {"loss": 2.0})
-    writer.close()
     write_report(folder)
     text = folder.report_text.read_text()
     assert "sft step 1/1" in text
@@ -114,9 +112,8 @@ def test_long_texts_are_shortened_in_the_middle(folder: RunFolder):
 def test_large_numbers_and_long_paths_are_whole(tmp_path: Path):
     folder = RunFolder(tmp_path / ("run" * 50))
     folder.create()
-    writer = MetricsWriter(folder, RunState(), tensorboard=False)
+    writer = MetricsWriter(folder, RunState())
     writer.write("rl", 1, 1, {"reward/mean": -20_000.4, "loss": -0.0000123})
-    writer.close()
     write_report(folder)
     text = folder.report_text.read_text()
     assert ["reward/mean", "-20,000"] in cells(text)

@@ -172,6 +172,13 @@ FAULTS = (
         "return message",
     ),
     Fault(
+        "steps-of-killed-trackers-shown-twice",
+        "rlhpc/observe/trackers/event_files.py",
+        "TensorBoard shows a step twice after the process that feeds it was killed",
+        "points = [*self._repeated, *points]",
+        "points = [*points]",
+    ),
+    Fault(
         "reward-weights-ignored",
         "rlhpc/rewards/reward_workers.py",
         "reward functions count alike, regardless of their weights",

@@ -32,6 +32,7 @@ from rlhpc.launch.supervise.hang_watch import HangLimits, HangWatch
 from rlhpc.launch.supervise.page_renewal import PageRenewal
 from rlhpc.launch.supervise.process_watch import Ranks
 from rlhpc.launch.supervise.rendezvous_server import StoreServer
+from rlhpc.launch.supervise.trackers import fed_trackers
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
 from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
@@ -64,6 +65,7 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
         folders = stack.enter_context(_node_folders(attempt))
         pages = PageRenewal(folder, config.observe.html_every if entry == TRAINER else 0)
         stack.callback(pages.end)  # after the verdict
+        stack.enter_context(fed_trackers(folder, config))
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
         ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})

@@ -13,7 +13,7 @@ from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.notes import last_step
 
 LOOK_SECONDS = 2.0
-END_SECONDS = 20.0  # maximum time that the end of a run waits for its page
+PAGE_SECONDS = 20.0  # maximum time that the end of a run waits for its page
 
 
 class PageRenewal:
@@ -41,7 +41,7 @@ class PageRenewal:
             with self._guard:
                 self._renew_if_due()
 
-    def end(self, seconds: float = END_SECONDS) -> None:
+    def end(self, seconds: float = PAGE_SECONDS) -> None:
         """Begins to write the page of an attempt that has ended, and waits for it at most so long."""
         if not self._every:
             return

@@ -31,10 +31,11 @@ from rlhpc.launch.machine import free_port
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, node_name
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
-from rlhpc.launch.supervise.page_renewal import END_SECONDS, PageRenewal
+from rlhpc.launch.supervise.page_renewal import PAGE_SECONDS, PageRenewal
 from rlhpc.launch.supervise.policy import Situation, decide, storage_patience
 from rlhpc.launch.supervise.rendezvous_server import StoreServer, preferred_port
 from rlhpc.launch.supervise.srun import srun_command, srun_environment
+from rlhpc.launch.supervise.trackers import TRACKER_SECONDS, TrackerProcess
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.plan.checks.run import largest_usable
 
@@ -47,6 +48,7 @@ _LOOK_SECONDS = 5.0  # between looks for exit records
 _STUCK_SECONDS = 60.0  # for srun to end after the last rank
 _SRUN_SECONDS = 40.0  # for srun to end on request: more than Slurm's KillWait
 _KILLED_SECONDS = 120.0  # for Slurm to end this step after a requeue
+_TERMINATED_SECONDS = 3.0  # for the trackers when Slurm ends the job
 
 
 def run_job(run_dir: str, entry: str = "") -> int:
@@ -86,6 +88,7 @@ class Supervisor:
         If the file system fails for so long that no verdict can be written, the job is requeued, and the next
         supervisor writes it.
         """
+        trackers = TrackerProcess(self._run, self._config)
         try:
             code = self._run_attempts()
             self._alerts.close()
@@ -97,6 +100,8 @@ class Supervisor:
                 raise
             self._log(str(error))
             return self._requeue()
+        finally:
+            trackers.end(_TERMINATED_SECONDS if self._termination.requested else TRACKER_SECONDS)
 
     def _run_attempts(self) -> int:
         self._before = self._former_verdict()
@@ -136,7 +141,7 @@ class Supervisor:
             verdict = replace(verdict, action="none")  # Slurm decides on the job
         self._record(folder, verdict)
         goes_on = verdict.action in ("retry", "requeue") or self._termination.requested
-        self._pages.end(0.0 if goes_on else END_SECONDS)
+        self._pages.end(0.0 if goes_on else PAGE_SECONDS)
         return verdict
 
     def _begin(self) -> tuple[AttemptFolder, RunConfig, Attempt]:

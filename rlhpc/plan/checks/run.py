@@ -26,6 +26,7 @@ from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.secrets import secret_warnings
 from rlhpc.plan.checks.suitable import suits
+from rlhpc.plan.checks.trackers import check_trackers
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
 from rlhpc.plan.checks.user_code import check_own_code
 from rlhpc.sharding.engine_shards import fits_nodes
@@ -85,14 +86,13 @@ def check_config(
     assert layout is not None
     summary = [("layout", _layout_text(config, layout)), ("batch", _batch_text(config)), *summary]
     summary += [("data", text) for text in _data_texts(config)]
-    warnings = [*warnings, *off_policy_warnings(config), *secret_warnings(config)]
-    return summary + [("warning", text) for text in warnings]
+    return summary + [("warning", text) for text in (*warnings, *off_policy_warnings(config), *secret_warnings(config))]
 
 
 def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
     keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_alerts)
-    for check in (*keys, check_optimizers, check_sharing):
+    for check in (*keys, check_optimizers, check_sharing, check_trackers):
         with faults.collect():
             check(config)
 

@@ -1,0 +1,164 @@
+"""TensorBoard reads back what was written, each step once, also after resumes and kills."""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
+
+from rlhpc.core.folder import RunFolder
+from rlhpc.observe.trackers.board import board
+from rlhpc.observe.trackers.delivery import Delivery
+from tests.observe.trackers.steps import append, new_run, record, replace, steps
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = new_run(tmp_path)
+    folder.trackers.path.mkdir()
+    return folder
+
+
+def shown(folder: RunFolder, tag: str) -> list[tuple[int, float, float]]:
+    """(place, time, value) of a metric, as TensorBoard's own reader has it."""
+    events = EventAccumulator(str(folder.tensorboard), STORE_EVERYTHING_SIZE_GUIDANCE)
+    events.Reload()
+    return [(event.step, event.wall_time, event.value) for event in events.Scalars(tag)]
+
+
+def expected(records: list[dict], tag: str, sft: int = 3) -> list[tuple[int, float, float]]:
+    """Values are float32 in event files."""
+    phase, _, name = tag.partition("/")
+    single = struct.Struct("f")
+    return [
+        (one["step"] + (sft if phase == "rl" else 0), one["time"], single.unpack(single.pack(one[name]))[0])
+        for one in records
+        if one["phase"] == phase
+    ]
+
+
+def check(folder: RunFolder, records: list[dict]) -> None:
+    for tag in ("sft/loss", "sft/perf/step_seconds", "rl/loss", "rl/validation/pass@1", "rl/perf/step_seconds"):
+        assert shown(folder, tag) == expected(records, tag), tag
+
+
+def test_a_thousand_steps_are_read_back_equal(folder: RunFolder):
+    written, tracker = steps(3, 1000), board(folder)
+    for first in range(0, len(written), 37):
+        append(folder, written[first : first + 37])
+        tracker.deliver()
+    tracker.finish()
+    check(folder, written)
+    assert tracker.sent == len(written)
+
+
+def test_steps_taken_again_are_there_once_with_their_new_values(folder: RunFolder):
+    append(folder, steps(3, 6))
+    tracker = board(folder)
+    tracker.deliver()
+    kept = steps(3, 4)
+    replace(folder, kept)
+    tracker.deliver()
+    check(folder, kept)  # at once, before the first new step
+    again = [record("rl", step, 2000.0) for step in (5, 6, 7)]
+    append(folder, again)
+    tracker.deliver()
+    check(folder, [*kept, *again])
+
+
+def test_a_file_that_was_replaced_between_two_looks_is_recognized(folder: RunFolder):
+    """The first validation has the place of the last supervised step."""
+    append(folder, steps(3, 2))
+    tracker = board(folder)
+    tracker.deliver()
+    new = [*steps(3, -1), *(record("rl", step, 2000.0) for step in range(6))]
+    replace(folder, new)
+    tracker.deliver()
+    check(folder, new)
+
+
+@pytest.mark.parametrize("sft", [0, 3])
+def test_a_resumed_process_continues(folder: RunFolder, sft: int):
+    append(folder, steps(sft, 3))
+    board(folder).finish()
+    files = len(list(folder.tensorboard.iterdir()))
+    board(folder).finish()
+    assert len(list(folder.tensorboard.iterdir())) == files  # nothing new, nothing written
+    append(folder, [record("rl", step) for step in (4, 5)])
+    board(folder).finish()
+    assert shown(folder, "rl/loss") == expected(steps(sft, 5), "rl/loss", sft)
+    assert shown(folder, "sft/loss") == expected(steps(3, 5), "sft/loss") if sft else True
+
+
+def test_steps_taken_again_while_no_process_looked(folder: RunFolder):
+    append(folder, steps(3, 6))
+    board(folder).finish()
+    new = [*steps(3, 4), *(record("rl", step, 2000.0) for step in (5, 6, 7))]
+    replace(folder, new)
+    board(folder).finish()
+    check(folder, new)
+
+
+def test_a_kill_before_the_step_is_remembered_writes_it_once(folder: RunFolder):
+    append(folder, steps(3, 2))
+    board(folder).finish()
+    remembered = folder.trackers.state("tensorboard").read_bytes()
+    append(folder, [record("rl", 3)])
+    board(folder).finish()
+    folder.trackers.state("tensorboard").write_bytes(remembered)
+    append(folder, [record("rl", 4)])
+    board(folder).finish()
+    check(folder, steps(3, 4))
+
+
+def test_half_an_event_of_a_killed_process_hides_nothing(folder: RunFolder):
+    append(folder, steps(3, 2))
+    board(folder).finish()
+    (events,) = folder.tensorboard.iterdir()
+    with open(events, "ab") as file:
+        file.write(events.read_bytes()[:30])
+    append(folder, [record("rl", 3)])
+    board(folder).finish()
+    check(folder, steps(3, 3))
+
+
+def test_a_full_disk_loses_nothing_once_there_is_space(folder: RunFolder, monkeypatch: pytest.MonkeyPatch):
+    append(folder, steps(3, 2))
+    tracker = board(folder)
+    tracker.deliver()
+    (events,) = folder.tensorboard.iterdir()
+    kept = events.with_name("kept")
+    os.rename(events, kept)
+    events.symlink_to("/dev/full")
+    append(folder, [record("rl", 3)])
+    with pytest.raises(OSError, match="No space"):
+        tracker.deliver()
+    os.replace(kept, events)
+    tracker.deliver()
+    check(folder, steps(3, 3))
+
+
+def test_values_that_are_no_numbers_are_left_out(folder: RunFolder):
+    append(folder, [record("rl", 1, odd="text", none=None, yes=True, inf=float("inf"))])
+    board(folder).finish()
+    events = EventAccumulator(str(folder.tensorboard))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["rl/inf", "rl/loss", "rl/perf/step_seconds", "rl/validation/pass@1"]
+
+
+def test_files_of_an_earlier_writer_are_hidden_not_doubled(folder: RunFolder):
+    append(folder, steps(3, 4))
+    board(folder).finish()
+    folder.trackers.state("tensorboard").unlink()
+    board(folder).finish()
+    check(folder, steps(3, 4))
+
+
+def test_a_run_without_steps_makes_no_files(folder: RunFolder):
+    delivery: Delivery = board(folder)
+    delivery.deliver()
+    delivery.finish()
+    assert not folder.tensorboard.exists()

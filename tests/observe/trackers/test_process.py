@@ -1,0 +1,168 @@
+"""The process beside the ranks: ends with its launcher, reports a failure once, and delays no run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.saved import save_config
+from rlhpc.core.folder import RunFolder
+from rlhpc.launch.supervise.trackers import TrackerProcess
+from tests.helpers.runs import write_config
+from tests.helpers.waiting import until
+from tests.observe.trackers.steps import append, new_run, record, replace, steps
+from tests.observe.trackers.test_event_files import check
+
+pytestmark = pytest.mark.workers
+
+OWN = """
+import time
+from pathlib import Path
+
+class Slow:
+    def __init__(self, run, fault):
+        self.file, self.fault = run.folder.trackers.files(run.tracker), fault
+
+    def newest(self):
+        taken = self.taken()
+        return taken[-1] if taken else None
+
+    def taken(self):
+        if not self.file.exists():
+            return []
+        return [tuple(map(int, line.split())) for line in self.file.read_text().splitlines()]
+
+    def log(self, points):
+        if self.fault == "blocks":
+            time.sleep(1000)
+        if self.fault == "dies":
+            import os; os._exit(7)
+        if self.fault == "fails" and not Path("mended").exists():
+            raise RuntimeError("password=hunter2abc is wrong")
+        with open(self.file, "a") as out:
+            out.writelines(f"{point.position[0]} {point.position[1]}\\n" for point in points)
+
+    def close(self, outcome):
+        pass
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.chdir(tmp_path)
+    return new_run(tmp_path)
+
+
+def start(folder: RunFolder, fault: str = "") -> TrackerProcess:
+    """The process for TensorBoard and, with a fault, a tracker of the user's own."""
+    Path("slow.py").write_text(OWN)
+    trackers = [{"function": "slow:Slow", "arguments": {"fault": fault}}] if fault else []
+    config = load_config(write_config(folder.path.parent, observe={"trackers": trackers}))
+    save_config(folder, config)
+    return TrackerProcess(folder, config)
+
+
+def seen(folder: RunFolder, place: int) -> bool:
+    state = folder.trackers.state("tensorboard")
+    return state.exists() and f'"step": {place}' in state.read_text()
+
+
+def test_all_steps_are_delivered_at_the_end(folder: RunFolder, capfd: pytest.CaptureFixture[str]):
+    process = start(folder)
+    append(folder, steps(3, 2))
+    until(lambda: seen(folder, 2))
+    kept = steps(3, 1)
+    replace(folder, kept)
+    again = [record("rl", step, 2000.0) for step in range(2, 40)]
+    append(folder, again)
+    process.end()
+    check(folder, [*kept, *again])
+    assert capfd.readouterr().err == ""
+
+
+def test_without_trackers_nothing_is_started(folder: RunFolder):
+    config = load_config(write_config(folder.path.parent, observe={"tensorboard": False}))
+    process = TrackerProcess(folder, config)
+    process.end()
+    assert not folder.trackers.path.exists()
+
+
+def test_it_ends_with_its_launcher(folder: RunFolder):
+    """Even if the launcher is killed: its end of the pipe is closed."""
+    append(folder, steps(3, 2))
+    code = (
+        "import sys, time; from pathlib import Path; from rlhpc.core.folder import RunFolder;"
+        "from rlhpc.launch.supervise import trackers; "
+        "print(trackers._start(RunFolder(Path(sys.argv[1])), ['tensorboard']).pid, flush=True); time.sleep(600)"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    launcher = subprocess.Popen([sys.executable, "-c", code, str(folder.path)], stdout=subprocess.PIPE, env=environ)
+    assert launcher.stdout is not None
+    child = int(launcher.stdout.readline())
+    launcher.kill()
+    launcher.stdout.read()  # until its children have closed it too
+    launcher.wait()
+    launcher.stdout.close()
+    until(lambda: not Path(f"/proc/{child}/cmdline").exists())
+    check(folder, steps(3, 2))
+
+
+def test_a_killed_process_is_reported_once_and_the_next_one_continues(
+    folder: RunFolder, capfd: pytest.CaptureFixture[str]
+):
+    process = start(folder)
+    append(folder, steps(3, 5))
+    until(lambda: seen(folder, 5))
+    assert process._process is not None
+    os.killpg(process._process.pid, signal.SIGKILL)
+    until(lambda: process._process.poll() is not None)
+    append(folder, [record("rl", step) for step in range(6, 9)])
+    process.end()
+    err = capfd.readouterr().err
+    assert err.count("rlhpc: warning: the process of the trackers was killed by signal 9") == 1, err
+    assert f"rlhpc sync {folder.path}" in err
+    start(folder).end()
+    check(folder, steps(3, 8))
+
+
+def test_a_tracker_that_blocks_delays_neither_others_nor_the_end(folder: RunFolder, capfd: pytest.CaptureFixture[str]):
+    process = start(folder, "blocks")
+    append(folder, steps(3, 5))
+    until(lambda: seen(folder, 5))
+    append(folder, [record("rl", 6)])
+    began = time.monotonic()
+    process.end(2.0)
+    assert time.monotonic() - began < 10
+    assert capfd.readouterr().err.count("has not delivered the last steps within 2 s") == 1
+    check(folder, steps(3, 6))
+
+
+def test_a_tracker_that_fails_is_reported_once_and_catches_up(folder: RunFolder, capfd: pytest.CaptureFixture[str]):
+    process = start(folder, "fails")
+    append(folder, steps(3, 5))
+    until(lambda: seen(folder, 5))
+    until(lambda: "own" in folder.trackers.log.read_text())
+    Path("mended").touch()
+    append(folder, [record("rl", 6)])
+    process.end()
+    taken = folder.trackers.files("own").read_text().split("\n")[:-1]
+    assert taken == [*(f"0 {step}" for step in (1, 2, 3)), *(f"1 {step}" for step in range(7))]
+    (line,) = capfd.readouterr().err.splitlines()
+    assert "tracker own failed and is tried again: RuntimeError: password=*** is wrong" in line
+
+
+def test_a_tracker_that_ends_the_process_is_reported_once(folder: RunFolder, capfd: pytest.CaptureFixture[str]):
+    process = start(folder, "dies")
+    append(folder, steps(3, 5))
+    assert process._process is not None
+    until(lambda: process._process.poll() is not None)
+    until(lambda: "ended with exit code 7" in capfd.readouterr().err)
+    process.end()
+    assert capfd.readouterr().err == ""
