@@ -43,19 +43,28 @@ class _Options:
 @click.option("--strict", is_flag=True, help="Exit with 1 on a missed goal too.")
 @click.option("--list", "lists", is_flag=True, help="List the parts with their limits; run nothing.")
 @click.option("--schema", is_flag=True, help="Print the JSON schema of the results; run nothing.")
+@click.option("--json", "as_json", is_flag=True, help="With --list: print JSON.")
 @grouped(selected=_Options)
-def acceptance(*, folder: str | None, lists: bool, schema: bool, selected: _Options) -> None:
+def acceptance(*, folder: str | None, lists: bool, schema: bool, as_json: bool, selected: _Options) -> None:
     """Measure what works on this machine, and how fast.
 
     FOLDER gets a page, the results as JSON and a log. Run again with the same FOLDER, on another machine too, to
     continue with the parts that are left. See docs/acceptance.md.
     """
+    from rlhpc.cli.json_text import json_text
     from rlhpc.site.acceptance.driver import Options, accept, select
     from rlhpc.site.acceptance.results import json_schema
     from rlhpc.site.acceptance.table import PARTS
 
     if schema:
         click.echo(json_schema(), nl=False)
+        return
+    if as_json and not lists:
+        raise UserError("applies to --list", where="--json", remedy="read acceptance.json in the folder of the results")
+    if as_json:
+        fields = ("name", "title", "tier", "minutes", "needs_gpu")
+        parts = select(PARTS, selected.names)
+        click.echo(json_text([{field: getattr(part, field) for field in fields} for part in parts]))
         return
     if lists:
         for part in select(PARTS, selected.names):

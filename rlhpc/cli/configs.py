@@ -7,21 +7,31 @@ from pathlib import Path
 
 import click
 
+from rlhpc.cli.completion import complete_configs
+from rlhpc.cli.options import JSON
+
 
 @click.command()
-@click.argument("name", required=False)
-def configs(name: str | None) -> None:
+@click.argument("name", required=False, shell_complete=complete_configs)
+@JSON
+def configs(*, name: str | None, as_json: bool) -> None:
     """List the configs and job scripts that come with rlhpc, or print the one called NAME.
 
-    In a printed config, paths to shipped files (model descriptions, the schema) are absolute.
+    In a printed config, paths to shipped files (model descriptions, the schema) are absolute. --json is for the list.
     """
+    from rlhpc.cli.json_text import json_text
     from rlhpc.core.errors import UserError, did_you_mean
 
     files = shipped_files()
     if name is None:
+        titles = {shown: _title(file.read_text(encoding="utf-8")) for shown, file in files.items()}
+        if as_json:
+            listed = [{"name": shown, "title": titles[shown], "file": str(file)} for shown, file in files.items()]
+            click.echo(json_text(listed))
+            return
         width = max(map(len, files))
-        for shown, file in files.items():
-            click.echo(f"{shown:<{width}}  {_title(file.read_text(encoding='utf-8'))}")
+        for shown, title in titles.items():
+            click.echo(f"{shown:<{width}}  {title}")
         return
     if name not in files:
         raise UserError("no shipped config or job script of this name", where=name, remedy=did_you_mean(name, files))

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlhpc.cli.options import STEP, grouped
+from rlhpc.cli.json_text import json_text
+from rlhpc.cli.options import JSON, STEP, grouped
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -76,6 +77,7 @@ _WORK = _options(
         help="Number of processes; default: one per core, at most 8.",
     ),
     click.option("--dry-run", is_flag=True, help="Print the plan, made from headers alone; write nothing."),
+    click.option("--json", "as_json", is_flag=True, help="With --dry-run: print JSON."),
     click.option("--force", is_flag=True, help="Replace DST if a conversion wrote it."),
     click.option("--share", metavar="I/N", help="Share I (0 to N-1) of N jobs; run once more without it at the end."),
     click.option(
@@ -144,8 +146,9 @@ def reshard(src: Path, dst: Path, step: Step | None, model: Path | None, **optio
     "--workers", type=click.IntRange(min=1), metavar="N", help="Number of processes; default: one per core, at most 8."
 )
 @click.option("--logprobs", is_flag=True, help="Compare log-probs of both on the same tokens too; needs PyTorch.")
+@JSON
 @grouped(selected=_Choice)
-def verify(*, src: Path, dst: Path, selected: _Choice, workers: int | None, logprobs: bool) -> None:
+def verify(*, src: Path, dst: Path, selected: _Choice, workers: int | None, logprobs: bool, as_json: bool) -> None:
     """Compare the models in SRC and DST as they are on disk.
 
     Exits with 1 if they differ.
@@ -153,16 +156,17 @@ def verify(*, src: Path, dst: Path, selected: _Choice, workers: int | None, logp
     from rlhpc.convert.verify import verify as compare
 
     report = compare(src, dst, _workers(workers), **asdict(selected))
-    for fault in report.faults:
-        click.echo(f"fault: {fault}")
-    for line in report.notes:
-        click.echo(line)
+    notes = [*report.notes]
     if logprobs and not report.faults:
         from rlhpc.convert.logprobs import compare_logprobs
 
-        for line in compare_logprobs(report):
-            click.echo(line)
-    click.echo(f"{len(report.faults)} fault(s)" if report.faults else "equal")
+        notes += compare_logprobs(report)
+    if as_json:
+        click.echo(json_text({"equal": not report.faults, "faults": report.faults, "notes": notes}))
+    else:
+        lines = [*(f"fault: {fault}" for fault in report.faults), *notes]
+        lines.append(f"{len(report.faults)} fault(s)" if report.faults else "equal")
+        click.echo("\n".join(lines))
     sys.exit(1 if report.faults else 0)
 
 
@@ -179,9 +183,11 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     import shutil
 
     from rlhpc.convert.destination import check_overlap
-    from rlhpc.convert.plan import DTYPES, describe, plan_conversion, plan_layout
+    from rlhpc.convert.plan import DTYPES, describe, plan_conversion, plan_json, plan_layout
     from rlhpc.core.overlap import resolved
 
+    if options["as_json"] and not options["dry_run"]:
+        raise UserError("applies to --dry-run", where="--json", remedy="add --dry-run")
     layout = plan_layout(source, {axis: options.get(axis) for axis in _AXES})
     dtype = DTYPES[options["dtype"]] if options["dtype"] else None
     plan = plan_conversion(source, target, layout, dtype, piece_bytes=options["piece_mib"] << 20)
@@ -189,8 +195,9 @@ def _run(source: Side, target: str, dst: Path, options: dict[str, Any]) -> None:
     above = next(folder for folder in (dst.absolute(), *dst.absolute().parents) if folder.is_dir())
     if options["dry_run"]:
         check_overlap(source, resolved(dst))
-        for line in describe(plan, shutil.disk_usage(above).free, workers):
-            click.echo(line)
+        free = shutil.disk_usage(above).free
+        shown = [json_text(plan_json(plan, free, workers))] if options["as_json"] else describe(plan, free, workers)
+        click.echo("\n".join(shown))
         return
     _execute(plan, dst, workers, options)
 

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import click
 
-from rlhpc.cli.options import CONFIG, OVERRIDES, STEP, grouped
+from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.json_text import run_printing
+from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, STEP, grouped, print_checks
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,19 +38,23 @@ class _Mode:
     submits: bool
     dry_run: bool
     follow: bool
+    as_json: bool
 
 
 @click.command("eval")
 @CONFIG
 @OVERRIDES
 @click.option("--model", type=_FOLDER, metavar="FOLDER", help="HuggingFace folder or torch_dist checkpoint.")
-@click.option("--run", metavar="RUN", help="Newest checkpoint of a run: its folder, name or job id.")
+@click.option(
+    "--run", metavar="RUN", shell_complete=complete_runs, help="Newest checkpoint of a run: its folder, name or job id."
+)
 @click.option("--step", type=STEP, metavar="N|best", help="With --run: the checkpoint of this step, or the best one.")
 @click.option("--name", metavar="NAME", help="Write results to eval/NAME; default: name of the model or checkpoint.")
 @click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
 @click.option("--submit", "submits", is_flag=True, help="Submit to Slurm as a batch job.")
 @click.option("--dry-run", is_flag=True, help="With --submit: print the job script; submit nothing.")
 @click.option("--follow", is_flag=True, help="With --submit: show the run live until it ends.")
+@JSON
 @grouped(weights=_Weights, mode=_Mode)
 def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode: _Mode) -> None:
     """Evaluate a model on held-out prompts.
@@ -71,17 +77,17 @@ def evaluate(*, config: str, overrides: tuple[str, ...], weights: _Weights, mode
         if not mode.submits:
             loaded, _ = with_local_ranks(loaded)
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False)
-        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths([loaded]))]:
-            click.echo(f"{topic:<8}{text}")
+        warnings = [("warning", text) for text in check_ground_truths([loaded])]
+        print_checks(loaded, [*lines, *warnings], as_json=mode.as_json)
     elif mode.submits:
         from rlhpc.cli.submit import SubmitOptions, submit_plan
         from rlhpc.launch.runs.submit import make_plan
 
         sites = [given.site.text] if given.site else []
-        submit_plan(
-            make_plan([loaded], Path.cwd(), dry_run=mode.dry_run), SubmitOptions(mode.dry_run, mode.follow), sites=sites
-        )
+        options = SubmitOptions(mode.dry_run, mode.follow, as_json=mode.as_json)
+        submit_plan(make_plan([loaded], Path.cwd(), dry_run=mode.dry_run), options, sites=sites)
     else:
+        from rlhpc.core.folder import RunFolder
         from rlhpc.launch.runs.run import run_here
 
-        sys.exit(run_here(loaded))
+        sys.exit(run_printing(lambda: run_here(loaded), RunFolder(loaded.folder).evaluation, as_json=mode.as_json))

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+import click
 
 
 def json_text(value: Any, indent: int | None = 2) -> str:
     """The value as JSON; null in place of NaN and infinities, which JSON does not have."""
     return json.dumps(_finite(value), indent=indent, default=str)
+
+
+def run_printing(run: Callable[[], int], result: Path, *, as_json: bool) -> int:
+    """Exit code of ``run``. With ``as_json`` its progress goes to stderr, the JSON file that it writes to stdout."""
+    if not as_json:
+        return run()
+    with contextlib.redirect_stdout(sys.stderr):
+        code = run()
+    if not code:
+        click.echo(json_text(json.loads(result.read_text(encoding="utf-8"))))
+    return code
 
 
 def _finite(value: Any) -> Any:

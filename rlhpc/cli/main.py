@@ -8,10 +8,11 @@ import click
 
 from rlhpc import __version__
 from rlhpc.cli.acceptance import acceptance
+from rlhpc.cli.completion import completion
 from rlhpc.cli.configs import configs
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
-from rlhpc.cli.options import CONFIG, OVERRIDES
+from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, print_checks
 from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
 from rlhpc.cli.replay import replay
@@ -41,7 +42,10 @@ def cli() -> None:
 @click.option("--check", is_flag=True, help="Check the configuration; start nothing.")
 @click.option("--resume", is_flag=True, help="Resume the run in its folder from the newest checkpoint.")
 @click.option("--run-dir", metavar="FOLDER", help="Run folder; default: run_dir of CONFIG.")
-def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_dir: str | None) -> None:
+@CHECK_JSON
+def run(
+    *, config: str, overrides: tuple[str, ...], check: bool, resume: bool, run_dir: str | None, as_json: bool
+) -> None:
     """Run CONFIG, a YAML file, on this machine.
 
     KEY.SUB=VALUE overrides a key of CONFIG.
@@ -63,9 +67,10 @@ def run(*, config: str, overrides: tuple[str, ...], check: bool, resume: bool, r
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
         lines += [("ranks", ranks)] if ranks else []
         lines += [("site", given.site.text)] if given.site else []
-        for topic, text in [*lines, *(("warning", warning) for warning in check_ground_truths([loaded]))]:
-            click.echo(f"{topic:<8}{text}")
+        print_checks(loaded, [*lines, *(("warning", text) for text in check_ground_truths([loaded]))], as_json=as_json)
         return
+    if as_json:
+        raise UserError("applies to --check", where="--json", remedy="read metrics.jsonl in the run folder")
     from rlhpc.launch.runs.run import run_here
 
     sys.exit(run_here(loaded, resume=resume))
@@ -81,7 +86,7 @@ def schema(*, site: bool) -> None:
 
 
 _RUNS = (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, report, note)
-for command in (*_RUNS, configs, convert, acceptance, pieces):
+for command in (*_RUNS, configs, convert, acceptance, pieces, completion):
     cli.add_command(command)
 
 

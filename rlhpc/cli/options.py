@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from rlhpc.cli.completion import complete_files
+
+if TYPE_CHECKING:
+    from rlhpc.config.schema import RunConfig
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -22,9 +27,24 @@ class _Step(click.ParamType):
 
 
 STEP = _Step()
-CONFIG = click.argument("config")
+CONFIG = click.argument("config", shell_complete=complete_files)
 OVERRIDES = click.argument("overrides", nargs=-1, metavar="[KEY.SUB=VALUE]...")
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+CHECK_JSON = click.option("--json", "as_json", is_flag=True, help="With --check: print JSON.")
+
+
+def print_checks(config: RunConfig, lines: Sequence[tuple[str, str]], *, as_json: bool) -> None:
+    """Prints what a check found, by topic; warnings have the topic ``warning``."""
+    if as_json:
+        from rlhpc.cli.json_text import json_text
+
+        outline = [{"topic": topic, "text": text} for topic, text in lines if topic != "warning"]
+        warnings = [text for topic, text in lines if topic == "warning"]
+        named = {"name": config.name, "folder": str(config.folder)}
+        click.echo(json_text({**named, "outline": outline, "warnings": warnings}))
+        return
+    for topic, text in lines:
+        click.echo(f"{topic:<8}{text}")
 
 
 def grouped(**kinds: Any) -> Callable[[T], Callable[..., None]]:

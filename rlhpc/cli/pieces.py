@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from rlhpc.cli.options import grouped
+from rlhpc.cli.json_text import json_text
+from rlhpc.cli.options import JSON, grouped
 
 _FILE = click.Path(path_type=Path)
 
@@ -62,15 +63,16 @@ def pieces() -> None:
 @click.option("--lzma", is_flag=True, help="Recompress large files: takes minutes, saves up to half.")
 @click.option("--piece-mb", type=float, default=60.0, metavar="MB", help="Size of a piece in 10^6 bytes; default: 60.")
 @click.option("--no-import-check", is_flag=True, help="Skip the test import from the wheels.")
+@JSON
 @grouped(target=_Target, choice=_Choice)
-def prepare(*, out: Path, target: _Target, choice: _Choice) -> None:
+def prepare(*, out: Path, target: _Target, choice: _Choice, as_json: bool) -> None:
     """Write what the target lacks to the folder OUT.
 
     OUT gets wheels in pieces, a manifest and an installer.
     """
     from rlhpc.site.pieces.prepare import PrepareOptions
     from rlhpc.site.pieces.prepare import prepare as prepare_pieces
-    from rlhpc.site.pieces.summary import summary
+    from rlhpc.site.pieces.summary import summary, summary_json
     from rlhpc.site.pieces.target import read_target
 
     options = PrepareOptions(
@@ -84,5 +86,5 @@ def prepare(*, out: Path, target: _Target, choice: _Choice) -> None:
         piece_mb=choice.piece_mb,
         import_check=not choice.no_import_check,
     )
-    for line in summary(prepare_pieces(options, out), out):
-        click.echo(line)
+    prepared = prepare_pieces(options, out)
+    click.echo(json_text(summary_json(prepared, out)) if as_json else "\n".join(summary(prepared, out)))

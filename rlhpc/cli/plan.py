@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.json_text import json_text
 from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, grouped
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, UserError, did_you_mean
 
@@ -30,7 +31,7 @@ class _PlanGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        if self.get_command(ctx, args[0]) is None:
+        if self.get_command(ctx, args[0]) is None and not ctx.resilient_parsing:
             raise self._unknown(args)
         return super().resolve_command(ctx, args)
 
@@ -92,7 +93,7 @@ def search(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json:
     found = found_on(loaded, shape, found_gpu, site.efficiency)
     fits = any(not best.lacks for best in found.best)
     if as_json:
-        _print([json.dumps(search_json(found), indent=2)], fits=fits)
+        _print([json_text(search_json(found))], fits=fits)
     else:
         _print(search_lines(loaded, found_gpu, found, configured_text(loaded, gpu)), fits=fits)
 
@@ -116,7 +117,7 @@ def sweep(
     case = _case(_load(config, overrides), gpu, "sweep")
     points, plotted = swept(case, gpus, Path(plot or f"{case.config.name}-sweep.png"))
     fits = any(not point.lacks for point in points)
-    _print([json.dumps(sweep_json(points), indent=2)] if as_json else sweep_lines(points, plotted), fits=fits)
+    _print([json_text(sweep_json(points))] if as_json else sweep_lines(points, plotted), fits=fits)
 
 
 @plan.command(_WEIGHT_SYNC)
@@ -147,14 +148,14 @@ def weight_sync(
     bandwidths = bandwidths_of(loaded, gpu, astuple(speeds))
     report = report_weight_sync(loaded, rank)
     if as_json:
-        _print([json.dumps(report_json(report, bandwidths, rank), indent=2)])
+        _print([json_text(report_json(report, bandwidths, rank))])
     else:
         _print(report_lines(report, bandwidths) if rank is None else rank_lines(report, rank))
 
 
 @plan.command()
 @CONFIG
-@click.argument("run_folder", metavar="RUN")
+@click.argument("run_folder", metavar="RUN", shell_complete=complete_runs)
 @OVERRIDES
 @_GPU
 @JSON
@@ -167,7 +168,7 @@ def calibrate(*, config: str, run_folder: str, overrides: tuple[str, ...], gpu: 
     from rlhpc.cli.plan_time import calibrate_json, calibrate_lines, calibrated
 
     found = calibrated(_case(_load(config, overrides, Path(run_folder)), gpu, "calibrate"), Path(run_folder))
-    _print([json.dumps(calibrate_json(found), indent=2)] if as_json else calibrate_lines(found))
+    _print([json_text(calibrate_json(found))] if as_json else calibrate_lines(found))
 
 
 def _load(config: str, overrides: tuple[str, ...], run: Path | None = None) -> RunConfig:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
+from rlhpc.cli.json_text import json_text
 from rlhpc.cli.plan_memory import memory_json, render_memory
 from rlhpc.cli.plan_time import run_json, step_json, step_lines
 from rlhpc.cli.tables import labelled
@@ -44,7 +44,7 @@ class _Prediction:
 def prediction(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list[str], bool]:
     """Lines of text or of JSON, and whether the run fits."""
     found = _predict(config, gpu)
-    lines = [json.dumps(_as_json(config, found), indent=2)] if as_json else _as_text(config, found)
+    lines = [json_text(_as_json(config, found))] if as_json else _as_text(config, found)
     return lines, not found.lacks
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from rlhpc.cli.completion import complete_runs
 from rlhpc.cli.options import JSON, grouped
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class _Output:
 
 
 @click.command()
-@click.argument("run_or_file", metavar="RUN_OR_FILE")
+@click.argument("run_or_file", metavar="RUN_OR_FILE", shell_complete=complete_runs)
 @click.option("--training", is_flag=True, help="Samples of training steps; default: those of validations.")
 @click.option("--step", type=int, metavar="N", help="Samples of this step; default: the last one that has any.")
 @click.option("--diff", nargs=2, type=int, metavar="A B", help="Compare two steps by prompt, the largest loss first.")

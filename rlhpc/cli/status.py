@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlhpc.cli.completion import complete_runs
 from rlhpc.cli.following import run_over
 from rlhpc.cli.options import JSON, grouped
 from rlhpc.core.errors import UserError
@@ -18,7 +19,7 @@ _WATCH_SECONDS = 2.0
 
 
 @click.command()
-@click.argument("runs", nargs=-1, metavar="[RUN]...")
+@click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete_runs)
 @JSON
 @click.option("--watch", is_flag=True, help="Refresh every two seconds until Ctrl-C.")
 def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
@@ -27,8 +28,7 @@ def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
     RUN is a run folder, a run name or a job id; without RUN, all of your jobs are shown, and the runs of
     `rlhpc run` in the folder runs.
     """
-    import json
-
+    from rlhpc.cli.json_text import json_text
     from rlhpc.launch.runs import status as states
 
     if watch:
@@ -36,7 +36,7 @@ def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
         return
     found = _read(runs)
     if as_json:
-        click.echo(json.dumps([states.as_json(one) for one in found], indent=2))
+        click.echo(json_text([states.as_json(one) for one in found]))
         return
     from rlhpc.launch.runs.status_view import details, overview, show
 
@@ -54,27 +54,36 @@ class _Choice:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.option("--rank", type=int, help="Log of this rank instead of the one that failed first.")
 @click.option("--attempt", type=int, metavar="N", help="Log of attempt N; default: the last one.")
 @click.option("--all", "all_ranks", is_flag=True, help="Logs of the other ranks too, after the first.")
 @click.option("--job", is_flag=True, help="Log of the batch step: setup, supervisor, srun.")
 @click.option("--lines", type=click.IntRange(min=1), default=40, show_default=True, help="Lines from the end of each.")
 @click.option("--follow", is_flag=True, help="Continue with new output until the run ends.")
+@JSON
 @grouped(choice=_Choice)
-def logs(*, run: str, choice: _Choice, lines: int, follow: bool) -> None:
+def logs(*, run: str, choice: _Choice, lines: int, follow: bool, as_json: bool) -> None:
     """Show the logs of a run.
 
     RUN is a run folder, a run name or a job id. The log of the rank that failed first comes first.
     """
+    from rlhpc.cli.json_text import json_text
     from rlhpc.launch.runs.logs import batch_log, follow_log, log_files, tail
     from rlhpc.launch.runs.run_registry import find_run
 
+    if as_json and follow:
+        raise UserError("applies to what is there, not to new output", where="--json", remedy="leave --follow out")
     known = find_run(run)
     files = (
         [batch_log(known)] if choice.job else log_files(known, choice.attempt, choice.rank, all_ranks=choice.all_ranks)
     )
     ends = []
+    if as_json:
+        found = [(file, tail(file.path, lines)[0]) for file in files]
+        named = [{"title": file.title, "path": str(file.path), "lines": text.splitlines()} for file, text in found]
+        click.echo(json_text(named))
+        return
     for file in files:
         text, end = tail(file.path, lines)
         click.echo(f"==> {file.title}: {file.path} <==\n{text}", nl=False)
@@ -89,13 +98,15 @@ def logs(*, run: str, choice: _Choice, lines: int, follow: bool) -> None:
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
 @click.option("--save", is_flag=True, help="Let the ranks finish their step and checkpoint; `rlhpc resume` continues.")
-def cancel(*, runs: tuple[str, ...], save: bool) -> None:
+@JSON
+def cancel(*, runs: tuple[str, ...], save: bool, as_json: bool) -> None:
     """Cancel the jobs of runs.
 
     RUN is a run folder, a run name or a job id.
     """
+    from rlhpc.cli.json_text import json_text
     from rlhpc.launch.runs.cancel import cancel as cancel_job
     from rlhpc.launch.runs.run_registry import find_runs
     from rlhpc.launch.slurm.commands import require_controller
@@ -103,11 +114,18 @@ def cancel(*, runs: tuple[str, ...], save: bool) -> None:
     found = [run for text in runs for run in find_runs(text)]
     require_controller()
     failed: list[UserError] = []
+    done: list[dict[str, str | None]] = []
     for run in found:
         try:
-            click.echo(f"{run.name}: {cancel_job(run, save=save)}")
+            result = cancel_job(run, save=save)
         except UserError as error:
             failed.append(error)
+        else:
+            done.append({"name": run.name, "job_id": run.job.job_id if run.job else None, "result": result})
+            if not as_json:
+                click.echo(f"{run.name}: {result}")
+    if as_json:
+        click.echo(json_text(done))
     if failed:
         raise UserError(" | ".join(str(error) for error in failed))
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from rlhpc.cli.options import CONFIG, OVERRIDES, grouped
+from rlhpc.cli.completion import complete_runs
+from rlhpc.cli.options import CONFIG, JSON, OVERRIDES, grouped
 from rlhpc.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class SubmitOptions:
     follow: bool
     keep: bool = False
     entry: str = ""
+    as_json: bool = False
 
 
 @click.command()
@@ -41,6 +43,7 @@ class SubmitOptions:
 @_FOLLOW
 @_KEEP
 @_ENTRY
+@JSON
 @grouped(options=SubmitOptions)
 def submit(
     *, config: str, overrides: tuple[str, ...], array: bool, run_dir: str | None, options: SubmitOptions
@@ -68,12 +71,13 @@ def submit(
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @OVERRIDES
 @_DRY_RUN
 @_FOLLOW
 @_KEEP
 @_ENTRY
+@JSON
 @grouped(options=SubmitOptions)
 def resume(*, run: str, overrides: tuple[str, ...], options: SubmitOptions) -> None:
     """Resume RUN from its newest checkpoint, as a new batch job.
@@ -93,11 +97,18 @@ def resume(*, run: str, overrides: tuple[str, ...], options: SubmitOptions) -> N
 
 def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, sites: Sequence[str] = ()) -> None:
     """Submit the plan and print the jobs. ``sites``: for a dry run, what comes from which site file."""
+    from rlhpc.cli.json_text import json_text
+    from rlhpc.core.redaction import redact
+
+    if options.as_json and options.follow:
+        raise UserError("applies to the submission alone", where="--json", remedy="leave --follow out")
     for warning in plan.warnings:
         click.echo(f"rlhpc: warning: {warning}", err=True)
+    if options.dry_run and options.as_json:
+        parts = {"script": redact(plan.script), "command": plan.command, "workdir": str(plan.workdir)}
+        click.echo(json_text({**parts, "sites": [*sites], "warnings": [*plan.warnings]}))
+        return
     if options.dry_run:
-        from rlhpc.core.redaction import redact
-
         click.echo(redact(plan.script), nl=False)
         click.echo(f"\n# submitted as: (cd {plan.workdir} && umask 077 && {plan.command})")
         for site in sites:
@@ -106,6 +117,9 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
     from rlhpc.launch.runs.submit import submit as submit_to_slurm
 
     runs = submit_to_slurm(plan, again=again, keep=options.keep, entry=options.entry)
+    if options.as_json:
+        click.echo(json_text(jobs_json(runs, _queue_words(runs))))
+        return
     _print_jobs(runs)
     if options.follow:
         from rlhpc.launch.runs.follow import follow as watch
@@ -115,18 +129,33 @@ def submit_plan(plan: Plan, options: SubmitOptions, *, again: bool = False, site
 
 def _print_jobs(runs: Sequence[RunEntry]) -> None:
     """Job, folder, queue state and the next commands of each run."""
-    from rlhpc.launch.runs.status import queue_words
-    from rlhpc.launch.slurm.queue import read_jobs
-
     ids = [run.job.job_id for run in runs if run.job]
-    try:
-        jobs = read_jobs(ids)
-    except UserError:  # they are in the queue all the same
-        jobs = {}
+    words = _queue_words(runs)
     for run, job_id in zip(runs, ids, strict=True):
         click.echo(f"submitted job {job_id}: {run.name}")
         click.echo(f"  folder  {run.folder.path}")
-        if job_id in jobs:
-            click.echo(f"  queue   {queue_words(jobs[job_id])}")
-    word = ids[0] if len(ids) == 1 else ids[0].partition("_")[0]
-    click.echo(f"  next    rlhpc status {word} | rlhpc logs {ids[0]} | rlhpc cancel {word}")
+        if job_id in words:
+            click.echo(f"  queue   {words[job_id]}")
+    group = ids[0] if len(ids) == 1 else ids[0].partition("_")[0]
+    click.echo(f"  next    rlhpc status {group} | rlhpc logs {ids[0]} | rlhpc cancel {group}")
+
+
+def jobs_json(runs: Sequence[RunEntry], words: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Job, folder and queue state of each submitted run."""
+    jobs = [(run, run.job.job_id if run.job else "") for run in runs]
+    return [
+        {"name": run.name, "job_id": job_id, "folder": str(run.folder.path), "queue": words.get(job_id)}
+        for run, job_id in jobs
+    ]
+
+
+def _queue_words(runs: Sequence[RunEntry]) -> dict[str, str]:
+    """Queue state by job id; none if Slurm cannot be asked: the jobs are in the queue all the same."""
+    from rlhpc.launch.runs.status import queue_words
+    from rlhpc.launch.slurm.queue import read_jobs
+
+    try:
+        jobs = read_jobs([run.job.job_id for run in runs if run.job])
+    except UserError:
+        return {}
+    return {job_id: queue_words(job) for job_id, job in jobs.items()}

@@ -158,6 +158,29 @@ def describe(plan: ConversionPlan, free_bytes: int, workers: int) -> list[str]:
     return lines
 
 
+def plan_json(plan: ConversionPlan, free_bytes: int, workers: int) -> dict[str, object]:
+    """The same in bytes and seconds."""
+    source = plan.source
+    return {
+        "architecture": source.shape.architecture,
+        "layers": source.shape.num_layers,
+        "parameters": plan.parameters,
+        "source": str(source.folder),
+        "source_files": len(source.files),
+        "read_bytes": plan.read_bytes,
+        "target": plan.target,
+        "layout": plan.layout.axes if plan.target == "megatron" else None,
+        "dtypes": sorted({item.dtype for piece in plan.pieces for item in piece.items}),
+        "files": len({piece.file for piece in plan.pieces}),
+        "write_bytes": plan.write_bytes,
+        "free_bytes": free_bytes,
+        "pieces": len(plan.pieces),
+        "workers": workers,
+        "seconds": max(plan.write_bytes, plan.read_bytes) / _WRITE_RATE,
+        "changes": [*_changes(plan)],
+    }
+
+
 def check_disk(folder: Path, needed: int, free: int) -> None:
     """Raises UserError if the disk has too little room."""
     if needed > free:

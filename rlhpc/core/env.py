@@ -96,6 +96,7 @@ CC = "CC"
 
 # The site file, and where users' configuration is.
 RLHPC_SITE = "RLHPC_SITE"  # empty: no site file
+RLHPC_COMPLETE = "_RLHPC_COMPLETE"  # set by the completion of a shell (click)
 XDG_CONFIG_HOME = "XDG_CONFIG_HOME"
 
 # The commands of Slurm, and where this user's files of state are.

@@ -17,6 +17,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.data import arithmetic
 from rlhpc.launch.runs.logs import rank_logs
 from rlhpc.observe.evaluation import majority, pass_at
+from tests.docs.fields import SECTIONS, differences
 from tests.helpers.runs import ROOT, records, run, write_config
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -138,8 +139,10 @@ def test_a_checkpoint_is_found_as_good_as_its_run_found_it(finished: Path) -> No
 
 def test_a_huggingface_folder_is_found_as_good_as_a_run_from_it_found_it(finished: Path) -> None:
     model = finished.parent / "inputs" / "model"
-    evaluate(finished, "--model", str(model), "--name", "before")
+    shown = evaluate(finished, "--model", str(model), "--name", "before", "--json")
     found = json.loads((finished.parent / "eval" / "before" / "metrics.json").read_text())
+    assert json.loads(shown) == found
+    assert not differences(SECTIONS["`rlhpc eval`"], found)
     assert (found["step"], found["model"]) == (0, str(model))
     assert found["metrics"] == validation_of(records(finished.parent / "run")[0])
 

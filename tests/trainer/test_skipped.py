@@ -27,6 +27,7 @@ from rlhpc.data import arithmetic
 from rlhpc.data.files import Order
 from rlhpc.launch.runs.replay import replay_of
 from rlhpc.launch.supervise.diagnosis import diagnose_error
+from tests.docs.fields import SECTIONS, differences
 from tests.helpers.distributed import run_ranks
 from tests.helpers.learning import estimates, make_config, make_run, make_samples
 from tests.helpers.runs import ROOT, records, write_config
@@ -74,6 +75,7 @@ def test_a_bad_example_costs_one_update_which_can_be_replayed(inputs: Path, tmp_
 
     found = _replay(tmp_path / "run", 2, step=bad - 1)
     assert found["weights"] == {"checkpoint": f"step-{bad - 1:08d}", "files": found["weights"]["files"], "same": True}
+    assert not differences(SECTIONS["`rlhpc replay`"], found)
     assert found["grad_norm"] == {"recorded": "nan", "replayed": "nan"}
     assert found["loss"]["replayed"] == found["loss"]["recorded"], "bit by bit"
     assert math.isfinite(float(found["loss"]["replayed"]))

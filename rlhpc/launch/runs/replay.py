@@ -17,9 +17,8 @@ from rlhpc.launch.supervise.local import run_local
 PROGRAM = "rlhpc.trainer.main:replay_rank"
 
 
-def replay_here(run: str, name: str | None = None, step: int | None = None) -> int:
-    """Replays a skipped update with ranks on this machine; returns the exit code."""
-    config = replay_of(run, name, step)
+def replay_here(config: RunConfig) -> int:
+    """Replays a skipped update (``replay_of``) with ranks on this machine; returns the exit code."""
     gpus, ranks = gpu_count(), config.resources.ranks_per_node
     if 0 < gpus < ranks:
         raise UserError(

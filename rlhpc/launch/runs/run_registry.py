@@ -17,6 +17,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.storage import NONE, Patience, say
 
 _RUNS = Path("runs")  # where a run's folder is by default
+_MOST_NAMES = 200  # that completion reads
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def register(folder: RunFolder, record: JobRecord) -> None:
     write_json(folder.job, asdict(record))
     try:
         _state().mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json(_file(folder.path), {"folder": str(folder.path)})
+        write_json(_file(folder.path), {"folder": str(folder.path), "name": record.name})
     except OSError as error:
         say(f"warning: `rlhpc status` will not list this run: {error}")
 
@@ -101,6 +102,16 @@ def local_runs() -> list[RunEntry]:
             if run.job is None:
                 found.append((run.folder.attempts.stat().st_mtime, run))
     return [run for _, run in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def known_names() -> list[str]:
+    """Names of this user's runs, for completion: from the list and the default folder alone, no run folder is read."""
+    names = set(names_in(_RUNS, "[!.]*", NONE))
+    for name in names_in(_state(), "*.json", NONE)[:_MOST_NAMES]:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
+            entry = read_json(_state() / name, NONE)
+            names.add(str(entry.get("name") or Path(entry["folder"]).name))
+    return sorted(name for name in names if name.isprintable())
 
 
 def find_runs(text: str) -> list[RunEntry]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from rlhpc.site.pieces.prepare import Prepared
 
@@ -28,3 +29,18 @@ def summary(prepared: Prepared, out: Path) -> list[str]:
     lines.append(f"{out}: {len(wheels)} wheels, {total / _MB:.1f} MB in {len(manifest['pieces'])} pieces")
     lines.append("on the target: python3 install_pieces.py --target DIR, beside manifest.json and the pieces")
     return lines
+
+
+def summary_json(prepared: Prepared, out: Path) -> dict[str, Any]:
+    """The same, in bytes."""
+    manifest = prepared.manifest
+    return {
+        "folder": str(out),
+        "wheels": [{key: wheel[key] for key in ("name", "version", "bytes")} for wheel in manifest["wheels"]],
+        "trimmed": manifest["trimmed"],
+        "left_out": manifest["left_out"],
+        "expected": manifest["expected"],
+        "checks": prepared.checks,
+        "pieces": len(manifest["pieces"]),
+        "bytes": sum(piece["bytes"] for piece in manifest["pieces"]),
+    }
