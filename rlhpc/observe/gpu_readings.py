@@ -8,6 +8,7 @@ import time
 from collections.abc import Mapping
 
 from rlhpc.core import env
+from rlhpc.core.own_time import observing
 from rlhpc.core.shown import ShownOnly
 from rlhpc.observe import nvml
 
@@ -93,7 +94,7 @@ class GpuReadings:
             loaded = nvml.load()
             gpu = nvml.NvmlDevice(loaded, nvml.find(loaded, self._name))
             while True:
-                with self._guard:
+                with self._guard, observing():
                     self._read(gpu)
                 if self._over.wait(self._period):
                     break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rlhpc.core.own_time import observing
 from rlhpc.core.shown import ShownOnly
 
 
@@ -36,7 +37,7 @@ class EngineStatistics:
 
     def stepped(self) -> None:
         """Records an engine step."""
-        with self._guard:
+        with self._guard, observing():
             used = self._scheduler.kv_cache_manager.usage
             running, waiting = self._scheduler.get_request_counts()
             self._steps += 1

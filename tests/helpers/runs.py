@@ -15,7 +15,7 @@ import yaml
 from tests.helpers import session
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ("perf/", "memory/", "gpu/", "cost/")  # names of times, memory and the like begin so
+MEASURED = ("perf/", "memory/", "gpu/", "cost/", "observe/")  # names of times, memory and the like begin so
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
