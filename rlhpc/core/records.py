@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 Record = dict[str, Any]
+# Metrics of speed, memory, devices and cost begin so: they differ when a step is repeated, all others are equal.
+MEASURED = ("perf/", "memory/", "gpu/", "cost/", "observe/")
 
 
 def parse_records(data: bytes) -> list[Record]:
@@ -26,6 +28,11 @@ def parse_records(data: bytes) -> list[Record]:
 def is_step(record: Mapping[str, Any]) -> bool:
     """Whether the record names its phase and step."""
     return isinstance(record.get("phase"), str) and type(record.get("step")) is int
+
+
+def repeatable(record: Mapping[str, Any]) -> Record:
+    """What is equal in the records of a step that is repeated from a checkpoint."""
+    return {name: value for name, value in record.items() if name != "time" and not name.startswith(MEASURED)}
 
 
 def number(value: object) -> float | None:

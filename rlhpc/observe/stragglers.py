@@ -17,7 +17,7 @@ from rlhpc.observe.phases import Load
 
 BLOCKS = 5  # of steps, that are compared
 RATIO = 1.2  # of a rank to the median of the others: its median over the blocks
-BLOCK_RATIO, SLOW_BLOCKS = 1.1, 4  # the ratio exceeds the first in so many blocks
+BLOCK_RATIO, SLOW_BLOCKS = 1.1, 4  # it exceeds the first in at least the second number of blocks
 _FEW = 8  # ranks: among more, a rank's own value hardly moves the median
 
 

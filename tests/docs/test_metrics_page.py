@@ -39,7 +39,6 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     elsewhere = {name for name in metrics if name.startswith(("experts/", "sampling/", "replay/", "tools/"))}
     elsewhere |= {name for name in metrics if name.startswith("memory/device_")}  # tests/observe/test_rank_numbers.py
     elsewhere |= {name for name in metrics if name.startswith("gpu/")}  # tests/observe/test_gpu_readings.py
-    elsewhere.add("perf/reward_model_seconds")
     elsewhere |= {name for name in metrics if name.startswith(("perf/reward_model_", "perf/tools_"))}
     assert {name for record in records(tmp_path / "run") for name in record} == set(metrics) - elsewhere
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.core.records import repeatable
 from tests.helpers import stranger, warm
-from tests.helpers.runs import finish, records, start, without_measurements, write_config
+from tests.helpers.runs import finish, records, start, write_config
 
 _MET = re.compile(r"rlhpc: ([\d,]+) connections? to \S+ that no rank of this job opened")
 _PLACES = re.compile(r"places of ranks that were taken: (\d+)")
@@ -75,8 +76,8 @@ def run_beside(folder: Path, ranks: int, *, attacked: bool) -> Beside:
 
 
 def what_matters(found: Beside) -> list[dict[str, Any]]:
-    """All numbers of a run that are not measured."""
-    return [without_measurements(record) for record in found.records]
+    """All numbers of a run that are not times."""
+    return [repeatable(record) for record in found.records]
 
 
 def main() -> None:

@@ -15,7 +15,6 @@ import yaml
 from tests.helpers import session
 
 ROOT = Path(__file__).parents[2]
-MEASURED = ("perf/", "memory/", "gpu/", "cost/", "observe/")  # names of times, memory and the like begin so
 
 
 def write_config(folder: Path, **changes: Any) -> Path:
@@ -93,8 +92,3 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
     """Records of metrics.jsonl so far."""
     file = run_dir / "metrics.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def without_measurements(record: dict[str, Any]) -> dict[str, Any]:
-    """A record's numbers that follow from config and data: equal in runs that are equal bit for bit."""
-    return {name: value for name, value in record.items() if not name.startswith(MEASURED) and name != "time"}

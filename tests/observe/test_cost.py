@@ -1,4 +1,4 @@
-"""What a run has cost over all its attempts, also those that ended without a word; what observing costs."""
+"""What a run has cost over all its attempts, also those that were killed; what observing costs."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from rlhpc.observe.phases import Load, loads_of, spans_of
 from rlhpc.observe.stragglers import Straggler, Stragglers, slowness
 from tests.helpers.distributed import run_ranks
 
-WORK = 0.06  # seconds of a healthy rank's phase
+WORK = 0.15  # seconds of a healthy rank's phase
 
 
 def load(busy: float, tokens: float = 1024.0, rounds: float = 0.0) -> Load:

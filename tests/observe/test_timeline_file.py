@@ -1,4 +1,4 @@
-"""timeline.jsonl: bounded, each step once, readable whatever is in it."""
+"""timeline.jsonl: bounded, each step once, malformed lines skipped."""
 
 from __future__ import annotations
 

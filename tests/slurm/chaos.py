@@ -24,7 +24,8 @@ from typing import Any
 from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.folder import RunFolder
-from tests.helpers.runs import ROOT, records, without_measurements, write_config
+from rlhpc.core.records import repeatable
+from tests.helpers.runs import ROOT, records, write_config
 from tests.slurm.cluster import Cluster
 from tests.slurm.faults import FAULTS, Target, small_disk
 from tests.slurm.scontrol import wait
@@ -115,7 +116,7 @@ def _cause(verdict: Verdict) -> str:
 
 def difference(run: Path, reference: Path) -> str:
     """What reports the two runs apart: any metric but times, any byte of the last checkpoint's tensors."""
-    ours, theirs = ([without_measurements(record) for record in records(path)] for path in (run, reference))
+    ours, theirs = ([repeatable(record) for record in records(path)] for path in (run, reference))
     if ours != theirs:
         first = next((i for i, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), len(theirs))
         return f"metrics differ from record {first} on ({len(ours)} and {len(theirs)} records)"

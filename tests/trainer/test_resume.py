@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.runs import finish, records, run, start, without_measurements, write_config
+from rlhpc.core.records import repeatable
+from tests.helpers.runs import finish, records, run, start, write_config
 from tests.helpers.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
@@ -73,7 +74,7 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
     code, output = run(straight)
     assert code == 0, output
     _check_best_kept(tmp_path / "straight" / "run")
-    expected = [without_measurements(record) for record in records(tmp_path / "straight" / "run")]
+    expected = [repeatable(record) for record in records(tmp_path / "straight" / "run")]
     assert [(r["phase"], r["step"]) for r in expected] == [
         *(("sft", step) for step in (1, 2, 3)),
         *(("rl", step) for step in range(5)),
@@ -98,7 +99,7 @@ def test_killed_runs_resume_bit_equal(tmp_path: Path) -> None:
         options = ("--resume",)
     code, output = run(config, "--resume")
     assert code == 0, output
-    assert [without_measurements(record) for record in records(run_dir)] == expected
+    assert [repeatable(record) for record in records(run_dir)] == expected
     _check_best_kept(run_dir)
 
 

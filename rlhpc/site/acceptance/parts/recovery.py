@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.config.schema import RunConfig
-from rlhpc.core.records import Record
+from rlhpc.core.records import Record, repeatable
 from rlhpc.data import arithmetic
 from rlhpc.site.acceptance.part import IS_TRUE, Context, Figure, Goal
 from rlhpc.site.acceptance.parts import rig, runs
@@ -38,7 +38,7 @@ def run_dense(context: Context) -> None:
     note = f"{_SFT_STEPS} supervised and {_RL_STEPS} RL steps, killed in RL"
     context.report(Figure("dense: bit-equal", equal, "", IS_TRUE, note))
     if not equal:  # is the resume at fault, or do any two runs differ?
-        again = [_numbers(record) for record in runs.run(run_config(context, "dense-again", rl=True))]
+        again = [repeatable(record) for record in runs.run(run_config(context, "dense-again", rl=True))]
         note = "yes: the resume is at fault; no: kernels on this machine have no fixed order"
         context.report(Figure("dense: two runs without a kill are bit-equal", again == expected, note=note))
         context.report(Figure("dense: maximum difference of a supervised loss", difference(expected, found)))
@@ -59,12 +59,7 @@ def _both(straight: RunConfig, resumed: RunConfig, kill_after: int) -> tuple[lis
     """Records of an uninterrupted run, and of one that is killed after ``kill_after`` records and resumed."""
     expected = runs.run(straight)
     runs.run_and_kill(resumed, kill_after)
-    return [_numbers(record) for record in expected], [_numbers(r) for r in runs.run(resumed, resume=True)]
-
-
-def _numbers(record: Record) -> Record:
-    """A record without its times."""
-    return {name: value for name, value in record.items() if not name.startswith("perf/") and name != "time"}
+    return [repeatable(record) for record in expected], [repeatable(r) for r in runs.run(resumed, resume=True)]
 
 
 def difference(expected: list[Record], found: list[Record]) -> float:
