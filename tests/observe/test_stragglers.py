@@ -118,5 +118,4 @@ def test_a_slow_rank_of_a_real_group_is_named_within_5_steps() -> None:
         assert named[:3] == [-1] * 3
         assert named[8] == 2, "the fifth step"
         assert set(named) <= {-1, 2}
-        assert waits[2][0] < 0.1 * WORK
-        assert all(waits[rank][0] > 0.15 * WORK for rank in (0, 1, 3))
+        assert waits[2][0] < 0.5 * min(waits[rank][0] for rank in (0, 1, 3)), "the others wait for it"
