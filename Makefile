@@ -119,6 +119,7 @@ check: venv
 # All benchmarks, each against its peer in the same run; TRL lives in an environment of its own.
 bench: venv bench-env
 	$(BIN)/python -m bench.startup
+	$(BIN)/python -m bench.observers
 	$(BIN)/python -m bench.sandbox
 	$(BIN)/python -m bench.reshard_plan
 	$(BIN)/python -m bench.reshard

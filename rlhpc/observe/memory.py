@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 import resource
-from pathlib import Path
 
 import torch
 
 _GIB = 1024**3
-_STATM = Path("/proc/self/statm")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def memory_in_use() -> dict[str, float]:
     """Memory of this process in GiB, of its GPU if it has one. Peaks are since the process began."""
-    pages = int(_STATM.read_text().split()[1])
+    with open("/proc/self/statm", "rb", buffering=0) as file:
+        pages = int(file.read().split()[1])
     found = {
-        "memory/cpu_gib": pages * os.sysconf("SC_PAGE_SIZE") / _GIB,
+        "memory/cpu_gib": pages * _PAGE / _GIB,
         "memory/cpu_peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB,
     }
     if torch.cuda.is_available():

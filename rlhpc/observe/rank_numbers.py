@@ -6,11 +6,13 @@ that come without reductions end in their own one, as ``gpu/power_watts_max``.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -37,9 +39,11 @@ class Gathered:
 
     def column(self, name: str) -> list[float]:
         """The number of each rank, NaN where it has none."""
-        if name not in self.names:
-            return [math.nan] * self.world_size
-        return [float(value) for value in self.table[:, self.names.index(name)]]
+        return self._columns[name] if name in self._columns else [math.nan] * self.world_size
+
+    @functools.cached_property
+    def _columns(self) -> dict[str, list[float]]:
+        return dict(zip(self.names, self.table.T.tolist(), strict=True))
 
     def metrics(self) -> dict[str, float]:
         """``NAME_REDUCTION`` of every name, and ``NAME_max_rank`` and ``NAME_min_rank``, the rank that has it."""
@@ -78,10 +82,9 @@ class RankNumbers:
                 self._reductions |= dict.fromkeys(found, kinds) if kinds is not None else {}
         while True:
             new = len(self._names) < _MOST_NAMES and not own.keys() <= set(self._names)
-            row = torch.tensor([float(new), *(own.get(name, math.nan) for name in self._names)], dtype=torch.float64)
-            parts = [torch.empty_like(row) for _ in range(dist.get_world_size())]
-            dist.all_gather(parts, row)
-            rows = torch.stack(parts).numpy()
+            row = np.array([float(new), *(own.get(name, math.nan) for name in self._names)])
+            rows = np.empty((dist.get_world_size(), len(row)))
+            dist.all_gather([*torch.from_numpy(rows)], torch.from_numpy(row))
             if not rows[:, 0].any():
                 return Gathered(self._names, rows[:, 1:], self._reductions)
             self._names = _all_names({*self._names, *own})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from rlhpc.api import RunState
@@ -9,14 +10,17 @@ from rlhpc.core.files import LineFile, write_atomic
 from rlhpc.core.timeline import StepTimeline, read_timelines
 
 _MOST_BYTES = 64 * 2**20
+_WRITE_SECONDS = 2.0  # between two writes, at least: short steps are written together
 
 
 class TimelineFile:
-    """Appends one line per step. Beyond twice the ``steps`` to keep, or 64 MiB, older ones are removed."""
+    """Appends one line per step, those of short steps together. Beyond twice the ``steps`` to keep, or 64 MiB, older
+    ones are removed."""
 
     def __init__(self, path: Path, steps: int, state: RunState) -> None:
         """Removes steps beyond ``state``, which a resumed run repeats."""
-        self._path, self._steps = path, steps
+        self._path, self._steps, self._written = path, steps, time.monotonic()
+        self._unwritten: list[str] = []
         self._lines = [
             known.line()
             for known in read_timelines(path)
@@ -31,10 +35,18 @@ class TimelineFile:
         line = timeline.line()
         self._lines.append(line)
         self._bytes += len(line)
+        self._unwritten.append(line)
+        if time.monotonic() - self._written >= _WRITE_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        """Writes the steps that are not written yet."""
+        self._written = time.monotonic()
         if len(self._lines) > 2 * self._steps or self._bytes > _MOST_BYTES:
             self._rewrite()
-        else:
-            self._file.append(line)
+        elif self._unwritten:
+            self._file.append("".join(self._unwritten))
+            self._unwritten = []
 
     def _rewrite(self) -> None:
         """Keeps the newest lines, in half of the space at most."""
@@ -48,4 +60,4 @@ class TimelineFile:
         self._bytes = sum(map(len, self._lines))
         if self._lines or self._path.exists():
             write_atomic(self._path, "".join(self._lines))
-        self._file = LineFile(self._path)
+        self._file, self._unwritten = LineFile(self._path), []

@@ -138,6 +138,9 @@ class _FirstRank:
         """Closes the files."""
         self._samples.close()
         self._alerts.close()
+        with self._guard:
+            if self._timeline is not None:
+                self._timeline.write()
         with self._cost_guard:
             if self._cost is not None:
                 self._cost.write()

@@ -23,6 +23,7 @@ def write(path: Path, state: RunState, last: int, kept: int = 3) -> None:
         file.add(StepTimeline("sft", step, 5.0, RANKS))
     for step in range(state.step + 1, last + 1):
         file.add(StepTimeline("rl", step, 10.0 + step, RANKS))
+    file.write()
 
 
 def steps(path: Path) -> list[tuple[str, int]]:
