@@ -56,5 +56,10 @@ def feed_forward_weights(shape: ModelShape, layer: int) -> int:
     experts = shape.experts
     if experts is None or layer not in experts.layers:
         return 3 * shape.hidden_size * shape.ffn_size
-    selected = experts.top_k * experts.ffn_size + experts.shared_ffn_size
-    return 3 * shape.hidden_size * selected + shape.hidden_size * experts.num_experts
+    router = shape.hidden_size * experts.num_experts
+    return 3 * shape.hidden_size * experts.top_k * experts.ffn_size + shared_expert_weights(shape) + router
+
+
+def shared_expert_weights(shape: ModelShape) -> int:
+    """Returns the parameters of the experts that every token takes in a layer with experts."""
+    return 3 * shape.hidden_size * shape.experts.shared_ffn_size if shape.experts is not None else 0

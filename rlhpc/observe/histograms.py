@@ -36,10 +36,13 @@ def binned(parts: Sequence[np.ndarray]) -> Histogram | None:
 def _every(parts: Sequence[np.ndarray], gap: int) -> np.ndarray:
     """Every ``gap``-th value of the parts joined end to end, without joining all of them."""
     taken, offset = [np.empty(0)], 0
-    for part in parts:
-        taken.append(part[offset::gap])
-        offset = (offset - len(part)) % gap
-    return np.concatenate(taken).astype(np.float64)
+    if gap == 1:
+        taken += parts
+    else:
+        for part in parts:
+            taken.append(part[offset::gap])
+            offset = (offset - len(part)) % gap
+    return np.concatenate(taken)
 
 
 class HistogramWriter:

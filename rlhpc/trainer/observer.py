@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import torch
+
 from rlhpc.api import RunState
 from rlhpc.core import spans
 from rlhpc.core.own_time import observing
@@ -21,8 +23,10 @@ from rlhpc.observe.rank_numbers import Gathered, RankNumbers
 from rlhpc.observe.stragglers import Stragglers
 from rlhpc.observe.timeline_file import TimelineFile
 from rlhpc.parallel.waits import measure_waits
-from rlhpc.trainer.run import Run, StepData
+from rlhpc.trainer.run import Run
+from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.step_histograms import RunHistograms
+from rlhpc.trainer.throughput import Throughput
 from rlhpc.trainer.training_samples import TrainingSamples
 from rlhpc.trainer.update import Metrics
 
@@ -70,6 +74,7 @@ class Observer:
                 metrics["perf/step_seconds"] = seconds
             if gathered is not None:
                 metrics |= gathered.metrics() | self._first.metrics(gathered, seconds, tokens or 0.0)
+                metrics |= self._first.throughput(phase, metrics)
             self._first.write(phase, step, total, metrics)
             if gathered is not None:
                 self._first.draw(phase, step, gathered)
@@ -92,6 +97,8 @@ class _FirstRank:
         stages = [layout.coord(rank)["pp"] for rank in range(layout.world_size)]
         self._run = run
         self._writer = MetricsWriter(folder, state)
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+        self._throughput = Throughput(run.config, run.models, layout.world_size, device)
         self._prometheus = PrometheusFile(section, run.config.name, folder)
         self._histograms = RunHistograms(run.config, folder)
         self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
@@ -115,6 +122,12 @@ class _FirstRank:
         found["perf/straggler_rank"] = float(straggler.rank if straggler is not None else -1)
         found["perf/straggler_ratio"] = straggler.ratio if straggler is not None else 1.0
         return found
+
+    def throughput(self, phase: str, metrics: Metrics) -> Metrics:
+        """FLOPs, MFU and tokens per second of a step with these metrics."""
+        data = self._run.step_data if phase == "rl" else None
+        supervised = self._run.updater.supervised_lengths if phase == "sft" else ()
+        return self._throughput.metrics(metrics, data, supervised)
 
     def write(self, phase: str, step: int, total: int, metrics: Metrics) -> None:
         """Writes a record, and warns of what is wrong in it."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from rlhpc.api import Sample
 from rlhpc.data.collate import pack_batch
@@ -26,12 +26,14 @@ class RewardModel:
     role: Role
     reader: RewardReader
     tokenizer: Tokenizer  # the policy's
+    lengths: list[int] = field(default_factory=list)  # tokens of each sequence that it read last
 
     def score(self, samples: Sequence[Sample], prompts: PromptSet | None) -> tuple[list[Sample | None], Counter[str]]:
         """The samples with the model's weighted score of their last token added to their rewards, and its failures by
         kind; ``prompts`` are the ones they answer. None for a sample to drop because its score is not finite.
         Collective."""
         failures: Counter[str] = Counter()
+        self.lengths = []
         if not samples:
             return [], failures
         scored: list[Sample | None] = []
@@ -52,7 +54,9 @@ class RewardModel:
         role = self.role
         lacking = max(0, role.layout.dp - len(samples))  # each data-parallel rank needs a sample
         tokens = self.reader.read([*samples, *[samples[0]] * lacking], prompts)
-        (plan,) = role.pack([len(ids) for ids in tokens], gradient=False)
+        lengths = [len(ids) for ids in tokens]
+        self.lengths = lengths[: len(samples)]
+        (plan,) = role.pack(lengths, gradient=False)
         batches = filled(
             role.own_bins(plan),
             lambda ids: pack_batch([(tokens[i], len(tokens[i])) for i in ids], sample_ids=ids),

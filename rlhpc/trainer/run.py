@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from rlhpc.algo import Algorithm
-from rlhpc.api import Sample, TrainBackend
+from rlhpc.api import TrainBackend
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.data.sft import SFTSet
 from rlhpc.reshard.manager import ReshardManager
-from rlhpc.trainer.advantages import StepAdvantages
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.evaluate import Evaluator
-from rlhpc.trainer.roles import Models, PerSample
+from rlhpc.trainer.roles import Models
 from rlhpc.trainer.sampling import Sampler
+from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.training_samples import SampleTexts
 from rlhpc.trainer.update import Updater
 
@@ -27,15 +27,6 @@ class Rollouts:
 
     weights: ReshardManager  # syncs the actor's weights into the engine
     sampler: Sampler
-
-
-@dataclass(frozen=True)
-class StepData:
-    """What a step trained on, for those who observe the run; equal on every rank."""
-
-    samples: Sequence[Sample]
-    values: dict[str, PerSample]  # as rlhpc.trainer.advantages.token_values returns them
-    estimate: StepAdvantages
 
 
 @dataclass

@@ -42,6 +42,7 @@ class Counts:
     tool_calls: int = 0
     failed_tool_calls: int = 0
     reward_failures: Counter[str] = field(default_factory=Counter)  # by kind
+    reward_lengths: list[int] = field(default_factory=list)  # tokens of each sequence that the reward model read
 
 
 @dataclass
@@ -66,6 +67,7 @@ class StepSamples:
     samples: list[Sample]
     greedy: list[Sample]
     metrics: Metrics
+    reward_lengths: Sequence[int] = ()  # see Counts
 
 
 @dataclass
@@ -111,6 +113,7 @@ class Sampler:
         def scored(found: list[Sample | None]) -> list[Sample | None]:
             results, failures = model.score([sample for sample in found if sample is not None], self.prompts)
             sampled.counts.reward_failures.update(failures)
+            sampled.counts.reward_lengths += model.lengths
             known = iter(results)
             return [None if sample is None else next(known) for sample in found]
 
@@ -143,7 +146,7 @@ class Sampler:
         if sampled.replayed and shuffles(self.config.train):  # else replayed groups fill the first minibatches
             order = shuffled([sample.group_id for sample in samples], self.config.seed, state.step, epoch=0)
             samples = [samples[place] for place in order]
-        return StepSamples(samples, greedy, metrics)
+        return StepSamples(samples, greedy, metrics, sampled.counts.reward_lengths)
 
     @property
     def least_new(self) -> int:

@@ -17,8 +17,9 @@ from rlhpc.core.imports import import_attribute
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.advantages import StepAdvantages, step_advantages, token_values
 from rlhpc.trainer.routed_experts import trained_routed_experts
-from rlhpc.trainer.run import Run, StepData
+from rlhpc.trainer.run import Run
 from rlhpc.trainer.sampling import StepSamples
+from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.update import Metrics
 
 Step = Callable[[Run, RunState], tuple[Metrics, list[Sample]]]
@@ -83,7 +84,8 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
         values = token_values(run.models, run.batching, samples, run.config.rollout.temperature)
     with clock("prepare"):
         estimate = step_advantages(run.algorithm, section, samples, batch.greedy, values)
-    run.step_data = StepData(samples, values, estimate)
+    generated = [sample for sample in samples if sample.policy_version == state.policy_version] + batch.greedy
+    run.step_data = StepData(samples, values, estimate, generated, batch.reward_lengths)
     touch("update", step)
     with clock("update"):
         metrics = run.updater.update_critic(state, samples, values, estimate) if run.critic else {}

@@ -42,6 +42,7 @@ class Updater:
     algorithm: Algorithm
     actor_updates: int = 0  # that RL steps of this attempt have made and not skipped
     logprob_diffs: Histogram | None = None  # of the actor's last step, between engine and trainer
+    supervised_lengths: Sequence[int] = ()  # tokens of each sequence of the last supervised update
     _begun: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model: step, and its own steps before it
 
     def update_actor(
@@ -105,7 +106,9 @@ class Updater:
         """One update of the actor in the warm-up, on the next examples."""
         with spans.part("data"):
             rows, state.sft_cursor = sequences.take(state.sft_cursor, section.sequences_per_step, self.config.seed)
-            minibatch = sft_minibatch(self.models.actor, [sequences.sequences[row] for row in rows])
+            examples = [sequences.sequences[row] for row in rows]
+            minibatch = sft_minibatch(self.models.actor, examples)
+            self.supervised_lengths = [len(tokens) for tokens, _ in examples]
         rate = learning_rate(section.optimizer, state.sft_step, section.steps)
         update = Update("sft", state.sft_step + 1, "actor", 1, minibatch, 1.0, rate, rows)
         stats = self._make(state, update, sft_loss)

@@ -1,4 +1,4 @@
-"""The file for Prometheus is read back by its own parser: every number, whatever the names are."""
+"""The file for Prometheus is read back by its own parser: every number, with odd names too."""
 
 from __future__ import annotations
 

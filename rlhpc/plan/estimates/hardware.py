@@ -182,6 +182,18 @@ def gpu_of_device(device_name: str) -> Gpu | None:
     return max(found, key=lambda gpu: len(gpu.device), default=None)
 
 
+def device_tflops(config: RunConfig, device_name: str) -> float | None:
+    """Dense bfloat16 TFLOP/s of the GPU that the driver names so: of the entry in ``slurm.gpu_type`` if it is that GPU,
+    else of the nearest one of the site's and the table's. None if it is not known."""
+    site = read_site(config)
+    own = site.find(config.slurm.gpu_type or "")
+    if own is not None and own.device in device_name:
+        return own.tflops
+    found = [gpu for gpu in site.gpus.values() if gpu.device and gpu.device in device_name]
+    nearest = max(found, key=lambda gpu: len(gpu.device), default=None)
+    return nearest.tflops if nearest is not None else None
+
+
 def cpu_memory_limit(config: RunConfig, gpu: Gpu | None) -> tuple[str, float] | None:
     """Bytes that a job's ranks have of a node's memory, and the key that says so; None where nothing does."""
     asked = memory_mib(config.slurm.memory) if config.slurm.memory is not None else 0

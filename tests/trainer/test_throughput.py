@@ -1,0 +1,84 @@
+"""Throughput of a step: which models work in which phase, from samples and metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rlhpc.api import Sample
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelShape, shape_of
+from rlhpc.models.flops import forward_flops, training_flops
+from rlhpc.trainer.step_data import StepData
+from rlhpc.trainer.throughput import Throughput
+from tests.helpers.plain_model import FIELDS
+
+LENGTHS = (5, 9, 2)
+
+
+@pytest.fixture
+def shape() -> ModelShape:
+    return shape_of(FIELDS)
+
+
+def make_config(**sections: Any) -> RunConfig:
+    return RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, **sections})
+
+
+def make_sample(prompt_id: int, prompt: int, response: int) -> Sample:
+    tokens, log_probs = np.zeros(prompt + response, np.int32), np.zeros(response, np.float32)
+    return Sample(prompt_id, prompt_id, tokens, prompt, log_probs, 1.0, 0, truncated=False)
+
+
+def make_throughput(shape: ModelShape, **sections: Any) -> Throughput:
+    """Of four ranks with an actor, a critic and a reward model."""
+    other = replace(shape, num_layers=1).with_value_head
+    roles = [SimpleNamespace(model=SimpleNamespace(shape=each)) for each in (shape, other, other)]
+    models: Any = SimpleNamespace(actor=roles[0], critic=roles[1], reward=roles[2])
+    return Throughput(make_config(**sections), models, 4, "NVIDIA H100 80GB HBM3")
+
+
+def test_a_phase_has_the_work_of_all_its_models(shape: ModelShape) -> None:
+    samples = [make_sample(0, 2, 3), make_sample(1, 4, 5)]
+    data: Any = StepData(
+        samples, {"engine_log_probs": [], "old_log_probs": [], "old_values": []}, None, samples, [7, 3]
+    )  # type: ignore[arg-type]
+    names = ("rollout", "reward_model", "log_probs", "update", "step")
+    seconds = {f"perf/{name}_seconds": place + 1.0 for place, name in enumerate(names)}
+    metrics = {**seconds, "perf/tokens_per_second": 100.0, "skipped_updates": 0.0, "critic/skipped_updates": 0.0}
+    throughput = make_throughput(shape, train={"steps": 1, "epochs": 2})
+    found = throughput.metrics(metrics, data, ())
+    critic = replace(shape, num_layers=1).with_value_head
+    sums = {
+        "reward_model": forward_flops(critic, [7, 3]),
+        "log_probs": forward_flops(shape, [5, 9]) + forward_flops(critic, [5, 9]),
+        "update": 2 * training_flops(shape, [5, 9]) + 2 * training_flops(critic, [5, 9]),
+    }
+    for place, (name, flops) in enumerate(sums.items()):
+        assert found[f"perf/tflops_per_gpu_{name}"] == pytest.approx(flops / (place + 2.0) / 4e12)
+    assert found["perf/tokens_per_second_per_gpu_rollout"] == 8 / 4
+    assert found["perf/tokens_per_second_per_gpu_update"] == 14 / 4 / 4
+    assert found["perf/tokens_per_second_per_gpu"] == 25.0
+    assert found["perf/mfu"] == found["perf/tflops_per_gpu"] / 989.5
+    frozen = throughput.metrics({**seconds, "critic/skipped_updates": 0.0}, data, ())
+    assert frozen["perf/tflops_per_gpu_update"] == pytest.approx(2 * training_flops(critic, [5, 9]) / 16e12)
+
+
+def test_a_supervised_step_is_an_update_alone(shape: ModelShape) -> None:
+    seconds = {"perf/step_seconds": 2.0, "perf/update_seconds": 1.0}
+    found = make_throughput(shape).metrics(seconds, None, LENGTHS)
+    assert found["perf/tflops_per_gpu"] == pytest.approx(training_flops(shape, LENGTHS) / 8e12)
+    assert found["perf/tflops_per_gpu_update"] == pytest.approx(training_flops(shape, LENGTHS) / 4e12)
+    assert make_throughput(shape).metrics({}, None, ()) == {}, "a step that trained on nothing"
+
+
+def test_a_failure_is_reported_once(shape: ModelShape, capsys: pytest.CaptureFixture[str]) -> None:
+    throughput = make_throughput(shape)
+    for _ in range(2):
+        assert throughput.metrics({"perf/step_seconds": 1.0}, None, ["x"]) == {}  # type: ignore[list-item]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("rlhpc: warning: continuing without the metrics of throughput, which failed: TypeError")
