@@ -157,3 +157,10 @@ def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None
         assert math.isfinite(step["reward/model"])
         assert step["grad_norm"] > 0
         assert 0 < step["reward/failures/result"] < 5 * 16
+        read, sampled = (
+            step[f"perf/tokens_per_second_per_gpu_{name}"] * step[f"perf/{name}_seconds"] * 2
+            for name in ("reward_model", "rollout")
+        )
+        assert read > step["perf/tokens_per_second"] * step["perf/step_seconds"], "greedy responses are scored too"
+        assert sampled > step["rollout/completion_tokens"]
+        assert step["perf/tflops_per_gpu_reward_model"] > 0

@@ -218,6 +218,7 @@ def _scores(
         refused = f"{error.where}: {error.message}"
     cut = short.model_copy(update={"rewards": [short.reward_model.model_copy(update={"too_long": "truncate"})]})
     whole = reader.read(samples, prompts)
+    assert foreign_model.lengths == [len(whole[0])], "for FLOPs, without the sample that fills the other rank"
     for one, other in zip(RewardReader.of(cut, tokenizer).read(samples, prompts), whole, strict=True):
         assert one.tolist() == other[-40:].tolist()
     parts = ([sample.reward_parts["model"] for sample in found] for found in (scored, own))

@@ -163,6 +163,10 @@ def test_full_steps_of_groups_with_advantages_and_tools(tmp_path: Path) -> None:
     assert steps[0]["sampling/batches"] > 1
     assert steps[0]["sampling/dropped_groups"] > 0
     assert [step["replay/used_groups"] for step in steps] == [0, 2, 2]
+    speeds = [step["perf/tokens_per_second_per_gpu_rollout"] * step["perf/rollout_seconds"] * 2 for step in steps]
+    sampled = [step["rollout/completion_tokens"] for step in steps]
+    assert speeds[0] == pytest.approx(sampled[0])
+    assert speeds[1] < sampled[1], "responses of former steps were not sampled in this one"
     named, *_ = table_names(DOCS / "metrics.md")
     ours = ("sampling/", "replay/", "tools/")
     assert {name for step in steps for name in step if name.startswith(ours)} == {
