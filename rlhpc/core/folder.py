@@ -309,15 +309,8 @@ class RunFolder:
             self._check_writers()
         if exists(self.attempts) or exists(self.checkpoints):
             return
-        for file in (
-            self.config,
-            self.secrets,
-            self.metrics,
-            self.samples,
-            self.alerts,
-            self.evaluation,
-            self.report_text,
-        ):
+        lines = (self.metrics, self.samples, self.histograms, self.timeline, self.alerts, self.prometheus)
+        for file in (self.config, self.secrets, *lines, self.training_samples, self.evaluation, self.report_text):
             if exists(file, follow_symlinks=False):
                 raise UserError(
                     f"{str(file)!r} was not written by a run, which would overwrite it",

@@ -57,6 +57,14 @@ def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path):
         RunFolder(tmp_path / "run").check_own()
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "histograms.jsonl", "timeline.jsonl", "metrics.prom"])
+def test_a_file_that_a_run_would_overwrite_is_refused(tmp_path, name):
+    run = RunFolder(tmp_path)
+    (tmp_path / name).write_text("")
+    with pytest.raises(UserError, match=f"run_dir: .*{name}' was not written by a run"):
+        run.check_own()
+
+
 def _umask() -> int:
     now = os.umask(0)
     os.umask(now)
