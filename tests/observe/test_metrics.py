@@ -10,6 +10,7 @@ import pytest
 
 from rlhpc.api import RunState
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.histograms import read_histograms
 from rlhpc.observe.metrics import MetricsWriter, Stopwatch, read_records
 
 
@@ -78,6 +79,13 @@ def test_samples_of_steps_taken_again_are_dropped(folder: RunFolder):
     assert read_records(folder.samples) == lines[:3]
     MetricsWriter(folder, RunState(sft_step=3))
     assert read_records(folder.samples) == []
+
+
+def test_histograms_of_steps_taken_again_are_dropped(folder: RunFolder):
+    lines = [{"phase": "rl", "step": step, "time": 1.0, "histograms": {}} for step in (1, 2, 4)]
+    folder.histograms.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    MetricsWriter(folder, RunState(sft_step=3, step=2))
+    assert [step.step for step in read_histograms(folder.histograms)] == [1, 2]
 
 
 def test_lines_that_are_no_steps_are_dropped_at_a_resume(folder: RunFolder):
