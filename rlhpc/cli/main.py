@@ -12,6 +12,7 @@ from rlhpc.cli.completion import completion
 from rlhpc.cli.configs import configs
 from rlhpc.cli.convert import convert
 from rlhpc.cli.eval import evaluate
+from rlhpc.cli.init import init
 from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, print_checks
 from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
@@ -86,7 +87,7 @@ def schema(*, site: bool) -> None:
 
 
 _RUNS = (plan, submit, status, logs, cancel, resume, evaluate, samples, replay, report, note)
-for command in (*_RUNS, configs, convert, acceptance, pieces, completion):
+for command in (*_RUNS, configs, convert, acceptance, pieces, init, completion):
     cli.add_command(command)
 
 
