@@ -40,20 +40,13 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def words(line: str, home: Path) -> list[str]:
-    """What bash completes at the end of a line, one word after another."""
-    *before, last = line.split(" ")
-    quoted = " ".join(f"'{word}'" for word in [*before, last])
-    script = f"""
-        compopt() {{ echo "by the shell: $2"; }}
-        eval "$(rlhpc completion bash)"
-        COMP_WORDS=({quoted}); COMP_CWORD={len(before)}
-        _rlhpc_completion rlhpc
-        printf '%s\\n' "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run(["bash", "-c", script], cwd=home, capture_output=True, text=True, timeout=60, check=True)
-    assert done.stderr == ""
-    return done.stdout.split()
+def words(line: str) -> list[str]:
+    """What the command answers to bash at the end of a line: type and value of each word."""
+    count = line.count(" ")
+    variables = {"_RLHPC_COMPLETE": "bash_complete", "COMP_WORDS": line, "COMP_CWORD": str(count)}
+    result = CliRunner().invoke(cli, [], prog_name="rlhpc", env=variables, catch_exceptions=False)
+    assert result.stderr == ""
+    return result.stdout.split()
 
 
 @pytest.mark.parametrize(
@@ -67,13 +60,13 @@ def words(line: str, home: Path) -> list[str]:
         ("rlhpc eval my-config.yaml --run math-l", ["math-local"]),
         ("rlhpc completion f", ["fish"]),
         ("rlhpc configs dap", ["dapo"]),
-        ("rlhpc run my", ["by", "the", "shell:", "default"]),
-        ("rlhpc status zzz", ["by", "the", "shell:", "default"]),
+        ("rlhpc run my", ["file,my"]),
+        ("rlhpc status zzz", ["file,zzz"]),
         ("rlhpc plan none ", ["calibrate", "run", "search", "sweep", "weight-sync"]),
     ],
 )
-def test_bash_completes(line: str, found: list[str], home: Path) -> None:
-    assert words(line, home) == found
+def test_a_line_is_completed(line: str, found: list[str], home: Path) -> None:
+    assert words(line) == [word if "," in word else f"plain,{word}" for word in found]
 
 
 def test_a_terminal_with_bash_completes(home: Path) -> None:

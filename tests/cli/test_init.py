@@ -42,6 +42,7 @@ def init(*arguments: object) -> str:
     return result.output
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("nodes", [1, 12])
 @pytest.mark.parametrize("reward", ["maths", "rlhpc.rewards.formats:think_answer"])
 @pytest.mark.parametrize("algorithm", _ALGORITHMS)
@@ -59,6 +60,7 @@ def test_every_answer_makes_a_run_that_can_be_checked_and_planned(
     assert fits, lines
 
 
+@pytest.mark.heavy
 def test_a_named_gpu_gets_the_layout_that_the_planner_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     init("x.yaml", "--model", MODEL, "--data", "train.jsonl", "--gpu", "h100", "--gpus", 2)

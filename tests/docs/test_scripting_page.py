@@ -95,6 +95,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Any]]:
     yield "`rlhpc submit --dry-run`", dry
 
 
+@pytest.mark.heavy
 def test_documents_have_the_fields_of_the_page(tmp_path: Path) -> None:
     different = {section: differences(SECTIONS[section], value) for section, value in cases(tmp_path)}
     assert different == {key: set() for key in different}
