@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -93,10 +94,11 @@ def _config(folder: RunFolder) -> tuple[dict[str, Any], RunConfig | None, str]:
 
 
 def _names(runs: Sequence[RunData]) -> list[str]:
-    """Names of the runs; those with equal names also have the names of their folders."""
+    """Names of the runs; those with equal names also have the part of their paths that differs."""
     names = [run.name for run in runs]
+    common = os.path.commonpath([run.folder.path.parent for run in runs])
     return [
-        name if names.count(name) == 1 else f"{name} ({run.folder.path.name})"
+        name if names.count(name) == 1 else f"{name} ({run.folder.path.relative_to(common)})"
         for name, run in zip(names, runs, strict=True)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -159,6 +160,30 @@ def test_smoothing_axes_filters_and_runs_follow_the_keys(small: tuple[Path, list
     keys.press("?")
     assert page.visible("#help") == 1
     assert page.problems == []
+
+
+def test_odd_numbers_are_drawn(tmp_path: Path, open_page: Open) -> None:
+    """Smoothing makes 1.0000000000000002 of ones."""
+    columns = {
+        "one": [1.0] * 9,
+        "large": [3e38, -3e38, 1.0],
+        "small": [1e-40, 2e-40],
+        "single": [0.5],
+        "none": [math.nan],
+    }
+    run = make_run(tmp_path / "run", Size(steps=0, samples=0, timeline=0))
+    for step in range(9):
+        values = {name: column[step] for name, column in columns.items() if step < len(column)}
+        with open(run.metrics, "a") as file:
+            file.write(json.dumps({"phase": "rl", "step": step, "time": 1.76e9, **values}) + "\n")
+    write_page([run], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    for key in "sh":
+        page.tab.keyboard.press(key)
+        page.tab.wait_for_timeout(100)
+        assert page.visible("figure.chart .u-over") == len(columns)
+        assert page.problems == []
+    assert page.text('[data-metric="none"] h4') == "none 1 not finite"
 
 
 def test_a_zoom_is_one_of_all_curves_until_a_double_click(small: tuple[Path, list[RunFolder]], open_page: Open) -> None:

@@ -164,6 +164,8 @@ def test_numbers_that_json_lacks_are_left_out_of_texts():
     assert json.loads(gzip.decompress(base64.b64decode(packed))) == {"a": [1.5, None, [None, "Infinity"]]}
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
-    runs = [make_run(tmp_path / folder, name="same") for folder in ("x", "y")]
-    assert [run["name"] for run in page_data(runs, tmp_path)[0]["runs"]] == ["same (x)", "same (y)"]
+@pytest.mark.parametrize("folders", [("x", "y"), ("x/run", "y/run")])
+def test_runs_of_one_name_are_told_apart(tmp_path, folders):
+    runs = [make_run(tmp_path / folder, name="same") for folder in folders]
+    names = [run["name"] for run in page_data(runs, tmp_path)[0]["runs"]]
+    assert names == [f"same ({folder})" for folder in folders]

@@ -122,7 +122,8 @@ page.curves = (() => {
       },
     };
     const bad = chart.points.reduce((sum, one) => sum + one.bad, 0);
-    if (bad) chart.box.querySelector("h4").append(element("em", { textContent: ` ${bad} not finite` }));
+    const remark = bad ? element("em", { textContent: ` ${bad} not finite` }) : "";
+    chart.box.querySelector("h4").replaceChildren(chart.name, remark);
     state.setting = true;
     chart.plot = new uPlot(options, dataOf(chart), chart.box);
     if (state.range) chart.plot.setScale("x", state.range);
@@ -132,7 +133,8 @@ page.curves = (() => {
   // Room above and below; a constant curve is in the middle.
   function rangeOf(_, least, most) {
     if (least === null || most === null) return [0, 1];
-    const room = most > least ? (most - least) * 0.07 : Math.abs(most) * 0.1 || 1;
+    const size = Math.max(Math.abs(least), Math.abs(most));
+    const room = most - least > size * 1e-9 ? (most - least) * 0.07 : size * 0.1 || 1;
     return [least - room, most + room];
   }
 
@@ -217,7 +219,7 @@ page.curves = (() => {
       }
     }
     chart.tip.textContent = near.slice(0, 4).join("\n");
-    chart.tip.hidden = !near.length;
+    chart.tip.hidden = !near.length || !chart.box.matches(":hover"); // other charts have the same cursor
   }
 
   function controls(section) {

@@ -91,7 +91,7 @@ page.samplesBrowser = (() => {
 
   // A text with its label; a long one is folded.
   function folded(label, text) {
-    if (text.length <= OPEN) return element("div", {}, element("span", { className: "label", textContent: label }), element("pre", { textContent: text }));
+    if (text.length <= OPEN) return element("div", { className: "text" }, element("span", { className: "label", textContent: label }), element("pre", { textContent: text }));
     const beginning = element("span", { className: "label", textContent: `${label}, ${text.length} characters: ` });
     const summary = element("summary", {}, beginning, element("span", { className: "begin", textContent: `${text.slice(0, 200)} …` }));
     return element("details", {}, summary, element("pre", { textContent: text }));
