@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,21 @@ def read_timelines(path: Path) -> list[StepTimeline]:
             found.pop(key, None)
             found[key] = timeline
     return list(found.values())
+
+
+def newest_timelines(path: Path) -> Iterator[StepTimeline]:
+    """Yields the same, the newest first. Parses a line only when it is asked for: a line of 1,024 ranks is long."""
+    try:
+        lines = patiently(path.read_bytes, path).split(b"\n")[:-1]
+    except FileNotFoundError:
+        return
+    seen: set[tuple[str, int]] = set()
+    for line in reversed(lines):
+        for record in filter(is_step, parse_records(line + b"\n")):
+            timeline = _timeline(record)
+            if timeline is not None and (timeline.phase, timeline.step) not in seen:
+                seen.add((timeline.phase, timeline.step))
+                yield timeline
 
 
 def _timeline(record: Record) -> StepTimeline | None:

@@ -20,6 +20,7 @@ from rlhpc.observe.page.document import SCRIPTS, STYLES, UPLOT, checksum, docume
 from rlhpc.observe.page.marks import link
 from rlhpc.observe.page.packing import Numbers, pack_texts
 from rlhpc.observe.page.settings import pack_settings
+from rlhpc.observe.page.timeline import pack_timeline
 from rlhpc.observe.page.write import write_own_page, write_page
 from tests.observe.page.made_runs import BEGAN, Size, make_run
 
@@ -169,3 +170,26 @@ def test_runs_of_one_name_are_told_apart(tmp_path, folders):
     runs = [make_run(tmp_path / folder, name="same") for folder in folders]
     names = [run["name"] for run in page_data(runs, tmp_path)[0]["runs"]]
     assert names == [f"same ({folder})" for folder in folders]
+
+
+def test_the_newest_steps_of_the_timeline_are_on_the_page_within_a_bound(tmp_path):
+    inner, outer = ["update", 1.0, 2.0, 0.5], ["rollout", 0.5, 4.0, 1.0]
+    steps = [(1, [outer]), (2, [outer]), (3, [inner, outer, ["odd", 3.0, math.nan, 0.0]]), (2, [inner])]
+    with open(tmp_path / "timeline.jsonl", "w") as file:
+        for step, spans in steps:
+            file.write(json.dumps({"phase": "rl", "step": step, "time": 1.0, "spans": [spans, spans]}) + "\n")
+        file.write('{"phase": "rl", "step": 9, "spans": [[[1]]]}\n{"phase": "rl"')
+    numbers = Numbers()
+    packed = pack_timeline(tmp_path / "timeline.jsonl", numbers, 7)
+    assert [step["step"] for step in packed["steps"]] == [3, 2]
+
+    def found(name: str) -> list[float]:
+        begin, count = packed["steps"][0][name]
+        return list(numbers._data[begin : begin + count])
+
+    assert packed["phases"] == ["update", "rollout"]
+    assert (found("counts"), found("kinds")) == ([2, 2], [1, 0, 1, 0])
+    unit = packed["steps"][0]["unit"]
+    assert [value * unit for value in found("gaps")[:2]] == pytest.approx([0.5, -3.0], abs=unit)
+    assert [value * unit for value in found("lasts")[:2]] == pytest.approx([3.5, 1.0], abs=unit)
+    assert [value * unit for value in found("waits")[:2]] == pytest.approx([1.0, 0.5], abs=unit)
