@@ -59,11 +59,14 @@ def make_run(
     run.create()
     run.config.write_text(yaml12.dump(config if config is not None else _config(name or path.name, size)))
     names = [*NAMES, *(f"user/metric_{number}" for number in range(max(0, size.metrics - len(NAMES))))][: size.metrics]
+    line = '{"phase": "rl", "step": %d, "total_steps": %d, "time": %.3f' + "".join(
+        f', "{name}": %.7g' for name in names
+    )
     with open(run.metrics, "w") as file:
         for step in range(1, size.steps + 1):
-            values = {name: _value(number, step, size.steps, chance) for number, name in enumerate(names)}
-            record = {"phase": "rl", "step": step, "total_steps": size.steps, "time": BEGAN + 10.0 * step, **values}
-            file.write(json.dumps(record) + "\n")
+            level = math.tanh(3 * step / size.steps)
+            values = [0.1 * number + level + 0.3 * chance.random() for number in range(len(names))]
+            file.write((line + "}\n") % (step, size.steps, BEGAN + 10.0 * step, *values))
     _lines(run.samples, (_sample(number, size, chance) for number in range(size.samples)))
     _lines(run.timeline, (_timeline(size.steps - back, size.ranks, chance) for back in reversed(range(size.timeline))))
     _attempts(run, size)
@@ -85,10 +88,6 @@ def _config(name: str, size: Size) -> dict[str, Any]:
         "slurm": {"nodes": max(1, size.ranks // 8)},
         "actor": {"parallel": {"tp": min(2, size.ranks)}},
     }
-
-
-def _value(number: int, step: int, steps: int, chance: random.Random) -> float:
-    return 0.1 * number + math.tanh(3 * step / steps) + 0.1 * chance.gauss(0, 1)
 
 
 def _sample(number: int, size: Size, chance: random.Random) -> dict[str, Any]:
