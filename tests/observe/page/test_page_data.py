@@ -10,9 +10,14 @@ import math
 import re
 import sys
 from array import array
+from pathlib import Path
 
 import pytest
 
+from rlhpc.cli.plan_run import prediction
+from rlhpc.config import yaml12
+from rlhpc.config.load import load_config
+from rlhpc.core.files import write_json
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.page.collect import page_data
 from rlhpc.observe.page.curves import LEAST_BINS, MOST_BINS, bins_for, read_steps, thinned
@@ -20,9 +25,13 @@ from rlhpc.observe.page.document import SCRIPTS, STYLES, UPLOT, checksum, docume
 from rlhpc.observe.page.marks import link
 from rlhpc.observe.page.packing import Numbers, pack_texts
 from rlhpc.observe.page.settings import pack_settings
+from rlhpc.observe.page.texts import MOST_SAMPLES
 from rlhpc.observe.page.timeline import pack_timeline
 from rlhpc.observe.page.write import write_own_page, write_page
+from rlhpc.observe.training_samples import encoded, file_of
 from tests.observe.page.made_runs import BEGAN, Size, make_run
+
+ROOT = Path(__file__).parents[3]
 
 
 def unpacked(page: str, name: str) -> bytes:
@@ -193,3 +202,53 @@ def test_the_newest_steps_of_the_timeline_are_on_the_page_within_a_bound(tmp_pat
     assert [value * unit for value in found("gaps")[:2]] == pytest.approx([0.5, -3.0], abs=unit)
     assert [value * unit for value in found("lasts")[:2]] == pytest.approx([3.5, 1.0], abs=unit)
     assert [value * unit for value in found("waits")[:2]] == pytest.approx([1.0, 0.5], abs=unit)
+
+
+def test_predictions_are_beside_what_was_measured(tmp_path):
+    config = yaml12.parse((ROOT / "configs/ready/qwen2.5-7b-1node.yaml").read_text(), "config")
+    config["model"]["path"] = str(ROOT / "configs/ready/models/Qwen2.5-7B")
+    config |= {"planning": {"gpu": "h200"}, "name": "planned"}
+    run = make_run(tmp_path / "run", Size(steps=5, metrics=24), config=config)
+    write_json(run.attempt(2).times, {"start": 90.0, "models": 30.0, "resume": None, "saves": [5.0, 7.0]})
+    (found,) = page_data([run], tmp_path)[0]["runs"]
+    rows = {name: values for name, *values in found["predicted"]}
+    records = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    measured = sorted(record["perf/update_seconds"] for record in records[1:])
+    assert rows["update"][2] == pytest.approx((measured[1] + measured[2]) / 2)
+    planned = json.loads("\n".join(prediction(load_config(run.config), None, as_json=True)[0]))
+    phases = planned["time"]["phases"]
+    assert rows["update"][1] == pytest.approx(phases["update"]["seconds"])
+    assert rows["rollout"][1] == pytest.approx(phases["rollout"]["seconds"])
+    assert rows["checkpoint"][2] == 6.0
+    assert rows["GPU memory, peak"][1] > 20
+    assert found["prediction"].startswith("Predicted for h200, 8 ranks; the last attempt had 4")
+
+
+def test_samples_of_training_steps_are_read_and_counted(tmp_path):
+    run = make_run(tmp_path / "run", Size(samples=4))
+    run.training_samples.mkdir()
+    for step in (1, 10, 20):
+        rows = [
+            {"step": step, "prompt": f"p{i}", "response": "r", "reward": 0.5, "reward/format": 1.0, "advantage": -0.25}
+            for i in range(64)
+        ]
+        file_of(run, step).write_bytes(encoded(rows))
+    file_of(run, 30).write_bytes(b"cut short")
+    texts, _ = page_data([run], tmp_path)
+    taught = [row for row in texts["rows"][0] if row[0] == "training"]
+    assert {row[1] for row in taught} == {1, 10, 20}
+    assert taught[0][2:] == ["", 0.5, "format 1 | advantage -0.25", "p0", "r", ""]
+    assert (len(texts["rows"][0]), texts["runs"][0]["unread"]) == (4 + 3 * 64, 0)
+    texts, _ = page_data([run], tmp_path, training=False)
+    assert (len(texts["rows"][0]), texts["runs"][0]["unread"]) == (4, 4)
+
+
+def test_many_samples_are_the_newest_and_long_texts_are_cut(tmp_path):
+    run = make_run(tmp_path / "run", Size(samples=MOST_SAMPLES + 5))
+    lines = run.samples.read_text().splitlines()
+    lines[-1] = json.dumps({**json.loads(lines[-1]), "response": "a" * 5000 + "z" * 5000})
+    run.samples.write_text("\n".join(lines) + "\n")
+    (rows,) = page_data([run], tmp_path)[0]["rows"]
+    assert len(rows) == MOST_SAMPLES
+    assert rows[0][5] == "Question 5: how many apples are left?"
+    assert re.fullmatch(r"a+\n\[… 9,6\d\d characters …\]\nz+", rows[-1][6])
