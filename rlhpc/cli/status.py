@@ -15,13 +15,11 @@ from rlhpc.core.errors import UserError
 if TYPE_CHECKING:
     from rlhpc.launch.runs.status import RunStatus
 
-_WATCH_SECONDS = 2.0
-
 
 @click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN]...", shell_complete=complete_runs)
 @JSON
-@click.option("--watch", is_flag=True, help="Refresh every two seconds until Ctrl-C.")
+@click.option("--watch", is_flag=True, hidden=True)
 def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
     """Show the state of runs.
 
@@ -32,9 +30,8 @@ def status(*, runs: tuple[str, ...], as_json: bool, watch: bool) -> None:
     from rlhpc.launch.runs import status as states
 
     if watch:
-        _watch(runs)
-        return
-    found = _read(runs)
+        raise UserError("was replaced", where="--watch", remedy="use `rlhpc watch [RUN]`")
+    found = read_statuses(runs)
     if as_json:
         click.echo(json_text([states.as_json(one) for one in found]))
         return
@@ -130,7 +127,8 @@ def cancel(*, runs: tuple[str, ...], save: bool, as_json: bool) -> None:
         raise UserError(" | ".join(str(error) for error in failed))
 
 
-def _read(names: tuple[str, ...]) -> list[RunStatus]:
+def read_statuses(names: tuple[str, ...]) -> list[RunStatus]:
+    """State of these runs, or of all; from their folders alone if Slurm does not answer."""
     from rlhpc.launch.runs.run_registry import all_runs, find_runs, local_runs
     from rlhpc.launch.runs.status import run_status, statuses
     from rlhpc.launch.slurm.commands import require_controller
@@ -147,17 +145,3 @@ def _read(names: tuple[str, ...]) -> list[RunStatus]:
     if len(names) == 1 and len(found) == 1 and found[0].job:
         return [run_status(found[0], read_job(found[0].job.job_id, detail=True))]
     return statuses(found)
-
-
-def _watch(names: tuple[str, ...]) -> None:
-    import contextlib
-    import time
-
-    from rich.live import Live
-
-    from rlhpc.launch.runs.status_view import overview
-
-    with contextlib.suppress(KeyboardInterrupt), Live(auto_refresh=False, screen=False) as live:
-        while True:
-            live.update(overview(_read(names)), refresh=True)
-            time.sleep(_WATCH_SECONDS)

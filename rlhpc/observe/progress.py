@@ -94,11 +94,13 @@ class MetricsFollower:
     time and rule) that the old one had.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, past: bool = False) -> None:
+        """``past``: the first call returns what the file already has."""
         self._path, self._guard = path, ShownOnly(f"reading {path.name}")
         self._inode, self._offset = (0, 0), 0
         self._known: set[str] = set()
-        self.read_new()
+        if not past:
+            self.read_new()
 
     def read_new(self) -> list[Record]:
         """Records of the lines completed since the last call; skips lines that are not JSON objects."""

@@ -83,7 +83,7 @@ def test_a_run_that_waits_says_why_and_when(front):
 def test_watching_continues_until_it_is_interrupted(front):
     front.submit("sleep")
     ours, theirs = pty.openpty()
-    process = front.popen("status", "--watch", stdout=theirs, stderr=subprocess.PIPE, text=True)
+    process = front.popen("watch", stdout=theirs, stderr=subprocess.PIPE, text=True)
     shown = b""
     while shown.count(b"tiny") < 3:
         assert select.select([ours], [], [], PATIENCE)[0], shown

@@ -1,0 +1,90 @@
+"""``rlhpc watch``. Imports click only; the rest when the command runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from rlhpc.cli.status import read_statuses
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_SECONDS, _STATUS_SECONDS = 1.0, 5.0  # between two pictures, and between two looks at Slurm and attempts
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--once", is_flag=True, help="Print the state once.")
+def watch(*, run: str | None, once: bool) -> None:
+    """Watch a run in the terminal, until it ends or Ctrl-C.
+
+    RUN is a run folder, a run name or a job id; without RUN, the table of all runs is shown. Without a terminal, the
+    state is printed once.
+    """
+    import contextlib
+
+    from rich.console import Console
+
+    console = Console()
+    if once or not console.is_terminal:
+        _print_once(run)
+    else:
+        with contextlib.suppress(KeyboardInterrupt):
+            _watch_all(console) if run is None else _watch(run, console)
+
+
+def _print_once(run: str | None) -> None:
+    from rich.console import Console
+
+    from rlhpc.launch.runs.status_view import overview, show
+    from rlhpc.launch.runs.watch import Watched
+    from rlhpc.launch.runs.watch_view import PLAIN_COLUMNS, view
+
+    statuses = read_statuses((run,) if run is not None else ())
+    if run is None:
+        show(overview(statuses))
+        return
+    for status in statuses:
+        console = Console(width=PLAIN_COLUMNS, color_system=None, force_terminal=False)
+        with console.capture() as captured:
+            console.print(view(Watched(status.run).snapshot(status), console, plain=True), highlight=False)
+        click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def _watch(run: str, console: Console) -> None:
+    """Refreshes the panels until the run has ended; then prints them once more, to stay on the terminal."""
+    import time
+
+    from rich.live import Live
+
+    from rlhpc.cli.following import run_over
+    from rlhpc.launch.runs.run_registry import find_run
+    from rlhpc.launch.runs.watch import Watched
+    from rlhpc.launch.runs.watch_view import view
+
+    known = find_run(run)
+    watched, over = Watched(known), run_over(known)
+    (status,), asked = read_statuses((run,)), time.monotonic()
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while not over():
+            if time.monotonic() - asked >= _STATUS_SECONDS:
+                (status,), asked = read_statuses((run,)), time.monotonic()
+            live.update(view(watched.snapshot(status), console), refresh=True)
+            time.sleep(_SECONDS)
+    (status,) = read_statuses((run,))
+    console.print(view(watched.snapshot(status), console), highlight=False)
+
+
+def _watch_all(console: Console) -> None:
+    import time
+
+    from rich.live import Live
+
+    from rlhpc.launch.runs.status_view import overview
+
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            live.update(overview(read_statuses(())), refresh=True)
+            time.sleep(2 * _SECONDS)

@@ -1,0 +1,144 @@
+"""What `rlhpc watch` knows of a run, from its folder: series of metrics, ranks with their phases, alerts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhpc.core import attempts
+from rlhpc.core.heartbeat import beat_file, read_beat
+from rlhpc.core.records import Record, is_step, number
+from rlhpc.launch.runs.run_registry import RunEntry
+from rlhpc.launch.runs.status import RunStatus
+from rlhpc.observe.progress import MetricsFollower, progress_line
+
+_MOST_RANKS = 256  # whose heartbeats are read
+_BEATS_SECONDS = 3.0  # between two looks at them
+_RECENT = 64  # records that the progress line is made of
+# Metrics of a panel in their order: names of which the first that the run has is shown, label, format.
+METRICS = (
+    (("reward/mean",), "reward", "{:.3f}"),
+    (("loss",), "loss", "{:.4g}"),
+    (("validation/reward_mean",), "validation", "{:.1%}"),
+    (("kl",), "KL", "{:.3g}"),
+    (("entropy",), "entropy", "{:.3g}"),
+    (("response/length_mean",), "length", "{:,.0f}"),
+    (("perf/tokens_per_second",), "tokens/s", "{:,.0f}"),
+    (("memory/device_gib_max", "memory/cpu_gib_max"), "memory GiB", "{:.1f}"),
+    (("grad_norm",), "grad norm", "{:.3g}"),
+    (("advantage/zero_fraction",), "zero adv.", "{:.0%}"),
+    (("response/truncated_fraction",), "truncated", "{:.0%}"),
+    (("perf/step_seconds",), "s per step", "{:.2f}"),
+)
+_NAMES = [name for names, _, _ in METRICS for name in names]
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Ranks in the same phase of the same step. ``idle``: the longest time since one of them reported progress."""
+
+    phase: str
+    step: int | None
+    ranks: tuple[int, ...]
+    idle: float
+    ended: bool
+
+
+@dataclass(frozen=True)
+class Straggler:
+    """The rank that the newest step names as slower than the others, and by which factor."""
+
+    rank: int
+    ratio: float
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a run at a moment. ``series``: values of the present phase by metric; ``done``: share of its steps;
+    ``world_size``: number of ranks, of which ``groups`` has the first ones."""
+
+    status: RunStatus
+    line: str
+    done: float | None
+    series: Mapping[str, Sequence[float]]
+    groups: Sequence[RankGroup] = ()
+    world_size: int = 0
+    straggler: Straggler | None = None
+
+
+class Watched:
+    """Follows a run."""
+
+    def __init__(self, run: RunEntry) -> None:
+        self._run = run
+        self._follower = MetricsFollower(run.folder.metrics, past=True)
+        self._phase, self._records = "", list[Record]()
+        self._series: dict[str, dict[int, float]] = {}
+        self._groups: tuple[Sequence[RankGroup], int] = ((), 0)
+        self._looked = float("-inf")
+
+    def snapshot(self, status: RunStatus) -> Snapshot:
+        """The present state. ``status``: as `rlhpc status` has it."""
+        for record in filter(is_step, self._follower.read_new()):
+            self._add(record)
+        if time.monotonic() - self._looked >= _BEATS_SECONDS:
+            self._groups, self._looked = rank_groups(self._run), time.monotonic()
+        last = self._records[-1] if self._records else {}
+        step, total = number(last.get("step")), number(last.get("total_steps"))
+        done = min(1.0, step / total) if step is not None and total else None
+        line = progress_line(self._records) if self._records else status.state
+        series = {name: list(values.values()) for name, values in self._series.items()}
+        return Snapshot(status, line, done, series, *self._groups, _straggler(last))
+
+    def _add(self, record: Record) -> None:
+        """Takes a record; a step that is taken again removes those after it."""
+        phase, step = record["phase"], record["step"]
+        if phase != self._phase:
+            self._phase, self._series = phase, {}
+        if self._records and step <= self._records[-1]["step"]:
+            for values in self._series.values():
+                for later in [one for one in values if one >= step]:
+                    del values[later]
+        self._records = [*self._records[1 - _RECENT :], record]
+        for name in _NAMES:
+            value = number(record.get(name))
+            if value is not None:
+                self._series.setdefault(name, {})[step] = value
+
+
+def rank_groups(run: RunEntry) -> tuple[Sequence[RankGroup], int]:
+    """Ranks of the newest attempt by phase and step, the smallest groups first, and the number of all ranks."""
+    folders = attempts.folders(run.folder)
+    attempt = attempts.read_attempt(folders[-1]) if folders else None
+    if attempt is None:
+        return (), 0
+    now, found = time.time(), dict[tuple[str, int | None, bool], tuple[list[int], float]]()
+    for rank in range(min(attempt.world_size, _MOST_RANKS)):
+        try:
+            beat = read_beat(folders[-1].heartbeats, rank)
+            written = beat_file(folders[-1].heartbeats, rank).stat().st_mtime
+        except OSError:  # of a moment, on a network file system
+            continue
+        if beat is not None:
+            ranks, idle = found.setdefault((beat.phase, beat.step, beat.ended), ([], 0.0))
+            ranks.append(rank)
+            found[(beat.phase, beat.step, beat.ended)] = ranks, max(idle, now - written + beat.idle)
+    groups = [RankGroup(*key[:2], tuple(ranks), idle, key[2]) for key, (ranks, idle) in found.items()]
+    return sorted(groups, key=lambda group: (len(group.ranks), group.ranks)), attempt.world_size
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Ascending numbers as ranges: 0-3, 7."""
+    found: list[list[int]] = []
+    for value in numbers:
+        if found and value == found[-1][1] + 1:
+            found[-1][1] = value
+        else:
+            found.append([value, value])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _straggler(record: Record) -> Straggler | None:
+    rank, ratio = number(record.get("perf/straggler_rank")), number(record.get("perf/straggler_ratio"))
+    return Straggler(int(rank), ratio) if rank is not None and ratio is not None and rank >= 0 else None
