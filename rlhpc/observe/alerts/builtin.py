@@ -122,6 +122,28 @@ class LogprobDifference:
         return ""
 
 
+class Straggler:
+    """Checks whether one rank is named as slower than the others in all steps of the window."""
+
+    def __init__(self, limit: float, window: Window) -> None:
+        self._limit, self._window = limit, window
+        self._rank, self._steps, self._since = -1, 0, 0.0
+
+    def add(self, record: Record) -> str | None:
+        rank, ratio = number(record.get("perf/straggler_rank")), number(record.get("perf/straggler_ratio"))
+        if rank is None or ratio is None:
+            return None
+        if rank < 0 or ratio <= self._limit:
+            self._rank = -1
+            return ""
+        if rank != self._rank:
+            self._rank, self._steps, self._since = int(rank), 0, record["time"]
+        self._steps += 1
+        if self._steps < self._window.steps or record["time"] - self._since < 60 * self._window.minutes:
+            return ""
+        return f"rank {self._rank} takes {ratio:.2f} times as long per token as the others; see docs/slow_rank.md"
+
+
 class Disk:
     """Checks whether the disk of the run folder has room for the next checkpoints."""
 
@@ -200,6 +222,13 @@ _ALL = (
         0.5,
         Window(10, 10.0),
         _compared("perf/tokens_per_second", "<", "median"),
+    ),
+    Builtin(
+        "straggler",
+        "`perf/straggler_rank` names the same rank in all steps, with a `perf/straggler_ratio` above {limit}",
+        1.2,
+        Window(5, 3.0),
+        Straggler,
     ),
     Builtin(
         "gpu_memory",

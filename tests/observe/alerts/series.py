@@ -29,6 +29,8 @@ HEALTHY = {
     "response/truncated_fraction": 0.1,
     "perf/tokens_per_second": 10_000.0,
     "skipped_updates": 0.0,
+    "perf/straggler_rank": -1.0,
+    "perf/straggler_ratio": 1.0,
     "memory/device_share_max": 0.9,
     "gpu/throttled_fraction_max": 0.0,
     "gpu/ecc_uncorrected_max": 0.0,

@@ -30,6 +30,7 @@ FAULTS: dict[str, list[dict[str, Any]]] = {
     "truncated": [{"response__truncated_fraction": 1.0}],
     "empty_responses": [{"response__length_mean": 1.0}],
     "throughput": [{"perf__tokens_per_second": 4500.0}],
+    "straggler": [{"perf__straggler_rank": 3.0, "perf__straggler_ratio": 1.35}],
     "gpu_memory": [{"memory__device_share_max": 0.99}],
     "gpu_throttled": [{"gpu__throttled_fraction_max": 0.5}],
     "gpu_ecc": [{"gpu__ecc_uncorrected_max": 1.0}],
@@ -132,6 +133,14 @@ def test_a_fall_of_throughput_of_short_steps_fires_after_its_minutes(config: Run
     ((rule, step, _),) = fired(rules_of(config), records)
     assert rule == "throughput"
     assert 1500 + 200 < step <= 1500 + 600
+
+
+def test_a_straggler_is_one_rank_all_the_time(config: RunConfig) -> None:
+    """What changes from step to step is the load, not the rank."""
+    records = healthy(100, perf__straggler_ratio=1.4)
+    for number, record in enumerate(records):
+        record["perf/straggler_rank"] = float((number // 4) % 3)
+    assert not fired(rules_of(config), records)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,9 @@ def test_all_metrics_of_the_page_are_known() -> None:
 def test_a_number_of_each_rank_has_three_metrics() -> None:
     page = f"| `a` | x |\n{metric_names.OF_RANKS}\n\n| `b` | x |\n\n## More\n| `c` | x |\n\n## Samples\n| `d` | x |\n"
     assert metric_names.names(page) == ["a", "b_mean", "b_max", "b_max_rank", "c"]
+
+
+def test_built_in_rules_are_on_metrics_that_exist() -> None:
+    words = {word for rule in BUILTIN.values() for word in re.findall(r"`([\w/]+)`", rule.text)}
+    assert len(words) > 12
+    assert words <= set(metric_names.names(metric_names.PAGE.read_text(encoding="utf-8")))
