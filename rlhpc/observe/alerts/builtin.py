@@ -175,7 +175,7 @@ _ALL = (
     ),
     Builtin(
         "reward_collapse",
-        "`reward/mean` is below {limit} of its best, by over 4 times its typical change from step to step",
+        "`reward/mean` is below {limit} of its best, by over 6 times its typical change from step to step",
         0.7,
         Window(5),
         lambda limit, window: Collapse("reward/mean", limit, window),

@@ -91,8 +91,8 @@ class Collapse:
     """Checks whether a metric has fallen below a share of its best. The fall must also exceed several typical changes
     from one step to the next: rewards near 0 vary by more than their mean."""
 
-    CHANGES = 4.0
-    _RECENT = 64  # changes whose median is the typical one
+    CHANGES = 6.0
+    _RECENT = 256  # changes whose median is the typical one
 
     def __init__(self, metric: str, share: float, window: Window) -> None:
         self._metric, self._condition, self._window = metric, MetricCondition("<", share, "best"), window

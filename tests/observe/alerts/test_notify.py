@@ -65,15 +65,15 @@ def test_a_command_that_hangs_delays_nobody_and_is_killed_with_its_children(
 
 
 def test_signals_reach_what_a_command_starts(tmp_path: Path) -> None:
-    """Ranks block SIGTERM, and children inherit that: `timeout` could end nothing."""
+    """Ranks block SIGTERM, and children inherit that: `kill` would end nothing."""
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGUSR2})
     try:
         notifier = Notifier(RunFolder(tmp_path), 20.0)
-        notifier.send(ALERT, f"timeout 0.1 sleep 15; echo $? > {tmp_path}/code", None)
+        notifier.send(ALERT, f"sleep 15 & kill $!; wait $!; echo $? > {tmp_path}/code", None)
         notifier.close()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-    assert (tmp_path / "code").read_text() == "124\n"
+    assert (tmp_path / "code").read_text() == "143\n"
 
 
 @pytest.mark.parametrize("command", ["exit 3", "echo token=abc123def456 >&2; exit 3"])

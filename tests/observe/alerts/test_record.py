@@ -137,9 +137,11 @@ def test_readings_are_of_the_disk_and_the_newest_checkpoint(folder: RunFolder) -
     disk = os.statvfs(folder.path)
     assert taken["disk/free_gib"] == pytest.approx(disk.f_bavail * disk.f_frsize / 2**30, rel=0.2)
     assert 0 <= taken["checkpoint/age_minutes"] < 5
-    os.utime(folder.checkpoints / "step-00000010", (0, 0))
     old = Readings(folder)
     old._began -= 7200
+    assert old.look()["checkpoint/age_minutes"] < 5
+    os.utime(folder.checkpoints / "step-00000010", (0, 0))
+    old._checkpoint = -1
     assert old.look()["checkpoint/age_minutes"] == pytest.approx(120, abs=5)
     for one in (readings, old):
         one.close()
