@@ -20,6 +20,15 @@ from tools.demo_table import SEEDS, run_demo
 
 SERIES = Path(__file__).parents[1] / "tests" / "golden" / "series"
 _DIGITS = 6  # significant ones
+# Metrics that rules are on, and those that `rlhpc watch` shows.
+_NAMES = frozenset(
+    (
+        "total_steps", "loss", "grad_norm", "skipped_updates", "entropy", "kl", "logprob_diff_mean", "reward/mean",
+        "reward/max", "reward/min", "advantage/zero_fraction", "response/length_mean", "response/truncated_fraction",
+        "validation/reward_mean", "perf/step_seconds", "perf/tokens_per_second", "perf/straggler_rank",
+        "perf/straggler_ratio", "memory/cpu_gib_max",
+    )
+)  # fmt: skip
 
 
 def packed(records: Iterable[Record]) -> bytes:
@@ -32,10 +41,12 @@ def _rounded(record: Record) -> Record:
     found: Record = {}
     for name, value in record.items():
         numeric = number(value)
-        if name == "phase" or isinstance(value, int):
+        if name in ("phase", "step"):
             found[name] = value
-        elif numeric is not None:
-            found[name] = round(numeric, 3) if name == "time" else float(f"{numeric:.{_DIGITS}g}")
+        elif name == "time" and numeric is not None:
+            found[name] = round(numeric, 3)
+        elif name in _NAMES and numeric is not None:
+            found[name] = float(f"{numeric:.{_DIGITS}g}")
     return found
 
 

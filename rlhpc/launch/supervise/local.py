@@ -131,7 +131,7 @@ def _end(config: RunConfig, attempt: AttemptFolder, verdict: Verdict) -> None:
     """Records the verdict and sends the alert on it."""
     attempts.end(attempt, verdict)
     alerts = JobAlerts(attempt.run, config.observe.alerts)
-    alerts.report(attempt.number, verdict)
+    alerts.report(attempt, verdict)
     alerts.close()
 
 

@@ -54,7 +54,7 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     progressed = situation.saved_step > attempt.saved_step
     failures = 0 if progressed else former
     if cause in ("finished", "stopped"):
-        return verdict("none")
+        return verdict("stop" if diagnosis.stopped == "alert" else "none")
     failures += 0 if cause in _PAUSES and progressed else 1
     if cause in _HOPELESS:
         return verdict("stop")

@@ -132,9 +132,7 @@ class Supervisor:
         situation = self._situation(attempt, diagnosis)
         verdict = decide(diagnosis, config, situation)
         if verdict.cause == "stopped":
-            if diagnosis.stopped == "alert":
-                verdict = replace(verdict, action="stop")
-            elif not exists(self._run.stop_requested):
+            if diagnosis.stopped != "alert" and not exists(self._run.stop_requested):
                 verdict = replace(verdict, action="requeue")
             remove(self._run.stop_requested)  # it applies once
         if self._termination.requested:
@@ -324,7 +322,7 @@ class Supervisor:
 
     def _record(self, folder: AttemptFolder, verdict: Verdict) -> None:
         attempts.end(folder, verdict)
-        self._alerts.report(folder.number, verdict, self._before.excluded if self._before else ())
+        self._alerts.report(folder, verdict)
         if verdict.cause != "finished":
             whose = f" (rank {verdict.rank} on {verdict.node})" if verdict.rank >= 0 else ""
             self._log(f"attempt {folder.number} ended, {verdict.cause}{whose}: {verdict.message} -> {verdict.action}")

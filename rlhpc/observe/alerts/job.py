@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 
 from rlhpc.config.alerts import AlertsSection
-from rlhpc.core.attempts import Verdict
-from rlhpc.core.folder import RunFolder
+from rlhpc.core.attempts import Verdict, read_attempt
+from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.records import is_step, parse_records
 from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.alerts.configured import event_rule
@@ -26,10 +26,12 @@ class JobAlerts:
         self._notifier = Notifier(run, section.timeout_seconds)
         self._guard = ShownOnly("alerts on the job")
 
-    def report(self, attempt: int, verdict: Verdict, excluded: Sequence[str] = ()) -> None:
-        """Reports the verdict on an attempt without these ``excluded`` nodes. Returns at once."""
+    def report(self, folder: AttemptFolder, verdict: Verdict) -> None:
+        """Reports the verdict on an attempt. Returns at once."""
         with self._guard:
-            for name, severity, message in _events(attempt, verdict, excluded):
+            attempt = read_attempt(folder)
+            excluded = attempt.excluded if attempt is not None else ()
+            for name, severity, message in _events(folder.number, verdict, excluded):
                 self._fire(name, severity, message, verdict.time)
 
     def close(self) -> None:

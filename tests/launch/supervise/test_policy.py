@@ -147,3 +147,9 @@ def test_what_the_config_forbids_is_not_done(config):
 
 def test_too_little_time_for_a_retry_is_the_queue_s(config):
     assert decide(Diagnosis("crash"), config(), situation(seconds_left=100.0)).action == "requeue"
+
+
+@pytest.mark.parametrize(("reason", "action"), [("alert", "stop"), ("asked", "none"), ("deadline", "none")])
+def test_a_stop_by_an_alert_is_final(config, reason, action):
+    stopped = Diagnosis("stopped", "checkpointed and ended by alert kl: high", stopped=reason)
+    assert decide(stopped, config(), situation()).action == action

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from rlhpc.config.load import load_config
+from rlhpc.core import attempts
 from rlhpc.core.attempts import Verdict
-from rlhpc.core.folder import RunFolder
+from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.stop import StopRequest
 from rlhpc.launch.runs.run_registry import read_run
 from rlhpc.launch.runs.status import as_json, run_status
@@ -33,6 +34,11 @@ def folder(tmp_path: Path) -> RunFolder:
     run = RunFolder(tmp_path / "run")
     run.create()
     return run
+
+
+def begin(folder: RunFolder, **changes: object) -> AttemptFolder:
+    known = {"job_id": "", "restart_count": 0, "nodes": ("node7",), "world_size": 4, "saved_step": -1}
+    return attempts.begin(folder, **{**known, **changes})
 
 
 def high(steps: int, first: int = 1) -> list[dict]:
@@ -171,7 +177,8 @@ def test_readings_are_of_the_disk_and_the_newest_checkpoint(folder: RunFolder) -
 def test_events_of_the_job(folder: RunFolder, verdict: Verdict, expected: list[tuple[str, str, str]]) -> None:
     folder.metrics.write_text('{"phase": "rl", "step": 41}\n{"phase": "rl", "step": 42}\n')
     jobs = JobAlerts(folder, load_config(DEMO).observe.alerts)
-    jobs.report(2, verdict, ("a",))
+    begin(folder)
+    jobs.report(begin(folder, excluded=("a",)), verdict)
     jobs.close()
     found = read_alerts(folder)
     assert [(alert.rule, alert.severity, alert.message) for alert in found] == expected
@@ -179,7 +186,9 @@ def test_events_of_the_job(folder: RunFolder, verdict: Verdict, expected: list[t
 
 
 def test_an_event_before_the_first_step_has_none(folder: RunFolder) -> None:
-    JobAlerts(folder, load_config(DEMO).observe.alerts).report(1, Verdict(time.time(), "crash", "died", "retry"))
+    JobAlerts(folder, load_config(DEMO).observe.alerts).report(
+        begin(folder), Verdict(time.time(), "crash", "died", "retry")
+    )
     assert [(alert.phase, alert.step) for alert in read_alerts(folder)] == [("", -1)]
 
 
@@ -198,5 +207,5 @@ def test_status_shows_the_newest_alerts(folder: RunFolder, capsys: pytest.Captur
 
 def test_events_that_are_off_are_not_recorded(folder: RunFolder) -> None:
     section = load_config(DEMO, ["observe.alerts.builtin=[requeue]"]).observe.alerts
-    JobAlerts(folder, section).report(1, Verdict(time.time(), "crash", "died", "retry"))
+    JobAlerts(folder, section).report(begin(folder), Verdict(time.time(), "crash", "died", "retry"))
     assert read_alerts(folder) == []
