@@ -20,7 +20,7 @@ LAYERS = (
     ("sharding", "algo", "observe.alerts"),
     ("api", "checkpoint.formats"),
     ("plan.estimates", "parallel"),
-    ("plan.checks", "data", "rewards", "observe", "observe.trackers"),
+    ("plan.checks", "data", "rewards", "observe", "observe.profiles", "observe.trackers"),
     ("backends.megatron", "rollout", "reshard", "checkpoint"),
     ("trainer", "convert", "plan"),
     ("launch", "launch.slurm", "observe.page"),
@@ -58,6 +58,7 @@ TORCH_FREE = (
     "data.packing",
     "observe.notes",
     "observe.page",
+    "observe.profiles",
     "observe.progress",
     "observe.sample_choice",
     "observe.training_samples",
@@ -68,7 +69,12 @@ TORCH_FREE = (
     "reshard.sides",
     "trainer.sampling_plan",
 )
-WITH_TORCH = ("checkpoint.formats.safetensors_reader",)  # in a room that is free of it otherwise
+WITH_TORCH = (
+    "checkpoint.formats.safetensors_reader",
+    "observe.profiles.ranges",
+    "observe.profiles.recorder",
+    "observe.profiles.tools",
+)  # in a room that is free of it otherwise
 HEAVY = {"torch", "vllm", "transformers", "megatron"}
 MOST_FOLDERS, LARGEST_ROOM = 20, 0.10  # at the top of the package; share of its lines
 FILES = sorted((ROOT / "rlhpc").rglob("*.py"))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.nn import Module
 
 from rlhpc.api.types import (
     Completion,
@@ -59,6 +60,9 @@ class TrainBackend(Protocol):
 
     def shards(self) -> Sequence[Shard]:
         """The shards of the weights that this rank holds. Not collective."""
+
+    def layers(self) -> Iterator[tuple[int, Module]]:
+        """The transformer layers that this rank holds, by their numbers from 0 in the model."""
 
     def load_pretrained(self, folder: Path) -> None:
         """Loads weights from a HuggingFace folder or a checkpoint of ``save``, and resets the optimizer."""

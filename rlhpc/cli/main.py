@@ -16,6 +16,7 @@ from rlhpc.cli.init import init
 from rlhpc.cli.options import CHECK_JSON, CONFIG, OVERRIDES, print_checks
 from rlhpc.cli.pieces import pieces
 from rlhpc.cli.plan import plan
+from rlhpc.cli.profile import profile
 from rlhpc.cli.replay import replay
 from rlhpc.cli.report import note, report
 from rlhpc.cli.samples import samples
@@ -61,7 +62,7 @@ def run(
     if run_dir is not None:
         loaded = loaded.model_copy(update={"run_dir": Path(run_dir)})
     if check:
-        from rlhpc.launch.machine import with_local_ranks
+        from rlhpc.launch.machine import profile_warnings, with_local_ranks
         from rlhpc.launch.runs.ground_truths import check_ground_truths
         from rlhpc.plan.checks.run import check_config
 
@@ -69,7 +70,8 @@ def run(
         lines = check_config(loaded, prepared=loaded.prepare is None, starting=False, workdir=Path.cwd())
         lines += [("ranks", ranks)] if ranks else []
         lines += [("site", given.site.text)] if given.site else []
-        print_checks(loaded, [*lines, *(("warning", text) for text in check_ground_truths([loaded]))], as_json=as_json)
+        warnings = [*profile_warnings(loaded), *check_ground_truths([loaded])]
+        print_checks(loaded, [*lines, *(("warning", text) for text in warnings)], as_json=as_json)
         return
     if as_json:
         raise UserError("applies to --check", where="--json", remedy="read metrics.jsonl in the run folder")
@@ -87,7 +89,7 @@ def schema(*, site: bool) -> None:
     click.echo(site_file.json_schema() if site else load.json_schema(), nl=False)
 
 
-_RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, replay, report, note)
+_RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, profile, replay, report, note)
 for command in (*_RUNS, configs, convert, acceptance, pieces, init, completion):
     cli.add_command(command)
 

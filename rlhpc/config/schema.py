@@ -17,6 +17,7 @@ from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
 from rlhpc.config.observe import ObserveSection
 from rlhpc.config.planning import PlanningSection
+from rlhpc.config.profile import ProfileSection
 from rlhpc.config.reward import (
     DEFAULT_FUNCTION,
     RewardEntry,
@@ -179,6 +180,7 @@ class RunConfig(Section):
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     observe: ObserveSection = ObserveSection()
+    profile: ProfileSection = ProfileSection()
     planning: PlanningSection = PlanningSection()
     site: Annotated[SiteSection, PathOrSection()] = SiteSection()
 

@@ -74,6 +74,10 @@ class AttemptFolder:
         """Time at which Slurm will end the job, as last reported."""
         return self.path / "deadline.json"
 
+    def nsys_reports(self, rank: int) -> Path:
+        """Path of a rank's reports of Nsight Systems, without their numbers and suffix."""
+        return self.run.nsys / f"{self.path.name}-rank-{rank:05d}"
+
     def is_current(self, patience: Patience | None = None) -> bool:
         """Whether no later attempt of the run exists, so that these ranks may write into the run."""
         return not exists(self.run.attempt(self.number + 1).path, patience)
@@ -264,6 +268,30 @@ class RunFolder:
     def trackers(self) -> TrackersFolder:
         """State and files of trackers."""
         return TrackersFolder(self.path / "trackers")
+
+    @property
+    def profiles(self) -> Path:
+        """Profiles: one folder per profiled step, the newest ones only (rlhpc.observe.profiles); absent without any."""
+        return self.path / "profiles"
+
+    def profile(self, step: int) -> Path:
+        """Folder of one profiled step."""
+        return self.profiles / f"step-{step:08d}"
+
+    @property
+    def nsys(self) -> Path:
+        """Reports of Nsight Systems, of all steps."""
+        return self.profiles / "nsys"
+
+    @property
+    def profile_request(self) -> Path:
+        """Newest request of `rlhpc profile` (rlhpc.core.profile_request)."""
+        return self.profiles / "request.json"
+
+    @property
+    def profile_answer(self) -> Path:
+        """What the run has answered to it."""
+        return self.profiles / "answer.json"
 
     @property
     def report(self) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import shutil
 import socket
 import sys
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from rlhpc.config.ranks import RANKS_KEY, ranks_are_set, with_ranks
 from rlhpc.config.schema import ResourcesSection, RunConfig
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
+from rlhpc.core.profiles import NEEDS_CUDA
+from rlhpc.observe.profiles.stacks import find_py_spy
 
 # Below Linux's ephemeral ports (32768 on), from which an outgoing connection could take the port before we do.
 _PORTS = range(20000, 30000)
@@ -95,6 +98,28 @@ def package_warnings(config: RunConfig) -> list[str]:
     missing = [] if config.slurm.conda or config.slurm.container else missing_packages()
     text = f"slurm.conda: {sys.executable}, which the job starts its ranks with, has no {', '.join(missing)}"
     return [f"{text}; name an environment that has them, or use slurm.container"] if missing else []
+
+
+def check_profile_tools(config: RunConfig) -> None:
+    """Raises UserError for tools of the section profile that ranks on this machine would lack."""
+    if faults := _missing_tools(config, gpus=gpu_count() > 0):
+        raise UserError("; ".join(faults), where="profile.tools", remedy="install what is missing, or name other tools")
+
+
+def profile_warnings(config: RunConfig) -> list[str]:
+    """Warnings of tools of the section profile that this Python and PATH lack: ranks may run elsewhere."""
+    gpus = config.slurm.gpus_per_node != 0
+    if config.slurm.conda or config.slurm.container:
+        return []
+    return [f"profile.tools: {fault}" for fault in _missing_tools(config, gpus=gpus)]
+
+
+def _missing_tools(config: RunConfig, *, gpus: bool) -> list[str]:
+    tools = config.profile.tools
+    on_gpu = [name for name in NEEDS_CUDA if name in tools]
+    found = [f"{', '.join(on_gpu)} need CUDA, and there is no GPU"] if on_gpu and not gpus else []
+    found += ["nsys is not installed here"] if "nsys" in tools and shutil.which("nsys") is None else []
+    return found + (["py-spy is not installed here"] if "py-spy" in tools and find_py_spy() is None else [])
 
 
 def rank_environment(resources: ResourcesSection) -> dict[str, str]:

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -39,17 +40,32 @@ class MetricsWriter:
         return record
 
 
+class PhaseHook(Protocol):
+    """Observer of the phases of a step; raises nothing."""
+
+    def enter(self, phase: str) -> None:
+        """Called before a phase."""
+
+    def leave(self, phase: str) -> None:
+        """Called after it, also if it raised."""
+
+
 class Stopwatch:
     """Seconds per phase of a step: ``with clock("rollout"): …``; sums the times of a phase entered twice.
 
-    Its phases are those of the rank's step (rlhpc.core.spans).
+    Its phases are those of the rank's step (rlhpc.core.spans). ``hook``: profile of the present step, which sees where
+    phases begin and end (rlhpc.observe.profiles).
     """
+
+    hook: ClassVar[PhaseHook | None] = None
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
+        if (hook := Stopwatch.hook) is not None:
+            hook.enter(phase)
         began = _now()
         spans.enter(phase)
         try:
@@ -59,6 +75,8 @@ class Stopwatch:
             settle_waits()
             spans.leave(began, ended)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - began
+            if hook is not None:
+                hook.leave(phase)
 
     def metrics(self) -> dict[str, float]:
         """``perf/<phase>_seconds`` of every phase."""

@@ -17,6 +17,7 @@ from rlhpc.parallel.agreement import check_agreement, on_first_rank
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.observer import Observer
+from rlhpc.trainer.profiles import Profiles
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step import find_step, sft_step, take_step
 from rlhpc.trainer.stop import Stopper
@@ -31,12 +32,13 @@ class Loop:
         self._run, self._config, self._saves_end = run, run.config, saves_end
         self._rl_step = find_step(run.config)
         self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
-        self._stopper = Stopper(run.context)
         self._saved = -1
         self._timer = RunTimer(run.context, run.models)
         self.state = self._restore()
         run.context.attempt.check_current()
         self._observer = Observer(run, self.state)
+        self._profiles = Profiles(run.config, run.context, run.models.layers, self.state)
+        self._stopper = Stopper(run.context, self._profiles)
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
 
     def run(self) -> Reason | None:
@@ -57,7 +59,9 @@ class Loop:
             self._stopper.begin()
             self._observer.begin()
             began = time.perf_counter()
+            self._profiles.begin("sft", state.sft_step + 1)
             metrics, validated = sft_step(self._run, state), {}
+            self._profiles.end()
             state.sft_step += 1
             if state.sft_step == sft.steps and not train.steps:
                 validated = self._validate()
@@ -70,7 +74,9 @@ class Loop:
             self._stopper.begin()
             self._observer.begin()
             began = time.perf_counter()
+            self._profiles.begin("rl", state.step + 1)
             metrics, validated = take_step(self._rl_step, self._run, state), {}
+            self._profiles.end()
             if state.step % self._config.validation.every == 0 or state.step == train.steps:
                 seconds = time.perf_counter() - began
                 validated = self._validate()
@@ -103,6 +109,7 @@ class Loop:
     def _after_step(self, validated: Metrics) -> Reason:
         """Saves if due or if the step is the best one, and agrees with the other ranks whether to stop; not after the
         last step."""
+        self._profiles.write()
         self._stopper.stepped()
         self._settle(wait=False)
         every = self._config.checkpoint.every

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,11 +20,21 @@ _SAVE_FACTOR, _STEP_FACTOR, _REST_SECONDS = 2.0, 1.5, 8.0
 _RECENT_STEPS = 10
 
 
+class Rider(Protocol):
+    """Numbers that go to all ranks with the reason to stop."""
+
+    def offer(self) -> Sequence[int]:
+        """This rank's non-negative numbers, always as many."""
+
+    def take(self, numbers: Sequence[int]) -> None:
+        """Receives the maximum of each number over all ranks."""
+
+
 class Stopper:
     """Records how long steps and saves take, and decides after each step whether the run continues."""
 
-    def __init__(self, context: RankContext) -> None:
-        self._context = context
+    def __init__(self, context: RankContext, rider: Rider | None = None) -> None:
+        self._context, self._rider = context, rider
         self._steps: list[float] = []
         self._save: float | None = None
         self._last = time.monotonic()
@@ -45,16 +57,20 @@ class Stopper:
         """The reason to stop now, and whether to save, in order to measure a save or because an alert asks for it; the
         same on every rank.
 
-        Collective: two numbers in CPU memory.
+        Collective: two numbers and the rider's, in CPU memory.
         """
         reason, end = self._context.stop.reason, self._end() if self._context.info.rank == 0 else None
         if reason == "none" and end is not None and self._is_too_late(end):
             reason = "deadline"
         saves = self._context.stop.saves or (end is not None and self._save is None)
         self._context.stop.saves = False
-        codes = torch.tensor([REASONS.index(reason), int(saves)])
+        numbers = self._rider.offer() if self._rider is not None else ()
+        codes = torch.tensor([REASONS.index(reason), int(saves), *numbers])
         dist.all_reduce(codes, dist.ReduceOp.MAX)
-        return REASONS[int(codes[0])], bool(codes[1])
+        reason_code, save, *agreed = codes.tolist()
+        if self._rider is not None:
+            self._rider.take(agreed)
+        return REASONS[reason_code], bool(save)
 
     def _end(self) -> float | None:
         """Time at which Slurm ends the job, as last read, without waiting; None without a limit."""

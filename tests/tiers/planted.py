@@ -151,6 +151,13 @@ FAULTS = (
         "[np.ones(n) for n in spans.response_lengths]",
     ),
     Fault(
+        "hidden-communication-counted-as-exposed",
+        "rlhpc/observe/profiles/table.py",
+        "the table of a trace blames communication that computation hides",
+        "total - hidden)",
+        "total)",
+    ),
+    Fault(
         "biased-pass-at-k",
         "rlhpc/observe/evaluation.py",
         "pass@k is estimated with replacement, and too low",

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from jaxtyping import Float
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
@@ -112,6 +113,11 @@ class MegatronBackend:
     def shards(self) -> Sequence[Shard]:
         """See ``TrainBackend``."""
         return self.weights.shards
+
+    def layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
+        """See ``TrainBackend``."""
+        modules = (module for chunk in self._models for module in chunk.modules())
+        return ((module.layer_number - 1, module) for module in modules if isinstance(module, TransformerLayer))
 
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:

@@ -10,7 +10,7 @@ from rlhpc.core.errors import Faults
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import show
 from rlhpc.core.text import duration
-from rlhpc.launch.machine import check_packages, check_resources, with_local_ranks
+from rlhpc.launch.machine import check_packages, check_profile_tools, check_resources, with_local_ranks
 from rlhpc.launch.runs.prepare import run_prepare
 from rlhpc.launch.supervise.local import check_folder, run_local
 from rlhpc.launch.worker.main import TRAINER
@@ -29,6 +29,8 @@ def run_here(config: RunConfig, *, resume: bool = False, entry: str = TRAINER) -
     faults, summary = Faults(), []
     with faults.collect():
         check_resources(config)
+    with faults.collect():
+        check_profile_tools(config)
     with faults.collect():
         check_folder(folder, resume=resume)
     with faults.collect():

@@ -22,7 +22,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import hide
 from rlhpc.core.shown import show
 from rlhpc.launch.driver import check_planned_driver
-from rlhpc.launch.machine import package_warnings
+from rlhpc.launch.machine import package_warnings, profile_warnings
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.ground_truths import check_ground_truths
 from rlhpc.launch.runs.prepare import run_prepare
@@ -99,7 +99,7 @@ def make_plan(configs: Sequence[RunConfig], workdir: Path, *, dry_run: bool = Fa
         with faults.collect():
             check_planned_driver(config)
     faults.raise_all()
-    warnings += package_warnings(configs[0])
+    warnings += [*package_warnings(configs[0]), *profile_warnings(configs[0])]
     return Plan(tuple(configs), folders, specs[0], workdir, submission, tuple(dict.fromkeys(warnings)))
 
 

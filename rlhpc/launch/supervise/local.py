@@ -35,6 +35,7 @@ from rlhpc.launch.supervise.rendezvous_server import StoreServer
 from rlhpc.launch.supervise.trackers import fed_trackers
 from rlhpc.launch.worker.main import TRAINER, run_local_rank
 from rlhpc.launch.worker.node_folders import release, set_caches, set_tmpdir
+from rlhpc.launch.worker.nsys import nsys_environment
 from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.observe.progress import Display, MetricsFollower
 
@@ -176,7 +177,7 @@ def _start(config: RunConfig, attempt: AttemptFolder, entry: str, settings: Mapp
     # The launcher handles Ctrl-C; the processes inherit that they ignore it.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        with environment({**rank_environment(config.resources), **settings}):
+        with environment({**rank_environment(config.resources), **nsys_environment(config.profile), **settings}):
             job = executor.submit(run_local_rank, *arguments)
     finally:
         signal.signal(signal.SIGINT, handler)

@@ -12,6 +12,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.core import env
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.launch.machine import common_environment
+from rlhpc.launch.worker.nsys import nsys_environment
 
 RANK_MODULE = "rlhpc.launch.worker.main"
 
@@ -103,6 +104,7 @@ def srun_environment(
         env.RLHPC_WORLD_SIZE: str(world_size),
         env.RLHPC_STORE: f"{master}:{store[0]}",
         env.RLHPC_STORE_SECRET: store[1].hex(),
+        **nsys_environment(config.profile),
     }
     if slurm.cpus_per_rank is not None:
         settings[env.SRUN_CPUS_PER_TASK] = str(slurm.cpus_per_rank)

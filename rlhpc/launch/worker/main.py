@@ -34,6 +34,7 @@ from rlhpc.core.stop import StopRequest
 from rlhpc.core.storage import NONE, Patience, StorageError, say, use
 from rlhpc.launch.worker.node_check import check_node, interface_address, network_interface
 from rlhpc.launch.worker.node_folders import hold, release
+from rlhpc.launch.worker.nsys import restart_under_nsys
 
 TRAINER = "rlhpc.trainer.main:run_rank"
 _FENCE_SECONDS = 5.0
@@ -46,6 +47,7 @@ def run_local_rank(entry: str, attempt: str, launcher: ProcessId, visible_device
     it does not outlive the launcher. ``visible_devices``: CUDA_VISIBLE_DEVICES of the launcher, None if unset. Every
     rank sees every GPU and takes the one of its local rank.
     """
+    restart_under_nsys(AttemptFolder(Path(attempt)))
     guard_output()
     stop = StopRequest()
     stop.listen()
@@ -153,6 +155,7 @@ def _end_now(done: threading.Event) -> None:
 
 def main(attempt: AttemptFolder, entry: str = TRAINER) -> None:
     """A rank under srun. A UserError is one line, even if it cannot be recorded in the run folder."""
+    restart_under_nsys(attempt)
     guard_output()
     stop = StopRequest()
     stop.listen()

@@ -22,6 +22,7 @@ from rlhpc.plan.checks.data import check_data
 from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.off_policy import off_policy_warnings
 from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
+from rlhpc.plan.checks.profile import check_profile
 from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.secrets import secret_warnings
@@ -91,7 +92,7 @@ def check_config(
 
 def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
-    keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_alerts)
+    keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_alerts, check_profile)
     for check in (*keys, check_optimizers, check_sharing, check_trackers):
         with faults.collect():
             check(config)
@@ -394,6 +395,5 @@ def _batch_text(config: RunConfig) -> str:
 
 def _nearest(number: int, valid: list[int]) -> str:
     """Returns the nearest valid numbers below and above."""
-    below = [v for v in valid if v < number][-1:]
-    above = [v for v in valid if v > number][:1]
-    return " or ".join(str(v) for v in below + above)
+    near = [*[v for v in valid if v < number][-1:], *[v for v in valid if v > number][:1]]
+    return " or ".join(map(str, near))

@@ -1,0 +1,85 @@
+"""Profiles of a running job, asked for from outside."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.core.folder import RunFolder
+from tests.helpers import runs
+from tests.helpers.waiting import until
+
+_SMALL: dict[str, Any] = {
+    "resources__ranks_per_node": 2,
+    "sft__steps": 1,
+    "train__steps": 4,
+    "train__prompts_per_step": 4,
+    "data__validation": [],
+}
+
+
+def command(*arguments: str) -> tuple[int, str, str]:
+    """`rlhpc profile`: exit code, output, errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlhpc.cli.main", "profile", *arguments],
+        cwd=runs.ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+def numbers(run: Path) -> list[dict[str, Any]]:
+    """Metrics of all steps that do not depend on speed or memory."""
+    return [
+        {name: value for name, value in record.items() if name != "time" and not name.startswith(("perf/", "memory/"))}
+        for record in runs.records(run)
+    ]
+
+
+def weights(run: Path) -> dict[str, str]:
+    """Digests of the tensors in the last checkpoint."""
+    folder = max((run / "checkpoints").glob("step-*")) / "actor"
+    return {
+        str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in folder.rglob("*.distcp")
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_a_running_job_is_profiled_in_the_steps_and_ranks_asked_for(tmp_path):
+    section = {"steps": [2], "ranks": [0], "phases": ["update"], "tools": ["torch"]}
+    process = runs.start(runs.write_config(tmp_path / "a", profile=section, **_SMALL))
+    run = RunFolder(tmp_path / "a/run")
+    until(run.attempt(1).record.exists)
+    code, out, err = command(str(run.path), "+3", "--ranks", "1", "--wait")
+    finished, text = runs.finish(process)
+    assert (finished, code) == (0, 0), text + out + err
+    files = {str(file.relative_to(run.profiles)) for file in run.profiles.glob("step-*/*")}
+    assert files == {
+        "step-00000002/rank-00000.update.trace.json.gz",
+        "step-00000002/rank-00000.json",
+        "step-00000003/rank-00001.trace.json.gz",
+        "step-00000003/rank-00001.json",
+    }
+    names = trace_names(run.profile(3) / "rank-00001.trace.json.gz")
+    phases = {"weight_sync", "rollout", "log_probs", "prepare", "update"}
+    assert {f"rlhpc:{phase}" for phase in phases} | {"rlhpc:actor.layers.0"} <= names
+    assert {"gloo:all_reduce"} <= names
+    assert any(name.startswith("aten::") for name in names)
+    assert "rlhpc:rollout" not in trace_names(run.profile(2) / "rank-00000.update.trace.json.gz")
+    assert "step 3 will be profiled" in out
+    assert "gloo:all_reduce" in out
+    assert runs.run(runs.write_config(tmp_path / "b", **_SMALL))[0] == 0
+    assert numbers(tmp_path / "a/run") == numbers(tmp_path / "b/run")
+    assert weights(tmp_path / "a/run") == weights(tmp_path / "b/run") != {}
+
+
+def trace_names(file: Path) -> set[str]:
+    return {event["name"] for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]}
