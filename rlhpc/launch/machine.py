@@ -117,7 +117,7 @@ def profile_warnings(config: RunConfig) -> list[str]:
 def _missing_tools(config: RunConfig, *, gpus: bool) -> list[str]:
     tools = config.profile.tools
     on_gpu = [name for name in NEEDS_CUDA if name in tools]
-    found = [f"{', '.join(on_gpu)} need CUDA, and there is no GPU"] if on_gpu and not gpus else []
+    found = [f"there is no GPU for {', '.join(on_gpu)}"] if on_gpu and not gpus else []
     found += ["nsys is not installed here"] if "nsys" in tools and shutil.which("nsys") is None else []
     return found + (["py-spy is not installed here"] if "py-spy" in tools and find_py_spy() is None else [])
 

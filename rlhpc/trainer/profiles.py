@@ -40,7 +40,7 @@ class Profiles:
         self._answered = ""
         self._offered: ProfileRequest | None = None
         answer = read_answer(context.run)
-        if answer is not None:  # of an earlier attempt, which may not have come to its steps
+        if answer is not None:  # of an earlier attempt, which may have ended before its steps
             self._answered = answer.id
             if not answer.refused and answer.selection.last > self._step:
                 self._agenda.append(answer.selection)

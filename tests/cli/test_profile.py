@@ -97,14 +97,14 @@ def test_the_run_s_own_refusal_is_the_answer(run: RunFolder, monkeypatch: pytest
         write(folder, request)
         answered = read_request(folder)
         assert answered is not None
-        write_answer(folder, ProfileAnswer(answered.id, answered.selection, "memory need CUDA"))
+        write_answer(folder, ProfileAnswer(answered.id, answered.selection, "no CUDA"))
 
     from rlhpc.launch.runs import profile
 
     write = profile.write_request
     monkeypatch.setattr(profile, "write_request", refuse)
-    assert refusal(run.path, "next", "--tools", "memory", "--wait") == "run: memory need CUDA"
-    assert "refused: step 1: memory need CUDA" in command(run.path).output
+    assert refusal(run.path, "next", "--tools", "memory", "--wait") == "run: no CUDA"
+    assert "refused: step 1: no CUDA" in command(run.path).output
 
 
 def test_profiles_are_listed(run: RunFolder) -> None:

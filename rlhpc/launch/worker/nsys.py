@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rlhpc.config.profile import ProfileSection
 from rlhpc.core import env
+from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.profiles import EVERY, parse_ranges
 from rlhpc.core.rank import RankInfo
@@ -39,8 +40,13 @@ def restart_under_nsys(attempt: AttemptFolder) -> None:
     """Replaces this process, if its rank is to be profiled and was not restarted, by Nsight Systems with the same
     command. Call first: nothing of this process is kept but its environment and output."""
     text = os.environ.pop(env.RLHPC_NSYS, "")
-    rank = RankInfo.from_environ().rank if text else 0
-    if not text or not any(rank in part for part in parse_ranges(text.split(","), env.RLHPC_NSYS)):
+    if not text:
+        return
+    try:
+        rank = RankInfo.from_environ().rank
+    except UserError:
+        return  # it is reported later
+    if not any(rank in part for part in parse_ranges(text.split(","), env.RLHPC_NSYS)):
         return
     program = shutil.which("nsys")
     reports = attempt.nsys_reports(rank)

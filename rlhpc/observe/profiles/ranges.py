@@ -20,7 +20,7 @@ class Ranges:
         self._hooks: list[Any] = []
         self.error = ""
 
-    def push(self, name: str) -> None:
+    def enter(self, name: str) -> None:
         """Begins a range."""
         if self.error:
             return
@@ -33,7 +33,7 @@ class Ranges:
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
 
-    def pop(self) -> None:
+    def leave(self) -> None:
         """Ends the newest range."""
         if not self._open:
             return
@@ -47,8 +47,8 @@ class Ranges:
     def attach(self, layers: Iterable[tuple[str, torch.nn.Module]]) -> None:
         """Makes a range of each forward pass of a layer, until ``detach``. Results stay the same."""
         for name, layer in layers:
-            self._hooks.append(layer.register_forward_pre_hook(lambda *_, name=name: self.push(name)))
-            self._hooks.append(layer.register_forward_hook(lambda *_: self.pop(), always_call=True))
+            self._hooks.append(layer.register_forward_pre_hook(lambda *_, name=name: self.enter(name)))
+            self._hooks.append(layer.register_forward_hook(lambda *_: self.leave(), always_call=True))
 
     def detach(self) -> None:
         """Removes the ranges of layers, and ends those that are open."""
@@ -56,4 +56,4 @@ class Ranges:
         for hook in hooks:
             hook.remove()
         while self._open:
-            self.pop()
+            self.leave()

@@ -69,12 +69,12 @@ class Recorder:
             count = self._entered[phase] = self._entered.get(phase, 0) + 1
             self._start(f"rank-{self._rank:05d}.{phase}" + (f"-{count}" if count > 1 else ""))
         if self._running is not None:
-            self._running.push(phase)
+            self._running.enter(phase)
 
     def leave(self, phase: str) -> None:
         """See ``rlhpc.observe.metrics.PhaseHook``."""
         if self._running is not None:
-            self._running.pop()
+            self._running.leave()
         if phase in self._selection.phases:
             self._stop()
 

@@ -156,7 +156,7 @@ def missing(tools: Collection[str]) -> str:
     """Why this rank cannot use one of the tools; empty if it can use all."""
     on_gpu = [name for name in NEEDS_CUDA if name in tools]
     if on_gpu and not torch.cuda.is_available():
-        return f"{', '.join(on_gpu)} need CUDA, and this run is on CPUs; use torch or py-spy"
+        return f"tools that need CUDA: {', '.join(on_gpu)}; this run is on CPUs, use torch or py-spy"
     if "py-spy" in tools and find_py_spy() is None:
         return "py-spy is not installed where the ranks run; pip install py-spy there"
     return ""
