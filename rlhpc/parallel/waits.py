@@ -4,13 +4,14 @@ On gloo the caller blocks. On NCCL its stream does: events before and after each
 read at the end of the phase, when the device has finished its work. Of a call that blocks the caller and its stream,
 the longer time counts. Communication that overlaps with computation is no wait.
 
-Not seen: collectives inside CUDA graphs or compiled code, such as those of an engine's tensor-parallel ranks on GPUs.
+Not seen: collectives that bypass torch.distributed, such as those of an engine's tensor-parallel ranks in CUDA graphs.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from rlhpc.core import spans
 from rlhpc.core.shown import ShownOnly
 from rlhpc.parallel.compat import time_collectives
 
-_MOST_CALLS = 4096  # whose events are not read yet
+_LOOK = 256  # calls between two looks at which events have passed
 
 
 class _Recorder:
@@ -29,7 +30,7 @@ class _Recorder:
     def __init__(self, *, on_gpu: bool) -> None:
         self._on_gpu, self._guard = on_gpu, ShownOnly("the times that ranks wait for each other")
         self._free: list[Any] = []
-        self._pending: list[tuple[float, Any, Any]] = []
+        self._pending: deque[tuple[float, Any, Any]] = deque()
         self.calls = 0
 
     def measured(self, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,21 +51,25 @@ class _Recorder:
                     spans.waited(seconds)
                 else:
                     self._pending.append((seconds, before, self._event()))
-                    if len(self._pending) >= _MOST_CALLS:
-                        self.settle()
+                    if self.calls % _LOOK == 0:
+                        self.settle(wait=False)
 
         return run
 
-    def settle(self) -> None:
-        """Counts the calls whose events were not read yet; waits for the last one."""
-        pending, self._pending = self._pending, []
+    def settle(self, *, wait: bool) -> None:
+        """Counts calls by their events; without ``wait`` those that the device has passed."""
         with self._guard:
-            for seconds, before, after in pending:
-                if before is None or after is None:
-                    continue
-                after.synchronize()
-                spans.waited(max(seconds, before.elapsed_time(after) / 1000))
-                self._free += (before, after)
+            while self._pending:
+                seconds, before, after = self._pending[0]
+                if after is not None:
+                    if not wait and not after.query():
+                        return
+                    after.synchronize()
+                    spans.waited(max(seconds, before.elapsed_time(after) / 1000))
+                    self._free += (before, after)
+                self._pending.popleft()
+        if self._guard.failed:
+            self._pending.clear()
 
     def _event(self) -> Any:
         """An event of the caller's stream, recorded now; None if that fails."""
@@ -89,7 +94,7 @@ def measure_waits() -> None:
 def settle_waits() -> None:
     """Counts all waits of the phase that ends. Called when the device has finished its work."""
     if _recorder is not None:
-        _recorder.settle()
+        _recorder.settle(wait=True)
 
 
 def measured_calls() -> int:
