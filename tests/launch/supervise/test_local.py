@@ -25,6 +25,7 @@ from rlhpc.launch.runs.submit import check_free
 from rlhpc.launch.supervise import local
 from rlhpc.launch.supervise.local import run_local
 from rlhpc.launch.supervise.process_watch import Ranks
+from rlhpc.observe.page.collect import page_data
 from tests.helpers.waiting import until
 from tests.launch.programs import HANG_SECONDS
 
@@ -110,6 +111,15 @@ def test_ranks_have_a_private_folder_in_a_shared_tmpdir(tmp_path, monkeypatch):
         os.remove(f"{cache}/kept")
         assert launch(tmp_path, "write_environment", 1, resume=True) == 0
         assert os.listdir(shared) == ["torchinductor_root"], "an empty folder does not stay"
+
+
+def test_a_crashed_run_has_a_page(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "TRAINER", f"{PROGRAMS}:killed_rank_one")  # what is no training has no page
+    assert launch(tmp_path, "killed_rank_one", 2) == 1
+    texts, _ = page_data([RunFolder(tmp_path / "run")], tmp_path)
+    assert RunFolder(tmp_path / "run").page.is_file()
+    kinds = [texts["kinds"][kind] for kind, *_ in texts["runs"][0]["marks"]]
+    assert kinds == ["attempt", "failure"]
 
 
 def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_continues(tmp_path, capsys):
