@@ -57,9 +57,9 @@ class Loop:
         sft, train, state = self._config.sft, self._config.train, self.state
         while sft and state.sft_step < sft.steps:
             self._stopper.begin()
+            self._profiles.begin("sft", state.sft_step + 1)
             self._observer.begin()
             began = time.perf_counter()
-            self._profiles.begin("sft", state.sft_step + 1)
             metrics, validated = sft_step(self._run, state), {}
             self._profiles.end()
             state.sft_step += 1
@@ -72,9 +72,9 @@ class Loop:
             self._begin_rl()
         while state.step < train.steps:
             self._stopper.begin()
+            self._profiles.begin("rl", state.step + 1)
             self._observer.begin()
             began = time.perf_counter()
-            self._profiles.begin("rl", state.step + 1)
             metrics, validated = take_step(self._rl_step, self._run, state), {}
             self._profiles.end()
             if state.step % self._config.validation.every == 0 or state.step == train.steps:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from rlhpc import trainer
 from rlhpc.core.errors import UserError
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.profile_request import new_request, read_request, write_request
@@ -73,6 +75,12 @@ def test_ranks_are_numbers_ranges_strides_or_all() -> None:
     assert [rank for rank in range(40) if any(rank in part for part in ranges[:3])] == [3, 8, 9, 10, 16, 24]
     assert 10**6 in ranges[3]
     assert Selection(1, 1, ranges[:3]).count(20) == 5
+
+
+def test_the_phases_are_those_that_a_step_measures() -> None:
+    folder = Path(trainer.__file__).parent
+    text = "".join(file.read_text(encoding="utf-8") for file in folder.glob("*.py"))
+    assert set(re.findall(r'with clock\("(\w+)"\)', text)) == set(PHASES)
 
 
 def test_a_request_counts_from_the_step_in_which_it_is_read(tmp_path: Path) -> None:

@@ -30,6 +30,9 @@ class Profile:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
 
+    def export_chrome_trace(self, path: str) -> None:
+        self._profile.export_chrome_trace(path)
+
     def key_averages(self) -> EventList:
         operators = self._profile.key_averages()
         return EventList([*operators, *_on_device(operators)]) if self._sees_kernels else operators

@@ -43,7 +43,7 @@ class TorchTrace:
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
         profile = torch.profiler.profile(activities=kinds)
-        profile.start()
+        profile.__enter__()
         self._profile = profile
         self._collected.append((Path(f"{stem}{TRACE}"), profile))
 
@@ -51,7 +51,7 @@ class TorchTrace:
         """See ``ProfileTool``."""
         profile, self._profile = self._profile, None
         if profile is not None:
-            profile.stop()
+            profile.__exit__(None, None, None)
 
     def write(self) -> None:
         """See ``ProfileTool``. PyTorch compresses a file whose name ends in gz."""

@@ -1,0 +1,48 @@
+"""Tools of the section profile that a machine lacks: an error where ranks start, a warning where they may not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from rlhpc.cli.main import cli
+from rlhpc.config.load import load_config
+from rlhpc.core import env
+from rlhpc.core.errors import UserError
+from rlhpc.launch import machine
+from rlhpc.launch.machine import check_profile_tools, profile_warnings
+from tests.helpers.plain_model import write_inputs
+
+
+@pytest.fixture(autouse=True)
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without GPU, nsys and py-spy."""
+    monkeypatch.setattr(machine, "_DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "find_py_spy", lambda: None)
+    monkeypatch.setenv(env.PATH, str(tmp_path))
+
+
+def test_a_run_here_is_refused_with_all_that_is_missing(tmp_path: Path) -> None:
+    config = load_config(write_inputs(tmp_path), ["profile.tools=[torch,memory,nsys,py-spy]"])
+    with pytest.raises(UserError) as error:
+        check_profile_tools(config)
+    assert str(error.value) == (
+        "profile.tools: there is no GPU for memory, nsys; nsys is not installed here; py-spy is not installed here; "
+        "install what is missing, or name other tools"
+    )
+
+
+def test_the_defaults_need_nothing(tmp_path: Path) -> None:
+    config = load_config(write_inputs(tmp_path))
+    check_profile_tools(config)
+    assert profile_warnings(config) == []
+
+
+def test_a_check_warns_of_what_is_not_installed_here(tmp_path: Path) -> None:
+    override = "profile.tools=[py-spy]"
+    checked = CliRunner().invoke(cli, ["run", str(write_inputs(tmp_path)), "--check", override])
+    assert "warning profile.tools: py-spy is not installed here\n" in checked.output
+    config = load_config(write_inputs(tmp_path), ["profile.tools=[memory]", "slurm.gpus_per_node=0"])
+    assert profile_warnings(config) == ["profile.tools: there is no GPU for memory"]
