@@ -19,6 +19,7 @@ from rlhpc.observe.profiles.recorder import Recorder
 from rlhpc.observe.profiles.stacks import find_py_spy
 from rlhpc.observe.profiles.table import read_trace, trace_table
 
+pytestmark = pytest.mark.heavy  # the first start of torch.profiler takes a second
 LAYER = torch.nn.Linear(8, 8)
 
 
@@ -115,7 +116,6 @@ def test_the_oldest_steps_are_deleted_for_new_ones(attempt: AttemptFolder) -> No
     assert [path.name for path in run.profiles.iterdir()] == ["step-00000003"]
 
 
-@pytest.mark.heavy
 def test_stacks_of_this_process_by_py_spy(attempt: AttemptFolder) -> None:
     if find_py_spy() is None:
         pytest.skip("py-spy is not installed")
