@@ -293,8 +293,7 @@ class MegatronBackend:
         weight = local.select(batch.loss_weight)
         index = weight.nonzero()[:, 0]
         group = parallel_state.get_tensor_model_parallel_group()
-        targets = local.select(batch.targets)[index]
-        rows = Rows(index, targets, self.weights.shape.vocab_size)
+        rows = Rows(index, local.select(batch.targets)[index], self.weights.shape.vocab_size)
         stats = token_stats(logits[0], rows, group, temperature)
         zeros = torch.zeros_like(weight)
         both = torch.stack([zeros.index_copy(0, index, x) for x in (stats.log_probs, stats.entropy)], dim=-1)
