@@ -64,14 +64,13 @@ def profile(*, run_or_file: str, steps: str | None, options: _Options, view: _Vi
 
 
 def _ask(run: RunEntry, steps: str, options: _Options, view: _View, *, wait: bool) -> None:
-    import json
-
+    from rlhpc.cli.json_text import json_text
     from rlhpc.launch.runs.profile import Wanted, ask, wait_for_answer, wait_for_profiles
 
     asked = ask(run, steps, Wanted(options.ranks, options.phases, options.tools))
     if not wait:
         if view.as_json:
-            click.echo(json.dumps(asked.request.selection.as_json() | {"relative": asked.request.relative}, indent=2))
+            click.echo(json_text(asked.request.selection.as_json() | {"relative": asked.request.relative}))
         else:
             click.echo(f"{run.name}: asked for step {steps}; see `rlhpc profile {run.folder.path}`")
         return
@@ -80,7 +79,7 @@ def _ask(run: RunEntry, steps: str, options: _Options, view: _View, *, wait: boo
         click.echo(f"{run.name}: step {selection.steps} will be profiled")
     profiles = wait_for_profiles(asked, selection)
     if view.as_json:
-        click.echo(json.dumps([one.as_json() for one in profiles], indent=2))
+        click.echo(json_text([one.as_json() for one in profiles]))
         return
     _show(profiles)
     traces = [trace for one in profiles for trace in one.traces]
@@ -89,14 +88,13 @@ def _ask(run: RunEntry, steps: str, options: _Options, view: _View, *, wait: boo
 
 
 def _list(run: RunEntry, view: _View) -> None:
-    import json
-
+    from rlhpc.cli.json_text import json_text
     from rlhpc.core.profile_request import read_answer, read_request
     from rlhpc.observe.profiles.index import read_profiles
 
     profiles = read_profiles(run.folder)
     if view.as_json:
-        click.echo(json.dumps([one.as_json() for one in profiles], indent=2))
+        click.echo(json_text([one.as_json() for one in profiles]))
         return
     _show(profiles)
     if not profiles:
@@ -126,13 +124,12 @@ def _show(profiles: list[RankProfile]) -> None:
 
 
 def _show_trace(file: Path, view: _View) -> None:
-    import json
-
+    from rlhpc.cli.json_text import json_text
     from rlhpc.observe.profiles.table import read_trace, trace_table
 
     found = trace_table(read_trace(file))
     if view.as_json:
-        click.echo(json.dumps(found.as_json(), indent=2))
+        click.echo(json_text(found.as_json()))
     else:
         click.echo("\n".join(_lines(file, found, view.top)))
 

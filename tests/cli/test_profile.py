@@ -21,6 +21,7 @@ from rlhpc.core.profile_request import ProfileAnswer, read_request, write_answer
 from rlhpc.core.profiles import EVERY, Range, Selection
 from rlhpc.launch.run_lock import locked
 from tests.cli.test_light import HEAVY, modules_after
+from tests.docs.fields import SECTIONS, differences
 from tests.helpers.plain_model import write_inputs
 
 
@@ -121,6 +122,22 @@ def test_profiles_are_listed(run: RunFolder) -> None:
     (found,) = json.loads(command(run.path, "--json").output)
     assert (found["step"], found["rank"], found["files"]) == (5, 2, [str(trace)])
     assert json.loads(command(trace, "--json").output)["rows"] == []
+
+
+def test_documents_have_the_fields_of_the_page(run: RunFolder) -> None:
+    folder = run.profile(5)
+    folder.mkdir(parents=True)
+    record = {"step": 5, "rank": 2, "time": 1.0, **Selection(5, 5).as_json(), "files": [], "warnings": ["x"]}
+    (folder / "rank-00002.json").write_text(json.dumps(record))
+    trace = folder / "rank-00002.trace.json"
+    trace.write_text(json.dumps([{"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 2}]))
+    documents = {
+        "`rlhpc profile`": [run.path],
+        "`rlhpc profile` with steps": [run.path, "next"],
+        "`rlhpc profile` of a trace": [trace],
+    }
+    for section, words in documents.items():
+        assert not differences(SECTIONS[section], json.loads(command(*words, "--json").output)), section
 
 
 def test_the_command_needs_no_torch(tmp_path: Path) -> None:
