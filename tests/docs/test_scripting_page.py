@@ -23,6 +23,7 @@ from rlhpc.launch.runs import follow
 from rlhpc.launch.runs.run_registry import JobRecord, RunEntry
 from rlhpc.launch.runs.status import as_json, run_status
 from rlhpc.launch.supervise import local
+from rlhpc.observe.alerts.record import Alert, AlertFile
 from rlhpc.observe.training_samples import encoded, file_of
 from rlhpc.site.pieces.prepare import Prepared
 from rlhpc.site.pieces.summary import summary_json
@@ -105,6 +106,7 @@ def test_documents_have_the_fields_of_the_page(tmp_path: Path) -> None:
 def test_a_run_s_state_has_the_fields_of_the_page(tmp_path: Path) -> None:
     run = test_status.make_run(tmp_path / "run")
     attempts.end(test_status.begin(run), test_status.verdict("crash", "retry"))
+    AlertFile(run.folder).add(Alert(1.0, "rl", 7, "kl", "warning", "kl is high"))
     found = as_json(run_status(run, test_status.job("RUNNING")))
     assert not differences(SECTIONS["`rlhpc status`"], [json.loads(json_text.json_text(found))])
 

@@ -46,7 +46,7 @@ class RankGroup:
 
 
 @dataclass(frozen=True)
-class NamedRank:
+class SlowRank:
     """The rank that the newest step names as slower than the others, and by which factor."""
 
     rank: int
@@ -64,7 +64,7 @@ class Snapshot:
     series: Mapping[str, Sequence[float]]
     groups: Sequence[RankGroup] = ()
     world_size: int = 0
-    straggler: NamedRank | None = None
+    straggler: SlowRank | None = None
 
 
 class Watched:
@@ -139,6 +139,6 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
-def _straggler(record: Record) -> NamedRank | None:
+def _straggler(record: Record) -> SlowRank | None:
     rank, ratio = number(record.get("perf/straggler_rank")), number(record.get("perf/straggler_ratio"))
-    return NamedRank(int(rank), ratio) if rank is not None and ratio is not None and rank >= 0 else None
+    return SlowRank(int(rank), ratio) if rank is not None and ratio is not None and rank >= 0 else None

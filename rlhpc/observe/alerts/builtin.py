@@ -122,7 +122,7 @@ class LogprobDifference:
         return ""
 
 
-class LastingStraggler:
+class StragglingRank:
     """Checks whether one rank is named as slower than the others in all steps of the window."""
 
     def __init__(self, limit: float, window: Window) -> None:
@@ -228,7 +228,7 @@ _ALL = (
         "`perf/straggler_rank` names the same rank in all steps, with a `perf/straggler_ratio` above {limit}",
         1.2,
         Window(5, 3.0),
-        LastingStraggler,
+        StragglingRank,
     ),
     Builtin(
         "gpu_memory",
