@@ -6,9 +6,11 @@ from pathlib import Path
 
 import click
 
+from rlhpc.cli.completion import complete_runs
+
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN...")
+@click.argument("runs", nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs)
 @click.option(
     "--out", metavar="FILE", help="Page to write; default: report/report.html of the run, report.html for several runs."
 )
@@ -36,7 +38,7 @@ def report(*, runs: tuple[str, ...], out: str | None) -> None:
 
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.argument("text")
 def note(*, run: str, text: str) -> None:
     """Add a note to a run at its present step.

@@ -43,6 +43,10 @@ def test_every_metric_of_a_run_is_on_the_page(tmp_path: Path, monkeypatch: pytes
     elsewhere |= {name for name in metrics if "mfu" in name or "hfu" in name or "reward_model" in name}
     elsewhere |= {name for name in metrics if name.startswith("perf/tools_")}
     assert {name for record in records(tmp_path / "run") for name in record} == set(metrics) - elsewhere
+    page = (DOCS / "run_folder.md").read_text()
+    assert not [
+        file.name for file in (tmp_path / "run").iterdir() if f"`{file.name}" not in page and file.name != "attempts"
+    ]
     lines = (tmp_path / "run" / "samples.jsonl").read_text().splitlines()
     assert {name for line in lines for name in json.loads(line)} == set(samples)
     (step,) = read_histograms(tmp_path / "run" / "histograms.jsonl")

@@ -108,6 +108,7 @@ def test_a_run_s_state_has_the_fields_of_the_page(tmp_path: Path) -> None:
     attempts.end(test_status.begin(run), test_status.verdict("crash", "retry"))
     AlertFile(run.folder).add(Alert(1.0, "rl", 7, "kl", "warning", "kl is high"))
     found = as_json(run_status(run, test_status.job("RUNNING")))
+    assert len(found["alerts"]) == 1
     assert not differences(SECTIONS["`rlhpc status`"], [json.loads(json_text.json_text(found))])
 
 
