@@ -1,8 +1,8 @@
 """Runs the demo with several seeds and keeps the series of its metrics as golden files of the alerts' tests.
 
-    python -m tools.record_series [SEED ...]
+    python -m tools.record_series demo|busy [SEED ...]
 
-Speeds depend on what else the machine does: series taken beside other work are what the rules on speed must bear.
+``busy``: beside other work on this machine, whose effects on speed the rules on throughput and stragglers must bear.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def _rounded(record: Record) -> Record:
     return found
 
 
-def main(seeds: list[int]) -> None:
+def main(kind: str, seeds: list[int]) -> None:
     base = Path("runs") / f"series-{time.strftime('%Y%m%d-%H%M%S')}"
     SERIES.mkdir(parents=True, exist_ok=True)
     for seed in seeds:
         run_demo(seed, base / f"seed-{seed}")
         records = read_records(base / f"seed-{seed}" / "run" / "metrics.jsonl")
-        (SERIES / f"demo-seed-{seed}.jsonl.gz").write_bytes(packed(records))
+        (SERIES / f"{kind}-seed-{seed}.jsonl.gz").write_bytes(packed(records))
 
 
 if __name__ == "__main__":
-    main([int(seed) for seed in sys.argv[1:]] or list(SEEDS))
+    main(sys.argv[1], [int(seed) for seed in sys.argv[2:]] or list(SEEDS))

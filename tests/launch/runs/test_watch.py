@@ -33,9 +33,9 @@ from rlhpc.launch.runs.status import run_status
 from rlhpc.launch.runs.watch import Watched, ranges
 from rlhpc.launch.runs.watch_view import sparkline, view
 from rlhpc.observe.alerts.record import Alert, AlertFile
-from tests.observe.alerts.series import RECORDED, recorded
+from tests.observe.alerts.series import SERIES, recorded
 
-RECORDS = recorded(RECORDED[0])
+RECORDS = recorded(SERIES / "demo-seed-0.jsonl.gz")
 RL = [record for record in RECORDS if record["phase"] == "rl"]  # from step 0 on, the first validation
 WARM_UP = RECORDS[: -len(RL)]
 KNOWN = {"job_id": "", "restart_count": 0, "nodes": ("node1",), "world_size": 4, "saved_step": -1}

@@ -92,8 +92,23 @@ def test_no_rule_fires_in_a_recorded_healthy_run(config: RunConfig, file: Path) 
     assert not fired(rules_of(load_config(DEMO)), records)
 
 
+@pytest.mark.parametrize("factor", [2, 10, 100])
+@pytest.mark.parametrize("file", RECORDED, ids=lambda file: file.name.partition(".")[0])
+def test_speeds_beside_busy_neighbours_fire_nothing_at_any_pace(file: Path, factor: int) -> None:
+    """Throughput varies by a factor of six in these series. With longer steps their noise fills the windows."""
+    rules = [rule for rule in rules_of(load_config(DEMO)) if rule.name in ("throughput", "straggler")]
+    records = [{**record, "time": record["time"] * factor} for record in recorded(file) if record["phase"] == "rl"]
+    assert not fired(rules, records)
+
+
 def test_the_demo_was_recorded_with_three_seeds() -> None:
-    assert {f"demo-seed-{seed}.jsonl.gz" for seed in range(3)} <= {file.name for file in RECORDED}
+    """Alone, and beside seven busy processes on two cores, with the numbers of stragglers."""
+    names = {file.name for file in RECORDED}
+    assert {f"{kind}-seed-{seed}.jsonl.gz" for kind in ("demo", "busy") for seed in range(3)} <= names
+    busy = [record for file in RECORDED if file.name.startswith("busy") for record in recorded(file)]
+    assert sum("perf/straggler_rank" in record for record in busy) > 1500
+    speeds = [record["perf/tokens_per_second"] for record in busy if record.get("kl") is not None]
+    assert max(speeds) > 6 * min(speeds)
 
 
 def test_entropy_alone_is_no_alarm(config: RunConfig) -> None:
