@@ -64,6 +64,8 @@ def test_the_newest_steps_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_steps_that_are_repeated_are_there_once(tmp_path: Path) -> None:
     path = tmp_path / "timeline.jsonl"
     write(path, RunState(), 3, kept=20)
+    write(path, RunState(sft_step=2, step=1), 2, kept=20)
+    assert steps(path) == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2)], "step 3 was lost"
     write(path, RunState(sft_step=2, step=1), 4, kept=20)
     assert steps(path) == [("sft", 1), ("sft", 2), ("rl", 1), ("rl", 2), ("rl", 3), ("rl", 4)]
 

@@ -108,6 +108,7 @@ def _on_a_gpu() -> tuple[list[str], float, float]:
         names = [name for name in dir(dist.ProcessGroup) if hasattr(getattr(dist.ProcessGroup, name), "__wrapped__")]
         torch.cuda.Event.elapsed_time = lambda self, other: 250.0  # ms; the stand-in has no device time
         with Stopwatch()("update"):
+            time.sleep(0.3)
             dist.all_reduce(torch.ones(2))
         (device,) = spans.take().spans
         torch.cuda.Event.elapsed_time = lambda self, other: 0.0
@@ -123,5 +124,5 @@ def test_on_a_gpu_the_stream_waits_too() -> None:
     (names, device, _), (_, _, host) = [*run_ranks(_on_a_gpu, 2)][::-1]
     assert {"allreduce", "broadcast", "all_gather_single", "alltoall_base", "barrier", "_end_coalescing"} <= {*names}
     assert not {"send", "recv", "rank", "size", "name"} & {*names}
-    assert device > 0, "the longer one, as long as the phase"
+    assert device >= 0.25, "the longer one"
     assert host > 0.15
