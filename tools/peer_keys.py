@@ -131,4 +131,7 @@ PEERS: dict[str, tuple[str, str]] = {
     "checkpoint.keep_best": ("", "metric_for_best_model"),
     "checkpoint.greater_is_better": ("", "greater_is_better"),
     "observe.samples": ("trainer.log_val_generations", ""),
+    "profile.steps": ("global_profiler.steps", ""),
+    "profile.ranks": (f"{_ACTOR}.profiler.ranks", ""),
+    "profile.tools": ("global_profiler.tool", ""),
 }
