@@ -41,15 +41,18 @@ class Lock:
             engine = (root / FOLDER / ENGINE).read_text(encoding="utf-8").splitlines()
             lines += [line for line in engine if line and not line.startswith("#")]
         found = []
-        for requirement in map(Requirement, lines):
+        asked = list(map(Requirement, lines))
+        while asked:
+            requirement = asked.pop(0)
             if requirement.name == OWN:
-                found += map(Requirement, (line for extra in requirement.extras for line in extras[extra]))
+                asked[:0] = [Requirement(line) for extra in sorted(requirement.extras) for line in extras[extra]]
             else:
                 found.append(requirement)
         return found
 
 
-LOCKS = (Lock("login.lock", ()), Lock("cpu.lock", ("cpu", "dev"), engine=True), Lock("gpu.lock", ("gpu",)))
+_INSTALLED = ("cpu", "dev", "mlflow", "wandb")  # by `make venv`
+LOCKS = (Lock("login.lock", ()), Lock("cpu.lock", _INSTALLED, engine=True), Lock("gpu.lock", ("gpu",)))
 
 
 @dataclass(frozen=True)

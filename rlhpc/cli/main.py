@@ -22,6 +22,7 @@ from rlhpc.cli.report import note, report
 from rlhpc.cli.samples import samples
 from rlhpc.cli.status import cancel, logs, status
 from rlhpc.cli.submit import resume, submit
+from rlhpc.cli.sync import sync
 from rlhpc.cli.watch import watch
 from rlhpc.core.errors import EXIT_DOES_NOT_FIT, EXIT_USER_ERROR, DoesNotFitError, UserError
 from rlhpc.core.exits import EXIT_STORAGE
@@ -89,7 +90,7 @@ def schema(*, site: bool) -> None:
     click.echo(site_file.json_schema() if site else load.json_schema(), nl=False)
 
 
-_RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, profile, replay, report, note)
+_RUNS = (plan, submit, status, watch, logs, cancel, resume, evaluate, samples, profile, replay, report, note, sync)
 for command in (*_RUNS, configs, convert, acceptance, pieces, init, completion):
     cli.add_command(command)
 

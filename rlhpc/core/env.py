@@ -107,6 +107,22 @@ LC_ALL = "LC_ALL"
 CONDA_EXE = "CONDA_EXE"
 XDG_STATE_HOME = "XDG_STATE_HOME"
 
+# MLflow's own report of its use, to a server on the internet.
+MLFLOW_DISABLE_TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
+# Address of the service process of W&B that a parent has started.
+WANDB_SERVICE = "WANDB_SERVICE"
+
+# Variables that a tracker is given, by name or beginning; none that rlhpc.core.redaction takes for a secret.
+RECORDED = frozenset(
+    (
+        CUDA_VISIBLE_DEVICES, OMP_NUM_THREADS, CUDA_DEVICE_MAX_CONNECTIONS, TORCHDYNAMO_DISABLE, LD_LIBRARY_PATH,
+        SLURM_JOB_ID, SLURM_JOB_NODELIST, SLURM_JOB_NUM_NODES, SLURM_JOB_PARTITION, SLURM_CLUSTER_NAME,
+        SLURM_NTASKS_PER_NODE, SLURM_CPUS_PER_TASK, SLURM_GPUS_PER_NODE, SLURM_RESTART_COUNT, MALLOC_ARENA_MAX,
+        HF_HUB_OFFLINE,
+    )
+)  # fmt: skip
+RECORDED_PREFIXES = ("NCCL_", "GLOO_", "UCX_", "FI_", "NVTE_", "PYTORCH_", "TORCH_NCCL_", "VLLM_")
+
 
 def of_het_group(name: str, group: int) -> str:
     """The name that a variable of Slurm has for one group of a heterogeneous job, counted from 0."""

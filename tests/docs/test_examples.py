@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
 from rlhpc.algo import Responses, find_algorithm
 from rlhpc.config.algorithm import AlgorithmSection, KLSection
@@ -14,18 +15,21 @@ from rlhpc.config.load import load_config
 from rlhpc.config.rollout import ToolSection
 from rlhpc.core.imports import import_attribute
 from rlhpc.launch.runs.submit import make_plan
+from rlhpc.observe.trackers.makers import deliveries
 from rlhpc.rewards.calls import KEYWORDS, Entry, Score, load_function
 from rlhpc.rollout.tool_calls import Failure, MethodCall, ToolAnswer, ToolCall, load_class, load_tool, parse_calls
 from rlhpc.rollout.tool_kinds import find_tools, tool_schemas
 from tests.data.test_groups import make_sample
 from tests.docs.pages import DOCS, ROOT, blocks
+from tests.helpers.runs import write_config
+from tests.observe.trackers.steps import append, new_run, record, steps
 
 
 @pytest.fixture(autouse=True)
 def working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(DOCS / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    for module in ("my_reward", "my_algorithm", "my_family", "my_step", "my_tool", "my_notebook"):
+    for module in ("my_reward", "my_algorithm", "my_family", "my_step", "my_tool", "my_notebook", "my_tracker"):
         monkeypatch.delitem(sys.modules, module, raising=False)
 
 
@@ -74,6 +78,21 @@ def test_the_tool_answers_the_pages_call() -> None:
     ask = load_tool(find_tools([section])[0].entry(100))
     assert ask(call.arguments) == ToolAnswer("42.000")
     assert ask({**call.arguments, "operation": "multiply"}) == ToolAnswer("360.000")
+
+
+def test_the_tracker_takes_each_step_once(tmp_path: Path) -> None:
+    (entry,) = yaml.safe_load(blocks(DOCS / "trackers.md", "yaml")[0])["observe"]["trackers"][2:]
+    folder = new_run(tmp_path)
+    config = load_config(write_config(tmp_path, observe__trackers=[entry]))
+    append(folder, steps(1, 2))
+    for _ in range(2):
+        (delivery,) = deliveries(folder, config, ["own"])
+        delivery.finish()
+        append(folder, [record("rl", 3, **{"reward/mean": 0.5})])
+    delivery.finish()
+    rows = (folder.trackers.path / "own.csv").read_text().splitlines()
+    assert [row.split(",")[:2] for row in rows] == [["0", "1"], ["1", "0"], ["1", "1"], ["1", "2"], ["1", "3"]]
+    assert rows[-1].endswith(",0.5")
 
 
 def test_each_conversation_has_a_notebook() -> None:

@@ -114,6 +114,7 @@ def test_commands_in_the_pages_are_ones(line: str) -> None:
         ("steps", "my_step"),
         ("tools", "my_tool"),
         ("tools", "my_notebook"),
+        ("trackers", "my_tracker"),
     ],
 )
 def test_a_page_shows_its_example_file(page: str, file: str) -> None:

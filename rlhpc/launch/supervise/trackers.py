@@ -15,6 +15,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.shown import ShownOnly, show
 
 TRACKER_SECONDS = 12.0  # it gives up before that by itself (rlhpc.observe.trackers.process)
+_KILLED_SECONDS = 1.0
 _MODULE = "rlhpc.observe.trackers"
 
 
@@ -45,8 +46,9 @@ class TrackerProcess:
                 self._report(f"has not delivered the last steps within {seconds:g} s")
             finally:
                 if process.poll() is None:
-                    with contextlib.suppress(ProcessLookupError, PermissionError):
+                    with contextlib.suppress(ProcessLookupError, PermissionError, subprocess.TimeoutExpired):
                         os.killpg(process.pid, signal.SIGKILL)
+                        process.wait(_KILLED_SECONDS)
 
     def _wait(self) -> None:
         assert self._process is not None

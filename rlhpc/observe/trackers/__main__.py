@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.shown import ShownOnly
 from rlhpc.observe.trackers.board import board
 from rlhpc.observe.trackers.process import Warnings, feed
 
@@ -20,10 +21,13 @@ def main(arguments: Sequence[str]) -> None:
     found = [board(folder)] if _TENSORBOARD in names else []
     if set(names) - {_TENSORBOARD}:
         from rlhpc.config.load import load_config  # not before: TensorBoard alone needs neither
+        from rlhpc.observe.trackers.facts import record_facts
         from rlhpc.observe.trackers.makers import deliveries
 
+        with ShownOnly("the facts for trackers"):
+            record_facts(folder, Path.cwd())
         found += deliveries(folder, load_config(folder.config), names)
-    feed(found, report)
+    feed(folder, found, report)
 
 
 if __name__ == "__main__":

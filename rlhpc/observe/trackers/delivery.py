@@ -29,6 +29,7 @@ class Delivery:
         self._feed = Feed(run.folder.metrics)
         self._newest: Position | None = None
         self.sent = 0
+        self.trouble: Exception | None = None  # of attaching, which must not keep steps back
 
     @property
     def name(self) -> str:
@@ -80,7 +81,10 @@ class Delivery:
 
     def _attach(self) -> None:
         if hasattr(self._tracker, "attach"):
-            self._tracker.attach(*self._attachments())
+            try:
+                self._tracker.attach(*self._attachments())
+            except Exception as error:
+                self.trouble = error
 
 
 def tracked_run(folder: RunFolder, name: str, tracker: str) -> TrackedRun:

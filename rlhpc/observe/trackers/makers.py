@@ -10,6 +10,7 @@ from rlhpc.config.trackers import MlflowSection, WandbSection
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.imports import import_attribute
 from rlhpc.observe.trackers.delivery import Delivery, tracked_run
+from rlhpc.observe.trackers.facts import attachments
 from rlhpc.observe.trackers.protocol import TrackedRun, Tracker
 
 
@@ -34,4 +35,4 @@ def _delivery(folder: RunFolder, config: RunConfig, place: int) -> Delivery:
         function = import_attribute(section.function, f"observe.trackers.{place}.function")
         return function(run, **section.arguments)
 
-    return Delivery(tracked_run(folder, config.name, section.name), make, lambda: ({}, []))
+    return Delivery(tracked_run(folder, config.name, section.name), make, lambda: attachments(folder, config))

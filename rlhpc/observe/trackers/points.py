@@ -11,7 +11,7 @@ from rlhpc.core.records import Record, is_step, number, parse_records
 from rlhpc.core.storage import patiently
 
 _NO_METRICS = frozenset({"phase", "step", "total_steps", "time"})
-_PHASES = ("sft", "rl")
+PHASES = ("sft", "rl")
 Position = tuple[int, int]  # number of the phase, step
 
 
@@ -33,7 +33,7 @@ class MetricsPoint:
     @property
     def position(self) -> Position:
         """Orders the steps of a run."""
-        return _PHASES.index(self.phase), self.step
+        return PHASES.index(self.phase), self.step
 
 
 class Feed:
@@ -61,7 +61,7 @@ class Feed:
 
     def _point(self, record: Record) -> MetricsPoint | None:
         phase, step, at = record["phase"], record["step"], number(record.get("time"))
-        if phase not in _PHASES or step < 0 or at is None:
+        if phase not in PHASES or step < 0 or at is None:
             return None
         if phase == "sft":
             self._sft_steps = max(self._sft_steps, step)

@@ -18,6 +18,7 @@ from rlhpc.core.files import make_folder
 from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import guard_output, redact
 from rlhpc.observe.trackers.delivery import Delivery
+from rlhpc.observe.trackers.lock import held
 
 END_SECONDS = 10.0  # for the last steps after the run's end
 _POLL_SECONDS, _LOOK_SECONDS = 1.0, 0.5
@@ -53,6 +54,11 @@ class Warnings:
                 os.ftruncate(2, 0)
 
 
+def reason_of(error: Exception) -> str:
+    """The error in a line, without secrets."""
+    return redact(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST]
+
+
 class Feeder(threading.Thread):
     """Delivers to one tracker until ``ended`` is set, and then what is left.
 
@@ -76,15 +82,19 @@ class Feeder(threading.Thread):
         try:
             action()
         except Exception as error:
-            if not self.failed:
-                self.failed = True
-                reason = redact(one_line(f"{type(error).__name__}: {error}"))[:_LONGEST]
-                self._report(f"tracker {self._delivery.name} failed and is tried again: {reason}")
+            self._report_once("failed and is tried again", error)
             return False
+        if self._delivery.trouble is not None:
+            self._report_once("has no files attached", self._delivery.trouble)
         return True
 
+    def _report_once(self, what: str, error: Exception) -> None:
+        if not self.failed:
+            self.failed = True
+            self._report(f"tracker {self._delivery.name} {what}: {reason_of(error)}")
 
-def feed(deliveries: Sequence[Delivery], report: Warnings, end_seconds: float = END_SECONDS) -> None:
+
+def feed(folder: RunFolder, deliveries: Sequence[Delivery], report: Warnings, end_seconds: float = END_SECONDS) -> None:
     """Feeds the trackers until standard input ends or SIGTERM arrives, and for at most ``end_seconds`` after that.
 
     The launcher holds the other end of standard input, which therefore ends with the launcher. Does not return: a
@@ -94,12 +104,17 @@ def feed(deliveries: Sequence[Delivery], report: Warnings, end_seconds: float = 
     _listen(ended)
     with contextlib.suppress(OSError):
         os.nice(_NICE)
+    lock = contextlib.ExitStack()
+    while not lock.enter_context(held(folder)):  # `rlhpc sync` is at work
+        lock.close()
+        _look(ended)
+        if ended.is_set():
+            os._exit(0)
     feeders = [Feeder(delivery, ended, report) for delivery in deliveries]
     for feeder in feeders:
         feeder.start()
     while not ended.is_set():
-        if select.select([0], [], [], _LOOK_SECONDS)[0] and not os.read(0, 1):
-            ended.set()
+        _look(ended)
         report.cut_log()
     deadline = time.monotonic() + end_seconds
     for feeder in feeders:
@@ -108,6 +123,12 @@ def feed(deliveries: Sequence[Delivery], report: Warnings, end_seconds: float = 
     if slow:
         report(f"tracker {', '.join(slow)} has not taken all steps within {end_seconds:g} s")
     os._exit(0)
+
+
+def _look(ended: threading.Event) -> None:
+    """Waits a moment for the end of standard input."""
+    if select.select([0], [], [], _LOOK_SECONDS)[0] and not os.read(0, 1):
+        ended.set()
 
 
 def _listen(ended: threading.Event) -> None:

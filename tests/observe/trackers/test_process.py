@@ -44,7 +44,7 @@ class Slow:
             time.sleep(1000)
         if self.fault == "dies":
             import os; os._exit(7)
-        if self.fault == "fails" and not Path("mended").exists():
+        if self.fault == "fails" and not Path("repaired").exists():
             raise RuntimeError("password=hunter2abc is wrong")
         with open(self.file, "a") as out:
             out.writelines(f"{point.position[0]} {point.position[1]}\\n" for point in points)
@@ -149,7 +149,7 @@ def test_a_tracker_that_fails_is_reported_once_and_catches_up(folder: RunFolder,
     append(folder, steps(3, 5))
     until(lambda: seen(folder, 5))
     until(lambda: "own" in folder.trackers.log.read_text())
-    Path("mended").touch()
+    Path("repaired").touch()
     append(folder, [record("rl", 6)])
     process.end()
     taken = folder.trackers.files("own").read_text().split("\n")[:-1]
