@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from rlhpc.api import Sample
+from rlhpc.core.histograms import read_histograms
 from rlhpc.data.groups import Group, training_samples
 from tests.data.test_groups import make_group
 from tests.helpers.runs import records, run, write_config
@@ -164,3 +165,6 @@ def test_a_step_learns_from_what_the_reward_model_scores(tmp_path: Path) -> None
         assert read > step["perf/tokens_per_second"] * step["perf/step_seconds"], "greedy responses are scored too"
         assert sampled > step["rollout/completion_tokens"]
         assert step["perf/tflops_per_gpu_reward_model"] > 0
+    for found in read_histograms(tmp_path / "run" / "histograms.jsonl"):
+        counts = {name: histogram.values for name, histogram in found.histograms.items()}
+        assert counts["logprob_diff"] == counts["advantage"] > counts["reward"] > 0, "of both ranks' tokens"

@@ -14,6 +14,7 @@ from rlhpc.api import Prompt, Sample
 from rlhpc.config.rollout import DynamicSamplingSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
+from rlhpc.core.histograms import read_histograms
 from rlhpc.data.group_filter import make_filter
 from rlhpc.trainer.evaluate import Answered, Evaluator
 from rlhpc.trainer.sampling_plan import Outcome, check_shortage
@@ -167,6 +168,9 @@ def test_full_steps_of_groups_with_advantages_and_tools(tmp_path: Path) -> None:
     sampled = [step["rollout/completion_tokens"] for step in steps]
     assert speeds[0] == pytest.approx(sampled[0])
     assert speeds[1] < sampled[1], "responses of former steps were not sampled in this one"
+    first, second, _ = (step.histograms for step in read_histograms(tmp_path / "run" / "histograms.jsonl"))
+    assert first["logprob_diff"].values == first["advantage"].values, "every token that is trained on"
+    assert second["logprob_diff"].values < second["advantage"].values, "fresh ones"
     named, *_ = table_names(DOCS / "metrics.md")
     ours = ("sampling/", "replay/", "tools/")
     assert {name for step in steps for name in step if name.startswith(ours)} == {
