@@ -181,6 +181,19 @@ def test_a_failure_is_reported_once_and_ends_nothing(
     assert errors.count("continuing without samples of training steps, which failed: ") == 1
 
 
+def test_a_file_that_cannot_be_written_is_reported_once(
+    attempt: AttemptFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = files.SampleFiles(attempt, MIB)
+    attempt.run.training_samples.rmdir()
+    for step in (1, 2):
+        writer.write(step, [{"step": step}])
+        writer.close()
+    errors = capsys.readouterr().err
+    assert errors.count("continuing without samples of training steps, which failed: FileNotFoundError") == 1
+    assert "Traceback" not in errors
+
+
 def test_a_step_does_not_wait_for_the_file_of_another(
     attempt: AttemptFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
