@@ -38,13 +38,14 @@ BEGAN = 1.76e9
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a run."""
+    """Size of a run. ``rare_last``: the last metric is in every fifth step only, as those of validations are."""
 
     steps: int = 30
     metrics: int = 12
     ranks: int = 4
     samples: int = 12
     timeline: int = 3
+    rare_last: bool = False
 
 
 LARGE = Size(steps=10_000, metrics=45, ranks=64, samples=500, timeline=60)
@@ -59,14 +60,14 @@ def make_run(
     run.create()
     run.config.write_text(yaml12.dump(config if config is not None else _config(name or path.name, size)))
     names = [*NAMES, *(f"user/metric_{number}" for number in range(max(0, size.metrics - len(NAMES))))][: size.metrics]
-    line = '{"phase": "rl", "step": %d, "total_steps": %d, "time": %.3f' + "".join(
-        f', "{name}": %.7g' for name in names
-    )
+    begin = '{"phase": "rl", "step": %d, "total_steps": %d, "time": %.3f'
+    lines = [begin + "".join(f', "{name}": %.7g' for name in shown) + "}\n" for shown in (names, names[:-1])]
     with open(run.metrics, "w") as file:
         for step in range(1, size.steps + 1):
             level = math.tanh(3 * step / size.steps)
             values = [0.1 * number + level + 0.3 * chance.random() for number in range(len(names))]
-            file.write((line + "}\n") % (step, size.steps, BEGAN + 10.0 * step, *values))
+            some = size.rare_last and step % 5 > 0
+            file.write(lines[some] % (step, size.steps, BEGAN + 10.0 * step, *(values[:-1] if some else values)))
     _lines(run.samples, (_sample(number, size, chance) for number in range(size.samples)))
     _lines(run.timeline, (_timeline(size.steps - back, size.ranks, chance) for back in reversed(range(size.timeline))))
     _attempts(run, size)

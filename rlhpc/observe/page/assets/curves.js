@@ -6,7 +6,7 @@ page.curves = (() => {
   const LEADING = ["reward/mean", "validation/reward_mean", "loss", "entropy", "kl", "grad_norm"]; // of their groups
   const NEAR = 5; // pixels between the cursor and a mark whose text is shown
   const charts = [];
-  const state = { smoothing: 0, hours: false, range: null, setting: false };
+  const state = { smoothing: 0, hours: false, range: null, source: null };
 
   // Charts by group: [{group, phase, name}].
   function names() {
@@ -112,11 +112,14 @@ page.curves = (() => {
       scales: { x: { time: false }, y: { range: rangeOf } },
       axes: [{ size: 30, space: 60 }, { size: 58, values: (_, ticks) => ticks.map(format) }],
       cursor: {
-        sync: { key: "step" }, drag: { x: true, y: false }, dataIdx: nearest,
-        bind: { dblclick: () => () => { reset(); return null; } },
+        sync: { key: "step" }, drag: { x: true, y: false, setScale: false }, dataIdx: nearest,
+        bind: {
+          mousedown: (u, target, handle) => (event) => { state.source = chart; return handle(event); },
+          dblclick: () => () => { reset(); return null; },
+        },
       },
       hooks: {
-        setScale: [(u, key) => key === "x" && follow(u)],
+        setSelect: [(u) => zoom(u, chart)],
         draw: [(u) => drawMarks(u, chart)],
         setCursor: [(u) => tell(u, chart)],
       },
@@ -124,10 +127,8 @@ page.curves = (() => {
     const bad = chart.points.reduce((sum, one) => sum + one.bad, 0);
     const remark = bad ? element("em", { textContent: ` ${bad} not finite` }) : "";
     chart.box.querySelector("h4").replaceChildren(chart.name, remark);
-    state.setting = true;
     chart.plot = new uPlot(options, dataOf(chart), chart.box);
     if (state.range) chart.plot.setScale("x", state.range);
-    state.setting = false;
   }
 
   // Room above and below; a constant curve is in the middle.
@@ -140,13 +141,16 @@ page.curves = (() => {
 
   const width = (chart) => Math.max(240, chart.box.clientWidth - 8);
 
-  // All charts of a phase show the range that the user has chosen in one of them.
-  function follow(from) {
-    if (state.setting) return;
-    state.setting = true;
-    state.range = { min: from.scales.x.min, max: from.scales.x.max };
-    for (const { plot } of charts) if (plot && plot !== from) plot.setScale("x", state.range);
-    state.setting = false;
+  // All charts show the range that the user has chosen in one of them; uPlot copies the selection by its pixels.
+  function zoom(u, chart) {
+    const { left, width: wide } = u.select;
+    if (wide <= 0 || state.source !== chart) return;
+    state.range = { min: u.posToVal(left, "x"), max: u.posToVal(left + wide, "x") };
+    for (const { plot } of charts) {
+      if (!plot) continue;
+      plot.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+      plot.setScale("x", state.range);
+    }
   }
 
   function reset() {
@@ -155,13 +159,11 @@ page.curves = (() => {
   }
 
   function redraw(rescale = false) {
-    state.setting = true;
     for (const chart of charts) {
       if (!chart.plot) continue;
       chart.plot.setData(dataOf(chart), rescale || !state.range);
       if (state.range && !rescale) chart.plot.setScale("x", state.range);
     }
-    state.setting = false;
   }
 
   // Makes the charts again, for what uPlot does not change in place.
