@@ -17,13 +17,13 @@ import torch.distributed as dist
 from jaxtyping import Float
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
 from rlhpc.api import LossFunction, LossSums, PackedBatch, TokenStats, TokenValues, TrainBackend, TrainStats
 from rlhpc.backends.megatron.checkpoint import ForkedWrite, ModelCheckpoint
 from rlhpc.backends.megatron.context import LocalBatch, local_batch
 from rlhpc.backends.megatron.experts import biases_of, restore_biases, routers_of, routing_metrics
+from rlhpc.backends.megatron.layers import numbered_layers
 from rlhpc.backends.megatron.log_probs import Rows, token_stats
 from rlhpc.backends.megatron.model import DTYPES, build_chunks, transformer_config
 from rlhpc.backends.megatron.offload import KINDS, Offload, configured_kinds, device_tensors
@@ -116,8 +116,7 @@ class MegatronBackend:
 
     def layers(self) -> Iterator[tuple[int, torch.nn.Module]]:
         """See ``TrainBackend``."""
-        modules = (module for chunk in self._models for module in chunk.modules())
-        return ((module.layer_number - 1, module) for module in modules if isinstance(module, TransformerLayer))
+        return numbered_layers(self._models)
 
     @_in_its_groups
     def load_pretrained(self, folder: Path) -> None:

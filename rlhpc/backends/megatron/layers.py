@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
@@ -21,6 +22,7 @@ from megatron.core.transformer.transformer_layer import (
     TransformerLayerSubmodules,
     get_transformer_layer_offset,
 )
+from torch.nn import Module
 
 from rlhpc.backends.megatron.attention import PackedAttention
 from rlhpc.backends.megatron.experts import GroupedExperts, Router
@@ -92,3 +94,9 @@ def _experts_spec() -> ModuleSpec:
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=shared),
         ),
     )
+
+
+def numbered_layers(models: Iterable[Module]) -> Iterator[tuple[int, Module]]:
+    """The transformer layers of a rank's models, by their numbers from 0 in the whole model."""
+    modules = (module for model in models for module in model.modules())
+    return ((module.layer_number - 1, module) for module in modules if isinstance(module, TransformerLayer))
