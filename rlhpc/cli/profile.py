@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlhpc.cli.completion import complete_runs
 from rlhpc.cli.options import JSON, grouped
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ class _View:
 
 
 @click.command()
-@click.argument("run_or_file", metavar="RUN_OR_FILE")
+@click.argument("run_or_file", metavar="RUN_OR_FILE", shell_complete=complete_runs)
 @click.argument("steps", required=False, metavar="[STEPS]")
 @click.option("--ranks", default="0", show_default=True, help="Ranks: 0,8-15, or 0-95:8 for every eighth, or all.")
 @click.option("--phases", default="", help="Phases, with commas between; default: the whole step.")

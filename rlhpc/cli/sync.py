@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import click
 
+from rlhpc.cli.completion import complete_runs
+
 
 @click.command()
-@click.argument("run")
+@click.argument("run", shell_complete=complete_runs)
 @click.option("--tracker", "names", multiple=True, metavar="NAME", help="Only this tracker; can be repeated.")
 @click.option("--upload", is_flag=True, help="Also upload W&B's offline runs with `wandb sync`.")
 def sync(*, run: str, names: tuple[str, ...], upload: bool) -> None:

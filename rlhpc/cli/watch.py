@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from rlhpc.cli.completion import complete_runs
 from rlhpc.cli.status import read_statuses
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ _SECONDS, _STATUS_SECONDS = 1.0, 5.0  # between two pictures, and between two lo
 
 
 @click.command()
-@click.argument("run", required=False)
+@click.argument("run", required=False, shell_complete=complete_runs)
 @click.option("--once", is_flag=True, help="Print the state once.")
 def watch(*, run: str | None, once: bool) -> None:
     """Watch a run in the terminal, until it ends or Ctrl-C.

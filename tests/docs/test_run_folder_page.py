@@ -28,8 +28,9 @@ def rows() -> dict[str, str]:
 def written() -> set[str]:
     """The first folder, or the file, of each path that RunFolder names."""
     folder = RunFolder(RUN)
-    paths = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
-    found = {path.relative_to(RUN).parts[0] for path in paths if isinstance(path, Path)}
+    named = [getattr(folder, name) for name, kind in vars(RunFolder).items() if isinstance(kind, property)]
+    paths = [one if isinstance(one, Path) else one.path for one in named]  # a folder's own paths are inside it
+    found = {path.relative_to(RUN).parts[0] for path in paths}
     return found - {"attempts"}
 
 
