@@ -13,7 +13,8 @@ from rlhpc.observe.alerts.engine import Engine
 from rlhpc.observe.alerts.rules import Rule
 
 SERIES = Path(__file__).parents[2] / "golden" / "series"
-RECORDED = sorted(SERIES.glob("*.jsonl.gz"))
+COLLAPSED = SERIES / "collapsed.jsonl.gz"
+RECORDED = sorted({*SERIES.glob("*.jsonl.gz")} - {COLLAPSED})  # healthy ones
 STEP_SECONDS = 60.0
 HEALTHY = {
     "loss": 0.01,

@@ -13,7 +13,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.observe.alerts.builtin import BUILTIN
 from rlhpc.observe.alerts.configured import rules_of
-from tests.observe.alerts.series import RECORDED, fired, healthy, recorded
+from tests.observe.alerts.series import COLLAPSED, RECORDED, fired, healthy, recorded
 
 DEMO = Path(__file__).parents[3] / "configs" / "demo.yaml"
 ONSET = 40  # last healthy step
@@ -99,6 +99,16 @@ def test_speeds_beside_busy_neighbours_fire_nothing_at_any_pace(file: Path, fact
     rules = [rule for rule in rules_of(load_config(DEMO)) if rule.name in ("throughput", "straggler")]
     records = [{**record, "time": record["time"] * factor} for record in recorded(file) if record["phase"] == "rl"]
     assert not fired(rules, records)
+
+
+def test_a_run_that_collapsed_is_warned_of() -> None:
+    """The demo with 25 times its learning rate: the reward has fallen by step 5, and responses are long from 18 on."""
+    assert [(rule, step) for rule, step, _ in fired(rules_of(load_config(DEMO)), recorded(COLLAPSED))] == [
+        ("kl", 5),
+        ("reward_collapse", 6),
+        ("truncated", 19),
+        ("flat_reward", 25),
+    ]
 
 
 def test_the_demo_was_recorded_with_three_seeds() -> None:
