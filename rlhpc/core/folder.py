@@ -338,7 +338,15 @@ class RunFolder:
         if exists(self.attempts) or exists(self.checkpoints):
             return
         lines = (self.metrics, self.samples, self.histograms, self.timeline, self.alerts, self.prometheus)
-        for file in (self.config, self.secrets, *lines, self.training_samples, self.evaluation, self.report_text):
+        for file in (
+            self.config,
+            self.secrets,
+            *lines,
+            self.training_samples,
+            self.evaluation,
+            self.report_text,
+            self.page,
+        ):
             if exists(file, follow_symlinks=False):
                 raise UserError(
                     f"{str(file)!r} was not written by a run, which would overwrite it",

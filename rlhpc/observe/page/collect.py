@@ -28,6 +28,9 @@ from rlhpc.observe.page.texts import MOST_SAMPLES, Samples, longest_text, pack_s
 from rlhpc.observe.page.timeline import pack_timeline
 
 MOST_SPANS = 80_000  # of all runs on the page
+# Size at which long texts are cut, and what numbers and characters usually take, compressed and as base64.
+_PAGE_BYTES, _BYTES_OF_NUMBER, _BYTES_OF_CHARACTER = 1_800_000, 2.7, 0.5
+_LEAST_ROOM = 500_000  # characters
 
 
 @dataclass(frozen=True)
@@ -51,15 +54,13 @@ def page_data(folders: Sequence[RunFolder], base: Path, *, training: bool = True
     runs = [_read(folder, MOST_SAMPLES // len(folders), training=training) for folder in folders]
     numbers = Numbers()
     bins = bins_for(sum(len(run.steps.columns) for run in runs))
-    longest = longest_text(sum(len(run.samples.found) for run in runs))
-    names = _names(runs)
+    packed = [_packed(run, numbers, bins, MOST_SPANS // len(runs), base) for run in runs]
+    room = (_PAGE_BYTES - _BYTES_OF_NUMBER * len(numbers)) / _BYTES_OF_CHARACTER
+    longest = longest_text([sample for run in runs for sample in run.samples.found], max(_LEAST_ROOM, room))
     texts = {
         "written": time.time(),
         "kinds": KINDS,
-        "runs": [
-            {"name": name, **_packed(run, numbers, bins, MOST_SPANS // len(runs), base)}
-            for name, run in zip(names, runs, strict=True)
-        ],
+        "runs": [{"name": name, **run} for name, run in zip(_names(runs), packed, strict=True)],
         "rows": [pack_samples(run.samples.found, longest) for run in runs],
         "settings": pack_settings([run.tree for run in runs]),
     }

@@ -31,6 +31,9 @@ class Numbers:
             self._data.extend(added)
         return self._places[key]
 
+    def __len__(self) -> int:
+        return len(self._data)
+
     def packed(self) -> str:
         """One gzip stream: the first bytes of all numbers, then the second ones and so on, which compresses best."""
         data = self._data

@@ -16,8 +16,8 @@ from rlhpc.observe.page.marks import read_lines
 from rlhpc.observe.training_samples import file_of, kept_steps, read_file
 
 MOST_SAMPLES = 1500  # of all runs on the page
-MOST_CHARACTERS = 1_200_000  # likewise
 _SHORTEST, _LONGEST = 300, 6000  # characters of one text
+_TEXT_FIELDS = ("prompt", "response", "expected")
 _LEAST_OF_STEP = 8  # training samples
 FIELDS = ("kind", "step", "name", "reward", "state", "prompt", "response", "expected")
 VALIDATION, TRAINING = "validation", "training"
@@ -55,9 +55,17 @@ def pack_samples(samples: Sequence[dict[str, Any]], longest: int) -> list[list[A
     return [_row(sample, longest) for sample in samples]
 
 
-def longest_text(samples: int) -> int:
-    """Maximum length of a text on a page with so many samples."""
-    return max(_SHORTEST, min(_LONGEST, MOST_CHARACTERS // max(1, 2 * samples)))
+def longest_text(samples: Sequence[dict[str, Any]], room: float) -> int:
+    """Maximum length of a text at which all together have at most ``room`` characters."""
+    lengths = [len(_text(sample.get(name))) for sample in samples for name in _TEXT_FIELDS]
+    least, most = _SHORTEST, _LONGEST
+    while least < most:
+        middle = (least + most + 1) // 2
+        if sum(min(length, middle) for length in lengths) <= room:
+            least = middle
+        else:
+            most = middle - 1
+    return least
 
 
 def _row(sample: dict[str, Any], longest: int) -> list[Any]:
@@ -65,7 +73,7 @@ def _row(sample: dict[str, Any], longest: int) -> list[Any]:
     right = sample.get("correct")
     state = ["", "correct", "wrong"][0 if right is None else 1 if right else 2]
     words = [state, "truncated" if sample.get("truncated") else "", *_figures(sample)]
-    texts = (_shortened(_text(sample.get(name)), longest) for name in ("prompt", "response", "expected"))
+    texts = (_shortened(_text(sample.get(name)), longest) for name in _TEXT_FIELDS)
     name = " ".join(str(sample[key]) for key in ("set", "source") if sample.get(key))
     shown = reward if reward is not None and math.isfinite(reward) else None
     return [sample["kind"], sample["step"], name, shown, " | ".join(filter(None, words)), *texts]

@@ -93,7 +93,7 @@ def _config(name: str, size: Size) -> dict[str, Any]:
 
 def _sample(number: int, size: Size, chance: random.Random) -> dict[str, Any]:
     words = ["the", "number", "of", "apples", "left", "is", "twelve", "because", "three", "were", "eaten", "so"]
-    response = " ".join(chance.choice(words) + str(chance.randrange(100)) for _ in range(60))
+    response = " ".join(chance.choice(words) + str(chance.randrange(100)) for _ in range(200))
     step = (number * 10 // size.samples + 1) * size.steps // 10
     return {
         "step": step, "set": "", "source": "gsm8k", "prompt": f"Question {number}: how many apples are left?",

@@ -25,7 +25,7 @@ from rlhpc.observe.page.document import SCRIPTS, STYLES, UPLOT, checksum, docume
 from rlhpc.observe.page.marks import link
 from rlhpc.observe.page.packing import Numbers, pack_texts
 from rlhpc.observe.page.settings import pack_settings
-from rlhpc.observe.page.texts import MOST_SAMPLES
+from rlhpc.observe.page.texts import MOST_SAMPLES, longest_text
 from rlhpc.observe.page.timeline import pack_timeline
 from rlhpc.observe.page.write import write_own_page, write_page
 from rlhpc.observe.training_samples import encoded, file_of
@@ -243,6 +243,11 @@ def test_samples_of_training_steps_are_read_and_counted(tmp_path):
     assert (len(texts["rows"][0]), texts["runs"][0]["unread"]) == (4, 4)
 
 
+def test_long_texts_share_the_room():
+    samples = [{"prompt": "p" * 100, "response": "r" * length} for length in (100, 2000, 9000)]
+    assert [longest_text(samples, room) for room in (10**6, 5000, 3400, 10)] == [6000, 2600, 1500, 300]
+
+
 def test_many_samples_are_the_newest_and_long_texts_are_cut(tmp_path):
     run = make_run(tmp_path / "run", Size(samples=MOST_SAMPLES + 5))
     lines = run.samples.read_text().splitlines()
@@ -251,4 +256,4 @@ def test_many_samples_are_the_newest_and_long_texts_are_cut(tmp_path):
     (rows,) = page_data([run], tmp_path)[0]["rows"]
     assert len(rows) == MOST_SAMPLES
     assert rows[0][5] == "Question 5: how many apples are left?"
-    assert re.fullmatch(r"a+\n\[… 9,6\d\d characters …\]\nz+", rows[-1][6])
+    assert re.fullmatch(r"a+\n\[… 4,000 characters …\]\nz+", rows[-1][6])
