@@ -129,7 +129,7 @@ def _lines(path: Path, kind: str, places: Places) -> Iterator[Mark]:
         time, step = number(line.get("time")), line.get("step")
         if time is None:
             continue
-        known = isinstance(line.get("phase"), str) and type(step) is int and abs(step) < 1 << 24
+        known = isinstance(line.get("phase"), str) and type(step) is int and 0 <= step < 1 << 24
         at = (line["phase"], step) if known else places.at(time)
         words = [line.get(name) for name in ("severity", "rule", "message", "text", "action")]
         text = " | ".join(str(word) for word in words if word)

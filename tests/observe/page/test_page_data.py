@@ -124,6 +124,15 @@ def test_events_are_at_the_steps_that_were_done(tmp_path):
     assert (run["began"], run["done"], run["totals"]) == (BEGAN + 10, {"rl": 30}, {"rl": 30})
 
 
+def test_an_event_of_the_job_is_at_its_time(tmp_path):
+    """Before the first step of an attempt, an alert has no step."""
+    run = make_run(tmp_path / "run", Size(steps=30))
+    run.alerts.write_text(json.dumps({"time": BEGAN + 155, "phase": "", "step": -1, "rule": "requeue"}) + "\n")
+    texts, _ = page_data([run], tmp_path)
+    alerts = [mark[2:5] for mark in texts["runs"][0]["marks"] if texts["kinds"][mark[0]] == "alert"]
+    assert alerts == [["rl", 15, "requeue"]]
+
+
 def test_ranks_are_on_their_nodes_and_axes(tmp_path):
     texts, numbers = page_data([make_run(tmp_path / "run", Size(ranks=16))], tmp_path)
     placement = texts["runs"][0]["placement"]
