@@ -30,14 +30,40 @@ class Span:
 @dataclass
 class StepSpans:
     """A step's phases in their order. By phase: ``tokens`` worked on, and ``rounds``, in which the engine generates a
-    token of each of its responses. ``parts``: seconds of parts of phases, by name."""
+    token of each of its responses; ``taken``: seconds without waits in which other processes had this rank's core.
+    ``parts``: seconds of parts of phases, by name."""
 
     spans: list[Span] = field(default_factory=list)
     tokens: dict[str, int] = field(default_factory=dict)
     rounds: dict[str, int] = field(default_factory=dict)
+    taken: dict[str, float] = field(default_factory=dict)
     parts: dict[str, float] = field(default_factory=dict)
 
+    def busy(self, phase: str) -> float:
+        """Seconds of a phase without waits, on a core of its own."""
+        return sum(span.busy for span in self.spans if span.phase == phase) - self.taken.get(phase, 0.0)
 
+
+@dataclass(frozen=True)
+class CoreTimes:
+    """Seconds in which the calling thread ran, and in which it was queued while others had its core."""
+
+    running: float
+    queued: float
+
+    @classmethod
+    def now(cls) -> CoreTimes:
+        """Since the thread began, as Linux counts; queued for 0 seconds if it does not."""
+        queued = 0.0
+        with contextlib.suppress(OSError, ValueError, IndexError), open(_SCHEDSTAT, "rb", buffering=0) as file:
+            queued = int(file.read().split()[1]) / 1e9
+        return cls(time.thread_time(), queued)
+
+    def __sub__(self, other: CoreTimes) -> CoreTimes:
+        return CoreTimes(self.running - other.running, self.queued - other.queued)
+
+
+_SCHEDSTAT = "/proc/thread-self/schedstat"
 _step = StepSpans()
 _open: list[tuple[str, list[float]]] = []  # running phases, the innermost last, with their waits
 _waiting = False  # in a part that counts as a wait as a whole
@@ -53,10 +79,15 @@ def enter(phase: str) -> None:
     _open.append((phase, []))
 
 
-def leave(begin: float, end: float) -> None:
-    """Ends the phase that was begun last."""
+def leave(begin: float, end: float, core: CoreTimes | None = None) -> None:
+    """Ends the phase that was begun last. ``core``: times on its core, of a rank that computes there."""
     phase, waits = _open.pop()
-    _step.spans.append(Span(phase, begin, end, min(sum(waits), end - begin)))
+    span = Span(phase, begin, end, min(sum(waits), end - begin))
+    _step.spans.append(span)
+    if core is not None:
+        # The queue is also where a rank is at the end of a wait, so the rest may be less than the CPU time.
+        busy = min(span.busy, max(core.running, span.busy - core.queued))
+        _step.taken[phase] = _step.taken.get(phase, 0.0) + span.busy - busy
 
 
 def forget() -> None:

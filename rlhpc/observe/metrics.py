@@ -66,6 +66,7 @@ class Stopwatch:
     def __call__(self, phase: str) -> Iterator[None]:
         if (hook := Stopwatch.hook) is not None:
             hook.enter(phase)
+        core = None if torch.cuda.is_available() else spans.CoreTimes.now()
         began = _now()
         spans.enter(phase)
         try:
@@ -73,7 +74,7 @@ class Stopwatch:
         finally:
             ended = _now()
             settle_waits()
-            spans.leave(began, ended)
+            spans.leave(began, ended, spans.CoreTimes.now() - core if core is not None else None)
             self._seconds[phase] = self._seconds.get(phase, 0.0) + ended - began
             if hook is not None:
                 hook.leave(phase)

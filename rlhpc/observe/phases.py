@@ -55,9 +55,8 @@ def load_numbers(record: StepSpans) -> dict[str, float]:
     """Busy seconds, tokens and rounds of a rank in each phase."""
     found = {}
     for phase, tokens in record.tokens.items():
-        busy = sum(span.busy for span in record.spans if span.phase == phase)
         rounds = float(record.rounds.get(phase, 0))
-        values = {"busy": busy, "rounds": rounds, "tokens": float(tokens)}
+        values = {"busy": record.busy(phase), "rounds": rounds, "tokens": float(tokens)}
         found |= {f"{_LOAD}{phase} {name}": value for name, value in values.items()}
     return found
 
@@ -86,8 +85,7 @@ def work_numbers(record: StepSpans) -> dict[str, float]:
     """Tokens of each phase, and busy time for each."""
     found: dict[str, float] = {}
     for phase, tokens in record.tokens.items():
-        busy = sum(span.busy for span in record.spans if span.phase == phase)
         found[f"perf/{phase}_tokens"] = float(tokens)
         if tokens:
-            found[f"perf/{phase}_busy_us_per_token"] = 1e6 * busy / tokens
+            found[f"perf/{phase}_busy_us_per_token"] = 1e6 * record.busy(phase) / tokens
     return found

@@ -17,7 +17,7 @@ from rlhpc.observe.phases import Load
 
 BLOCKS = 5  # of steps, that are compared
 RATIO = 1.2  # of a rank to the median of the others: its median over the blocks
-BLOCK_RATIO, SLOW_BLOCKS = 1.1, 4  # it exceeds the first in at least the second number of blocks
+BLOCK_RATIO = 1.1  # that it exceeds in each block
 _FEW = 8  # ranks: among more, a rank's own value hardly moves the median
 
 
@@ -96,10 +96,10 @@ def _relative(costs: Sequence[float], places: Sequence[int]) -> list[float]:
 
 
 def _ratios(blocks: Sequence[Sequence[float]]) -> list[float]:
-    """Median ratio of each rank over the blocks; 0 for one that is slower in too few of them."""
+    """Median ratio of each rank over the blocks; 0 for one that is not slower in each of them."""
     found = []
     for values in zip(*blocks, strict=True):
-        slow = [value for value in values if value > BLOCK_RATIO]  # NaN is not
+        slow = all(value > BLOCK_RATIO for value in values)  # NaN is not
         known = [value for value in values if not math.isnan(value)]
-        found.append(median(known) if len(slow) >= SLOW_BLOCKS and len(blocks) == BLOCKS else 0.0)
+        found.append(median(known) if slow and len(blocks) == BLOCKS else 0.0)
     return found

@@ -126,3 +126,23 @@ def test_on_a_gpu_the_stream_waits_too() -> None:
     assert not {"send", "recv", "rank", "size", "name"} & {*names}
     assert device >= 0.25, "the longer one"
     assert host > 0.15
+
+
+@pytest.mark.parametrize(
+    ("running", "queued", "busy"), [(4.0, 5.0, 5.0), (8.0, 5.0, 8.0), (4.0, 0.0, 10.0), (12.0, 0.0, 10.0)]
+)
+def test_time_of_others_on_the_core_is_not_busy(running: float, queued: float, busy: float) -> None:
+    """A phase of 10 s; sleep is busy, and a queue at the end of a wait is no part of the rest."""
+    spans.take()
+    spans.enter("update")
+    spans.leave(0.0, 10.0, spans.CoreTimes(running, queued))
+    assert spans.take().busy("update") == busy
+
+
+def test_linux_counts_the_time_on_a_core() -> None:
+    before = spans.CoreTimes.now()
+    end = time.perf_counter() + 0.1
+    while time.perf_counter() < end:
+        pass
+    passed = spans.CoreTimes.now() - before
+    assert passed.running + passed.queued == pytest.approx(0.1, rel=0.3)
