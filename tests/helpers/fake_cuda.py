@@ -10,7 +10,9 @@ operator as a kernel. It shows nothing about GPU kernels: numbers and times are 
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -165,6 +167,14 @@ class FakeCuda:
         yield torch, "Generator", Generator
         yield torch.profiler, "profile", Profile
         yield torch.cuda.nccl, "version", lambda: (2, 27, 5)
+        for owner, name in (
+            (cuda.memory, "_record_memory_history"),
+            (torch._C, "_cuda_attach_out_of_memory_observer"),
+            (cuda.nvtx, "range_push"),
+            (cuda.nvtx, "range_pop"),
+        ):
+            yield owner, name, self._recorded(name, lambda *_: None)
+        yield cuda.memory, "_dump_snapshot", lambda file: Path(file).write_bytes(pickle.dumps({"segments": []}))
 
     def _functions(self) -> dict[str, Any]:
         properties = SimpleNamespace(
@@ -178,6 +188,8 @@ class FakeCuda:
         cudart = SimpleNamespace(
             cudaHostRegister=self._recorded("cudaHostRegister", self._register),
             cudaHostUnregister=self._recorded("cudaHostUnregister", self._unregister),
+            cudaProfilerStart=self._recorded("cudaProfilerStart", lambda: 0),
+            cudaProfilerStop=self._recorded("cudaProfilerStop", lambda: 0),
             cudaError=SimpleNamespace(success=0),
         )
         # Classes, because annotations of other packages refer to them.

@@ -11,6 +11,7 @@ import torch
 
 from rlhpc.core.files import write_atomic
 from rlhpc.core.profiles import NEEDS_CUDA
+from rlhpc.core.shown import ShownOnly
 from rlhpc.core.storage import NONE
 from rlhpc.observe.profiles.index import TRACE
 from rlhpc.observe.profiles.stacks import Stacks, find_py_spy
@@ -76,14 +77,15 @@ class MemorySnapshots:
     def watch(self, path: Callable[[], Path]) -> None:
         """Writes a snapshot at the first out-of-memory error, in any step: of the memory in use, with the stacks of its
         allocations."""
-        self._always, done = True, []
+        self._always, done, guard = True, [], ShownOnly("the snapshot of an out-of-memory error")
 
         def dump(*_: object) -> None:
             if not done:
                 done.append(True)
-                file = path()
-                file.parent.mkdir(parents=True, exist_ok=True)
-                _snapshot(file)
+                with guard:  # within the allocator
+                    file = path()
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    _snapshot(file)
 
         torch._C._cuda_attach_out_of_memory_observer(dump)
         self._rest()
