@@ -104,15 +104,18 @@ def from_numbers(numbers: Sequence[int]) -> Selection | None:
 def from_json(value: Any) -> Selection:
     """The selection of ``Selection.as_json``. Raises ValueError for anything else."""
     try:
-        return Selection(
+        found = Selection(
             int(value["first"]),
             int(value["last"]),
             parse_ranges(value["ranks"], "ranks"),
             tuple(known(value["phases"], PHASES, "phases")),
             tuple(known(value["tools"], TOOLS, "tools")),
         )
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"no profile: {error}") from None
+    if not 0 < found.first <= found.last < _LARGEST or not found.tools or not 0 < len(found.ranks) <= MOST_RANGES:
+        raise ValueError("no profile: steps, ranks or tools are out of bounds")
+    return found
 
 
 def parse_ranges(items: Iterable[int | str], where: str) -> tuple[Range, ...]:

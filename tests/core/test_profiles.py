@@ -46,6 +46,32 @@ def test_numbers_and_json_keep_everything(selection: Selection) -> None:
     assert from_json(json.loads(json.dumps(selection.as_json()))) == selection
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"first": 0},
+        {"first": -1},
+        {"first": 3},
+        {"last": 10**12},
+        {"last": float("inf")},
+        {"ranks": []},
+        {"ranks": list(range(MOST_RANGES + 1))},
+        {"ranks": 3},
+        {"ranks": ["0-1:0"]},
+        {"tools": []},
+        {"tools": ["gdb"]},
+        {"phases": "update"},
+        {"phases": None},
+    ],
+    ids=str,
+)
+def test_a_file_of_another_shape_is_no_request(change: dict[str, object]) -> None:
+    """All ranks expect as many numbers, with any contents of the file of a request."""
+    value = {**Selection(1, 2).as_json(), **change}
+    with pytest.raises(ValueError, match=r"no profile|ranks|tools|phases|invalid"):
+        from_json(value)
+
+
 def test_no_request_has_no_numbers() -> None:
     assert from_numbers(NOTHING) is None
 

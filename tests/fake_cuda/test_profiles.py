@@ -24,10 +24,11 @@ def test_traces_have_kernels(tmp_path: Path) -> None:
     trace = TorchTrace()
     with FakeCuda():
         trace.start(tmp_path / "rank-00000")
-        assert trace._profile._sees_kernels
+        sees_kernels = trace._profile._sees_kernels
         torch.ones(3).add(1)
         trace.stop()
         trace.write()
+    assert sees_kernels
     assert "aten::add" in {event["name"] for event in read_trace(tmp_path / "rank-00000.trace.json.gz")}
 
 
