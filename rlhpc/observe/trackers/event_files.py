@@ -5,17 +5,19 @@ torch's writer would load torch, and TensorBoard's own one ten times the modules
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from rlhpc.core.files import make_folder, names_in, read_json, write_json
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.histograms import StepHistograms, read_histograms
 from rlhpc.observe.trackers.points import MetricsPoint, Position
 from rlhpc.observe.trackers.protocol import Outcome
 
@@ -32,6 +34,7 @@ class TensorBoard:
 
     def __init__(self, run: RunFolder) -> None:
         self._folder, self._state = run.tensorboard, run.trackers.state("tensorboard")
+        self._histograms = Histograms(run.histograms)
         make_folder(self._folder)
         self._known: dict[Position, MetricsPoint] = {}  # as on disk
         self._file: Path | None = None
@@ -72,13 +75,19 @@ class TensorBoard:
             points = [*self._repeated, *points]
             self._begin(points[0].place if names_in(self._folder, f"{_PREFIX}*") else None)
         assert self._file is not None
-        _append(self._file, [_scalars(point) for point in points])
         self._known.update((point.position, point) for point in points)
-        last = points[-1]
-        write_json(self._state, {"phase": last.phase, "step": last.step, "time": last.time})
+        _append(self._file, [_scalars(point) for point in points] + self._histograms.new(self._known))
+        self._write_state(points[-1])
 
     def close(self, outcome: Outcome) -> None:
-        """Nothing is open."""
+        """Appends the last step's histograms, which are written after its metrics."""
+        if self._file is not None and (events := self._histograms.new(self._known)):
+            _append(self._file, events)
+            self._write_state(self._known[max(self._known)])
+
+    def _write_state(self, last: MetricsPoint) -> None:
+        state = {"phase": last.phase, "step": last.step, "time": last.time, "histogram": self._histograms.newest}
+        write_json(self._state, state)
 
     def _remember(self, points: Sequence[MetricsPoint]) -> None:
         """Finds the steps that earlier processes wrote. The next file repeats the last one, to hide what a killed
@@ -88,13 +97,16 @@ class TensorBoard:
         except (FileNotFoundError, ValueError):
             return
         for number, point in enumerate(points, 1):
-            if {"phase": point.phase, "step": point.step, "time": point.time} == state:
+            if all(getattr(point, name) == state.get(name) for name in ("phase", "step", "time")):
+                self._histograms.newest = int(state.get("histogram", 0))
                 self._known = {earlier.position: earlier for earlier in points[:number]}
                 self._repeated = [earlier for earlier in points[:number] if earlier.place == point.place]
 
     def _begin(self, purged: int | None) -> None:
         """A new file, which hides the steps from ``purged`` on in the earlier ones. TensorBoard sorts files by name."""
         events = _messages()
+        if purged is not None:
+            self._histograms.forget(purged, self._known)
         names = names_in(self._folder, f"{_PREFIX}*")
         last = max((int(part) for name in names if (part := name.split(".")[3]).isdecimal()), default=0)
         now = time.time()
@@ -105,6 +117,50 @@ class TensorBoard:
             start = events.SessionLog(status=events.SessionLog.START)
             written.append(events.Event(wall_time=now, step=purged, session_log=start))
         _append(self._file, written)
+
+
+class Histograms:
+    """The histograms of RL steps that are not in the event files yet. ``newest``: last step that is."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._seen = path, (0, 0, 0)
+        self._read: list[StepHistograms] = []
+        self.newest = 0
+
+    def new(self, known: Mapping[Position, MetricsPoint]) -> list[Any]:
+        """Events of the known steps after the newest one."""
+        with contextlib.suppress(FileNotFoundError):
+            status = os.stat(self._path)
+            seen = (status.st_ino, status.st_size, status.st_mtime_ns)
+            if seen != self._seen:
+                self._read, self._seen = read_histograms(self._path), seen
+        found = [(known[1, one.step], one) for one in self._read if one.step > self.newest and (1, one.step) in known]
+        self.newest = max((one.step for _, one in found), default=self.newest)
+        return [_bins(point, one) for point, one in found]
+
+    def forget(self, place: int, known: Mapping[Position, MetricsPoint]) -> None:
+        """Takes back the steps from a place on, which are hidden."""
+        before = (step for (phase, step), point in known.items() if phase == 1 and point.place < place)
+        self.newest = min(self.newest, max(before, default=0))
+
+
+def _bins(point: MetricsPoint, step: StepHistograms) -> Any:
+    """Event of a step's histograms. Sums are those of values in the middle of their bins."""
+    event = _messages().Event(wall_time=point.time, step=point.place)
+    for name, histogram in step.histograms.items():
+        middles = [((low + high) / 2, count) for low, high, count in histogram.bins]
+        event.summary.value.add(tag=f"{point.phase}/{name}").histo.CopyFrom(
+            _summaries().HistogramProto(
+                min=histogram.edges[0],
+                max=histogram.edges[-1],
+                num=sum(histogram.counts),
+                sum=sum(value * count for value, count in middles),
+                sum_squares=sum(value * value * count for value, count in middles),
+                bucket_limit=histogram.edges[1:],
+                bucket=histogram.counts,
+            )
+        )
+    return event
 
 
 def _scalars(point: MetricsPoint) -> Any:
@@ -144,6 +200,13 @@ def _table() -> tuple[int, ...]:
             value = (value >> 1) ^ (0x82F63B78 if value & 1 else 0)
         found.append(value)
     return tuple(found)
+
+
+@cache
+def _summaries() -> Any:
+    from tensorboard.compat.proto import summary_pb2
+
+    return summary_pb2
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import STORE_EVERYTHING_SIZE_GUIDANCE, EventAccumulator
 
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.histograms import Histogram, StepHistograms
 from rlhpc.observe.trackers.board import board
 from rlhpc.observe.trackers.delivery import Delivery
 from tests.observe.trackers.steps import append, new_run, record, replace, steps
@@ -162,3 +164,51 @@ def test_a_run_without_steps_makes_no_files(folder: RunFolder):
     delivery.deliver()
     delivery.finish()
     assert not folder.tensorboard.exists()
+
+
+def append_histograms(folder: RunFolder, *rl_steps: int, low: float = 0.0) -> None:
+    lines = [
+        StepHistograms(step, 5.0, {"reward": Histogram(low, low + 1, (step, 0, 5), step + 5)}) for step in rl_steps
+    ]
+    with open(folder.histograms, "a", encoding="utf-8") as file:
+        file.writelines(json.dumps(line.to_json()) + "\n" for line in lines)
+
+
+def shown_histograms(folder: RunFolder) -> list[tuple[int, float, list[float]]]:
+    """(place, lowest value, counts) of the rewards' histograms."""
+    events = EventAccumulator(str(folder.tensorboard), STORE_EVERYTHING_SIZE_GUIDANCE)
+    events.Reload()
+    found = [(event.step, event.histogram_value) for event in events.Histograms("rl/reward")]
+    return [(place, value.min, list(value.bucket)) for place, value in found]
+
+
+def test_histograms_are_there_once_although_they_come_after_the_metrics(folder: RunFolder):
+    append(folder, steps(3, 3))
+    append_histograms(folder, 1, 2)
+    tracker = board(folder)
+    tracker.deliver()
+    append_histograms(folder, 3)
+    append(folder, [record("rl", 4)])
+    tracker.deliver()
+    append_histograms(folder, 4)
+    tracker.finish()
+    wanted = [(3 + step, 0.0, [step, 0, 5]) for step in (1, 2, 3, 4)]
+    assert shown_histograms(folder) == wanted
+    append(folder, [record("rl", 5)])  # another process repeats the last step
+    append_histograms(folder, 5)
+    board(folder).finish()
+    assert shown_histograms(folder) == [*wanted, (8, 0.0, [5, 0, 5])]
+    check(folder, steps(3, 5))
+
+
+def test_histograms_of_steps_taken_again_replace_the_earlier_ones(folder: RunFolder):
+    append(folder, steps(3, 4))
+    append_histograms(folder, 1, 2, 3, 4)
+    tracker = board(folder)
+    tracker.deliver()
+    replace(folder, [*steps(3, 2), *(record("rl", step, 2000.0) for step in (3, 4))])
+    folder.histograms.unlink()
+    append_histograms(folder, 1, 2)
+    append_histograms(folder, 3, 4, low=7.0)
+    tracker.finish()
+    assert [(place, low) for place, low, _ in shown_histograms(folder)] == [(4, 0.0), (5, 0.0), (6, 7.0), (7, 7.0)]
