@@ -132,7 +132,7 @@ def _lines(path: Path, kind: str, places: Places) -> Iterator[Mark]:
         known = isinstance(line.get("phase"), str) and type(step) is int and 0 <= step < 1 << 24
         at = (line["phase"], step) if known else places.at(time)
         words = [line.get(name) for name in ("severity", "rule", "message", "text", "action")]
-        text = " | ".join(str(word) for word in words if word)
+        text = " | ".join(str(word) for word in words if word and word != "warn")
         yield Mark(kind, time, *at, text[:_LONGEST])
 
 

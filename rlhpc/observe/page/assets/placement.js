@@ -32,7 +32,7 @@ page.placement = (() => {
 
   function fill(drawn, text, run, index) {
     const { ranks, nodes, axes } = run.placement;
-    text.textContent = `${ranks} ranks on ${nodes.length || "?"} nodes: ${run.placement.text}. ` +
+    text.textContent = `${ranks} ranks on ${nodes.length || "?"} ${nodes.length === 1 ? "node" : "nodes"}: ${run.placement.text}. ` +
       "A cell has the rank and its index on the axis; ranks with the same index have the same colour.";
     const places = axes.map((axis) => at(axis.places));
     const shown = Math.min(ranks, places[index].length);
