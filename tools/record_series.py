@@ -23,7 +23,7 @@ _DIGITS = 6  # significant ones
 # Metrics that rules are on, and those that `rlhpc watch` shows.
 _NAMES = frozenset(
     (
-        "total_steps", "loss", "grad_norm", "skipped_updates", "entropy", "kl", "logprob_diff_mean", "reward/mean",
+        "loss", "grad_norm", "skipped_updates", "entropy", "kl", "logprob_diff_mean", "reward/mean",
         "reward/max", "reward/min", "advantage/zero_fraction", "response/length_mean", "response/truncated_fraction",
         "validation/reward_mean", "perf/step_seconds", "perf/tokens_per_second", "perf/straggler_rank",
         "perf/straggler_ratio", "memory/cpu_gib_max",
@@ -41,7 +41,7 @@ def _rounded(record: Record) -> Record:
     found: Record = {}
     for name, value in record.items():
         numeric = number(value)
-        if name in ("phase", "step"):
+        if name in ("phase", "step", "total_steps"):
             found[name] = value
         elif name == "time" and numeric is not None:
             found[name] = round(numeric, 3)
