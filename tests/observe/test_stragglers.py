@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
+import json
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +123,30 @@ def test_a_slow_rank_of_a_real_group_is_named_within_5_steps() -> None:
         assert named[8] == 2, "the fifth step"
         assert set(named) <= {-1, 2}
         assert waits[2][0] < 0.5 * min(waits[rank][0] for rank in (0, 1, 3)), "the others wait for it"
+
+
+def recorded(seed: int) -> list[tuple[float, dict[str, list[Load]]]]:
+    """Seconds and loads of the steps of a short demo on two ranks, recorded beside busy neighbours."""
+    file = Path(__file__).parents[1] / "golden" / "loads" / f"demo-seed-{seed}.jsonl.gz"
+    rows = [json.loads(line) for line in gzip.decompress(file.read_bytes()).splitlines()]
+    return [
+        (seconds, {phase: [Load(*one) for one in both] for phase, both in loads.items()}) for seconds, loads in rows
+    ]
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(("window", "most"), [(5.0, 10.0), (20.0, 25.0)])
+def test_in_the_demo_nobody_is_named_but_a_planted_straggler(seed: int, window: float, most: float) -> None:
+    """``most``: seconds until it is named: six blocks, if it began within one; blocks of a second are noisy."""
+    steps, healthy, planted = recorded(seed), Stragglers([0, 0], window), Stragglers([0, 0], window)
+    slow, named = 0.0, []
+    for place, (seconds, loads) in enumerate(steps):
+        assert healthy.add(loads, seconds) is None
+        if place >= 60:  # the first step of RL
+            slow += seconds
+            loads = {phase: [one, replace(two, busy=1.3 * two.busy)] for phase, (one, two) in loads.items()}
+        found = planted.add(loads, seconds)
+        named += [(found.rank, slow)] if found else []
+    rank, after = named[0]
+    assert rank == 1
+    assert after <= most
