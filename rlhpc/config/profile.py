@@ -10,12 +10,13 @@ from rlhpc.config.section import NonNegativeInt, PositiveInt, Section
 from rlhpc.core.profiles import MOST_RANGES, Phase, Range, Selection, Tool, parse_ranges
 
 _Part = Annotated[str, Field(pattern=r"^(all|[0-9]{1,9}(-[0-9]{1,9}(:[0-9]{1,9})?)?)$")]
+_Steps = Annotated[str, Field(pattern=r"^[0-9]{1,9}(-[0-9]{1,9})?$")]
 
 
 class ProfileSection(Section):
     """Profiles of chosen steps; `rlhpc profile` asks a running job for others. See docs/profiles.md."""
 
-    steps: Annotated[list[PositiveInt | _Part], Field(max_length=1000)] = []
+    steps: Annotated[list[PositiveInt | _Steps], Field(max_length=1000)] = []
     """RL steps to profile, such as [10, 40-42]; in a run without RL, warm-up steps. Default: none."""
     ranks: Annotated[list[NonNegativeInt | _Part], Field(min_length=1, max_length=MOST_RANGES)] = [0]
     """Ranks to profile, such as [0, 8-15]; [0-95:8] for every eighth, or [all]."""

@@ -36,6 +36,8 @@ def test_what_the_run_has_is_accepted(tmp_path: Path, override: str) -> None:
         ("profile.steps=[51]", "profile.steps: step 51 is after the last one, train.steps 50; use steps up to 50"),
         ("profile.steps=[40-60]", "profile.steps: step 60 is after"),
         ("profile.steps=[9-3]", "profile.steps: invalid range 9-3"),
+        ("profile.steps=[1-9:2]", "profile.steps"),
+        ("profile.steps=[all]", "profile.steps"),
         ("profile.ranks=[4]", r"profile.ranks: no rank 4: the run has 4; use ranks up to 3, or \[all\]"),
         ("profile.ranks=[0-7]", "profile.ranks: no rank 7"),
         ("profile.phases=[updat]", "profile.phases.*'update'"),
