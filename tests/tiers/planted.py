@@ -179,9 +179,9 @@ FAULTS = (
         "return message",
     ),
     Fault(
-        "steps-of-killed-trackers-shown-twice",
+        "last-step-of-the-warm-up-hidden",
         "rlhpc/observe/trackers/event_files.py",
-        "TensorBoard shows a step twice after the process that feeds it was killed",
+        "TensorBoard lacks the last step of the warm-up after the process that feeds it was started again",
         "points = [*self._repeated, *points]",
         "points = [*points]",
     ),

@@ -116,6 +116,15 @@ def test_a_kill_before_the_step_is_remembered_writes_it_once(folder: RunFolder):
     check(folder, steps(3, 4))
 
 
+def test_a_new_process_after_the_warm_up_hides_none_of_its_steps(folder: RunFolder):
+    """The first validation has the place of the last supervised step, from which on the new file hides the old one."""
+    append(folder, steps(3, -1))
+    board(folder).finish()
+    append(folder, [record("rl", step) for step in range(3)])
+    board(folder).finish()
+    check(folder, steps(3, 2))
+
+
 def test_half_an_event_of_a_killed_process_hides_nothing(folder: RunFolder):
     append(folder, steps(3, 2))
     board(folder).finish()
