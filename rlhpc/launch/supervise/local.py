@@ -64,9 +64,9 @@ def run_local(config: RunConfig, folder: RunFolder, *, resume: bool = False, ent
     with locked(folder), contextlib.ExitStack() as stack:
         attempt = _begin(config, folder)
         folders = stack.enter_context(_node_folders(attempt))
+        stack.enter_context(fed_trackers(folder, config))  # until the page is written, which they attach
         pages = PageRenewal(folder, config.observe.html_every if entry == TRAINER else 0)
         stack.callback(pages.end)  # after the verdict
-        stack.enter_context(fed_trackers(folder, config))
         oom_before = oom_kills()
         store = StoreServer.open(host="127.0.0.1")
         ranks = _start(config, attempt, entry, {**store.environment("127.0.0.1"), **folders})
