@@ -19,6 +19,7 @@ from rlhpc.core.errors import UserError, one_line
 from rlhpc.core.files import read_text
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.page.curves import Steps, bins_for, pack_curves, pack_times, read_steps
+from rlhpc.observe.page.distributions import pack_distributions
 from rlhpc.observe.page.marks import KINDS, link, pack_marks, read_marks
 from rlhpc.observe.page.packing import Numbers
 from rlhpc.observe.page.placement import pack_placement
@@ -31,6 +32,7 @@ MOST_SPANS = 80_000  # of all runs on the page
 # Size at which long texts are cut, and what numbers and characters usually take, compressed and as base64.
 _PAGE_BYTES, _BYTES_OF_NUMBER, _BYTES_OF_CHARACTER = 1_800_000, 2.7, 0.5
 _LEAST_ROOM = 500_000  # characters
+MOST_STEPS, _LEAST_OF_RUN, _MOST_OF_RUN = 300, 10, 200  # with histograms, of all runs and of one
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def page_data(folders: Sequence[RunFolder], base: Path, *, training: bool = True
     runs = [_read(folder, MOST_SAMPLES // len(folders), training=training) for folder in folders]
     numbers = Numbers()
     bins = bins_for(sum(len(run.steps.columns) for run in runs))
-    packed = [_packed(run, numbers, bins, MOST_SPANS // len(runs), base) for run in runs]
+    packed = [_packed(run, numbers, bins, len(runs), base) for run in runs]
     room = (_PAGE_BYTES - _BYTES_OF_NUMBER * len(numbers)) / _BYTES_OF_CHARACTER
     longest = longest_text([sample for run in runs for sample in run.samples.found], max(_LEAST_ROOM, room))
     texts = {
@@ -104,9 +106,10 @@ def _names(runs: Sequence[RunData]) -> list[str]:
     ]
 
 
-def _packed(run: RunData, numbers: Numbers, bins: int, most_spans: int, base: Path) -> dict[str, Any]:
-    """A run for the page's scripts."""
+def _packed(run: RunData, numbers: Numbers, bins: int, runs: int, base: Path) -> dict[str, Any]:
+    """One of ``runs`` runs for the page's scripts."""
     steps = run.steps
+    most_steps = min(_MOST_OF_RUN, max(_LEAST_OF_RUN, MOST_STEPS // runs))
     rows, reason = [], run.problem
     placement = None
     if run.config is not None:
@@ -123,7 +126,8 @@ def _packed(run: RunData, numbers: Numbers, bins: int, most_spans: int, base: Pa
         "curves": pack_curves(steps, numbers, bins),
         "hours": pack_times(steps, numbers, bins),
         "marks": pack_marks(read_marks(run.folder, steps), base),
-        "timeline": pack_timeline(run.folder.timeline, numbers, most_spans),
+        "distributions": pack_distributions(run.folder.histograms, numbers, most_steps),
+        "timeline": pack_timeline(run.folder.timeline, numbers, MOST_SPANS // runs),
         "placement": placement,
         "predicted": rows,
         "prediction": reason,

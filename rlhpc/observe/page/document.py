@@ -18,6 +18,7 @@ SCRIPTS = (
     "uplot/uPlot.iife.min.js",
     "base.js",
     "curves.js",
+    "distributions.js",
     "timeline.js",
     "events.js",
     "placement.js",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ NAMES = (
     "memory/cpu_gib_max", "memory/device_gib_max",
 )  # fmt: skip
 BEGAN = 1.76e9
+RANGES = (("response/length", 3.0, 900.0), ("reward", 0.0, 1.0), ("advantage", -2.0, 2.0))
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,11 @@ class Size:
     ranks: int = 4
     samples: int = 12
     timeline: int = 3
+    histograms: int = 5
     rare_last: bool = False
 
 
-LARGE = Size(steps=10_000, metrics=45, ranks=64, samples=500, timeline=60)
+LARGE = Size(steps=10_000, metrics=45, ranks=64, samples=500, timeline=60, histograms=1000)
 
 
 def make_run(
@@ -70,6 +73,7 @@ def make_run(
             file.write(lines[some] % (step, size.steps, BEGAN + 10.0 * step, *(values[:-1] if some else values)))
     _lines(run.samples, (_sample(number, size, chance) for number in range(size.samples)))
     _lines(run.timeline, (_timeline(size.steps - back, size.ranks, chance) for back in reversed(range(size.timeline))))
+    _lines(run.histograms, _histograms(size, random.Random(f"histograms of {path.name}")))
     _attempts(run, size)
     (run.checkpoints / f"step-{size.steps // 2:08d}").mkdir()
     alert = {"severity": "warn", "rule": "kl_rising", "message": "kl 1.2 > 1", "action": "warn"}
@@ -112,6 +116,22 @@ def _timeline(step: int, ranks: int, chance: random.Random) -> dict[str, Any]:
             at = end
         spans.append(mine)
     return {"phase": "rl", "step": step, "time": BEGAN + 10.0 * step, "spans": spans}
+
+
+def _histograms(size: Size, chance: random.Random) -> Iterator[dict[str, Any]]:
+    """Evenly spread over the steps; bins as in a run, empty ones among them."""
+    every = max(1, -(-size.steps // max(1, size.histograms)))
+    for step in range(1, size.steps + 1, every) if size.histograms else ():
+        bells = {name: _bell(30, low + 0.1 * chance.random(), high, chance) for name, low, high in RANGES}
+        diffs = {**_bell(16, -7.0, 1.0, chance), "scale": "log10"}
+        found = {**bells, "logprob_diff": diffs}
+        yield {"phase": "rl", "step": step, "time": BEGAN + 10.0 * step, "histograms": found}
+
+
+def _bell(bins: int, low: float, high: float, chance: random.Random) -> dict[str, Any]:
+    middle = chance.uniform(0.3, 0.7) * bins
+    counts = [int(chance.uniform(0.5, 1) * 900 * math.exp(-(((place - middle) / 4) ** 2))) for place in range(bins)]
+    return {"low": low, "high": high, "counts": counts, "values": sum(counts)}
 
 
 def _attempts(run: RunFolder, size: Size) -> None:

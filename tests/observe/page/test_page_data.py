@@ -169,7 +169,8 @@ def test_a_run_that_has_not_begun_and_one_with_broken_files_have_a_page(tmp_path
     empty.create()
     write_own_page(empty)
     broken = make_run(tmp_path / "broken")
-    for file in (broken.metrics, broken.samples, broken.timeline, broken.alerts, broken.notes, broken.config):
+    read = (broken.metrics, broken.samples, broken.timeline, broken.histograms, broken.alerts, broken.notes)
+    for file in (*read, broken.config):
         file.write_bytes(b'{"phase": "rl", "step": 1, "spans": [[["x", 1]]], "time": "never"}\n\xff\xfe[1]\nnull\n{"a')
     broken.attempt(1).record.write_text("{}")
     broken.attempt(2).verdict.write_text("[]")

@@ -5,6 +5,7 @@
   const KEYS = [
     ["/", "filter metrics"], ["f", "search samples"], ["s, S", "smooth more, less"], ["h", "over steps or hours"],
     ["0", "whole range"], ["1 – 9", "show or hide a run"], ["[, ]", "timeline: step before, after"],
+    ["{, }", "distributions: step before, after"],
     ["?", "show or hide this list"], ["Esc", "leave a field"],
   ];
   const MOUSE = "Drag over a curve to zoom, double-click for the whole range. Marks on the curves show their texts at the cursor.";
@@ -34,6 +35,8 @@
       0: page.curves.reset,
       "[": () => page.timeline.move(-1),
       "]": () => page.timeline.move(1),
+      "{": () => page.distributions.move(-1),
+      "}": () => page.distributions.move(1),
       "?": () => { const help = document.getElementById("help"); help.hidden = !help.hidden; },
     };
     if (/^[1-9]$/.test(event.key)) document.getElementById(`run-${event.key - 1}`)?.click();
@@ -48,6 +51,7 @@
     frame();
     page.tables.runs();
     page.curves.build();
+    page.distributions.build();
     page.timeline.build();
     page.events.build();
     page.placement.build();
@@ -55,7 +59,7 @@
     page.samplesBrowser.build();
     page.tables.settings();
     addEventListener("keydown", press);
-    addEventListener("beforeprint", () => { page.showAll(); page.curves.fit(); });
+    addEventListener("beforeprint", () => { page.showAll(); page.curves.fit(); page.distributions.fit(); });
     requestAnimationFrame(() => requestAnimationFrame(() => {
       document.documentElement.dataset.drawn = String(Math.round(performance.now()));
     }));
