@@ -77,7 +77,7 @@ class Observer:
                 metrics |= self._first.throughput(phase, metrics)
             self._first.write(phase, step, total, metrics)
             if gathered is not None:
-                self._first.draw(phase, step, gathered)
+                self._first.draw(phase, step)
             if step and phase == "rl" and self._run.step_data is not None:
                 self._first.keep(step, self._run.step_data)
 
@@ -103,6 +103,7 @@ class _FirstRank:
         self._histograms = RunHistograms(run.config, folder)
         self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
         self._alerts = RunAlerts(folder, run.config, run.context.stop, read_records(folder.metrics))
+        self._spans: tuple[tuple[spans.Span, ...], ...] = ()  # of each rank in the present step
         self._stragglers = Stragglers(stages, 60 * section.straggler_minutes)
         self._guard, self._timeline = ShownOnly("the timeline"), None
         with self._guard:
@@ -113,10 +114,10 @@ class _FirstRank:
 
     def metrics(self, gathered: Gathered, seconds: float, tokens: float) -> Metrics:
         """Metrics that follow from the numbers of all ranks in a step of ``seconds``."""
-        found = own_cost_metrics(gathered)
+        found, self._spans = own_cost_metrics(gathered), spans_of(gathered)
         with self._cost_guard:
             if self._cost is not None:
-                idle = sum(span.wait for rank in spans_of(gathered) for span in rank)
+                idle = sum(span.wait for rank in self._spans for span in rank)
                 found |= self._cost.add(idle, tokens).metrics()
         straggler = self._stragglers.add(loads_of(gathered), seconds)
         found["perf/straggler_rank"] = float(straggler.rank if straggler is not None else -1)
@@ -135,11 +136,11 @@ class _FirstRank:
         self._prometheus.write(record)
         self._alerts.step(record)
 
-    def draw(self, phase: str, step: int, gathered: Gathered) -> None:
-        """Writes the timeline of a step."""
+    def draw(self, phase: str, step: int) -> None:
+        """Writes the timeline of the step that ``metrics`` was called for."""
         with self._guard:
             if self._timeline is not None:
-                self._timeline.add(StepTimeline(phase, step, time.time(), spans_of(gathered)))
+                self._timeline.add(StepTimeline(phase, step, time.time(), self._spans))
 
     def keep(self, step: int, data: StepData) -> None:
         """Writes histograms and samples of an RL step."""

@@ -140,9 +140,9 @@ def test_time_of_others_on_the_core_is_not_busy(running: float, queued: float, b
 
 
 def test_linux_counts_the_time_on_a_core() -> None:
-    before = spans.CoreTimes.now()
-    end = time.perf_counter() + 0.1
-    while time.perf_counter() < end:
+    before, began = spans.CoreTimes.now(), time.perf_counter()
+    while time.perf_counter() < began + 0.1:
         pass
-    passed = spans.CoreTimes.now() - before
-    assert passed.running + passed.queued == pytest.approx(0.1, rel=0.3)
+    passed, seconds = spans.CoreTimes.now() - before, time.perf_counter() - began
+    assert passed.running + passed.queued == pytest.approx(seconds, rel=0.2)
+    assert passed.running > 0.005
