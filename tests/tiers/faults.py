@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tests.tiers.fault import Fault
 from tests.tiers.imports import ROOT, read_graph
-from tests.tiers.planted import FAULTS, Fault
+from tests.tiers.planted import FAULTS
 
 LOGS = Path("build", "faults")
 # Fails with every fault, because the file no longer has the line.

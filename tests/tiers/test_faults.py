@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiers.fault import Fault
 from tests.tiers.faults import Outcome, Whole, check_imports, checkout, examine, examine_whole, run_tests, table
 from tests.tiers.imports import ROOT, read_graph
-from tests.tiers.planted import FAULTS, Fault
+from tests.tiers.planted import FAULTS
 from tests.tiers.test_imports import commit, git
 
 ROOMS = {file.parent for file in (ROOT / "rlhpc").rglob("*.py") if file.name != "__init__.py"}

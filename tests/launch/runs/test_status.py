@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import pty
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -18,12 +13,9 @@ from rlhpc.cli import main
 from rlhpc.core import attempts, storage
 from rlhpc.core.attempts import Verdict
 from rlhpc.core.errors import UserError
-from rlhpc.core.exits import ExitRecord
 from rlhpc.core.files import write_json
 from rlhpc.core.folder import AttemptFolder, RunFolder
-from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs import run_registry
-from rlhpc.launch.runs.logs import batch_log, failed_rank, log_files, tail
 from rlhpc.launch.runs.resume import plan_again
 from rlhpc.launch.runs.run_registry import (
     JobRecord,
@@ -31,7 +23,6 @@ from rlhpc.launch.runs.run_registry import (
     all_runs,
     find_run,
     find_runs,
-    local_runs,
     read_run,
     register,
 )
@@ -41,11 +32,6 @@ from rlhpc.launch.slurm.queue import JobStatus
 from tests.helpers.plain_model import write_inputs
 
 KNOWN = {"restart_count": 0, "nodes": ("node1", "node2"), "world_size": 4, "saved_step": -1}
-
-
-@pytest.fixture(autouse=True)
-def state(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
 
 def make_run(path: Path, job_id: str = "7", name: str = "tiny", submitted: float | None = None) -> RunEntry:
@@ -317,57 +303,6 @@ def test_the_list_s_note_is_the_last_verdict_or_what_the_job_waits_for(tmp_path,
     assert capsys.readouterr().out.splitlines()[-1].split() == ["tiny", "7", "finished", "2"]
 
 
-# ---- logs
-
-
-def write_logs(folder: AttemptFolder, ranks: int) -> None:
-    for rank in range(ranks):
-        (folder.logs / f"rank-{rank:05d}.log").write_text(f"I am {rank}\n")
-
-
-def test_the_failed_ranks_log_comes_first(tmp_path):
-    run = make_run(tmp_path / "run")
-    folder = begin(run)
-    write_logs(folder, 3)
-    assert [log.title for log in log_files(run)] == ["rank 0, attempt 1"]
-    write_json(folder.exits / "rank-00001.exit.json", vars(ExitRecord(1, "n", 1, 5.0, "error")))
-    write_json(folder.exits / "rank-00002.exit.json", vars(ExitRecord(2, "n", 1, 4.0, "peer")))
-    assert failed_rank(folder) == 1, "by the records"
-    attempts.end(folder, verdict("crash", "stop", rank=2))
-    assert [log.title for log in log_files(run, all_ranks=True)] == [f"rank {n}, attempt 1" for n in (2, 0, 1)]
-    assert [log.path.read_text() for log in log_files(run, rank=1)] == ["I am 1\n"]
-
-
-def test_logs_of_an_earlier_start(tmp_path):
-    run = make_run(tmp_path / "run")
-    write_logs(begin(run), 1)
-    write_logs(begin(run), 1)
-    assert log_files(run)[0].title == "rank 0, attempt 2"
-    assert log_files(run, attempt=1)[0].title == "rank 0, attempt 1"
-    with pytest.raises(UserError, match="--attempt 3: no such attempt; use 1 to 2"):
-        log_files(run, attempt=3)
-    with pytest.raises(UserError, match="rank 9: no log of it in attempt 2; use 0 to 0"):
-        log_files(run, rank=9)
-
-
-def test_before_the_ranks_start_it_is_the_jobs_own(tmp_path):
-    run = make_run(tmp_path / "run")
-    with pytest.raises(UserError, match="job 7 has printed nothing yet; see `rlhpc status 7`"):
-        log_files(run)
-    (run.folder.path / "batch.log").write_text("module: no such thing\n")
-    assert log_files(run) == [batch_log(run)]
-
-
-@pytest.mark.parametrize("lines", [1, 3, 100])
-def test_the_tail_of_a_large_file(tmp_path, lines):
-    file = tmp_path / "log"
-    file.write_text("".join(f"{number:0100d}\n" for number in range(5000)) + "the last")
-    expected = [f"{number:0100d}" for number in range(5001 - lines, 5000)] + ["the last"]
-    text, end = tail(file, lines)
-    assert text.splitlines() == expected
-    assert end == file.stat().st_size
-
-
 # ---- resume
 
 
@@ -391,78 +326,3 @@ def test_a_failed_run_is_planned_in_its_own_folder(tmp_path):
     assert plan.folders == (run.folder,)
     assert dict(plan.spec.options)["partition"] == "other"
     assert not (tmp_path / "run").exists()
-
-
-# ---- runs on this machine
-
-
-def make_local(path: Path, **step: object) -> AttemptFolder:
-    """A run of `rlhpc run` with one attempt and, if given, a step."""
-    folder = RunFolder(path)
-    folder.create()
-    folder.config.write_text("name: local\n")
-    if step:
-        folder.metrics.write_text(json.dumps({"phase": "rl", "total_steps": 100, **step}) + "\n")
-    return attempts.begin(folder, **{**KNOWN, "nodes": ("here",), "job_id": ""})
-
-
-def test_runs_on_this_machine_are_shown_with_their_state(tmp_path, monkeypatch):
-    """By their locks and verdicts; the lock ends with the launcher, however that ends."""
-    monkeypatch.chdir(tmp_path)
-    endings = {
-        "killed": None,
-        "finished": verdict("finished", "none"),
-        "stopped": verdict("stopped", "stop"),
-        "failed": verdict("crash", "stop"),
-    }
-    for state, ending in endings.items():
-        attempt = make_local(tmp_path / "runs" / state)
-        if ending is not None:
-            attempts.end(attempt, ending)
-    make_local(tmp_path / "runs" / "running", step=3)
-    (tmp_path / "runs" / "inputs").mkdir()
-    (tmp_path / "runs" / "file").touch()
-    submitted = make_run(tmp_path / "runs" / "submitted")
-    with locked(RunFolder(tmp_path / "runs" / "running")):
-        found = [run_status(run, None) for run in local_runs()]
-        assert {one.run.name: one.state for one in found} == {state: state for state in (*endings, "running")}
-        assert submitted not in local_runs()
-        done = subprocess.run(
-            [sys.executable, "-m", "rlhpc.cli.main", "status", "running", "--json"], capture_output=True, text=True
-        )
-        (known,) = json.loads(done.stdout)
-    assert (known["state"], known["step"], known["job_id"]) == ("running", 3, None)
-    assert run_status(find_run("running"), None).state == "killed"
-
-
-def test_looking_whether_a_run_is_locked_keeps_no_launcher_out(tmp_path):
-    folder = make_local(tmp_path / "run").run
-    with open(folder.lock, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_SH)
-        timer = threading.Timer(0.02, file.close)
-        timer.start()
-        with locked(folder):
-            timer.join()
-
-
-def test_the_table_is_readable_on_80_columns(tmp_path, monkeypatch):
-    """No word is broken, and each note is below the table."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))  # no Slurm
-    step = {"step": 12345, "total_steps": 100000, "reward/mean": -0.123, "perf/tokens_per_second": 1234567.0}
-    make_local(tmp_path / "runs" / "qwen2.5-7b-math", **step)
-    attempts.end(make_local(tmp_path / "runs" / "second"), verdict("gpu_memory", "stop", rank=3, node="node2"))
-    begin(read_run(tmp_path / "runs" / "second"), job_id="")
-    master, slave = pty.openpty()
-    environ = {**os.environ, "TERM": "dumb", "COLUMNS": "80", "PYTHONPATH": str(Path(__file__).parents[3])}
-    subprocess.run([sys.executable, "-m", "rlhpc.cli.main", "status"], stdout=slave, env=environ, check=True)
-    os.close(slave)
-    header, *rows = os.read(master, 65536).decode().splitlines()
-    os.close(master)
-    assert header.split() == ["run", "job", "state", "step", "reward", "tokens/s"]
-    table = {row.split()[0]: row.split()[1:] for row in rows[:2]}
-    assert table["qwen2.5-7b-math"] == ["local", "killed", "12345/100000", "-0.123", "1,234,567"]
-    assert table["second"] == ["local", "killed"]
-    assert rows[2] == "second: 1 restart(s); out of GPU memory (rank 3 on node2): words -> stopped"
-    assert max(map(len, (header, *rows))) <= 80
-    assert len(rows) == 3, "a run that has only been killed needs no note"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,6 @@ from rlhpc.observe.page.packing import Numbers, Place
 from rlhpc.observe.page.write import write_page
 from tests.observe.page.conftest import Opened
 from tests.observe.page.made_runs import Size, make_run
-import itertools
 
 Open = Callable[[Path], Opened]
 # Two steps whose ranges differ; the second lacks rewards. Counts without two equal ones, but for 0.

@@ -1,0 +1,61 @@
+"""Logs of a run that `rlhpc logs` shows."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlhpc.core import attempts
+from rlhpc.core.errors import UserError
+from rlhpc.core.exits import ExitRecord
+from rlhpc.core.files import write_json
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.launch.runs.logs import batch_log, failed_rank, log_files, tail
+from tests.launch.runs.test_status import begin, make_run, verdict
+
+
+def write_logs(folder: AttemptFolder, ranks: int) -> None:
+    for rank in range(ranks):
+        (folder.logs / f"rank-{rank:05d}.log").write_text(f"I am {rank}\n")
+
+
+def test_the_failed_ranks_log_comes_first(tmp_path):
+    run = make_run(tmp_path / "run")
+    folder = begin(run)
+    write_logs(folder, 3)
+    assert [log.title for log in log_files(run)] == ["rank 0, attempt 1"]
+    write_json(folder.exits / "rank-00001.exit.json", vars(ExitRecord(1, "n", 1, 5.0, "error")))
+    write_json(folder.exits / "rank-00002.exit.json", vars(ExitRecord(2, "n", 1, 4.0, "peer")))
+    assert failed_rank(folder) == 1, "by the records"
+    attempts.end(folder, verdict("crash", "stop", rank=2))
+    assert [log.title for log in log_files(run, all_ranks=True)] == [f"rank {n}, attempt 1" for n in (2, 0, 1)]
+    assert [log.path.read_text() for log in log_files(run, rank=1)] == ["I am 1\n"]
+
+
+def test_logs_of_an_earlier_start(tmp_path):
+    run = make_run(tmp_path / "run")
+    write_logs(begin(run), 1)
+    write_logs(begin(run), 1)
+    assert log_files(run)[0].title == "rank 0, attempt 2"
+    assert log_files(run, attempt=1)[0].title == "rank 0, attempt 1"
+    with pytest.raises(UserError, match="--attempt 3: no such attempt; use 1 to 2"):
+        log_files(run, attempt=3)
+    with pytest.raises(UserError, match="rank 9: no log of it in attempt 2; use 0 to 0"):
+        log_files(run, rank=9)
+
+
+def test_before_the_ranks_start_it_is_the_jobs_own(tmp_path):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(UserError, match="job 7 has printed nothing yet; see `rlhpc status 7`"):
+        log_files(run)
+    (run.folder.path / "batch.log").write_text("module: no such thing\n")
+    assert log_files(run) == [batch_log(run)]
+
+
+@pytest.mark.parametrize("lines", [1, 3, 100])
+def test_the_tail_of_a_large_file(tmp_path, lines):
+    file = tmp_path / "log"
+    file.write_text("".join(f"{number:0100d}\n" for number in range(5000)) + "the last")
+    expected = [f"{number:0100d}" for number in range(5001 - lines, 5000)] + ["the last"]
+    text, end = tail(file, lines)
+    assert text.splitlines() == expected
+    assert end == file.stat().st_size
