@@ -99,7 +99,7 @@ def test_exit_codes_of_the_command_itself() -> None:
 
 
 def test_the_exit_code_is_documented() -> None:
-    page = (ROOT / "docs" / "glossary.md").read_text()
+    page = (ROOT / "docs" / "scripting.md").read_text()
     assert "| 3 | `rlhpc plan`: the run does not fit" in page
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import mmap
 import os
 from typing import Any
 
 import pytest
-import torch
 
 from rlhpc.core import env
 from rlhpc.observe.memory import memory_in_use
@@ -80,13 +80,14 @@ def test_each_step_gathers_the_numbers_of_all_ranks_in_one_collective() -> None:
 
 
 def test_memory_of_the_process_is_what_the_kernel_counts() -> None:
-    before = memory_in_use()
-    held = torch.ones(40 * 2**20 // 4)
-    after = memory_in_use()
+    size = 40 * 2**20
+    with mmap.mmap(-1, size) as held:  # of the kernel alone: an allocator may have so much from before
+        before = memory_in_use()
+        held.write(b"x" * size)
+        after = memory_in_use()
     assert after["memory/cpu_gib"] - before["memory/cpu_gib"] == pytest.approx(40 / 1024, rel=0.3)
     assert after["memory/cpu_peak_gib"] >= after["memory/cpu_gib"] * 0.99
     assert not any("device" in name for name in after)
-    assert held.sum() > 0
 
 
 def test_memory_of_a_gpu_is_the_device_s_and_the_allocator_s() -> None:

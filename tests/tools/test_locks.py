@@ -169,6 +169,8 @@ train = ["filelock"]
 cpu = ["rlhpc[train]", "torch==2.13.0"]
 gpu = ["rlhpc[train]", "vllm>=0.25,<0.33"]
 dev = ["pytest"]
+mlflow = ["filelock"]
+wandb = ["filelock"]
 """
 
 

@@ -15,7 +15,11 @@ from tools.lock_files import ENGINE, FOLDER, read
 from tools.locks import ROOT
 
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
-LOCKED = {canonicalize_name(pin.name): pin for pin in read(ROOT, "cpu.lock")}
+LOCKED = {  # on this machine
+    canonicalize_name(pin.name): pin
+    for pin in read(ROOT, "cpu.lock")
+    if pin.requirement.marker is None or pin.requirement.marker.evaluate()
+}
 
 
 def needed(name: str) -> list[Requirement]:

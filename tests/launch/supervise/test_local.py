@@ -119,7 +119,7 @@ def test_a_crashed_run_has_a_page(tmp_path, monkeypatch):
     texts, _ = page_data([RunFolder(tmp_path / "run")], tmp_path)
     assert RunFolder(tmp_path / "run").page.is_file()
     kinds = [texts["kinds"][kind] for kind, *_ in texts["runs"][0]["marks"]]
-    assert kinds == ["attempt", "failure"]
+    assert kinds == ["attempt", "failure", "alert"]
 
 
 def test_a_resumed_run_whose_metrics_are_cut_and_grow_at_once_continues(tmp_path, capsys):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def test_steps_are_thinned_evenly_with_the_first_and_the_last() -> None:
     assert spread(range(5), 5) == [0, 1, 2, 3, 4]
     thinned = spread(range(1000), 200)
     assert (len(thinned), thinned[0], thinned[-1]) == (200, 0, 999)
-    assert {later - earlier for earlier, later in itertools.pairwise(thinned)} == {5, 6}
+    assert {later - earlier for earlier, later in pairwise(thinned)} == {5, 6}
 
 
 def test_a_run_without_histograms_and_odd_ones_are_left_out(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_heat_maps_and_bars_show_the_counts(written_page: Path, open_page: Open)
         for step, brightness in zip(STEPS, drawn, strict=True):
             counts = step[name]["counts"]
             by_count = [brightness[place] for place in sorted(range(len(counts)), key=counts.__getitem__)]
-            assert all(less - more > 8 for less, more in itertools.pairwise(by_count)), (name, by_count)
+            assert all(less - more > 8 for less, more in pairwise(by_count)), (name, by_count)
             assert [value > 254 for value in brightness] == [count == 0 for count in counts]
 
     def bars(name: str) -> list[float]:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import sqlite3
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,7 +46,8 @@ Values = dict[str, list[tuple[int, float]]]  # (step on the tracker's axis, valu
 def tables(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A database with MLflow's tables, which take a second of CPU time."""
     file = tmp_path_factory.mktemp("mlflow") / "empty.db"
-    client()(tracking_uri=f"sqlite:///{file}", registry_uri=f"sqlite:///{file}").search_experiments()
+    code = f"from mlflow import MlflowClient as C; C(*['sqlite:///{file}'] * 2).search_experiments()"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
     return file
 
 
