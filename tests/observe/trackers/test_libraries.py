@@ -163,7 +163,8 @@ def test_steps_taken_again_while_it_looks_are_there_once(folder: RunFolder, kind
     check(folder, kind, [*steps(0, 6), record("rl", 7, 2000.0), record("rl", 8, 2000.0)], sft=0)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("mlflow", marks=pytest.mark.long), "wandb"])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
 def test_after_a_kill_nothing_is_missing(folder: RunFolder, kind: str, capfd: pytest.CaptureFixture[str]):
     if kind == "mlflow":  # its first start is part of the test
         folder.trackers.database("mlflow").unlink()
@@ -224,6 +225,7 @@ def test_mlflow_has_the_status_of_the_run(folder: RunFolder):
         assert mlflow_run(folder)[1].info.status == status
 
 
+@pytest.mark.long
 def test_a_locked_database_loses_no_step_and_delays_nothing(folder: RunFolder, capfd: pytest.CaptureFixture[str]):
     """Locked by another process of the user's for longer than MLflow waits, through the end of the run."""
     database = folder.trackers.database("mlflow")
