@@ -17,6 +17,7 @@ from typing import Any
 
 from rlhpc.core.files import make_folder, names_in, remove, write_atomic
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.own_time import observing
 from rlhpc.core.shown import ShownOnly
 from rlhpc.core.storage import BRIEF, Patience, patiently
 
@@ -84,7 +85,7 @@ class SampleFiles:
             self._thread.join(_WAIT_SECONDS)
 
     def _write(self, step: int, rows: Sequence[Row]) -> None:
-        with self._guard:
+        with self._guard, observing():
             if self._attempt.is_current(BRIEF):
                 write_atomic(file_of(self._attempt.run, step), encoded(rows), BRIEF)
                 _trim(self._attempt.run, self._most)
