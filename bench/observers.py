@@ -1,7 +1,7 @@
 """CPU time that a run spends on recording itself, over all ranks, in steps of the demo. No tracker runs in a rank.
 
-``python -m bench.observers [STEPS]``: steps of RL (default 300), which the limit is for, after 30 supervised ones, which
-take 40 ms of CPU time on each rank. Recording them takes 1.4 ms, and no longer for larger models.
+``python -m bench.observers [STEPS]``: steps of RL (default 300), to which the limit applies, after 30 supervised steps.
+These take 40 ms of CPU time on each rank, and their recording 1.4 ms, which is no longer for larger models.
 """
 
 from __future__ import annotations
