@@ -23,6 +23,8 @@ _COMMAND_SECONDS = 30.0
 _DEADLINE_SECONDS = 20.0
 _AWAY = re.compile(r"unable to contact|timed out|connection refused|zero bytes", re.I)
 _LONG_PAUSE = 1.0
+# A requeued job's processes are signalled, scontrol too: it may be killed before it has its answer, and be repeated.
+_IS_PENDING = "Job is pending execution"
 _AWAY_PAUSES = (0.2, 1.0, 5.0, 15.0, *[30.0] * 20, 0.0)
 
 
@@ -86,7 +88,7 @@ class BatchJob:
 
         Waits for an unreachable controller: the run would otherwise end here.
         """
-        if not _succeeds("scontrol", "requeue", self.name, pauses=_AWAY_PAUSES):
+        if not _succeeds("scontrol", "requeue", self.name, pauses=_AWAY_PAUSES, done=_IS_PENDING):
             return False
         if excluded:  # only a pending job can be changed; this step lives on for Slurm's KillWait
             _succeeds("scontrol", "update", f"JobId={self.name}", f"ExcNodeList={','.join(excluded)}")
@@ -174,8 +176,9 @@ def node_name() -> str:
     return os.environ.get(env.SLURMD_NODENAME) or socket.gethostname()
 
 
-def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0)) -> bool:
-    """Runs a command until it succeeds, with these pauses after failures; the last error goes to stderr."""
+def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0), done: str | None = None) -> bool:
+    """Runs a command until it succeeds, or fails with ``done``; with these pauses after failures. The last error goes to
+    stderr."""
     message = ""
     for pause in pauses:
         try:
@@ -183,9 +186,9 @@ def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0)) -> bool:
         except UserError as error:
             message = str(error)
         else:
-            if not answer.code:
-                return True
             message = answer.err.strip()
+            if not answer.code or (done is not None and done in message):
+                return True
             if pause > _LONG_PAUSE and not _AWAY.search(message):
                 break  # the controller has answered
         time.sleep(pause)

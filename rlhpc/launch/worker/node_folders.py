@@ -205,7 +205,7 @@ def _held_folders(top: str, name: str, current: str, mode: int) -> tuple[str, st
 def _own_folder(top: str, name: str, mode: int) -> str:
     """Private folder ``name`` in ``top``, or a new one if another user has taken the name. Raises FileNotFoundError if
     another process removes it, or ``top``."""
-    path = f"{top}/{name}"
+    path, why = f"{top}/{name}", "cannot be created"
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(path, 0o700)
@@ -214,14 +214,14 @@ def _own_folder(top: str, name: str, mode: int) -> str:
         if not ours:
             path = tempfile.mkdtemp(prefix="rlhpc-", dir=top)
         os.chmod(path, mode)
-        why = _not_writable(path)
-        os.stat(path)
+        why = "is not writable"
+        with tempfile.TemporaryFile(dir=path):
+            pass
     except FileNotFoundError:
         raise
     except OSError as error:
-        why = f"cannot be created ({error.strerror})"
-    if why:
-        raise node_error(f"{path} {why}", "set TMPDIR in slurm.environment to a local folder of the node")
+        remedy = "set TMPDIR in slurm.environment to a local folder of the node"
+        raise node_error(f"{path} {why} ({error.strerror})", remedy) from error
     return path
 
 

@@ -55,7 +55,7 @@ def index_for_rlhpc(folder: Path) -> None:
         name = canonicalize_name(requirement.name)
         extra = str(requirement.marker or "")
         if name not in ("rlhpc", "click", "vllm", "megatron-core") and (
-            "train" in extra or "gpu" in extra or not extra
+            not extra or any(name in extra for name in ("train", "gpu", "tensorboard"))
         ):
             wheel(folder, name, _lowest(requirement))
     installed_wheel(folder, "click")
