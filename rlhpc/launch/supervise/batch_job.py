@@ -177,7 +177,7 @@ def node_name() -> str:
 
 
 def _succeeds(*command: str, pauses: Sequence[float] = (0.2, 1.0, 0.0), done: str | None = None) -> bool:
-    """Runs a command until it succeeds, or fails with ``done``; with these pauses after failures. The last error goes to
+    """Runs a command until it succeeds or fails with ``done``, with these pauses after failures; the last error goes to
     stderr."""
     message = ""
     for pause in pauses:
