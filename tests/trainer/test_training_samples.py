@@ -16,6 +16,7 @@ from rlhpc.api import Prompt, Sample
 from rlhpc.config.data import DataSection
 from rlhpc.config.observe import ObserveSection, TrainingSamplesSection
 from rlhpc.core.folder import AttemptFolder, RunFolder
+from rlhpc.core.own_time import take_observing_seconds
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.observe import training_samples as files
 from rlhpc.trainer.training_samples import SampleRows, SampleTexts, TrainingSamples
@@ -160,6 +161,13 @@ def test_the_first_and_every_nth_step_are_kept(attempt: AttemptFolder, tokenizer
     assert files.kept_steps(attempt.run) == {0: [], 1: [*range(1, 8)], 3: [1, 3, 6]}[every]
     writer_of(attempt, tokenizer, None, last=3)  # resumed, with samples turned off
     assert all(step <= 3 for step in files.kept_steps(attempt.run))
+
+
+def test_the_thread_that_writes_counts_as_an_observer(attempt: AttemptFolder, tokenizer: Tokenizer) -> None:
+    writer = writer_of(attempt, tokenizer, TrainingSamplesSection(every=1))
+    take_observing_seconds()
+    take(writer, tokenizer, 1)
+    assert 0 < take_observing_seconds() < 10
 
 
 def test_other_ranks_and_ranks_of_an_ended_attempt_write_nothing(attempt: AttemptFolder, tokenizer: Tokenizer) -> None:
