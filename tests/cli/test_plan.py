@@ -29,6 +29,14 @@ TINY = {
     "vocab_size": 100,
 }
 TWO_STAGES = {"tp": 2, "pp": 2}
+STEP = {  # of metrics.jsonl
+    "phase": "rl",
+    "response/length_mean": 300.0,
+    "rollout/completion_tokens": 300.0 * 640,
+    "perf/tokens_per_second": 430.0 * 640 / 50,
+    "perf/step_seconds": 50.0,
+    "perf/update_seconds": 10.0,
+}
 
 
 def write(folder: Path, model: dict[str, Any], **sections: Any) -> str:
@@ -260,15 +268,7 @@ def test_a_run_calibrates_what_is_predicted(tmp_path: Path) -> None:
 
 def test_a_run_calibrates_its_start_and_its_disks(tmp_path: Path) -> None:
     """With the printed sections and keys, the plan's start and checkpoint are those that the run measured."""
-    step = {
-        "phase": "rl",
-        "response/length_mean": 300.0,
-        "rollout/completion_tokens": 300.0 * 640,
-        "perf/tokens_per_second": 430.0 * 640 / 50,
-        "perf/step_seconds": 50.0,
-        "perf/update_seconds": 10.0,
-    }
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(step) + "\n")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(STEP) + "\n")
     times = {"start": 71.5, "models": 8.0, "resume": None, "saves": [40.0, 44.0]}
     (tmp_path / "attempts" / "0001").mkdir(parents=True)
     (tmp_path / "attempts" / "0001" / "times.json").write_text(json.dumps(times))

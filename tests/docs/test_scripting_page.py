@@ -27,20 +27,13 @@ from rlhpc.observe.alerts.record import Alert, AlertFile
 from rlhpc.observe.training_samples import encoded, file_of
 from rlhpc.site.pieces.prepare import Prepared
 from rlhpc.site.pieces.summary import summary_json
+from tests.cli.test_plan import STEP
 from tests.docs.fields import PAGE, SECTIONS, differences
 from tests.docs.pages import ROOT
 from tests.helpers.plain_model import write_inputs, write_model
 from tests.launch.runs import test_status
 
 READY = [str(ROOT / "configs/ready/qwen2.5-7b-1node.yaml"), f"model.path={ROOT}/configs/ready/models/Qwen2.5-7B"]
-STEP = {
-    "phase": "rl",
-    "response/length_mean": 300.0,
-    "rollout/completion_tokens": 300.0 * 640,
-    "perf/tokens_per_second": 430.0 * 640 / 50,
-    "perf/step_seconds": 50.0,
-    "perf/update_seconds": 10.0,
-}
 
 
 def printed(*arguments: str, code: int = 0) -> Any:

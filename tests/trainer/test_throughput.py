@@ -10,23 +10,17 @@ import numpy as np
 import pytest
 
 from rlhpc.api import Sample
-from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, shape_of
 from rlhpc.models.flops import forward_flops, training_flops
 from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.throughput import Throughput
 from tests.helpers.plain_model import FIELDS
-
-LENGTHS = (5, 9, 2)
+from tests.plan.estimates.test_step_flops import LENGTHS, make_config
 
 
 @pytest.fixture
 def shape() -> ModelShape:
     return shape_of(FIELDS)
-
-
-def make_config(**sections: Any) -> RunConfig:
-    return RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": {"steps": 1}, **sections})
 
 
 def make_sample(prompt_id: int, prompt: int, response: int) -> Sample:
