@@ -89,6 +89,7 @@ def run(config: Path, *options: str) -> tuple[int, str]:
 
 
 def records(run_dir: Path) -> list[dict[str, Any]]:
-    """Records of metrics.jsonl so far."""
+    """Records of metrics.jsonl so far, without a line that is still being written."""
     file = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    lines = file.read_text().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
