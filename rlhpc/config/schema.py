@@ -16,6 +16,7 @@ from rlhpc.config.critic import CriticSection
 from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
 from rlhpc.config.observe import ObserveSection
+from rlhpc.config.placement import AsynchronySection, PlacementName
 from rlhpc.config.planning import PlanningSection
 from rlhpc.config.profile import ProfileSection
 from rlhpc.config.reward import (
@@ -172,7 +173,11 @@ class RunConfig(Section):
     """Rewards of a response, whose weighted sum counts: functions, and at most one model. An entry has either function
     or model."""
     reward_workers: RewardWorkersSection = RewardWorkersSection()
+    placement: PlacementName = "colocated"
+    """Placement of training and generation: colocated has both on every rank, in turn; separate has rollout.ranks or
+    rollout.nodes that only generate, while the others train."""
     rollout: RolloutSection = RolloutSection()
+    asynchrony: AsynchronySection = AsynchronySection()
     reshard: ReshardSection = ReshardSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     sft: SFTSection | None = None

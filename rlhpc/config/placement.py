@@ -1,0 +1,39 @@
+"""Sections about where generation happens: on the ranks that train, in turn, or on ranks of its own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rlhpc.config.section import NonNegativeInt, Section
+
+PlacementName = Literal["colocated", "separate"]
+CostSeconds = Annotated[float, Field(ge=0, le=1e6)]
+
+
+class CostsSection(Section):
+    """Constants of the virtual time that the schedule follows, never measured in the run; see docs/asynchrony.md."""
+
+    step_seconds: CostSeconds | None = None
+    """Time of an engine's step without its sequences, in seconds; default: predicted at submission."""
+    sequence_seconds: CostSeconds | None = None
+    """Time that each sequence adds to an engine's step, in seconds; default: predicted at submission."""
+    train_seconds: CostSeconds | None = None
+    """Time from the last response of a step's batch to the next weights, in seconds; default: predicted at
+    submission."""
+    tool_seconds: CostSeconds = 1.0
+    """Time from a tool call to its answer, in seconds."""
+
+
+class AsynchronySection(Section):
+    """Generation beside training, with placement separate; see docs/asynchrony.md."""
+
+    max_staleness: NonNegativeInt = 1
+    """Maximum staleness of a token that is trained on, in steps: 0 generates and trains in turn."""
+    schedule: Literal["deterministic"] = "deterministic"
+    """Order of generation: deterministic follows virtual time, so that two runs are equal bit for bit."""
+    in_flight: Literal["recompute", "keep", "finish"] = "recompute"
+    """Treatment of responses in flight when new weights arrive: recompute continues on the new weights with a new KV
+    cache, keep with the old one, finish ends them on the old weights first."""
+    costs: CostsSection = CostsSection()
