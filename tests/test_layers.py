@@ -56,6 +56,7 @@ TORCH_FREE = (
     "data.balance",
     "data.mixing",
     "data.packing",
+    "observe.engine_activity",
     "observe.notes",
     "observe.page",
     "observe.profiles",

@@ -16,7 +16,7 @@ _NOT_METRICS = ("phase", "step", "total_steps", "time")
 _HEAD = '''"""Names of all metrics, as in docs/metrics.md. Generated: python -m tools.metric_names."""
 
 # Beginnings of names that depend on data and code of the run.
-PREFIXES = ("validation/", "reward/failures/")
+PREFIXES = ("validation/", "reward/failures/", "staleness/")
 
 NAMES = (
 '''

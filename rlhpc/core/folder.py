@@ -65,6 +65,11 @@ class AttemptFolder:
         return self.path / "times.json"
 
     @property
+    def engines(self) -> Path:
+        """Both sides of a separate placement in the newest step (rlhpc.observe.engine_activity)."""
+        return self.path / "engines.json"
+
+    @property
     def cost(self) -> Path:
         """Seconds of all its ranks, idle ones, and tokens (rlhpc.observe.cost)."""
         return self.path / "cost.json"

@@ -1,7 +1,7 @@
 """Names of all metrics, as in docs/metrics.md. Generated: python -m tools.metric_names."""
 
 # Beginnings of names that depend on data and code of the run.
-PREFIXES = ("validation/", "reward/failures/")
+PREFIXES = ("validation/", "reward/failures/", "staleness/")
 
 NAMES = (
     "loss",
@@ -44,6 +44,19 @@ NAMES = (
     "sampling/length_bias",
     "sampling/staleness_mean",
     "sampling/staleness_max",
+    "trainers/idle_fraction",
+    "engines/idle_fraction_mean",
+    "engines/idle_fraction_max",
+    "engines/idle_fraction_max_rank",
+    "engines/idle_weights_fraction",
+    "engines/idle_engines_fraction",
+    "engines/idle_tools_fraction",
+    "engines/idle_rewards_fraction",
+    "engines/idle_trainers_fraction",
+    "engines/tokens_per_second_mean",
+    "engines/tokens_per_second_min",
+    "engines/tokens_per_second_min_rank",
+    "rollout/queued_groups",
     "replay/used_groups",
     "replay/kept_groups",
     "tools/calls",
