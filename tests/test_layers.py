@@ -22,6 +22,7 @@ LAYERS = (
     ("plan.estimates", "parallel"),
     ("plan.checks", "data", "rewards", "observe", "observe.profiles", "observe.trackers"),
     ("backends.megatron", "rollout", "reshard", "checkpoint"),
+    ("rollout.generator",),
     ("trainer", "convert", "plan"),
     ("launch", "launch.slurm", "observe.page"),
     ("launch.worker",),

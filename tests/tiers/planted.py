@@ -213,6 +213,13 @@ FAULTS = (
         "",
     ),
     Fault(
+        "one-kind-of-idle-time",
+        "rlhpc/rollout/generator/messages.py",
+        "an engine's idle time counts only what it waited for longest",
+        "return sum(self.idle.values())",
+        "return max(self.idle.values(), default=0.0)",
+    ),
+    Fault(
         "last-bucket-not-packed",
         "rlhpc/reshard/executor.py",
         "the last bucket of a weight sync is sent with the bytes of an earlier one",

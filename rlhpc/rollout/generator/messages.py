@@ -1,0 +1,114 @@
+"""Messages between engines and trainers on ranks of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rlhpc.api import Sample
+from rlhpc.data.groups import Group
+from rlhpc.rollout.collect import Scored
+
+
+def published_key(version: int) -> str:
+    """Key on the board under which the trainers' first rank posts a version (``Published``)."""
+    return f"published/{version}"
+
+
+def news_key(engine: int) -> str:
+    """Key on the board under which the first rank of an engine posts what the schedules of the others must know."""
+    return f"engine/{engine}/news"
+
+
+@dataclass(frozen=True)
+class Published:
+    """New weights, as the trainers' first rank posts them on the board: those after ``version`` RL steps."""
+
+    version: int
+    policy_version: int  # RunState.policy_version: of these steps, those that changed the weights
+    prompt_cursor: int  # RunState.prompt_cursor: groups before this number have been consumed
+    checkpoint: str = ""  # folder in which engines write their state when they switch to it; "" for none
+    validates: bool = False  # whether engines answer the held-out prompts with it
+    ends: bool = False  # whether the run ends with it
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Published:
+        return cls(**record)
+
+
+@dataclass(frozen=True)
+class GroupCounts:
+    """What the responses of a group count; greedy ones only their ``reward_failures``."""
+
+    tool_calls: int = 0
+    failed_tool_calls: int = 0
+    reward_failures: Mapping[str, int] = field(default_factory=dict)  # by kind
+
+
+@dataclass(frozen=True)
+class FinishedGroup:
+    """A group of which all responses are scored, with the greedy response to its prompt if the algorithm needs one.
+
+    ``keeps``: it has samples, and the filter of dynamic sampling accepts it; otherwise it is not trained on. ``greedy``
+    is None too if its reward failed and dropped it.
+    """
+
+    number: int  # place of the prompt in the run's order
+    group: Group
+    keeps: bool
+    greedy: Sample | None = None
+    counts: GroupCounts = GroupCounts()
+
+
+@dataclass(frozen=True)
+class Activity:
+    """What an engine has done since its last message. ``idle``: seconds by what it waited for: weights, engines, tools,
+    rewards, trainers (until they have read its messages)."""
+
+    seconds: float  # wall time
+    idle: Mapping[str, float] = field(default_factory=dict)
+    tokens: int = 0  # sampled
+    steps: int = 0  # of the engine
+    statistics: Mapping[str, float] = field(default_factory=dict)  # RolloutEngine.statistics
+
+    @property
+    def idle_seconds(self) -> float:
+        """Seconds in which the engine waited."""
+        return sum(self.idle.values())
+
+
+@dataclass(frozen=True)
+class Delivered:
+    """Groups that an engine has finished since its last message, in the order of their numbers. After a resumption it
+    delivers again those that the trainers may not have trained on."""
+
+    engine: int
+    groups: Sequence[FinishedGroup]
+    statistics: Activity
+    version: int  # of the engine's weights
+
+
+@dataclass(frozen=True)
+class Validated:
+    """One engine's share of the answers to the held-out prompts, with the weights of a version. ``scored`` is in the
+    prompts' order; their groups are places among ``PromptSet.first(validation.max_prompts)``."""
+
+    engine: int
+    version: int
+    scored: Sequence[Scored]
+
+
+@dataclass(frozen=True)
+class Written:
+    """An engine has written its part of the checkpoint of a version, or failed with ``error``."""
+
+    engine: int
+    version: int
+    error: OSError | None = None
+
+
+Message = Delivered | Validated | Written
