@@ -89,6 +89,10 @@ class ReshardError(RuntimeError):
     """A weight sync failed. Not the user's fault: it keeps its traceback."""
 
 
+class PeerLost(RuntimeError):
+    """A rank of another role, with which this one exchanges data, has ended, or does not respond in time."""
+
+
 def _rebuild(kind: type[UserError], message: str, where: str, remedy: str) -> UserError:
     return kind(message, where=where, remedy=remedy)
 

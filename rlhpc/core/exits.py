@@ -67,6 +67,7 @@ _PEER_TYPES = {
     "DistNetworkError",
     "DistStoreError",
     "KeyboardInterrupt",
+    "PeerLost",
 }
 _PEER_MESSAGE = re.compile(
     r"connection (closed|reset|refused|was closed|aborted)|broken pipe|socket (closed|timeout)|nccl|gloo"
@@ -127,19 +128,19 @@ def _report(error: BaseException) -> None:
 
 def write_start(exits: Path, info: RankInfo) -> None:
     """Records the start of this process as the rank."""
-    record = StartRecord(info.rank, info.node, ProcessId.own(), time.time())
-    write_json(_file(exits, info.rank, "start"), asdict(record))
+    record = StartRecord(info.job_rank, info.node, ProcessId.own(), time.time())
+    write_json(_file(exits, info.job_rank, "start"), asdict(record))
 
 
 def write_exit(exits: Path, info: RankInfo, error: BaseException | None = None, stopped: str | None = None) -> None:
     """Records how the rank ended; the first record of a process stays."""
     kind: Kind = "stopped" if stopped else "done"
-    record = ExitRecord(info.rank, info.node, os.getpid(), time.time(), kind, message=stopped or "")
+    record = ExitRecord(info.job_rank, info.node, os.getpid(), time.time(), kind, message=stopped or "")
     if error is not None:
         text, message = redact(_traceback(error)), redact(str(error))
         ended = {"kind": classify(error), "type": type(error).__name__, "message": message, "traceback": text}
         record = ExitRecord(**{**asdict(record), **ended})
-    file = _file(exits, info.rank, "exit")
+    file = _file(exits, info.job_rank, "exit")
     patience = BRIEF if isinstance(error, StorageError) else None  # it has already waited
     if not _is_written(file, patience):
         write_json(file, asdict(record), patience)

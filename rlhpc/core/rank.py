@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, replace
 
 from rlhpc.core import env
 from rlhpc.core.errors import UserError
@@ -21,13 +21,28 @@ _SOURCES = (
 
 @dataclass(frozen=True)
 class RankInfo:
+    """Place of this process in its world, and in the job.
+
+    A world is the ranks of a default process group. Without roles it is the whole job. With roles (``role``, such as
+    ``trainers`` or ``engines``) each has a world of its own, a block of the job's ranks from ``first`` on: ``rank`` and
+    ``world_size`` are the role's, ``job_rank`` and ``job_size`` the job's. Files, heartbeats, logs and GPUs go by the
+    job's ranks.
+    """
+
     rank: int
     world_size: int
-    local_rank: int
+    local_rank: int  # on its node, of all roles
     node: str
     master_addr: str
     master_port: int
     restart_count: int = 0
+    role: str = ""
+    first: int = 0  # the job's rank of the world's rank 0
+    job_size: int = 0  # default: world_size
+
+    def __post_init__(self) -> None:
+        if not self.job_size:
+            object.__setattr__(self, "job_size", self.world_size)
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankInfo:
@@ -38,6 +53,8 @@ class RankInfo:
                 rank, world_size = environ[rank_name], environ[world_name]
                 local_rank = environ.get(local_name, "0")
                 break
+        exported = env.RANK in environ and env.WORLD_SIZE in environ
+        role, first, job_size = _role(environ.get(env.RLHPC_ROLE, "") if exported else "")
         info = cls(
             rank=int(rank),
             world_size=int(world_size),
@@ -46,16 +63,48 @@ class RankInfo:
             master_addr=environ.get(env.MASTER_ADDR, "127.0.0.1"),
             master_port=int(environ.get(env.MASTER_PORT, "0")),
             restart_count=int(environ.get(env.SLURM_RESTART_COUNT, "0")),
+            role=role,
+            first=first,
+            job_size=job_size,
         )
-        if info.world_size > 1 and not info.master_port and not environ.get(env.RLHPC_STORE):
+        if info.job_size > 1 and not info.master_port and not environ.get(env.RLHPC_STORE):
             raise UserError(
-                f"rank {info.rank} of {info.world_size} has no rendezvous",
+                f"rank {info.job_rank} of {info.job_size} has no rendezvous",
                 where=env.MASTER_PORT,
                 remedy=f"start the ranks with rlhpc, or set {env.MASTER_ADDR} and {env.MASTER_PORT}",
             )
         return info
 
+    def in_role(self, name: str, first: int, size: int) -> RankInfo:
+        """This rank, of a job without roles so far, in a role of ``size`` of the job's ranks from ``first`` on."""
+        assert not self.role, f"rank {self.job_rank} is in role {self.role}"
+        assert name, "a role has a name"
+        assert 0 <= first <= self.rank < first + size <= self.world_size, f"rank {self.rank} is not in role {name}"
+        return replace(self, rank=self.rank - first, world_size=size, role=name, first=first, job_size=self.world_size)
+
+    def export(self, environ: MutableMapping[str, str] = os.environ) -> None:
+        """Sets the variables from which ``from_environ`` reads this rank, and libraries their rank."""
+        environ[env.RANK], environ[env.WORLD_SIZE] = str(self.rank), str(self.world_size)
+        environ[env.LOCAL_RANK] = str(self.local_rank)
+        if self.role:
+            environ[env.RLHPC_ROLE] = f"{self.role} {self.first} {self.job_size}"
+        else:
+            environ.pop(env.RLHPC_ROLE, None)
+
+    @property
+    def job_rank(self) -> int:
+        """Number of this rank in the job."""
+        return self.first + self.rank
+
     @property
     def place(self) -> str:
         """Name of the node, unique even if several nodes (containers, say) share a host name."""
-        return f"{self.node}-{self.rank - self.local_rank}"
+        return f"{self.node}-{self.job_rank - self.local_rank}"
+
+
+def _role(text: str) -> tuple[str, int, int]:
+    """Role, its first rank and the job's size, from a variable that ``export`` has set."""
+    if not text:
+        return "", 0, 0
+    name, first, job_size = text.split()
+    return name, int(first), int(job_size)

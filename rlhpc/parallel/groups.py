@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,28 +23,54 @@ from rlhpc.parallel.store import open_store
 from rlhpc.sharding.layout import ParallelLayout
 
 
+@dataclass(frozen=True)
+class Joined:
+    """What this process has joined: its rank, and the store in which all of the job's ranks meet."""
+
+    info: RankInfo
+    store: dist.Store
+
+
+_joined: list[Joined] = []
+
+
 def join(info: RankInfo, timeout_minutes: float = 30, *, verify_connections: bool = True) -> None:
-    """Joins the job's default process group: NCCL with a GPU, gloo without.
+    """Joins the default process group of this rank's world: NCCL with a GPU, gloo without.
 
     The ranks meet in the job's own store if the launcher has named one, else at MASTER_ADDR and MASTER_PORT, where
-    torch's TCPStore lets any user of the cluster read and write.
+    torch's TCPStore lets any user of the cluster read and write. With a role, the group has only the role's ranks,
+    which meet under a prefix of their own, and the environment names the rank in the role, for libraries.
     """
     os.environ.setdefault(env.MASTER_ADDR, info.master_addr)  # for libraries that read it
     os.environ.setdefault(env.MASTER_PORT, str(info.master_port or 29500))
     on_gpu, timeout = torch.cuda.is_available(), datetime.timedelta(minutes=timeout_minutes)
     if on_gpu:
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
+    info.export()
+    store = _store(info, timeout, verify_connections=verify_connections)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        store=_store(info, timeout, verify_connections=verify_connections),
+        store=dist.PrefixStore(f"world {info.role}", store) if info.role else store,
         rank=info.rank,
         world_size=info.world_size,
         timeout=timeout,
     )
+    _joined[:] = [Joined(info, store)]
 
 
-def _store(info: RankInfo, timeout: datetime.timedelta, *, verify_connections: bool) -> dist.Store | None:
-    """Store in which this rank finds the others; None to let torch open a TCPStore."""
+def joined() -> Joined | None:
+    """What this process has joined last with ``join``; None if it has not."""
+    return _joined[0] if _joined else None
+
+
+def job_store() -> dist.Store:
+    """The store in which all of the job's ranks meet, those of other roles too: for boards, channels and pairs."""
+    assert _joined, "join() comes first"
+    return _joined[0].store
+
+
+def _store(info: RankInfo, timeout: datetime.timedelta, *, verify_connections: bool) -> dist.Store:
+    """Store in which this rank finds the others."""
     store = open_store()
     if store is not None:
         sealed.use_secret(store.secret)
@@ -53,8 +80,11 @@ def _store(info: RankInfo, timeout: datetime.timedelta, *, verify_connections: b
             compat.replace_gloo(gloo_maker(store))
         store.set_timeout(timeout)
         return store
-    # A single rank needs no port, which somebody else could take.
-    return dist.HashStore() if info.world_size == 1 and not info.master_port else None
+    if info.job_size == 1 and not info.master_port:
+        return dist.HashStore()  # a single rank needs no port, which somebody else could take
+    met: dist.Store = next(dist.rendezvous("env://", info.job_rank, info.job_size, timeout=timeout))[0]
+    met.set_timeout(timeout)
+    return met
 
 
 class Groups:
@@ -94,5 +124,6 @@ def engine_group(world_size: int, rank: int, tp: int) -> dist.ProcessGroup | Non
 
 def leave() -> None:
     """Leaves every group. For a normal end only: after an error other ranks may not respond."""
+    _joined.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

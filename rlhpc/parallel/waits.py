@@ -10,6 +10,7 @@ Not seen: collectives that bypass torch.distributed, such as those of an engine'
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -22,6 +23,14 @@ from rlhpc.core.shown import ShownOnly
 from rlhpc.parallel.compat import time_collectives
 
 _LOOK = 256  # calls between two looks at which events have passed
+
+
+_thread = threading.local()
+
+
+def leave_out_this_thread() -> None:
+    """Counts no waits of the calling thread from now on: it works beside the phases, which do not wait for it."""
+    _thread.in_background = True
 
 
 class _Recorder:
@@ -38,7 +47,7 @@ class _Recorder:
 
         @functools.wraps(call)
         def run(*arguments: Any, **options: Any) -> Any:
-            if not spans.counts_waits() or self._guard.failed:
+            if not spans.counts_waits() or self._guard.failed or getattr(_thread, "in_background", False):
                 return call(*arguments, **options)
             before = self._event() if self._on_gpu else None
             began = time.perf_counter()

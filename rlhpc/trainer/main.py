@@ -65,7 +65,7 @@ def _join(context: RankContext) -> RunConfig:
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stderr,
-        format=f"%(asctime)s rank {info.rank} %(name)s: %(message)s",
+        format=f"%(asctime)s rank {info.job_rank} %(name)s: %(message)s",
         force=True,
     )
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))

@@ -37,3 +37,27 @@ def test_ranks_must_know_where_to_meet() -> None:
         RankInfo.from_environ(SLURM)
     assert RankInfo.from_environ({**SLURM, "RLHPC_STORE": "node1:3000"}).rank == 5
     assert RankInfo.from_environ({}).master_port == 0
+
+
+def test_a_rank_in_a_role_keeps_its_place_in_the_job() -> None:
+    whole = RankInfo.from_environ({**SLURM, **MET})
+    info = whole.in_role("engines", 4, 3)
+    assert (info.role, info.rank, info.world_size, info.local_rank) == ("engines", 1, 3, 1)
+    assert (info.job_rank, info.job_size) == (whole.job_rank, whole.job_size) == (5, 8)
+    assert info.place == whole.place
+    with pytest.raises(AssertionError, match="rank 5 is in role engines"):
+        info.in_role("trainers", 0, 2)
+    with pytest.raises(AssertionError, match="rank 5 is not in role trainers"):
+        whole.in_role("trainers", 0, 5)
+
+
+def test_the_environment_of_a_role_names_the_same_rank() -> None:
+    environ = {**SLURM, **MET}
+    info = RankInfo.from_environ(environ).in_role("engines", 4, 3)
+    info.export(environ)
+    assert RankInfo.from_environ(environ) == info
+    assert (environ["RANK"], environ["WORLD_SIZE"], environ["LOCAL_RANK"]) == ("1", "3", "1")
+    # The rank of a run that starts in such a process is not in that role.
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        del environ[name]
+    assert RankInfo.from_environ(environ) == RankInfo.from_environ({**SLURM, **MET})

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +33,49 @@ def run_ranks(
     timeout: float = 900,
     environ: Mapping[str, str] | None = None,
     fresh: bool = False,
+    roles: Sequence[int] = (),
+    killed: Collection[int] = (),
 ) -> list[Any]:
     """Call ``function(*args)`` in ``world_size`` new processes and return the results by rank.
 
     ``function`` must be importable (defined at a module's top level); arguments and results are pickled. ``join``:
     initialize the default process group (gloo) before the call and destroy it afterwards. ``fresh``: ranks import
-    everything themselves. If a rank fails, ends the others and raises RankFailed with the first failure's traceback.
+    everything themselves. ``roles``: sizes of two worlds, trainers and engines, which ranks join as in a job with a
+    store: ``RankInfo.from_environ()`` has the role, ``rlhpc.parallel.groups.job_store()`` is common to both.
+    ``killed``: ranks that may die of SIGKILL; their result is None. If another rank fails, ends the others and raises
+    RankFailed with the first failure's traceback.
     """
     session.need("ranks")
-    with tempfile.TemporaryDirectory(prefix="ranks-") as name:
+    assert not roles or sum(roles) == world_size, f"roles of {roles} ranks in a job of {world_size}"
+    with tempfile.TemporaryDirectory(prefix="ranks-") as name, contextlib.ExitStack() as held:
         folder = Path(name)
         call = pickle.dumps((function, args))
-        (folder / "call.pickle").write_bytes(pickle.dumps((list(sys.path), join, timeout, call)))
-        common = {**os.environ, **_rendezvous(world_size), **(environ or {})}
+        (folder / "call.pickle").write_bytes(pickle.dumps((list(sys.path), join, timeout, tuple(roles), call)))
+        store = held.enter_context(_job_store()) if roles else {}
+        common = {**os.environ, **_rendezvous(world_size), **store, **(environ or {})}
         processes = [_start(folder, rank, common, fresh) for rank in range(world_size)]
         try:
-            _wait(processes, folder, timeout)
+            _wait(processes, folder, timeout, killed)
         finally:
             for process in processes:
                 # With its children: Megatron's checkpoint writer leaves a helper process.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+        files = [folder / f"{rank}.result" for rank in range(world_size)]
+        return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+@contextlib.contextmanager
+def _job_store() -> Iterator[dict[str, str]]:
+    """A job's store; yields the variables by which ranks find it."""
+    from rlhpc.launch.supervise.rendezvous_server import StoreServer
+
+    server = StoreServer.open(host="127.0.0.1")
+    try:
+        yield {env.RLHPC_STORE: f"127.0.0.1:{server.port}", env.RLHPC_STORE_SECRET: server.secret.hex()}
+    finally:
+        server.close()
 
 
 def _rendezvous(world_size: int) -> dict[str, str]:
@@ -93,10 +113,15 @@ def _start(folder: Path, rank: int, common: Mapping[str, str], fresh: bool) -> s
         )
 
 
-def _wait(processes: list[Any], folder: Path, timeout: float) -> None:
+def _wait(processes: list[Any], folder: Path, timeout: float, killed: Collection[int]) -> None:
     deadline = time.monotonic() + timeout
+
+    def failed_ranks() -> list[int]:
+        codes = enumerate(process.poll() for process in processes)
+        return [rank for rank, code in codes if code and not (rank in killed and code == -signal.SIGKILL)]
+
     while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
+        if failed_ranks():
             time.sleep(0.5)  # the first failure may cause others: let them write their tracebacks
             _collect_dead(processes)
             break
@@ -104,8 +129,7 @@ def _wait(processes: list[Any], folder: Path, timeout: float) -> None:
             late = [rank for rank, process in enumerate(processes) if process.poll() is None]
             raise RankFailed(f"ranks {late} still ran after {timeout:.0f} s\n{_log(folder, late[0])}")
         time.sleep(0.02)
-    failed = [rank for rank, process in enumerate(processes) if process.poll()]
-    if failed:
+    if failed := failed_ranks():
         first = min(failed, key=lambda rank: _failed_at(folder, rank))
         raise RankFailed(
             f"rank {first} of {len(processes)} failed first, exit {processes[first].returncode}"
@@ -130,21 +154,35 @@ def _log(folder: Path, rank: int, lines: int = 60) -> str:
     return f"--- rank {rank}, end of output ---\n" + "\n".join(text.splitlines()[-lines:])
 
 
+def _join(rank: int, roles: Sequence[int], timeout: float) -> None:
+    if not roles:
+        from datetime import timedelta
+
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+        return
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel.groups import join
+
+    trainers, engines = roles
+    role = ("trainers", 0, trainers) if rank < trainers else ("engines", trainers, engines)
+    join(RankInfo.from_environ().in_role(*role), timeout / 60)
+
+
 def run_child(folder: Path) -> None:
     """Program of a rank: call the function, store the result, exit."""
     rank = int(os.environ[env.RANK])
     try:
-        sys_path, join, timeout, call = pickle.loads((folder / "call.pickle").read_bytes())
+        sys_path, join, timeout, roles, call = pickle.loads((folder / "call.pickle").read_bytes())
         sys.path[:] = [*sys_path, *(entry for entry in sys.path if entry not in sys_path)]
         function, args = pickle.loads(call)
         if join:
-            from datetime import timedelta
-
-            import torch.distributed as dist
-
-            dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            _join(rank, roles, timeout)
         result = pickle.dumps(function(*args))
         if join:
+            import torch.distributed as dist
+
             dist.destroy_process_group()
     except BaseException:
         (folder / f"{rank}.failed").write_text(repr(time.time()))

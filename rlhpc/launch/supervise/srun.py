@@ -114,7 +114,7 @@ def srun_environment(
 
 
 # Variables of another launcher, which would take precedence over Slurm's.
-_NOT_OURS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE}
+_NOT_OURS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.LOCAL_WORLD_SIZE, env.RLHPC_ROLE}
 
 
 def _cores_per_rank(ranks: int) -> int:

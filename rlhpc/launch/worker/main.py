@@ -65,15 +65,13 @@ def _run(entry: str, attempt: AttemptFolder, stop: StopRequest) -> None:
     """Calls ``entry`` (package.module:function) with this rank's context, and writes records of start and end."""
     faulthandler.enable()
     info = RankInfo.from_environ()
-    os.environ[env.RANK] = str(info.rank)
-    os.environ[env.WORLD_SIZE] = str(info.world_size)
-    os.environ[env.LOCAL_RANK] = str(info.local_rank)
+    info.export()
     _end_when_superseded(attempt)
     record = read_attempt(attempt)
     assert record is not None, f"{attempt.record} is written before ranks start"
     use(Patience(record.storage_wait_seconds))
     heartbeat = Heartbeat(
-        attempt.heartbeats, info.rank, world_size=info.world_size, hang_timeout_seconds=record.hang_timeout_seconds
+        attempt.heartbeats, info.job_rank, world_size=info.job_size, hang_timeout_seconds=record.hang_timeout_seconds
     ).start()
     done = threading.Event()
     atexit.register(_end_now, done)  # registered first, called last
@@ -107,7 +105,7 @@ def _prepare_node(attempt: AttemptFolder) -> None:
             attempt=attempt.number,
         )
         if env.GLOO_SOCKET_IFNAME not in os.environ:
-            alone = info.world_size <= ranks_here
+            alone = info.job_size <= ranks_here
             os.environ[env.GLOO_SOCKET_IFNAME] = network_interface(info.master_addr, single_node=alone)
             os.environ.setdefault(env.NCCL_SOCKET_IFNAME, os.environ[env.GLOO_SOCKET_IFNAME])
         address = interface_address(os.environ[env.GLOO_SOCKET_IFNAME].partition(",")[0])

@@ -43,7 +43,7 @@ def restart_under_nsys(attempt: AttemptFolder) -> None:
     if not text:
         return
     try:
-        rank = RankInfo.from_environ().rank
+        rank = RankInfo.from_environ().job_rank
     except UserError:
         return  # it is reported later
     if not any(rank in part for part in parse_ranges(text.split(","), env.RLHPC_NSYS)):

@@ -20,7 +20,8 @@ from rlhpc.site.acceptance.child import Spec
 from rlhpc.site.acceptance.part import Figure, Goal, Part, Size, Skipped
 
 _POLL_SECONDS = 0.1
-_OF_LAUNCHERS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.SLURM_PROCID}  # set in the processes of a launcher
+# Set in the processes of a launcher.
+_OF_LAUNCHERS = {env.RANK, env.WORLD_SIZE, env.LOCAL_RANK, env.RLHPC_ROLE, env.SLURM_PROCID}
 _LOOK_SECONDS = 1.0  # between scans for processes that a part has started
 _END_SECONDS = 10.0  # for killed processes to disappear
 

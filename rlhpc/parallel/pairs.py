@@ -1,0 +1,128 @@
+"""Process groups of a few of the job's ranks outside of any world: how ranks of different roles exchange tensors.
+
+They need no default group, and are authenticated as all gloo groups of the process are (``rlhpc.parallel.gloo``). Ranks
+open their groups one at a time, in the main thread, in the same order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+
+from rlhpc.core.errors import PeerLost
+from rlhpc.core.heartbeat import touch
+
+MEETING_SECONDS = 1800.0  # for all ranks to come; another role may load its models first
+TIMEOUT_SECONDS = 1800.0
+_LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life
+Backend = Literal["gloo", "nccl"]
+
+
+class InFlight(Protocol):
+    """An operation in flight."""
+
+    def is_completed(self) -> bool: ...
+
+    def wait(self) -> object: ...
+
+
+class JobGroup:
+    """An open group. ``ranks``: the job's numbers of its ranks, by which roots and peers are named.
+
+    Broadcasts are matched in order: the ranks of a group call them in the same one. Use ``finished`` to poll one;
+    gloo's receives cannot be polled, and a wait that ends early would close the connections.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], mine: int, group: Any) -> None:
+        self.name, self.ranks, self.mine, self._group = name, tuple(ranks), mine, group
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> InFlight:
+        """Begins to copy ``tensor`` of one rank, contiguous, to that of all. It must live until the work is done."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = self.ranks.index(root), 0
+        return self._begin(lambda: self._group.broadcast([tensor], options))
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> InFlight:
+        """Begins to send a contiguous tensor to one rank."""
+        return self._begin(lambda: self._group.send([tensor], self.ranks.index(to), tag))
+
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> InFlight:
+        """Begins to receive a contiguous tensor from one rank."""
+        return self._begin(lambda: self._group.recv([tensor], self.ranks.index(source), tag))
+
+    def wait(self, work: InFlight) -> None:
+        """Waits for the end of a work. Raises PeerLost if it has failed."""
+        self._begin(work.wait)
+
+    def finished(self, work: InFlight) -> bool:
+        """Whether a broadcast has ended, without waiting. Raises PeerLost if it has failed."""
+        if not work.is_completed():
+            return False
+        self.wait(work)
+        return True
+
+    def close(self) -> None:
+        """Drops the connections; the other ranks' operations in flight fail. The last use."""
+        self._group = None
+
+    def _begin(self, action: Any) -> Any:
+        try:
+            return action()
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for rank in self.ranks if rank != self.mine)
+            raise PeerLost(f"{self.name}: lost rank {others}: {str(error).splitlines()[0]}") from error
+
+
+def open_group(
+    store: dist.Store,
+    name: str,
+    ranks: Sequence[int],
+    mine: int,
+    *,
+    timeout: float = TIMEOUT_SECONDS,
+    backend: Backend = "gloo",
+) -> JobGroup:
+    """A group of ``ranks`` (the job's numbers) in which this one is ``mine``. Collective over them.
+
+    ``store``: the job's; ``name``: of no other group in the job; ``timeout``: seconds after which an operation fails
+    whose peer does not respond. Raises PeerLost if a rank does not come.
+    """
+    assert mine in ranks, f"rank {mine} is not of {name}"
+    assert len(set(ranks)) == len(ranks) > 1, f"{name}: ranks {list(ranks)}"
+    prefixed, rank = dist.PrefixStore(f"group {name}", store.clone()), list(ranks).index(mine)
+    _meet(prefixed, name, ranks, mine)
+    limit = datetime.timedelta(seconds=timeout)
+    if backend == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = limit
+        return JobGroup(name, ranks, mine, dist.ProcessGroupNCCL(prefixed, rank, len(ranks), options))
+    make: Any = dist.distributed_c10d.ProcessGroupGloo  # which join() replaces
+    return JobGroup(name, ranks, mine, make(prefixed, rank, len(ranks), limit))
+
+
+def open_pair(
+    store: dist.Store, name: str, ends: tuple[int, int], mine: int, *, timeout: float = TIMEOUT_SECONDS
+) -> JobGroup:
+    """A gloo group of two of the job's ranks; see ``open_group``."""
+    return open_group(store, name, ends, mine, timeout=timeout)
+
+
+def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int) -> None:
+    """Waits until all ranks are here: a group's own timeout is shorter than another role may need to start."""
+    store.set(f"here {mine}", "1")
+    keys, deadline = [f"here {rank}" for rank in ranks], time.monotonic() + MEETING_SECONDS
+    while True:
+        touch("connecting")
+        try:
+            store.wait(keys, _LOOK)
+        except dist.DistStoreError:
+            if time.monotonic() > deadline:
+                late = [rank for rank in ranks if not store.check([f"here {rank}"])]
+                raise PeerLost(f"{name}: rank {late[:4]} did not come within {MEETING_SECONDS:g} s") from None
+        else:
+            return
