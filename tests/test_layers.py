@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("core",),
     ("config", "models"),
-    ("sharding", "algo", "observe.alerts"),
+    ("sharding", "algo", "observe.alerts", "rollout.schedule"),
     ("api", "checkpoint.formats"),
     ("plan.estimates", "parallel"),
     ("plan.checks", "data", "rewards", "observe", "observe.profiles", "observe.trackers"),
@@ -44,6 +44,7 @@ TORCH_FREE = (
     "plan.checks",
     "plan.estimates",
     "observe.alerts",
+    "rollout.schedule",
     "launch",
     "launch.slurm",
     "launch.worker",

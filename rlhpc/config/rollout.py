@@ -111,3 +111,8 @@ class ReplaySection(Section):
     """Maximum staleness of a replayed group, in policy versions."""
     order: Literal["newest", "uniform"] = "newest"
     """Order of selection: the newest groups first, or uniform at random."""
+
+
+def replayed_groups(groups: int, fraction: float, available: int) -> int:
+    """Number of a step's groups from the replay buffer; at least one is new."""
+    return min(round(groups * fraction), available, groups - 1)

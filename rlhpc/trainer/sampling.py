@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.api import Prompt, RunState, Sample
+from rlhpc.config.rollout import replayed_groups
 from rlhpc.config.schema import RunConfig
 from rlhpc.core import spans
 from rlhpc.data.group_filter import make_filter
@@ -28,7 +29,7 @@ from rlhpc.trainer.length_bias import count_dropped, count_trained, length_bias
 from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.rollout import Rollout
 from rlhpc.trainer.routed_experts import moved_routed_experts, without_routed_experts
-from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, check_shortage, replayed_groups
+from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, check_shortage
 
 Metrics = dict[str, float]
 

@@ -152,8 +152,3 @@ def split_stale(
     """(fresh, stale) groups by the oldest policy version of their tokens; ``version`` is the present one."""
     stale = {number for number, oldest in versions.items() if version - oldest > max_staleness}
     return set(versions) - stale, stale
-
-
-def replayed_groups(groups: int, fraction: float, available: int) -> int:
-    """Number of a step's groups from the replay buffer; at least one is new."""
-    return min(round(groups * fraction), available, groups - 1)

@@ -388,6 +388,13 @@ FAULTS = (
         'text += b" " * (len(text) % 8)',
     ),
     Fault(
+        "batch-closes-a-group-early",
+        "rlhpc/rollout/schedule/batches.py",
+        "a step of a separate placement trains on one group less than the others count for it",
+        "while len(self._kept) < size and",
+        "while len(self._kept) < max(size - 1, 1) and",
+    ),
+    Fault(
         "mfu-of-one-microbatch",
         "rlhpc/site/acceptance/parts/mfu.py",
         "acceptance reports the MFU of one microbatch for the time of all",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, replayed_groups, split_stale
+from rlhpc.config.rollout import replayed_groups
+from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, split_stale
 
 
 def is_good(number: int, rate: float) -> bool:

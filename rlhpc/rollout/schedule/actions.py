@@ -1,0 +1,50 @@
+"""What an engine does next, as its schedule decides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Switch:
+    """Take over the weights of ``version`` (the number of RL steps behind them), one more than before; wait until they
+    are here. Then call ``switched``."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class Admit:
+    """Start all responses of ``group``; then call ``admitted``."""
+
+    group: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Take the answer of the tool call ``key``, waiting for it if need be; then call ``answered``."""
+
+    key: int
+
+
+@dataclass(frozen=True)
+class EngineStep:
+    """Generate a token of every running request; then call ``stepped``."""
+
+
+@dataclass(frozen=True)
+class AwaitNews:
+    """Nothing can be decided before ``learn`` or ``judged`` brings something new.
+
+    ``verdicts``: ended groups of this engine whose verdicts may be what is missing.
+    """
+
+    verdicts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class End:
+    """All versions have been taken over; nothing is left to generate."""
+
+
+Action = Switch | Admit | Answer | EngineStep | AwaitNews | End
