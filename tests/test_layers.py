@@ -22,6 +22,7 @@ LAYERS = (
     ("plan.estimates", "parallel"),
     ("plan.checks", "data", "rewards", "observe", "observe.profiles", "observe.trackers"),
     ("backends.megatron", "rollout", "reshard", "checkpoint"),
+    ("reshard.staged",),
     ("rollout.generator",),
     ("trainer", "convert", "plan"),
     ("launch", "launch.slurm", "observe.page"),
@@ -70,6 +71,7 @@ TORCH_FREE = (
     "reshard.checksum_plan",
     "reshard.plan",
     "reshard.sides",
+    "reshard.staged.plan",
     "trainer.sampling_plan",
 )
 WITH_TORCH = (

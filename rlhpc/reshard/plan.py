@@ -297,14 +297,14 @@ def _digest_of(source: Side, target: Side, numbers: tuple[int, ...]) -> hashlib.
     """Digest of the plan's inputs; senders and buckets are added later."""
     digest = hashlib.blake2b(struct.pack("<3q", *numbers), digest_size=16)
     for side in (source, target):
-        lists = {id(shards): _encoded(shards) for shards in side.values()}
+        lists = {id(shards): encoded(shards) for shards in side.values()}
         for rank in sorted(side):
             digest.update(struct.pack("<q", rank) + lists[id(side[rank])])
         digest.update(b"\0")
     return digest
 
 
-def _encoded(shards: Sequence[Shard]) -> bytes:
+def encoded(shards: Sequence[Shard]) -> bytes:
     """Digest of a rank's shards."""
     digest = hashlib.blake2b(digest_size=16)
     for shard in shards:

@@ -152,6 +152,19 @@ class Numbered:
                     self._write(copy, messages[copy.source_rank, rank].pop(0))
             assert not any(messages.values()), "sent but not received"
 
+    def carry_out_staged(self, syncs: Iterable[Copy], forwards: Iterable[Copy]) -> None:
+        """Execute a staged plan, bucket by bucket. Asserts that ranks forward what they have received."""
+        for _, number, copy in sorted(
+            ((copy.bucket, number, copy) for number, copies in enumerate((syncs, forwards)) for copy in copies),
+            key=lambda found: found[:2],
+        ):
+            values = self._taken(copy)
+            if number:
+                name = self._name(copy.source_rank, copy.source)
+                values = self._written[name][copy.source.local_box.slices].reshape(copy.box.shape)
+                assert (values >= 0).all(), "forwarded before it was received"
+            self._write(copy, values)
+
     def assert_filled(self) -> None:
         """Assert that each element of the target has its source's number and that nothing else was written."""
         for rank, shards in self.target.items():

@@ -234,6 +234,13 @@ FAULTS = (
         "torch.cat([wrong for _, wrong in found]).all()",
     ),
     Fault(
+        "one-rank-receives-for-its-node",
+        "rlhpc/reshard/staged/plan.py",
+        "one rank of a node receives and forwards almost all of the weights: a weight sync takes several times as long",
+        "loads[place] += cell.size",
+        "loads[place] -= cell.size",
+    ),
+    Fault(
         "cut-checkpoint-accepted",
         "rlhpc/checkpoint/store.py",
         "a run resumes from a checkpoint of which files are missing or cut short",

@@ -1,0 +1,233 @@
+"""Plan of a weight sync between disjoint ranks: which rank of a node receives each block, and whom it forwards it to.
+
+Each block that a node's engines need crosses the network to that node once, to the one of the ranks that need it which
+receives the fewest bytes; that rank forwards it to the others. Pure: equal on all ranks, compared by its digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhpc.reshard.block_index import cells_of, size_of
+from rlhpc.reshard.plan import Copy, ReshardPlan, Side, encoded, lower_bound, plan_reshard
+from rlhpc.reshard.sides import SyncSides
+from rlhpc.sharding.shards import Box, Shard, TensorSpec
+
+STAGED_VERSIONS = 2  # versions in an engine rank's staging memory: a complete one and one that arrives
+
+
+@dataclass(frozen=True)
+class StagedTraffic:
+    """Bytes that one rank sends and receives: trainers to engines, ``across`` of them between nodes, and between the
+    ranks of engines on one node."""
+
+    sent: int = 0
+    received: int = 0
+    received_across: int = 0
+    forwarded: int = 0
+    taken: int = 0
+
+
+@dataclass(frozen=True)
+class StagedPlan:
+    """``syncs`` from trainers to engines, and ``forwards`` between engines of a node, each in the bucket in which its
+    block arrives. They are those of the requested rank: a trainers' own syncs, or an engine's whole node."""
+
+    syncs: tuple[Copy, ...]
+    forwards: tuple[Copy, ...]
+    num_buckets: int
+    bucket_bytes: int
+    traffic: Mapping[int, StagedTraffic]  # of every rank of either side
+    staging: Mapping[int, int]  # maximum bytes of staging memory and buffers of every rank
+    heralds: Mapping[int, int]  # the trainers' rank that sends the checksums to each engine rank
+    digest: str  # over both sides and all ranks' copies
+
+    def between(self, copies: Iterable[Copy], *, source: int | None = None, target: int | None = None) -> Buckets:
+        """The copies from ``source`` or to ``target``, by bucket, then by the other rank, in the plan's order."""
+        buckets: Buckets = [defaultdict(list) for _ in range(self.num_buckets)]
+        for copy in copies:
+            if source in (None, copy.source_rank) and target in (None, copy.target_rank):
+                buckets[copy.bucket][copy.source_rank if source is None else copy.target_rank].append(copy)
+        return [{peer: bucket[peer] for peer in sorted(bucket)} for bucket in buckets]
+
+
+Buckets = list[dict[int, list[Copy]]]  # of each bucket, the copies by the rank at the other end
+
+
+def plan_staged_sync(
+    sides: SyncSides, *, ranks_per_node: int, bucket_bytes: int, itemsize: int, rank: int | None = None
+) -> StagedPlan:
+    """The plan; with ``rank``, the copies that this rank needs to know. No trainers' rank sends, and no engine rank
+    receives from trainers, more than ``bucket_bytes`` in one bucket. No rank is on both sides."""
+    assert not set(sides.source) & set(sides.target), "a rank both trains and generates"
+    shares = _shares(sides.target, ranks_per_node, itemsize)
+    first = {rank: share.first for rank, share in shares.items()}
+    plan = plan_reshard(
+        sides.source,
+        first,
+        ranks_per_node=ranks_per_node,
+        bucket_bytes=bucket_bytes,
+        itemsize=itemsize,
+        keep=None if rank is None else _neighbors(sides, rank, ranks_per_node),
+    )
+    trainers = sorted(sides.source)
+    return StagedPlan(
+        syncs=plan.copies,
+        forwards=() if rank in sides.source else tuple(_forwards(plan.copies, sides.target, ranks_per_node)),
+        num_buckets=plan.num_buckets,
+        bucket_bytes=bucket_bytes,
+        traffic={rank: _traffic(plan, shares, rank) for rank in sides.ranks},
+        staging=_staging(plan, sides, itemsize),
+        heralds={rank: trainers[place % len(trainers)] for place, rank in enumerate(sorted(sides.target))},
+        digest=_digest(plan, sides.target),
+    )
+
+
+def network_bytes(plan: StagedPlan, ranks_per_node: int) -> dict[int, int]:
+    """Bytes that the engines of each node receive from other nodes."""
+    found: dict[int, int] = defaultdict(int)
+    for rank in plan.heralds:
+        found[rank // ranks_per_node] += plan.traffic[rank].received_across
+    return dict(found)
+
+
+def network_lower_bound(sides: SyncSides, ranks_per_node: int, itemsize: int) -> dict[int, int]:
+    """Minimum bytes that each node of engines must receive: what any of its engines needs and no trainer on it holds.
+
+    Computed from the sides alone.
+    """
+    held = {
+        node: [s for rank in ranks for s in sides.source[rank]] for node, ranks in _nodes(sides.source, ranks_per_node)
+    }
+    needed = {}
+    for node, ranks in _nodes(sides.target, ranks_per_node):
+        boxes: dict[TensorSpec, set[Box]] = defaultdict(set)
+        for rank in ranks:
+            for shard in sides.target[rank]:
+                boxes[shard.tensor].add(shard.box)
+        cells = ((tensor, cell) for tensor, found in boxes.items() for cell, _ in cells_of(sorted(found, key=_corner)))
+        needed[node] = [Shard(tensor, cell, "", cell.start) for tensor, cell in cells]
+    return lower_bound(held, needed, itemsize)
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one rank of a node receives from trainers ``first``, and bytes that it forwards to others and takes."""
+
+    first: list[Shard]
+    forwarded: int
+    taken: int
+
+
+def _shares(target: Side, ranks_per_node: int, itemsize: int) -> dict[int, _Share]:
+    """Each engine rank's share of what its node needs. Nodes whose ranks need the same have the same list objects."""
+    known: dict[tuple[int, ...], list[_Share]] = {}
+    found = {}
+    for _, ranks in _nodes(target, ranks_per_node):
+        key = tuple(id(target[rank]) for rank in ranks)
+        if key not in known:
+            known[key] = _share_out([target[rank] for rank in ranks], itemsize)
+        found.update(zip(ranks, known[key], strict=True))
+    return found
+
+
+def _share_out(needs: Sequence[Sequence[Shard]], itemsize: int) -> list[_Share]:
+    """Divides what the ranks of a node need: blocks that only one needs first, then the others, largest first, each to
+    the rank that has received the fewest bytes of those that need it."""
+    cells = list(_cells(needs, itemsize))
+    loads, forwarded, taken = ([0] * len(needs) for _ in range(3))
+    chosen: list[list[tuple[int, Shard]]] = [[] for _ in needs]
+    for number in sorted(range(len(cells)), key=lambda n: (len(cells[n].parts) > 1, -cells[n].size, n)):
+        cell = cells[number]
+        place = min(cell.parts, key=lambda place: (loads[place], place))
+        loads[place] += cell.size
+        forwarded[place] += cell.size * (len(cell.parts) - 1)
+        for other in cell.parts.keys() - {place}:
+            taken[other] += cell.size
+        chosen[place].append((number, cell.parts[place]))
+    first = ([shard for _, shard in sorted(shards, key=lambda found: found[0])] for shards in chosen)
+    return [_Share(*share) for share in zip(first, forwarded, taken, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """A block that the same ranks of a node need, by place in the node, and its bytes."""
+
+    size: int
+    parts: dict[int, Shard]
+
+
+def _cells(needs: Sequence[Sequence[Shard]], itemsize: int) -> Iterator[_Cell]:
+    """What the ranks need, in disjoint blocks, in the order of the model's tensors."""
+    tensors: dict[TensorSpec, dict[Box, dict[int, Shard]]] = {}
+    for place, shards in enumerate(needs):
+        for shard in shards:
+            holders = tensors.setdefault(shard.tensor, {}).setdefault(shard.box, {})
+            assert place not in holders, f"a rank holds {shard.box} of {shard.tensor.name} twice"
+            holders[place] = shard
+    for tensor, by_box in tensors.items():
+        boxes = sorted(by_box, key=_corner)
+        for cell, inside in cells_of(boxes):
+            parts = {place: s.part(cell) for index in inside for place, s in by_box[boxes[index]].items()}
+            yield _Cell(cell.volume * size_of(tensor, itemsize), parts)
+
+
+def _forwards(syncs: Iterable[Copy], target: Side, ranks_per_node: int) -> Iterator[Copy]:
+    """Copies of received blocks to the other ranks of the node that need them."""
+    needs: dict[tuple[int, TensorSpec], list[tuple[int, Shard]]] = defaultdict(list)
+    nodes = {copy.target_rank // ranks_per_node for copy in syncs}
+    for rank in sorted(target):
+        if rank // ranks_per_node in nodes:
+            for shard in target[rank]:
+                needs[rank // ranks_per_node, shard.tensor].append((rank, shard))
+    for copy in syncs:
+        for rank, shard in needs[copy.target_rank // ranks_per_node, copy.tensor]:
+            part = shard.box.meet(copy.box) if rank != copy.target_rank else None
+            if part is not None:
+                yield Copy(copy.target_rank, rank, copy.target.part(part), shard.part(part), copy.bucket)
+
+
+def _nodes(side: Side, ranks_per_node: int) -> list[tuple[int, list[int]]]:
+    """The side's ranks on each node, ascending."""
+    nodes: dict[int, list[int]] = defaultdict(list)
+    for rank in sorted(side):
+        nodes[rank // ranks_per_node].append(rank)
+    return list(nodes.items())
+
+
+def _neighbors(sides: SyncSides, rank: int, ranks_per_node: int) -> list[int]:
+    """The engine ranks on this one's node; a trainers' rank alone."""
+    if rank in sides.source:
+        return [rank]
+    return [other for other in sides.target if other // ranks_per_node == rank // ranks_per_node]
+
+
+def _traffic(plan: ReshardPlan, shares: Mapping[int, _Share], rank: int) -> StagedTraffic:
+    found, share = plan.traffic[rank], shares.get(rank)
+    moved = (share.forwarded, share.taken) if share else (0, 0)
+    return StagedTraffic(found.sent, found.received, found.received_across, *moved)
+
+
+def _staging(plan: ReshardPlan, sides: SyncSides, itemsize: int) -> dict[int, int]:
+    """Trainers stage each block that they send once, engines what they need, and each has a bucket to pack."""
+    lists = {id(shards): shards for side in (sides.source, sides.target) for shards in side.values()}
+    sizes = {key: sum(s.box.volume * size_of(s.tensor, itemsize) for s in shards) for key, shards in lists.items()}
+    kept = {rank: min(sizes[id(shards)], plan.traffic[rank].sent) for rank, shards in sides.source.items()}
+    kept |= {rank: STAGED_VERSIONS * sizes[id(shards)] for rank, shards in sides.target.items()}
+    return {rank: size + min(size, plan.bucket_bytes) for rank, size in kept.items()}
+
+
+def _digest(plan: ReshardPlan, target: Side) -> str:
+    """The plan's digest, which follows from source and shares, together with the engines' needs."""
+    digest = hashlib.blake2b(plan.digest.encode(), digest_size=16)
+    lists = {id(shards): encoded(shards) for shards in target.values()}
+    for rank in sorted(target):
+        digest.update(lists[id(target[rank])])
+    return digest.hexdigest()
+
+
+def _corner(box: Box) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return box.start, box.stop
