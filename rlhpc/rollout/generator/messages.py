@@ -11,6 +11,9 @@ from rlhpc.data.groups import Group
 from rlhpc.rollout.collect import Scored
 
 
+START_KEY = "start"  # key on the board under which the trainers' first rank posts where the run begins (StartPoint)
+
+
 def published_key(version: int) -> str:
     """Key on the board under which the trainers' first rank posts a version (``Published``)."""
     return f"published/{version}"
@@ -19,6 +22,23 @@ def published_key(version: int) -> str:
 def news_key(engine: int) -> str:
     """Key on the board under which the first rank of an engine posts what the schedules of the others must know."""
     return f"engine/{engine}/news"
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """Where an attempt of the run begins. The trainers' first rank posts it on the board before it publishes
+    ``version``, the first one of the attempt."""
+
+    version: int
+    prompt_cursor: int  # RunState.prompt_cursor: number of the first group that is not consumed
+    checkpoint: str = ""  # folder of the checkpoint that is resumed; "" for none
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> StartPoint:
+        return cls(**record)
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,17 @@ import json
 
 import pytest
 
-from rlhpc.rollout.generator.messages import Activity, Published, news_key, published_key
+from rlhpc.rollout.generator.messages import Activity, Published, StartPoint, news_key, published_key
 
 
 def test_a_published_version_goes_through_json() -> None:
     published = Published(3, 2, 24, checkpoint="/run/checkpoints/.writing-0001/step-00000003", validates=True)
     assert Published.from_json(json.loads(json.dumps(published.to_json()))) == published
+
+
+def test_where_a_run_begins_goes_through_json() -> None:
+    start = StartPoint(3, 24, "/run/checkpoints/step-00000003")
+    assert StartPoint.from_json(json.loads(json.dumps(start.to_json()))) == start
 
 
 def test_keys_of_versions_and_engines_differ() -> None:
