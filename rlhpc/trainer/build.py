@@ -33,6 +33,8 @@ from rlhpc.rollout.vllm_engine import VllmEngine
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.choosing import Chooser
+from rlhpc.trainer.colocated import Colocated
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.models import make_models
@@ -40,7 +42,7 @@ from rlhpc.trainer.reward_model import RewardModel
 from rlhpc.trainer.reward_reader import RewardReader
 from rlhpc.trainer.roles import EngineRank, Models
 from rlhpc.trainer.rollout import Rollout
-from rlhpc.trainer.run import Rollouts, Run
+from rlhpc.trainer.run import Run
 from rlhpc.trainer.sampling import Sampler
 from rlhpc.trainer.training_samples import SampleTexts
 from rlhpc.trainer.update import Updater
@@ -110,8 +112,8 @@ def _add_rollouts(run: Run, tokenizer: Tokenizer, engine: RolloutEngine, parts: 
         scorer = RewardModel(models.reward, parts.reader, tokenizer)
     if data.prompts is not None:
         needs_greedy, least = run.algorithm.needs_greedy, _least_samples(config, models)
-        sampler = Sampler(config, rollout, data.prompts, run.carryover, scorer, least, needs_greedy)
-        run.rl = Rollouts(weights, sampler)
+        chooser = Chooser(config, data.prompts, run.carryover, scorer, least, needs_greedy)
+        run.rl = Colocated(weights, Sampler(rollout, chooser))
         run.texts = SampleTexts(tokenizer, data.prompts.numbered, tools=bool(config.rollout.tools))
     if data.validation is not None:
         run.evaluator = Evaluator(config, run.context, data.validation, tokenizer, rollout, weights, scorer)

@@ -161,7 +161,7 @@ class Loop:
     def _restore(self) -> RunState:
         saved = self._store.latest()
         run, rl = self._run, self._run.rl
-        digest = rl.sampler.prompts.digest if rl is not None else ""
+        digest = rl.chooser.prompts.digest if rl is not None else ""
         check_agreement(run.context.info, {"training prompts of digest": digest})
         if saved is None:
             return RunState(prompts_digest=digest, actor_steps=0, critic_steps=0)
@@ -181,7 +181,7 @@ class Loop:
             run.critic.offload()
         if rl is not None:
             info, cursor = run.context.info, saved.state.prompt_cursor
-            run.carryover.load(saved.folder, cursor, rl.sampler.prompt_at, info.rank, info.world_size)
+            run.carryover.load(saved.folder, cursor, rl.chooser.prompt_at, info.rank, info.world_size)
         self._saved = saved.state.total_steps
         return saved.state
 

@@ -46,7 +46,7 @@ class Observer:
         if self._gpu is not None:
             self._numbers.add("readings of the GPU", self._gpu.take, None)
         if run.rl is not None:
-            self._numbers.add("statistics of the engine", run.rl.sampler.rollout.statistics, None)
+            self._numbers.add("statistics of the engine", run.rl.statistics, None)
         self._numbers.add("the waits", lambda: wait_numbers(self._spans))
         self._numbers.add("the busy times", lambda: work_numbers(self._spans))
         self._numbers.add("the timeline", lambda: span_numbers(self._spans, self._began), ())

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from rlhpc.algo import Algorithm
-from rlhpc.api import TrainBackend
+from rlhpc.api import RunState, TrainBackend
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.context import RankContext
 from rlhpc.data.sft import SFTSet
-from rlhpc.reshard.manager import ReshardManager
+from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.choosing import Chooser, Sampled
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.roles import Models
-from rlhpc.trainer.sampling import Sampler
 from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.training_samples import SampleTexts
 from rlhpc.trainer.update import Updater
 
 
-@dataclass
-class Rollouts:
-    """The RL side of a run: the engine's weights and the samples that it generates."""
+class Generation(Protocol):
+    """Where the samples of a run's steps come from. Its methods are collective."""
 
-    weights: ReshardManager  # syncs the actor's weights into the engine
-    sampler: Sampler
+    @property
+    def chooser(self) -> Chooser:
+        """Chooses what a step trains on."""
+
+    def generate(self, state: RunState, clock: Stopwatch) -> Sampled:
+        """The groups of the next step, scored but for the reward model's part. Leaves an engine of this rank asleep."""
+
+    def statistics(self) -> dict[str, float]:
+        """Those of the engines since the last call, each on one rank."""
 
 
 @dataclass
@@ -40,7 +47,7 @@ class Run:
     batching: Batching
     updater: Updater
     carryover: Carryover
-    rl: Rollouts | None = None  # None without RL steps
+    rl: Generation | None = None  # None without RL steps
     evaluator: Evaluator | None = None  # None without held-out prompts
     texts: SampleTexts | None = None  # of what RL trains on; None without RL steps
     sft: SFTSet | None = None  # None without a warm-up

@@ -1,32 +1,25 @@
-"""The samples of one step: prompts are requested until the batch is full of groups to train on; surplus groups are kept
-for the next step. Every rank makes the same decisions (``rlhpc.trainer.sampling_plan``)."""
+"""Generates the groups of one step: prompts are requested until the batch is full of groups to train on; surplus groups
+are kept for the next step. Every rank makes the same decisions (``rlhpc.trainer.sampling_plan``)."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from math import ceil
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from rlhpc.api import Prompt, RunState, Sample
-from rlhpc.config.rollout import replayed_groups
-from rlhpc.config.schema import RunConfig
 from rlhpc.core import spans
 from rlhpc.data.group_filter import make_filter
 from rlhpc.data.groups import Group, training_samples
-from rlhpc.data.prompts import PromptSet
-from rlhpc.data.shuffling import shuffled
 from rlhpc.parallel.transfer import gather_objects, one_to_all
 from rlhpc.rollout.collect import Scored
-from rlhpc.rollout.requests import Task, blank_draft, first_samples, turns
-from rlhpc.trainer.batches import shuffles
-from rlhpc.trainer.carryover import Carryover
-from rlhpc.trainer.length_bias import count_dropped, count_trained, length_bias
-from rlhpc.trainer.reward_model import RewardModel
+from rlhpc.rollout.requests import Task, blank_draft, first_samples
+from rlhpc.trainer.choosing import Chooser, Counts, Sampled
+from rlhpc.trainer.length_bias import count_dropped
 from rlhpc.trainer.rollout import Rollout
 from rlhpc.trainer.routed_experts import moved_routed_experts, without_routed_experts
 from rlhpc.trainer.sampling_plan import Bounds, Outcome, StepPlan, check_shortage
@@ -35,63 +28,19 @@ Metrics = dict[str, float]
 
 
 @dataclass
-class Counts:
-    """What a step's rollout counts over all engines."""
-
-    generated_groups: int = 0
-    stale_groups: int = 0
-    tool_calls: int = 0
-    failed_tool_calls: int = 0
-    reward_failures: Counter[str] = field(default_factory=Counter)  # by kind
-    reward_lengths: list[int] = field(default_factory=list)  # tokens of each sequence that the reward model read
-
-
-@dataclass
-class Sampled:
-    """What the engines generated for a step, equal on every rank: ``groups``, the first ``replayed`` of which are of
-    former steps; their ``samples``, group after group; ``greedy``, the greedy responses to their prompts if the
-    algorithm needs them. None in place of a sample that is dropped because a reward failed."""
-
-    groups: list[Group]
-    replayed: int
-    samples: list[Sample | None]
-    greedy: list[Sample | None]
-    outcome: Outcome
-    counts: Counts
-
-
-@dataclass
-class StepSamples:
-    """The samples that a step trains on, and the greedy ones that are their baselines. No samples at all if there are
-    too few."""
-
-    samples: list[Sample]
-    greedy: list[Sample]
-    metrics: Metrics
-    reward_lengths: Sequence[int] = ()  # see Counts
-
-
-@dataclass
 class Sampler:
-    """Generates and chooses the samples of a run's steps. All methods are collective.
+    """Generates the groups of a run's steps with the engines of all ranks. Its methods are collective."""
 
-    ``least_samples``: the number below which a step has too few samples to train on.
-    """
-
-    config: RunConfig
     rollout: Rollout
-    prompts: PromptSet
-    carryover: Carryover
-    reward_model: RewardModel | None
-    least_samples: int
-    needs_greedy: bool
+    chooser: Chooser
 
     def sample(self, state: RunState) -> Sampled:
         """Generates with the engine's present weights; it must be awake."""
-        section, carryover = self.config.train, self.carryover
+        chooser = self.chooser
+        section, carryover = chooser.config.train, chooser.carryover
         dynamic = section.dynamic_sampling
         stale = carryover.forget_stale(state.policy_version, dynamic.max_staleness) if dynamic else []
-        replayed = self._replayed(state)
+        replayed = chooser.replayed(state)
         collection = _Collection(self, state, section.prompts_per_step - len(replayed))
         collection.counts.stale_groups = len(stale)
         outcome = collection.run()
@@ -106,74 +55,12 @@ class Sampler:
         greedy = self._greedy(state, groups, collection.counts)
         return Sampled(groups, len(replayed), [*samples], greedy, outcome, collection.counts)
 
-    def scored_by_model(self, sampled: Sampled) -> Sampled:
-        """The same with the reward model's part of all rewards."""
-        model = self.reward_model
-        assert model is not None
-
-        def scored(found: list[Sample | None]) -> list[Sample | None]:
-            results, failures = model.score([sample for sample in found if sample is not None], self.prompts)
-            sampled.counts.reward_failures.update(failures)
-            sampled.counts.reward_lengths += model.lengths
-            known = iter(results)
-            return [None if sample is None else next(known) for sample in found]
-
-        samples, greedy = scored(sampled.samples), scored(sampled.greedy)
-        return replace(sampled, samples=samples, greedy=greedy)
-
-    def choose(self, state: RunState, sampled: Sampled) -> StepSamples:
-        """The samples that have a reward and, if the algorithm needs one, a baseline; too few are left to the next
-        step."""
-        carryover, greedy = self.carryover, [sample for sample in sampled.greedy if sample is not None]
-        known = {sample.prompt_id for sample in greedy}
-        good = [s is not None and (not self.needs_greedy or s.prompt_id in known) for s in sampled.samples]
-        samples = [s for s, is_good in zip(sampled.samples, good, strict=True) if s is not None and is_good]
-        places = [place for place, group in enumerate(sampled.groups) for _ in group.usable]
-        lacking = {place for place, is_good in zip(places, good, strict=True) if not is_good}
-        new = list(enumerate(sampled.groups))[sampled.replayed :]
-        if len(samples) < self.least_samples:
-            carryover.put_back([group for place, group in new if place not in lacking])
-            samples = []
-        elif not any(sample.trained_len for sample in samples):
-            samples = []
-        used = {sample.group_id for sample in samples}
-        if carryover.replay is not None:
-            carryover.replay.add(group for place, group in new if place in used)
-        if self.config.train.dynamic_sampling is not None:
-            left = {group.number for group in carryover.ready}
-            count_trained(state, [group for place, group in new if place in used])
-            count_dropped(state, [g for place, g in new if place not in used and g.number not in left])
-        metrics = self._metrics(state, sampled, [sampled.groups[place] for place in sorted(used)])
-        if sampled.replayed and shuffles(self.config.train):  # else replayed groups fill the first minibatches
-            order = shuffled([sample.group_id for sample in samples], self.config.seed, state.step, epoch=0)
-            samples = [samples[place] for place in order]
-        return StepSamples(samples, greedy, metrics, sampled.counts.reward_lengths)
-
-    @property
-    def least_new(self) -> int:
-        """Number of new groups in a step that replays as many as it may."""
-        train = self.config.train
-        replay, groups = train.replay, train.prompts_per_step
-        return groups - (replayed_groups(groups, replay.fraction, replay.capacity) if replay is not None else 0)
-
-    def prompt_at(self, number: int) -> Prompt:
-        """The prompt in a place of the run's order."""
-        return self.prompts.take(number, 1, self.config.seed)[0][0]
-
-    def _replayed(self, state: RunState) -> list[Group]:
-        """Groups of former steps that this step trains on again."""
-        buffer, section = self.carryover.replay, self.config.train.replay
-        if buffer is None or section is None:
-            return []
-        buffer.forget_stale(state.policy_version)
-        count = replayed_groups(self.config.train.prompts_per_step, section.fraction, len(buffer))
-        return buffer.sample(count, self.config.seed, state.step)
-
     def _greedy(self, state: RunState, groups: Sequence[Group], counts: Counts) -> list[Sample | None]:
         """Adds failures of rewards to ``counts``."""
-        if not self.needs_greedy or not groups:
+        chooser, rollout = self.chooser, self.rollout
+        if not chooser.needs_greedy or not groups:
             return []
-        prompts, rollout = [self.prompt_at(group.number) for group in groups], self.rollout
+        prompts = [chooser.prompt_at(group.number) for group in groups]
         mine = rollout.answer(state, prompts, 1, temperature=0.0)
         found: list[Sample | None] = []
         for part in gather_objects(mine if rollout.place.leads else None):
@@ -182,53 +69,26 @@ class Sampler:
                 counts.reward_failures.update(scored.failures)
         return found
 
-    def _metrics(self, state: RunState, sampled: Sampled, used: Sequence[Group]) -> Metrics:
-        train, counts, outcome = self.config.train, sampled.counts, sampled.outcome
-        samples = [sample for group in used for sample in group.usable]
-        found: Metrics = {f"reward/failures/{kind}": n for kind, n in sorted(counts.reward_failures.items())}
-        if train.dynamic_sampling is not None:
-            found |= {
-                "sampling/batches": outcome.batches,
-                "sampling/generated_groups": counts.generated_groups,
-                "sampling/dropped_groups": len(outcome.dropped),
-                "sampling/kept_groups": len(self.carryover.ready),
-                "sampling/carried_groups": len(outcome.unfinished),
-                "sampling/missing_groups": outcome.short,
-                "sampling/stale_groups": counts.stale_groups,
-            }
-            bias = length_bias(state, self.carryover.groups)
-            found |= {"sampling/length_bias": bias} if bias is not None else {}
-        if samples and (train.dynamic_sampling is not None or train.replay is not None):
-            ages = [state.policy_version - sample.policy_version for sample in samples]
-            found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}
-        if self.config.rollout.tools:
-            found |= {"tools/calls": counts.tool_calls, "tools/failures": counts.failed_tool_calls}
-            if samples:
-                found["tools/turns_mean"] = float(np.mean([turns(sample) for sample in samples]))
-                found["tools/answer_tokens_mean"] = float(np.mean([sample.tool_tokens for sample in samples]))
-        if self.carryover.replay is not None:
-            found["replay/used_groups"] = sampled.replayed
-            found["replay/kept_groups"] = len(self.carryover.replay)
-        return found
-
 
 class _Collection:
     """A step's groups while they are generated."""
 
     def __init__(self, sampler: Sampler, state: RunState, count: int) -> None:
-        config, carryover = sampler.config, sampler.carryover
+        chooser = sampler.chooser
+        config, carryover = chooser.config, chooser.carryover
         section = config.train.dynamic_sampling
-        self._sampler, self._rollout, self._config, self._state = sampler, sampler.rollout, config, state
+        self._prompt_at, self._prompts = chooser.prompt_at, chooser.prompts
+        self._rollout, self._config, self._state = sampler.rollout, config, state
         self._section = section
         self._keeps = make_filter(section) if section else bool
         self.groups = {group.number: group for group in carryover.groups}
         bounds = Bounds(
             count,
-            least=min(count, ceil(sampler.least_samples / config.rollout.samples_per_prompt)),
+            least=min(count, ceil(chooser.least_samples / config.rollout.samples_per_prompt)),
             oversample=section.oversample if section else 1.0,
             max_batches=section.max_batches if section else 1,
             max_staleness=section.max_staleness if section else 0,
-            later=sampler.least_new,
+            later=chooser.least_new,
         )
         self._plan = StepPlan(
             bounds,
@@ -254,7 +114,7 @@ class _Collection:
         config, state, place = self._config, self._state, self._rollout.place
         new = [number for number in batch if number not in self.groups]
         with spans.part("data"):
-            prompts, state.prompt_cursor = self._sampler.prompts.take(state.prompt_cursor, len(new), config.seed)
+            prompts, state.prompt_cursor = self._prompts.take(state.prompt_cursor, len(new), config.seed)
         count = config.rollout.samples_per_prompt
         firsts = first_samples([prompt.prompt_id for prompt in prompts], count, self._seen)
         for number, prompt, first in zip(new, prompts, firsts, strict=True):
@@ -266,7 +126,7 @@ class _Collection:
             self.groups.update(zip(batch, moved, strict=True))
         known = dict(zip(new, prompts, strict=True))
         for number in (batch[index] for index in place.own(len(batch))):
-            prompt = known[number] if number in known else self._sampler.prompt_at(number)
+            prompt = known[number] if number in known else self._prompt_at(number)
             self._collector.begin(_tasks(self.groups[number], prompt, config.seed))
 
     def _generate(self) -> None:

@@ -16,9 +16,9 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.core.imports import import_attribute
 from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.advantages import StepAdvantages, step_advantages, token_values
+from rlhpc.trainer.choosing import StepSamples
 from rlhpc.trainer.routed_experts import trained_routed_experts
 from rlhpc.trainer.run import Run
-from rlhpc.trainer.sampling import StepSamples
 from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.update import Metrics
 
@@ -100,21 +100,14 @@ def rl_step(run: Run, state: RunState) -> tuple[Metrics, list[Sample]]:
 
 
 def generate(run: Run, state: RunState, clock: Stopwatch) -> StepSamples:
-    """The first half of a step: weight sync, rollout, rewards. Leaves the engine asleep."""
+    """The first half of a step: weight sync, rollout, rewards. Leaves an engine of this rank asleep."""
     assert run.rl is not None
-    weights, sampler, step = run.rl.weights, run.rl.sampler, state.step + 1
-    touch("weight sync", step)
-    with clock("weight_sync"):
-        weights.sync()
-    touch("rollout", step)
-    with clock("rollout"):
-        sampled = sampler.sample(state)
-        weights.sleep()
+    chooser, sampled = run.rl.chooser, run.rl.generate(state, clock)
     if run.models.reward is not None and sampled.samples:
-        touch("reward model", step)
+        touch("reward model", state.step + 1)
         with clock("reward_model"):
-            sampled = sampler.scored_by_model(sampled)
-    batch = sampler.choose(state, sampled)
+            sampled = chooser.scored_by_model(sampled)
+    batch = chooser.choose(state, sampled)
     with clock("rollout"):
         if batch.samples:
             batch.samples = trained_routed_experts(run.models.actor, run.batching, batch.samples, state.step)

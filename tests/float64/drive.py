@@ -109,9 +109,11 @@ def _make_run(config: Any, state: Any, workers: Any, folder: Path) -> Any:
     from rlhpc.core.stop import StopRequest
     from rlhpc.trainer.batches import Batching
     from rlhpc.trainer.carryover import Carryover
+    from rlhpc.trainer.choosing import Chooser
+    from rlhpc.trainer.colocated import Colocated
     from rlhpc.trainer.roles import EngineRank
     from rlhpc.trainer.rollout import Rollout
-    from rlhpc.trainer.run import Rollouts, Run
+    from rlhpc.trainer.run import Run
     from rlhpc.trainer.sampling import Sampler
     from rlhpc.trainer.update import Updater
     from tests.float64.model import ScriptedEngine, ScriptedTools, Weights
@@ -127,9 +129,9 @@ def _make_run(config: Any, state: Any, workers: Any, folder: Path) -> Any:
     place = EngineRank(info.rank, info.world_size, 1)
     rollout = Rollout(engine, place, config.rollout, config.seed, workers, ScriptedTools(config.seed))
     least = config.train.minibatches * max(role.layout.dp for role in models.trained.values())
-    sampler = Sampler(config, rollout, _prompts(config.seed), carryover, None, least, algorithm.needs_greedy)
-    rollouts = Rollouts(weights, sampler)
-    return Run(config, context, models, algorithm, batching, updater, carryover, rollouts)
+    chooser = Chooser(config, _prompts(config.seed), carryover, None, least, algorithm.needs_greedy)
+    colocated = Colocated(weights, Sampler(rollout, chooser))
+    return Run(config, context, models, algorithm, batching, updater, carryover, colocated)
 
 
 def _models(config: Any, info: Any, algorithm: Any, folder: Path) -> Any:

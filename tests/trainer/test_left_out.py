@@ -33,7 +33,7 @@ def chosen_of(
     from rlhpc.api import RunState
     from rlhpc.config.schema import RunConfig
     from rlhpc.trainer.carryover import Carryover
-    from rlhpc.trainer.sampling import Counts, Sampled, Sampler
+    from rlhpc.trainer.choosing import Chooser, Counts, Sampled
     from rlhpc.trainer.sampling_plan import Outcome
 
     groups = [finished(number) for number in range(3)]
@@ -44,11 +44,11 @@ def chosen_of(
     outcome = Outcome((0, 1, 2), (), (), (), batches=1, short=0)
     train = {"steps": 1, "replay": {"capacity": 8}, **(train or {})}
     config = RunConfig.model_validate({"name": "x", "model": {"path": "m"}, "train": train})
-    unused: Any = None  # what generates
+    unused: Any = None
     carryover = Carryover.of(config.train)
-    sampler = Sampler(config, unused, unused, carryover, None, least, needs_greedy=bool(greedy))
+    chooser = Chooser(config, unused, carryover, None, least, needs_greedy=bool(greedy))
     sampled = Sampled(groups, replayed, samples, baselines, outcome, Counts())
-    found = sampler.choose(RunState(step=step), sampled)
+    found = chooser.choose(RunState(step=step), sampled)
     learnt = [sample.group_id for sample in found.samples]
     assert found.metrics["replay/used_groups"] == replayed
     assert carryover.replay is not None

@@ -19,6 +19,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.data.prompts import Prompts, PromptSet
 from rlhpc.rollout.requests import mixed_bits
 from rlhpc.trainer.carryover import Carryover
+from rlhpc.trainer.choosing import Chooser
 from rlhpc.trainer.length_bias import count_dropped, count_trained, length_bias
 from rlhpc.trainer.roles import EngineRank
 from rlhpc.trainer.rollout import Rollout
@@ -116,11 +117,12 @@ def simulate(
     engine = Lengths()
     rollout = Rollout(engine, EngineRank(0, 1, 1), config.rollout, 0, Scores(), None)
     carryover = Carryover.of(config.train)
-    sampler = Sampler(config, rollout, PromptSet(prompts, 0, (range(count),)), carryover, None, 1, False)
+    chooser = Chooser(config, PromptSet(prompts, 0, (range(count),)), carryover, None, 1, False)
+    sampler = Sampler(rollout, chooser)
     found = Run()
     for _ in range(steps):
         sampled = sampler.sample(found.state)
-        found.metrics.append(sampler.choose(found.state, sampled).metrics)
+        found.metrics.append(chooser.choose(found.state, sampled).metrics)
         new = sampled.groups[sampled.replayed :]
         found.trained += [max(sample.response_len for sample in group.samples) for group in new]
         found.state.step += 1

@@ -10,7 +10,6 @@ from rlhpc.api import Sample
 from rlhpc.data.groups import Group
 from rlhpc.rollout.collect import Scored
 
-
 START_KEY = "start"  # key on the board under which the trainers' first rank posts where the run begins (StartPoint)
 
 
