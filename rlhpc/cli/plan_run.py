@@ -13,7 +13,8 @@ from rlhpc.cli.tables import labelled
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.checks.run import check_layout, outline
+from rlhpc.plan.checks.layout import check_layout
+from rlhpc.plan.checks.run import outline
 from rlhpc.plan.estimates.hardware import Reserves, cpu_memory_limit
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime

@@ -14,7 +14,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape
-from rlhpc.plan.checks.run import check_layout
+from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.step_time import StepTime, predict_step

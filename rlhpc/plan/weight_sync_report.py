@@ -12,7 +12,8 @@ from typing import Any
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
-from rlhpc.plan.checks.run import check_layout, check_node_range
+from rlhpc.plan.checks.layout import check_layout
+from rlhpc.plan.checks.run import check_node_range
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
 from rlhpc.reshard.sides import plan_weight_sync, sync_sides

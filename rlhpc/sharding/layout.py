@@ -13,6 +13,7 @@ from rlhpc.core.errors import UserError
 # and experts divide the same ranks differently: by tp and cp, and by etp and ep.
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_AXES = ("etp", "ep", "edp", "pp")
+JOB_RANKS = "ranks of the job (slurm.nodes x resources.ranks_per_node)"  # in errors
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,7 @@ class ParallelLayout:
             if model_size < 1 or self.world_size % model_size:
                 product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
                 raise UserError(
-                    f"{product} = {model_size} ranks does not divide the {self.world_size} ranks of the job "
-                    "(slurm.nodes x resources.ranks_per_node)",
+                    f"{product} = {model_size} ranks does not divide the {self.world_size} {JOB_RANKS}",
                     where="actor.parallel",
                     remedy=f"use a multiple of {model_size} ranks, or sizes whose product is one of "
                     f"{divisors(self.world_size)}",

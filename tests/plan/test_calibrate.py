@@ -13,7 +13,7 @@ from rlhpc.config.site import EfficiencySection
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
 from rlhpc.plan.calibrate import PHASES, calibrate, phase_seconds, read_run
-from rlhpc.plan.checks.run import check_layout
+from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 

@@ -13,7 +13,8 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import UserError
 from rlhpc.models import ModelShape, read_model
-from rlhpc.plan.checks.run import check_layout, check_nodes
+from rlhpc.plan.checks.layout import check_layout
+from rlhpc.plan.checks.run import check_nodes
 from rlhpc.plan.checks.training import check_memory
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.memory import predict_memory

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rlhpc.config.schema import RunConfig
+from rlhpc.plan.checks.placement import separates
 
 
 def off_policy_warnings(config: RunConfig) -> Iterator[str]:
@@ -22,6 +23,7 @@ def off_policy_warnings(config: RunConfig) -> Iterator[str]:
     older = {
         "train.replay": config.train.replay is not None,
         "train.dynamic_sampling.oversample": dynamic is not None and dynamic.oversample > 1,
+        "asynchrony.max_staleness": separates(config) and config.asynchrony.max_staleness > 0,
     }
     for key in (key for key, used in older.items() if used):
         yield (

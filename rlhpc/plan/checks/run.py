@@ -19,23 +19,21 @@ from rlhpc.plan.checks.algorithm import check_algorithm
 from rlhpc.plan.checks.checkpoint import check_keep_best
 from rlhpc.plan.checks.critic import check_critic
 from rlhpc.plan.checks.data import check_data
+from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.limits import check_lengths, check_limits
 from rlhpc.plan.checks.off_policy import off_policy_warnings
-from rlhpc.plan.checks.parallelism import check_engine, fitting_layout
+from rlhpc.plan.checks.placement import check_placement, check_roles, naming_trainers
 from rlhpc.plan.checks.profile import check_profile
 from rlhpc.plan.checks.rewards import check_reward_model, check_rewards
 from rlhpc.plan.checks.rollout import check_rollout
 from rlhpc.plan.checks.secrets import secret_warnings
-from rlhpc.plan.checks.suitable import suits
 from rlhpc.plan.checks.trackers import check_trackers
 from rlhpc.plan.checks.training import check_experts, check_memory, check_optimizers, check_sharing
 from rlhpc.plan.checks.user_code import check_own_code
-from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
 from rlhpc.sharding.shards import num_parameters
 
 Summary = list[tuple[str, str]]
-_MOST_RANKS = 2**20  # more than any cluster has
 _MOST_SAMPLES = 10**12
 _RANKS = "resources.ranks_per_node or slurm.nodes"
 
@@ -60,10 +58,7 @@ def check_config(
     if prepared or config.model.path.exists():
         with faults.collect():
             shape = read_model(config.model.path, config.model.family)
-    for nodes in dict.fromkeys((config.slurm.least_nodes, config.slurm.most_nodes)):
-        layout = None
-        with faults.collect():
-            layout = check_nodes(config, nodes, shape)
+    layout = _check_sizes(config, shape, faults)
     _check_sections(config, faults)
     if layout is not None:
         _check_models(config, shape, layout, faults, prepared=prepared)
@@ -90,6 +85,18 @@ def check_config(
     return summary + [("warning", text) for text in (*warnings, *off_policy_warnings(config), *secret_warnings(config))]
 
 
+def _check_sizes(config: RunConfig, shape: ModelShape | None, faults: Faults) -> ParallelLayout | None:
+    """Collects the faults of placement and layouts; returns the layout on the most nodes, None if it is invalid."""
+    with faults.collect():
+        check_placement(config)
+        for nodes in dict.fromkeys((config.slurm.least_nodes, config.slurm.most_nodes)):
+            layout = None
+            with faults.collect():
+                layout = check_nodes(config, nodes, shape)
+        return layout
+    return None
+
+
 def _check_sections(config: RunConfig, faults: Faults) -> None:
     """Collects the faults of keys that only concern each other."""
     keys = (check_algorithm, check_rewards, check_rollout, check_data, check_keep_best, check_alerts, check_profile)
@@ -102,10 +109,10 @@ def _check_models(
     config: RunConfig, shape: ModelShape | None, layout: ParallelLayout, faults: Faults, *, prepared: bool
 ) -> None:
     """Collects the faults of models under a layout that is valid."""
-    with faults.collect():
+    with faults.collect(), naming_trainers(config):
         check_critic(config, layout.world_size, shape)
     if prepared:
-        with faults.collect():
+        with faults.collect(), naming_trainers(config):
             check_reward_model(config, layout.world_size)
     if shape is not None:
         with faults.collect():
@@ -171,11 +178,12 @@ def check_plannable(config: RunConfig, shape: ModelShape) -> ParallelLayout:
     not fit."""
     faults, layout = Faults(), None
     with faults.collect():
+        check_placement(config)
         layout = check_layout(config, config.slurm.most_nodes, shape)
         if config.train.steps:
             _check_samples(config, layout)
     if layout is not None:
-        with faults.collect():
+        with faults.collect(), naming_trainers(config):
             check_critic(config, layout.world_size, shape)
         with faults.collect():
             check_memory(config.actor.memory, shape, layout)
@@ -242,38 +250,6 @@ def largest_usable(config: RunConfig, nodes: int) -> int:
             check_nodes(config, count)
             return count
     return 0
-
-
-def check_layout(config: RunConfig, nodes: int, shape: ModelShape | None) -> ParallelLayout:
-    """Returns the layout on ``nodes`` nodes. Raises UserError if it or engines do not fit ranks or model (if known)."""
-    world_size = nodes * config.resources.ranks_per_node
-    if world_size > _MOST_RANKS:
-        raise UserError(
-            f"{nodes} nodes of resources.ranks_per_node {config.resources.ranks_per_node} are {world_size:,} ranks",
-            where="slurm.nodes",
-            remedy=f"use at most {_MOST_RANKS:,} ranks",
-        )
-    layout = fitting_layout(config.actor.parallel, world_size, shape, lambda found: suits(config, shape, found))
-    if world_size % config.rollout.tp:
-        raise UserError(
-            f"engines of {config.rollout.tp} ranks do not divide the {world_size} ranks of the job",
-            where="rollout.tp",
-            remedy=f"use one of {divisors(world_size)}",
-        )
-    _check_engines_on_nodes(config.rollout.tp, world_size, config.resources.ranks_per_node)
-    if shape:
-        check_engine(shape, config.rollout)
-    return layout
-
-
-def _check_engines_on_nodes(tp: int, world_size: int, ranks_per_node: int) -> None:
-    if not fits_nodes(tp, ranks_per_node):
-        valid = [size for size in divisors(world_size) if fits_nodes(size, ranks_per_node)]
-        raise UserError(
-            f"engines of {tp} ranks neither divide a node of {ranks_per_node} nor take whole nodes",
-            where="rollout.tp",
-            remedy=f"use one of {valid}",
-        )
 
 
 def _check_batches(config: RunConfig, layout: ParallelLayout) -> None:
@@ -370,12 +346,16 @@ def _data_texts(config: RunConfig) -> Iterator[str]:
 
 
 def _layout_text(config: RunConfig, layout: ParallelLayout) -> str:
-    engines = layout.world_size // config.rollout.tp
+    world_size = config.world_size
+    roles = check_roles(config, world_size)
     texts = [f"training {layout.text}"]
     if config.critic.parallel is not None:
         texts.append(f"critic {make_layout(config.critic.parallel, layout.world_size).text}")
-    texts.append(f"rollout {engines} engine(s) of tp {config.rollout.tp}")
-    return f"{layout.world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
+    texts.append(f"rollout {roles.num_engines} engine(s) of tp {config.rollout.tp}")
+    if roles.separate:
+        texts = [f"{roles.trainers.size} for {'; '.join(texts[:-1])}", f"{roles.engines.size} for {texts[-1]}"]
+        texts[-1] += f", staleness up to {config.asynchrony.max_staleness}"
+    return f"{world_size} ranks on {config.slurm.most_nodes} node(s): {'; '.join(texts)}"
 
 
 def _batch_text(config: RunConfig) -> str:

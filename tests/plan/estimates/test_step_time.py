@@ -13,7 +13,7 @@ from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, read_model
 from rlhpc.models.flops import forward_terms, training_flops
-from rlhpc.plan.checks.run import check_layout
+from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.estimates.hardware import GPUS, Gpu
 from rlhpc.plan.estimates.memory import engine_memory
 from rlhpc.plan.estimates.rollout_time import Engines, cache_tokens, rollout_time, weight_sync_time

@@ -1,0 +1,261 @@
+"""Checks which ranks train and which generate, and the keys that only one of the placements has."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from math import lcm
+
+from rlhpc.config.placement import AsynchronySection
+from rlhpc.config.rollout import DynamicSamplingSection
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import Faults, UserError
+from rlhpc.sharding.layout import JOB_RANKS, divisors
+from rlhpc.sharding.placement import Placement, placement_of
+
+_TRAINERS = "ranks that train (those of the job without the engines')"
+_TRIED = 4096  # numbers of ranks above and below the configured one that a remedy is looked for in
+
+
+def separates(config: RunConfig) -> bool:
+    """Whether some ranks only generate: in a run with RL steps and placement separate."""
+    return config.placement == "separate" and config.train.steps > 0
+
+
+def new_groups(config: RunConfig, prompts: int | None = None) -> int:
+    """Number of a step's groups that are generated for it, all but replayed ones, of ``prompts`` or as configured."""
+    groups, replay = prompts or config.train.prompts_per_step, config.train.replay
+    return groups if replay is None else groups - min(round(groups * replay.fraction), replay.capacity, groups - 1)
+
+
+def check_placement(config: RunConfig) -> None:
+    """Refuses keys of the other placement, and settings that no split of the ranks makes work."""
+    if config.placement == "colocated":
+        Faults(_colocated_faults(config)).raise_all()
+    elif config.train.steps:
+        Faults(chain(_split_faults(config), _separate_faults(config), _schedule_faults(config))).raise_all()
+
+
+def _colocated_faults(config: RunConfig) -> Iterator[UserError]:
+    for key in ("ranks", "nodes"):
+        if (value := getattr(config.rollout, key)) is not None:
+            yield UserError(
+                f"{value}, but with placement colocated every rank generates",
+                where=f"rollout.{key}",
+                remedy="leave it out, or set placement to separate",
+            )
+    if config.asynchrony != AsynchronySection():
+        yield UserError(
+            "placement colocated generates and trains in turn",
+            where="asynchrony",
+            remedy="leave the section out, or set placement to separate",
+        )
+
+
+def _split_faults(config: RunConfig) -> Iterator[UserError]:
+    ranks, nodes = config.rollout.ranks, config.rollout.nodes
+    if ranks is None and nodes is None:
+        nodes_too = f", or rollout.nodes {config.slurm.most_nodes // 2}" if config.slurm.most_nodes > 1 else ""
+        yield UserError(
+            "placement separate needs the number of ranks that generate",
+            where="rollout.ranks",
+            remedy=f"set it, such as to {max(1, config.world_size // 2)}{nodes_too}",
+        )
+    if ranks is not None and nodes is not None:
+        yield UserError(
+            f"{nodes}, but rollout.ranks is {ranks} already",
+            where="rollout.nodes",
+            remedy="leave one of the two out",
+        )
+
+
+def _separate_faults(config: RunConfig) -> Iterator[UserError]:
+    """Keys of generation in turn with training."""
+    if config.reshard.method != "direct":
+        yield UserError(
+            f"{config.reshard.method} passes whole tensors inside a rank, and engines have ranks of their own",
+            where="reshard.method",
+            remedy="set it to direct",
+        )
+    if config.reshard.share_weights:
+        yield UserError(
+            "engines on ranks of their own cannot share the trainers' memory",
+            where="reshard.share_weights",
+            remedy="set it to false",
+        )
+    section, usual = config.train.dynamic_sampling, DynamicSamplingSection()
+    for key in ("oversample", "check_every", "max_staleness"):
+        if section is not None and (value := getattr(section, key)) != getattr(usual, key):
+            yield UserError(
+                f"{value}, but with placement separate asynchrony.max_staleness sets how far engines generate ahead",
+                where=f"train.dynamic_sampling.{key}",
+                remedy="leave it out, and set asynchrony.max_staleness",
+            )
+
+
+def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
+    """Settings of the schedule that contradict each other."""
+    section, steps, replay = config.asynchrony, config.train.steps, config.train.replay
+    if section.max_staleness > max(1, steps - 1):
+        yield UserError(
+            f"{section.max_staleness} is never reached in {steps} steps (train.steps)",
+            where="asynchrony.max_staleness",
+            remedy=f"use at most {max(1, steps - 1)}",
+        )
+    if section.costs.step_seconds == 0 and section.costs.sequence_seconds == 0:
+        yield UserError(
+            "0, as is asynchrony.costs.sequence_seconds: an engine's step takes time",
+            where="asynchrony.costs.step_seconds",
+            remedy="set one of them above 0, or leave both out",
+        )
+    if replay is None:
+        return
+    groups = config.train.prompts_per_step
+    if new_groups(config) == groups:
+        smallest = f"use at least {0.51 / groups:.2g}" if groups > 1 else "use train.prompts_per_step 2 or more"
+        yield UserError(
+            f"{replay.fraction:g} of {groups} groups a step (train.prompts_per_step) is none",
+            where="train.replay.fraction",
+            remedy=smallest,
+        )
+    if replay.max_staleness <= section.max_staleness:
+        yield UserError(
+            f"{replay.max_staleness}, but groups may be {section.max_staleness} versions old when they are new "
+            "(asynchrony.max_staleness)",
+            where="train.replay.max_staleness",
+            remedy=f"use at least {section.max_staleness + 1}",
+        )
+
+
+@dataclass(frozen=True)
+class _Split:
+    """A number of ranks that generate, in units of the key that sets it."""
+
+    key: str
+    asked: int
+    unit: int  # ranks
+    world_size: int
+    ranks_per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.asked * self.unit
+
+    @property
+    def of_all(self) -> str:
+        """The asked number beside that of the job."""
+        name = "nodes" if self.key == "rollout.nodes" else "ranks"
+        return f"{self.asked} of the job's {self.world_size // self.unit} {name}"
+
+
+def check_roles(config: RunConfig, world_size: int) -> Placement:
+    """Returns the roles of a job's ranks. Raises UserError if one has no ranks, or engines do not fit theirs."""
+    if not separates(config):
+        return placement_of(config, world_size)
+    Faults(_split_faults(config)).raise_all()
+    nodes, per_node = config.rollout.nodes, config.resources.ranks_per_node
+    key, asked, unit = ("rollout.nodes", nodes, per_node) if nodes else ("rollout.ranks", config.rollout.ranks or 0, 1)
+    split = _Split(key, asked, unit, world_size, per_node)
+    if world_size < 2:
+        raise UserError(
+            "a job of 1 rank has none that trains beside one that generates",
+            where="placement",
+            remedy="raise resources.ranks_per_node or slurm.nodes to 2 or more, or set it to colocated",
+        )
+    if split.ranks >= world_size:
+        raise UserError(f"{split.of_all} generate, and none trains", where=key, remedy=_nearest(config, split))
+    _check_engines(config, split)
+    _check_work(config, split)
+    return placement_of(config, world_size)
+
+
+def _check_engines(config: RunConfig, split: _Split) -> None:
+    """Refuses engines that leave ranks over, or that are on parts of several nodes."""
+    tp = config.rollout.tp
+    valid = [size for size in divisors(split.ranks) if _on_nodes(size, split.ranks, split)]
+    remedy = f"use one of {valid}"
+    near = _near(config, split)
+    if near:
+        remedy += f", or {split.key} {near}"
+    if split.ranks % tp:
+        raise UserError(
+            f"engines of {tp} ranks do not divide the {split.ranks} ranks that generate ({split.key})",
+            where="rollout.tp",
+            remedy=remedy,
+        )
+    if not _on_nodes(tp, split.ranks, split):
+        raise UserError(
+            f"of {split.ranks} ranks that generate, an engine of {tp} has parts of several nodes of "
+            f"{split.ranks_per_node}",
+            where="rollout.tp",
+            remedy=remedy,
+        )
+
+
+def _on_nodes(tp: int, ranks: int, split: _Split) -> bool:
+    """Whether engines of ``tp`` on the last ``ranks`` of the job are each inside a node, or on whole nodes."""
+    per_node = split.ranks_per_node
+    if per_node % tp == 0 or tp % per_node == 0:
+        return True  # the last engine ends with a node
+    return ranks <= per_node
+
+
+def _check_work(config: RunConfig, split: _Split) -> None:
+    """Refuses more engines than groups that may be generated at once: some would never have work."""
+    engines, groups, ahead = split.ranks // config.rollout.tp, new_groups(config), config.asynchrony.max_staleness + 1
+    if engines <= groups * ahead:
+        return
+    most = groups * ahead * config.rollout.tp // split.unit
+    fewer = f"use at most {most}, or " if most else ""
+    raise UserError(
+        f"{engines} engines, but at most {groups * ahead} groups are generated at once ({groups} a step, "
+        f"asynchrony.max_staleness {ahead - 1})",
+        where=split.key,
+        remedy=f"{fewer}raise train.prompts_per_step to {_prompts(config, engines, ahead)}",
+    )
+
+
+def _prompts(config: RunConfig, engines: int, ahead: int) -> int:
+    """The smallest number of prompts per step that gives every engine a group."""
+    groups, replay = -(-engines // ahead), config.train.replay
+    tried = range(groups, groups + (replay.capacity if replay else 0) + 1)
+    return tried[bisect_left(tried, groups, key=lambda prompts: new_groups(config, prompts))]
+
+
+def _nearest(config: RunConfig, split: _Split) -> str:
+    """Remedy: the nearest numbers that work, or what else to change."""
+    near = _near(config, split)
+    if near:
+        return f"use {near}"
+    return "raise resources.ranks_per_node or slurm.nodes, or lower rollout.tp or actor.parallel"
+
+
+def _near(config: RunConfig, split: _Split) -> str:
+    """The nearest numbers below and above the configured one that both roles fit."""
+    parallel, tp = config.actor.parallel, config.rollout.tp
+    cut = lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
+
+    def works(number: int) -> bool:
+        ranks = number * split.unit
+        return not (ranks % tp or (split.world_size - ranks) % cut) and _on_nodes(tp, ranks, split)
+
+    most = (split.world_size - 1) // split.unit
+    below = range(min(split.asked - 1, most), 0, -1)[:_TRIED]
+    above = range(split.asked + 1, most + 1)[:_TRIED]
+    found = [next(filter(works, numbers), None) for numbers in (below, above)]
+    return " or ".join(str(number) for number in found if number is not None)
+
+
+@contextmanager
+def naming_trainers(config: RunConfig) -> Iterator[None]:
+    """Context in which errors of layouts name the ranks that train instead of all."""
+    try:
+        yield
+    except UserError as error:
+        if not separates(config) or JOB_RANKS not in error.message:
+            raise
+        message = error.message.replace(JOB_RANKS, _TRAINERS)
+        raise UserError(message, where=error.where, remedy=error.remedy) from None
