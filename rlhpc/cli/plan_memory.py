@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -49,10 +49,13 @@ def render_memory(
     table.add_column("all", justify="right")
     table.add_column("")
     table.add_column("of which", overflow="fold")
-    for phase in plan.phases:
-        largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:4]
-        parts = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
-        table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak, plan.peak)), parts)
+    for rank, phases in plan.by_rank.items():
+        if plan.engine_rank is not None:
+            table.add_row(f"rank {rank}, generates" if rank == plan.engine_rank else f"rank {rank}, trains", "", "", "")
+        for phase in phases:
+            largest = sorted(phase.parts.items(), key=lambda item: -item[1])[:4]
+            parts = ", ".join(f"{what} {_gib(size)}" for what, size in largest)
+            table.add_row(phase.name, _gib(phase.total), Text(_bar(phase, limit or plan.peak, plan.peak)), parts)
     lines = [_LEGEND, *_verdict(plan, limit), *(_remedy(remedy) for remedy in remedies)]
     if plan.first_too_large is not None and not remedies:
         lines.append("  no usual change is enough: try other layouts with `rlhpc plan search`, or take more nodes")
@@ -69,7 +72,14 @@ def memory_json(plan: MemoryPlan, cpu_memory_limit: tuple[str, float] | None = N
         "phases": {phase.name: {**phase.parts, "total": phase.total} for phase in plan.phases},
         "cpu": {**plan.cpu.parts, "node": plan.cpu.node, "limit": limit},
         "first_too_large": too_large.name if too_large else None,
+        **({} if plan.engine_rank is None else _engines_json(plan, plan.engine_rank)),
     }
+
+
+def _engines_json(plan: MemoryPlan, rank: int) -> dict[str, object]:
+    """Which phases are of a rank that generates, and its CPU memory."""
+    phases = [phase.name for phase in plan.by_rank.get(rank, ())]
+    return {"engines": {"rank": rank, "phases": phases, "cpu": dict(plan.cpu.engine_parts)}}
 
 
 def _bar(phase: PhaseMemory, limit: int, peak: int) -> str:
@@ -89,19 +99,23 @@ def _bar(phase: PhaseMemory, limit: int, peak: int) -> str:
 
 
 def _verdict(plan: MemoryPlan, limit: int | None) -> list[str]:
+    tops = {rank: max(phase.total for phase in phases) for rank, phases in plan.by_rank.items()}
+    most = "; ".join(f"rank {rank} needs most, {_gib(top)}" + ("" if limit else " GiB") for rank, top in tops.items())
     if limit is None:
-        return [f"rank {plan.rank} needs most, {_gib(plan.peak)} GiB; name a GPU to check whether that fits"]
+        return [f"{most}; name a GPU to check whether that fits"]
     too_large = next((phase for phase in plan.phases if phase.total > limit), None)
     if too_large is None:
-        return [f"rank {plan.rank} needs most, {_gib(plan.peak)} of {_gib(limit)} GiB"]
-    missing = too_large.total - limit
-    return [f"DOES NOT FIT: {too_large.name} on rank {plan.rank} needs {_gib(missing)} GiB more than {_gib(limit)}"]
+        return [f"{most} of {_gib(limit)} GiB"]
+    missing, where = too_large.total - limit, f"{too_large.name} on rank {plan.rank_of(too_large)}"
+    return [f"DOES NOT FIT: {where} needs {_gib(missing)} GiB more than {_gib(limit)}"]
 
 
 def _cpu_lines(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
-    parts = ", ".join(f"{what} {_gib(size)}" for what, size in plan.cpu.parts.items())
-    ranks, of = plan.cpu.ranks_per_node, f" of {_gib(limit[1])}" if limit else ""
-    lines = [f"CPU memory: {_gib(plan.cpu.node)}{of} GiB a node, {ranks} rank(s) of {_gib(plan.cpu.total)}: {parts}"]
+    cpu, of = plan.cpu, f" of {_gib(limit[1])}" if limit else ""
+    trains, generates = cpu.fullest
+    words = [_cpu_words(trains, cpu.total, cpu.parts)] if trains else []
+    words += [_cpu_words(generates, cpu.engine_total, cpu.engine_parts, " that generate(s)")] if generates else []
+    lines = [f"CPU memory: {_gib(cpu.node)}{of} GiB a node, {'; '.join(words)}"]
     if limit and plan.cpu.node > limit[1]:
         missing = _gib(plan.cpu.node - limit[1])
         lines.append(
@@ -109,6 +123,11 @@ def _cpu_lines(plan: MemoryPlan, limit: tuple[str, float] | None) -> list[str]:
             "nodes or offload less (actor.memory.offload, actor.optimizer.optimizer_offload_fraction)"
         )
     return lines
+
+
+def _cpu_words(ranks: int, total: int, parts: Mapping[str, int], which: str = "") -> str:
+    named = ", ".join(f"{what} {_gib(size)}" for what, size in parts.items())
+    return f"{ranks} rank(s){which} of {_gib(total)}: {named}"
 
 
 def _remedy(remedy: Remedy) -> str:

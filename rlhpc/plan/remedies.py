@@ -19,6 +19,7 @@ from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory, sequence_tokens
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.placement import engine_ranks
 
 Change = tuple[str, Any]  # dotted key and new value
 
@@ -142,8 +143,12 @@ class _Trial:
     def _layout(self, config: RunConfig) -> ParallelLayout | None:
         """Returns None if the layout does not fit model, ranks, nodes or batches."""
         with suppress(UserError, ValidationError):
-            layout = make_layout(config.actor.parallel, config.world_size)
-            if any(misfits(self.shape, layout, config.actor.parallel)) or config.world_size % config.rollout.tp:
+            generating = engine_ranks(config)
+            training = config.world_size - (generating or 0)
+            layout = make_layout(config.actor.parallel, training)
+            if any(misfits(self.shape, layout, config.actor.parallel)):
+                return None
+            if (generating or training) % config.rollout.tp:
                 return None
             if not fits_nodes(config.rollout.tp, config.resources.ranks_per_node):
                 return None
@@ -178,7 +183,7 @@ def _ladder(config: RunConfig, layout: ParallelLayout) -> Iterator[Change]:
     if not config.reference.memory.offload:
         yield "reference.memory.offload", True
     if rollout.kv_cache_gib is None:
-        for fraction in (0.5, 0.4, 0.3):
+        for fraction in (0.5, 0.4, 0.3) if engine_ranks(config) is None else (0.9, 0.8, 0.7):
             if fraction < rollout.gpu_memory_utilization:
                 yield "rollout.gpu_memory_utilization", fraction
     least = -(-sequence_tokens(config) // layout.cp)

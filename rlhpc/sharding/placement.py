@@ -56,12 +56,23 @@ class Placement:
         return next(role for role in self.roles if rank in role.ranks)
 
 
+def engine_ranks(config: RunConfig) -> int | None:
+    """Number of ranks that only generate; None if all ranks do both."""
+    if config.placement == "colocated" or not config.train.steps:
+        return None
+    return config.rollout.ranks or (config.rollout.nodes or 0) * config.resources.ranks_per_node
+
+
+def generating_ranks(config: RunConfig, training_ranks: int) -> int:
+    """Number of ranks with an engine in a job of which ``training_ranks`` train."""
+    return engine_ranks(config) or training_ranks
+
+
 def placement_of(config: RunConfig, world_size: int) -> Placement:
     """Placement of a job of ``world_size`` ranks. The config has been checked: both roles have ranks."""
-    tp = config.rollout.tp
-    if config.placement == "colocated" or not config.train.steps:
+    tp, engines = config.rollout.tp, engine_ranks(config)
+    if engines is None:
         return Placement((RoleWorld("all", 0, world_size),), tp)
-    engines = config.rollout.ranks or (config.rollout.nodes or 0) * config.resources.ranks_per_node
     assert 0 < engines < world_size, f"{engines} of {world_size} ranks generate"
     first = world_size - engines
     return Placement((RoleWorld("trainers", 0, first), RoleWorld("engines", first, engines)), tp)

@@ -15,6 +15,7 @@ from rlhpc.plan.checks.parallelism import check_engine
 from rlhpc.plan.estimates.memory import GIB, EngineMemory, engine_bytes, sequence_tokens
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import divisors
+from rlhpc.sharding.placement import engine_ranks, generating_ranks
 
 HIGHEST_UTILIZATION = 0.95  # of a GPU: its CUDA context and the sleeping trainer need the rest
 _MORE_GPUS = (2, 4, 8, 16, 32, 64)
@@ -45,7 +46,7 @@ def generates(config: RunConfig) -> bool:
 
 def larger_engines(config: RunConfig, shape: ModelShape) -> Iterator[int]:
     """Larger tensor-parallel sizes that suit model, ranks and nodes, the smallest first."""
-    for size in divisors(config.world_size):
+    for size in divisors(generating_ranks(config, config.world_size)):
         if size > config.rollout.tp and fits_nodes(size, config.resources.ranks_per_node):
             with suppress(UserError):
                 check_engine(shape, config.rollout.model_copy(update={"tp": size}))
@@ -134,12 +135,15 @@ class _Cache:
         """Remedy where no engine on the job's ranks is large enough."""
         for size in _MORE_GPUS:
             section = self.config.rollout.model_copy(update={"tp": size})
-            if size <= max(self.config.world_size, self.config.rollout.tp):
+            if size <= max(generating_ranks(self.config, self.config.world_size), self.config.rollout.tp):
                 continue
             with suppress(UserError):
                 check_engine(self.shape, section)
                 if (found := self.working(section)) is not None:
-                    gpus = f"take at least {size} GPUs (resources.ranks_per_node x slurm.nodes)"
+                    keys = "resources.ranks_per_node x slurm.nodes"
+                    if engine_ranks(self.config) is not None:
+                        keys = "rollout.ranks or rollout.nodes"
+                    gpus = f"take at least {size} GPUs ({keys})"
                     return f"{gpus} and set {self.changed(found)}"
         if self.response_tokens:
             return f"lower rollout.max_response_tokens to {self.response_tokens}"

@@ -30,6 +30,7 @@ from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks, n
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory, sequence_tokens
 from rlhpc.plan.estimates.step_time import predict_rollout
 from rlhpc.sharding.layout import ParallelLayout, divisors
+from rlhpc.sharding.placement import generating_ranks
 
 _INSIDE = ("tp", "etp")  # axes whose ranks communicate in every layer
 
@@ -76,8 +77,8 @@ def _check_machine(config: RunConfig, shape: ModelShape, layout: ParallelLayout,
             warnings.append(_refused_engine(config, shape, plan, *plan.refused_engine))
         elif (phase := plan.first_too_large) is not None:
             warnings.append(
-                f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank}, a GPU has "
-                f"{gib:g}; `rlhpc plan` shows what helps"
+                f"memory: {phase.name} needs about {phase.total / GIB:,.0f} GiB on rank {plan.rank_of(phase)}, a GPU "
+                f"has {gib:g}; `rlhpc plan` shows what helps"
             )
         warnings += check_cpu_memory(config, plan, gpu)
     return warnings
@@ -92,10 +93,11 @@ def _refused_engine(config: RunConfig, shape: ModelShape, plan: MemoryPlan, clai
         what = f"with a KV cache of {section.kv_cache_gib:g} GiB an engine needs"
     else:
         what = f"at {section.gpu_memory_utilization:g} an engine needs"
-    has = f"rank {plan.rank} has about {max(0, free) / GIB:,.1f} free beside the trainer"
+    rank, beside = (plan.rank, "the trainer") if plan.engine_rank is None else (plan.engine_rank, "its libraries")
+    has = f"rank {rank} has about {max(0, free) / GIB:,.1f} free beside {beside}"
     offload = config.actor.memory.offload
     options = [f"set it to {fits:g}"] if enough else []
-    if not (offload.parameters and offload.gradients and offload.optimizer):
+    if plan.engine_rank is None and not (offload.parameters and offload.gradients and offload.optimizer):
         options.append("offload more (actor.memory.offload)")
     if engine.smallest(sequence) > HIGHEST_UTILIZATION * total or not options:  # no offload frees that much
         options = [engine_remedy(config, shape, total / GIB) or "use more or larger GPUs"]
@@ -141,7 +143,7 @@ def check_cache(config: RunConfig, shape: ModelShape, gpu_gib: float | None) -> 
             where=f"rollout.{key}",
             remedy=cache_remedy(config, shape, gpu_gib),
         )
-    engines = max(1, config.world_size // section.tp)
+    engines = max(1, generating_ranks(config, config.world_size) // section.tp)
     samples = -(-config.train.prompts_per_step * section.samples_per_prompt // engines)
     running = min(section.max_num_seqs, samples) if config.train.steps else section.max_num_seqs
     if engine.tokens < running * length:
@@ -170,7 +172,8 @@ def check_network(
         tried = config.model_copy(update={"rollout": config.rollout.model_copy(update={"tp": size})})
         with suppress(UserError):
             check_engine(shape, tried.rollout)
-            phase = predict_rollout(tried, shape, config.world_size, gpu, efficiency)
+            ranks = generating_ranks(config, config.world_size)
+            phase = predict_rollout(tried, shape, ranks, gpu, efficiency) if ranks % size == 0 else None
             if phase is not None:
                 predicted[size] = phase.seconds
     here, best = predicted.pop(tp, None), min(predicted, key=predicted.__getitem__, default=None)

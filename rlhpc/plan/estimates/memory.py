@@ -1,4 +1,4 @@
-"""Predicts a run's GPU memory phase by phase, and CPU memory per node, from config and model shape."""
+"""Predicts a run's GPU memory phase by phase from config and model shape; with CPU memory from ``cpu_memory.py``."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from rlhpc.config.rollout import RolloutSection
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import ModelShape, find_family
 from rlhpc.models.tables import Cut, Row, Where
+from rlhpc.plan.estimates.cpu_memory import CpuMemory, cpu_memory
 from rlhpc.plan.estimates.hardware import Reserves
 from rlhpc.plan.estimates.model_memory import RankModel, rank_models
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE, StateBytes
 from rlhpc.sharding.engine_shards import EngineLayout, engine_vocab
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.placement import RoleName, engine_ranks, placement_of
 
 GIB = 1 << 30
 ENGINE_TOKENS = 8192  # at most in one forward pass of vLLM (max_num_batched_tokens)
-CPU_PROCESS = 6 * GIB  # a rank's Python, PyTorch, vLLM and the CUDA libraries
 _ENGINE = ("engine weights", "KV cache", "engine's passes")
-_ROUTE_COPIES = 3  # on each rank: as received, by sample, and by microbatch
 _ESTIMATES = Reserves()  # for a machine without measurements
 
 Parts = dict[str, int]
@@ -32,41 +32,38 @@ class PhaseMemory:
 
     name: str
     parts: dict[str, int]
+    role: RoleName = "all"
 
     @property
     def total(self) -> int:
         return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
-class CpuMemory:
-    """Bytes of CPU memory of one rank, by purpose, and of its node's ranks together."""
-
-    parts: dict[str, int]
-    ranks_per_node: int
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-    @property
-    def node(self) -> int:
-        return self.total * self.ranks_per_node
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Memory of one rank. ``gpu_bytes``: of the GPU, None where it is not known."""
+    """Memory of one rank; with placement separate, of one that trains and of one that generates. ``gpu_bytes``: of the
+    GPU, None where it is not known."""
 
     rank: int
     phases: tuple[PhaseMemory, ...]
     cpu: CpuMemory
     gpu_bytes: int | None = None
     reserves: Reserves = _ESTIMATES
+    engine_rank: int | None = None  # that generates, with placement separate
 
     @property
     def peak(self) -> int:
         return max(phase.total for phase in self.phases)
+
+    @property
+    def by_rank(self) -> dict[int, tuple[PhaseMemory, ...]]:
+        """Phases of each of its ranks."""
+        ranks = dict.fromkeys(map(self.rank_of, self.phases))
+        return {rank: tuple(phase for phase in self.phases if self.rank_of(phase) == rank) for rank in ranks}
+
+    def rank_of(self, phase: PhaseMemory) -> int:
+        """Returns the rank that the phase is of."""
+        return self.rank if phase.role != "engines" or self.engine_rank is None else self.engine_rank
 
     @property
     def first_too_large(self) -> PhaseMemory | None:
@@ -98,7 +95,7 @@ def predict_memory(
     each = layout.world_size // layout.pp
     device = Device(gpu_gib, reserves)
     plans = [rank_memory(config, shape, layout, stage * each, device) for stage in _different(shape, layout)]
-    return max(plans, key=lambda plan: plan.peak)
+    return max(plans, key=lambda plan: max(phase.total for phase in plan.by_rank[plan.rank]))
 
 
 @dataclass(frozen=True)
@@ -119,19 +116,26 @@ def rank_memory(
 ) -> MemoryPlan:
     """Returns the plan of one rank."""
     models, engine = rank_models(config, shape, layout, rank), _engine(config, shape, device.size)
-    asleep = {"engine, asleep": device.reserves.sleeping_engine} if engine is not None else {}
-    phases = [_load(models, engine, asleep)]
-    if engine is not None:
-        phases += [_weight_sync(config, models, engine), _rollout(models, engine)]
+    placement = placement_of(config, layout.world_size + (engine_ranks(config) or 0))
+    beside = None if placement.separate else engine
+    asleep = {"engine, asleep": device.reserves.sleeping_engine} if beside is not None else {}
+    phases = [_load(models, beside, asleep)]
+    if beside is not None:
+        phases += [_weight_sync(config, models, beside), _rollout(models, beside)]
+    elif placement.separate:
+        phases.append(_phase("weight sync", {**_models_in_sync(models), **_buckets(config, 2)}))
     if config.train.steps > 0:
         phases += _passes(models, asleep)
     for model in reversed([model for model in models if model.trained]):
         phases += _update(model, models, asleep)
     if models[0].trained:
         phases.append(_save(models, asleep))
+    if placement.separate and engine is not None:
+        phases.append(PhaseMemory("rollout", {**_awake(engine), **_buckets(config, 2)}, "engines"))
     phases = [replace(phase, parts={**phase.parts, "libraries": device.reserves.context}) for phase in phases]
-    cpu = _cpu(config, models, _routed_experts(config, shape, layout))
-    return MemoryPlan(rank, tuple(phases), cpu, device.size, device.reserves)
+    cpu = cpu_memory(config, models, shape, placement, engine.weights if engine is not None else 0)
+    first_engine = placement.engines.first if placement.separate else None
+    return MemoryPlan(rank, tuple(phases), cpu, device.size, device.reserves, first_engine)
 
 
 def _engine(config: RunConfig, shape: ModelShape, gpu_bytes: int | None) -> EngineMemory | None:
@@ -287,9 +291,17 @@ def _awake(engine: EngineMemory) -> Parts:
 
 def _weight_sync(config: RunConfig, models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
     """Holds the weights of both sides, two buckets to send and two to receive."""
-    states = [models[0].remaining(keep_weights=True), *(model.idle_state for model in models[1:])]
-    buckets = {"buckets": 4 * (config.reshard.bucket_mib << 20)} if config.reshard.method == "direct" else {}
-    return _phase("weight sync", {**_state(models, states), "engine weights": engine.weights, **buckets})
+    parts = {**_models_in_sync(models), "engine weights": engine.weights}
+    return _phase("weight sync", {**parts, **(_buckets(config, 4) if config.reshard.method == "direct" else {})})
+
+
+def _models_in_sync(models: Sequence[RankModel]) -> Parts:
+    """The actor's weights, and what offload leaves of all else."""
+    return _state(models, [models[0].remaining(keep_weights=True), *(model.idle_state for model in models[1:])])
+
+
+def _buckets(config: RunConfig, count: int) -> Parts:
+    return {"buckets": count * (config.reshard.bucket_mib << 20)}
 
 
 def _rollout(models: Sequence[RankModel], engine: EngineMemory) -> PhaseMemory:
@@ -343,38 +355,3 @@ def _save(models: Sequence[RankModel], asleep: Parts) -> PhaseMemory:
                 states.append(other.idle_state)
         moments.append({**_state(models, states), **asleep})
     return _largest("save", moments)
-
-
-def _cpu(config: RunConfig, models: Sequence[RankModel], routed_experts: int) -> CpuMemory:
-    """Offloaded state holds its pinned memory. A background save holds the copies of all models until it finishes, a
-    blocking one those of one model at a time. After a warm-up, the reference is saved too."""
-    away = {model.name: _away(model) for model in models}
-    saved = [model.saved_on_cpu for model in models if model.trained or (model.name == "reference" and config.sft)]
-    parts = {
-        "processes": CPU_PROCESS,
-        "offloaded": sum(away.values()),
-        "optimizer on the CPU": sum(model.state.cpu + model.state.staging for model in models),
-        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
-        "routed_experts": routed_experts,
-    }
-    return CpuMemory({what: size for what, size in parts.items() if size}, config.resources.ranks_per_node)
-
-
-def _routed_experts(config: RunConfig, shape: ModelShape, layout: ParallelLayout) -> int:
-    """Returns the bytes of a step's routed experts, at full length of all responses: the engine's, on its first rank,
-    and those that a rank trains on, of its stage's layers. Mean over the ranks of the fullest node."""
-    if not config.actor.moe.router_replay or shape.experts is None or not config.train.steps:
-        return 0
-    itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM returns them
-    step = config.train.prompts_per_step * config.rollout.samples_per_prompt * sequence_tokens(config)
-    step *= len(shape.experts.layers) * shape.experts.top_k * itemsize
-    engines = layout.world_size // config.rollout.tp
-    per_node = config.resources.ranks_per_node
-    engine = step // engines * max(1, per_node // config.rollout.tp) // per_node
-    return engine + _ROUTE_COPIES * step // (layout.dp * layout.pp)
-
-
-def _away(model: RankModel) -> int:
-    """Returns the offloaded bytes; gradients are released, not copied."""
-    state, left = model.state, model.idle_state
-    return state.parameters + state.optimizer - left.parameters - left.optimizer

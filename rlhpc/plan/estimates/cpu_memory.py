@@ -1,0 +1,115 @@
+"""Predicts the CPU memory of a node's ranks: processes, offloaded state, checkpoints, responses that wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import ModelShape
+from rlhpc.plan.estimates.model_memory import RankModel
+from rlhpc.sharding.placement import Placement
+
+CPU_PROCESS = 6 << 30  # a rank's Python, PyTorch, vLLM and the CUDA libraries
+_ROUTE_COPIES = 3  # on each rank: as received, by sample, and by microbatch
+_TOKEN = 32  # bytes of a finished response's token: id, log-prob, version, mask, and Python's share
+
+
+@dataclass(frozen=True)
+class CpuMemory:
+    """Bytes of CPU memory of one rank, by purpose, and of its node's ranks together.
+
+    With placement separate, ``parts`` are those of a rank that trains. ``nodes``: ranks of a node that train and that
+    generate, for each kind of node.
+    """
+
+    parts: dict[str, int]
+    ranks_per_node: int
+    engine_parts: Mapping[str, int] = field(default_factory=dict)
+    nodes: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def total(self) -> int:
+        return sum(self.parts.values())
+
+    @property
+    def engine_total(self) -> int:
+        """Of a rank that only generates."""
+        return sum(self.engine_parts.values())
+
+    @property
+    def fullest(self) -> tuple[int, int]:
+        """Ranks that train and that generate on the node that needs most."""
+        return max(self.nodes, key=self._of, default=(self.ranks_per_node, 0))
+
+    @property
+    def node(self) -> int:
+        return self._of(self.fullest)
+
+    def _of(self, ranks: tuple[int, int]) -> int:
+        return ranks[0] * self.total + ranks[1] * self.engine_total
+
+
+def cpu_memory(
+    config: RunConfig, models: Sequence[RankModel], shape: ModelShape, placement: Placement, engine_weights: int
+) -> CpuMemory:
+    """Returns the memory of the node that needs most. ``models``: those of one rank that trains. ``engine_weights``:
+    bytes on an engine's rank.
+
+    Offloaded state holds its pinned memory. A background save holds the copies of all models until it finishes, a
+    blocking one those of one model at a time. After a warm-up, the reference is saved too.
+    """
+    per_node, layout = config.resources.ranks_per_node, models[0].setting.layout
+    saved = [model.saved_on_cpu for model in models if model.trained or (model.name == "reference" and config.sft)]
+    routes = _routed_experts(config, shape)
+    parts = {
+        "processes": CPU_PROCESS,
+        "offloaded": sum(map(_away, models)),
+        "optimizer on the CPU": sum(model.state.cpu + model.state.staging for model in models),
+        "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
+        "routed_experts": _ROUTE_COPIES * routes // (layout.dp * layout.pp),
+    }
+    if not placement.separate:
+        engine = routes // max(1, placement.num_engines) * max(1, per_node // placement.tp) // per_node
+        return CpuMemory(_positive({**parts, "routed_experts": engine + parts["routed_experts"]}), per_node)
+    waiting = (config.asynchrony.max_staleness + 1) * (_TOKEN * _step_tokens(config) + routes)
+    trainers, engines = placement.trainers.size, placement.engines.size
+    parts |= {"staged weights": models[0].state.parameters, "queue": waiting // min(per_node, trainers)}
+    engine_parts = {"processes": CPU_PROCESS, "staged weights": engine_weights, "queue": waiting // engines}
+    return CpuMemory(_positive(parts), per_node, _positive(engine_parts), _kinds_of_node(placement, per_node))
+
+
+def _kinds_of_node(placement: Placement, per_node: int) -> tuple[tuple[int, int], ...]:
+    """Returns how many ranks of a node train and generate, for each kind of node."""
+    trainers, engines = placement.trainers.size, placement.engines.size
+    found = [(per_node, 0)] if trainers >= per_node else []
+    if both := trainers % per_node:
+        found.append((both, min(engines, per_node - both)))
+    if engines - (-trainers % per_node) > 0:
+        found.append((0, min(per_node, engines - (-trainers % per_node))))
+    return tuple(found)
+
+
+def _positive(parts: Mapping[str, int]) -> dict[str, int]:
+    return {what: size for what, size in parts.items() if size}
+
+
+def _step_tokens(config: RunConfig) -> int:
+    """Returns the tokens of a step whose responses all have full length."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return config.train.prompts_per_step * config.rollout.samples_per_prompt * longest
+
+
+def _routed_experts(config: RunConfig, shape: ModelShape) -> int:
+    """Returns the bytes of a step's routed experts, at full length of all responses. An engine's are on its first rank;
+    a rank that trains has those of its samples, of its stage's layers."""
+    if not config.actor.moe.router_replay or shape.experts is None or not config.train.steps:
+        return 0
+    itemsize = 1 if shape.experts.num_experts <= 256 else 2  # as vLLM returns them
+    return _step_tokens(config) * len(shape.experts.layers) * shape.experts.top_k * itemsize
+
+
+def _away(model: RankModel) -> int:
+    """Returns the offloaded bytes; gradients are released, not copied."""
+    state, left = model.state, model.idle_state
+    return state.parameters + state.optimizer - left.parameters - left.optimizer
