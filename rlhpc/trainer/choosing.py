@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from rlhpc.api import Prompt, RunState, Sample
+from rlhpc.config.rollout import replayed_groups
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.groups import Group
 from rlhpc.data.prompts import PromptSet
@@ -18,7 +19,7 @@ from rlhpc.trainer.batches import shuffles
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.length_bias import count_dropped, count_trained, length_bias
 from rlhpc.trainer.reward_model import RewardModel
-from rlhpc.trainer.sampling_plan import Outcome, replayed_groups
+from rlhpc.trainer.sampling_plan import Outcome
 
 Metrics = dict[str, float]
 
