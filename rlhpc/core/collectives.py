@@ -19,18 +19,23 @@ class Collective:
 
 @dataclass(frozen=True)
 class GroupState:
-    """A process group on one back end as one of its ranks sees it. ``recent``: last collectives, oldest first."""
+    """A process group on one back end as one of its ranks sees it. ``recent``: last collectives, oldest first.
+
+    ``ranks`` are the job's. ``role``: of these ranks, empty in a job without roles; each role has groups of the same
+    names, such as its default group, ``0``.
+    """
 
     group: str
     description: str
     backend: str
     ranks: tuple[int, ...]
     recent: tuple[Collective, ...]
+    role: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Key of the group, equal on all of its ranks."""
-        return self.group, self.backend
+        """Key of the group, equal on all of its ranks and of no other group in the job."""
+        return f"{self.role}/{self.group}" if self.role else self.group, self.backend
 
     @property
     def last(self) -> Collective:
@@ -56,4 +61,4 @@ class GroupState:
             for c in value["recent"]
         ]
         ranks = tuple(value["ranks"])
-        return cls(value["group"], value["description"], value["backend"], ranks, tuple(recent))
+        return cls(value["group"], value["description"], value["backend"], ranks, tuple(recent), value["role"])

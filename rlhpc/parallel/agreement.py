@@ -18,8 +18,14 @@ import rlhpc
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
 from rlhpc.core.storage import StorageError, patiently
+from rlhpc.parallel.board import Board
+from rlhpc.parallel.groups import job_store
 
 _PACKAGES = ("torch", "megatron-core", "vllm", "transformers")
+
+_SECONDS = 1800.0  # until the other role has come as far
+
+_times: Counter[str] = Counter()  # that roles have compared facts of these names
 
 Facts = Mapping[str, str]
 T = TypeVar("T")
@@ -37,16 +43,32 @@ def facts_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 def check_agreement(info: RankInfo, facts: Facts) -> None:
-    """Raises UserError on every rank if the facts differ. Collective over all ranks."""
+    """Raises UserError on every rank if the facts differ. Collective over all ranks of the job, those of other roles
+    too, which must have facts of the same names."""
     everyone: list[tuple[str, Facts]] = [("", {})] * info.world_size
     dist.all_gather_object(everyone, (info.node, facts))
-    difference = disagreement(everyone)
+    difference = disagreement(everyone if info.job_size == info.world_size else _of_all_roles(info, everyone))
     if difference is not None:
         raise UserError(
             difference,
             where="ranks",
             remedy="use the same environment on all nodes, and start the run from the same place",
         )
+
+
+def _of_all_roles(info: RankInfo, own: Sequence[tuple[str, Facts]]) -> list[tuple[str, Facts]]:
+    """Everyone's facts, by rank in the job: the first rank of each role posts its role's, and reads the others'."""
+    found: list[list[tuple[str, Facts]]] = [[]]
+    if info.rank == 0:
+        names = ", ".join(own[0][1])
+        _times[names] += 1
+        board = Board(job_store(), f"agreement {_times[names]} on {names}")
+        board.post(str(info.first), own)
+        while len(found[0]) < info.job_size:
+            # The next role begins where the last one ends.
+            found[0] += board.wait_for(str(len(found[0])), _SECONDS, "waiting for the other role")
+    dist.broadcast_object_list(found, src=0)
+    return [(node, facts) for node, facts in found[0]]
 
 
 def disagreement(everyone: Sequence[tuple[str, Facts]]) -> str | None:

@@ -25,7 +25,7 @@ from rlhpc.parallel.sealed import opened, seal
 from rlhpc.parallel.waits import leave_out_this_thread
 
 _MESSAGE = 16 << 20  # bytes: those of a large object may take longer than a timeout, those of a message may not
-_ALIVE_SECONDS = 0.25  # between signs of life
+_ALIVE_SECONDS = 30.0  # between signs of life, at most
 _END_SECONDS = 30.0  # for the other end's answer to a close
 _LOOK_SECONDS = 0.5  # between two heartbeats
 _OBJECT, _ALIVE, _END = range(3)  # kinds of headers: two numbers, kind and bytes of the object that follows
@@ -92,7 +92,7 @@ class ObjectChannel:
 
     def __init__(self, pair: JobGroup, inbox: Inbox) -> None:
         self.peer, self.inbox = next(rank for rank in pair.ranks if rank != pair.mine), inbox
-        self._pair = pair
+        self._pair, self._alive_seconds = pair, min(_ALIVE_SECONDS, pair.timeout / 4)
         self._leaving: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._queued, self._sent = 0, 0  # bytes so far
         self._closing = False
@@ -106,9 +106,11 @@ class ObjectChannel:
 
     def send(self, value: object) -> None:
         """Queues an object, as it is now. Does not wait for the other end. Raises PeerLost if that is lost."""
-        assert not self._closing, f"channel to rank {self.peer} is closed"
         self.inbox.check()
-        content = seal(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        if self._theirs_ended.is_set():
+            raise PeerLost(f"rank {self.peer} has closed its end of the channel")
+        assert not self._closing, f"send to rank {self.peer} after close"
+        content = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         self._queued += len(content)
         self._leaving.put(content)
 
@@ -150,15 +152,16 @@ class ObjectChannel:
     def _send_all(self) -> None:
         while True:
             try:
-                content = self._leaving.get(timeout=_ALIVE_SECONDS)
+                content = self._leaving.get(timeout=self._alive_seconds)
             except queue.Empty:
                 self._put_header(_ALIVE, 0)
                 continue
             if content is None:
                 self._put_header(_END, 0)
                 return
-            self._put_header(_OBJECT, len(content))
-            for message in torch.frombuffer(bytearray(content), dtype=torch.uint8).split(_MESSAGE):
+            whole = torch.frombuffer(bytearray(seal(content)), dtype=torch.uint8)
+            self._put_header(_OBJECT, len(whole))
+            for message in whole.split(_MESSAGE):
                 self._put(message)
             self._sent += len(content)
 

@@ -124,6 +124,5 @@ def engine_group(world_size: int, rank: int, tp: int) -> dist.ProcessGroup | Non
 
 def leave() -> None:
     """Leaves every group. For a normal end only: after an error other ranks may not respond."""
-    _joined.clear()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -32,14 +32,15 @@ class InFlight(Protocol):
 
 
 class JobGroup:
-    """An open group. ``ranks``: the job's numbers of its ranks, by which roots and peers are named.
+    """An open group. ``ranks``: the job's numbers of its ranks, by which roots and peers are named;
+    ``timeout``: seconds after which an operation fails.
 
     Broadcasts are matched in order: the ranks of a group call them in the same one. Use ``finished`` to poll one;
     gloo's receives cannot be polled, and a wait that ends early would close the connections.
     """
 
-    def __init__(self, name: str, ranks: Sequence[int], mine: int, group: Any) -> None:
-        self.name, self.ranks, self.mine, self._group = name, tuple(ranks), mine, group
+    def __init__(self, name: str, ranks: Sequence[int], mine: int, group: Any, timeout: float) -> None:
+        self.name, self.ranks, self.mine, self.timeout, self._group = name, tuple(ranks), mine, timeout, group
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> InFlight:
         """Begins to copy ``tensor`` of one rank, contiguous, to that of all. It must live until the work is done."""
@@ -100,9 +101,9 @@ def open_group(
     if backend == "nccl":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = limit
-        return JobGroup(name, ranks, mine, dist.ProcessGroupNCCL(prefixed, rank, len(ranks), options))
+        return JobGroup(name, ranks, mine, dist.ProcessGroupNCCL(prefixed, rank, len(ranks), options), timeout)
     make: Any = dist.distributed_c10d.ProcessGroupGloo  # which join() replaces
-    return JobGroup(name, ranks, mine, make(prefixed, rank, len(ranks), limit))
+    return JobGroup(name, ranks, mine, make(prefixed, rank, len(ranks), limit), timeout)
 
 
 def open_pair(

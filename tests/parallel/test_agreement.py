@@ -45,3 +45,26 @@ def _ask(folder: Path) -> tuple[str | None, str | None]:
         except UserError as error:
             messages.append(str(error))
     return messages[0], messages[1]
+
+
+@pytest.mark.ranks
+def test_roles_that_read_different_configs_all_stop() -> None:
+    """The odd rank is named by its number in the job, on the ranks of both roles."""
+    for first, second, third in run_ranks(_ask_in_a_role, 4, roles=(2, 2)):
+        assert first is None
+        assert second is not None
+        assert "rank 3 on " in second
+        assert "has config.yaml b, the others have a" in second
+        assert third is None
+
+
+def _ask_in_a_role() -> list[str | None]:
+    info = RankInfo.from_environ()
+    messages: list[str | None] = []
+    for odd in ("a", "b", "a"):
+        try:
+            check_agreement(info, {"config.yaml": odd if info.job_rank == 3 else "a"})
+            messages.append(None)
+        except UserError as error:
+            messages.append(str(error))
+    return messages

@@ -34,6 +34,7 @@ from tests.helpers.distributed import run_ranks
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a network")
 GROUPS = 8  # in half of the pairs a rank that waits for another one listens; in the others it connects
+PAIRS = 4  # between two roles
 OURS = Endpoint("10.0.0.1", 5000)
 ENDS = [Endpoint("10.0.0.2", port) for port in range(3)]
 
@@ -200,6 +201,60 @@ def make_groups(network: int, verify: bool) -> tuple[list[object], str]:
             received.append((objects, box, total.tolist()))
         leave()
     return received, said.getvalue()
+
+
+def exchange_between_roles(network: int) -> tuple[object, list[float], str]:
+    """What a rank received by a channel and by pairs from the one rank of the other role, and what it said."""
+    import torch
+
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.parallel import pairs
+    from rlhpc.parallel.channel import open_channel
+    from rlhpc.parallel.groups import job_store, join, leave
+
+    stranger.enter_network(network)
+    for name in (env.MASTER_ADDR, env.MASTER_PORT):
+        del os.environ[name]
+    whole, said = RankInfo.from_environ(), io.StringIO()
+    with contextlib.redirect_stderr(said):
+        join(whole.in_role(("trainers", "engines")[whole.rank], whole.rank, 1), timeout_minutes=0.5)
+        mine, weights, meet = whole.rank, [], pairs._meet
+        for number in range(PAIRS):
+            delay = 0.2 * (mine == number % 2)  # while the other one listens
+            pairs._meet = lambda *arguments, delay=delay: (meet(*arguments), time.sleep(delay))
+            pair, tensor = (
+                pairs.open_pair(job_store(), f"{number}", (0, 1), mine, timeout=30),
+                torch.tensor([float(mine)]),
+            )
+            pair.wait(pair.broadcast(tensor, 1))
+            weights += tensor.tolist()
+        channel = open_channel(job_store(), "groups", (0, 1), mine, timeout=30)
+        channel.send({"from": mine})
+        assert channel.inbox.wait(30)
+        received = channel.inbox.take()
+        channel.close()
+        leave()
+    return received, weights, said.getvalue()
+
+
+@needs_root
+@pytest.mark.ranks
+def test_a_stranger_takes_no_place_in_a_pair_or_a_channel(tmp_path):
+    with attacked_network(tmp_path / "ran") as (process, server):
+        settings = {
+            env.RLHPC_STORE: f"127.0.0.1:{server.port}",
+            env.RLHPC_STORE_SECRET: server.secret.hex(),
+            env.GLOO_SOCKET_IFNAME: "lo",
+        }
+        found = run_ranks(exchange_between_roles, 2, process.pid, join=False, environ=settings)
+        process.stdin.close()
+        report = json.loads(process.stdout.read())
+    assert [received for received, *_ in found] == [[(1, {"from": 1})], [(0, {"from": 0})]]
+    assert [weights for _, weights, _ in found] == [[1.0] * PAIRS] * 2
+    assert not (tmp_path / "ran").exists()
+    assert report["read"] == 0
+    assert report["connections"] >= PAIRS
+    assert "no rank of this job opened, from 127.0.0.1:" in "".join(said for *_, said in found)
 
 
 def expected(ranks: int) -> list[object]:

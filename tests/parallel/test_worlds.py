@@ -10,6 +10,43 @@ from rlhpc.core.rank import RankInfo
 from tests.helpers.distributed import run_ranks
 
 pytestmark = pytest.mark.ranks
+LARGE = 100_000_000  # bytes: more than a message of a channel
+
+
+def meet_without_a_store(trainers: int) -> tuple[tuple, list[int]]:
+    """As under torchrun: at MASTER_ADDR and MASTER_PORT."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhpc.parallel.board import Board
+    from rlhpc.parallel.channel import open_channel
+    from rlhpc.parallel.groups import job_store, join
+
+    whole = RankInfo.from_environ()
+    role = ("engines", trainers, whole.world_size - trainers) if whole.rank >= trainers else ("trainers", 0, trainers)
+    join(whole.in_role(*role), timeout_minutes=0.5)
+    info, total = RankInfo.from_environ(), torch.tensor([2**whole.rank])
+    dist.all_reduce(total)
+    if info.rank == 0:
+        channel = open_channel(job_store(), "ends", (0, trainers), info.job_rank, timeout=20)
+        channel.send(total.tolist())
+        assert channel.inbox.wait(20)
+        assert [peer for peer, _ in channel.inbox.take()] == [trainers - info.job_rank]
+        channel.close()
+    board = Board(job_store())
+    board.post(f"ended/{info.job_rank}", 1)
+    for rank in range(info.job_size if not info.job_rank else 0):  # the store is rank 0's
+        board.wait_for(f"ended/{rank}", 20)
+    return (info.role, info.rank, info.world_size, info.job_rank, info.job_size), total.tolist()
+
+
+def test_roles_meet_without_a_store_of_the_job():
+    found = run_ranks(meet_without_a_store, 3, 2, join=False)
+    assert found == [
+        (("trainers", 0, 2, 0, 3), [0b11]),
+        (("trainers", 1, 2, 1, 3), [0b11]),
+        (("engines", 0, 1, 2, 3), [0b100]),
+    ]
 
 
 def work_in_a_role() -> dict[str, Any]:
@@ -53,27 +90,121 @@ def test_each_role_has_a_world_of_its_own_in_one_job():
 
 def exchange() -> Any:
     """Objects of one channel for each engine, both ways."""
+    import numpy as np
+
+    from rlhpc.core.errors import PeerLost
     from rlhpc.parallel.channel import Inbox, open_channel
     from rlhpc.parallel.groups import job_store
 
     info, inbox, engines = RankInfo.from_environ(), Inbox(), (1, 2)
     ends = [(0, info.job_rank)] if info.role == "engines" else [(0, rank) for rank in engines]
     channels = [open_channel(job_store(), str(pair[1]), pair, info.job_rank, inbox, timeout=20) for pair in ends]
+    large = np.arange(LARGE, dtype=np.uint8)
     for number in range(20):
         for channel in channels:
-            channel.send({"from": info.job_rank, "number": number, "bytes": b"x" * (number * 1_000_000)})
+            channel.send({"from": info.job_rank, "number": number, "large": large if number == 10 else None})
+    large[:] = 0  # an object travels as it was when it was sent
     found: dict[int, list[int]] = {}
     while sum(map(len, found.values())) < 20 * len(channels):
         assert inbox.wait(20)
         for peer, value in inbox.take():
             assert value["from"] == peer
-            assert len(value["bytes"]) == value["number"] * 1_000_000
+            if value["number"] == 10:
+                assert np.array_equal(value["large"], np.arange(LARGE, dtype=np.uint8))
             found.setdefault(peer, []).append(value["number"])
+    assert inbox.sizes() == (0, 0)
+    assert not inbox.wait(0.01)
     for channel in channels:
         channel.close()
+        assert channel.backlog == 0
+        with pytest.raises(PeerLost, match="has closed its end"):
+            channel.send(1)
     return found
 
 
 def test_channels_carry_objects_in_order_both_ways():
     numbers = list(range(20))
     assert run_ranks(exchange, 3, roles=(1, 2)) == [{1: numbers, 2: numbers}, {0: numbers}, {0: numbers}]
+
+
+def hang_in_the_default_group() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Groups of a rank after a collective of its world and one of a pair, as the analysis of a hang gets them."""
+    import torch
+    import torch.distributed as dist
+
+    from rlhpc.parallel.collectives import last_collectives
+    from rlhpc.parallel.groups import job_store
+    from rlhpc.parallel.pairs import open_pair
+
+    info = RankInfo.from_environ()
+    dist.all_reduce(torch.ones(1))
+    pair = open_pair(job_store(), "weights", (1, 2), info.job_rank, timeout=20) if info.job_rank else None
+    if pair is not None:
+        pair.wait(pair.broadcast(torch.ones(3), 2))
+    return [{"key": group.key, "ranks": group.ranks} for group in last_collectives()]
+
+
+def test_the_last_collectives_name_the_role_and_the_job_s_ranks():
+    trainers, engines = {"key": ("trainers/0", "gloo"), "ranks": (0, 1)}, {"key": ("engines/0", "gloo"), "ranks": (2,)}
+    assert run_ranks(hang_in_the_default_group, 3, roles=(2, 1)) == [[trainers], [trainers], [engines]]
+
+
+def beside_a_lost_peer(how: str, lost: int) -> float:
+    """Rank ``lost`` of two sends an object and is killed or stopped; the other one calls ``take`` until it raises."""
+    import os
+    import signal
+    import time
+
+    from rlhpc.core.errors import PeerLost
+    from rlhpc.core.exits import classify
+    from rlhpc.parallel.channel import open_channel
+    from rlhpc.parallel.groups import job_store
+    from rlhpc.parallel.pairs import open_pair
+
+    info = RankInfo.from_environ()
+    timeout = 30 if how == "SIGKILL" else 2
+    pair = open_pair(job_store(), "weights", (0, 1), info.job_rank, timeout=timeout)
+    channel = open_channel(job_store(), "groups", (0, 1), info.job_rank, timeout=timeout)
+    if how == "SIGSTOP":
+        time.sleep(2.5)  # longer than the timeout: a channel without objects stays
+    if info.job_rank == lost:
+        channel.send((time.time(), os.getpid()))
+        while channel.backlog:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.Signals[how])
+    while not channel.inbox.wait(10):
+        pass
+    ((_, (began, process)),) = channel.inbox.take()
+
+    def take_forever() -> None:
+        while True:
+            channel.inbox.take()
+            time.sleep(0.01)
+
+    with pytest.raises(PeerLost, match=f"lost rank {lost}") as raised:
+        take_forever()
+    seconds = time.time() - began
+    assert classify(raised.value) == "peer"
+    for call in (channel.inbox.check, lambda: channel.inbox.wait(1), lambda: channel.send(1), channel.close):
+        with pytest.raises(PeerLost):
+            call()
+    if how == "SIGKILL":
+        import torch
+
+        with pytest.raises(PeerLost, match=f"weights: lost rank {lost}"):
+            pair.wait(pair.broadcast(torch.ones(3), lost))
+    else:
+        os.kill(process, signal.SIGKILL)
+    return seconds
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_peer_is_noticed_within_a_second(lost):
+    found = run_ranks(beside_a_lost_peer, 2, "SIGKILL", lost, roles=(1, 1), killed=[lost])
+    assert found[lost] is None
+    assert found[1 - lost] < 1
+
+
+def test_a_stopped_peer_is_noticed_after_the_timeout():
+    found = run_ranks(beside_a_lost_peer, 2, "SIGSTOP", 1, roles=(1, 1), killed=[1])
+    assert 1 < found[0] < 4
