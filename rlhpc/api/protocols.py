@@ -136,7 +136,10 @@ class RewardWorkers(Protocol):
         """Begins to score a response; returns at once."""
 
     def results(self) -> dict[int, RewardResult]:
-        """Results of every response submitted since the last call, by key; waits for them."""
+        """Results of every submitted response that were not returned before, by key; waits for them."""
+
+    def ready(self) -> dict[int, RewardResult]:
+        """Results that arrived and were not returned before, by key; does not wait."""
 
     def close(self) -> None:
         """Ends the processes, at the end of the run."""
@@ -157,9 +160,24 @@ class RolloutEngine(Protocol):
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
         """Withdraws requests; returns what each has generated so far."""
 
+    def settle(self) -> list[tuple[int, Completion]]:
+        """Waits for the step in flight on the device, if there is one, and begins no other; returns the requests that
+        finish with it. To be called before ``order``, ``preempt`` and ``open_weights`` beside requests."""
+
+    def order(self) -> list[int]:
+        """Keys of the requests in flight: running ones, then waiting ones. Another engine that gets the rest of each in
+        this order continues as this one does after ``preempt``, bit for bit."""
+
+    def so_far(self, keys: Sequence[int]) -> dict[int, Completion]:
+        """What requests have generated so far. They remain in flight."""
+
+    def preempt(self) -> None:
+        """Returns running requests to the head of the queue, in order, and drops cached prefixes. The next steps
+        recompute their KV cache."""
+
     @property
     def unfinished(self) -> int:
-        """Number of requests in flight, during which weights must not change."""
+        """Number of requests in flight."""
 
     def statistics(self) -> dict[str, float]:
         """Metrics ``engine/NAME_REDUCTION`` of what was generated since the last call, with the reduction over engines:
@@ -174,11 +192,16 @@ class RolloutEngine(Protocol):
     def weight_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Each parameter of this rank as it is before the engine repacks it. Also while the weights sleep."""
 
-    def open_weights(self) -> Mapping[str, Tensor]:
-        """Those parameters, to be written in place; undefined until every one is written."""
+    def open_weights(self, *, in_flight: bool = False) -> Mapping[str, Tensor]:
+        """Those parameters, to be written in place; undefined until every one is written.
+
+        ``in_flight``: requests may be in flight, between two steps. They keep their KV cache of the old weights, unless
+        ``preempt`` was called before.
+        """
 
     def close_weights(self) -> None:
-        """Ends the writing: renews what is derived from the weights, frees temporary memory, drops cached prefixes."""
+        """Ends the writing: renews what is derived from the weights, frees temporary memory, drops cached prefixes.
+        Those that requests in flight still use are used by no other request."""
 
     def shareable(self) -> frozenset[str]:
         """Parameters that the engine uses as they are, so that ``share`` may put other memory in their place."""

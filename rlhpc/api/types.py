@@ -85,6 +85,8 @@ class Sample:
     reward_parts: dict[str, float] = field(default_factory=dict)  # see RewardResult
     answer: str | None = None  # see RewardResult
     tool_tokens: int = 0  # tokens of the response that the policy did not sample
+    token_versions: np.ndarray | None = None  # int32 [response], of the weights that sampled each token, of the last
+    # sampled one before tokens of tools; None: policy_version for all
 
     @property
     def response_len(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from rlhpc.api import Prompt, Sample
 from rlhpc.core.storage import patiently
 
-_ARRAYS = ("tokens", "log_probs", "response_mask", "routed_experts")
+_ARRAYS = ("tokens", "log_probs", "response_mask", "routed_experts", "token_versions")
 _INDEX = "index"
 
 

@@ -49,6 +49,7 @@ class FunctionRewards:
         checks = [replace(entry, loader=LOADER) for entry in self._entries]
         self._pool = Pool[Score]([*self._entries, *checks], section.per_engine, _SECONDS) if self._entries else None
         self._responses: dict[int, _Response] = {}
+        self._outcomes: dict[CallId, Outcome] = {}  # of responses without a result
 
     def wait_until_started(self) -> None:
         """Waits until a worker has imported the functions; a UserError if it cannot."""
@@ -86,26 +87,35 @@ class FunctionRewards:
         self._pool.submit([PoolCall((key, index), keywords) for index in range(len(self._functions))])
 
     def results(self) -> dict[int, RewardResult]:
-        """Results of every response submitted since the last call, by key; waits for them.
+        """Results of every submitted response that were not returned before, by key; waits for them.
 
         Raises a UserError if a failed call ends the run.
         """
-        outcomes = self._pool.outcomes() if self._pool is not None else {}
-        responses, self._responses = self._responses, {}
-        return {key: self._result(key, response, outcomes) for key, response in sorted(responses.items())}
+        return self._results(self._pool.outcomes() if self._pool is not None else {})
+
+    def ready(self) -> dict[int, RewardResult]:
+        """Results that arrived and were not returned before, by key; does not wait. Raises as ``results`` does."""
+        return self._results(self._pool.ready() if self._pool is not None else {})
 
     def close(self) -> None:
         """Ends the processes."""
         if self._pool is not None:
             self._pool.close()
 
-    def _result(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> RewardResult:
+    def _results(self, arrived: Mapping[CallId, Outcome]) -> dict[int, RewardResult]:
+        """Results of the responses of which all outcomes have arrived."""
+        self._outcomes |= arrived
+        places = range(len(self._functions))
+        done = sorted(key for key in self._responses if all((key, place) in self._outcomes for place in places))
+        return {key: self._result(key, self._responses.pop(key)) for key in done}
+
+    def _result(self, key: int, response: _Response) -> RewardResult:
         reward, dropped = 0.0, False
         answer: str | None = None
         parts: dict[str, float] = {}
         failures: list[str] = []
         for index, function in enumerate(self._functions):
-            outcome = outcomes[key, index]
+            outcome = self._outcomes.pop((key, index))
             if isinstance(outcome, Failure):
                 failures.append(outcome.kind)
                 dropped = self._handle(index, outcome, response) or dropped

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from rlhpc.api import Completion, RewardResult, RewardWorkers, RolloutEngine, Sample
@@ -24,6 +24,9 @@ class Reply:
     tokens: tuple[int, ...]
     calls: int = 0
     failures: int = 0
+
+
+Place = tuple[int, int]  # group and index of a response
 
 
 class Dialogue(Protocol):
@@ -61,8 +64,29 @@ class Scored:
     failed_tool_calls: int = 0
 
 
+@dataclass
+class Stepped:
+    """What happened in an engine step, in its order. Equal on all ranks of the engine."""
+
+    requests: int = 0  # in the engine during the step
+    ended_groups: list[int] = field(default_factory=list)  # groups whose last response finished
+    calls: list[Place] = field(default_factory=list)  # responses that wait for tools from now on
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A response in flight, with the tokens that it has so far."""
+
+    task: Task
+    calls: bool  # it waits for tools
+
+
 class Collector:
-    """Responses in flight on one engine. Each task ends in ``harvest`` or in ``stop``."""
+    """Responses in flight on one engine. Each task ends in ``harvest`` or in ``stop``.
+
+    ``advance`` also takes replies of tools. A caller with a schedule of its own uses ``step``, ``resume`` and
+    ``switch`` instead, which never depend on how long tools take.
+    """
 
     def __init__(
         self,
@@ -76,10 +100,14 @@ class Collector:
         self._engine, self._sampling, self._reward_workers = engine, sampling, reward_workers
         self._version, self._dialogue = policy_version, dialogue
         self._requests: dict[int, Task] = {}  # in the engine
+        self._drafted: Counter[int] = Counter()  # tokens of a request that its task's draft already has
         self._calling: dict[int, Task] = {}  # waiting for tools
+        self._early: dict[int, Reply] = {}  # replies that nobody has taken yet
+        self._aside: tuple[list[Task], dict[int, Task]] = [], {}  # set aside: requests, those that wait for tools
         self._being_scored: dict[int, Task] = {}
         self._unfinished: Counter[int] = Counter()  # responses in flight, by group
         self._next = 0
+        self._stepped = Stepped()
         self.ended_groups = 0  # groups of which all responses are finished
 
     @property
@@ -87,9 +115,82 @@ class Collector:
         """Responses that are not finished."""
         return len(self._requests) + len(self._calling)
 
+    @property
+    def requests(self) -> int:
+        """Responses in the engine, without those that wait for tools."""
+        return len(self._requests)
+
     def begin(self, tasks: Sequence[Task]) -> None:
         """Submits responses."""
         self._unfinished.update(task.group for task in tasks)
+        for task in tasks:
+            self._request(task)
+
+    def restore(self, drafts: Sequence[Draft]) -> None:
+        """Continues with what ``drafts`` of another collector returned. Calls of tools are made again."""
+        for draft in drafts:
+            self._unfinished[draft.task.group] += 1
+            if not draft.calls:
+                self._request(draft.task)
+                continue
+            assert self._dialogue is not None, "a response waits for tools, and there are none"
+            key, self._next = self._next, self._next + 1
+            assert self._dialogue.begin(key, draft.task), "a response waits for tools, and calls none"
+            self._calling[key] = draft.task
+
+    def drafts(self) -> list[Draft]:
+        """All responses in flight: running ones, queued ones, and those that wait for tools, each in order. After
+        ``switch`` and the engine's ``preempt``, a collector that restores them continues as this one, bit for bit."""
+        keys = self._engine.order()
+        self._update_drafts(keys)
+        running = [Draft(self._requests[key], calls=False) for key in keys]
+        return running + [Draft(task, calls=True) for task in self._calling.values()]
+
+    def switch(self, policy_version: int) -> Stepped:
+        """Tokens are sampled with another policy version from now on; the caller syncs the weights next. Returns what
+        ended with the step in flight on the device, if there was one."""
+        self._stepped = Stepped(0)
+        self._take(self._engine.settle())
+        self._update_drafts(list(self._requests))
+        self._version = policy_version
+        return self._stepped
+
+    def step(self) -> Stepped:
+        """Samples one token of each response in the engine. Takes no replies."""
+        self._stepped = Stepped(len(self._requests))
+        finished = self._engine.step()
+        spans.worked(sum(len(completion.tokens) for _, completion in finished), rounds=1)
+        self._take(finished)
+        return self._stepped
+
+    def resume(self, places: Sequence[Place]) -> Stepped:
+        """Takes the replies to responses that wait for tools, waits for them, and submits the next turns in this
+        order."""
+        assert self._dialogue is not None
+        self._stepped = Stepped(len(self._requests))
+        key_of = {(task.group, task.index): key for key, task in self._calling.items()}
+        keys = [key_of[place] for place in places]
+        while not self._early.keys() >= set(keys):
+            self._early |= self._replies(all_of_them=False)
+        self._resume({key: self._early.pop(key) for key in keys})
+        return self._stepped
+
+    def set_aside(self) -> None:
+        """Withdraws all responses in flight, so that others are generated alone. Their tools go on."""
+        assert self._aside == ([], {}), "responses are set aside already"
+        keys = self._engine.order()
+        self._update_drafts(keys)
+        self._engine.abort(keys)
+        self._aside = [self._requests.pop(key) for key in keys], self._calling
+        self._calling = {}
+        self._drafted.clear()
+
+    def take_up(self) -> None:
+        """Continues with the responses that were set aside, as after the engine's ``preempt``."""
+        assert not self.in_flight, "other responses are in flight"
+        self._engine.preempt()
+        tasks, self._calling = self._aside
+        self._aside = [], {}
         for task in tasks:
             self._request(task)
 
@@ -100,31 +201,31 @@ class Collector:
         long tools take.
         """
         while self.in_flight and steps != 0:
-            finished = self._engine.step()
-            spans.worked(sum(len(completion.tokens) for _, completion in finished), rounds=1)
-            for key, completion in finished:
-                self._end_turn(self._requests.pop(key), completion, key)
+            self.step()
             if self._calling:
                 self._take_replies(in_steps=steps is not None)
             if steps is not None:
                 steps -= 1
         if steps == 0 and self._calling:
-            self._resume(self._replies(all_of_them=True))
+            self._take_in_order(self._replies(all_of_them=True))
 
-    def harvest(self) -> list[Scored]:
-        """Responses finished since the last call, scored, ordered by group; waits for the reward workers. Empty except
-        on the engine's first rank."""
+    def harvest(self, *, wait: bool = True) -> list[Scored]:
+        """Responses finished since the last call, scored, ordered by group; waits for the reward workers, or leaves out
+        those without a result. Empty except on the engine's first rank."""
         if self._reward_workers is None:
             return []
-        touch("score")
-        with spans.part("reward", waits=True):
-            results = self._reward_workers.results()
+        if wait:
+            touch("score")
+            with spans.part("reward", waits=True):
+                results = self._reward_workers.results()
+        else:
+            results = self._reward_workers.ready()
         found = []
         for key, result in results.items():
             task = self._being_scored.pop(key)
             sample = replace(task.draft, reward=result.reward, reward_parts=result.parts, answer=result.answer)
             found.append(_scored(replace(task, draft=sample), result))
-        assert not self._being_scored, f"{len(self._being_scored)} responses without a result"
+        assert not (wait and self._being_scored), f"{len(self._being_scored)} responses without a result"
         return sorted(found, key=lambda scored: (scored.group, scored.index))
 
     def stop(self) -> list[Scored]:
@@ -136,10 +237,7 @@ class Collector:
         for key, completion in unfinished.items():
             task = self._requests.pop(key)
             self._leave(task)
-            draft = task.draft
-            if len(completion.tokens):
-                draft = replace(with_sampled(draft, completion, self._version), truncated=False)
-            found.append(_scored(replace(task, draft=draft)))
+            found.append(_scored(self._extended(task, completion, self._drafted.pop(key, 0))))
         assert not self._requests
         return sorted(found, key=lambda scored: (scored.group, scored.index))
 
@@ -148,12 +246,32 @@ class Collector:
         self._requests[self._next] = task
         self._next += 1
 
+    def _take(self, finished: Sequence[tuple[int, Completion]]) -> None:
+        """Ends the turns of finished requests."""
+        for key, completion in finished:
+            task = self._extended(self._requests.pop(key), completion, self._drafted.pop(key, 0))
+            task = replace(task, draft=replace(task.draft, truncated=completion.truncated))
+            self._end_turn(task, completion, key)
+
+    def _update_drafts(self, keys: Sequence[int]) -> None:
+        """Appends to the drafts of requests in flight what they have generated with the present weights."""
+        for key, completion in self._engine.so_far(keys).items():
+            self._requests[key] = self._extended(self._requests[key], completion, self._drafted[key])
+            self._drafted[key] = len(completion.tokens)
+
+    def _extended(self, task: Task, completion: Completion, drafted: int) -> Task:
+        """The task with a request's tokens from the place ``drafted`` on."""
+        if len(completion.tokens) == drafted:
+            return task
+        rest = replace(completion, tokens=completion.tokens[drafted:], log_probs=completion.log_probs[drafted:])
+        return replace(task, draft=replace(with_sampled(task.draft, rest, self._version), truncated=False))
+
     def _end_turn(self, task: Task, completion: Completion, key: int) -> None:
-        task = replace(task, draft=with_sampled(task.draft, completion, self._version))
         if self._dialogue is None or completion.truncated:
             self._end(task, key)
         elif self._dialogue.begin(key, task):
             self._calling[key] = task
+            self._stepped.calls.append((task.group, task.index))
         else:
             stopped = self._dialogue.unanswered(task)
             self._end(replace(task, draft=replace(task.draft, truncated=stopped)), key)
@@ -166,19 +284,24 @@ class Collector:
     def _take_replies(self, *, in_steps: bool) -> None:
         """Takes replies of tools; waits for them only if the engine is idle."""
         if not self._requests:
-            self._resume(self._replies(all_of_them=in_steps))
+            self._take_in_order(self._replies(all_of_them=in_steps))
         elif not in_steps and self._dialogue is not None:
-            self._resume(self._dialogue.ready())
+            self._take_in_order(self._dialogue.ready())
+
+    def _take_in_order(self, replies: dict[int, Reply]) -> None:
+        """Submits the next turns, except of responses that are set aside."""
+        self._early |= {key: reply for key, reply in replies.items() if key not in self._calling}
+        self._resume({key: replies[key] for key in sorted(replies) if key in self._calling})
 
     def _resume(self, replies: dict[int, Reply]) -> None:
         """Submits the next turns."""
-        for key in sorted(replies):
-            task, reply = self._calling.pop(key), replies[key]
+        for key, reply in replies.items():
+            task = self._calling.pop(key)
             tokens, calls, failed = reply.tokens, task.tool_calls + reply.calls, task.failed_tool_calls + reply.failures
             task = replace(task, tool_calls=calls, failed_tool_calls=failed)
             if tokens[:1] == (int(task.draft.tokens[-1]),):  # the end of the turn, which the policy sampled itself
                 tokens = tokens[1:]
-            if task.draft.response_len + len(tokens) < self._sampling.max_tokens:
+            if task.draft.response_len + len(tokens) < (task.sampling or self._sampling).max_tokens:
                 self._request(replace(task, draft=with_tool_tokens(task.draft, tokens)))
             else:  # no room for another turn
                 self._end(replace(task, draft=replace(task.draft, truncated=True)), key)
@@ -187,7 +310,9 @@ class Collector:
         """Finishes a response and submits it to the reward workers, under the ``key`` of its last request."""
         self._leave(task)
         self._unfinished[task.group] -= 1
-        self.ended_groups += not self._unfinished[task.group]
+        if not self._unfinished[task.group]:
+            self.ended_groups += 1
+            self._stepped.ended_groups.append(task.group)
         if self._reward_workers is None:
             return
         draft = task.draft

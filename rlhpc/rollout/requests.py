@@ -26,7 +26,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Task:
-    """A response to sample or resume; ``draft`` is its present state, at first the prompt alone."""
+    """A response to sample or resume; ``draft`` is its present state, at first the prompt alone. Group and index are
+    unique among the responses in flight."""
 
     group: int
     index: int  # in the group
@@ -35,6 +36,7 @@ class Task:
     root: SeedRoot
     tool_calls: int = 0  # since it was begun or resumed
     failed_tool_calls: int = 0  # those answered with an error
+    sampling: Sampling | None = None  # None: that of the collector
 
 
 def share_of(items: int, parts: int, index: int) -> range:
@@ -85,7 +87,8 @@ def blank_draft(prompt: Prompt, policy_version: int, group_id: int = 0) -> Sampl
 
 
 def request_of(task: Task, sampling: Sampling) -> Request:
-    """Request for the rest of a task's response."""
+    """Request for the rest of a task's response; ``sampling``: of tasks without their own."""
+    sampling = task.sampling or sampling
     return Request(
         prompt=tuple(task.draft.tokens.tolist()),
         seed=request_seed(task.root),
@@ -108,6 +111,7 @@ def with_sampled(draft: Sample, completion: Completion, policy_version: int) -> 
         if draft.response_mask is None
         else np.append(draft.response_mask, np.ones(len(completion.tokens), bool)),
         policy_version=draft.policy_version if draft.response_len else policy_version,
+        token_versions=_versions(draft, len(completion.tokens), policy_version),
         truncated=completion.truncated,
         routed_experts=draft.routed_experts if routed_experts is None else routed_experts,
     )
@@ -122,7 +126,23 @@ def with_tool_tokens(draft: Sample, tokens: Sequence[int]) -> Sample:
         log_probs=np.append(draft.log_probs, np.zeros(len(tokens), dtype=np.float32)),
         response_mask=np.append(response_mask, np.zeros(len(tokens), bool)),
         tool_tokens=draft.tool_tokens + len(tokens),
+        token_versions=_versions(draft, len(tokens), last_version(draft)),
     )
+
+
+def last_version(draft: Sample) -> int:
+    """Policy version of a draft's last sampled token."""
+    return draft.policy_version if draft.token_versions is None else int(draft.token_versions[-1])
+
+
+def _versions(draft: Sample, count: int, policy_version: int) -> np.ndarray | None:
+    """``Sample.token_versions`` of a draft extended by ``count`` tokens of a version."""
+    before = draft.token_versions
+    if before is None:
+        if not draft.response_len or not count or draft.policy_version == policy_version:
+            return None
+        before = np.full(draft.response_len, draft.policy_version, dtype=np.int32)
+    return np.append(before, np.full(count, policy_version, dtype=np.int32))
 
 
 def turns(sample: Sample) -> int:

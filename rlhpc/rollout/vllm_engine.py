@@ -27,6 +27,7 @@ from rlhpc.parallel.device_memory import release_cached
 from rlhpc.plan.estimates.memory import engine_bytes
 from rlhpc.rollout import vllm_memory
 from rlhpc.rollout.vllm_arguments import ServedModel, engine_arguments, route_arguments
+from rlhpc.rollout.vllm_requests import InFlight, completion_of, generated, sampling_parameters
 from rlhpc.rollout.vllm_statistics import EngineStatistics
 from rlhpc.rollout.vllm_weights import LiveWeights, Weights, check_parameters, zero_padding
 from rlhpc.sharding.engine_shards import EngineLayout, engine_shards
@@ -68,6 +69,7 @@ class VllmEngine:
         if finalizer is not None:
             finalizer.detach()
         self._statistics = EngineStatistics(self._engine.engine_core.engine_core.scheduler)
+        self._in_flight = InFlight(self._engine)
         if self._expert_layers and not self._on_gpu:
             self._engine.collective_rpc("record_routed_experts")
         self._weights = self._find_weights(section)
@@ -96,7 +98,8 @@ class VllmEngine:
         length, longest = len(request.prompt) + request.max_tokens, self._model.max_model_len
         assert length <= longest, f"request of {length} tokens, but max_model_len is {longest}"
         parameters = sampling_parameters(request, self._model.end_tokens)
-        self._statistics.begin(key, self._engine.add_request(str(key), tokens_input(list(request.prompt)), parameters))
+        prompt = tokens_input(list(request.prompt), cache_salt=self._in_flight.salt)
+        self._statistics.begin(key, self._engine.add_request(str(key), prompt, parameters))
 
     def step(self) -> list[tuple[int, Completion]]:
         """See ``RolloutEngine``. Returns nothing if no request is in flight."""
@@ -105,33 +108,42 @@ class VllmEngine:
         touch("generate")
         outputs = self._engine.step()
         self._statistics.stepped()
-        for output in outputs:
-            self._statistics.end(int(output.request_id))
-        return [
-            (int(output.request_id), _completion(output.outputs[0], self._routed_experts(output))) for output in outputs
-        ]
+        return self._completed(outputs)
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
-        """See ``RolloutEngine``. Without routed experts on a GPU: vLLM returns them only with finished requests."""
-        states = {state.external_req_id: state for state in self._engine.output_processor.request_states.values()}
-        found = {}
+        """See ``RolloutEngine``. Its routed experts are those of ``so_far``."""
+        found = self.so_far(keys)
         for key in keys:
-            state = states[str(key)]
-            tokens = np.asarray(state.detokenizer.output_token_ids, dtype=np.int32)
-            log_probs = np.asarray(state.logprobs_processor.logprobs.logprobs, dtype=np.float32)
-            found[key] = Completion(
-                tokens, log_probs, truncated=False, routed_experts=self._routed_experts_so_far(state, len(tokens))
-            )
-            assert tokens.shape == log_probs.shape
             self._statistics.end(key)
         self._engine.abort_request([str(key) for key in keys])
         for _ in range(2):  # a step may be in flight on the device, and workers must process the abort
             self._engine.step()
         return found
 
+    def settle(self) -> list[tuple[int, Completion]]:
+        """See ``RolloutEngine``."""
+        return self._completed(self._in_flight.drain())
+
+    def order(self) -> list[int]:
+        """See ``RolloutEngine``."""
+        return self._in_flight.order()
+
+    def so_far(self, keys: Sequence[int]) -> dict[int, Completion]:
+        """See ``RolloutEngine``. Without routed experts on a GPU, and while their tokens are recomputed."""
+        found, states = {}, self._in_flight.states()
+        for key in keys:
+            tokens, log_probs = generated(states[key])
+            routed_experts = self._routed_experts_so_far(states[key], len(tokens))
+            found[key] = Completion(tokens, log_probs, truncated=False, routed_experts=routed_experts)
+        return found
+
+    def preempt(self) -> None:
+        """See ``RolloutEngine``."""
+        self._statistics.preempted(self._in_flight.preempt())
+
     @property
     def unfinished(self) -> int:
-        """Number of requests in flight, during which weights must not change."""
+        """Number of requests in flight."""
         return int(self._engine.get_num_unfinished_requests())
 
     def statistics(self) -> dict[str, float]:
@@ -158,12 +170,12 @@ class VllmEngine:
         """Shapes by vLLM's names, as in ``engine_parameters``."""
         return self._weights.shapes
 
-    def open_weights(self) -> Mapping[str, Tensor]:
+    def open_weights(self, *, in_flight: bool = False) -> Mapping[str, Tensor]:
         """Every parameter, to be written in place before ``close_weights``; rows of padding are already zero.
 
         On a CPU ``close_weights`` frees the tensors' memory: vLLM uses packed weights.
         """
-        self._begin_sync()
+        self._begin_sync(in_flight=in_flight)
         parameters = self._weights.open()
         zero_padding({name: own for name, own in parameters.items() if name not in self._shared}, self._shards)
         return parameters
@@ -211,7 +223,7 @@ class VllmEngine:
 
         self._engine.model_executor.shutdown()
         destroy_model_parallel()
-        del self._engine, self._statistics
+        del self._engine, self._statistics, self._in_flight
 
     def _routed_experts(self, output: Any) -> np.ndarray | None:
         """Routed experts of a finished request; see ``Completion``."""
@@ -221,11 +233,18 @@ class VllmEngine:
             return _routed_on_gpu(output, self._expert_layers)
         return self._recorded(output.request_id, len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1)
 
+    def _completed(self, outputs: Sequence[Any]) -> list[tuple[int, Completion]]:
+        """Completions of vLLM's outputs of finished requests."""
+        for output in outputs:
+            self._statistics.end(int(output.request_id))
+        return [(int(o.request_id), completion_of(o.outputs[0], self._routed_experts(o))) for o in outputs]
+
     def _routed_experts_so_far(self, state: Any, sampled: int) -> np.ndarray | None:
         """Routed experts of a request in flight, whose last sampled token has not been an input yet."""
-        if not self._expert_layers or self._on_gpu or not sampled:
+        inputs = len(state.prompt_token_ids) + sampled - 1
+        if not self._expert_layers or self._on_gpu or not sampled or not self._in_flight.is_computed(state, inputs):
             return None
-        return self._recorded(state.external_req_id, len(state.prompt_token_ids) + sampled - 1)
+        return self._recorded(state.external_req_id, inputs)
 
     def _recorded(self, request_id: str, tokens: int) -> np.ndarray:
         """Routed experts recorded by the CPU worker."""
@@ -246,13 +265,16 @@ class VllmEngine:
                 f"{self.unfinished} requests are in flight: finish or abort them before weights are synced"
             )
 
-    def _begin_sync(self) -> None:
-        self._check_idle()
+    def _begin_sync(self, *, in_flight: bool = False) -> None:
+        if in_flight:
+            self._in_flight.check_settled()
+        else:
+            self._check_idle()
         assert _WEIGHTS not in self._asleep, "weight sync before wake_weights()"
         self._loaded = False
 
     def _end_sync(self) -> None:
-        assert self._engine.reset_prefix_cache(), "requests still use cached prefixes of the old weights"
+        self._in_flight.forget_prefixes()
         self._loaded = True
 
     def _wake(self, tag: str) -> None:
@@ -260,26 +282,6 @@ class VllmEngine:
             release_cached()  # vLLM maps memory from the driver, and 0.25 does not empty PyTorch's cache
             self._engine.wake_up(tags=[tag])
             self._asleep.discard(tag)
-
-
-def sampling_parameters(request: Request, end_tokens: Sequence[int]) -> Any:
-    """vLLM's parameters of a request."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        max_tokens=request.max_tokens,
-        temperature=request.temperature,
-        top_p=request.top_p,
-        seed=request.seed,
-        ignore_eos=True,  # of the model folder; only our end tokens count
-        stop_token_ids=list(end_tokens),
-        logprobs=0,  # of the sampled token only
-        flat_logprobs=True,
-        detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        skip_clone=True,  # this object is not shared
-    )
 
 
 def _routed_on_gpu(output: Any, layers: Sequence[int]) -> np.ndarray:
@@ -366,15 +368,3 @@ def _process_state_restored() -> Iterator[None]:
 
 def _world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def _completion(output: Any, routed_experts: np.ndarray | None) -> Completion:
-    assert output.finish_reason in ("stop", "length"), output.finish_reason
-    completion = Completion(
-        tokens=np.asarray(output.token_ids, dtype=np.int32),
-        log_probs=np.asarray(output.logprobs.logprobs, dtype=np.float32),
-        truncated=output.finish_reason == "length",
-        routed_experts=routed_experts,
-    )
-    assert completion.tokens.shape == completion.log_probs.shape
-    return completion

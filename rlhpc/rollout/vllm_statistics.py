@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from rlhpc.core.own_time import observing
@@ -18,6 +20,7 @@ class EngineStatistics:
     def __init__(self, scheduler: Any) -> None:
         self._scheduler, self._guard = scheduler, ShownOnly("statistics of the engine")
         self._requests: dict[int, Any] = {}  # of vLLM's scheduler, in flight
+        self._deliberate: Counter[int] = Counter()  # preemptions that do not count
         self._clear()
         with self._guard:
             from vllm.v1.metrics.stats import PrefixCacheStats
@@ -47,10 +50,15 @@ class EngineStatistics:
             self._most_running = max(self._most_running, running)
             self._most_waiting = max(self._most_waiting, waiting)
 
+    def preempted(self, keys: Sequence[int]) -> None:
+        """Records preemptions that do not count: for a weight sync or a checkpoint, not for lack of memory."""
+        with self._guard:
+            self._deliberate.update(keys)
+
     def end(self, key: int) -> None:
         """Records the end of a request."""
         with self._guard:
-            self._preemptions += self._requests.pop(key).num_preemptions
+            self._preemptions += self._requests.pop(key).num_preemptions - self._deliberate.pop(key, 0)
 
     def take(self) -> dict[str, float]:
         """Metrics since the last call, named by how they are reduced over engines; empty if nothing was generated."""

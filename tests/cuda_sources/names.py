@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping
 
 from tests.tiers.imports import ROOT
 
-FILES = ("vllm_arguments", "vllm_engine", "vllm_gpu", "vllm_statistics", "vllm_weights", "token_seeds")
+FILES = (
+    "vllm_arguments",
+    "vllm_engine",
+    "vllm_gpu",
+    "vllm_requests",
+    "vllm_statistics",
+    "vllm_weights",
+    "token_seeds",
+)
 # What is read of vLLM's objects, by class.
 ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
     "vllm.v1.engine.llm_engine:LLMEngine": (
@@ -31,8 +39,16 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "model_config",
     ),
     "vllm.v1.engine.core_client:InprocClient": ("engine_core",),
-    "vllm.v1.engine.core:EngineCore": ("scheduler",),
-    "vllm.v1.core.sched.scheduler:Scheduler": ("requests", "kv_cache_manager", "get_request_counts"),
+    "vllm.v1.engine.core:EngineCore": ("scheduler", "batch_queue"),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "requests",
+        "running",
+        "waiting",
+        "set_pause_state",
+        "kv_cache_manager",
+        "get_request_counts",
+    ),
+    "vllm.v1.core.sched.interface:PauseState": ("PAUSED_ALL", "UNPAUSED"),
     "vllm.v1.core.kv_cache_manager:KVCacheManager": (
         "usage",
         "log_stats",
@@ -40,9 +56,17 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
         "make_prefix_cache_stats",
     ),
     "vllm.v1.metrics.stats:PrefixCacheStats": ("queries", "hits"),
-    "vllm.v1.request:Request": ("num_preemptions",),
+    "vllm.v1.request:Request": (
+        "request_id",
+        "num_preemptions",
+        "num_computed_tokens",
+        "cache_salt",
+        "block_hashes",
+        "update_block_hashes",
+    ),
     "vllm.v1.engine.output_processor:OutputProcessor": ("request_states",),
     "vllm.v1.engine.output_processor:RequestState": (
+        "request_id",
         "external_req_id",
         "detokenizer",
         "logprobs_processor",
@@ -76,6 +100,8 @@ ATTRIBUTES: Mapping[str, tuple[str, ...]] = {
 PARAMETERS: Mapping[str, tuple[str, ...]] = {
     "vllm.distributed.parallel_state:init_model_parallel_group": ("use_message_queue_broadcaster",),
     "vllm.v1.engine.llm_engine:LLMEngine.from_engine_args": ("usage_context",),
+    "vllm.inputs:tokens_input": ("cache_salt",),
+    "vllm.v1.engine.llm_engine:LLMEngine.reset_prefix_cache": ("reset_running_requests",),
     "vllm.v1.engine.llm_engine:LLMEngine.sleep": ("level",),
     "vllm.v1.engine.llm_engine:LLMEngine.wake_up": ("tags",),
     "vllm.v1.engine.llm_engine:LLMEngine.collective_rpc": ("args",),

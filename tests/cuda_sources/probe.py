@@ -252,7 +252,7 @@ def _routed_experts_config(path: Path, folder: Path) -> dict[str, Any]:
 def _sampling_parameters() -> dict[str, Any]:
     """``VllmEngine`` makes them from a request."""
     from rlhpc.api import Request
-    from rlhpc.rollout.vllm_engine import sampling_parameters
+    from rlhpc.rollout.vllm_requests import sampling_parameters
 
     made = sampling_parameters(Request((1, 2), seed=2**40, max_tokens=3, temperature=0.5), [7])
     return {"seed": made.seed, "stop": list(made.stop_token_ids), "flat": bool(made.flat_logprobs)}

@@ -48,6 +48,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
         1,
         response_mask=np.array([True, False]),
         routed_experts=routed_experts,
+        token_versions=np.array([3, 5], np.int32),
         reward_parts={"maths": 1.0, "form": -0.5},
     )
     empty = make_group(2, tokens=np.array([5, 6], np.int32), log_probs=np.zeros(0, np.float32))
@@ -63,7 +64,7 @@ def test_a_file_gives_back_what_was_written(tmp_path):
 
 
 def test_tool_tokens_of_a_checkpoint_that_does_not_count_them_are_counted(tmp_path):
-    """A former version wrote none."""
+    """A former version wrote none, and no versions of tokens."""
     group = make_group(1, response_mask=np.array([True, False]), tool_tokens=1)
     save_groups(tmp_path / "groups.npz", {"unfinished": [group]})
     with np.load(tmp_path / "groups.npz") as file:

@@ -199,6 +199,22 @@ def test_functions_are_called_beside_this_process_and_each_other(make, tmp_path)
     assert reward_workers.results() == {5: RewardResult(2.0, {"a": 1.0, "b": 1.0})}
 
 
+def test_results_that_arrived_are_returned_without_waiting_for_others(make, tmp_path):
+    """And a response's once all functions have scored it."""
+    functions = [{"name": n, "function": f"{HERE}:meets", "arguments": {"name": n}} for n in ("a", "b")]
+    reward_workers = make(functions=functions, per_engine=2)
+    text = reward_workers._decode.__self__.completion(str(tmp_path))
+    for key, truth in enumerate((["a"], ["a", "here"], ["b"])):
+        reward_workers.submit(key, Prompt(1, (1,), "sums", truth, {}), text)
+    found: dict[int, RewardResult] = {}
+    result = RewardResult(2.0, {"a": 1.0, "b": 1.0})
+    until(lambda: found.update(reward_workers.ready()) or 0 in found)
+    assert found == {0: result}
+    (tmp_path / "here").touch()
+    assert reward_workers.results() == {1: result, 2: result}
+    assert reward_workers.ready() == {}
+
+
 def test_a_worker_has_neither_torch_nor_sockets_and_is_ended(make):
     """Nor gives it what it has open to programs that it starts: they would hold its pipes open beyond its end."""
     reward_workers = make(function=f"{HERE}:process")

@@ -14,7 +14,7 @@ from torch import Tensor
 from rlhpc.api import Request
 from rlhpc.core.errors import UserError
 from rlhpc.models import read_model
-from rlhpc.rollout.vllm_engine import sampling_parameters
+from rlhpc.rollout.vllm_requests import sampling_parameters
 from rlhpc.rollout.vllm_weights import check_parameters
 from rlhpc.sharding.engine_shards import EngineLayout, engine_parameters
 from tests.helpers.distributed import run_ranks

@@ -207,10 +207,10 @@ FAULTS = (
     ),
     Fault(
         "stale-prefix-cache",
-        "rlhpc/rollout/vllm_engine.py",
+        "rlhpc/rollout/vllm_requests.py",
         "after a weight sync, responses are generated from cached prefixes of the old weights",
-        '        assert self._engine.reset_prefix_cache(), "requests still use cached prefixes of the old weights"\n',
-        "",
+        'assert self._engine.reset_prefix_cache(), "requests still use cached prefixes of the old weights"\n',
+        "pass\n",
     ),
     Fault(
         "one-kind-of-idle-time",
