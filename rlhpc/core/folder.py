@@ -5,6 +5,7 @@ from __future__ import annotations
 import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, names_in
@@ -112,6 +113,22 @@ class SkippedUpdate:
     def replay(self) -> Path:
         """Run folder of `rlhpc replay`."""
         return self.path / "replay"
+
+
+@dataclass(frozen=True)
+class EnginesFolder:
+    """Folder of the engines' parts in a checkpoint (rlhpc.rollout.generator.state)."""
+
+    path: Path
+    NAME: ClassVar[str] = "engines"
+
+    def groups(self, engine: int) -> Path:
+        """Groups of an engine, from their first request until they have been trained on."""
+        return self.path / f"engine-{engine:05d}.npz"
+
+    def state(self, engine: int) -> Path:
+        """Its schedule and its requests."""
+        return self.path / f"engine-{engine:05d}.json"
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,13 @@ class PromptSet:
         """The next ``count`` prompts and the new cursor. Determined by the arguments."""
         return [self.prompts[self._index(position, seed)] for position in range(cursor, cursor + count)], cursor + count
 
+    def times_before(self, position: int) -> int:
+        """How often the prompt at a place of the run's order has come before it."""
+        if self.mixture is None:
+            return position // len(self)
+        file, before = self.mixture.place(position)
+        return before // len(self.files[file])
+
     def first(self, count: int | None) -> list[tuple[str, Prompt]]:
         """(name, prompt) of the first ``count`` prompts (None: all) of each named set, in the files' order."""
         left: dict[str, int] = {}

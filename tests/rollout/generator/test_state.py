@@ -1,0 +1,85 @@
+"""An engine's part of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rlhpc.rollout.generator.shelf import GREEDY, HeldGroup, Shelf
+from rlhpc.rollout.generator.state import EngineState, InFlightResponse, load_state, taken_over
+from rlhpc.rollout.schedule.terms import Costs, Terms
+from tests.rollout.generator.values import blank_group, response, scored
+
+TERMS = Terms(2, 4, 1, 8, 16, Costs(1, 0, 1))
+
+
+def groups(numbers: range) -> tuple[HeldGroup, ...]:
+    """Finished, in flight with a draft, and blank ones with a greedy response."""
+    shelf = Shelf(bool)
+    for number in numbers:
+        shelf.begin(blank_group(number), greedy=blank_group(number, count=1) if number % 3 == 2 else None)
+        if number % 3 == 0:
+            shelf.put([scored(number, 0, 1.0, tool_calls=2, failures=("died",)), scored(number, 1)])
+        if number % 3 == 1:
+            held = shelf.held[number]
+            shelf.held[number] = held.with_response(0, response(number, 2), scored=False)
+    return tuple(shelf.held.values())
+
+
+def state(engine: int, engines: int, numbers: range) -> EngineState:
+    in_flight = [InFlightResponse(number, index) for number in numbers if number % 3 == 1 for index in (1, 0)]
+    in_flight += [InFlightResponse(n, GREEDY, True, 3, 1) for n in numbers if n % 3 == 2]
+    late_ends, late_calls = (numbers[0],), ((numbers[2], 1),)
+    return EngineState(4, engine, engines, {"clock": 15}, tuple(in_flight), groups(numbers), late_ends, late_calls)
+
+
+def plain(held: HeldGroup) -> tuple[object, ...]:
+    groups = [group for group in (held.group, held.greedy) if group is not None]
+    samples = [
+        (sample.tokens.tolist(), sample.log_probs.tolist(), sample.reward)
+        for group in groups
+        for sample in group.samples
+    ]
+    counts = (held.tool_calls, held.failed_tool_calls, dict(held.reward_failures), held.keeps)
+    return (held.group.number, [(group.scored, group.dropped) for group in groups], samples, counts)
+
+
+def test_a_state_is_read_bit_for_bit(tmp_path: Path) -> None:
+    states = [state(0, 2, range(0, 12, 2)), state(1, 2, range(1, 12, 2))]
+    for written in states:
+        written.save(tmp_path)
+    for engine, written in enumerate(states):
+        found = load_state(tmp_path, engine, TERMS)
+        assert found is not None
+        assert [plain(held) for held in found.groups] == [plain(held) for held in written.groups]
+        assert found.in_flight == written.in_flight
+        assert (found.late_ends, found.late_calls) == (list(written.late_ends), written.late_calls)
+        assert (found.version, found.engine, found.engines, found.schedule) == (4, written.engine, 2, {"clock": 15})
+        assert found.groups[0].group.samples[0].tokens.dtype == np.int32
+
+
+def test_a_checkpoint_of_a_run_whose_ranks_generate_and_train_has_none(tmp_path: Path) -> None:
+    assert load_state(tmp_path, 0, TERMS) is None
+
+
+def test_a_state_is_not_written_into_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        state(0, 1, range(3)).save(tmp_path / "step-00000004")
+
+
+@pytest.mark.parametrize("engines", [1, 3])
+def test_other_engines_take_over_every_group_and_every_request_once(engines: int) -> None:
+    states = [state(0, 2, range(0, 24, 2)), state(1, 2, range(1, 24, 2))]
+    taken = [taken_over(states, engine, engines, {"clock": 20}) for engine in range(engines)]
+    numbers = [[held.group.number for held in found.groups] for found in taken]
+    assert numbers == [list(range(engine, 24, engines)) for engine in range(engines)]
+    before = {response for found in states for response in found.in_flight}
+    after = [response for found in taken for response in found.in_flight]
+    assert set(after) == before
+    assert len(after) == len(before)
+    for found in taken:
+        waits = [response.calls for response in found.in_flight]
+        assert waits == sorted(waits), "what waits for tools is last"
+        assert all(response.group % engines == found.engine for response in found.in_flight)
