@@ -51,20 +51,28 @@ def check_finite_weights(models: Mapping[str, TrainBackend], state: RunState) ->
 
 @dataclass
 class Evaluator:
-    """Answers the held-out prompts. Its methods are collective and leave the engine asleep."""
+    """Answers the held-out prompts. Its methods are collective and leave the engine asleep.
+
+    Without ``rollout`` and ``weights`` engines on ranks of their own answer them, and only ``record`` can be called.
+    """
 
     config: RunConfig
     context: RankContext
     prompts: PromptSet
     tokenizer: Tokenizer
-    rollout: Rollout
-    weights: ReshardManager
+    rollout: Rollout | None
+    weights: ReshardManager | None
     reward_model: RewardModel | None
 
     def validate(self, actor: TrainBackend, state: RunState) -> Metrics:
         """``validation/…`` metrics of the present weights; writes the first samples."""
         check_finite_weights({"actor": actor}, state)
-        answered = self._answer(state)
+        return self.record(state, self._samples(state))
+
+    def record(self, state: RunState, samples: list[Sample]) -> Metrics:
+        """The same of responses to all prompts, which the weights of ``state`` sampled; equal on every rank, in the
+        prompts' order."""
+        answered = self._scored(samples)
         if self.context.info.rank == 0:
             self.context.attempt.check_current()
             lines = self._lines(state, answered[: self.config.observe.samples])
@@ -75,7 +83,7 @@ class Evaluator:
         """Answers the held-out prompts once, and writes samples.jsonl, metrics.json and the report."""
         model, section, folder = self.config.model, self.config.validation, self.context.run
         state = _state_of(model)
-        answered = self._answer(state)
+        answered = self._scored(self._samples(state))
         if self.context.info.rank:
             return
         self.context.attempt.check_current()
@@ -95,16 +103,25 @@ class Evaluator:
         with ShownOnly("the report"):
             write_evaluation(folder, metrics)
 
-    def _answer(self, state: RunState) -> list[Answered]:
+    @property
+    def asked(self) -> list[tuple[str, Prompt]]:
+        """The held-out prompts with their sets."""
+        return self.prompts.first(self.config.validation.max_prompts)
+
+    def _samples(self, state: RunState) -> list[Sample]:
         """Equal on every rank, in the prompts' order."""
+        assert self.rollout is not None, "engines on ranks of their own answer"
+        assert self.weights is not None
         section = self.config.validation
-        asked = self.prompts.first(section.max_prompts)
-        prompts = [prompt for _, prompt in asked]
+        prompts = [prompt for _, prompt in self.asked]
         touch("validation", state.step)
         with self.weights:
             mine = self.rollout.answer(state, prompts, section.samples_per_prompt, section.temperature)
             own = [scored.sample for scored in mine] if self.rollout.place.leads else None
-            samples = [sample for part in gather_objects(own) for sample in part or ()]
+            return [sample for part in gather_objects(own) for sample in part or ()]
+
+    def _scored(self, samples: list[Sample]) -> list[Answered]:
+        asked = self.asked
         return [Answered(*asked[sample.group_id], sample) for sample in self._scored_by_model(samples)]
 
     def _scored_by_model(self, samples: list[Sample]) -> list[Sample]:
