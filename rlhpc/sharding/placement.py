@@ -55,6 +55,13 @@ class Placement:
         """The role of one of the job's ranks."""
         return next(role for role in self.roles if rank in role.ranks)
 
+    def label(self, rank: int) -> str:
+        """What one of the job's ranks is, in words: ``trainer`` or ``engine 1``; empty without roles."""
+        if not self.separate:
+            return ""
+        role = self.role_of(rank)
+        return "trainer" if role is self.trainers else f"engine {(rank - role.first) // self.tp}"
+
 
 def engine_ranks(config: RunConfig) -> int | None:
     """Number of ranks that only generate; None if all ranks do both."""

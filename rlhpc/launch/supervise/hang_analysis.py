@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -21,7 +21,10 @@ _NOT_OWN = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[.\d]*/|^<")
 _OWN_PACKAGE = re.compile(r"/rlhpc/\w")
 # Files in which a rank waits for others.
 _WAITING = re.compile(r"/torch/distributed/|/rlhpc/core/store_client\.py$")
-_PLUMBING = re.compile(r"/rlhpc/(core/store_client|parallel/store)\.py$")
+_STORE = re.compile(r"/rlhpc/(core/store_client|parallel/store)\.py$")
+# Exchanges with ranks outside of the world of this one.
+_EXCHANGE = re.compile(r"/rlhpc/parallel/(board|channel|pairs)\.py$")
+_SIDES = re.compile(r"/rlhpc/(reshard/staged|rollout/generator|trainer)/\w+\.py$")
 # Operations whose inputs have equal sizes on all ranks.
 _EVEN = {"all_reduce", "broadcast", "reduce"}
 
@@ -37,15 +40,21 @@ class Frame:
 
     @property
     def is_own(self) -> bool:
-        """Whether it is rlhpc's or the user's, not a library's."""
-        if _PLUMBING.search(self.file):
-            return False
-        return not _NOT_OWN.search(self.file) or bool(_OWN_PACKAGE.search(self.file))
+        """Whether it is rlhpc's or the user's, not a library's, and no means of communication."""
+        return not (self.is_library or _EXCHANGE.search(self.file))
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it is a library's, or access to the job's store."""
+        if _STORE.search(self.file):
+            return True
+        return bool(_NOT_OWN.search(self.file)) and not _OWN_PACKAGE.search(self.file)
 
 
 @dataclass(frozen=True)
 class RankState:
-    """State of one rank. ``frames``: Python stack of the main thread, innermost first; ``groups``: last collectives."""
+    """State of one rank. ``frames``: Python stack of the main thread, innermost first; ``groups``: last collectives;
+    ``role``: what it is in words, such as ``engine 1``, empty in a job without roles."""
 
     rank: int
     node: str = ""
@@ -55,6 +64,7 @@ class RankState:
     idle: float | None = None
     frames: tuple[Frame, ...] = ()
     groups: tuple[GroupState, ...] = ()
+    role: str = ""
 
     @property
     def own_frame(self) -> Frame | None:
@@ -66,6 +76,14 @@ class RankState:
         return any(_WAITING.search(frame.file) for frame in self.frames[:4])
 
     @property
+    def waits_elsewhere(self) -> bool:
+        """Whether it waits for a rank outside of all of its groups: of another role, or of another engine."""
+        frame = next((frame for frame in self.frames if not frame.is_library), None)
+        if frame is None or self.condition != "answered":
+            return False
+        return bool(_EXCHANGE.search(frame.file) or (_SIDES.search(frame.file) and "wait" in frame.function))
+
+    @property
     def where(self) -> str:
         """Phase, and innermost frame of rlhpc's or the user's code."""
         frame = f" ({self.own_frame})" if self.own_frame else ""
@@ -73,7 +91,8 @@ class RankState:
 
     @property
     def name(self) -> str:
-        return f"rank {self.rank} on {self.node}" if self.node else f"rank {self.rank}"
+        rank = f"rank {self.rank} ({self.role})" if self.role else f"rank {self.rank}"
+        return f"{rank} on {self.node}" if self.node else rank
 
 
 @dataclass(frozen=True)
@@ -128,10 +147,13 @@ def find_blocking_rank(states: Sequence[RankState]) -> Finding:
     if found is not None:
         return found
     waits = [wait for views in groups.values() for wait in _waits(views, by_rank)]
+    elsewhere = {state.rank for state in states if state.waits_elsewhere}
+    inside = [wait for wait in waits if not elsewhere.issuperset(wait.missing)]
     return (
-        _awaited(by_rank, waits)
-        or _miscounted(by_rank, waits)
-        or _crossed(by_rank, waits)
+        _awaited(by_rank, waits, elsewhere)
+        or (_not_waiting(states, waits) if elsewhere else None)
+        or _miscounted(by_rank, inside)
+        or _crossed(by_rank, inside)
         or _without_collectives(states)
     )
 
@@ -189,9 +211,10 @@ def _mismatch_finding(
     )
 
 
-def _awaited(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:
-    """Finding on the rank that most others wait for, of those that wait for none."""
-    waiting = {rank for wait in waits for rank in wait.waiting}
+def _awaited(by_rank: Mapping[int, RankState], waits: Sequence[_Wait], elsewhere: Set[int]) -> Finding | None:
+    """Finding on the rank that most others wait for, of those that wait for none. ``elsewhere``: ranks that wait
+    outside of collectives."""
+    waiting = {rank for wait in waits for rank in wait.waiting} | elsewhere
     awaited_in: dict[int, list[int]] = {}
     for place, wait in enumerate(waits):
         for rank in wait.missing:
@@ -223,6 +246,19 @@ def _all_behind(places: Sequence[int], waits: Sequence[_Wait], awaited_in: Mappi
         left += following
         seen |= following
     return found
+
+
+def _not_waiting(states: Sequence[RankState], waits: Sequence[_Wait]) -> Finding | None:
+    """Finding on ranks that wait neither in a collective nor elsewhere, where others wait; None without any."""
+    in_collectives = {rank for wait in waits for rank in wait.waiting}
+    left = [state for state in states if state.rank not in in_collectives and not state.waits_elsewhere]
+    worst = min((_WORST_FIRST.index(state.condition) for state in left), default=None)
+    if worst is None:
+        return None
+    found = [state for state in left if state.condition == _WORST_FIRST[worst]]
+    more = f" (and {_ranks(len(found) - 1)} more)" if len(found) > 1 else ""
+    text = f"{_doing(found[0])}{more} while {_wait(len(states) - len(left))}"
+    return Finding(found[0].rank, found[0].node, text)
 
 
 def _miscounted(by_rank: Mapping[int, RankState], waits: Sequence[_Wait]) -> Finding | None:

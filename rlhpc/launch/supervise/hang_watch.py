@@ -27,7 +27,9 @@ from rlhpc.core.heartbeat import (
     read_beat,
     stacks_file,
 )
-from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, find_blocking_rank, parse_stacks
+from rlhpc.launch.supervise.hang_analysis import Condition, Finding, RankState, parse_stacks
+from rlhpc.launch.supervise.hang_roles import find_blocking_role
+from rlhpc.sharding.placement import Placement
 
 _SIGNAL_SECONDS = 2.0  # after the last rank has looked for the request
 _ANSWER_SECONDS = 3.0  # after the signal
@@ -61,7 +63,7 @@ class HangWatch:
     """Detects hangs. Call ``poll`` every half second or so; it returns the hang once there is one.
 
     Time counts from construction. Ranks of this node that do not answer are sent DUMP_SIGNAL; ``signal_all`` is called
-    to send it to the ranks of all nodes.
+    to send it to the ranks of all nodes. ``placement``: the roles of the ranks, if they have any.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class HangWatch:
         limits: HangLimits,
         signal_all: Callable[[], object] | None = None,
         clock: Callable[[], float] = time.monotonic,
+        placement: Placement | None = None,
     ) -> None:
+        self._placement = placement
         self._folder, self._world_size, self._clock = folder, world_size, clock
         self._silence, self._start = limits.timeout_seconds, limits.start_seconds or limits.timeout_seconds
         self._signal_all = signal_all
@@ -186,7 +190,7 @@ class HangWatch:
         if waiting and self._may_answer(waiting):
             return None
         states = [self._state(rank) for rank in range(self._world_size)]
-        finding = find_blocking_rank(states)
+        finding = find_blocking_role(states)
         silence = self._silence if self._began else self._start
         report = report_text(finding, states, silence, self._stacks(finding.rank), self._folder)
         with contextlib.suppress(OSError):  # the finding matters more than the file
@@ -221,8 +225,9 @@ class HangWatch:
 
     def _state(self, rank: int) -> RankState:
         beat = self._beats.get(rank)
+        role = self._placement.label(rank) if self._placement is not None else ""
         if beat is None:
-            return RankState(rank, condition="absent")
+            return RankState(rank, condition="absent", role=role)
         frames = parse_stacks(self._stacks(rank), beat.main_thread)
         condition: Condition = "silent"
         if beat.ended:
@@ -233,7 +238,7 @@ class HangWatch:
             condition = "stuck"
         idle = beat.idle if condition == "answered" else None
         groups = self._groups(rank) if beat.collectives == self._request else ()
-        return RankState(rank, beat.node, condition, beat.phase, beat.step, idle, frames, groups)
+        return RankState(rank, beat.node, condition, beat.phase, beat.step, idle, frames, groups, role)
 
     def _stacks(self, rank: int) -> str:
         try:
@@ -251,9 +256,11 @@ class HangWatch:
 
 def report_text(finding: Finding, states: Sequence[RankState], silence: float, stacks: str, folder: Path) -> str:
     """The finding, a row for each rank, and all Python stacks of the rank that caused the hang."""
-    header = ("rank", "node", "", "phase", "step", "idle", "last collective", "innermost own frame")
+    header = ("rank", "role", "node", "", "phase", "step", "idle", "last collective", "innermost own frame")
     rows = [header, *(_row(state) for state in states)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
+    if not any(state.role for state in states):
+        rows = [row[:1] + row[2:] for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     lines = [finding.message, "", f"No rank made progress for {silence:g} s.", "", *table, ""]
     threads = [thread for thread in stacks.split("\n\n") if thread.strip() and "/core/heartbeat.py" not in thread]
@@ -272,6 +279,7 @@ def _row(state: RankState) -> tuple[str, ...]:
         last = f"{call.operation} #{call.sequence} of {group.description or group.group}{waiting}"
     return (
         str(state.rank),
+        state.role,
         state.node or "?",
         "" if state.condition == "answered" else state.condition,
         state.phase,

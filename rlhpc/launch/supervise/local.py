@@ -25,6 +25,7 @@ from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.machine import check_resources, environment, rank_environment
+from rlhpc.launch.roles import roles_of
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.slurm.commands import private_files
 from rlhpc.launch.supervise.diagnosis import diagnose_error
@@ -193,6 +194,7 @@ def _watch_or_stop(
         attempt.heartbeats,
         world_size,
         HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
+        placement=roles_of(config, world_size),
     )
     try:
         return _watch(ranks, world_size, attempt.run, hangs, pages)

@@ -28,6 +28,7 @@ from rlhpc.core.folder import AttemptFolder, RunFolder
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, StorageError, exists, kind_of, say, use
 from rlhpc.launch.machine import free_port
+from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.batch_job import BatchJob, Deadline, Termination, node_name
 from rlhpc.launch.supervise.diagnosis import Diagnosis, Evidence, diagnose, reports_failed_rank
 from rlhpc.launch.supervise.hang_watch import Hang, HangLimits, HangWatch
@@ -200,6 +201,7 @@ class Supervisor:
             attempt.world_size,
             HangLimits(policy.hang_timeout_seconds, policy.start_seconds, policy.storage_wait_seconds),
             signal_all=self._job.signal_ranks,
+            placement=roles_of(config, attempt.world_size),
         )
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"

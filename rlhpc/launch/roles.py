@@ -1,0 +1,28 @@
+"""Roles of a run's ranks, for what is shown of them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import UserError
+from rlhpc.core.folder import AttemptFolder
+from rlhpc.plan.checks.placement import check_roles
+from rlhpc.sharding.placement import Placement
+
+
+def roles_of(config: RunConfig, world_size: int) -> Placement | None:
+    """Roles of a job's ranks; None if all do the same."""
+    with suppress(UserError):  # such as a replay on a single rank
+        placement = check_roles(config, world_size)
+        return placement if placement.separate else None
+    return None
+
+
+def attempt_roles(attempt: AttemptFolder, world_size: int) -> Placement | None:
+    """Roles of an attempt's ranks by its saved configuration; None if all do the same, or if it cannot be read."""
+    with suppress(UserError, OSError):
+        return roles_of(load_config(Path(attempt.config)), world_size)
+    return None

@@ -1,0 +1,126 @@
+"""Who is at fault in a job with roles: four trainers (ranks 0 to 3) and two engines of two ranks (4 to 7)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlhpc.core.collectives import Collective, GroupState
+from rlhpc.launch.supervise.hang_analysis import Frame, RankState
+from rlhpc.launch.supervise.hang_roles import find_blocking_role
+from rlhpc.launch.supervise.hang_watch import report_text
+from rlhpc.sharding.placement import Placement, RoleWorld
+
+PACKAGE = "/v/lib/python3.11/site-packages/"
+PLACEMENT = Placement((RoleWorld("trainers", 0, 4), RoleWorld("engines", 4, 4)), tp=2)
+COLLECTIVE = (
+    Frame(f"{PACKAGE}torch/distributed/distributed_c10d.py", 3252, "broadcast"),
+    Frame(f"{PACKAGE}rlhpc/trainer/separate.py", 70, "_share"),
+)
+BATCH = (
+    Frame("/usr/lib/python3.11/threading.py", 331, "wait"),
+    Frame(f"{PACKAGE}rlhpc/parallel/channel.py", 60, "wait"),
+    Frame(f"{PACKAGE}rlhpc/trainer/separate.py", 40, "take_batch"),
+)
+WEIGHTS = (
+    Frame("/usr/lib/python3.11/threading.py", 331, "wait"),
+    Frame(f"{PACKAGE}rlhpc/reshard/staged/target.py", 9, "wait"),
+    Frame(f"{PACKAGE}rlhpc/rollout/generator/loop.py", 12, "_switch"),
+)
+NEWS = (
+    Frame(f"{PACKAGE}rlhpc/parallel/board.py", 50, "wait_for"),
+    Frame(f"{PACKAGE}rlhpc/rollout/generator/loop.py", 33, "_news"),
+)
+REWARD = (
+    Frame("/home/u/reward.py", 12, "score"),
+    Frame(f"{PACKAGE}rlhpc/rollout/generator/loop.py", 90, "run"),
+)
+
+
+def group(ranks, *, pending: bool, name="0") -> GroupState:
+    calls = (Collective(1, "broadcast", ((3,),), True),) + ((Collective(2, "broadcast", ((3,),), False),) * pending)
+    return GroupState(name, "default_pg" if name == "0" else f"engine {name}", "gloo", tuple(ranks), calls)
+
+
+def state(rank, frames, *groups, condition="answered", phase="rollout") -> RankState:
+    return RankState(rank, f"node{rank // 4}", condition, phase, 5, 60.0, frames, groups, PLACEMENT.label(rank))
+
+
+def trainers_wait() -> list[RankState]:
+    """Rank 0 waits for the engines, and the others for rank 0."""
+    everyone = range(4)
+    first = state(0, BATCH, replace(group(everyone, pending=False), group="t"))
+    return [first, *(state(r, COLLECTIVE, replace(group(everyone, pending=True), group="t")) for r in (1, 2, 3))]
+
+
+def engine(number, frames) -> list[RankState]:
+    """An engine whose second rank waits for its first."""
+    first = 4 + 2 * number
+    ranks, name = (first, first + 1), f"e{number}"
+    leader = state(first, frames, group(ranks, pending=False, name=name))
+    return [leader, state(first + 1, COLLECTIVE, group(ranks, pending=True, name=name))]
+
+
+def test_trainers_that_wait_for_an_engine_are_not_blamed():
+    """Rank 4 waits for the other engine's news."""
+    found = find_blocking_role([*trainers_wait(), *engine(0, NEWS), *engine(1, REWARD)])
+    assert (found.rank, found.node) == (6, "node1")
+    assert found.message == (
+        "rank 6 (engine 1) on node1 is in rollout (score: /home/u/reward.py:12) while 1 rank waits for it in broadcast "
+        "#2 of group engine e1; the trainers wait for the engines"
+    )
+
+
+def test_engines_that_wait_for_weights_are_not_blamed():
+    everyone = replace(group(range(4), pending=True), group="t")
+    states = [state(rank, COLLECTIVE, everyone, phase="update") for rank in range(4)]
+    states[2] = state(2, REWARD, replace(group(range(4), pending=False), group="t"), phase="update")
+    found = find_blocking_role([*states, *engine(0, WEIGHTS), *engine(1, WEIGHTS)])
+    assert found.rank == 2
+    assert found.message.startswith(
+        "rank 2 (trainer) on node0 is in update (score: /home/u/reward.py:12) while 3 ranks"
+    )
+    assert found.message.endswith("; the engines wait for the trainers")
+
+
+@pytest.mark.parametrize("condition", ["silent", "stuck", "absent", "ended"])
+def test_an_engine_that_does_not_answer(condition):
+    states = [*trainers_wait(), *engine(0, NEWS), *engine(1, NEWS)]
+    states[6] = state(6, (), condition=condition)
+    assert find_blocking_role(states).rank == 6
+
+
+def test_an_engine_of_one_rank_in_user_code():
+    """Nobody waits for it in a collective."""
+    alone = Placement((RoleWorld("trainers", 0, 4), RoleWorld("engines", 4, 2)), tp=1)
+    engines = [state(4, NEWS), state(5, REWARD)]
+    engines = [replace(one, role=alone.label(one.rank)) for one in engines]
+    found = find_blocking_role([*trainers_wait(), *engines])
+    assert (found.rank, "rank 5 (engine 1) on node1" in found.message) == (5, True)
+
+
+def test_roles_that_wait_for_each_other():
+    found = find_blocking_role([*trainers_wait(), *engine(0, WEIGHTS), *engine(1, WEIGHTS)])
+    assert found.rank == -1
+    assert "rank 0 (trainer) on node0" in found.message
+    assert "rank 4 (engine 0) on node1" in found.message
+    assert "take_batch" in found.message  # rlhpc's own frame, not the channel's
+
+
+def test_of_two_roles_that_both_stand_still_one_that_does_not_answer_is_named():
+    everyone = replace(group(range(4), pending=True), group="t")
+    states = [state(rank, COLLECTIVE, everyone, phase="update") for rank in range(4)]
+    states[2] = state(2, REWARD, replace(group(range(4), pending=False), group="t"), phase="update")
+    engines = [*engine(0, NEWS), *engine(1, NEWS)]
+    engines[2] = state(6, (), condition="silent")
+    assert find_blocking_role([*states, *engines]).rank == 6
+
+
+def test_the_report_has_the_roles(tmp_path):
+    states = [*trainers_wait(), *engine(0, NEWS), *engine(1, REWARD)]
+    lines = report_text(find_blocking_role(states), states, 60, "", tmp_path).splitlines()
+    assert next(line for line in lines if line.startswith("rank  ")).split()[:3] == ["rank", "role", "node"]
+    assert next(line for line in lines if line.startswith("6 ")).split()[1:4] == ["engine", "1", "node1"]
+    alike = [replace(one, role="") for one in states]
+    assert " role " not in report_text(find_blocking_role(alike), alike, 60, "", tmp_path)
