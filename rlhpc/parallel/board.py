@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter
 
 _LARGEST = 4 << 20  # bytes of a value
 _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life
@@ -46,7 +46,7 @@ class Board:
         """
         deadline = time.monotonic() + seconds
         while True:
-            touch(phase or f"waiting for {key}")
+            enter(phase or f"waiting for {key}")
             if check is not None:
                 check()
             left = deadline - time.monotonic()

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter
 from rlhpc.parallel.pairs import TIMEOUT_SECONDS, JobGroup, open_pair
 from rlhpc.parallel.sealed import opened, seal
 from rlhpc.parallel.waits import leave_out_this_thread
@@ -53,7 +53,7 @@ class Inbox:
         deadline = time.monotonic() + seconds
         with self.changed:
             while True:
-                touch(phase)
+                enter(phase)
                 self._check()
                 left = deadline - time.monotonic()
                 if self._arrived or left <= 0:
@@ -130,7 +130,7 @@ class ObjectChannel:
         deadline = time.monotonic() + _END_SECONDS
         for thread in self._threads:
             while thread.is_alive():
-                touch(f"closing the channel to rank {self.peer}")
+                enter(f"closing the channel to rank {self.peer}")
                 thread.join(_LOOK_SECONDS)
                 if not self.backlog and time.monotonic() > deadline:
                     raise PeerLost(f"rank {self.peer} has not closed its end within {_END_SECONDS:g} s")

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter
 
 MEETING_SECONDS = 1800.0  # for all ranks to come; another role may load its models first
 TIMEOUT_SECONDS = 1800.0
@@ -118,7 +118,7 @@ def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int) -> None
     store.set(f"here {mine}", "1")
     keys, deadline = [f"here {rank}" for rank in ranks], time.monotonic() + MEETING_SECONDS
     while True:
-        touch("connecting")
+        enter("connecting")
         try:
             store.wait(keys, _LOOK)
         except dist.DistStoreError:

@@ -1,0 +1,30 @@
+"""A rank that waits for another role shows that, and does not count as making progress: else no hang would end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from rlhpc.core.errors import PeerLost
+from rlhpc.core.heartbeat import Heartbeat, read_beat
+from rlhpc.parallel.board import Board
+from rlhpc.parallel.channel import Inbox
+
+pytestmark = pytest.mark.heavy
+
+
+def test_waiting_for_another_role_is_no_progress(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, 0).start()
+    try:
+        assert not Inbox().wait(0.01, "waiting for responses")
+        assert heartbeat.phase == "waiting for responses"
+        with pytest.raises(PeerLost, match="no rank has posted version/3"):
+            Board(dist.HashStore()).wait_for("version/3", 0.01)
+        assert heartbeat.phase == "waiting for version/3"
+    finally:
+        heartbeat.stop()
+    beat = read_beat(tmp_path, 0)
+    assert beat is not None
+    assert (beat.touches, beat.phase) == (0, "waiting for version/3")
