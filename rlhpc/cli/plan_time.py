@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhpc.cli.plan_placement import side_lines, sides_json
 from rlhpc.cli.tables import seconds_text, table
 from rlhpc.config import yaml12
 from rlhpc.config.schema import RunConfig
@@ -69,7 +70,7 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         sent = f"{phase.sent / 1e9:,.1f}" if phase.sent else ""
         share = f"{step.share(phase.name):.0%}"
         rows.append([phase.name, seconds_text(phase.seconds), share, pflop, sent, LIMITS[phase.limit]])
-    return [head, assumed, "", *table(rows, left=(0, 5)), "", *_run_lines(case.run(step))]
+    return [head, assumed, "", *table(rows, left=(0, 5)), "", *side_lines(step), *_run_lines(case.run(step))]
 
 
 def _run_lines(run: RunTime) -> list[str]:
@@ -113,6 +114,7 @@ def step_json(step: StepTime) -> dict[str, Any]:
         "limit": step.limit,
         "engine_fits": step.engine_fits,
         "phases": phases,
+        **sides_json(step),
     }
 
 

@@ -22,6 +22,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.core.redaction import guard_output
 from rlhpc.core.shown import show
 from rlhpc.core.storage import exists
+from rlhpc.launch.resolved import resolved
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.job_shape import JobShape, overrides_from_job
 from rlhpc.launch.runs.prepare import run_prepare
@@ -69,7 +70,7 @@ def _claim(run: RunFolder, config: RunConfig, *, resume: bool) -> None:
     run.create()
     with locked(run, wait=True):
         check_free(run, again=resume)
-        save_config(run, config)
+        save_config(run, resolved(config, run))
         remove(run.stop_requested)
         cluster = os.environ.get(env.SLURM_CLUSTER_NAME, "")
         register(run, new_record(job_name(), config.name, Path.cwd(), _own_log(), cluster))

@@ -23,6 +23,7 @@ from rlhpc.core.redaction import hide
 from rlhpc.core.shown import show
 from rlhpc.launch.driver import check_planned_driver
 from rlhpc.launch.machine import package_warnings, profile_warnings
+from rlhpc.launch.resolved import resolved
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.runs.ground_truths import check_ground_truths
 from rlhpc.launch.runs.prepare import run_prepare
@@ -267,7 +268,7 @@ def _written(config: RunConfig, folder: RunFolder) -> Iterator[None]:
     before = {file: file.read_text(encoding="utf-8") for file in (folder.secrets, folder.config) if file.is_file()}
     with locked(folder):
         try:
-            save_config(folder, config)
+            save_config(folder, resolved(config, folder))
             folder.stop_requested.unlink(missing_ok=True)
             yield
         except BaseException:

@@ -25,6 +25,7 @@ from rlhpc.core.process import ProcessId, oom_kills
 from rlhpc.core.shown import read_report, show
 from rlhpc.core.storage import Patience, exists, use
 from rlhpc.launch.machine import check_resources, environment, rank_environment
+from rlhpc.launch.resolved import resolved
 from rlhpc.launch.roles import roles_of
 from rlhpc.launch.run_lock import locked
 from rlhpc.launch.slurm.commands import private_files
@@ -113,7 +114,7 @@ def check_folder(folder: RunFolder, *, resume: bool) -> None:
 
 
 def _begin(config: RunConfig, folder: RunFolder) -> AttemptFolder:
-    nodes = (socket.gethostname(),)
+    nodes, config = (socket.gethostname(),), resolved(config, folder)
     attempt = attempts.begin(
         folder,
         job_id="",

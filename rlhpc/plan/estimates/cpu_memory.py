@@ -75,7 +75,7 @@ def cpu_memory(
     waiting = (config.asynchrony.max_staleness + 1) * (_TOKEN * _step_tokens(config) + routes)
     trainers, engines = placement.trainers.size, placement.engines.size
     parts |= {"staged weights": models[0].state.parameters, "queue": waiting // min(per_node, trainers)}
-    engine_parts = {"processes": CPU_PROCESS, "staged weights": engine_weights, "queue": waiting // engines}
+    engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
     return CpuMemory(_positive(parts), per_node, _positive(engine_parts), _kinds_of_node(placement, per_node))
 
 

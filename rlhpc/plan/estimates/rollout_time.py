@@ -91,10 +91,10 @@ def rollout_time(engines: Engines, work: StepWorkload) -> PhaseTime | None:
     runs = _runs(engines, followed, room, work)
     parts: dict[str, float] = {}
     for steps, running, context in runs:
-        parts = total(parts, times(_decode(engines, running, context), steps * responses / followed))
+        parts = total(parts, times(decoding_step(engines, running, context), steps * responses / followed))
     whole = work.generated * (1 / work.group if engines.section.prefix_caching else 1.0)  # prompts that are computed
     prompts = ceil(whole / engines.count) * work.prompt
-    parts = total(parts, _prefill(engines, prompts))
+    parts = total(parts, prompts_time(engines, prompts))
     of_token, of_pair = engines.terms
     flops = work.generated * work.length * (of_token + of_pair * work.pairs)
     token_steps = sum(steps for steps, _, _ in runs) * responses / followed
@@ -140,7 +140,7 @@ def _shares(training: ParallelLayout, cut: int, tp: int, node: int) -> tuple[flo
     return own, max(own, min(1.0, node / cut) * min(1.0, stages / training.pp))
 
 
-def _decode(engines: Engines, running: float, context: float) -> dict[str, float]:
+def decoding_step(engines: Engines, running: float, context: float) -> dict[str, float]:
     """Returns the seconds of one decoding step of ``running`` sequences of ``context`` tokens."""
     shape, section, machine = engines.shape, engines.section, engines.machine
     of_token, of_pair = engines.terms
@@ -170,7 +170,8 @@ def _kernels(shape: ModelShape) -> int:
     return count
 
 
-def _prefill(engines: Engines, tokens: float) -> dict[str, float]:
+def prompts_time(engines: Engines, tokens: float) -> dict[str, float]:
+    """Returns the seconds in which ``tokens`` of prompts are computed."""
     shape, section, machine = engines.shape, engines.section, engines.machine
     size = 4 * tokens * shape.num_layers * shape.hidden_size * engines.itemsize * (1 - 1 / section.tp)
     computing = {"compute": machine.compute(2 * _active(shape) * tokens / section.tp)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,25 +16,36 @@ from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.plan.estimates.rollout_time import Engines, rollout_time, weight_sync_time
 from rlhpc.plan.estimates.roofline import MachineSpeed, PhaseTime, total
+from rlhpc.plan.estimates.separate import SeparateStep, StagedSync, separate_step, staged_sync, sync_phase
 from rlhpc.plan.estimates.train_time import StageParameters, Training, pass_time, stage_parameters, update_time
 from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import ParallelLayout, make_layout
+from rlhpc.sharding.placement import engine_ranks, generating_ranks
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Phases of a step in order. ``engine_fits``: the cache holds at least one response."""
+    """Phases of a step in order. ``engine_fits``: the cache holds at least one response. ``sides``: with placement
+    separate, where generation and training are at once."""
 
     phases: tuple[PhaseTime, ...]
     work: StepWorkload
     ranks: int
     peak: float  # operations per second of one GPU
     training_flops: float
+    engine_ranks: int = 0  # that only generate
     engine_fits: bool = True
+    sides: SeparateStep | None = None
+    sync: StagedSync | None = None
 
     @property
     def seconds(self) -> float:
-        return sum(phase.seconds for phase in self.phases)
+        return self.sides.seconds if self.sides is not None else sum(phase.seconds for phase in self.phases)
+
+    @property
+    def training_ranks(self) -> int:
+        """Number of ranks that train."""
+        return self.ranks - self.engine_ranks
 
     @property
     def tokens_per_second(self) -> float:
@@ -43,12 +54,16 @@ class StepTime:
     @property
     def mfu(self) -> float:
         """Model FLOPs utilization of the actor's updates, as usually reported."""
-        return self.training_flops / (self.phase("update").seconds * self.ranks * self.peak)
+        return self.training_flops / (self.phase("update").seconds * self.training_ranks * self.peak)
 
     @property
     def limit(self) -> str:
-        """Largest bottleneck of the step."""
-        parts = total(*(phase.parts for phase in self.phases))
+        """Largest bottleneck of the step; with placement separate of the side that has more work."""
+        phases: Sequence[PhaseTime] = self.phases
+        if self.sides is not None:
+            generates = self.sides.engines > self.sides.trainers
+            phases = [phase for phase in phases if (phase.name == "rollout") == generates]
+        parts = total(*(phase.parts for phase in phases))
         return max(parts, key=lambda part: parts[part])
 
     def phase(self, name: str) -> PhaseTime:
@@ -75,13 +90,23 @@ def predict_step(
     work, itemsize = step_workload(config), ITEMSIZE[config.model.dtype]
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     training = Training(shape, layout, config.actor.parallel, machine, itemsize)
-    generating = generating or predict_rollout(config, shape, layout.world_size, gpu, efficiency)
-    engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
-    phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
-    phases += _training_phases(config, training, work)
+    ranks = generating_ranks(config, layout.world_size)
+    generating = generating or predict_rollout(config, shape, ranks, gpu, efficiency)
+    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    updating = list(_training_phases(config, training, work))
     of_token, of_pair = forward_terms(shape)
     flops = 3 * work.tokens * work.epochs * (of_token + of_pair * work.pairs)
-    return StepTime(tuple(phases), work, layout.world_size, machine.peak, flops, generating is not None)
+    apart, sync, sides = engine_ranks(config) or 0, None, None
+    if not apart:
+        first = weight_sync_time(engines, layout, config.reshard.method)
+    else:
+        sync = staged_sync(engines, layout)
+        first, spent = sync_phase(sync), sum(phase.seconds for phase in updating)
+        if generating is not None:
+            sides = separate_step(engines, work, config.asynchrony, sync, (generating.seconds, spent))
+    phases = (first, *([generating] if generating else []), *updating)
+    step = StepTime(phases, work, layout.world_size + apart, machine.peak, flops, apart, generating is not None)
+    return replace(step, sides=sides, sync=sync)
 
 
 def predict_rollout(
@@ -103,11 +128,14 @@ def predict_validation(
 ) -> list[PhaseTime]:
     """Returns the phases of one validation on ``prompts`` prompts, without reward functions."""
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
-    engines = Engines(shape, config.rollout, machine, layout.world_size, config.model.dtype)
+    ranks = generating_ranks(config, layout.world_size)
+    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
     each = config.validation.samples_per_prompt
     work = replace(step_workload(config), samples=prompts * each, generated=prompts * each, group=each)
     generating = rollout_time(engines, work)
-    phases = [weight_sync_time(engines, layout, config.reshard.method), *([generating] if generating else [])]
+    separate = engine_ranks(config) is not None
+    first = [] if separate else [weight_sync_time(engines, layout, config.reshard.method)]
+    phases = [*first, *([generating] if generating else [])]
     reward_model = _reward_model(
         config, Training(shape, layout, config.actor.parallel, machine, ITEMSIZE[config.model.dtype])
     )

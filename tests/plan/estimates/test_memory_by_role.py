@@ -81,7 +81,8 @@ def test_a_node_has_the_memory_of_all_its_ranks(changes: tuple[str, ...], kinds:
     assert cpu.parts["queue"] == waiting // min(8, layout.world_size)
     assert cpu.engine_parts == {
         "processes": CPU_PROCESS,
-        "staged weights": engine_memory(config, shape, None).weights,
+        "staged weights": 2
+        * engine_memory(config, shape, None).weights,  # a version that is complete, one that arrives
         "queue": waiting // engines,
     }
 

@@ -1,0 +1,55 @@
+"""Text and JSON of ranks that train and ranks that generate in ``rlhpc plan``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rlhpc.cli.tables import labelled, seconds_text, table
+from rlhpc.plan.estimates.separate import LIMIT_TEXTS
+from rlhpc.plan.estimates.step_time import StepTime
+
+
+def side_lines(step: StepTime) -> list[str]:
+    """Both sides of a separate placement: their times, what limits the step, idle shares, staleness, traffic."""
+    sides, sync = step.sides, step.sync
+    if sides is None or sync is None:
+        return []
+    chain = f"({seconds_text(sides.makespan)} + {seconds_text(sides.trainers)} + {seconds_text(sides.sync)})"
+    rows = [
+        ["side", "ranks", "work", "idle"],
+        ["trainers", f"{step.training_ranks:,}", seconds_text(sides.trainers), f"{sides.idle_trainers:.0%}"],
+        ["engines", f"{step.engine_ranks:,}", seconds_text(sides.engines), f"{sides.idle_engines:.0%}"],
+    ]
+    facts = [
+        ("limit", f"{LIMIT_TEXTS[sides.limit]}"),
+        (
+            "bound",
+            f"(rollout + trainers + weight sync) / {sides.max_staleness + 1} = {chain} / "
+            f"{sides.max_staleness + 1} = {seconds_text(sides.bounds['staleness'])}",
+        ),
+        ("staleness", f"{sides.staleness:.1f} steps in the mean, at most {sides.max_staleness}"),
+        (
+            "sync",
+            f"trainers wait {seconds_text(sync.stage)}, engines {seconds_text(sync.write)}; "
+            f"{sync.sent_across / 1e9:,.1f} GB over the network",
+        ),
+    ]
+    return [*table(rows), "", *labelled(facts), ""]
+
+
+def sides_json(step: StepTime) -> dict[str, Any]:
+    """Both sides of a separate placement, in seconds and bytes; empty without one."""
+    sides, sync = step.sides, step.sync
+    if sides is None or sync is None:
+        return {}
+    found = {
+        "limit": sides.limit,
+        "trainers": {"ranks": step.training_ranks, "seconds": sides.trainers, "idle": sides.idle_trainers},
+        "engines": {"ranks": step.engine_ranks, "seconds": sides.engines, "idle": sides.idle_engines},
+        "makespan": sides.makespan,
+        "bounds": dict(sides.bounds),
+        "staleness": {"mean": sides.staleness, "max": sides.max_staleness},
+        "sync": asdict(sync),
+    }
+    return {"sides": found}

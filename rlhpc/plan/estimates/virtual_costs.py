@@ -1,0 +1,56 @@
+"""Constants of the virtual time that a separate placement's schedule follows, predicted before the run."""
+
+from __future__ import annotations
+
+from rlhpc.config.placement import CostsSection
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
+from rlhpc.models import ModelShape
+from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.rollout_time import Engines, decoding_step, prompts_time
+from rlhpc.plan.estimates.roofline import MachineSpeed
+from rlhpc.plan.estimates.separate import full_slots, mean_context
+from rlhpc.plan.estimates.step_time import predict_step
+from rlhpc.plan.estimates.workload import step_workload
+from rlhpc.sharding.layout import make_layout
+from rlhpc.sharding.placement import generating_ranks, placement_of
+
+# On CPUs and unknown GPUs. Their ratio counts, not their size: steps of a small model, mostly without regard to how
+# many sequences they have.
+_STEP_SECONDS, _SEQUENCE_SECONDS = 0.02, 0.001
+_DIGITS = 4
+_LEAST, _MOST = 1e-9, 1e6
+
+
+def default_costs(config: RunConfig) -> CostsSection:
+    """Returns costs for a machine of unknown speed: trainers take as long as the engines with full slots."""
+    work, rollout = step_workload(config), config.rollout
+    responses = work.generated / max(1, placement_of(config, config.world_size).num_engines)
+    slots = max(1.0, min(rollout.max_num_seqs, (config.asynchrony.max_staleness + 1) * responses))
+    train = responses * work.response / slots * (_STEP_SECONDS + _SEQUENCE_SECONDS * slots)
+    return _costs(config, _STEP_SECONDS, _SEQUENCE_SECONDS, train)
+
+
+def predicted_costs(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> CostsSection:
+    """Returns costs on a known GPU; the defaults if its memory does not hold the engines."""
+    placement, work = placement_of(config, config.world_size), step_workload(config)
+    layout = make_layout(config.actor.parallel, placement.trainers.size)
+    step = predict_step(config, shape, layout, gpu, efficiency)
+    if step.sides is None:
+        return default_costs(config)
+    machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
+    ranks = generating_ranks(config, placement.trainers.size)
+    engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
+    slots, context = full_slots(engines, work, config.asynchrony.max_staleness), mean_context(work)
+    one, full = (sum(decoding_step(engines, count, context).values()) for count in (1.0, slots))
+    slope = (full - one) / (slots - 1) if slots > 1 else 0.0
+    shared = 1 / work.group if config.rollout.prefix_caching else 1.0
+    prompt = sum(prompts_time(engines, shared * work.prompt).values()) / work.response  # over a response's steps
+    return _costs(config, one - slope, slope + prompt, step.sides.trainers + step.sides.sync)
+
+
+def _costs(config: RunConfig, step: float, sequence: float, train: float) -> CostsSection:
+    """Returns the costs, of a few digits."""
+    found = {"step_seconds": step, "sequence_seconds": sequence, "train_seconds": max(train, _LEAST)}
+    rounded = {name: float(f"{min(max(0.0, value), _MOST):.{_DIGITS}g}") for name, value in found.items()}
+    return config.asynchrony.costs.model_copy(update=rounded)

@@ -1,0 +1,70 @@
+"""Virtual costs get into the configuration once: at submission or at the start, and those of a run stay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config import yaml12
+from rlhpc.config.load import load_config
+from rlhpc.config.saved import save_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.folder import RunFolder
+from rlhpc.launch.resolved import resolved
+
+READY = Path(__file__).parents[2] / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
+SEPARATE = ("placement=separate", "rollout.ranks=4", "rollout.gpu_memory_utilization=0.9")
+COSTS = ("step_seconds", "sequence_seconds", "train_seconds")
+
+
+def config_of(*changes: str) -> RunConfig:
+    return load_config(READY, [*SEPARATE, *changes])
+
+
+def costs_of(config: RunConfig) -> list[float | None]:
+    return [getattr(config.asynchrony.costs, name) for name in COSTS]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    run = RunFolder(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_costs_are_predicted_and_those_of_the_config_stay(folder: RunFolder) -> None:
+    found = resolved(config_of(), folder)
+    assert all(value is not None and 0 < value < 1e3 for value in costs_of(found))
+    given = resolved(config_of("asynchrony.costs.train_seconds=7"), folder)
+    assert costs_of(given) == [*costs_of(found)[:2], 7.0]
+    assert found.asynchrony.costs.tool_seconds == 1.0
+    assert resolved(found, folder) is found
+
+
+def test_a_resumed_run_keeps_its_costs(folder: RunFolder) -> None:
+    first = resolved(config_of(), folder)
+    save_config(folder, first)
+    again = resolved(config_of("planning.response_tokens=100", "asynchrony.costs.tool_seconds=3"), folder)
+    assert costs_of(again) == costs_of(first)
+    assert again.asynchrony.costs.tool_seconds == 3.0
+    assert costs_of(resolved(load_config(folder.config), folder)) == costs_of(first)
+    other = resolved(config_of("asynchrony.costs.step_seconds=0.5"), folder)
+    assert costs_of(other) == [0.5, *costs_of(first)[1:]]
+    written = yaml12.parse(folder.config.read_text(), "")["asynchrony"]["costs"]
+    assert [written[name] for name in COSTS] == costs_of(first)
+
+
+def test_cpus_and_unknown_gpus_have_defaults(folder: RunFolder) -> None:
+    on_cpu = resolved(config_of("slurm.gpus_per_node=0", "asynchrony.max_staleness=0"), folder)
+    # 4 engines, 256 x 8 responses of 300 tokens, 256 at once.
+    assert costs_of(on_cpu) == [0.02, 0.001, pytest.approx(2048 / 4 * 300 / 256 * (0.02 + 256 * 0.001))]
+    unknown = resolved(config_of("planning.gpu=null", "asynchrony.max_staleness=0"), folder)
+    assert costs_of(unknown) == costs_of(on_cpu)
+
+
+def test_colocated_runs_have_none(folder: RunFolder) -> None:
+    colocated = load_config(READY)
+    assert resolved(colocated, folder) is colocated
+    evaluating = config_of("train.steps=0")
+    assert resolved(evaluating, folder) is evaluating
