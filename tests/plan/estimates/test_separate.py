@@ -12,7 +12,7 @@ from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
 from rlhpc.models import ModelShape, read_model
 from rlhpc.plan.estimates.hardware import GPUS
-from rlhpc.plan.estimates.rollout_time import Engines, decoding_step
+from rlhpc.plan.estimates.rollout_time import Engines, decoding_step, prompts_time
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import SeparateStep, full_slots, full_slots_time, mean_context, staged_sync
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
@@ -129,10 +129,11 @@ def test_costs_are_those_of_an_engine_step_and_of_a_training_step() -> None:
     assert costs.sequence_seconds is not None
     engines = Engines(shape, config.rollout, MACHINE, 4, "bfloat16")
     context = mean_context(step_workload(config))
+    prompt = sum(prompts_time(engines, 130 / 8).values()) / 300  # shared by 8 responses of 300 steps
     for running in (1, 64):
         step = costs.step_seconds + running * costs.sequence_seconds
         decoding = sum(decoding_step(engines, running, context).values())
-        assert decoding <= step < 1.1 * decoding + 1e-6, "a prompt is part of its response's steps"
+        assert step == pytest.approx(decoding + running * prompt, rel=1e-3)
     sides = step_of("rollout.max_num_seqs=64").sides
     assert sides is not None
     assert costs.train_seconds == pytest.approx(sides.trainers + sides.sync, rel=1e-3)
