@@ -23,7 +23,7 @@ _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life
 Backend = Literal["gloo", "nccl"]
 
 
-class InFlight(Protocol):
+class Transmission(Protocol):
     """An operation in flight."""
 
     def is_completed(self) -> bool: ...
@@ -42,25 +42,25 @@ class JobGroup:
     def __init__(self, name: str, ranks: Sequence[int], mine: int, group: Any, timeout: float) -> None:
         self.name, self.ranks, self.mine, self.timeout, self._group = name, tuple(ranks), mine, timeout, group
 
-    def broadcast(self, tensor: torch.Tensor, root: int) -> InFlight:
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Transmission:
         """Begins to copy ``tensor`` of one rank, contiguous, to that of all. It must live until the work is done."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = self.ranks.index(root), 0
         return self._begin(lambda: self._group.broadcast([tensor], options))
 
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> InFlight:
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Transmission:
         """Begins to send a contiguous tensor to one rank."""
         return self._begin(lambda: self._group.send([tensor], self.ranks.index(to), tag))
 
-    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> InFlight:
+    def receive(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Transmission:
         """Begins to receive a contiguous tensor from one rank."""
         return self._begin(lambda: self._group.recv([tensor], self.ranks.index(source), tag))
 
-    def wait(self, work: InFlight) -> None:
+    def wait(self, work: Transmission) -> None:
         """Waits for the end of a work. Raises PeerLost if it has failed."""
         self._begin(work.wait)
 
-    def finished(self, work: InFlight) -> bool:
+    def finished(self, work: Transmission) -> bool:
         """Whether a broadcast has ended, without waiting. Raises PeerLost if it has failed."""
         if not work.is_completed():
             return False

@@ -125,7 +125,7 @@ class _Share:
 def _shares(target: Side, ranks_per_node: int, itemsize: int) -> dict[int, _Share]:
     """Each engine rank's share of what its node needs. Nodes whose ranks need the same have the same list objects."""
     known: dict[tuple[int, ...], list[_Share]] = {}
-    found = {}
+    found: dict[int, _Share] = {}
     for _, ranks in _nodes(target, ranks_per_node):
         key = tuple(id(target[rank]) for rank in ranks)
         if key not in known:

@@ -128,4 +128,5 @@ def _record(held: HeldGroup) -> dict[str, Any]:
 
 def _held(group: Group, greedy: Group | None, known: Mapping[str, Any]) -> HeldGroup:
     assert group.number == known["number"]
-    return HeldGroup(group, greedy, *known["tools"], known["reward_failures"], known["keeps"])
+    calls, failed = known["tools"]
+    return HeldGroup(group, greedy, calls, failed, known["reward_failures"], known["keeps"])
