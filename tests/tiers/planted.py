@@ -402,6 +402,13 @@ FAULTS = (
         "while len(self._kept) < max(size - 1, 1) and",
     ),
     Fault(
+        "version-due-before-its-last-group",
+        "rlhpc/rollout/schedule/knowledge.py",
+        "an engine switches earlier in a run in which news of the others are late: two runs differ",
+        "if group < sure:",
+        "if group < sure - 1:",
+    ),
+    Fault(
         "mfu-of-one-microbatch",
         "rlhpc/site/acceptance/parts/mfu.py",
         "acceptance reports the MFU of one microbatch for the time of all",

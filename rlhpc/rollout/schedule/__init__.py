@@ -5,7 +5,8 @@ take the same actions in the same order, on slow and fast machines, resumed or n
 
     terms.py            the constants
     engine_schedule.py  what one engine does next; news of the others
-    horizon.py          how early a group of the others can end, from their news
+    knowledge.py        what an engine knows of all, and how early anything else can happen
+    states.py           states to begin with, also with another number of engines
     batches.py          which groups form the batch of a step
     actions.py          the actions
     simulator.py        step time and idle shares of schedules and placements
