@@ -22,7 +22,6 @@ from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
 from rlhpc.parallel.pairs import TIMEOUT_SECONDS, JobGroup, open_pair
 from rlhpc.parallel.sealed import opened, seal
-from rlhpc.parallel.waits import leave_out_this_thread
 
 _MESSAGE = 16 << 20  # bytes: those of a large object may take longer than a timeout, those of a message may not
 _ALIVE_SECONDS = 30.0  # between signs of life, at most
@@ -139,7 +138,6 @@ class ObjectChannel:
             self.inbox.check()
 
     def _run(self, part: Any) -> None:
-        leave_out_this_thread()
         try:
             part()
         except Exception as error:  # raised in the main thread

@@ -7,6 +7,7 @@ open their groups one at a time, in the main thread, in the same order.
 from __future__ import annotations
 
 import datetime
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, Protocol
@@ -16,6 +17,7 @@ import torch.distributed as dist
 
 from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import enter
+from rlhpc.parallel.waits import leave_out_this_thread
 
 MEETING_SECONDS = 1800.0  # for all ranks to come; another role may load its models first
 TIMEOUT_SECONDS = 1800.0
@@ -57,7 +59,10 @@ class JobGroup:
         return self._begin(lambda: self._group.recv([tensor], self.ranks.index(source), tag))
 
     def wait(self, work: Transmission) -> None:
-        """Waits for the end of a work. Raises PeerLost if it has failed."""
+        """Waits for the end of a work. Raises PeerLost if it has failed. Waits of other threads than the main one count
+        in no phase of a step."""
+        if threading.current_thread() is not threading.main_thread():
+            leave_out_this_thread()
         self._begin(work.wait)
 
     def finished(self, work: Transmission) -> bool:
@@ -118,7 +123,7 @@ def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int) -> None
     store.set(f"here {mine}", "1")
     keys, deadline = [f"here {rank}" for rank in ranks], time.monotonic() + MEETING_SECONDS
     while True:
-        enter("connecting")
+        touch("connecting")
         try:
             store.wait(keys, _LOOK)
         except dist.DistStoreError:

@@ -146,3 +146,31 @@ def test_linux_counts_the_time_on_a_core() -> None:
     passed, seconds = spans.CoreTimes.now() - before, time.perf_counter() - began
     assert passed.running + passed.queued == pytest.approx(seconds, rel=0.2)
     assert passed.running > 0.005
+
+
+def _waits_beside_a_channel() -> dict[str, tuple[float, float]]:
+    """Busy and waiting seconds of a phase while the thread of a channel waits for an object."""
+    from rlhpc.core.rank import RankInfo
+    from rlhpc.observe.metrics import Stopwatch
+    from rlhpc.parallel.channel import open_channel
+    from rlhpc.parallel.groups import job_store
+    from rlhpc.parallel.waits import measure_waits
+
+    measure_waits()
+    clock = Stopwatch()
+    channel = open_channel(job_store(), "objects", (0, 1), RankInfo.from_environ().job_rank, timeout=30)
+    with clock("rollout"):
+        time.sleep(LATE)
+        channel.send("late")
+        assert channel.inbox.wait(30)
+        time.sleep(LATE)
+    channel.close()
+    return {span.phase: (span.busy, span.wait) for span in spans.take().spans}
+
+
+@pytest.mark.ranks
+def test_a_thread_beside_the_phases_does_not_wait_for_them() -> None:
+    for calls in run_ranks(_waits_beside_a_channel, 2, roles=(1, 1)):
+        busy, wait = calls["rollout"]
+        assert busy > 2 * LATE * 0.9
+        assert wait < LATE / 2

@@ -95,11 +95,18 @@ def exchange() -> Any:
     from rlhpc.core.errors import PeerLost
     from rlhpc.parallel.channel import Inbox, open_channel
     from rlhpc.parallel.groups import job_store
+    from rlhpc.parallel.pairs import JobGroup
 
     info, inbox, engines = RankInfo.from_environ(), Inbox(), (1, 2)
     ends = [(0, info.job_rank)] if info.role == "engines" else [(0, rank) for rank in engines]
     channels = [open_channel(job_store(), str(pair[1]), pair, info.job_rank, inbox, timeout=20) for pair in ends]
-    large = np.arange(LARGE, dtype=np.uint8)
+    large, sizes, send = np.arange(LARGE, dtype=np.uint8), [], JobGroup.send
+
+    def send_counted(group: JobGroup, tensor: Any, *rest: Any) -> Any:
+        sizes.append(tensor.nbytes)
+        return send(group, tensor, *rest)
+
+    JobGroup.send = send_counted
     for number in range(20):
         for channel in channels:
             channel.send({"from": info.job_rank, "number": number, "large": large if number == 10 else None})
@@ -113,6 +120,7 @@ def exchange() -> Any:
                 assert np.array_equal(value["large"], np.arange(LARGE, dtype=np.uint8))
             found.setdefault(peer, []).append(value["number"])
     assert inbox.sizes() == (0, 0)
+    assert max(sizes) == 16 << 20
     assert not inbox.wait(0.01)
     for channel in channels:
         channel.close()
