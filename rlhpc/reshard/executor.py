@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.core.heartbeat import touch
+from rlhpc.reshard.packing import get, put, wire_dtype
 from rlhpc.reshard.plan import Copy, ReshardPlan
 from rlhpc.sharding.shards import Shard, TensorSpec
 
@@ -103,7 +104,7 @@ class Mover:
         buffer, start = buffers[bucket % 2], 0
         for copy in self._sends[bucket].copies:
             size = self._bytes(copy)
-            _put(buffer[start : start + size], read(copy.source), self.wire_dtype(copy.tensor))
+            put(buffer[start : start + size], read(copy.source), self.wire_dtype(copy.tensor))
             start += size
 
     def _exchange(self, bucket: int, sent: Sequence[Tensor], received: Sequence[Tensor]) -> dist.Work:
@@ -121,12 +122,12 @@ class Mover:
         buffer, start = buffers[bucket % 2], 0
         for copy in self._receives[bucket].copies:
             size = self._bytes(copy)
-            write(copy.target).copy_(_get(buffer[start : start + size], copy.box.shape, self.wire_dtype(copy.tensor)))
+            write(copy.target).copy_(get(buffer[start : start + size], copy.box.shape, self.wire_dtype(copy.tensor)))
             start += size
 
     def wire_dtype(self, tensor: TensorSpec) -> torch.dtype:
         """Dtype that a tensor is sent in."""
-        return torch.float32 if tensor.float32 else self._dtype
+        return wire_dtype(tensor, self._dtype)
 
     def _bytes(self, copy: Copy) -> int:
         return prod(copy.box.shape) * self.wire_dtype(copy.tensor).itemsize
@@ -138,18 +139,3 @@ def _receiver(copy: Copy) -> int:
 
 def _sender(copy: Copy) -> int:
     return copy.source_rank
-
-
-def _put(place: Tensor, block: Tensor, dtype: torch.dtype) -> None:
-    """Writes a block into bytes, which may be unaligned where float32 and bfloat16 tensors share a bucket."""
-    if place.storage_offset() % dtype.itemsize == 0:
-        place.view(dtype).view(block.shape).copy_(block)
-    else:
-        place.copy_(block.to(dtype).contiguous().view(-1).view(torch.uint8))
-
-
-def _get(place: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """The block stored in those bytes."""
-    if place.storage_offset() % dtype.itemsize:
-        place = place.clone()
-    return place.view(dtype).view(shape)

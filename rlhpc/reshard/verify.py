@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from jaxtyping import Int64
+from torch import Tensor
 
 from rlhpc.reshard.checksum import checksum
 from rlhpc.reshard.checksum_plan import ChecksumPlan, is_stack
@@ -22,11 +24,24 @@ def differing(
     group: dist.ProcessGroup | None,
 ) -> list[str]:
     """Names of the weights of this rank's engine that differ from the trainer's. Collective over the group."""
+    expected = expected_sums(plan, read, wire_dtype, device)
+    dist.all_reduce(expected, group=group)
+    return differing_from(expected, plan, written)
+
+
+def expected_sums(
+    plan: ChecksumPlan, read: View, wire_dtype: Callable[..., torch.dtype], device: torch.device
+) -> Int64[Tensor, " slots"]:
+    """This rank's terms of the trainer's checksums; their sum over all ranks is what engines must have."""
     expected = torch.zeros(plan.num_slots, dtype=torch.int64, device=device)
     for part in plan.expected:
         sums = checksum(read(part.shard).to(wire_dtype(part.shard.tensor)), part.shard)
         expected[part.slot : part.slot + len(sums)] += sums
-    dist.all_reduce(expected, group=group)
+    return expected
+
+
+def differing_from(expected: Int64[Tensor, " slots"], plan: ChecksumPlan, written: View) -> list[str]:
+    """Names of the weights of this rank's engine whose checksums are not the trainer's."""
     found = []
     for part in plan.actual:
         sums = checksum(written(part.shard), part.shard)

@@ -1,11 +1,25 @@
-"""What both ends of a staged weight sync know of their job."""
+"""What both ends of a staged weight sync share: the job as they see it, their connections, and the plan's agreement."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import datetime
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from rlhpc.core.errors import ReshardError
+from rlhpc.core.heartbeat import touch
+from rlhpc.parallel.pairs import InFlight, JobGroup, open_pair
+from rlhpc.reshard.sides import SyncSides
+from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
+
+MIB = 1 << 20
+_DAY = 86400.0  # an engine may lag for hours; a rank that does not respond is found by its missing heartbeats
+_LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -17,4 +31,94 @@ class StagedJob:
     dtype: torch.dtype
     device: torch.device
     store: dist.Store
-    timeout_minutes: float = 30.0
+
+    def plan(self, sides: SyncSides, bucket_mib: int) -> StagedPlan:
+        """This rank's part of the plan. Raises a ReshardError unless the trainers' first rank has the same one."""
+        plan = plan_staged_sync(
+            sides,
+            ranks_per_node=self.ranks_per_node,
+            bucket_bytes=bucket_mib * MIB,
+            itemsize=self.dtype.itemsize,
+            rank=self.rank,
+        )
+        first = min(sides.source)
+        if self.rank == first:
+            self.store.set("weights/plan", plan.digest)
+        while not arrived(self.store, "weights/plan"):
+            touch("waiting for trainers")
+        if self.store.get("weights/plan").decode() != plan.digest:
+            raise ReshardError(f"rank {self.rank} computed another weight sync plan than rank {first}")
+        return plan
+
+
+@dataclass(frozen=True)
+class Announced:
+    """A version that trainers send, as their first rank posts it. ``verified``: its checksums come before it."""
+
+    version: int
+    verified: bool
+
+    def post(self, store: dist.Store, number: int) -> None:
+        """Posts it as the job's ``number``-th version."""
+        store.set(_key(number), json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, store: dist.Store, number: int) -> Announced | None:
+        """The ``number``-th version; None if it is not posted within half a second."""
+        return cls(**json.loads(store.get(_key(number)))) if arrived(store, _key(number)) else None
+
+
+def arrived(store: dist.Store, key: str) -> bool:
+    """Whether a key is set, now or within half a second."""
+    try:
+        store.wait([key], datetime.timedelta(seconds=_LOOK_SECONDS))
+    except dist.DistStoreError:
+        return False
+    return True
+
+
+def _key(number: int) -> str:
+    return f"weights/version/{number}"
+
+
+class Links:
+    """Connections to other ranks, one pair each."""
+
+    def __init__(self, job: StagedJob, peers: Iterable[int]) -> None:
+        """Collective over the pairs. All ranks open their pairs in one order, so that none waits in a circle."""
+        self._pairs: dict[int, JobGroup] = {}
+        for ends in sorted((min(job.rank, peer), max(job.rank, peer)) for peer in set(peers)):
+            peer = ends[0] if ends[1] == job.rank else ends[1]
+            self._pairs[peer] = open_pair(job.store, f"weights {ends[0]} {ends[1]}", ends, job.rank, timeout=_DAY)
+
+    def send(self, peer: int, data: Tensor) -> Transfer:
+        """Begins to send. The data must stay as it is until the end."""
+        return Transfer(self._pairs[peer], self._pairs[peer].send(data, peer))
+
+    def receive(self, peer: int, data: Tensor) -> Transfer:
+        """Begins to receive."""
+        return Transfer(self._pairs[peer], self._pairs[peer].receive(data, peer))
+
+    def close(self) -> None:
+        """Disconnects."""
+        for pair in self._pairs.values():
+            pair.close()
+        self._pairs.clear()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A message in flight."""
+
+    pair: JobGroup
+    work: InFlight
+
+    def wait(self) -> None:
+        """Waits for its end. Raises PeerLost."""
+        self.pair.wait(self.work)
+
+
+def finish(transfers: Sequence[Transfer]) -> None:
+    """Waits for the end of all."""
+    for transfer in transfers:
+        transfer.wait()

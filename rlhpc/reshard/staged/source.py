@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
 from rlhpc.api import TrainBackend
 from rlhpc.config.schema import ReshardSection
+from rlhpc.reshard.checksum_plan import plan_checksums
+from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides
-from rlhpc.reshard.staged.job import StagedJob
+from rlhpc.reshard.staged.background import Background
+from rlhpc.reshard.staged.job import Announced, Links, StagedJob, finish
+from rlhpc.reshard.staged.layout import Message, source_layout
+from rlhpc.reshard.staged.staging import Staging, buffer_bytes
+from rlhpc.reshard.verify import expected_sums
+from rlhpc.sharding.shards import TensorSpec
+
+_PHASE = "waiting for engines to receive weights"
+
+
+@dataclass(frozen=True)
+class _Version:
+    """A version in staging memory. ``sums``: the trainers' checksums, None unless it is verified."""
+
+    number: int
+    sums: Tensor | None
 
 
 class WeightSource:
@@ -17,26 +40,106 @@ class WeightSource:
 
     def __init__(self, actor: TrainBackend, sides: SyncSides, section: ReshardSection, job: StagedJob) -> None:
         """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks."""
-        raise NotImplementedError
+        self._actor, self._sides, self._section, self._job = actor, sides, section, job
+        plan = job.plan(sides, section.bucket_mib)
+        self._layout = source_layout(plan, job.rank, job.dtype.itemsize)
+        self._engines = sorted({message.peer for bucket in self._layout.sends for message in bucket})
+        self._verified = [engine for engine, herald in plan.heralds.items() if herald == job.rank]
+        self._checksums = plan_checksums(sides.source, sides.target, job.rank)
+        self._staging = Staging(self._layout.size, job.dtype, job.device)
+        self._buffer = torch.empty(buffer_bytes(self._layout.sends, at_once=True), dtype=torch.uint8)
+        self._links = Links(job, [*self._engines, *self._verified])
+        self._published = 0  # versions so far
+        self._waiting: _Version | None = None  # not sent yet
+        self._closing = False
+        self.sent_bytes = 0  # of weights, so far
+        self._thread = Background("sending weights", self._send_all)
+        self._thread.start()
 
+    @torch.no_grad()
     def publish(self, version: int) -> None:
         """Copies the actor's weights into staging memory as ``version``, and begins to send them. Afterwards the actor
         may change.
 
-        Waits until the previous version has been sent, no longer. Versions increase. Collective over the trainers'
-        ranks, in their default process group, if the version is verified.
+        Waits until the engines have received the previous version, no longer. Versions increase. Collective over the
+        trainers' ranks, in their default process group, if the version is verified.
         """
-        raise NotImplementedError
+        self.finish()
+        for block in self._layout.blocks:
+            self._staging.put(block, self._actor.view(block.shard))
+        sums = self._sums() if self._verifies else None
+        if self._job.rank == min(self._sides.source):
+            Announced(version, sums is not None).post(self._job.store, self._published)
+        with self._thread.changed:
+            self._waiting = _Version(version, sums)
+            self._thread.changed.notify_all()
+        self._published += 1
 
     @property
     def sent(self) -> bool:
-        """Whether the last published version has been sent."""
-        raise NotImplementedError
+        """Whether the engines have received the last published version."""
+        self._thread.check()
+        return self._waiting is None
 
     def finish(self) -> None:
-        """Waits until the last published version has been sent."""
-        raise NotImplementedError
+        """Waits until the engines have received the last published version."""
+        self._thread.check()
+        self._thread.wait(lambda: self._waiting is None, _PHASE)
 
     def close(self) -> None:
         """Finishes and disconnects. For a normal end only: after an error other ranks may not respond."""
-        raise NotImplementedError
+        self.finish()
+        with self._thread.changed:
+            self._closing = True
+            self._thread.changed.notify_all()
+        self._thread.join()
+        self._links.close()
+
+    @property
+    def _verifies(self) -> bool:
+        every = self._section.verify
+        return every == "always" or (isinstance(every, int) and self._published % every == 0)
+
+    def _sums(self) -> Tensor:
+        """Checksums of the actor's weights, over all trainers."""
+        sums = expected_sums(self._checksums, self._actor.view, self._wire_dtype, self._job.device)
+        if len(self._sides.source) > 1:
+            dist.all_reduce(sums)
+        return sums.cpu()
+
+    def _wire_dtype(self, tensor: TensorSpec) -> torch.dtype:
+        return wire_dtype(tensor, self._job.dtype)
+
+    def _send_all(self) -> None:
+        """Work of the thread."""
+        while True:
+            with self._thread.changed:
+                self._thread.changed.wait_for(lambda: self._waiting is not None or self._closing)
+            if self._waiting is None:
+                return
+            self._send(self._waiting)
+            with self._thread.changed:
+                self._waiting = None
+                self._thread.changed.notify_all()
+
+    def _send(self, version: _Version) -> None:
+        """Sends a version, and waits until the engines have confirmed it."""
+        if version.sums is not None:
+            finish([self._links.send(engine, version.sums) for engine in self._verified])
+        for bucket in self._layout.sends:
+            finish([self._links.send(message.peer, data) for message, data in self._packed(bucket)])
+            self.sent_bytes += sum(message.size for message in bucket)
+        confirmed = [torch.zeros(1, dtype=torch.int64) for _ in self._engines]
+        finish([self._links.receive(*each) for each in zip(self._engines, confirmed, strict=True)])
+        found = {engine: int(number) for engine, number in zip(self._engines, confirmed, strict=True)}
+        wrong = {engine: number for engine, number in found.items() if number != version.number}
+        assert not wrong, f"version {version.number} was received as {wrong}"
+
+    def _packed(self, bucket: tuple[Message, ...]) -> list[tuple[Message, Tensor]]:
+        """The messages of a bucket with their bytes."""
+        found, start = [], 0
+        for message in bucket:
+            size = message.size if message.start is None else 0
+            found.append((message, self._staging.packed(message, self._buffer[start : start + size])))
+            start += size
+        return found

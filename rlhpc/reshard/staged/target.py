@@ -2,10 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
 from rlhpc.api import RolloutEngine
 from rlhpc.config.schema import ReshardSection
+from rlhpc.core.errors import ReshardError
+from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.sides import SyncSides
-from rlhpc.reshard.staged.job import StagedJob
+from rlhpc.reshard.staged.background import Background
+from rlhpc.reshard.staged.job import Announced, Links, StagedJob, finish
+from rlhpc.reshard.staged.layout import Message, target_layout
+from rlhpc.reshard.staged.plan import STAGED_VERSIONS
+from rlhpc.reshard.staged.staging import Staging, buffer_bytes
+from rlhpc.reshard.verify import differing_from
+from rlhpc.sharding.shards import Shard
+
+_PHASE = "waiting for weights"
+_CLOSE_SECONDS = 5.0
+_NAMED = 4  # weights that an error names
+
+
+@dataclass(frozen=True)
+class _Arrived:
+    """A version that can be written. ``sums``: what its checksums must be, None unless it is verified."""
+
+    staging: Staging
+    sums: Tensor | None
 
 
 class WeightTarget:
@@ -17,24 +43,118 @@ class WeightTarget:
 
     def __init__(self, sides: SyncSides, section: ReshardSection, job: StagedJob) -> None:
         """Plans, compares the plan's digest with the other ranks, and connects. Collective over both sides' ranks."""
-        raise NotImplementedError
+        self._job = job
+        plan = job.plan(sides, section.bucket_mib)
+        layout = self._layout = target_layout(plan, job.rank, job.dtype.itemsize)
+        self._herald = plan.heralds[job.rank]
+        self._trainers = sorted({message.peer for bucket in layout.receives for message in bucket})
+        others = {message.peer for messages in (layout.takes, layout.forwards) for each in messages for message in each}
+        self._checksums = plan_checksums(sides.source, sides.target, job.rank)
+        self._buffer = torch.empty(buffer_bytes(layout.forwards, at_once=False), dtype=torch.uint8)
+        self._free = [Staging(layout.size, job.dtype, job.device) for _ in range(STAGED_VERSIONS)]
+        self._arrived: dict[int, _Arrived] = {}
+        self._closing = False
+        self.received_bytes = self.forwarded_bytes = 0  # of weights from trainers, and to ranks of the node, so far
+        self._links = Links(job, [*self._trainers, self._herald, *others])
+        self._thread = Background("receiving weights", self._receive_all)
+        self._thread.start()
 
     def ready(self, version: int) -> bool:
         """Whether ``version`` has arrived and can be written without waiting. Takes microseconds."""
-        raise NotImplementedError
+        self._thread.check()
+        return version in self._arrived
 
     def wait(self, version: int) -> None:
         """Waits until ``version`` has arrived, with heartbeats. Drops older ones, which can no longer be written."""
-        raise NotImplementedError
+        self._thread.check()
+        self._thread.wait(lambda: self._dropped_before(version), _PHASE)
 
+    @torch.no_grad()
     def write(self, engine: RolloutEngine, version: int) -> None:
         """Writes ``version`` into the engine between ``open_weights`` and ``close_weights``; waits for it if necessary.
 
         The engine's weights are awake, and versions increase. Raises a ReshardError that names the weights whose
         checksums differ from the trainers', if this version is verified (``reshard.verify``).
         """
-        raise NotImplementedError
+        self.wait(version)
+        arrived = self._arrived[version]
+        parameters = engine.open_weights()
+        for block in self._layout.blocks:
+            _view(parameters, block.shard).copy_(arrived.staging.get(block), non_blocking=True)
+        if self._job.device.type == "cuda":
+            torch.cuda.synchronize(self._job.device)
+        wrong = self._differing(arrived.sums, parameters) if arrived.sums is not None else []
+        engine.close_weights()
+        if wrong:
+            more = f", and {len(wrong) - _NAMED} more" if len(wrong) > _NAMED else ""
+            raise ReshardError(
+                f"weights of version {version} differ from the trainers' on rank {self._job.rank}: "
+                f"{', '.join(wrong[:_NAMED])}{more}"
+            )
+        self._drop([version])
 
     def close(self) -> None:
         """Stops receiving and disconnects. At a normal end, after the trainers' last version has arrived."""
-        raise NotImplementedError
+        with self._thread.changed:
+            self._closing = True
+            self._thread.changed.notify_all()
+        if self._thread.join(_CLOSE_SECONDS):
+            self._links.close()
+
+    def _differing(self, sums: Tensor, parameters: Mapping[str, Tensor]) -> list[str]:
+        """Names of the engine's weights whose checksums are not those of the trainers."""
+        return differing_from(sums.to(self._job.device), self._checksums, lambda shard: _view(parameters, shard))
+
+    def _dropped_before(self, version: int) -> bool:
+        """Whether the version has arrived; drops older ones, so that it can arrive."""
+        self._drop([older for older in list(self._arrived) if older < version])
+        return version in self._arrived
+
+    def _drop(self, versions: list[int]) -> None:
+        with self._thread.changed:
+            self._free += [self._arrived.pop(version).staging for version in versions]
+            self._thread.changed.notify_all()
+
+    def _receive_all(self) -> None:
+        """Work of the thread."""
+        number, store = 0, self._job.store.clone()
+        while not self._closing:
+            announced = Announced.read(store, number)
+            if announced is None:
+                continue
+            with self._thread.changed:
+                self._thread.changed.wait_for(lambda: bool(self._free) or self._closing)
+                if self._closing:
+                    return
+                staging = self._free.pop()
+            arrived = _Arrived(staging, self._receive(announced, staging))
+            with self._thread.changed:
+                self._arrived[announced.version] = arrived
+                self._thread.changed.notify_all()
+            number += 1
+
+    def _receive(self, announced: Announced, staging: Staging) -> Tensor | None:
+        """Receives a version, forwards it, and confirms it to the trainers. Returns its checksums."""
+        sums = torch.zeros(self._checksums.num_slots, dtype=torch.int64) if announced.verified else None
+        if sums is not None:
+            self._links.receive(self._herald, sums).wait()
+        layout = self._layout
+        for received, taken, passed in zip(layout.receives, layout.takes, layout.forwards, strict=True):
+            finish([self._links.receive(message.peer, staging.place(message)) for message in received])
+            self.received_bytes += sum(message.size for message in received)
+            taking = [self._links.receive(message.peer, staging.place(message)) for message in taken]
+            for message in self._in_turn(passed):
+                self._links.send(message.peer, staging.packed(message, self._buffer[: message.size])).wait()
+                self.forwarded_bytes += message.size
+            finish(taking)
+        number = torch.tensor([announced.version])
+        finish([self._links.send(trainer, number) for trainer in self._trainers])
+        return sums
+
+    def _in_turn(self, messages: tuple[Message, ...]) -> list[Message]:
+        """Messages to the ranks after this one first, so that not all send to the same."""
+        return sorted(messages, key=lambda message: (message.peer < self._job.rank, message.peer))
+
+
+def _view(parameters: Mapping[str, Tensor], shard: Shard) -> Tensor:
+    return parameters[shard.local_name][shard.local_box.slices].view(shard.box.shape)

@@ -1,0 +1,179 @@
+"""Where one rank's blocks are in its staging memory, and which of them make up each message. Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlhpc.reshard.block_index import size_of
+from rlhpc.reshard.plan import Copy
+from rlhpc.reshard.staged.plan import Buckets, StagedPlan
+from rlhpc.sharding.shards import Box, Shard, TensorSpec
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block of this rank's parameters, and its bytes in staging memory."""
+
+    shard: Shard
+    start: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box inside a staged block, and its bytes in a message."""
+
+    block: Block
+    box: Box
+    size: int
+
+    @property
+    def is_whole(self) -> bool:
+        return self.box == self.block.shard.box
+
+
+@dataclass(frozen=True)
+class Message:
+    """What goes to or comes from one rank in one bucket. ``start``: its place in staging memory; None if its parts must
+    be packed."""
+
+    peer: int
+    parts: tuple[Part, ...]
+    size: int
+    start: int | None
+
+
+Messages = tuple[tuple[Message, ...], ...]  # of each bucket
+
+
+@dataclass(frozen=True)
+class SourceLayout:
+    """Staging memory of a trainers' rank: each block that it sends, once."""
+
+    blocks: tuple[Block, ...]
+    size: int
+    sends: Messages
+
+
+@dataclass(frozen=True)
+class TargetLayout:
+    """Staging memory of one version on an engine's rank: messages from trainers (``receives``) and from other ranks of
+    the node (``takes``) as they arrive. ``forwards``: what it sends to those."""
+
+    blocks: tuple[Block, ...]
+    size: int
+    receives: Messages
+    takes: Messages
+    forwards: Messages
+
+
+def source_layout(plan: StagedPlan, rank: int, itemsize: int) -> SourceLayout:
+    """Layout of a trainers' rank, in the order in which blocks are first sent."""
+    buckets = plan.between(plan.syncs, source=rank)
+    staged = _staged_boxes(copy for bucket in buckets for copies in bucket.values() for copy in copies)
+    blocks: dict[tuple[_Key, Box], Block] = {}
+    size = 0
+    for copy in _in_order(buckets):
+        box = _around(copy.box, staged[_key(copy.source)])
+        if (_key(copy.source), box) not in blocks:
+            block = Block(copy.source.part(box), size, box.volume * size_of(copy.tensor, itemsize))
+            blocks[_key(copy.source), box] = block
+            size += block.size
+
+    def part(copy: Copy) -> Part:
+        block = blocks[_key(copy.source), _around(copy.box, staged[_key(copy.source)])]
+        return Part(block, copy.box, copy.box.volume * size_of(copy.tensor, itemsize))
+
+    sends = tuple(tuple(_message(peer, map(part, copies)) for peer, copies in bucket.items()) for bucket in buckets)
+    return SourceLayout(tuple(blocks.values()), size, sends)
+
+
+def target_layout(plan: StagedPlan, rank: int, itemsize: int) -> TargetLayout:
+    """Layout of an engine's rank, in the order in which blocks arrive."""
+    blocks: list[Block] = []
+    size = 0
+
+    def arriving(bucket: Mapping[int, Sequence[Copy]]) -> Iterator[Message]:
+        nonlocal size
+        for peer, copies in bucket.items():
+            parts = []
+            for copy in copies:
+                block = Block(copy.target, size, copy.box.volume * size_of(copy.tensor, itemsize))
+                parts.append(Part(block, copy.box, block.size))
+                blocks.append(block)
+                size += block.size
+            yield _message(peer, parts)
+
+    syncs, forwards = (plan.between(copies, target=rank) for copies in (plan.syncs, plan.forwards))
+    receives, takes = [], []
+    for received, taken in zip(syncs, forwards, strict=True):
+        receives.append(tuple(arriving(received)))
+        takes.append(tuple(arriving(taken)))
+    by_tensor: dict[TensorSpec, list[Block]] = defaultdict(list)
+    for bucket in receives:
+        for message in bucket:
+            for each in message.parts:
+                by_tensor[each.block.shard.tensor].append(each.block)
+
+    def part(copy: Copy) -> Part:
+        block = next(b for b in by_tensor[copy.tensor] if b.shard.box.meet(copy.box) == copy.box)
+        return Part(block, copy.box, copy.box.volume * size_of(copy.tensor, itemsize))
+
+    passed = plan.between(plan.forwards, source=rank)
+    sends = tuple(tuple(_message(peer, map(part, copies)) for peer, copies in bucket.items()) for bucket in passed)
+    return TargetLayout(tuple(blocks), size, tuple(receives), tuple(takes), sends)
+
+
+_Key = tuple[TensorSpec, str, int]  # a tensor's part in one parameter
+
+
+def _key(shard: Shard) -> _Key:
+    return shard.tensor, shard.local_name, shard.chunk
+
+
+def _in_order(buckets: Buckets) -> Iterator[Copy]:
+    return (copy for bucket in buckets for copies in bucket.values() for copy in copies)
+
+
+def _message(peer: int, parts: Iterable[Part]) -> Message:
+    parts, size = tuple(parts), 0
+    contiguous = True
+    for part in parts:
+        contiguous &= part.is_whole and part.block.start == parts[0].block.start + size
+        size += part.size
+    return Message(peer, parts, size, parts[0].block.start if contiguous else None)
+
+
+def _staged_boxes(copies: Iterable[Copy]) -> dict[_Key, list[Box]]:
+    """Boxes to stage: those that are sent, and where they overlap one around them, unless it is larger than they."""
+    boxes: dict[_Key, dict[Box, None]] = defaultdict(dict)
+    for copy in copies:
+        boxes[_key(copy.source)][copy.box] = None
+    return {key: _merged(list(found)) for key, found in boxes.items()}
+
+
+def _merged(boxes: list[Box]) -> list[Box]:
+    clusters: list[tuple[Box, list[Box]]] = []
+    for box in boxes:
+        hull, inside = box, [box]
+        while met := [cluster for cluster in clusters if cluster[0].meet(hull) is not None]:
+            clusters = [cluster for cluster in clusters if cluster not in met]
+            for other, members in met:
+                hull, inside = _hull(hull, other), inside + members
+        clusters.append((hull, inside))
+    return [
+        box
+        for hull, inside in clusters
+        for box in ([hull] if hull.volume <= sum(member.volume for member in inside) else inside)
+    ]
+
+
+def _hull(first: Box, second: Box) -> Box:
+    return Box(tuple(map(min, first.start, second.start)), tuple(map(max, first.stop, second.stop)))
+
+
+def _around(box: Box, staged: Sequence[Box]) -> Box:
+    """The staged box that contains this one."""
+    return next(found for found in staged if found.meet(box) == box)

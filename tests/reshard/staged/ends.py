@@ -1,0 +1,117 @@
+"""Both ends of a staged weight sync on real ranks, with plain tensors in place of actor and engine."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rlhpc.config.schema import ReshardSection
+from rlhpc.core import env
+from rlhpc.reshard.sides import SyncSides, sync_sides
+from rlhpc.reshard.staged import job as staged_job
+from rlhpc.reshard.staged.job import StagedJob
+from rlhpc.sharding.engine_shards import EngineLayout
+from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.shards import Shard
+from tests.helpers.blocks import Parameters, shape_of_kind, whole
+
+BUCKET = 1 << 15  # the tiny models have several
+
+
+@dataclass(frozen=True)
+class Case:
+    """Trainers with axes and engines of ``tp`` ranks, on nodes of ``per_node`` ranks."""
+
+    kind: str
+    trainers: int
+    engines: int
+    tp: int = 1
+    per_node: int = 8
+    dtype: torch.dtype = torch.float32
+    axes: Mapping[str, int] = field(default_factory=dict)
+    verify: Any = "always"
+
+    @property
+    def ranks(self) -> int:
+        return self.trainers + self.engines * self.tp
+
+    @property
+    def sides(self) -> SyncSides:
+        shape = shape_of_kind(self.kind, num_hidden_layers=4, vocab_size=200)
+        training, engines = ParallelLayout(self.trainers, **self.axes), range(self.trainers, self.ranks)
+        return sync_sides(shape, training, EngineLayout(self.tp), range(self.trainers), engines)
+
+    @property
+    def section(self) -> ReshardSection:
+        return ReshardSection(verify=self.verify, bucket_mib=1)
+
+
+def value(shard: Shard, version: int, dtype: torch.dtype) -> Tensor:
+    """What the whole tensor is in a version."""
+    return whole(shard.tensor, dtype) * (version + 1)
+
+
+class Actor:
+    """Parameters of a trainers' rank, which ``train`` changes."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self._dtype, self._parameters = case.dtype, Parameters(case.sides.source[rank], False, case.dtype)
+
+    def train(self, version: int) -> None:
+        for shard in self._parameters.shards:
+            self.view(shard).copy_(value(shard, version, self._dtype)[shard.box.slices])
+
+    def view(self, shard: Shard) -> Tensor:
+        return self._parameters.view(shard)
+
+
+class Engine:
+    """Parameters of an engine's rank, which have no values until they are written."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self._dtype, self._parameters = case.dtype, Parameters(case.sides.target[rank], False, case.dtype)
+        self.opened = self.closed = 0
+
+    def open_weights(self) -> Mapping[str, Tensor]:
+        self.opened += 1
+        for tensor in self._parameters._tensors.values():
+            tensor.fill_(torch.nan)
+        return {name: tensor for (_, name), tensor in self._parameters._tensors.items()}
+
+    def close_weights(self) -> None:
+        self.closed += 1
+
+    def wrong(self, version: int) -> list[str]:
+        """Names of the tensors whose bits are not those of the version."""
+        return [
+            shard.tensor.name
+            for shard in self._parameters.shards
+            if not torch.equal(
+                self._parameters.view(shard), value(shard, version, self._dtype)[shard.box.slices].contiguous()
+            )
+        ]
+
+
+@contextmanager
+def job_of(case: Case, host: int = 0) -> Iterator[StagedJob]:
+    """The job of this rank, and a world of its role. All ranks leave together; the ``host`` has the store."""
+    staged_job.MIB = BUCKET
+    rank = int(os.environ[env.RANK])
+    address, port = os.environ[env.MASTER_ADDR], int(os.environ[env.MASTER_PORT])
+    store = dist.TCPStore(address, port, is_master=rank == host, wait_for_workers=False)
+    role = range(case.trainers) if rank < case.trainers else range(case.trainers, case.ranks)
+    world = dist.PrefixStore(f"world of {role.start}", store.clone())
+    minutes = datetime.timedelta(minutes=2)
+    dist.init_process_group("gloo", store=world, rank=rank - role.start, world_size=len(role), timeout=minutes)
+    yield StagedJob(rank, case.per_node, case.dtype, torch.device("cpu"), store)
+    store.set(f"ended {rank}", "1")
+    store.wait([f"ended {other}" for other in range(case.ranks)], minutes)
+    dist.destroy_process_group()
