@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rlhpc.api import Prompt, Sample
@@ -80,15 +80,15 @@ class Shelf:
     (max_staleness + 1) * prompts_per_step groups that are kept, and of those between them that the filter refuses.
     """
 
-    def __init__(self, keeps: Filter, held: Sequence[HeldGroup] = ()) -> None:
+    def __init__(self, keeps: Filter) -> None:
         self._keeps = keeps
-        self.held = {group.group.number: group for group in held}
+        self.held: dict[int, HeldGroup] = {}
 
-    def begin(self, group: Group, greedy: Group | None = None) -> HeldGroup:
+    def add(self, held: HeldGroup) -> None:
         """Adds a group of drafts."""
-        assert group.number not in self.held, f"group {group.number} is requested twice"
-        held = self.held[group.number] = HeldGroup(group, greedy)
-        return held
+        number = held.group.number
+        assert number not in self.held, f"group {number} is requested twice"
+        self.held[number] = held
 
     def put(self, found: Iterable[Scored]) -> list[FinishedGroup]:
         """Adds scored responses; returns the groups that are finished with them, in the order of their numbers."""

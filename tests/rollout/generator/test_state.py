@@ -19,7 +19,7 @@ def groups(numbers: range) -> tuple[HeldGroup, ...]:
     """Finished, in flight with a draft, and blank ones with a greedy response."""
     shelf = Shelf(bool)
     for number in numbers:
-        shelf.begin(blank_group(number), greedy=blank_group(number, count=1) if number % 3 == 2 else None)
+        shelf.add(HeldGroup(blank_group(number), blank_group(number, count=1) if number % 3 == 2 else None))
         if number % 3 == 0:
             shelf.put([scored(number, 0, 1.0, tool_calls=2, failures=("died",)), scored(number, 1)])
         if number % 3 == 1:

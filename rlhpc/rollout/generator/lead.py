@@ -1,0 +1,264 @@
+"""The first rank of an engine: decides what the engine does next, judges groups and delivers them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from rlhpc.data.group_filter import make_filter
+from rlhpc.parallel.board import Board
+from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
+from rlhpc.rollout.generator.messages import (
+    START_KEY,
+    Delivered,
+    FinishedGroup,
+    Message,
+    Published,
+    StartPoint,
+    Validated,
+    Written,
+    news_key,
+    published_key,
+)
+from rlhpc.rollout.generator.meter import ActivityMeter
+from rlhpc.rollout.generator.parts import GeneratorParts, Links
+from rlhpc.rollout.generator.responses import call_key, drafted, split_held_out
+from rlhpc.rollout.generator.shelf import HeldGroup, Shelf
+from rlhpc.rollout.generator.state import EngineState, InFlightResponse
+from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, Switch
+from rlhpc.rollout.schedule.engine_schedule import EngineSchedule, first_state
+from rlhpc.rollout.schedule.terms import Terms
+
+_LOOK_SECONDS = 0.002
+_SHARE_SECONDS = 5.0  # after which other ranks of the engine hear of it again: shorter than any timeout of a group
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RankOrder:
+    """What all ranks of the engine do next. ``step``: of a group to admit; ``published``: the version to switch to."""
+
+    action: Action
+    step: int = 0
+    published: Published | None = None
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where an attempt begins: its first version as published, and the state that the engine resumes from, if any."""
+
+    start: StartPoint
+    published: Published
+
+
+class Lead:
+    """What the first rank of an engine does beside its ranks' common work."""
+
+    def __init__(self, parts: GeneratorParts, links: Links, terms: Terms, meter: ActivityMeter) -> None:
+        assert links.board is not None, "the first rank of an engine has a board"
+        assert links.channel is not None, "the first rank of an engine has a channel to the trainers"
+        self._parts, self._terms, self._meter = parts, terms, meter
+        self._weights, self._board, self._channel = links.weights, links.board, links.channel
+        dynamic = parts.config.train.dynamic_sampling
+        self._shelf = Shelf(make_filter(dynamic) if dynamic is not None else bool)
+        self._late = Stepped()  # what the schedule does not know yet: it ended with a step in flight on the device
+        self._verdicts: dict[int, bool] = {}  # that the schedule does not know yet
+
+    def find_beginning(self) -> Beginning | None:
+        """Where the attempt begins; None after a while without."""
+        start = self._poll(lambda: _posted(self._board, START_KEY), "weights")
+        if start is None:
+            return None
+        point = StartPoint.from_json(start)
+        published = self._poll(lambda: self._published(point.version), "weights")
+        return Beginning(point, published) if published is not None else None
+
+    def begin(self, collector: Collector, beginning: Beginning, state: EngineState | None) -> None:
+        """Begins with ``state``, or without any group. Finished groups are delivered again."""
+        self._collector, start = collector, beginning.start
+        known = state.schedule if state is not None else first_state(self._terms, start.version, start.prompt_cursor)
+        self._schedule = EngineSchedule(self._terms, self._parts.place.engine, known)
+        assert self._schedule.version == start.version, (
+            f"state of version {self._schedule.version}, not {start.version}"
+        )
+        if state is not None:
+            for held in state.groups:
+                self._shelf.add(held)
+            self._late = Stepped(0, list(state.late_ends), list(state.late_calls))
+            missing = {*self._schedule.unjudged, *state.late_ends}
+            self._note(group for group in self._shelf.delivered if group.number in missing)
+            self.deliver(self._shelf.delivered)
+
+    def decide(self) -> list[RankOrder]:
+        """What the engine does next; nothing if that is not known after a while."""
+        orders: list[RankOrder] = []
+        until = time.monotonic() + _SHARE_SECONDS
+        while time.monotonic() < until:
+            self._attend()
+            action = self._schedule.next()
+            order = self._order_of(action)
+            if order is not None:
+                orders.append(order)
+            if isinstance(action, Admit):
+                self._schedule.admitted(action.group, self._requests_of_group)
+            elif order is not None or orders:
+                break
+            else:
+                self._wait(action)
+        return orders
+
+    def admitted(self, held: HeldGroup) -> None:
+        """Takes a group whose responses have been requested."""
+        self._shelf.add(held)
+
+    def stepped(self, requests: int, stepped: Stepped) -> None:
+        """Reports an engine step."""
+        late, self._late = self._late, Stepped()
+        self._schedule.stepped(
+            requests,
+            left=self._collector.requests,
+            ended=[*late.ended_groups, *stepped.ended_groups],
+            calls=[call_key(place) for place in (*late.calls, *stepped.calls)],
+        )
+        self._note([])
+
+    def answered(self, key: int, stepped: Stepped) -> None:
+        """Reports that a reply of tools was taken."""
+        self._schedule.answered(key, left=self._collector.requests, ended=stepped.ended_groups)
+
+    def switched(self, published: Published, late: Stepped) -> None:
+        """Reports a switch. ``late``: what ended with the step in flight on the device."""
+        self._late.ended_groups += late.ended_groups
+        self._late.calls += late.calls
+        self._schedule.switched(published.version)
+        first = self._schedule.first_needed
+        assert first == published.prompt_cursor, (
+            f"trainers consumed groups up to {published.prompt_cursor}, not {first}"
+        )
+        self._shelf.forget(first)
+        self.deliver([])
+
+    def save(self, published: Published, drafts: Sequence[Draft]) -> None:
+        """Writes the engine's part of a checkpoint, directly after the switch to its version."""
+        schedule, place = self._schedule.state(), self._parts.place
+        with self._meter.waits("rewards"):
+            found = self._collector.harvest()
+        self.take(found)
+        state = EngineState(
+            published.version,
+            place.engine,
+            place.engines,
+            schedule,
+            tuple(
+                InFlightResponse(task.group, task.index, draft.calls, task.tool_calls, task.failed_tool_calls)
+                for draft in drafts
+                for task in [draft.task]
+            ),
+            drafted(self._shelf.held, drafts),
+            tuple(self._late.ended_groups),
+            tuple(self._late.calls),
+        )
+        error: OSError | None = None
+        try:
+            state.save(Path(published.checkpoint))
+        except OSError as raised:
+            error = raised  # the trainers decide what it means
+        self._send(Written(place.engine, published.version, error))
+
+    def validated(self, version: int, found: Iterable[Scored]) -> None:
+        """Delivers answers to held-out prompts, found among other scored responses."""
+        scored, held_out = split_held_out(list(found))
+        self.take(scored)
+        self._send(Validated(self._parts.place.engine, version, held_out))
+
+    def take(self, found: Sequence[Scored]) -> None:
+        """Takes scored responses; delivers the groups that are finished with them."""
+        groups = self._shelf.put(found)
+        self._note(groups)
+        if groups:
+            self.deliver(groups)
+
+    def deliver(self, groups: Sequence[FinishedGroup]) -> None:
+        """Sends groups to the trainers, with what the engine has done since the last time."""
+        activity = self._meter.take(self._parts.engine.statistics())
+        self._send(Delivered(self._parts.place.engine, tuple(groups), activity, self._schedule.version))
+
+    @property
+    def _requests_of_group(self) -> int:
+        return self._parts.config.rollout.samples_per_prompt + self._parts.needs_greedy
+
+    def _order_of(self, action: Action) -> RankOrder | None:
+        """The order, if the action can be done now."""
+        if isinstance(action, AwaitNews):
+            return None
+        if isinstance(action, Switch):
+            published = self._published(action.version)
+            return RankOrder(action, published=published) if published is not None else None
+        if isinstance(action, Admit):
+            return RankOrder(action, self._step_of(action.group))
+        return RankOrder(action)
+
+    def _step_of(self, group: int) -> int:
+        """The step that seeds a group: the one that trains on it. With a filter that is not known yet, and the version
+        takes its place."""
+        step = self._schedule.version if self._terms.filtered else self._schedule.batch_of(group)
+        assert step is not None, f"the step of group {group} is not known"
+        return step
+
+    def _published(self, version: int) -> Published | None:
+        """A version whose weights have arrived."""
+        record = _posted(self._board, published_key(version))
+        return Published.from_json(record) if record is not None and self._weights.ready(version) else None
+
+    def _attend(self) -> None:
+        """Does what the others wait for."""
+        self._channel.inbox.check()
+        self.take(self._collector.harvest(wait=False))
+        if self._schedule.has_news:
+            self._board.post(news_key(self._parts.place.engine), self._schedule.news())
+
+    def _wait(self, action: Action) -> None:
+        """Waits a little for what an action needs, and learns what is new."""
+        what = "weights"
+        if isinstance(action, AwaitNews):
+            self._learn()
+            what = "rewards" if action.verdicts else "engines"
+        with self._meter.waits(what):
+            time.sleep(_LOOK_SECONDS)
+
+    def _learn(self) -> None:
+        others = [engine for engine in range(self._terms.engines) if engine != self._parts.place.engine]
+        news = self._board.read(map(news_key, others))
+        for engine in others:
+            if news_key(engine) in news:
+                self._schedule.learn(engine, news[news_key(engine)])
+
+    def _note(self, groups: Iterable[FinishedGroup]) -> None:
+        """Reports verdicts of groups; of those of which the schedule does not know yet that they have ended, later."""
+        if not self._terms.filtered:
+            return
+        self._verdicts |= {group.number: group.keeps for group in groups}
+        for number in sorted(self._verdicts.keys() - self._late.ended_groups):
+            self._schedule.judged(number, self._verdicts.pop(number))
+
+    def _send(self, message: Message) -> None:
+        self._channel.send(message)
+
+    def _poll(self, find: Callable[[], T | None], what: str) -> T | None:
+        """What ``find`` finds within a while."""
+        until = time.monotonic() + _SHARE_SECONDS
+        while (found := find()) is None and time.monotonic() < until:
+            self._channel.inbox.check()
+            with self._meter.waits(what):
+                time.sleep(_LOOK_SECONDS)
+        return found
+
+
+def _posted(board: Board, key: str) -> dict[str, object] | None:
+    """A value of the board, None if it is not there."""
+    found: dict[str, object] | None = board.read([key]).get(key)
+    return found

@@ -1,0 +1,130 @@
+"""Generates on one engine from version to version, as its schedule decides.
+
+On an engine of several ranks the first one decides, and broadcasts what to do; all of them do it alike. Only the first
+knows the schedule, the rewards, the board and the trainers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rlhpc.core.heartbeat import touch
+from rlhpc.rollout.collect import Stepped
+from rlhpc.rollout.generator.lead import Beginning, Lead, RankOrder
+from rlhpc.rollout.generator.messages import Published
+from rlhpc.rollout.generator.meter import ActivityMeter
+from rlhpc.rollout.generator.numbering import Numbering
+from rlhpc.rollout.generator.parts import GeneratorParts, Links
+from rlhpc.rollout.generator.responses import EngineResponses, place_of
+from rlhpc.rollout.generator.state import EngineState, load_state
+from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, Switch
+from rlhpc.rollout.schedule.terms import terms_of
+
+
+class Generator:
+    """One engine's part of a run: ``run`` generates until the run ends, or with the last version.
+
+    It waits for the trainers only where its schedule needs a version that they have not published yet. Finished groups
+    are sent at once and kept until the trainers have consumed them, within the bound of ``Shelf``. Collective over the
+    ranks of the engine.
+    """
+
+    def __init__(self, parts: GeneratorParts, links: Links) -> None:
+        self._parts, self._weights = parts, links.weights
+        self._terms = terms_of(parts.config, parts.place.engines)
+        self._meter = ActivityMeter()
+        self._lead = Lead(parts, links, self._terms, self._meter) if parts.place.leads else None
+        self._ended = False
+
+    def run(self) -> None:
+        """Generates from the version where the attempt begins."""
+        beginning = self._find_beginning()
+        state = self._begin(beginning)
+        if state is not None:
+            self._responses.restore(state)
+        if self._lead is not None:
+            self._lead.begin(self._responses.collector, beginning, state)
+        self._arrived(beginning.published)
+        while not self._ended:
+            for order in self._parts.place.shared(self._lead.decide() if self._lead is not None else None):
+                self._do(order)
+
+    def _find_beginning(self) -> Beginning:
+        while True:
+            found = self._parts.place.shared(self._lead.find_beginning() if self._lead is not None else None)
+            if found is not None:
+                return found
+
+    def _begin(self, beginning: Beginning) -> EngineState | None:
+        """Wakes the engine with the attempt's first version; the state that it resumes from."""
+        parts, start, state = self._parts, beginning.start, None
+        if start.checkpoint:
+            state = load_state(Path(start.checkpoint), parts.place.engine, self._terms)
+        numbering = Numbering(
+            parts.prompts,
+            parts.config.seed,
+            parts.config.rollout.samples_per_prompt,
+            origin=start.prompt_cursor,
+            groups_per_step=None if self._terms.filtered else self._terms.groups_per_step,
+        )
+        self._responses = EngineResponses(parts, numbering, beginning.published.policy_version)
+        parts.engine.wake_weights()
+        self._write(start.version)
+        parts.engine.wake_cache()
+        return state
+
+    def _do(self, order: RankOrder) -> None:
+        """Does what the first rank has decided."""
+        match order.action:
+            case Admit(group):
+                held = self._responses.begin(group, order.step)
+                if self._lead is not None:
+                    self._lead.admitted(held)
+            case EngineStep():
+                self._step()
+            case Answer(key):
+                with self._meter.waits("tools"):
+                    stepped = self._responses.collector.resume([place_of(key)])
+                if self._lead is not None:
+                    self._lead.answered(key, stepped)
+            case Switch():
+                assert order.published is not None
+                self._switch(order.published)
+            case End():
+                self._ended = True
+
+    def _step(self) -> None:
+        collector = self._responses.collector
+        running = min(collector.requests, self._terms.slots)
+        stepped = collector.step()
+        self._meter.stepped(running)
+        if self._lead is not None:
+            self._lead.stepped(running, stepped)
+
+    def _switch(self, published: Published) -> None:
+        """Takes over new weights. Requests compute their KV cache again at every checkpoint, in every run, so that a
+        run that resumes from it equals one that does not."""
+        preempts = self._terms.in_flight == "recompute" or bool(published.checkpoint)
+        late: Stepped = self._responses.switch(published.policy_version, preempts=preempts)
+        self._write(published.version)
+        if self._lead is not None:
+            self._lead.switched(published, late)
+        self._arrived(published)
+
+    def _write(self, version: int) -> None:
+        with self._meter.waits("weights"):
+            self._weights.wait(version)
+        touch("weight sync", version)
+        self._weights.write(self._parts.engine, version)
+
+    def _arrived(self, published: Published) -> None:
+        """Saves, validates and ends with a version, as the trainers have decided."""
+        if published.checkpoint:
+            drafts = self._responses.collector.drafts()
+            if self._lead is not None:
+                self._lead.save(published, drafts)
+        if published.validates:
+            found = self._responses.validate(published.version)
+            if self._lead is not None:
+                self._lead.validated(published.version, found)
+        self._ended = published.ends

@@ -1,0 +1,74 @@
+"""What a generator works with, as the composition root builds it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar, cast
+
+import torch.distributed as dist
+
+from rlhpc.api import RewardWorkers, RolloutEngine
+from rlhpc.config.schema import RunConfig
+from rlhpc.data.prompts import PromptSet
+from rlhpc.parallel.board import Board
+from rlhpc.parallel.channel import Channel
+from rlhpc.rollout.collect import Dialogue
+
+T = TypeVar("T")
+
+
+class ArrivingWeights(Protocol):
+    """New weights on their way to the engine, on each of its ranks; see ``rlhpc.reshard.staged.target``."""
+
+    def ready(self, version: int) -> bool:
+        """Whether ``version`` has arrived."""
+
+    def wait(self, version: int) -> None:
+        """Waits until it has."""
+
+    def write(self, engine: RolloutEngine, version: int) -> None:
+        """Writes it into the engine, whose requests may be in flight."""
+
+
+@dataclass(frozen=True)
+class EnginePlace:
+    """This rank among the engines. ``leads``: it is its engine's first rank, which decides for the others; ``group``:
+    CPU group of the engine's ranks, None for an engine of one."""
+
+    engine: int
+    engines: int
+    leads: bool
+    group: dist.ProcessGroup | None = None
+
+    def shared(self, value: T | None) -> T:
+        """The first rank's value on every rank of the engine, which call it alike."""
+        if self.group is None:
+            return cast(T, value)
+        box = [value]
+        dist.broadcast_object_list(box, src=dist.get_global_rank(self.group, 0), group=self.group)
+        return cast(T, box[0])
+
+
+@dataclass(frozen=True)
+class Links:
+    """What connects an engine with the others. ``board`` and ``channel`` (to the trainers' first rank) are on its first
+    rank only."""
+
+    weights: ArrivingWeights
+    board: Board | None
+    channel: Channel | None
+
+
+@dataclass(frozen=True)
+class GeneratorParts:
+    """One engine on this rank, and what it answers. ``reward_workers``: on its first rank only; ``validation``: the
+    held-out prompts, None without any; ``needs_greedy``: the algorithm compares with greedy responses."""
+
+    config: RunConfig
+    place: EnginePlace
+    engine: RolloutEngine
+    reward_workers: RewardWorkers | None
+    tools: Dialogue | None
+    prompts: PromptSet
+    validation: PromptSet | None = None
+    needs_greedy: bool = False

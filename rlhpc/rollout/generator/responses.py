@@ -1,0 +1,146 @@
+"""Responses of one engine: requests to it, and what it has generated. All ranks of the engine make the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlhpc.api import Prompt
+from rlhpc.core.heartbeat import touch
+from rlhpc.data.groups import Group
+from rlhpc.rollout.collect import Collector, Draft, Place, Scored, Stepped
+from rlhpc.rollout.generator.numbering import Numbering
+from rlhpc.rollout.generator.parts import GeneratorParts
+from rlhpc.rollout.generator.shelf import GREEDY, HeldGroup
+from rlhpc.rollout.generator.state import EngineState
+from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
+
+
+@dataclass
+class EngineResponses:
+    """Groups and held-out prompts as requests to an engine, and their drafts.
+
+    Held-out prompts have groups below 0, so that all responses of the engine have places of their own.
+    """
+
+    parts: GeneratorParts
+    numbering: Numbering
+    policy_version: int
+
+    def __post_init__(self) -> None:
+        parts, section = self.parts, self.parts.config.rollout
+        sampling = self._sampling(section.temperature)
+        self.collector = Collector(parts.engine, sampling, parts.reward_workers, self.policy_version, parts.tools)
+
+    def begin(self, number: int, step: int) -> HeldGroup:
+        """Requests a group, whose samples are seeded by ``step``."""
+        config, prompt = self.parts.config, self._prompt(number)
+        blank = blank_draft(prompt, self.policy_version)
+
+        def drafts(count: int) -> Group:
+            first = self.numbering.first_sample(number)
+            return Group(number, step, first, (blank,) * count, (False,) * count, (False,) * count)
+
+        count = config.rollout.samples_per_prompt
+        held = HeldGroup(drafts(count), drafts(1) if self.parts.needs_greedy else None)
+        self.collector.begin(held.tasks(prompt, config.seed, self._sampling(0.0)))
+        return held
+
+    @property
+    def requests_of_group(self) -> int:
+        """Number of requests that ``begin`` makes."""
+        return self.parts.config.rollout.samples_per_prompt + self.parts.needs_greedy
+
+    def restore(self, state: EngineState) -> None:
+        """Requests what was in flight when the state was written, in its order."""
+        held = {group.group.number: group for group in state.groups}
+        drafts = []
+        for response in state.in_flight:
+            group = held[response.group]
+            tasks = group.tasks(self._prompt(response.group), self.parts.config.seed, self._sampling(0.0))
+            task = next(task for task in tasks if task.index == response.index)
+            task = replace(task, tool_calls=response.tool_calls, failed_tool_calls=response.failed_tool_calls)
+            drafts.append(Draft(task, calls=response.calls))
+        self.collector.restore(drafts)
+
+    def switch(self, policy_version: int, *, preempts: bool) -> Stepped:
+        """Later tokens are of another policy version. ``preempts``: requests compute their KV cache again."""
+        stepped = self.collector.switch(policy_version)
+        if preempts:
+            self.parts.engine.preempt()
+        self.policy_version = policy_version
+        return stepped
+
+    def validate(self, version: int) -> list[Scored]:
+        """Answers this engine's share of the held-out prompts alone; returns them with the responses that were
+        being scored. The order in which the engine has its requests does not change."""
+        touch("validation", version)
+        self.collector.set_aside()
+        self.collector.begin(self._held_out_tasks(version))
+        self.collector.advance()
+        found = self.collector.harvest()
+        self.collector.take_up()
+        return found
+
+    def _held_out_tasks(self, version: int) -> list[Task]:
+        """Tasks with the seeds that they have if all ranks generate."""
+        config, place, validation = self.parts.config, self.parts.place, self.parts.validation
+        assert validation is not None, "there are no held-out prompts"
+        section = config.validation
+        prompts = [prompt for _, prompt in validation.first(section.max_prompts)]
+        firsts = first_samples([prompt.prompt_id for prompt in prompts], section.samples_per_prompt)
+        sampling = self._sampling(section.temperature)
+        return [
+            Task(
+                -1 - number,
+                index,
+                prompts[number],
+                blank_draft(prompts[number], self.policy_version, number),
+                (config.seed, version, prompts[number].prompt_id, firsts[number] + index),
+                sampling=sampling,
+            )
+            for number in share_of(len(prompts), place.engines, place.engine)
+            for index in range(section.samples_per_prompt)
+        ]
+
+    def _prompt(self, number: int) -> Prompt:
+        return self.parts.prompts.take(number, 1, self.parts.config.seed)[0][0]
+
+    def _sampling(self, temperature: float) -> Sampling:
+        section = self.parts.config.rollout
+        return Sampling(section.max_response_tokens, temperature, section.top_p if temperature > 0 else 1.0)
+
+
+def split_held_out(found: Sequence[Scored]) -> tuple[list[Scored], list[Scored]]:
+    """Responses of groups; and those to held-out prompts, by their places, without routed experts: they are not trained
+    on."""
+    held_out = [
+        replace(scored, group=-1 - scored.group, sample=replace(scored.sample, routed_experts=None))
+        for scored in found
+        if scored.group < 0
+    ]
+    ordered = sorted(held_out, key=lambda scored: (scored.group, scored.index))
+    return [scored for scored in found if scored.group >= 0], ordered
+
+
+def drafted(held: Mapping[int, HeldGroup], drafts: Sequence[Draft]) -> list[HeldGroup]:
+    """The groups with the drafts of their responses in flight, in the order of their numbers."""
+    found = dict(held)
+    for draft in drafts:
+        task = draft.task
+        found[task.group] = found[task.group].with_response(task.index, task.draft, scored=False)
+    return [found[number] for number in sorted(found)]
+
+
+def call_key(place: Place) -> int:
+    """Number of a response by which its schedule knows its tool calls; equal in every attempt of a run."""
+    group, index = place
+    return group << _INDEX_BITS | index - GREEDY
+
+
+def place_of(key: int) -> Place:
+    """The response of a number."""
+    return key >> _INDEX_BITS, (key & (1 << _INDEX_BITS) - 1) + GREEDY
+
+
+_INDEX_BITS = 20
