@@ -47,6 +47,11 @@ class Placement:
         return self.roles[-1]
 
     @property
+    def world_size(self) -> int:
+        """Number of the job's ranks."""
+        return sum(role.size for role in self.roles)
+
+    @property
     def num_engines(self) -> int:
         """Number of engines, which are consecutive blocks of ``tp`` ranks."""
         return self.engines.size // self.tp

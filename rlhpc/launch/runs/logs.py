@@ -13,6 +13,7 @@ from rlhpc.core.errors import UserError
 from rlhpc.core.files import names_in
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.storage import exists, patiently
+from rlhpc.launch.roles import attempt_roles
 from rlhpc.launch.runs.run_registry import RunEntry
 
 _BLOCK = 1 << 16
@@ -49,7 +50,14 @@ def log_files(
         first = failed_rank(folder)
         first = first if first in ranks else min(ranks)
         selected = [first, *(other for other in ranks if all_ranks and other != first)]
-    return [Log(f"rank {number}, attempt {folder.number}", ranks[number]) for number in selected]
+    attempt_record = attempts.read_attempt(folder)
+    roles = attempt_roles(folder, attempt_record.world_size) if attempt_record is not None else None
+
+    def title(number: int) -> str:
+        role = f" ({roles.label(number)})" if roles is not None and number < roles.world_size else ""
+        return f"rank {number}{role}, attempt {folder.number}"
+
+    return [Log(title(number), ranks[number]) for number in selected]
 
 
 def rank_logs(folder: AttemptFolder) -> dict[int, Path]:

@@ -18,6 +18,7 @@ from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.slurm.queue import JobStatus
 from rlhpc.launch.slurm.times import clock
 from rlhpc.observe.alerts.record import Alert, read_alerts
+from rlhpc.observe.engine_activity import SidesStatus, read_sides
 from rlhpc.observe.progress import last_number
 
 _TAIL_BYTES = 65536  # of metrics.jsonl: many steps
@@ -57,7 +58,7 @@ class AttemptStatus:
 class RunStatus:
     """``state`` in a word or two; ``step`` of ``total`` in ``phase``; ``job`` is None if Slurm does not know it;
     ``checkpoints``: their steps; ``unreadable``: the error on reading the run folder, if any; ``alerts``: the newest
-    ones, oldest first."""
+    ones, oldest first; ``sides``: trainers and engines of a separate placement in the newest step."""
 
     run: RunEntry
     state: str
@@ -72,6 +73,7 @@ class RunStatus:
     best: Best | None = None
     unreadable: str = ""
     alerts: tuple[Alert, ...] = ()
+    sides: SidesStatus | None = None
 
     @property
     def verdict(self) -> Verdict | None:
@@ -90,6 +92,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         known, records = tuple(_attempts(run)), tail_records(run.folder.metrics)
         saved, best = attempts.saved_steps(run.folder), attempts.saved_best(run.folder)
         state, alerts = _state(run, job, known, asked=asked), tuple(read_alerts(run.folder)[-_ALERTS:])
+        sides = read_sides(run.folder.attempt(known[-1].attempt.number)) if known else None
     except OSError as error:
         state = job.words if job is not None else "unreadable"
         return RunStatus(run, state, job, (), unreadable=f"the run folder cannot be read: {error}")
@@ -107,6 +110,7 @@ def run_status(run: RunEntry, job: JobStatus | None, *, asked: bool = True) -> R
         saved,
         best,
         alerts=alerts,
+        sides=sides,
     )
 
 
@@ -177,6 +181,7 @@ def as_json(status: RunStatus) -> dict[str, Any]:
         "checkpoints": list(status.checkpoints),
         "best_checkpoint": asdict(status.best) if status.best else None,
         "restarts": status.restarts,
+        "sides": asdict(status.sides) if status.sides else None,
         "alerts": [asdict(alert) for alert in status.alerts],
         "attempts": [
             {**asdict(one.attempt), "verdict": asdict(one.verdict) if one.verdict else None} for one in status.attempts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -14,8 +14,10 @@ from rlhpc.core.text import duration, printable
 from rlhpc.launch.runs.status import AttemptStatus, RunStatus, queue_words, verdict_words
 from rlhpc.launch.slurm.times import clock
 from rlhpc.observe.alerts.record import Alert
+from rlhpc.observe.engine_activity import SidesStatus
 
 _PLAIN_COLUMNS = 200
+_ENGINES = 8  # that are shown
 _WIDE_COLUMNS = 120  # from here on a note has room beside the table
 _COLOURS = {
     "running": "green",
@@ -93,6 +95,8 @@ def details(status: RunStatus) -> RenderableType:
         if status.tokens_per_second is not None:
             parts.append(f"{status.tokens_per_second:,.0f} tokens/s")
         lines.add_row("progress", " | ".join(parts))
+    for name, text in sides_words(status.sides) if status.sides else ():
+        lines.add_row(name, text)
     if status.checkpoints:
         best = status.best
         words = f"; best: {best.step} ({best.metric} {best.value:.4g})" if best else ""
@@ -108,6 +112,24 @@ def details(status: RunStatus) -> RenderableType:
     for one in status.attempts:
         lines.add_row(f"attempt {one.attempt.number}", _attempt_words(one))
     return lines
+
+
+def sides_words(sides: SidesStatus) -> Iterator[tuple[str, str]]:
+    """Rows on trainers and engines of a separate placement, with the slowest engines."""
+    parts = [f"{sides.trainers_idle:.0%} idle"] if sides.trainers_idle is not None else []
+    if sides.queued_groups is not None:
+        parts.append(f"{sides.queued_groups} finished group(s) queued")
+    if sides.staleness_max is not None:
+        parts.append(f"staleness up to {sides.staleness_max}")
+    yield "trainers", " | ".join(parts)
+    slowest = sorted(sides.engines, key=lambda row: row.tokens_per_second)[:_ENGINES]
+    shown = [
+        f"engine {row.engine} (rank {row.rank}): {row.tokens_per_second:,.0f} tokens/s, {row.idle:.0%} idle, "
+        f"weights of step {row.version}"
+        for row in sorted(slowest, key=lambda row: row.engine)
+    ]
+    left = len(sides.engines) - len(shown)
+    yield "engines", "\n".join([*shown, *([f"and {left} faster ones"] if left else [])])
 
 
 def show(view: RenderableType) -> None:

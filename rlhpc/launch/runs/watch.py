@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from rlhpc.core import attempts
 from rlhpc.core.heartbeat import beat_file, read_beat
 from rlhpc.core.records import Record, is_step, number
+from rlhpc.launch.roles import attempt_roles
 from rlhpc.launch.runs.run_registry import RunEntry
 from rlhpc.launch.runs.status import RunStatus
 from rlhpc.observe.progress import MetricsFollower, progress_line
+from rlhpc.sharding.placement import Placement
 
 _MOST_RANKS = 256  # whose heartbeats are read
 _BEATS_SECONDS = 3.0  # between two looks at them
@@ -25,6 +27,9 @@ METRICS = (
     (("entropy",), "entropy", "{:.3g}"),
     (("response/length_mean",), "length", "{:,.0f}"),
     (("perf/tokens_per_second",), "tokens/s", "{:,.0f}"),
+    (("trainers/idle_fraction",), "idle train", "{:.0%}"),
+    (("engines/idle_fraction_mean",), "idle eng.", "{:.0%}"),
+    (("rollout/queued_groups",), "queued", "{:,.0f}"),
     (("memory/device_gib_max", "memory/cpu_gib_max"), "memory GiB", "{:.1f}"),
     (("grad_norm",), "grad norm", "{:.3g}"),
     (("advantage/zero_fraction",), "zero adv.", "{:.0%}"),
@@ -36,13 +41,15 @@ _NAMES = [name for names, _, _ in METRICS for name in names]
 
 @dataclass(frozen=True)
 class RankGroup:
-    """Ranks in the same phase of the same step. ``idle``: the longest time since one of them reported progress."""
+    """Ranks in the same phase of the same step. ``idle``: the longest time since one of them reported progress;
+    ``role``: what they are, such as ``trainers`` or ``engine 1``, empty without roles."""
 
     phase: str
     step: int | None
     ranks: tuple[int, ...]
     idle: float
     ended: bool
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -113,7 +120,8 @@ def rank_groups(run: RunEntry) -> tuple[Sequence[RankGroup], int]:
     attempt = attempts.read_attempt(folders[-1]) if folders else None
     if attempt is None:
         return (), 0
-    now, found = time.time(), dict[tuple[str, int | None, bool], tuple[list[int], float]]()
+    now, roles = time.time(), attempt_roles(folders[-1], attempt.world_size)
+    found = dict[tuple[str, int | None, bool, str], tuple[list[int], float]]()
     for rank in range(min(attempt.world_size, _MOST_RANKS)):
         try:
             beat = read_beat(folders[-1].heartbeats, rank)
@@ -121,11 +129,22 @@ def rank_groups(run: RunEntry) -> tuple[Sequence[RankGroup], int]:
         except OSError:  # of a moment, on a network file system
             continue
         if beat is not None:
-            ranks, idle = found.setdefault((beat.phase, beat.step, beat.ended), ([], 0.0))
+            key = (beat.phase, beat.step, beat.ended, roles.role_of(rank).name if roles else "")
+            ranks, idle = found.setdefault(key, ([], 0.0))
             ranks.append(rank)
-            found[(beat.phase, beat.step, beat.ended)] = ranks, max(idle, now - written + beat.idle)
-    groups = [RankGroup(*key[:2], tuple(ranks), idle, key[2]) for key, (ranks, idle) in found.items()]
+            found[key] = ranks, max(idle, now - written + beat.idle)
+    groups = [
+        RankGroup(phase, step, tuple(ranks), idle, ended, _role(roles, ranks) if roles else "")
+        for (phase, step, ended, _), (ranks, idle) in found.items()
+    ]
     return sorted(groups, key=lambda group: (len(group.ranks), group.ranks)), attempt.world_size
+
+
+def _role(roles: Placement, ranks: Sequence[int]) -> str:
+    """The engine that all of these ranks are of, else their role."""
+    labels = {roles.label(rank) for rank in ranks}
+    role = roles.role_of(ranks[0])
+    return labels.pop() if len(labels) == 1 and role is roles.engines else role.name
 
 
 def ranges(numbers: Iterable[int]) -> str:

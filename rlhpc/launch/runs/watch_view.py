@@ -131,6 +131,7 @@ def _ranks(snapshot: Snapshot) -> list[Text]:
 def _group(group: RankGroup) -> Text:
     step = "" if group.step is None else f", step {group.step}"
     who = f"rank{'s' if len(group.ranks) > 1 else ''} {ranges(group.ranks)}"
+    who += f" ({group.role})" if group.role else ""
     if group.ended:
         return Text(f"ended{step}: {who}", "dim")
     idle = f" | {duration(group.idle)} without progress" if group.idle >= _IDLE_SECONDS else ""
