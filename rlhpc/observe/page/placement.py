@@ -1,43 +1,60 @@
-"""Which rank is on which node, and its place on each axis of the layout."""
+"""Which rank is on which node, its role, and its place on each axis of its role's layout."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import Attempt
 from rlhpc.observe.page.packing import Numbers
+from rlhpc.plan.checks.placement import check_roles
 from rlhpc.sharding.layout import DENSE_AXES, EXPERT_AXES, ParallelLayout, make_layout
 
 MOST_RANKS = 4096
+_ELSEWHERE = -1  # place of a rank on the axes of another role
 
 
 def pack_placement(config: RunConfig, attempt: Attempt | None, numbers: Numbers) -> dict[str, Any]:
     """Nodes, axes and each rank's coordinates, as of an attempt; without one as configured."""
     ranks = attempt.world_size if attempt else config.world_size
     nodes = list(attempt.nodes) if attempt else []
-    layout = make_layout(config.actor.parallel, ranks)
-    axes = _axes("", layout, numbers)
+    roles = check_roles(config, ranks)
+    shown = min(ranks, MOST_RANKS)
+    layout = make_layout(config.actor.parallel, roles.trainers.size)
+    axes: list[dict[str, Any]] = []
+
+    def add(name: str, size: int, places: Iterable[int], **more: Any) -> None:
+        found = [*places][:shown]
+        axes.append({"name": name, "size": size, "places": numbers.put([*found, *[_ELSEWHERE] * (shown - len(found))])})
+        axes[-1].update(more)
+
+    if roles.separate:
+        role = [int(rank in roles.engines.ranks) for rank in range(shown)]
+        add("role", 2, role, labels=["trainer", "engine"])
+    for name, size, places in _axes("", layout, shown):
+        add(name, size, places)
     if config.algorithm.name in WITH_CRITIC and config.critic.parallel is not None:
-        axes += _axes("critic ", make_layout(config.critic.parallel, ranks), numbers)
-    if config.rollout.tp > 1:
-        engines = [rank // config.rollout.tp for rank in range(min(ranks, MOST_RANKS))]
-        axes.append({"name": "engine", "size": ranks // config.rollout.tp, "places": numbers.put(engines)})
-    return {"ranks": ranks, "nodes": nodes, "text": layout.text, "axes": axes}
+        for name, size, places in _axes("critic ", make_layout(config.critic.parallel, roles.trainers.size), shown):
+            add(name, size, places)
+    if config.rollout.tp > 1 or roles.separate:
+        first = roles.engines.first
+        engines = [(rank - first) // config.rollout.tp if rank >= first else _ELSEWHERE for rank in range(shown)]
+        add("engine", roles.num_engines, engines)
+    text = layout.text
+    if roles.separate:
+        text = f"{roles.trainers.size} train, {text}; {roles.engines.size} generate in {roles.num_engines} engine(s)"
+    return {"ranks": ranks, "nodes": nodes, "text": text, "axes": axes}
 
 
-def _axes(prefix: str, layout: ParallelLayout, numbers: Numbers) -> list[dict[str, Any]]:
+def _axes(prefix: str, layout: ParallelLayout, shown: int) -> Iterable[tuple[str, int, list[int]]]:
     """Axes of more than one rank; dp is always shown, those of experts if experts are divided."""
     experts = layout.etp * layout.ep > 1
     names = dict.fromkeys((*DENSE_AXES, *(EXPERT_AXES if experts else ())))
-    shown = range(min(layout.world_size, MOST_RANKS))
+    ranks = range(min(layout.world_size, shown))
     return [
-        {
-            "name": prefix + name,
-            "size": layout.size(name),
-            "places": numbers.put(layout.coord(rank)[name] for rank in shown),
-        }
+        (prefix + name, layout.size(name), [layout.coord(rank)[name] for rank in ranks])
         for name in names
         if layout.size(name) > 1 or name == "dp"
     ]

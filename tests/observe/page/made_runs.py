@@ -95,6 +95,12 @@ def _config(name: str, size: Size) -> dict[str, Any]:
     }
 
 
+def separate_config(name: str, size: Size) -> dict[str, Any]:
+    """Half of the ranks generate, in engines of two."""
+    roles = {"placement": "separate", "rollout": {"ranks": size.ranks // 2, "tp": 2}}
+    return {**_config(name, size), **roles}
+
+
 def _sample(number: int, size: Size, chance: random.Random) -> dict[str, Any]:
     words = ["the", "number", "of", "apples", "left", "is", "twelve", "because", "three", "were", "eaten", "so"]
     response = " ".join(chance.choice(words) + str(chance.randrange(100)) for _ in range(200))

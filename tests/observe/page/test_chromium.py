@@ -14,7 +14,7 @@ from rlhpc.core.folder import RunFolder
 from rlhpc.observe.page.document import SCRIPTS
 from rlhpc.observe.page.write import write_page
 from tests.observe.page.conftest import Opened
-from tests.observe.page.made_runs import LARGE, Size, make_run
+from tests.observe.page.made_runs import LARGE, Size, make_run, separate_config
 
 pytestmark = pytest.mark.heavy
 Open = Callable[[Path], Opened]
@@ -222,6 +222,20 @@ def test_marks_are_on_the_curves_and_can_be_hidden(small: tuple[Path, list[RunFo
     assert (
         page.tab.locator("#events a", has_text="log of rank 0").first.get_attribute("href").endswith("rank-00000.log")
     )
+
+
+def test_roles_of_ranks_are_shown(tmp_path: Path, open_page: Open) -> None:
+    size = Size(ranks=8)
+    write_page([make_run(tmp_path / "run", size, config=separate_config("run", size))], tmp_path / "page.html")
+    page = open_page(tmp_path / "page.html")
+    page.tab.evaluate("page.showAll()")
+    roles = [f"{rank}trainer" for rank in range(4)] + [f"{rank}engine" for rank in range(4, 8)]
+    assert page.tab.locator(".placement td").all_text_contents() == roles
+    assert page.tab.locator(".placement td").nth(6).get_attribute("title") == "engine, engine 1"
+    page.tab.select_option("#placement-axis", label="engine (2)")
+    cells = ["0", "1", "2", "3", "4engine 0", "5engine 0", "6engine 1", "7engine 1"]
+    assert page.tab.locator(".placement td").all_text_contents() == cells
+    assert page.problems == []
 
 
 def test_timeline_placement_samples_and_settings_answer(small: tuple[Path, list[RunFolder]], open_page: Open) -> None:

@@ -29,7 +29,7 @@ from rlhpc.observe.page.texts import MOST_SAMPLES, longest_text
 from rlhpc.observe.page.timeline import pack_timeline
 from rlhpc.observe.page.write import write_own_page, write_page
 from rlhpc.observe.training_samples import encoded, file_of
-from tests.observe.page.made_runs import BEGAN, Size, make_run
+from tests.observe.page.made_runs import BEGAN, Size, make_run, separate_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -141,6 +141,24 @@ def test_ranks_are_on_their_nodes_and_axes(tmp_path):
     assert {name: axis["size"] for name, axis in axes.items()} == {"tp": 2, "dp": 8}
     begin, count = axes["dp"]["places"]
     assert list(numbers._data[begin : begin + count]) == [rank // 2 for rank in range(16)]
+
+
+def test_ranks_have_their_roles(tmp_path):
+    size = Size(ranks=8)
+    texts, numbers = page_data([make_run(tmp_path / "run", size, config=separate_config("run", size))], tmp_path)
+    placement = texts["runs"][0]["placement"]
+    assert placement["text"] == "4 train, tp 2 x dp 2; 4 generate in 2 engine(s)"
+    places = {}
+    for axis in placement["axes"]:
+        begin, count = axis["places"]
+        places[axis["name"]] = list(numbers._data[begin : begin + count])
+    assert places == {
+        "role": [0, 0, 0, 0, 1, 1, 1, 1],
+        "tp": [0, 1, 0, 1, -1, -1, -1, -1],
+        "dp": [0, 0, 1, 1, -1, -1, -1, -1],
+        "engine": [-1, -1, -1, -1, 0, 0, 1, 1],
+    }
+    assert placement["axes"][0]["labels"] == ["trainer", "engine"]
 
 
 def test_settings_have_their_defaults_and_no_secrets():

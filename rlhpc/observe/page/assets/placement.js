@@ -49,11 +49,15 @@ page.placement = (() => {
 
   function cell(rank, places, axes, index) {
     const place = places[index][rank];
-    const made = element("td", { title: axes.map((axis, i) => `${axis.name} ${places[i][rank]}`).join(", ") },
-      element("b", { textContent: rank }), element("small", { textContent: `${axes[index].name} ${place}` }));
-    made.style.background = COLOURS[place % COLOURS.length];
+    const named = axes.map((axis, i) => words(axis, places[i][rank]));
+    const made = element("td", { title: named.filter(Boolean).join(", ") },
+      element("b", { textContent: rank }), element("small", { textContent: named[index] }));
+    if (place >= 0) made.style.background = COLOURS[place % COLOURS.length];
     return made;
   }
+
+  // A rank's place on an axis; empty for a rank of another role.
+  const words = (axis, place) => (place < 0 ? "" : axis.labels ? axis.labels[place] : `${axis.name} ${place}`);
 
   return { build };
 })();
