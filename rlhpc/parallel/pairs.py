@@ -123,7 +123,7 @@ def _meet(store: dist.Store, name: str, ranks: Sequence[int], mine: int) -> None
     store.set(f"here {mine}", "1")
     keys, deadline = [f"here {rank}" for rank in ranks], time.monotonic() + MEETING_SECONDS
     while True:
-        touch("connecting")
+        enter("connecting")
         try:
             store.wait(keys, _LOOK)
         except dist.DistStoreError:

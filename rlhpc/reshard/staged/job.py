@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rlhpc.core.errors import ReshardError
 from rlhpc.core.heartbeat import touch
-from rlhpc.parallel.pairs import InFlight, JobGroup, open_pair
+from rlhpc.parallel.pairs import JobGroup, Transmission, open_pair
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 
@@ -111,7 +111,7 @@ class Transfer:
     """A message in flight."""
 
     pair: JobGroup
-    work: InFlight
+    work: Transmission
 
     def wait(self) -> None:
         """Waits for its end. Raises PeerLost."""

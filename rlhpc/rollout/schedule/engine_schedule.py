@@ -7,7 +7,7 @@ from math import inf
 from typing import Any
 
 from rlhpc.rollout.schedule.actions import Action, Admit, Answer, AwaitNews, End, EngineStep, Switch
-from rlhpc.rollout.schedule.knowledge import Knowledge, EngineView, Time, first_too_early
+from rlhpc.rollout.schedule.knowledge import EngineView, Knowledge, Time, first_too_early
 from rlhpc.rollout.schedule.states import State, first_state
 from rlhpc.rollout.schedule.terms import Terms
 
