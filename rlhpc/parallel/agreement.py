@@ -43,17 +43,30 @@ def facts_of(files: Sequence[Path]) -> dict[str, str]:
 
 
 def check_agreement(info: RankInfo, facts: Facts) -> None:
-    """Raises UserError on every rank if the facts differ. Collective over all ranks of the job, those of other roles
-    too, which must have facts of the same names."""
-    everyone: list[tuple[str, Facts]] = [("", {})] * info.world_size
-    dist.all_gather_object(everyone, (info.node, facts))
-    difference = disagreement(everyone if info.job_size == info.world_size else _of_all_roles(info, everyone))
+    """Raises UserError on every rank if the facts differ. Collective over the ranks of this one's world."""
+    _refuse(disagreement(_of_this_role(info, facts), info.first))
+
+
+def check_job_agreement(info: RankInfo, facts: Facts) -> None:
+    """The same over all of the job's ranks, those of other roles too. The names of the facts must be equal."""
+    own = _of_this_role(info, facts)
+    _refuse(disagreement(own if info.job_size == info.world_size else _of_all_roles(info, own)))
+
+
+def _refuse(difference: str | None) -> None:
     if difference is not None:
         raise UserError(
             difference,
             where="ranks",
             remedy="use the same environment on all nodes, and start the run from the same place",
         )
+
+
+def _of_this_role(info: RankInfo, facts: Facts) -> list[tuple[str, Facts]]:
+    """Everyone's node and facts, by rank in this world."""
+    everyone: list[tuple[str, Facts]] = [("", {})] * info.world_size
+    dist.all_gather_object(everyone, (info.node, facts))
+    return everyone
 
 
 def _of_all_roles(info: RankInfo, own: Sequence[tuple[str, Facts]]) -> list[tuple[str, Facts]]:
@@ -71,14 +84,15 @@ def _of_all_roles(info: RankInfo, own: Sequence[tuple[str, Facts]]) -> list[tupl
     return [(node, facts) for node, facts in found[0]]
 
 
-def disagreement(everyone: Sequence[tuple[str, Facts]]) -> str | None:
-    """First difference between the facts of ranks, given as (node, facts), and its ranks; None if all agree."""
+def disagreement(everyone: Sequence[tuple[str, Facts]], first: int = 0) -> str | None:
+    """First difference between the facts of ranks, given as (node, facts), and its ranks; None if all agree. ``first``:
+    the first of them in the job."""
     for name in everyone[0][1]:
         values = [facts.get(name, "none") for _, facts in everyone]
         usual, _ = Counter(values).most_common(1)[0]
         others = [rank for rank, value in enumerate(values) if value != usual]
         if others:
-            ranks = ", ".join(f"{rank} on {everyone[rank][0]}" for rank in others[:4])
+            ranks = ", ".join(f"{first + rank} on {everyone[rank][0]}" for rank in others[:4])
             more = f" and {len(others) - 4} more" if len(others) > 4 else ""
             return f"rank {ranks}{more} has {name} {values[others[0]]}, the others have {usual}"
     return None

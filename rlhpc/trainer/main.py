@@ -57,7 +57,7 @@ def _join(context: RankContext) -> RunConfig:
     """Joins the other ranks; returns the configuration, which all agree on."""
     import torch
 
-    from rlhpc.parallel.agreement import check_agreement, facts_of
+    from rlhpc.parallel.agreement import check_job_agreement, facts_of
     from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import join
 
@@ -72,6 +72,6 @@ def _join(context: RankContext) -> RunConfig:
     config = load_config(context.attempt.config)
     enter("connecting")
     join(info, verify_connections=config.slurm.verify_connections)
-    check_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
+    check_job_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)
     return config

@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 
-from rlhpc.core.errors import NodeError, NonFiniteError, UserError
+from rlhpc.core.errors import NodeError, NonFiniteError, PeerLost, UserError
 from rlhpc.core.exits import ExitRecord, classify, first_failure, read_exits, read_starts, run_recorded, write_exit
 from rlhpc.core.imports import import_attribute
 from rlhpc.core.process import ProcessId
@@ -47,6 +47,7 @@ def test_the_cause_is_found(records, cause):
         (SystemExit(0), "done"),
         (KeyboardInterrupt(), "peer"),
         (BrokenPipeError(), "peer"),
+        (PeerLost("no rank has posted published/3 on the board within 5 s"), "peer"),
         (RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.1]:5"), "peer"),
         (RuntimeError("NCCL error in: ProcessGroupNCCL.cpp, remote process exited"), "peer"),
         (RuntimeError("failed to recv, got 0 bytes"), "peer"),

@@ -8,7 +8,7 @@ import pytest
 
 from rlhpc.core.errors import UserError
 from rlhpc.core.rank import RankInfo
-from rlhpc.parallel.agreement import check_agreement, disagreement, facts_of
+from rlhpc.parallel.agreement import check_agreement, check_job_agreement, disagreement, facts_of
 from tests.helpers.distributed import run_ranks
 
 
@@ -50,20 +50,22 @@ def _ask(folder: Path) -> tuple[str | None, str | None]:
 @pytest.mark.ranks
 def test_roles_that_read_different_configs_all_stop() -> None:
     """The odd rank is named by its number in the job, on the ranks of both roles."""
-    for first, second, third in run_ranks(_ask_in_a_role, 4, roles=(2, 2)):
+    for rank, (first, second, third, own) in enumerate(run_ranks(_ask_in_a_role, 4, roles=(2, 2))):
         assert first is None
         assert second is not None
         assert "rank 3 on " in second
         assert "has config.yaml b, the others have a" in second
         assert third is None
+        assert own is None if rank < 2 else "rank 3 on " in str(own)
 
 
 def _ask_in_a_role() -> list[str | None]:
     info = RankInfo.from_environ()
     messages: list[str | None] = []
-    for odd in ("a", "b", "a"):
+    checks = (check_job_agreement, check_job_agreement, check_job_agreement, check_agreement)
+    for check, odd in zip(checks, "abab", strict=True):
         try:
-            check_agreement(info, {"config.yaml": odd if info.job_rank == 3 else "a"})
+            check(info, {"config.yaml": odd if info.job_rank == 3 else "a"})
             messages.append(None)
         except UserError as error:
             messages.append(str(error))

@@ -75,16 +75,17 @@ def work_in_a_role() -> dict[str, Any]:
 
 
 def test_each_role_has_a_world_of_its_own_in_one_job():
-    found = run_ranks(work_in_a_role, 3, roles=(2, 1))
+    found = run_ranks(work_in_a_role, 4, roles=(2, 2), timeout=60)
     assert [rank["info"] for rank in found] == [
-        ("trainers", 0, 2, 0, 3),
-        ("trainers", 1, 2, 1, 3),
-        ("engines", 0, 1, 2, 3),
+        ("trainers", 0, 2, 0, 4),
+        ("trainers", 1, 2, 1, 4),
+        ("engines", 0, 2, 2, 4),
+        ("engines", 1, 2, 3, 4),
     ]
-    assert [rank["world"] for rank in found] == [(0, 2), (1, 2), (0, 1)]
-    assert [rank["sums"] for rank in found] == [[0b11] * 3, [0b11] * 3, [0b100] * 3]
-    assert [rank["waited"] for rank in found] == [["trainers", "trainers", "engines"]] * 3
-    assert [rank["read"] for rank in found] == [["rank/0", "rank/2"]] * 3
+    assert [rank["world"] for rank in found] == [(0, 2), (1, 2)] * 2
+    assert [rank["sums"] for rank in found] == [[0b11] * 3] * 2 + [[0b1100] * 3] * 2
+    assert [rank["waited"] for rank in found] == [["trainers"] * 2 + ["engines"] * 2] * 4
+    assert [rank["read"] for rank in found] == [["rank/0", "rank/2"]] * 4
     assert len({rank["place"] for rank in found}) == 1
 
 
