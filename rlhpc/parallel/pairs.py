@@ -10,7 +10,7 @@ import datetime
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from rlhpc.parallel.waits import leave_out_this_thread
 MEETING_SECONDS = 1800.0  # for all ranks to come; another role may load its models first
 TIMEOUT_SECONDS = 1800.0
 _LOOK = datetime.timedelta(seconds=0.5)  # between two signs of life
-Backend = Literal["gloo", "nccl"]
 
 
 class Transmission(Protocol):
@@ -91,9 +90,8 @@ def open_group(
     mine: int,
     *,
     timeout: float = TIMEOUT_SECONDS,
-    backend: Backend = "gloo",
 ) -> JobGroup:
-    """A group of ``ranks`` (the job's numbers) in which this one is ``mine``. Collective over them.
+    """A gloo group of ``ranks`` (the job's numbers) in which this one is ``mine``. Collective over them.
 
     ``store``: the job's; ``name``: of no other group in the job; ``timeout``: seconds after which an operation fails
     whose peer does not respond. Raises PeerLost if a rank does not come.
@@ -103,10 +101,6 @@ def open_group(
     prefixed, rank = dist.PrefixStore(f"group {name}", store.clone()), list(ranks).index(mine)
     _meet(prefixed, name, ranks, mine)
     limit = datetime.timedelta(seconds=timeout)
-    if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = limit
-        return JobGroup(name, ranks, mine, dist.ProcessGroupNCCL(prefixed, rank, len(ranks), options), timeout)
     make: Any = dist.distributed_c10d.ProcessGroupGloo  # which join() replaces
     return JobGroup(name, ranks, mine, make(prefixed, rank, len(ranks), limit), timeout)
 
@@ -114,7 +108,7 @@ def open_group(
 def open_pair(
     store: dist.Store, name: str, ends: tuple[int, int], mine: int, *, timeout: float = TIMEOUT_SECONDS
 ) -> JobGroup:
-    """A gloo group of two of the job's ranks; see ``open_group``."""
+    """A group of two of the job's ranks; see ``open_group``."""
     return open_group(store, name, ends, mine, timeout=timeout)
 
 

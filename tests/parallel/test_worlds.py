@@ -200,11 +200,45 @@ def beside_a_lost_peer(how: str, lost: int) -> float:
     if how == "SIGKILL":
         import torch
 
+        def poll() -> None:
+            work = pair.broadcast(torch.ones(3), lost)
+            while not pair.finished(work):
+                time.sleep(0.001)
+
         with pytest.raises(PeerLost, match=f"weights: lost rank {lost}"):
-            pair.wait(pair.broadcast(torch.ones(3), lost))
+            poll()
     else:
         os.kill(process, signal.SIGKILL)
     return seconds
+
+
+def poll_a_broadcast() -> tuple[int, list[float]]:
+    """How often a rank had to ask for a broadcast in a group over both roles, and what it received."""
+    import time
+
+    import torch
+
+    from rlhpc.parallel.groups import job_store
+    from rlhpc.parallel.pairs import open_group
+
+    info = RankInfo.from_environ()
+    group, tensor = open_group(job_store(), "all", (2, 0, 1), info.job_rank, timeout=20), torch.zeros(1000)
+    if info.job_rank == 1:
+        time.sleep(0.2)
+        tensor += 1
+    work, polls = group.broadcast(tensor, root=1), 1
+    while not group.finished(work):
+        polls += 1
+        time.sleep(0.01)
+    group.close()
+    return polls, tensor.unique().tolist()
+
+
+def test_a_broadcast_over_both_roles_can_be_polled():
+    found = run_ranks(poll_a_broadcast, 3, roles=(2, 1))
+    assert [values for _, values in found] == [[1.0]] * 3
+    assert found[0][0] > 5
+    assert found[2][0] > 5
 
 
 @pytest.mark.parametrize("lost", [0, 1])
