@@ -38,7 +38,7 @@ class WeightTarget:
     """Receives versions of the weights in a thread of its own, and writes them into the engine when asked to.
 
     Every rank of an engine has one. It keeps at most one complete version beside the one that it is receiving. An error
-    of the thread, such as a lost rank, is a ReshardError of the next call.
+    of the thread, such as a lost rank, is a ReshardError of the next call for a version that has not arrived.
     """
 
     def __init__(self, sides: SyncSides, section: ReshardSection, job: StagedJob) -> None:
@@ -61,12 +61,13 @@ class WeightTarget:
 
     def ready(self, version: int) -> bool:
         """Whether ``version`` has arrived and can be written without waiting. Takes microseconds."""
-        self._thread.check()
-        return version in self._arrived
+        if version not in self._arrived:
+            self._thread.check()
+            return False
+        return True
 
     def wait(self, version: int) -> None:
         """Waits until ``version`` has arrived, with heartbeats. Drops older ones, which can no longer be written."""
-        self._thread.check()
         self._thread.wait(lambda: self._dropped_before(version), _PHASE)
 
     @torch.no_grad()
