@@ -158,11 +158,8 @@ class Numbered:
             ((copy.bucket, number, copy) for number, copies in enumerate((syncs, forwards)) for copy in copies),
             key=lambda found: found[:2],
         ):
-            values = self._taken(copy)
-            if number:
-                name = self._name(copy.source_rank, copy.source)
-                values = self._written[name][copy.source.local_box.slices].reshape(copy.box.shape)
-                assert (values >= 0).all(), "forwarded before it was received"
+            values = self._taken(copy, self._written if number else self._read)
+            assert (values >= 0).all(), "forwarded before it was received"
             self._write(copy, values)
 
     def assert_filled(self) -> None:
@@ -200,8 +197,8 @@ class Numbered:
                 stops[self._name(rank, shard)].append(shard.local_box.stop)
         return {name: np.full([max(sizes) for sizes in zip(*each, strict=True)], -1) for name, each in stops.items()}
 
-    def _taken(self, copy: Copy) -> np.ndarray:
-        array = self._read[self._name(copy.source_rank, copy.source)][copy.source.local_box.slices]
+    def _taken(self, copy: Copy, arrays: dict[tuple[int, int, str], np.ndarray] | None = None) -> np.ndarray:
+        array = (arrays or self._read)[self._name(copy.source_rank, copy.source)][copy.source.local_box.slices]
         assert array.size == copy.box.volume, "outside the parameter"
         return array.flatten()
 

@@ -6,7 +6,8 @@ import threading
 from collections.abc import Callable
 
 from rlhpc.core.errors import ReshardError
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter
+from rlhpc.parallel.waits import leave_out_this_thread
 
 _LOOK_SECONDS = 0.5
 
@@ -30,11 +31,11 @@ class Background:
             raise ReshardError(f"{self._thread.name}: {self._error}") from self._error
 
     def wait(self, reached: Callable[[], bool], phase: str) -> None:
-        """Waits, with heartbeats. Raises a ReshardError if the thread fails before ``reached``."""
+        """Waits; not progress, as ``phase``. Raises a ReshardError if the thread fails before ``reached``."""
         with self.changed:
             while not reached():
                 self.check()
-                touch(phase)
+                enter(phase)
                 self.changed.wait(_LOOK_SECONDS)
 
     def join(self, seconds: float | None = None) -> bool:
@@ -43,6 +44,7 @@ class Background:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        leave_out_this_thread()
         try:
             self._work()
         except BaseException as error:

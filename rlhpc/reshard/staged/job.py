@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlhpc.core.errors import ReshardError
-from rlhpc.core.heartbeat import touch
+from rlhpc.core.heartbeat import enter
 from rlhpc.parallel.pairs import JobGroup, Transmission, open_pair
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
@@ -45,7 +45,7 @@ class StagedJob:
         if self.rank == first:
             self.store.set("weights/plan", plan.digest)
         while not arrived(self.store, "weights/plan"):
-            touch("waiting for trainers")
+            enter("waiting for trainers")
         if self.store.get("weights/plan").decode() != plan.digest:
             raise ReshardError(f"rank {self.rank} computed another weight sync plan than rank {first}")
         return plan

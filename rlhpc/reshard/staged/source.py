@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rlhpc.api import TrainBackend
 from rlhpc.config.schema import ReshardSection
+from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides
@@ -66,6 +67,7 @@ class WeightSource:
         """
         self.finish()
         for block in self._layout.blocks:
+            touch("weight sync")
             self._staging.put(block, self._actor.view(block.shard))
         sums = self._sums() if self._verifies else None
         if self._job.rank == min(self._sides.source):

@@ -11,6 +11,7 @@ from torch import Tensor
 from rlhpc.api import RolloutEngine
 from rlhpc.config.schema import ReshardSection
 from rlhpc.core.errors import ReshardError
+from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.background import Background
@@ -67,19 +68,21 @@ class WeightTarget:
         return True
 
     def wait(self, version: int) -> None:
-        """Waits until ``version`` has arrived, with heartbeats. Drops older ones, which can no longer be written."""
+        """Waits until ``version`` has arrived. Drops older ones, which can no longer be written."""
         self._thread.wait(lambda: self._dropped_before(version), _PHASE)
 
     @torch.no_grad()
     def write(self, engine: RolloutEngine, version: int) -> None:
         """Writes ``version`` into the engine between ``open_weights`` and ``close_weights``; waits for it if necessary.
 
-        The engine's weights are awake, and versions increase. Raises a ReshardError that names the weights whose
-        checksums differ from the trainers', if this version is verified (``reshard.verify``).
+        Between two steps; requests may be in flight. The engine's weights are awake, and versions increase. Raises a
+        ReshardError that names the weights whose checksums differ from the trainers', if this version is verified
+        (``reshard.verify``).
         """
         self.wait(version)
         arrived = self._arrived[version]
-        parameters = engine.open_weights()
+        parameters = engine.open_weights(in_flight=True)
+        touch("weight sync")
         for block in self._layout.blocks:
             _view(parameters, block.shard).copy_(arrived.staging.get(block), non_blocking=True)
         if self._job.device.type == "cuda":

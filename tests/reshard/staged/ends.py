@@ -38,6 +38,7 @@ class Case:
     dtype: torch.dtype = torch.float32
     axes: Mapping[str, int] = field(default_factory=dict)
     verify: Any = "always"
+    vocab: int = 200
 
     @property
     def ranks(self) -> int:
@@ -45,7 +46,7 @@ class Case:
 
     @property
     def sides(self) -> SyncSides:
-        shape = shape_of_kind(self.kind, num_hidden_layers=4, vocab_size=200)
+        shape = shape_of_kind(self.kind, num_hidden_layers=4, vocab_size=self.vocab)
         training, engines = ParallelLayout(self.trainers, **self.axes), range(self.trainers, self.ranks)
         return sync_sides(shape, training, EngineLayout(self.tp), range(self.trainers), engines)
 
@@ -80,7 +81,8 @@ class Engine:
         self._dtype, self._parameters = case.dtype, Parameters(case.sides.target[rank], False, case.dtype)
         self.opened = self.closed = 0
 
-    def open_weights(self) -> Mapping[str, Tensor]:
+    def open_weights(self, *, in_flight: bool) -> Mapping[str, Tensor]:
+        assert in_flight
         self.opened += 1
         for tensor in self._parameters._tensors.values():
             tensor.fill_(torch.nan)
