@@ -25,11 +25,12 @@ from rlhpc.rollout.generator.messages import (
 )
 from rlhpc.rollout.generator.meter import ActivityMeter
 from rlhpc.rollout.generator.parts import GeneratorParts, Links
-from rlhpc.rollout.generator.responses import call_key, drafted, split_held_out
-from rlhpc.rollout.generator.shelf import HeldGroup, Shelf
+from rlhpc.rollout.generator.responses import drafted, split_held_out
+from rlhpc.rollout.generator.shelf import HeldGroup, Shelf, call_key
 from rlhpc.rollout.generator.state import EngineState, InFlightResponse
 from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, Switch
-from rlhpc.rollout.schedule.engine_schedule import EngineSchedule, first_state
+from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
+from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Terms
 
 _LOOK_SECONDS = 0.002
@@ -40,10 +41,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What all ranks of the engine do next. ``step``: of a group to admit; ``published``: the version to switch to."""
+    """What all ranks of the engine do next. ``published``: the version to switch to."""
 
     action: Action
-    step: int = 0
     published: Published | None = None
 
 
@@ -80,7 +80,7 @@ class Lead:
     def begin(self, collector: Collector, beginning: Beginning, state: EngineState | None) -> None:
         """Begins with ``state``, or without any group. Finished groups are delivered again."""
         self._collector, start = collector, beginning.start
-        known = state.schedule if state is not None else first_state(self._terms, start.version, start.prompt_cursor)
+        known = state.schedule if state is not None else first_state(start.version, start.prompt_cursor)
         self._schedule = EngineSchedule(self._terms, self._parts.place.engine, known)
         assert self._schedule.version == start.version, (
             f"state of version {self._schedule.version}, not {start.version}"
@@ -198,16 +198,7 @@ class Lead:
         if isinstance(action, Switch):
             published = self._published(action.version)
             return RankOrder(action, published=published) if published is not None else None
-        if isinstance(action, Admit):
-            return RankOrder(action, self._step_of(action.group))
         return RankOrder(action)
-
-    def _step_of(self, group: int) -> int:
-        """The step that seeds a group: the one that trains on it. With a filter that is not known yet, and the version
-        takes its place."""
-        step = self._schedule.version if self._terms.filtered else self._schedule.batch_of(group)
-        assert step is not None, f"the step of group {group} is not known"
-        return step
 
     def _published(self, version: int) -> Published | None:
         """A version whose weights have arrived."""

@@ -13,9 +13,10 @@ from rlhpc.rollout.collect import Stepped
 from rlhpc.rollout.generator.lead import Beginning, Lead, RankOrder
 from rlhpc.rollout.generator.messages import Published
 from rlhpc.rollout.generator.meter import ActivityMeter
-from rlhpc.rollout.generator.numbering import Numbering
+from rlhpc.rollout.generator.numbering import Numbering, StepGroups
 from rlhpc.rollout.generator.parts import GeneratorParts, Links
-from rlhpc.rollout.generator.responses import EngineResponses, place_of
+from rlhpc.rollout.generator.responses import EngineResponses
+from rlhpc.rollout.generator.shelf import place_of
 from rlhpc.rollout.generator.state import EngineState, load_state
 from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, Switch
 from rlhpc.rollout.schedule.terms import terms_of
@@ -60,14 +61,10 @@ class Generator:
         parts, start, state = self._parts, beginning.start, None
         if start.checkpoint:
             state = load_state(Path(start.checkpoint), parts.place.engine, self._terms)
-        numbering = Numbering(
-            parts.prompts,
-            parts.config.seed,
-            parts.config.rollout.samples_per_prompt,
-            origin=start.prompt_cursor,
-            groups_per_step=None if self._terms.filtered else self._terms.groups_per_step,
-        )
-        self._responses = EngineResponses(parts, numbering, beginning.published.policy_version)
+        seed, count = parts.config.seed, parts.config.rollout.samples_per_prompt
+        steps = StepGroups(start.version, start.prompt_cursor, self._terms.groups_per_step)
+        numbering = Numbering(parts.prompts, seed, count, None if self._terms.filtered else steps)
+        self._responses = EngineResponses(parts, numbering, start.version, beginning.published.policy_version)
         parts.engine.wake_weights()
         self._write(start.version)
         parts.engine.wake_cache()
@@ -77,7 +74,7 @@ class Generator:
         """Does what the first rank has decided."""
         match order.action:
             case Admit(group):
-                held = self._responses.begin(group, order.step)
+                held = self._responses.begin(group)
                 if self._lead is not None:
                     self._lead.admitted(held)
             case EngineStep():
@@ -105,7 +102,7 @@ class Generator:
         """Takes over new weights. Requests compute their KV cache again at every checkpoint, in every run, so that a
         run that resumes from it equals one that does not."""
         preempts = self._terms.in_flight == "recompute" or bool(published.checkpoint)
-        late: Stepped = self._responses.switch(published.policy_version, preempts=preempts)
+        late: Stepped = self._responses.switch(published, preempts=preempts)
         self._write(published.version)
         if self._lead is not None:
             self._lead.switched(published, late)
@@ -124,7 +121,7 @@ class Generator:
             if self._lead is not None:
                 self._lead.save(published, drafts)
         if published.validates:
-            found = self._responses.validate(published.version)
+            found = self._responses.validate()
             if self._lead is not None:
                 self._lead.validated(published.version, found)
         self._ended = published.ends

@@ -11,7 +11,7 @@ from rlhpc.api import RewardWorkers, RolloutEngine
 from rlhpc.config.schema import RunConfig
 from rlhpc.data.prompts import PromptSet
 from rlhpc.parallel.board import Board
-from rlhpc.parallel.channel import Channel
+from rlhpc.parallel.channel import ObjectChannel
 from rlhpc.rollout.collect import Dialogue
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class Links:
 
     weights: ArrivingWeights
     board: Board | None
-    channel: Channel | None
+    channel: ObjectChannel | None
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from rlhpc.api import Prompt
 from rlhpc.core.heartbeat import touch
 from rlhpc.data.groups import Group
-from rlhpc.rollout.collect import Collector, Draft, Place, Scored, Stepped
+from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
+from rlhpc.rollout.generator.messages import Published
 from rlhpc.rollout.generator.numbering import Numbering
 from rlhpc.rollout.generator.parts import GeneratorParts
-from rlhpc.rollout.generator.shelf import GREEDY, HeldGroup
+from rlhpc.rollout.generator.shelf import HeldGroup
 from rlhpc.rollout.generator.state import EngineState
 from rlhpc.rollout.requests import Sampling, Task, blank_draft, first_samples, share_of
 
@@ -25,6 +26,7 @@ class EngineResponses:
 
     parts: GeneratorParts
     numbering: Numbering
+    version: int
     policy_version: int
 
     def __post_init__(self) -> None:
@@ -32,24 +34,19 @@ class EngineResponses:
         sampling = self._sampling(section.temperature)
         self.collector = Collector(parts.engine, sampling, parts.reward_workers, self.policy_version, parts.tools)
 
-    def begin(self, number: int, step: int) -> HeldGroup:
-        """Requests a group, whose samples are seeded by ``step``."""
+    def begin(self, number: int) -> HeldGroup:
+        """Requests a group."""
         config, prompt = self.parts.config, self._prompt(number)
         blank = blank_draft(prompt, self.policy_version)
 
         def drafts(count: int) -> Group:
-            first = self.numbering.first_sample(number)
+            step, first = self.numbering.step(number, self.version), self.numbering.first_sample(number)
             return Group(number, step, first, (blank,) * count, (False,) * count, (False,) * count)
 
         count = config.rollout.samples_per_prompt
         held = HeldGroup(drafts(count), drafts(1) if self.parts.needs_greedy else None)
         self.collector.begin(held.tasks(prompt, config.seed, self._sampling(0.0)))
         return held
-
-    @property
-    def requests_of_group(self) -> int:
-        """Number of requests that ``begin`` makes."""
-        return self.parts.config.rollout.samples_per_prompt + self.parts.needs_greedy
 
     def restore(self, state: EngineState) -> None:
         """Requests what was in flight when the state was written, in its order."""
@@ -63,26 +60,26 @@ class EngineResponses:
             drafts.append(Draft(task, calls=response.calls))
         self.collector.restore(drafts)
 
-    def switch(self, policy_version: int, *, preempts: bool) -> Stepped:
-        """Later tokens are of another policy version. ``preempts``: requests compute their KV cache again."""
-        stepped = self.collector.switch(policy_version)
+    def switch(self, published: Published, *, preempts: bool) -> Stepped:
+        """Later tokens are of another version. ``preempts``: requests compute their KV cache again."""
+        stepped = self.collector.switch(published.policy_version)
         if preempts:
             self.parts.engine.preempt()
-        self.policy_version = policy_version
+        self.version, self.policy_version = published.version, published.policy_version
         return stepped
 
-    def validate(self, version: int) -> list[Scored]:
+    def validate(self) -> list[Scored]:
         """Answers this engine's share of the held-out prompts alone; returns them with the responses that were
         being scored. The order in which the engine has its requests does not change."""
-        touch("validation", version)
+        touch("validation", self.version)
         self.collector.set_aside()
-        self.collector.begin(self._held_out_tasks(version))
+        self.collector.begin(self._held_out_tasks())
         self.collector.advance()
         found = self.collector.harvest()
         self.collector.take_up()
         return found
 
-    def _held_out_tasks(self, version: int) -> list[Task]:
+    def _held_out_tasks(self) -> list[Task]:
         """Tasks with the seeds that they have if all ranks generate."""
         config, place, validation = self.parts.config, self.parts.place, self.parts.validation
         assert validation is not None, "there are no held-out prompts"
@@ -96,7 +93,7 @@ class EngineResponses:
                 index,
                 prompts[number],
                 blank_draft(prompts[number], self.policy_version, number),
-                (config.seed, version, prompts[number].prompt_id, firsts[number] + index),
+                (config.seed, self.version, prompts[number].prompt_id, firsts[number] + index),
                 sampling=sampling,
             )
             for number in share_of(len(prompts), place.engines, place.engine)
@@ -130,17 +127,3 @@ def drafted(held: Mapping[int, HeldGroup], drafts: Sequence[Draft]) -> list[Held
         task = draft.task
         found[task.group] = found[task.group].with_response(task.index, task.draft, scored=False)
     return [found[number] for number in sorted(found)]
-
-
-def call_key(place: Place) -> int:
-    """Number of a response by which its schedule knows its tool calls; equal in every attempt of a run."""
-    group, index = place
-    return group << _INDEX_BITS | index - GREEDY
-
-
-def place_of(key: int) -> Place:
-    """The response of a number."""
-    return key >> _INDEX_BITS, (key & (1 << _INDEX_BITS) - 1) + GREEDY
-
-
-_INDEX_BITS = 20

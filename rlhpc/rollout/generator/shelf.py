@@ -9,11 +9,12 @@ from dataclasses import dataclass, field, replace
 from rlhpc.api import Prompt, Sample
 from rlhpc.data.group_filter import Filter
 from rlhpc.data.groups import Group
-from rlhpc.rollout.collect import Scored
+from rlhpc.rollout.collect import Place, Scored
 from rlhpc.rollout.generator.messages import FinishedGroup, GroupCounts
 from rlhpc.rollout.requests import Sampling, Task
 
 GREEDY = -1  # index of the greedy response to a group's prompt, a baseline
+_INDEX_BITS = 20
 
 
 @dataclass(frozen=True)
@@ -115,3 +116,14 @@ class Shelf:
         usable = self.held[number].group.usable
         self.held[number] = replace(self.held[number], keeps=bool(usable) and self._keeps(usable))
         return self.held[number].finished
+
+
+def call_key(place: Place) -> int:
+    """Number of a response by which its schedule knows its tool calls; equal in every attempt of a run."""
+    group, index = place
+    return group << _INDEX_BITS | index - GREEDY
+
+
+def place_of(key: int) -> Place:
+    """The response of a number."""
+    return key >> _INDEX_BITS, (key & (1 << _INDEX_BITS) - 1) + GREEDY

@@ -10,7 +10,7 @@ They are written when the engine switches to the version of the checkpoint, as l
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,8 @@ from rlhpc.core.folder import EnginesFolder
 from rlhpc.core.storage import exists, patiently
 from rlhpc.data.groups import Group, load_groups, save_groups
 from rlhpc.rollout.collect import Place
-from rlhpc.rollout.generator.shelf import HeldGroup
-from rlhpc.rollout.schedule.engine_schedule import redistributed
+from rlhpc.rollout.generator.shelf import HeldGroup, call_key
+from rlhpc.rollout.schedule.states import redistributed
 from rlhpc.rollout.schedule.terms import Terms
 
 
@@ -84,12 +84,15 @@ def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | Non
     if writers == terms.engines:
         return _load(folder, engine)
     states = [_load(folder, writer) for writer in range(writers)]
-    schedule = redistributed(terms, [dict(state.schedule) for state in states])[engine]
-    return taken_over(states, engine, terms.engines, schedule)
+    taken = [taken_over(states, taker, terms.engines) for taker in range(terms.engines)]
+    requests = [sum(not response.calls for response in state.in_flight) for state in taken]
+    calls = [[call_key((r.group, r.index)) for r in state.in_flight if r.calls] for state in taken]
+    schedules = redistributed(terms, [state.schedule for state in states], requests, calls)
+    return replace(taken[engine], schedule=schedules[engine])
 
 
-def taken_over(states: Sequence[EngineState], engine: int, engines: int, schedule: Mapping[str, Any]) -> EngineState:
-    """State of one of ``engines`` engines, from the parts that other engines wrote."""
+def taken_over(states: Sequence[EngineState], engine: int, engines: int) -> EngineState:
+    """State of one of ``engines`` engines, from the parts that other engines wrote; without a schedule."""
     mine = [held for state in states for held in state.groups if held.group.number % engines == engine]
     placed = [item for state in states for item in enumerate(state.in_flight) if item[1].group % engines == engine]
     ordered = sorted(placed, key=lambda item: (item[1].calls, item[0], item[1].group))
@@ -97,11 +100,10 @@ def taken_over(states: Sequence[EngineState], engine: int, engines: int, schedul
         states[0].version,
         engine,
         engines,
-        schedule,
+        {},
         tuple(response for _, response in ordered),
         tuple(sorted(mine, key=lambda held: held.group.number)),
         tuple(group for state in states for group in state.late_ends if group % engines == engine),
-        tuple(place for state in states for place in state.late_calls if place[0] % engines == engine),
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from rlhpc.data.mixing import Mixture
 from rlhpc.data.prompts import Prompts, PromptSet
-from rlhpc.rollout.generator.numbering import Numbering
+from rlhpc.rollout.generator.numbering import Numbering, StepGroups
 from rlhpc.rollout.requests import first_samples
 from tests.rollout.generator.values import prompt
 
@@ -25,12 +25,13 @@ def prompt_set(size: int, mixture: Mixture | None = None) -> PromptSet:
 @pytest.mark.parametrize(("size", "per_step", "origin"), [(5, 4, 0), (3, 8, 16), (8, 8, 3)])
 def test_without_a_filter_they_are_those_of_a_step_on_all_ranks(size: int, per_step: int, origin: int) -> None:
     prompts = prompt_set(size)
-    numbering = Numbering(prompts, 7, COUNT, origin=origin, groups_per_step=per_step)
+    numbering = Numbering(prompts, 7, COUNT, StepGroups(3, origin, per_step))
     cursor = origin
-    for _ in range(4):
+    for step in range(3, 7):
         taken, after = prompts.take(cursor, per_step, 7)
         expected = first_samples([prompt.prompt_id for prompt in taken], COUNT)
         assert [numbering.first_sample(number) for number in range(cursor, after)] == expected
+        assert {numbering.step(number, version=2) for number in range(cursor, after)} == {step}
         cursor = after
 
 
@@ -41,3 +42,4 @@ def test_with_a_filter_a_prompt_s_samples_count_from_the_beginning(mixture: Mixt
     taken, _ = prompts.take(0, 40, 7)
     expected = first_samples([prompt.prompt_id for prompt in taken], COUNT)
     assert [numbering.first_sample(number) for number in range(40)] == expected
+    assert numbering.step(17, version=2) == 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from rlhpc.api import Sample
@@ -30,7 +32,7 @@ def test_a_group_is_finished_with_its_last_response_and_judged_by_the_filter() -
 def test_a_greedy_response_belongs_to_its_group_and_counts_only_its_failures() -> None:
     shelf = Shelf(bool)
     shelf.add(HeldGroup(blank_group(3), blank_group(3, count=1)))
-    calls = {"tool_calls": 2, "failed_tool_calls": 1, "failures": ("raised",)}
+    calls: dict[str, Any] = {"tool_calls": 2, "failed_tool_calls": 1, "failures": ("raised",)}
     assert not shelf.put([scored(3, 0, **calls), scored(3, 1, dropped=True)])
     (found,) = shelf.put([scored(3, GREEDY, 0.5, **calls)])
     assert found.greedy is not None

@@ -72,7 +72,7 @@ def test_a_state_is_not_written_into_a_checkpoint_that_is_gone(tmp_path: Path) -
 @pytest.mark.parametrize("engines", [1, 3])
 def test_other_engines_take_over_every_group_and_every_request_once(engines: int) -> None:
     states = [state(0, 2, range(0, 24, 2)), state(1, 2, range(1, 24, 2))]
-    taken = [taken_over(states, engine, engines, {"clock": 20}) for engine in range(engines)]
+    taken = [taken_over(states, engine, engines) for engine in range(engines)]
     numbers = [[held.group.number for held in found.groups] for found in taken]
     assert numbers == [list(range(engine, 24, engines)) for engine in range(engines)]
     before = {response for found in states for response in found.in_flight}

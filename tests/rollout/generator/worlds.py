@@ -1,0 +1,397 @@
+"""Generators of several engines in threads of one process, with an engine of words and a stand-in for the trainers.
+
+The trainers publish a version as soon as they have its batch. What an engine samples depends on its weights' version,
+and its log-probs on the requests beside: any change in the composition of an engine step shows.
+tests/rollout/generator/test_separate.py has the real engine.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from rlhpc.api import Completion, Prompt, Request, RewardResult
+from rlhpc.config.schema import RunConfig
+from rlhpc.data.prompts import Prompts, PromptSet
+from rlhpc.parallel.board import Board
+from rlhpc.rollout.collect import Reply
+from rlhpc.rollout.generator.loop import Generator
+from rlhpc.rollout.generator.messages import (
+    START_KEY,
+    Delivered,
+    FinishedGroup,
+    Published,
+    StartPoint,
+    Validated,
+    Written,
+    published_key,
+)
+from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
+from rlhpc.rollout.requests import Task, last_turn, mixed_bits, turns
+from rlhpc.rollout.schedule.batches import Batches
+from rlhpc.rollout.schedule.terms import terms_of
+
+END = 1
+PROMPTS = 13
+HELD_OUT = 5
+
+
+def make_config(**changes: Any) -> RunConfig:
+    """A run of 6 steps with 8 groups of 3 responses each; ``changes`` by dotted keys, with __ for the dot."""
+    config: dict[str, Any] = {
+        "name": "words",
+        "model": {"path": "model"},
+        "data": {"train": ["train.jsonl"]},
+        "placement": "separate",
+        "asynchrony": {
+            "max_staleness": 1,
+            "costs": {"step_seconds": 1.0, "sequence_seconds": 0.1, "train_seconds": 5.0, "tool_seconds": 3.0},
+        },
+        "rewards": [{"function": "rlhpc.rewards.rules:number"}],
+        "rollout": {
+            "ranks": 1,
+            "samples_per_prompt": 3,
+            "max_response_tokens": 40,
+            "max_num_seqs": 8,
+            "temperature": 0.9,
+        },
+        "train": {"steps": 6, "prompts_per_step": 8},
+        "validation": {"samples_per_prompt": 2, "temperature": 0.5},
+    }
+    for key, value in changes.items():
+        section = config
+        *parts, last = key.split("__")
+        for part in parts:
+            section = section.setdefault(part, {})
+        section[last] = value
+    return RunConfig.model_validate(config)
+
+
+@dataclass
+class WordRequest:
+    request: Request
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+
+
+class WordEngine:
+    """Samples a token of each of its first ``slots`` requests in a step, by seed, position and version; a token's
+    log-prob is a number of the composition of the step."""
+
+    def __init__(self, slots: int, *, delayed: bool = False) -> None:
+        """``delayed``: what ends with a step is known with the next one, as on a device."""
+        self._slots, self._delayed, self.version = slots, delayed, -1
+        self._late: list[tuple[int, Completion]] = []
+        self.open: dict[int, WordRequest] = {}
+        self.awake: list[str] = []
+
+    def wake_weights(self) -> None:
+        self.awake.append("weights")
+
+    def wake_cache(self) -> None:
+        assert self.version >= 0
+        self.awake.append("cache")
+
+    def submit(self, key: int, request: Request) -> None:
+        assert self.awake == ["weights", "cache"]
+        self.open[key] = WordRequest(request)
+
+    def step(self) -> list[tuple[int, Completion]]:
+        running = list(self.open.items())[: self._slots]
+        beside = mixed_bits(*(found.request.seed for _, found in running)) % 9973 if running else 0
+        done = []
+        for key, found in running:
+            bits = mixed_bits(found.request.seed, len(found.request.prompt) + len(found.tokens), self.version)
+            ends = bits % 12 == 0
+            found.tokens.append(END if ends else 30 + (bits >> 8) % 7)
+            found.log_probs.append(-(beside + 1) / 8192)
+            if ends or len(found.tokens) == found.request.max_tokens:
+                done.append((key, self._completion(self.open.pop(key), truncated=not ends)))
+        if self._delayed:
+            done, self._late = self._late, done
+        return done
+
+    def settle(self) -> list[tuple[int, Completion]]:
+        late, self._late = self._late, []
+        return late
+
+    def order(self) -> list[int]:
+        return list(self.open)
+
+    def so_far(self, keys: Sequence[int]) -> dict[int, Completion]:
+        return {key: self._completion(self.open[key]) for key in keys}
+
+    def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
+        return {key: self._completion(self.open.pop(key)) for key in keys}
+
+    def preempt(self) -> None: ...
+
+    def statistics(self) -> dict[str, float]:
+        return {"engine/running_requests_max": float(len(self.open))}
+
+    @staticmethod
+    def _completion(found: WordRequest, *, truncated: bool = False) -> Completion:
+        tokens, log_probs = np.array(found.tokens, np.int32), np.array(found.log_probs, np.float32)
+        return Completion(tokens, log_probs, truncated)
+
+
+class VersionWeights:
+    """Weights that arrive as soon as they are published."""
+
+    def ready(self, version: int) -> bool:
+        return True
+
+    def wait(self, version: int) -> None: ...
+
+    def write(self, engine: Any, version: int) -> None:
+        assert version > engine.version
+        engine.version = version
+
+
+class SlowRewards:
+    """Rewards 0 or 1 by the response's tokens, some of them late in real time."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._waiting = random.Random(seed), dict[int, tuple[float, RewardResult]]()
+
+    def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
+        reward = float(int(completion.tokens.sum()) % 5 == 0)
+        due = time.monotonic() + self._random.choice([0.0, 0.0, 0.004])
+        self._waiting[key] = due, RewardResult(reward, failures=("raised",) if not reward else ())
+
+    def ready(self) -> dict[int, RewardResult]:
+        now = time.monotonic()
+        return {key: self._waiting.pop(key)[1] for key, (due, _) in list(self._waiting.items()) if due <= now}
+
+    def results(self) -> dict[int, RewardResult]:
+        time.sleep(max([0.0, *(due - time.monotonic() for due, _ in self._waiting.values())]))
+        return self.ready()
+
+
+class SlowTools:
+    """Answers turns that end with an even token before the end, some late in real time; at most three turns."""
+
+    def __init__(self, seed: int) -> None:
+        self._random, self._due = random.Random(seed), dict[int, tuple[float, Reply]]()
+
+    def begin(self, key: int, task: Task) -> bool:
+        turn = last_turn(task.draft)
+        if turns(task.draft) == 3 or len(turn) < 2 or turn[-2] % 2:
+            return False
+        tokens = (END, 50 + len(turn) % 5, 51)
+        self._due[key] = time.monotonic() + self._random.choice([0.0, 0.0, 0.003]), Reply(tokens, 2, 1)
+        return True
+
+    def unanswered(self, task: Task) -> bool:
+        return False
+
+    def ready(self) -> dict[int, Reply]:
+        now = time.monotonic()
+        return {key: self._due.pop(key)[1] for key, (due, _) in list(self._due.items()) if due <= now}
+
+    def answers(self, *, all_of_them: bool) -> dict[int, Reply]:
+        found: dict[int, Reply] = {}
+        while self._due and (all_of_them or not found):
+            time.sleep(0.001)
+            found |= self.ready()
+        return found
+
+    def end(self, task: Task) -> None: ...
+
+
+class Lines:
+    """Channel and inbox in one process."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.inbox, self.failed = self, False
+
+    def send(self, value: Any) -> None:
+        self.sent.append(value)
+
+    def check(self) -> None:
+        if self.failed:
+            raise RuntimeError("another thread has failed")
+
+
+@dataclass
+class Outcome:
+    """What the trainers have got: groups by number, how often each was delivered, answers by version, versions whose
+    state each engine has written, batches in order."""
+
+    groups: dict[int, FinishedGroup] = field(default_factory=dict)
+    times: dict[int, int] = field(default_factory=dict)
+    validated: dict[int, list[Any]] = field(default_factory=dict)
+    written: list[tuple[int, int]] = field(default_factory=list)
+    batches: list[tuple[int, ...]] = field(default_factory=list)
+    activity: list[Any] = field(default_factory=list)
+
+
+def run_world(
+    config: RunConfig,
+    engines: int,
+    *,
+    start: StartPoint | None = None,
+    decide: Callable[[int], Mapping[str, Any]] = lambda version: {},
+    tools: bool = False,
+    greedy: bool = False,
+    delayed: bool = False,
+    seed: int = 0,
+) -> Outcome:
+    """Runs all engines to their end. ``decide``: further fields of a version as it is published; ``seed``: of what is
+    late in real time."""
+    start, lines = start or StartPoint(0, 0), [Lines() for _ in range(engines)]
+    store = dist.HashStore()
+    errors: list[BaseException] = []
+
+    def guarded(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+            for line in lines:
+                line.failed = True
+
+    def engine(index: int) -> None:
+        parts = GeneratorParts(
+            config,
+            EnginePlace(index, engines, leads=True),
+            WordEngine(config.rollout.max_num_seqs, delayed=delayed),  # type: ignore[arg-type]
+            SlowRewards(seed + index),  # type: ignore[arg-type]
+            SlowTools(seed + index) if tools else None,
+            prompt_set(PROMPTS),
+            prompt_set(HELD_OUT),
+            greedy,
+        )
+        Generator(parts, Links(VersionWeights(), Board(store), lines[index])).run()
+
+    trainers = Trainers(config, Board(store), lines, start, decide, seed)
+    works = [trainers.run, *(lambda index=index: engine(index) for index in range(engines))]
+    threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert errors or not thread.is_alive(), "the engines and the trainers wait for each other"
+    if errors:
+        raise errors[0]
+    trainers.read()
+    return trainers.outcome
+
+
+class Trainers:
+    """Take batches in order and publish a version for each; check what they get."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        board: Board,
+        lines: Sequence[Lines],
+        start: StartPoint,
+        decide: Callable[[int], Mapping[str, Any]],
+        seed: int,
+    ) -> None:
+        self._terms = terms_of(config, len(lines))
+        self._board, self._lines, self._start, self._decide = board, lines, start, decide
+        self._batches, self._random = Batches(self._terms, start.version, start.prompt_cursor), random.Random(seed)
+        self.outcome = Outcome()
+
+    def run(self) -> None:
+        version, ended = self._start.version, False
+        self._board.post(START_KEY, self._start.to_json())
+        cursor = self._start.prompt_cursor
+        while True:
+            published = Published(version, policy_of(version), cursor, **self._decide(version))
+            self._board.post(published_key(version), published.to_json())
+            ended = published.ends or version == self._terms.steps
+            if ended:
+                return
+            while (batch := self._batches.close()) is None:
+                time.sleep(0.001)
+                self._lines[0].check()
+                self.read()
+            assert batch.number == version
+            self._check(version, batch.kept)
+            self.outcome.batches.append(batch.kept)
+            time.sleep(self._random.choice([0.0, 0.005]))
+            version, cursor = version + 1, batch.end
+
+    def read(self) -> None:
+        for line in self._lines:
+            while line.sent:
+                message = line.sent.pop(0)
+                match message:
+                    case Delivered():
+                        self.outcome.activity.append(message.statistics)
+                        for group in message.groups:
+                            self._take(group)
+                    case Validated():
+                        self.outcome.validated.setdefault(message.version, []).extend(message.scored)
+                    case Written():
+                        assert message.error is None, message.error
+                        self.outcome.written.append((message.version, message.engine))
+
+    def _take(self, group: FinishedGroup) -> None:
+        self.outcome.groups[group.number] = group
+        self.outcome.times[group.number] = self.outcome.times.get(group.number, 0) + 1
+        self._batches.judge(group.number, group.keeps)
+
+    def _check(self, step: int, groups: Sequence[int]) -> None:
+        """No token of a step's groups is older than the bound."""
+        for number in groups:
+            group = self.outcome.groups[number]
+            for sample in (*group.group.samples, *([group.greedy] if group.greedy is not None else [])):
+                oldest = min(versions_of(sample))
+                assert oldest >= policy_of(max(0, step - self._terms.max_staleness)), (step, number, oldest)
+                assert max(versions_of(sample)) <= policy_of(step)
+
+
+def policy_of(version: int) -> int:
+    """The policy version of a schedule version: another number, so that none is taken for the other."""
+    return 100 + version
+
+
+def versions_of(sample: Any) -> list[int]:
+    """The policy version of each token of a response."""
+    versions: list[int] = (
+        sample.token_versions.tolist()
+        if sample.token_versions is not None
+        else [sample.policy_version] * sample.response_len
+    )
+    assert versions[0] == sample.policy_version == min(versions)
+    return versions
+
+
+def prompt_set(size: int) -> PromptSet:
+    rows = [Prompt(number, (), "source", "answer", {}) for number in range(size)]
+    tokens = np.arange(100, 100 + 2 * size, dtype=np.int32)
+    return PromptSet(Prompts(rows, tokens, np.arange(0, 2 * size + 1, 2)), 0, (range(size),), ("",))
+
+
+def plain(group: FinishedGroup) -> Any:
+    """All of a group, to be compared."""
+    samples = [*group.group.samples, *([group.greedy] if group.greedy is not None else [])]
+    return (
+        group.number,
+        group.keeps,
+        (group.group.step, group.group.first_sample, group.group.dropped),
+        (group.counts.tool_calls, group.counts.failed_tool_calls, dict(group.counts.reward_failures)),
+        [
+            (
+                sample.tokens.tolist(),
+                sample.log_probs.tobytes(),
+                sample.reward,
+                versions_of(sample),
+                sample.truncated,
+                None if sample.response_mask is None else sample.response_mask.tolist(),
+            )
+            for sample in samples
+        ],
+    )
