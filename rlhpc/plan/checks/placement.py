@@ -10,13 +10,14 @@ from itertools import chain
 from math import lcm
 
 from rlhpc.config.placement import AsynchronySection
-from rlhpc.config.rollout import DynamicSamplingSection
+from rlhpc.config.rollout import DynamicSamplingSection, replayed_groups
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.sharding.layout import JOB_RANKS, divisors
 from rlhpc.sharding.placement import Placement, placement_of
 
 _TRAINERS = "ranks that train (those of the job without the engines')"
+_LEAST_SECONDS = 1e-9  # virtual time is in whole nanoseconds
 _TRIED = 4096  # numbers of ranks above and below the configured one that a remedy is looked for in
 
 
@@ -28,7 +29,7 @@ def separates(config: RunConfig) -> bool:
 def new_groups(config: RunConfig, prompts: int | None = None) -> int:
     """Number of a step's groups that are generated for it, all but replayed ones, of ``prompts`` or as configured."""
     groups, replay = prompts or config.train.prompts_per_step, config.train.replay
-    return groups if replay is None else groups - min(round(groups * replay.fraction), replay.capacity, groups - 1)
+    return groups if replay is None else groups - replayed_groups(groups, replay.fraction, replay.capacity)
 
 
 def check_placement(config: RunConfig) -> None:
@@ -105,11 +106,19 @@ def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
             where="asynchrony.max_staleness",
             remedy=f"use at most {max(1, steps - 1)}",
         )
-    if section.costs.step_seconds == 0 and section.costs.sequence_seconds == 0:
+    costs = section.costs
+    if all(value is not None and value < _LEAST_SECONDS for value in (costs.step_seconds, costs.sequence_seconds)):
         yield UserError(
-            "0, as is asynchrony.costs.sequence_seconds: an engine's step takes time",
+            f"{costs.step_seconds:g}, and asynchrony.costs.sequence_seconds is {costs.sequence_seconds:g}: virtual "
+            "time would stand still",
             where="asynchrony.costs.step_seconds",
-            remedy="set one of them above 0, or leave both out",
+            remedy=f"set one of them to {_LEAST_SECONDS:g} or more, or leave both out",
+        )
+    if costs.train_seconds is not None and costs.train_seconds < _LEAST_SECONDS:
+        yield UserError(
+            f"{costs.train_seconds:g}: virtual time would stand still",
+            where="asynchrony.costs.train_seconds",
+            remedy=f"set it to {_LEAST_SECONDS:g} or more, or leave it out",
         )
     if replay is None:
         return

@@ -112,7 +112,12 @@ def refused(config, *overrides: str) -> str:
         ),
         (
             [EIGHT, "rollout.ranks=4", "asynchrony.costs={step_seconds: 0, sequence_seconds: 0}"],
-            "asynchrony.costs.step_seconds: 0, as is asynchrony.costs.sequence_seconds",
+            "asynchrony.costs.step_seconds: 0, and asynchrony.costs.sequence_seconds is 0: virtual time would stand "
+            "still; set one of them to 1e-09 or more, or leave both out",
+        ),
+        (
+            [EIGHT, "rollout.ranks=4", "asynchrony.costs.train_seconds=1.0e-10"],
+            "asynchrony.costs.train_seconds: 1e-10: virtual time would stand still; set it to 1e-09 or more, or leave",
         ),
         (
             [EIGHT, "rollout.ranks=4", "train.replay={capacity: 9, fraction: 0.05}"],
