@@ -11,6 +11,7 @@ from rlhpc.core.errors import PeerLost
 from rlhpc.core.heartbeat import Heartbeat, read_beat
 from rlhpc.parallel.board import Board
 from rlhpc.parallel.channel import Inbox
+from rlhpc.reshard.staged.background import Background
 
 pytestmark = pytest.mark.heavy
 
@@ -23,8 +24,10 @@ def test_waiting_for_another_role_is_no_progress(tmp_path: Path) -> None:
         with pytest.raises(PeerLost, match="no rank has posted version/3"):
             Board(dist.HashStore()).wait_for("version/3", 0.01)
         assert heartbeat.phase == "waiting for version/3"
+        thread, looks = Background("nothing", lambda: None), iter((False, True))
+        thread.wait(lambda: next(looks), "waiting for weights")
     finally:
         heartbeat.stop()
     beat = read_beat(tmp_path, 0)
     assert beat is not None
-    assert (beat.touches, beat.phase) == (0, "waiting for version/3")
+    assert (beat.touches, beat.phase) == (0, "waiting for weights")
