@@ -20,6 +20,12 @@ bench-reshard: venv
 bench-reshard-plan: venv
 	$(BIN)/python -m bench.reshard_plan
 
+.PHONY: bench-schedules
+
+# A minute: one process, no torch.
+bench-schedules: venv
+	$(BIN)/python -m bench.schedules
+
 .PHONY: bench-convert
 
 # A few minutes on a fast disk: a model of 4 GB three times in each direction, with 13 GB of disk, 10 GB of memory.

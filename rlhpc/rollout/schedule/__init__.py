@@ -9,7 +9,8 @@ take the same actions in the same order, on slow and fast machines, resumed or n
     states.py           states to begin with, also with another number of engines
     batches.py          which groups form the batch of a step
     actions.py          the actions
-    simulator.py        step time and idle shares of schedules and placements
+    generation_load.py  responses of a step and the time of engines for them
+    simulator.py        step time and idle shares of schedules
 
 The rule. Group j, the j-th prompt of the run's order, belongs to engine j mod E. Each engine has a clock V; a step of b
 requests adds a + c b to it. Batch s has the s-th P groups, in order, that the filter keeps; its groups have all ended

@@ -1,0 +1,96 @@
+"""The simulated schedule is the engines' own, and its times are those that the placement's bounds allow."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlhpc.rollout.schedule.generation_load import GenerationLoad, SampledLengths, colocated, makespan, shortest_step
+from rlhpc.rollout.schedule.simulator import _Separate, arrival, separate
+from rlhpc.rollout.schedule.terms import Costs, Terms
+from tests.rollout.schedule.worlds import Work, plain
+
+LOAD = GenerationLoad(4, 32, 8, 64, 0.05, 1e-4, train_seconds=4.2, mean_tokens=80, most_tokens=480, switch_seconds=0.05)
+
+
+class LengthsOf(Work):
+    """Responses of one turn with a load's lengths."""
+
+    def __init__(self, load: GenerationLoad) -> None:
+        super().__init__(0, load.samples_per_group)
+        lengths = SampledLengths(load)
+        self.turns = lambda group: [[length] for length in lengths[group]]
+        self.keeps = lambda group: True
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 3])
+@pytest.mark.parametrize("wrong", [0.8, 1.0, 1.2])
+def test_real_times_change_no_action(max_staleness, wrong):
+    """Many steps at once, with jitter and slow trainers: groups start with the versions of the central rule."""
+    load = GenerationLoad(3, 6, 2, 4, 0.05, 1e-3, train_seconds=1.0, mean_tokens=20, most_tokens=60, jitter=0.3)
+    costs = load.costs(wrong)
+    job = _Separate(load, (max_staleness, 6, 1), costs, "recompute")
+    job.run()
+    terms = Terms(3, 6, max_staleness, job.terms.steps, 4, costs)
+    versions = {}
+    for log in plain(terms, LengthsOf(load))[0]:
+        version = 0
+        for _, kind, value in log:
+            version = value if kind == "switch" else version
+            if kind == "admit":
+                versions[value] = version
+    assert len(job.started) >= 36
+    assert job.started == {group: versions[group] for group in job.started}
+
+
+def test_the_constants_decide_and_nothing_else():
+    slow = replace(LOAD, jitter=0.5, seed=LOAD.seed)
+    job, other = (_Separate(load, (1, 6, 1), LOAD.costs(), "recompute") for load in (LOAD, slow))
+    assert job.run().step_seconds != other.run().step_seconds
+    common = job.started.keys() & other.started.keys()
+    assert len(common) > 150
+    assert all(job.started[group] == other.started[group] for group in common)
+
+
+@pytest.mark.parametrize(("max_staleness", "least"), [(1, 1.15), (2, 1.5)])
+def test_separate_is_faster_than_colocated_on_long_tails(max_staleness, least):
+    both = colocated(replace(LOAD, engines=8, train_seconds=LOAD.train_seconds / 2))
+    found = separate(LOAD, max_staleness)
+    assert both.step_seconds / found.step_seconds >= least
+    assert found.max_staleness == max_staleness
+    assert found.step_seconds <= 1.25 * shortest_step(LOAD, max_staleness)
+
+
+@pytest.mark.parametrize("max_staleness", [1, 2])
+def test_determinism_costs_little_over_arrival_order(max_staleness):
+    free = arrival(LOAD, max_staleness, steps=18)
+    assert free.max_staleness == max_staleness
+    assert separate(LOAD, max_staleness, steps=18).step_seconds <= 1.05 * free.step_seconds
+    for wrong in (0.8, 1.2):
+        found = separate(LOAD, max_staleness, costs=LOAD.costs(wrong), steps=18)
+        assert found.step_seconds <= 1.25 * free.step_seconds
+
+
+def test_finishing_on_old_weights_costs_more_than_recomputing():
+    found = separate(LOAD, 1, in_flight="finish").step_seconds / separate(LOAD, 1).step_seconds
+    assert 1.2 <= found <= 1.8
+
+
+def test_a_filter_costs_what_it_drops():
+    filtered = replace(LOAD, kept=0.5, groups_per_step=16)
+    found, free = separate(filtered, 1, steps=8), arrival(filtered, 1, steps=8)
+    assert found.max_staleness <= 1 >= free.max_staleness
+    assert found.step_seconds > separate(replace(filtered, kept=1.0), 1, steps=8).step_seconds
+    assert found.step_seconds <= 1.5 * free.step_seconds
+
+
+def test_one_response_takes_its_tokens_times_a_step():
+    load = GenerationLoad(
+        1, 1, 1, 1, 0.5, 0.25, train_seconds=3.0, mean_tokens=8, most_tokens=8, spread=0.0, jitter=0.0
+    )
+    assert makespan(load) == 8 * 0.75
+    assert load.costs() == Costs.of_seconds(0.5, 0.25, 3.0)
+    assert shortest_step(load, 0) == separate(load, 0).step_seconds == arrival(load, 0).step_seconds == 9.0
+    assert colocated(load).step_seconds == 9.0
+    assert separate(load, 1).step_seconds == arrival(load, 1).step_seconds == 6.0
