@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlhpc.core.folder import RunFolder
+from rlhpc.core.records import repeatable
 from rlhpc.observe.engine_activity import IDLE, EngineActivity, EngineRow, read_sides
 from tools import metric_names
 
@@ -31,6 +32,13 @@ def test_metrics_are_shares_of_each_engines_time() -> None:
 def test_every_metric_is_on_the_page() -> None:
     page = metric_names.names(metric_names.PAGE.read_text(encoding="utf-8"))
     assert {name for name in page if name.startswith("engines/")} == set(two_engines().metrics())
+
+
+def test_a_repeated_step_may_differ_in_them() -> None:
+    others = {"trainers/idle_fraction": 0.2, "rollout/queued_groups": 3.0}
+    assert repeatable({**two_engines().metrics(), **others, "rollout/completion_tokens": 5.0}) == {
+        "rollout/completion_tokens": 5.0
+    }
 
 
 def test_each_step_begins_anew() -> None:

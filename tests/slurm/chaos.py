@@ -1,6 +1,6 @@
 """Runs of the demo's task on a real Slurm, each hit by a fault at a random moment, none helped by a person.
 
-python -m tests.slurm.chaos [--runs 20] [--seed 0] [--faults kill_rank,unplug] [--side-by-side 2]
+python -m tests.slurm.chaos [--runs 20] [--seed 0] [--faults kill_rank,unplug] [--side-by-side 2] [--placement separate]
 
 Each run must finish, take every step once, give up no step that a checkpoint held, and end with the weights of an
 undisturbed run on as many ranks, bit by bit.
@@ -34,6 +34,16 @@ from tests.slurm.settings import Settings
 SFT_STEPS, RL_STEPS, EVERY = 10, 30, 5
 NODES = (2, 3, 4)
 _DISK_MIB = 192
+# With placement separate, half of a node's ranks train or generate beside those of the other nodes.
+PLACEMENTS: dict[str, dict[str, Any]] = {
+    "colocated": {},
+    "separate": {
+        "placement": "separate",
+        "resources": {"ranks_per_node": 2},
+        "rollout__ranks": 1,
+        "asynchrony": {"max_staleness": 1},
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -76,23 +86,23 @@ def submit(cluster: Cluster, file: Path) -> int:
     return int(json.loads((file.parent / "run" / "job.json").read_text())["job_id"])
 
 
-def undisturbed(cluster: Cluster, folder: Path, nodes: int) -> Path:
+def undisturbed(cluster: Cluster, folder: Path, nodes: int, **changes: Any) -> Path:
     """A run that nothing happens to; its run folder."""
-    job_id = submit(cluster, config(folder, nodes))
+    job_id = submit(cluster, config(folder, nodes, **changes))
     cluster.wait_state(job_id, "COMPLETED", timeout=900)
     return folder / "run"
 
 
 def disturbed(
-    cluster: Cluster, folder: Path, reference: Path, nodes: int, fault: str, chance: random.Random
+    cluster: Cluster, folder: Path, reference: Path, nodes: int, fault: str, chance: random.Random, **changes: Any
 ) -> Outcome:
     """A run that is hit by ``fault`` at a random moment, and how it came out."""
     began = time.monotonic()
-    job_id = submit(cluster, config(folder, nodes))
+    job_id = submit(cluster, config(folder, nodes, **changes))
     run = RunFolder(folder / "run")
     total = len(records(reference))
     count = chance.randrange(0, total - 2)
-    wait(lambda: len(records(run.path)) >= count and _ranks_started(run, nodes), f"{count} records", timeout=900)
+    wait(lambda: len(records(run.path)) >= count and _ranks_started(run), f"{count} records", timeout=900)
     time.sleep(chance.uniform(0.0, 1.0) if count else chance.uniform(0.0, 10.0))
     saved = attempts.saved_step(run)
     where = FAULTS[fault](Target(cluster, job_id, run, chance))
@@ -137,32 +147,34 @@ def _lost(run: RunFolder, saved: int) -> str:
     return "" if starts[-1].saved_step >= saved or len(starts) == 1 else f"step {saved} was saved and is lost"
 
 
-def _ranks_started(run: RunFolder, nodes: int) -> bool:
+def _ranks_started(run: RunFolder) -> bool:
     folders = attempts.folders(run)
-    return bool(folders) and len(list(folders[-1].exits.glob("*.start.json"))) == nodes
+    attempt = attempts.read_attempt(folders[-1]) if folders else None
+    return attempt is not None and len(list(folders[-1].exits.glob("*.start.json"))) == attempt.world_size
 
 
-def chaos(runs: int, seed: int, faults: list[str], folder: Path, side_by_side: int) -> list[Outcome]:
+def chaos(options: argparse.Namespace, folder: Path) -> list[Outcome]:
     """All runs, expected one by one as they end."""
-    chance = random.Random(seed)
+    chance, runs, faults = random.Random(options.seed), options.runs, options.faults.split(",")
+    changes = PLACEMENTS[options.placement]
     plan = [(index, chance.choice(NODES), faults[index % len(faults)], chance.random()) for index in range(runs)]
     for index in range(runs):
         small_disk(folder / f"run-{index}", _DISK_MIB)
     with Cluster.up(Settings(nodes=max(NODES))) as cluster:
         wanted = sorted({nodes for _, nodes, _, _ in plan})
-        references = {nodes: undisturbed(cluster, folder / f"reference-{nodes}", nodes) for nodes in wanted}
+        references = {nodes: undisturbed(cluster, folder / f"reference-{nodes}", nodes, **changes) for nodes in wanted}
     print(f"undisturbed runs on {wanted} nodes: done", flush=True)
 
     def one(item: tuple[int, int, str, float]) -> Outcome:
         index, nodes, fault, own = item
         with Cluster.up(Settings(nodes=max(NODES))) as cluster:
             where = folder / f"run-{index}"
-            outcome = disturbed(cluster, where, references[nodes], nodes, fault, random.Random(own))
+            outcome = disturbed(cluster, where, references[nodes], nodes, fault, random.Random(own), **changes)
         print(f"{index + 1:3} {_line(outcome)}", flush=True)
         return outcome
 
     try:
-        with ThreadPoolExecutor(side_by_side) as pool:
+        with ThreadPoolExecutor(options.side_by_side) as pool:
             return list(pool.map(one, plan))
     finally:
         for index in range(runs):
@@ -184,9 +196,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", default=",".join(FAULTS))
     parser.add_argument("--side-by-side", type=int, default=1)
+    parser.add_argument("--placement", choices=PLACEMENTS, default="colocated")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="rlhpc-chaos-"))
-    outcomes = chaos(options.runs, options.seed, options.faults.split(","), folder, options.side_by_side)
+    outcomes = chaos(options, folder)
     good = sum(not outcome.wrong for outcome in outcomes)
     print(f"{good} of {len(outcomes)} runs finished by themselves with the weights of an undisturbed run ({folder})")
     sys.exit(0 if good == len(outcomes) else 1)

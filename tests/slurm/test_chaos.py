@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import pytest
 
-from tests.slurm.chaos import disturbed, undisturbed
+from tests.slurm.chaos import PLACEMENTS, RL_STEPS, disturbed, undisturbed
 
 pytestmark = [pytest.mark.slurm, pytest.mark.long, pytest.mark.timeout(2400)]
 
@@ -18,3 +19,19 @@ def test_disturbed_runs_end_with_the_weights_of_an_undisturbed_one(cluster, tmp_
         assert not outcome.wrong, outcome
         assert outcome.starts > 1, outcome
         cluster.heal()
+
+
+def test_a_killed_trainer_or_engine_changes_no_bit_of_a_separate_run(cluster, tmp_path):
+    """Three ranks of two nodes train, the last one generates."""
+    separate = PLACEMENTS["separate"]
+    reference = undisturbed(cluster, tmp_path / "reference", 2, **separate)
+    for number in range(2):
+        outcome = disturbed(
+            cluster, tmp_path / f"run-{number}", reference, 2, "kill_rank", random.Random(number), **separate
+        )
+        assert not outcome.wrong, outcome
+        assert outcome.starts > 1, outcome
+    records = [json.loads(line) for line in (reference / "metrics.jsonl").read_text().splitlines()]
+    staleness = [record["sampling/staleness_max"] for record in records if "sampling/staleness_max" in record]
+    assert len(staleness) == RL_STEPS
+    assert max(staleness) == 1
