@@ -110,24 +110,27 @@ def exchange() -> Any:
     JobGroup.send = send_counted
     for number in range(20):
         for channel in channels:
-            channel.send({"from": info.job_rank, "number": number, "large": large if number == 10 else None})
+            channel.send(
+                {"from": info.job_rank, "number": number, "large": large if number == info.job_rank == 1 else None}
+            )
     large[:] = 0  # an object travels as it was when it was sent
     found: dict[int, list[int]] = {}
     while sum(map(len, found.values())) < 20 * len(channels):
         assert inbox.wait(20)
         for peer, value in inbox.take():
             assert value["from"] == peer
-            if value["number"] == 10:
+            if value["number"] == peer == 1:
                 assert np.array_equal(value["large"], np.arange(LARGE, dtype=np.uint8))
             found.setdefault(peer, []).append(value["number"])
     assert inbox.sizes() == (0, 0)
-    assert max(sizes) == 16 << 20
     assert not inbox.wait(0.01)
     for channel in channels:
         channel.close()
         assert channel.backlog == 0
         with pytest.raises(PeerLost, match="has closed its end"):
             channel.send(1)
+    largest = max(sizes)  # bytes of a message
+    assert largest == 16 << 20 if info.job_rank == 1 else largest < 1000
     return found
 
 
