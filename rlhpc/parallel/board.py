@@ -34,8 +34,10 @@ class Board:
 
     def read(self, keys: Iterable[str]) -> dict[str, Any]:
         """The values of those keys that are there. Does not wait."""
-        present = [key for key in keys if self._store.check([self._key(key)])]
-        return {key: json.loads(self._store.get(self._key(key))) for key in present}
+        wanted = list(keys)
+        if wanted and not self._store.check([self._key(key) for key in wanted]):  # asks for all at once
+            wanted = [key for key in wanted if self._store.check([self._key(key)])]
+        return {key: json.loads(value) for key, value in zip(wanted, self._get(wanted), strict=True)}
 
     def wait_for(
         self, key: str, seconds: float, phase: str | None = None, check: Callable[[], object] | None = None
@@ -61,6 +63,13 @@ class Board:
     def drop(self, key: str) -> None:
         """Removes a value, if it is there. Nobody may be about to read it."""
         self._store.delete_key(self._key(key))
+
+    def _get(self, keys: list[str]) -> list[bytes]:
+        """Values that are there, with one request if the store can."""
+        names = [self._key(key) for key in keys]
+        if names and self._store.has_extended_api():
+            return list(self._store.multi_get(names))
+        return [self._store.get(name) for name in names]
 
     def _key(self, key: str) -> str:
         return f"{self._name}/{key}"

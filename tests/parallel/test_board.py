@@ -24,7 +24,8 @@ def test_values_are_posted_replaced_read_and_dropped() -> None:
         "published/3": {"version": 3, "checkpoint": ""},
         "published/4": [4, None],
     }
-    assert other.read(["published/3"]) == {}
+    assert board.read(["published/4"]) == {"published/4": [4, None]}
+    assert board.read([]) == other.read(["published/3"]) == {}
     board.drop("published/3")
     board.drop("published/9")
     assert board.read(["published/3"]) == {}
