@@ -96,3 +96,12 @@ def test_a_rank_leaves_its_start_and_its_end(tmp_path):
 def test_success_is_recorded_as_done(tmp_path):
     run_recorded(tmp_path, INFO, lambda: None)
     assert read_exits(tmp_path)[1].kind == "done"
+
+
+def test_records_go_by_the_job_s_ranks(tmp_path):
+    engines = [RankInfo(rank, 4, rank, "node", "", 1).in_role("engines", 2, 2) for rank in (2, 3)]
+    for info in engines:
+        run_recorded(tmp_path, info, lambda: None)
+    assert [info.rank for info in engines] == [0, 1]
+    assert sorted(read_starts(tmp_path)) == sorted(read_exits(tmp_path)) == [2, 3]
+    assert [record.rank for record in read_exits(tmp_path).values()] == [2, 3]
