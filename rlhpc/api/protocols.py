@@ -168,8 +168,9 @@ class RolloutEngine(Protocol):
         """Keys of the requests in flight: running ones, then waiting ones. Another engine that gets the rest of each in
         this order continues as this one does after ``preempt``, bit for bit."""
 
-    def so_far(self, keys: Sequence[int]) -> dict[int, Completion]:
-        """What requests have generated so far. They remain in flight."""
+    def so_far(self, since: Mapping[int, int]) -> dict[int, Completion]:
+        """What requests, by their keys, have generated so far, from a place in each response on; routed experts from
+        the prompt on. The requests remain in flight."""
 
     def preempt(self) -> None:
         """Returns running requests to the head of the queue, in order, and drops cached prefixes. The next steps

@@ -255,9 +255,9 @@ class Collector:
 
     def _update_drafts(self, keys: Sequence[int]) -> None:
         """Appends to the drafts of requests in flight what they have generated with the present weights."""
-        for key, completion in self._engine.so_far(keys).items():
-            self._requests[key] = self._extended(self._requests[key], completion, self._drafted[key])
-            self._drafted[key] = len(completion.tokens)
+        for key, completion in self._engine.so_far({key: self._drafted[key] for key in keys}).items():
+            self._requests[key] = self._extended(self._requests[key], completion, 0)
+            self._drafted[key] += len(completion.tokens)
 
     def _extended(self, task: Task, completion: Completion, drafted: int) -> Task:
         """The task with a request's tokens from the place ``drafted`` on."""

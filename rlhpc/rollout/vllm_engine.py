@@ -112,7 +112,7 @@ class VllmEngine:
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
         """See ``RolloutEngine``. Its routed experts are those of ``so_far``."""
-        found = self.so_far(keys)
+        found = self.so_far(dict.fromkeys(keys, 0))
         for key in keys:
             self._statistics.end(key)
         self._engine.abort_request([str(key) for key in keys])
@@ -128,12 +128,12 @@ class VllmEngine:
         """See ``RolloutEngine``."""
         return self._in_flight.order()
 
-    def so_far(self, keys: Sequence[int]) -> dict[int, Completion]:
+    def so_far(self, since: Mapping[int, int]) -> dict[int, Completion]:
         """See ``RolloutEngine``. Without routed experts on a GPU, and while their tokens are recomputed."""
         found, states = {}, self._in_flight.states()
-        for key in keys:
-            tokens, log_probs = generated(states[key])
-            routed_experts = self._routed_experts_so_far(states[key], len(tokens))
+        for key, first in since.items():
+            tokens, log_probs = generated(states[key], first)
+            routed_experts = self._routed_experts_so_far(states[key], first + len(tokens)) if len(tokens) else None
             found[key] = Completion(tokens, log_probs, truncated=False, routed_experts=routed_experts)
         return found
 
@@ -242,7 +242,7 @@ class VllmEngine:
     def _routed_experts_so_far(self, state: Any, sampled: int) -> np.ndarray | None:
         """Routed experts of a request in flight, whose last sampled token has not been an input yet."""
         inputs = len(state.prompt_token_ids) + sampled - 1
-        if not self._expert_layers or self._on_gpu or not sampled or not self._in_flight.is_computed(state, inputs):
+        if not self._expert_layers or self._on_gpu or not self._in_flight.is_computed(state, inputs):
             return None
         return self._recorded(state.external_req_id, inputs)
 

@@ -102,10 +102,10 @@ def sampling_parameters(request: Request, end_tokens: Sequence[int]) -> Any:
     )
 
 
-def generated(state: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and log-probs of a request's state."""
-    tokens = np.asarray(state.detokenizer.output_token_ids, dtype=np.int32)
-    log_probs = np.asarray(state.logprobs_processor.logprobs.logprobs, dtype=np.float32)
+def generated(state: Any, first: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and log-probs of a request's state, from the token ``first`` on."""
+    tokens = np.asarray(state.detokenizer.output_token_ids[first:], dtype=np.int32)
+    log_probs = np.asarray(state.logprobs_processor.logprobs.logprobs[first:], dtype=np.float32)
     assert tokens.shape == log_probs.shape
     return tokens, log_probs
 

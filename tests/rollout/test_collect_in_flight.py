@@ -5,7 +5,7 @@ With the engine of words of tests/rollout/test_collect.py; tests/rollout/test_in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -37,8 +37,8 @@ class Versions(Words):
     def order(self) -> list[int]:
         return list(self.open)
 
-    def so_far(self, keys: Sequence[int]) -> dict[int, Completion]:
-        return {key: completion(self.open[key][1], truncated=False) for key in keys}
+    def so_far(self, since: Mapping[int, int]) -> dict[int, Completion]:
+        return {key: completion(self.open[key][1][first:], truncated=False) for key, first in since.items()}
 
     def preempt(self) -> None:
         self.preempted += 1

@@ -125,8 +125,8 @@ class WordEngine:
     def order(self) -> list[int]:
         return list(self.open)
 
-    def so_far(self, keys: Sequence[int]) -> dict[int, Completion]:
-        return {key: self._completion(self.open[key]) for key in keys}
+    def so_far(self, since: Mapping[int, int]) -> dict[int, Completion]:
+        return {key: self._completion(self.open[key], first) for key, first in since.items()}
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
         return {key: self._completion(self.open.pop(key)) for key in keys}
@@ -137,9 +137,9 @@ class WordEngine:
         return {"engine/running_requests_max": float(len(self.open))}
 
     @staticmethod
-    def _completion(found: WordRequest, *, truncated: bool = False) -> Completion:
+    def _completion(found: WordRequest, first: int = 0, *, truncated: bool = False) -> Completion:
         tokens, log_probs = np.array(found.tokens, np.int32), np.array(found.log_probs, np.float32)
-        return Completion(tokens, log_probs, truncated)
+        return Completion(tokens[first:], log_probs[first:], truncated)
 
 
 class VersionWeights:
