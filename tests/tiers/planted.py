@@ -220,6 +220,13 @@ FAULTS = (
         "return max(self.idle.values(), default=0.0)",
     ),
     Fault(
+        "engine-resumes-in-another-order",
+        "rlhpc/rollout/generator/lead.py",
+        "a resumed engine has its requests in another order than the one that wrote its state",
+        "                for draft in drafts\n",
+        "                for draft in reversed(drafts)\n",
+    ),
+    Fault(
         "last-bucket-not-packed",
         "rlhpc/reshard/executor.py",
         "the last bucket of a weight sync is sent with the bytes of an earlier one",

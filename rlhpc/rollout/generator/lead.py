@@ -140,7 +140,8 @@ class Lead:
             f"trainers consumed groups up to {published.prompt_cursor}, not {first}"
         )
         self._shelf.forget(first)
-        self.deliver([])
+        if not published.ends and published.version < self._terms.steps:  # the trainers may have ended
+            self.deliver([])
 
     def save(self, published: Published, drafts: Sequence[Draft]) -> None:
         """Writes the engine's part of a checkpoint, directly after the switch to its version."""

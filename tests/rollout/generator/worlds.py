@@ -36,7 +36,7 @@ from rlhpc.rollout.generator.messages import (
 from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
 from rlhpc.rollout.requests import Task, last_turn, mixed_bits, turns
 from rlhpc.rollout.schedule.batches import Batches
-from rlhpc.rollout.schedule.terms import terms_of
+from rlhpc.rollout.schedule.terms import Terms, terms_of
 
 END = 1
 PROMPTS = 13
@@ -272,7 +272,11 @@ def run_world(
         )
         Generator(parts, Links(VersionWeights(), Board(store), lines[index])).run()
 
-    trainers = Trainers(config, Board(store), lines, start, decide, seed)
+    def receive() -> list[Any]:
+        lines[0].check()
+        return [line.sent.pop(0) for line in lines for _ in range(len(line.sent))]
+
+    trainers = Trainers(terms_of(config, engines), Board(store), receive, start, decide, seed)
     works = [trainers.run, *(lambda index=index: engine(index) for index in range(engines))]
     threads = [threading.Thread(target=guarded, args=(work,), daemon=True) for work in works]
     for thread in threads:
@@ -291,31 +295,29 @@ class Trainers:
 
     def __init__(
         self,
-        config: RunConfig,
+        terms: Terms,
         board: Board,
-        lines: Sequence[Lines],
+        receive: Callable[[], Sequence[Any]],
         start: StartPoint,
-        decide: Callable[[int], Mapping[str, Any]],
-        seed: int,
+        decide: Callable[[int], Mapping[str, Any]] = lambda version: {},
+        seed: int = 0,
     ) -> None:
-        self._terms = terms_of(config, len(lines))
-        self._board, self._lines, self._start, self._decide = board, lines, start, decide
-        self._batches, self._random = Batches(self._terms, start.version, start.prompt_cursor), random.Random(seed)
+        """``receive``: messages since the last call, or what ended an engine."""
+        self._terms, self._board, self._receive, self._start, self._decide = terms, board, receive, start, decide
+        self._batches, self._random = Batches(terms, start.version, start.prompt_cursor), random.Random(seed)
         self.outcome = Outcome()
 
     def run(self) -> None:
-        version, ended = self._start.version, False
+        """Until the last version is published."""
+        version, cursor = self._start.version, self._start.prompt_cursor
         self._board.post(START_KEY, self._start.to_json())
-        cursor = self._start.prompt_cursor
         while True:
             published = Published(version, policy_of(version), cursor, **self._decide(version))
             self._board.post(published_key(version), published.to_json())
-            ended = published.ends or version == self._terms.steps
-            if ended:
+            if published.ends or version == self._terms.steps:
                 return
             while (batch := self._batches.close()) is None:
                 time.sleep(0.001)
-                self._lines[0].check()
                 self.read()
             assert batch.number == version
             self._check(version, batch.kept)
@@ -324,19 +326,18 @@ class Trainers:
             version, cursor = version + 1, batch.end
 
     def read(self) -> None:
-        for line in self._lines:
-            while line.sent:
-                message = line.sent.pop(0)
-                match message:
-                    case Delivered():
-                        self.outcome.activity.append(message.statistics)
-                        for group in message.groups:
-                            self._take(group)
-                    case Validated():
-                        self.outcome.validated.setdefault(message.version, []).extend(message.scored)
-                    case Written():
-                        assert message.error is None, message.error
-                        self.outcome.written.append((message.version, message.engine))
+        """Takes what the engines have sent."""
+        for message in self._receive():
+            match message:
+                case Delivered():
+                    self.outcome.activity.append(message.statistics)
+                    for group in message.groups:
+                        self._take(group)
+                case Validated():
+                    self.outcome.validated.setdefault(message.version, []).extend(message.scored)
+                case Written():
+                    assert message.error is None, message.error
+                    self.outcome.written.append((message.version, message.engine))
 
     def _take(self, group: FinishedGroup) -> None:
         self.outcome.groups[group.number] = group
