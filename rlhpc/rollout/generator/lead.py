@@ -33,7 +33,7 @@ from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
 from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Terms
 
-_LOOK_SECONDS = 0.002
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05  # between two looks at the board
 _SHARE_SECONDS = 5.0  # after which other ranks of the engine hear of it again: shorter than any timeout of a group
 
 T = TypeVar("T")
@@ -67,6 +67,7 @@ class Lead:
         self._shelf = Shelf(make_filter(dynamic) if dynamic is not None else bool)
         self._late = Stepped()  # what the schedule does not know yet: it ended with a step in flight on the device
         self._verdicts: dict[int, bool] = {}  # that the schedule does not know yet
+        self._waits_since: float | None = None
 
     def find_beginning(self) -> Beginning | None:
         """Where the attempt begins; None after a while without."""
@@ -79,7 +80,7 @@ class Lead:
 
     def begin(self, collector: Collector, beginning: Beginning, state: EngineState | None) -> None:
         """Begins with ``state``, or without any group. Finished groups are delivered again."""
-        self._collector, start = collector, beginning.start
+        self._collector, start, self._waits_since = collector, beginning.start, None
         known = state.schedule if state is not None else first_state(start.version, start.prompt_cursor)
         self._schedule = EngineSchedule(self._terms, self._parts.place.engine, known)
         assert self._schedule.version == start.version, (
@@ -102,6 +103,7 @@ class Lead:
             action = self._schedule.next()
             order = self._order_of(action)
             if order is not None:
+                self._waits_since = None
                 orders.append(order)
             if isinstance(action, Admit):
                 self._schedule.admitted(action.group, self._requests_of_group)
@@ -219,8 +221,14 @@ class Lead:
         if isinstance(action, AwaitNews):
             self._learn()
             what = "rewards" if action.verdicts else "engines"
+        self._pause(what)
+
+    def _pause(self, what: str) -> None:
+        """Waits a twentieth of the wait so far: the ranks of a large job share the store that has the board."""
+        now = time.monotonic()
+        self._waits_since = now if self._waits_since is None else self._waits_since
         with self._meter.waits(what):
-            time.sleep(_LOOK_SECONDS)
+            time.sleep(min(max(_LOOK_SECONDS, (now - self._waits_since) / 20), _LONGEST_LOOK_SECONDS))
 
     def _learn(self) -> None:
         others = [engine for engine in range(self._terms.engines) if engine != self._parts.place.engine]
@@ -245,8 +253,7 @@ class Lead:
         until = time.monotonic() + _SHARE_SECONDS
         while (found := find()) is None and time.monotonic() < until:
             self._channel.inbox.check()
-            with self._meter.waits(what):
-                time.sleep(_LOOK_SECONDS)
+            self._pause(what)
         return found
 
 

@@ -155,7 +155,8 @@ def engine_parts(config: Any, folder: Path, tp: int) -> Any:
     leads, group = info.rank % tp == 0, engine_group(info.world_size, info.rank, tp)
     files = PromptFiles([config.data.train[0].model_copy(update={"path": folder / "train.jsonl"})], "data.train")
     prompts = PromptSet.load(files, config.data, tokenizer, tools=tool_schemas(config.rollout.tools))
-    engine = VllmEngine(ServedModel(path, shape, "float32", 128, tokenizer.end_tokens), config.rollout)
+    served = ServedModel(path, shape, "float32", 128, tokenizer.end_tokens)
+    engine = VllmEngine(served, config.rollout, routed_experts=shape.experts is not None)
     return GeneratorParts(
         config,
         EnginePlace(info.rank // tp, info.world_size // tp, leads, group),
@@ -164,16 +165,25 @@ def engine_parts(config: Any, folder: Path, tp: int) -> Any:
         ToolUse(config.rollout, tokenizer, leads=leads, group=group),
         prompts,
         PromptSet(prompts.prompts, 0, (range(2),), ("",)),
+        needs_greedy=True,
     )
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=pytest.mark.long)])
-def test_a_run_that_resumes_equals_one_that_does_not_bit_for_bit(tp: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tp"),
+    [
+        ("qwen2", 1),
+        pytest.param("qwen2", 2, marks=pytest.mark.long),
+        pytest.param("qwen3moe", 1, marks=pytest.mark.long),
+    ],
+)
+def test_a_run_that_resumes_equals_one_that_does_not_bit_for_bit(family: str, tp: int, tmp_path: Path) -> None:
     from tests.helpers.tiny_models import make_model
 
     make_task(tmp_path)
+    shape = {"vocab_size": len(make_tokenizer()), "num_hidden_layers": 1, **WIDE}
     for seed, name in enumerate(("model", "other")):
-        make_model(tmp_path / name, "qwen2", seed, vocab_size=len(make_tokenizer()), num_hidden_layers=1, **WIDE)
+        make_model(tmp_path / name, family, seed, **shape)
     make_tokenizer().save_pretrained(tmp_path / "model")
     whole, resumed = run_ranks(attempts, 3, tmp_path, tp, roles=(1, 2))[0]
     assert sorted(whole.written) == [(SAVED, engine) for engine in range(2 // tp)]
@@ -181,10 +191,10 @@ def test_a_run_that_resumes_equals_one_that_does_not_bit_for_bit(tp: int, tmp_pa
     assert resumed.batches == whole.batches[SAVED:]
     for number in (number for batch in resumed.batches for number in batch):
         assert plain(resumed.groups[number]) == plain(whole.groups[number])
-    several, calls = 0, 0
-    for group in whole.groups.values():
-        several += sum(len(set(versions_of(sample))) > 1 for sample in group.group.samples)
-        calls += group.counts.tool_calls
-    assert several, "some responses have tokens of two versions"
-    assert calls, "tools are called"
+    samples = [sample for group in whole.groups.values() for sample in group.group.samples]
+    assert any(len(set(versions_of(sample))) > 1 for sample in samples), "tokens of two versions in a response"
+    assert any(group.counts.tool_calls for group in whole.groups.values()), "tools are called"
+    assert all(group.greedy is not None for group in whole.groups.values())
+    routed = [sample.routed_experts.shape[0] for sample in samples if sample.routed_experts is not None]
+    assert routed == [len(sample.tokens) - 1 for sample in samples] * (family == "qwen3moe")
     assert len(whole.validated[SAVED + 1]) == 4

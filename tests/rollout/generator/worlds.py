@@ -392,6 +392,7 @@ def plain(group: FinishedGroup) -> Any:
                 versions_of(sample),
                 sample.truncated,
                 None if sample.response_mask is None else sample.response_mask.tolist(),
+                None if sample.routed_experts is None else sample.routed_experts.tolist(),
             )
             for sample in samples
         ],
