@@ -7,6 +7,7 @@ tests/rollout/generator/test_separate.py has the real engine.
 
 from __future__ import annotations
 
+import copy
 import random
 import threading
 import time
@@ -65,7 +66,7 @@ def make_config(**changes: Any) -> RunConfig:
         "train": {"steps": 6, "prompts_per_step": 8},
         "validation": {"samples_per_prompt": 2, "temperature": 0.5},
     }
-    for key, value in changes.items():
+    for key, value in copy.deepcopy(changes).items():
         section = config
         *parts, last = key.split("__")
         for part in parts:
