@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from rlhpc.config.jobs import RecoverySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.attempts import Action, Attempt, Cause, Verdict
+from rlhpc.launch.roles import roles_of
 from rlhpc.launch.supervise.diagnosis import Diagnosis
 
 # Causes that are not failures: the run continues when Slurm gives it time again.
@@ -68,7 +69,7 @@ def decide(diagnosis: Diagnosis, config: RunConfig, situation: Situation) -> Ver
     wait = policy.wait_seconds * (_FACTOR ** (failures - 1) if cause in _BACK_OFF else 1.0)
     action: Action = "retry" if situation.seconds_left > wait else "requeue"
     if wanted == "shrink":
-        smaller = shrink(config, diagnosis)
+        smaller = shrink(config, diagnosis, attempt.world_size)
         if smaller is None:
             return verdict("stop", f"{diagnosis.message} (cannot be halved further)")
         return verdict(action, overrides=_merged(attempt.overrides, smaller), wait_seconds=wait)
@@ -90,9 +91,11 @@ def storage_patience(policy: RecoverySection) -> float:
     return policy.storage_wait_seconds + policy.wait_seconds * (_FACTOR**policy.retries - 1) / (_FACTOR - 1)
 
 
-def shrink(config: RunConfig, diagnosis: Diagnosis) -> str | None:
+def shrink(config: RunConfig, diagnosis: Diagnosis, world_size: int) -> str | None:
     """Override (KEY=VALUE) that halves what took the memory; None if it cannot be halved further."""
-    in_engine = "vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory"
+    roles = roles_of(config, world_size)
+    only_generates = roles is not None and diagnosis.rank in roles.engines.ranks
+    in_engine = only_generates or ("vllm" in diagnosis.detail and diagnosis.cause == "gpu_memory")
     if in_engine:
         running = config.rollout.max_num_seqs // 2
         return f"rollout.max_num_seqs={running}" if running else None

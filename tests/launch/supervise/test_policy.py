@@ -108,7 +108,15 @@ def test_memory_is_answered_by_half_the_tokens_down_to_one_sequence(config):
 
 def test_memory_of_the_engine_is_answered_by_fewer_sequences(config):
     traceback = 'File "/x/vllm/v1/worker/gpu_model_runner.py", line 3'
-    assert shrink(config(), Diagnosis("gpu_memory", detail=traceback)) == "rollout.max_num_seqs=128"
+    assert shrink(config(), Diagnosis("gpu_memory", detail=traceback), 4) == "rollout.max_num_seqs=128"
+
+
+def test_a_rank_that_only_generates_runs_fewer_sequences(config):
+    roles = config("placement=separate", "resources.ranks_per_node=2", "rollout.ranks=1")
+    tokens, sequences = "train.tokens_per_microbatch=8192", "rollout.max_num_seqs=128"
+    found = [shrink(roles, Diagnosis("cpu_memory", rank=rank), 4) for rank in (0, 2, 3)]
+    assert found == [tokens, tokens, sequences]
+    assert shrink(config(), Diagnosis("cpu_memory", rank=3), 4) == tokens
 
 
 def test_a_bad_node_is_left_out(config):
