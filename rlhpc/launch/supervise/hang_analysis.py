@@ -25,6 +25,10 @@ _STORE = re.compile(r"/rlhpc/(core/store_client|parallel/store)\.py$")
 # Exchanges with ranks outside of the world of this one.
 _EXCHANGE = re.compile(r"/rlhpc/parallel/(board|channel|pairs)\.py$")
 _SIDES = re.compile(r"/rlhpc/(reshard/staged|rollout/generator|trainer)/\w+\.py$")
+# An engine that polls what it waits for is in one of these files, and its phase shows for whom it waits.
+_POLLING = re.compile(r"/rlhpc/(parallel|rollout|rollout/generator|rollout/schedule)/\w+\.py$")
+_FOR_OTHERS = re.compile(r"waiting for (weights|engines|trainers)")
+_FOR_OWN = re.compile(r"waiting for (rewards|tools)")
 # Operations whose inputs have equal sizes on all ranks.
 _EVEN = {"all_reduce", "broadcast", "reduce"}
 
@@ -79,9 +83,11 @@ class RankState:
     def waits_elsewhere(self) -> bool:
         """Whether it waits for a rank outside of all of its groups: of another role, or of another engine."""
         frame = next((frame for frame in self.frames if not frame.is_library), None)
-        if frame is None or self.condition != "answered":
+        if frame is None or self.condition != "answered" or _FOR_OWN.match(self.phase):
             return False
-        return bool(_EXCHANGE.search(frame.file) or (_SIDES.search(frame.file) and "wait" in frame.function))
+        if _EXCHANGE.search(frame.file) or (_SIDES.search(frame.file) and "wait" in frame.function):
+            return True
+        return bool(_FOR_OTHERS.match(self.phase) and _POLLING.search(frame.file))
 
     @property
     def where(self) -> str:

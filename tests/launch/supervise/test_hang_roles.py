@@ -72,6 +72,23 @@ def test_trainers_that_wait_for_an_engine_are_not_blamed():
     )
 
 
+@pytest.mark.parametrize(("phase", "culprit"), [("waiting for engines", 6), ("waiting for rewards", 4)])
+def test_an_engine_that_polls_waits_for_what_its_phase_says(phase, culprit):
+    """Between two looks it may be anywhere in its loop. Rewards and tools are its own."""
+    polling = (Frame(f"{PACKAGE}rlhpc/rollout/schedule/engine_schedule.py", 5, "next"),)
+    engines = [*engine(0, polling), *engine(1, REWARD)]
+    engines[0] = replace(engines[0], phase=phase)
+    found = find_blocking_role([*trainers_wait(), *engines])
+    assert found.rank == culprit
+
+
+def test_an_engine_waits_for_its_own_rewards():
+    waiting = (Frame(f"{PACKAGE}rlhpc/rollout/generator/lead.py", 5, "_wait"),)
+    engines = [*engine(0, waiting), *engine(1, NEWS)]
+    engines[0] = replace(engines[0], phase="waiting for rewards")
+    assert find_blocking_role([*trainers_wait(), *engines]).rank == 4
+
+
 def test_engines_that_wait_for_weights_are_not_blamed():
     everyone = replace(group(range(4), pending=True), group="t")
     states = [state(rank, COLLECTIVE, everyone, phase="update") for rank in range(4)]
