@@ -84,18 +84,13 @@ def run(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json: bo
 def search(*, config: str, overrides: tuple[str, ...], gpu: str | None, as_json: bool) -> None:
     """Find the fastest layouts that fit in memory.
 
-    Prints five parallel layouts as YAML, with time and memory of each. Exit code 3 if none fits.
+    Prints five parallel layouts as YAML, with time and memory of each, and compares both placements over all splits of
+    the GPUs. Exit code 3 if none fits.
     """
-    from rlhpc.cli.plan_time import configured_text, found_on, needed_machine, search_json, search_lines
+    from rlhpc.cli.plan_search import searched
 
-    loaded = _load(config, overrides)
-    shape, found_gpu, site = needed_machine(loaded, gpu, "rlhpc plan search")
-    found = found_on(loaded, shape, found_gpu, site.efficiency)
-    fits = any(not best.lacks for best in found.best)
-    if as_json:
-        _print([json_text(search_json(found))], fits=fits)
-    else:
-        _print(search_lines(loaded, found_gpu, found, configured_text(loaded, gpu)), fits=fits)
+    lines, fits = searched(_load(config, overrides), gpu, as_json=as_json)
+    _print(lines, fits=fits)
 
 
 @plan.command()

@@ -24,9 +24,10 @@ from rlhpc.plan.estimates.roofline import LIMITS
 from rlhpc.plan.estimates.run_time import RunTime
 from rlhpc.plan.estimates.step_time import StepTime
 from rlhpc.plan.scenario import Scenario
-from rlhpc.plan.search import SearchResult, search
+from rlhpc.plan.search import Candidate, SearchResult, search
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.plan.sweep import Point, parse_range, plot, sweep
+from rlhpc.sharding.placement import engine_ranks
 
 
 def needed_machine(config: RunConfig, gpu: str | None, where: str) -> tuple[ModelShape, Gpu, Site]:
@@ -120,10 +121,11 @@ def step_json(step: StepTime) -> dict[str, Any]:
 
 def found_on(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection) -> SearchResult:
     """The best layouts. Raises UserError if none fits."""
-    found = search(config, shape, config.world_size, gpu, efficiency)
+    ranks = config.world_size - (engine_ranks(config) or 0)
+    found = search(config, shape, ranks, gpu, efficiency)
     if not found.layouts:
         raise UserError(
-            f"no layout of {config.world_size:,} ranks suits model, batches and {gpu.name}",
+            f"no layout of {ranks:,} ranks suits model, batches and {gpu.name}",
             where="rlhpc plan search",
             remedy="take another number of nodes, or raise train.prompts_per_step",
         )
@@ -165,17 +167,22 @@ def search_lines(config: RunConfig, gpu: Gpu, found: SearchResult, asked: str) -
     limit = cpu_memory_limit(config, gpu)
     of_node = f" of {limit[1] / 2**30:,.0f}" if limit else ""
     for number, best in enumerate(found.best, 1):
-        memory = f"{best.memory.peak / 2**30:,.1f} GiB of {gpu.memory_gib:g}"
-        cpu = f"{best.memory.cpu.node / 2**30:,.0f} GiB of CPU memory a node{of_node}"
-        words = [f"{seconds_text(best.step.seconds)} a step", memory, cpu, best.layout.text]
-        lines += [
-            "---",
-            f"# {number}: {', '.join(words)}",
-            *(f"# {text}" for text in _not_fitting(best.lacks)),
-            f"# {_overrides(best.fragment)}",
-            *yaml12.dump(best.fragment).splitlines(),
-        ]
+        lines += candidate_lines(best, f"{number}: ", of_node)
     return lines
+
+
+def candidate_lines(best: Candidate, title: str, of_node: str = "") -> list[str]:
+    """A layout as YAML, with its time and memory in comments."""
+    memory = f"{best.memory.peak / 2**30:,.1f} GiB of {(best.memory.gpu_bytes or 0) / 2**30:g}"
+    cpu = f"{best.memory.cpu.node / 2**30:,.0f} GiB of CPU memory a node{of_node}"
+    words = [f"{seconds_text(best.step.seconds)} a step", memory, cpu, best.layout.text]
+    return [
+        "---",
+        f"# {title}{', '.join(words)}",
+        *(f"# {text}" for text in _not_fitting(best.lacks)),
+        f"# {_overrides(best.fragment)}",
+        *yaml12.dump(best.fragment).splitlines(),
+    ]
 
 
 def _overrides(fragment: Mapping[str, Any], above: str = "") -> str:
@@ -191,17 +198,20 @@ def _overrides(fragment: Mapping[str, Any], above: str = "") -> str:
 
 def search_json(found: SearchResult) -> list[dict[str, Any]]:
     """The results in seconds and bytes, each with the keys to change."""
-    return [
-        {
-            "seconds": best.step.seconds,
-            "peak_bytes": best.memory.peak,
-            "cpu_bytes_per_node": best.memory.cpu.node,
-            **_fit_json(best.lacks),
-            "layout": best.layout.axes,
-            **best.fragment,
-        }
-        for best in found.best
-    ]
+    return [candidate_json(best) for best in found.best]
+
+
+def candidate_json(best: Candidate) -> dict[str, Any]:
+    """One result, with its placement."""
+    return {
+        "seconds": best.step.seconds,
+        "peak_bytes": best.memory.peak,
+        "cpu_bytes_per_node": best.memory.cpu.node,
+        **_fit_json(best.lacks),
+        "placement": best.config.placement,
+        "layout": best.layout.axes,
+        **best.fragment,
+    }
 
 
 def _fit_json(lacks: Sequence[Shortage]) -> dict[str, Any]:

@@ -7,31 +7,30 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
-from math import gcd
+from math import gcd, inf
 from typing import Any
 
 from rlhpc.config.algorithm import WITH_CRITIC
 from rlhpc.config.schema import RunConfig
 from rlhpc.config.site import EfficiencySection
-from rlhpc.config.training import FrozenMemorySection, OffloadSection, ParallelSection
+from rlhpc.config.training import FrozenMemorySection, OffloadSection
 from rlhpc.core.errors import DoesNotFitError, UserError
 from rlhpc.models import ModelShape, value_shape
 from rlhpc.plan.checks.cache import cache_key, cache_remedy, holds_sequence
-from rlhpc.plan.checks.parallelism import check_engine, misfits
-from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit, linked_ranks
+from rlhpc.plan.checks.parallelism import check_engine
+from rlhpc.plan.estimates.hardware import Gpu, cpu_memory_limit
 from rlhpc.plan.estimates.memory import MemoryPlan, predict_memory
 from rlhpc.plan.estimates.roofline import PhaseTime
 from rlhpc.plan.estimates.step_time import StepTime, predict_rollout, predict_step
 from rlhpc.plan.estimates.train_time import stage_parameters
+from rlhpc.plan.layouts import LAYOUT_KEYS, legal_layouts, parallel_of
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.engine_shards import fits_nodes
 from rlhpc.sharding.layout import ParallelLayout, divisors, make_layout
+from rlhpc.sharding.placement import engine_ranks, generating_ranks
 
-_LAYOUT_KEYS = ("tp", "pp", "cp", "ep", "etp", "vpp", "first_stage_layers", "last_stage_layers")
 _MICROBATCHES = (1, 2, 4)  # in longest sequences
-_VIRTUAL = (2, 3, 4, 5, 6)
-_CONTEXT = (1, 2, 4, 8)
 _ENGINES = 3  # number of fastest engine sizes tried with each layout
 _AROUND = ("load", "save")  # phases outside of steps
 _USABLE = 0.95  # fraction of a GPU: allocator fragmentation is not predicted, other memory only to a few percent
@@ -57,7 +56,7 @@ class Candidate:
         config, asked = self.config, self.asked.actor.parallel
         parallel = {
             name: getattr(config.actor.parallel, name)
-            for name in _LAYOUT_KEYS
+            for name in LAYOUT_KEYS
             if getattr(config.actor.parallel, name) not in (1, None) or getattr(asked, name) not in (1, None)
         }
         memory: dict[str, Any] = {"recompute": config.actor.memory.recompute}
@@ -67,14 +66,22 @@ class Candidate:
         } != {1}:
             memory["recompute_layers"] = config.actor.memory.recompute_layers
         memory["offload"] = config.actor.memory.offload.model_dump()
+        rollout: dict[str, Any] = {"tp": config.rollout.tp}
+        placement: dict[str, Any] = {}
+        if config.placement == "separate":
+            placement = {"placement": "separate"}
+            rollout |= {key: getattr(config.rollout, key) for key in ("ranks", "nodes") if getattr(config.rollout, key)}
+        if config.rollout.gpu_memory_utilization != self.asked.rollout.gpu_memory_utilization:
+            rollout["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
         return {
+            **placement,
             "actor": {
                 "parallel": parallel or {"tp": 1},
                 "optimizer": {"optimizer_offload_fraction": config.actor.optimizer.optimizer_offload_fraction},
                 "memory": memory,
             },
             "reference": {"memory": config.reference.memory.model_dump()},
-            "rollout": {"tp": config.rollout.tp},
+            "rollout": rollout,
             "train": {"tokens_per_microbatch": config.train.tokens_per_microbatch},
         }
 
@@ -92,7 +99,8 @@ class SearchResult:
 def search(
     config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu, efficiency: EfficiencySection, count: int = 5
 ) -> SearchResult:
-    """Returns the ``count`` fastest layouts for ``ranks`` ranks, with the recomputation and offload that make them fit.
+    """Returns the ``count`` fastest layouts for ``ranks`` ranks that train, with the recomputation and offload that
+    make them fit.
 
     If none fits in all phases, those that fit in the phases of a step. Best-first: a layout's time without
     recomputation and offload is a lower bound for its variants, so that only layouts with a bound below the best
@@ -107,13 +115,33 @@ def search(
         )
     searching = _Search(config, shape, gpu, efficiency, generating)
     bounds = [
-        (searching.bound(layout), number, layout) for number, layout in enumerate(_legal(config, shape, ranks, gpu))
+        (searching.bound(layout), number, layout)
+        for number, layout in enumerate(legal_layouts(config, shape, ranks, gpu))
     ]
     for whole_run in (True, False):
         found = searching.run(bounds, count, whole_run=whole_run)
         if found.best:
             break
     return found
+
+
+def fastest(
+    config: RunConfig,
+    shape: ModelShape,
+    layouts: Sequence[ParallelLayout],
+    gpu: Gpu,
+    efficiency: EfficiencySection,
+    below: float = inf,
+) -> Candidate | None:
+    """Returns the fastest of ``layouts`` of the same ranks that fits in all phases, if a step takes less than ``below``
+    seconds; None without one."""
+    generating = _engines(config, shape, layouts[0].world_size, gpu, efficiency) if layouts else []
+    if not generating:
+        return None
+    searching = _Search(config, shape, gpu, efficiency, generating)
+    able = [each for each in ((searching.bound(layout), layout) for layout in layouts) if each[0] < below]
+    found = [(bound, number, layout) for number, (bound, layout) in enumerate(able)]
+    return next(iter(searching.run(found, 1, whole_run=True, below=below).best), None)
 
 
 @dataclass(frozen=True)
@@ -137,16 +165,30 @@ class _Search:
 
     def bound(self, layout: ParallelLayout) -> float:
         """Returns a lower bound of the seconds of the layout's variants."""
-        return min(self._step(tried, layout, self.generating[0][0]).seconds for tried in _bounds(self.config, layout))
+        tried = list(_bounds(self.config, layout))
+        if engine_ranks(self.config) is None:
+            return min(self._step(each, layout, self.generating[0][0]).seconds for each in tried)
+        with_engines = [(_with_engine(each, tp), phase) for each in tried for phase, tp in self.generating]
+        return min(self._step(each, layout, phase).seconds for each, phase in with_engines)
 
-    def run(self, bounds: Sequence[tuple[float, int, ParallelLayout]], count: int, *, whole_run: bool) -> SearchResult:
-        """``whole_run``: loading and saving must fit too, not the phases of a step alone."""
+    def run(
+        self,
+        bounds: Sequence[tuple[float, int, ParallelLayout]],
+        count: int,
+        *,
+        whole_run: bool,
+        below: float = inf,
+    ) -> SearchResult:
+        """``whole_run``: loading and saving must fit too, not the phases of a step alone. ``below``: seconds that a
+        step must not reach."""
         heap: list[tuple[float, int, ParallelLayout, RunConfig | None]] = [(*bound, None) for bound in bounds]
         heapq.heapify(heap)
         best: dict[tuple[int, ...], Candidate] = {}
         timed = looked_at = 0
         while heap and len(best) < count:
-            _, _, layout, tried = heapq.heappop(heap)
+            seconds, _, layout, tried = heapq.heappop(heap)
+            if seconds >= below:
+                break
             if _key(layout) in best:
                 continue
             looked_at += 1
@@ -212,54 +254,6 @@ def _key(layout: ParallelLayout) -> tuple[int, ...]:
     return tuple(layout.size(axis) for axis in ("tp", "pp", "cp", "ep", "etp"))
 
 
-def _legal(config: RunConfig, shape: ModelShape, ranks: int, gpu: Gpu) -> Iterator[ParallelLayout]:
-    """Yields layouts that fit model, ranks and batches, with weights that fit; tp stays among linked GPUs."""
-    inside = linked_ranks(config.resources.ranks_per_node, gpu)
-    experts = shape.experts.num_experts if shape.experts else 1
-    asked = config.actor.parallel
-    samples = config.train.prompts_per_step * config.rollout.samples_per_prompt // config.train.minibatches
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    contexts = [cp for cp in _CONTEXT if cp == asked.cp or cp == 1 or longest // cp >= 4096]
-    axes = product(divisors(ranks), divisors(ranks), contexts, divisors(experts), sorted({1, asked.etp}))
-    for tp, pp, cp, ep, etp in axes:
-        if tp > inside or pp > shape.num_layers or ranks % (tp * pp * cp) or ranks % (ep * etp * pp):
-            continue
-        if ranks // (tp * pp * cp) > samples or ep * etp > ranks // pp:
-            continue
-        for stages in _stages(shape.num_layers, pp):
-            layout = ParallelLayout(ranks, tp=tp, pp=pp, cp=cp, ep=ep, etp=etp, **stages)
-            # Updates need at least weights and gradients on the device.
-            least = max(part.count for part in stage_parameters(shape, layout)) * 2
-            if least <= gpu.memory_bytes and not any(misfits(shape, layout, _parallel(asked, layout))):
-                yield layout
-
-
-def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:
-    """Yields layers of the first and last of ``pp`` nearly equal stages, with and without virtual stages."""
-    if pp == 1:
-        yield {}
-        return
-    splits: dict[tuple[int | None, int | None], list[int]] = {}
-    if layers % pp == 0:
-        splits[None, None] = [layers // pp]
-    for each in {layers // pp, -(-layers // pp)} - {0}:
-        ends = layers - each * (pp - 2)
-        for last in (ends // 2, each - 1, each, each + 1):
-            first = ends - last
-            if last >= 1 and first >= 1 and max(first, last) <= 1.5 * each + 1 and (first, last) != (each, each):
-                splits[first if first != each else None, last if last != each else None] = [each, first, last]
-    for (begin, end), sizes in splits.items():
-        ends_of = {"first_stage_layers": begin, "last_stage_layers": end}
-        yield ends_of
-        for vpp in _VIRTUAL:
-            if all(size % vpp == 0 for size in sizes):
-                yield {**ends_of, "vpp": vpp}
-
-
-def _parallel(asked: ParallelSection, layout: ParallelLayout) -> ParallelSection:
-    return asked.model_copy(update={name: getattr(layout, name) for name in _LAYOUT_KEYS})
-
-
 def _variants(config: RunConfig, layout: ParallelLayout, shape: ModelShape, gpu: Gpu) -> Iterator[RunConfig]:
     """Yields variants by recomputation, offload and microbatch, except those whose weights alone are too large."""
     parts = max(stage_parameters(shape, layout), key=lambda part: part.count)
@@ -287,7 +281,7 @@ def _changed(
 ) -> RunConfig:
     actor = config.actor
     changed = {
-        "parallel": _parallel(actor.parallel, layout),
+        "parallel": parallel_of(actor.parallel, layout),
         "optimizer": actor.optimizer.model_copy(update={"optimizer_offload_fraction": fraction}),
         "memory": actor.memory.model_copy(update={"recompute": level, "offload": offload.actor}),
     }
@@ -343,13 +337,14 @@ def _engines(
 ) -> list[tuple[PhaseTime, int]]:
     """Returns the fastest engine sizes; only those within a node if there are any."""
     found = []
-    for tp in divisors(ranks):
+    generating = generating_ranks(config, ranks)
+    for tp in divisors(generating):
         if not fits_nodes(tp, config.resources.ranks_per_node):
             continue
         tried = _with_engine(config, tp)
         with suppress(UserError):
             check_engine(shape, tried.rollout)
-            phase = predict_rollout(tried, shape, ranks, gpu, efficiency)
+            phase = predict_rollout(tried, shape, generating, gpu, efficiency)
             if phase is not None and holds_sequence(tried, shape, gpu.memory_gib):
                 found.append((phase, tp))
     on_node = [each for each in found if config.resources.ranks_per_node % each[1] == 0]

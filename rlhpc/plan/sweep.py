@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import lcm
+from math import gcd, lcm
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.shortages import Shortage, shortages
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.placement import engine_ranks
 
 _POINTS = 8
 _WHERE = "--gpus"
@@ -54,11 +55,11 @@ def sweep(
     points = []
     for ranks in _counts(config, least, most):
         with suppress(UserError):
-            layout = check_layout(config, ranks // config.resources.ranks_per_node, shape)
-            if _feeds(config, layout):
-                step = predict_step(config, shape, layout, gpu, efficiency)
-                memory = predict_memory(config, shape, layout, gpu.memory_gib, gpu.reserves)
-                sized = changed_config(config, {"slurm.nodes": ranks // config.resources.ranks_per_node})
+            sized = _sized(config, ranks)
+            layout = check_layout(sized, sized.slurm.most_nodes, shape)
+            if _feeds(sized, layout):
+                step = predict_step(sized, shape, layout, gpu, efficiency)
+                memory = predict_memory(sized, shape, layout, gpu.memory_gib, gpu.reserves)
                 points.append(Point(ranks, layout, step, memory, tuple(shortages(sized, shape, memory, gpu))))
     if not points:
         raise UserError(
@@ -126,8 +127,32 @@ def _style(axes: Any, ranks: Sequence[int], what: str) -> None:
 
 def _unit(config: RunConfig) -> int:
     parallel = config.actor.parallel
-    dense, experts = parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp
-    return lcm(dense, experts, config.rollout.tp, config.resources.ranks_per_node)
+    cut = lcm(parallel.tp * parallel.cp * parallel.pp, parallel.etp * parallel.ep * parallel.pp)
+    tp, per_node = config.rollout.tp, config.resources.ranks_per_node
+    trains, generates = _shares(config)
+    if not generates:
+        return lcm(cut, tp, per_node)
+    whole = trains + generates
+    needed = (cut // gcd(cut, trains), tp // gcd(tp, generates), per_node // gcd(per_node, whole))
+    return whole * lcm(*needed)
+
+
+def _shares(config: RunConfig) -> tuple[int, int]:
+    """Returns the smallest numbers of ranks that train and generate in the configured ratio; 1 and 0 if all do both."""
+    generates = engine_ranks(config) or 0
+    trains = config.world_size - generates
+    common = gcd(trains, generates)
+    return trains // common, generates // common
+
+
+def _sized(config: RunConfig, ranks: int) -> RunConfig:
+    """Returns the config on ``ranks`` GPUs, with the same share of ranks that generate."""
+    sized = changed_config(config, {"slurm.nodes": ranks // config.resources.ranks_per_node})
+    trains, generates = _shares(config)
+    if not generates:
+        return sized
+    split = {"rollout.ranks": ranks * generates // (trains + generates), "rollout.nodes": None}
+    return changed_config(sized, split)
 
 
 def _counts(config: RunConfig, least: int, most: int) -> list[int]:

@@ -195,21 +195,30 @@ def test_a_thousand_gpus_are_planned_in_two_seconds() -> None:
 def test_a_search_prints_yaml_that_can_be_pasted() -> None:
     text = plan("search", READY)
     documents = [yaml12.parse(part, "") for part in text.split("---\n")[1:]]
-    assert len(documents) == 5
-    for document in documents:
+    assert len(documents) == 6
+    for document in documents[:5]:
         assert set(document) == {"actor", "reference", "rollout", "train"}
+    assert documents[5]["placement"] == "separate"
     found = json.loads(plan("search", READY, "--json"))
     assert [each["actor"]["parallel"] for each in found] == [document["actor"]["parallel"] for document in documents]
     changes = text.split("---\n")[1].splitlines()[1].removeprefix("# ").split(" ")
     pasted = json.loads(plan("run", READY, *changes, "--json"))
     assert pasted["time"]["seconds"] == pytest.approx(found[0]["seconds"])
     assert max(phase["total"] for phase in pasted["memory"]["phases"].values()) == found[0]["peak_bytes"]
+    assert [each["placement"] for each in found] == 5 * ["colocated"] + ["separate"]
+    separate = text.split("---\n")[6].splitlines()
+    pasted = json.loads(plan("run", READY, *separate[1].removeprefix("# ").split(" "), "--json"))
+    assert pasted["time"]["seconds"] == pytest.approx(found[5]["seconds"])
+    assert pasted["time"]["sides"]["engines"]["ranks"] == documents[5]["rollout"]["ranks"]
+    faster, slower = sorted((found[0], found[5]), key=lambda one: one["seconds"])
+    words = f"# placement: {faster['placement']} is {slower['seconds'] / faster['seconds']:.2f} x as fast"
+    assert any(line.startswith(words) for line in text.splitlines())
 
 
 def test_a_search_needs_no_layout_that_suits() -> None:
     text = plan("search", READY, "actor.parallel.tp=3")
     assert "# as configured: cannot run (actor.parallel: tp 3" in text
-    assert text.count("---\n") == 5
+    assert text.count("---\n# ") == 6, "one with ranks that only generate"
 
 
 def test_without_rl_steps_there_is_no_step_to_predict(tmp_path: Path) -> None:

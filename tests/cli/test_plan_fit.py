@@ -135,8 +135,8 @@ def test_a_search_marks_what_cannot_run_and_shows_cpu_memory() -> None:
 
 def test_a_search_proposes_no_engine_without_room_for_a_sequence() -> None:
     found = document("search", NODE, "rollout.gpu_memory_utilization=0.1")
-    assert all(best["fits"] and best["rollout"]["tp"] > 2 for best in found)
-    error = plan("search", NODE, "rollout.gpu_memory_utilization=0.01").exception
+    assert all(best["fits"] and best["rollout"]["tp"] > 2 for best in found if best["placement"] == "colocated")
+    error = plan("search", NODE, "rollout.gpu_memory_utilization=0.01", "reshard.share_weights=true").exception
     assert isinstance(error, DoesNotFitError)
     assert "raise it" not in error.remedy
 

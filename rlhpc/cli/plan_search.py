@@ -1,0 +1,64 @@
+"""Text and JSON of ``rlhpc plan search``: the fastest layouts, and both placements compared."""
+
+from __future__ import annotations
+
+from rlhpc.cli.json_text import json_text
+from rlhpc.cli.plan_time import (
+    candidate_json,
+    candidate_lines,
+    configured_text,
+    found_on,
+    needed_machine,
+    search_json,
+    search_lines,
+)
+from rlhpc.cli.tables import seconds_text
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.errors import DoesNotFitError, UserError
+from rlhpc.plan.placements import Placements, compare_placements
+from rlhpc.plan.search import SearchResult
+
+
+def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list[str], bool]:
+    """Lines of text or of JSON, and whether anything fits. Raises UserError if nothing does, in either placement."""
+    shape, found_gpu, site = needed_machine(config, gpu, "rlhpc plan search")
+    failed: UserError | None = None
+    found = SearchResult((), 0, 0, 0)
+    try:
+        found = found_on(config, shape, found_gpu, site.efficiency)
+    except DoesNotFitError as error:
+        failed = error
+    placements = compare_placements(config, shape, found_gpu, site.efficiency, found)
+    other = placements.colocated if config.placement == "separate" else placements.separate
+    if failed is not None and other is None:
+        raise failed
+    fits = other is not None or any(not best.lacks for best in found.best)
+    if as_json:
+        more = [candidate_json(other)] if other is not None else []
+        return [json_text([*search_json(found), *more])], fits
+    lines = search_lines(config, found_gpu, found, configured_text(config, gpu))
+    head = [f"# {line}" for line in comparison_lines(placements)]
+    if failed is not None:
+        head.append(f"# placement {config.placement}: {failed.message}")
+    shown = candidate_lines(other, "separate: ") if other is not None and other.config.placement == "separate" else []
+    return [*lines[:2], *head, *lines[2:], *shown], fits
+
+
+def comparison_lines(found: Placements) -> list[str]:
+    """Which placement is faster, by how much, and both sides' idle shares."""
+    separate, colocated = found.separate, found.colocated
+    if separate is None or separate.step.sides is None:
+        return [f"placement: colocated; none with ranks that only generate ({found.reason})"]
+    sides, step = separate.step.sides, separate.step
+    idle = f"trainers idle {sides.idle_trainers:.0%}, engines {sides.idle_engines:.0%}"
+    what = (
+        f"{step.engine_ranks:,} of {step.ranks:,} ranks generate, {seconds_text(step.seconds)} a step at staleness "
+        f"{sides.max_staleness}, {idle}; best of {found.splits:,} splits"
+    )
+    speedup = found.speedup
+    if colocated is None or speedup is None:
+        return [f"placement: separate, colocated does not fit: {what}"]
+    one = f"colocated {seconds_text(colocated.step.seconds)} a step"
+    if speedup > 1:
+        return [f"placement: separate is {speedup:.2f} x as fast: {what}; {one}"]
+    return [f"placement: colocated is {1 / speedup:.2f} x as fast, {one}; separate: {what}"]

@@ -1,0 +1,200 @@
+"""Compares generation in turn with training and on ranks of its own, over all splits of the GPUs.
+
+Each split is estimated from the fastest colocated layout, whose training time grows as ranks leave it; the splits with
+the best estimates are then searched like any configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf, log2
+
+from rlhpc.config.placement import AsynchronySection
+from rlhpc.config.schema import RunConfig
+from rlhpc.config.site import EfficiencySection
+from rlhpc.core.errors import UserError
+from rlhpc.models import ModelShape
+from rlhpc.plan.checks.cache import holds_sequence
+from rlhpc.plan.checks.parallelism import check_engine
+from rlhpc.plan.checks.placement import check_placement, check_roles, separates
+from rlhpc.plan.estimates.hardware import Gpu
+from rlhpc.plan.estimates.rollout_time import Engines, decoding_step
+from rlhpc.plan.estimates.roofline import MachineSpeed
+from rlhpc.plan.estimates.separate import full_slots_time, mean_context
+from rlhpc.plan.estimates.workload import step_workload
+from rlhpc.plan.layouts import legal_layouts
+from rlhpc.plan.remedies import changed_config
+from rlhpc.plan.search import Candidate, SearchResult, fastest
+from rlhpc.sharding.layout import ParallelLayout, divisors
+
+Cut = tuple[int, ...]  # of the model: tp, pp, cp, ep, etp
+
+_OTHERS = 16  # layouts tried of a split, beside those that cut the model like the search's results
+_SEARCHED = 4  # splits with the best estimates
+_BESIDE, _ALONE = 0.6, 0.9  # rollout.gpu_memory_utilization of engines beside a trainer, and on GPUs of their own
+_PASSES = 4  # of a forward's operations: forward and backward of an update, and one log-prob pass
+
+
+@dataclass(frozen=True)
+class Placements:
+    """The fastest configuration of each placement, None if none fits."""
+
+    colocated: Candidate | None
+    separate: Candidate | None
+    splits: int = 0  # numbers of ranks that may generate
+    reason: str = ""  # why there is none with ranks of its own
+
+    @property
+    def speedup(self) -> float | None:
+        """Time of a colocated step over that of a separate one."""
+        if self.colocated is None or self.separate is None:
+            return None
+        return self.colocated.step.seconds / self.separate.step.seconds
+
+    @property
+    def winner(self) -> Candidate | None:
+        """The faster of both; the simpler, colocated, if they are equal."""
+        found = [one for one in (self.colocated, self.separate) if one is not None]
+        return min(found, key=lambda one: one.step.seconds, default=None)
+
+
+def compare_placements(
+    config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: EfficiencySection, found: SearchResult
+) -> Placements:
+    """Returns the fastest of each placement on the job's GPUs. ``found``: a search of the config as it is; empty if
+    nothing fits."""
+    first = next((one for one in found.best if not one.lacks), None)
+    if separates(config):
+        alike = _colocated(config)
+        layouts = list(legal_layouts(alike, shape, config.world_size, gpu))
+        colocated = fastest(alike, shape, layouts, gpu, efficiency)
+    else:
+        colocated, first = first, None
+    comparison = _Comparison(config, shape, gpu, efficiency, colocated, _cuts(config, found))
+    splits = list(_splits(config))
+    try:
+        if splits:
+            check_placement(_separate(config, splits[0]))
+    except UserError as error:
+        return Placements(colocated, first, reason=f"{error.where}: {error.message}")
+    found_splits = [one for one in (first, *comparison.search(splits)) if one is not None]
+    separate = min(found_splits, key=lambda one: one.step.seconds, default=None)
+    few = "a job of one rank has none to spare" if not splits else "no split fits"
+    return Placements(colocated, separate, len(splits), "" if separate is not None else few)
+
+
+def _splits(config: RunConfig) -> Iterator[int]:
+    """Yields numbers of ranks that may generate: whole nodes if there are several, else ranks of the node."""
+    unit = config.resources.ranks_per_node if config.slurm.most_nodes > 1 else 1
+    yield from range(unit, config.world_size, unit)
+
+
+def _separate(config: RunConfig, ranks: int) -> RunConfig:
+    changes = {"placement": "separate", "rollout.ranks": ranks, "rollout.nodes": None}
+    if not separates(config) and config.rollout.kv_cache_gib is None:
+        changes["rollout.gpu_memory_utilization"] = _ALONE
+    return changed_config(config, changes)
+
+
+def _colocated(config: RunConfig) -> RunConfig:
+    changes = {"placement": "colocated", "rollout.ranks": None, "rollout.nodes": None}
+    if config.rollout.gpu_memory_utilization > _BESIDE:
+        changes["rollout.gpu_memory_utilization"] = _BESIDE
+    return changed_config(config, {**changes, "asynchrony": AsynchronySection()})
+
+
+def _cut(layout: ParallelLayout) -> Cut:
+    return layout.tp, layout.pp, layout.cp, layout.ep, layout.etp
+
+
+def _distance(one: Cut, other: Cut) -> float:
+    return sum(abs(log2(a / b)) for a, b in zip(one, other, strict=True))
+
+
+def _cuts(config: RunConfig, found: SearchResult) -> frozenset[Cut]:
+    """Returns how the search's results and the config cut the model; the best also into half as many parts: without an
+    engine there is more room."""
+    parallel = config.actor.parallel
+    cuts = {
+        (parallel.tp, parallel.pp, parallel.cp, parallel.ep, parallel.etp),
+        *(_cut(one.layout) for one in found.best),
+    }
+    for tp, pp, *others in [_cut(one.layout) for one in found.best[:1]]:
+        cuts |= {(max(1, tp // 2), pp, *others), (tp, max(1, pp // 2), *others)}
+    return frozenset(cuts)
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    config: RunConfig
+    shape: ModelShape
+    gpu: Gpu
+    efficiency: EfficiencySection
+    colocated: Candidate | None
+    cuts: frozenset[Cut]
+
+    def search(self, splits: list[int]) -> Iterator[Candidate]:
+        """Yields the fastest layouts of the most promising splits, each faster than those before."""
+        below = inf
+        for estimate, ranks in sorted((self._estimate(ranks), ranks) for ranks in splits)[:_SEARCHED]:
+            if estimate == inf:
+                return
+            tried = _separate(self.config, ranks)
+            layouts = self._layouts(tried, self.config.world_size - ranks)
+            candidate = fastest(tried, self.shape, layouts, self.gpu, self.efficiency, below)
+            if candidate is not None:
+                below = candidate.step.seconds
+                yield replace(candidate, asked=self.config)
+
+    def _layouts(self, tried: RunConfig, training: int) -> list[ParallelLayout]:
+        """Returns layouts of ``training`` ranks that cut the model like good ones of the search, and others without
+        virtual stages that cut it almost like them."""
+        legal = list(legal_layouts(tried, self.shape, training, self.gpu))
+        alike = [layout for layout in legal if _cut(layout) in self.cuts]
+        others = [layout for layout in legal if layout.vpp is None and layout not in alike]
+        others.sort(key=lambda layout: min(_distance(_cut(layout), cut) for cut in self.cuts))
+        return alike + others[:_OTHERS]
+
+    def _estimate(self, ranks: int) -> float:
+        """Returns a step's seconds with ``ranks`` that generate; infinity if no engine suits them."""
+        training = self.config.world_size - ranks
+        seconds = self._training_seconds * self.config.world_size / training
+        ahead = self.config.asynchrony.max_staleness + 1
+        found = [
+            max(full, seconds, (max(full, least) + seconds) / ahead)
+            for full, least in map(self._generating, self._engines(ranks))
+        ]
+        return min(found, default=inf)
+
+    def _generating(self, engines: Engines) -> tuple[float, float]:
+        """Returns the seconds of a batch with full slots, and of its longest response alone."""
+        work = step_workload(self.config)
+        full = full_slots_time(engines, work, self.config.asynchrony)
+        return full, work.longest * sum(decoding_step(engines, 1, mean_context(work)).values())
+
+    def _engines(self, ranks: int) -> Iterator[Engines]:
+        machine = MachineSpeed(self.gpu, self.efficiency, self.config.resources.ranks_per_node)
+        for tp in divisors(ranks):
+            tried = changed_config(_separate(self.config, ranks), {"rollout.tp": tp})
+            with suppress(UserError):
+                check_roles(tried, self.config.world_size)
+                check_engine(self.shape, tried.rollout)
+                if holds_sequence(tried, self.shape, self.gpu.memory_gib):
+                    yield Engines(self.shape, tried.rollout, machine, ranks, self.config.model.dtype)
+
+    @property
+    def _training_seconds(self) -> float:
+        """Seconds of training on all ranks: of the fastest colocated layout, else of its operations alone."""
+        if self.colocated is None:
+            return self._operations()
+        phases = self.colocated.step.phases
+        return sum(phase.seconds for phase in phases if phase.name not in ("weight sync", "rollout"))
+
+    def _operations(self) -> float:
+        machine = MachineSpeed(self.gpu, self.efficiency, self.config.resources.ranks_per_node)
+        engines = Engines(self.shape, self.config.rollout, machine, self.config.world_size, self.config.model.dtype)
+        of_token, of_pair = engines.terms
+        work = step_workload(self.config)
+        return _PASSES * machine.compute(work.tokens * (of_token + of_pair * work.pairs)) / self.config.world_size

@@ -1,0 +1,102 @@
+"""Which placement a search finds: separate for long-tailed lengths, colocated for short even ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.config.schema import RunConfig
+from rlhpc.models import read_model
+from rlhpc.plan.estimates.hardware import GPUS
+from rlhpc.plan.estimates.step_time import predict_step
+from rlhpc.plan.placements import Placements, compare_placements
+from rlhpc.plan.search import SearchResult, search
+from rlhpc.plan.sweep import sweep
+from rlhpc.sharding.placement import engine_ranks
+
+READY = Path(__file__).parents[2] / "configs" / "ready"
+LONG = ("planning.response_spread=1", "planning.response_tokens=2000", "rollout.max_response_tokens=16000")
+SHORT = ("planning.response_spread=0", "planning.response_tokens=100")
+HALVES = ("placement=separate", "rollout.ranks=2", "rollout.gpu_memory_utilization=0.9")
+
+
+def config_of(*changes: str) -> RunConfig:
+    return load_config(READY / "qwen2.5-1.5b-1gpu.yaml", ["resources.ranks_per_node=4", *changes])
+
+
+def compared(config: RunConfig, gpu: str = "h100") -> tuple[SearchResult, Placements]:
+    shape, efficiency = read_model(config.model.path), config.site.efficiency
+    ranks = config.world_size - (engine_ranks(config) or 0)
+    found = search(config, shape, ranks, GPUS[gpu], efficiency)
+    return found, compare_placements(config, shape, GPUS[gpu], efficiency, found)
+
+
+def test_long_tailed_lengths_find_ranks_of_their_own() -> None:
+    found, placements = compared(config_of(*LONG))
+    separate = placements.separate
+    assert placements.colocated is found.best[0]
+    assert separate is placements.winner
+    assert separate is not None
+    assert placements.splits == 3
+    assert placements.speedup is not None
+    assert placements.speedup > 1.15
+    assert separate.memory.first_too_large is None
+    assert separate.fragment["rollout"] == {"tp": 1, "ranks": separate.step.engine_ranks, "gpu_memory_utilization": 0.9}
+    # The keys alone make the same plan.
+    words = [f"rollout.ranks={separate.step.engine_ranks}", "placement=separate", "rollout.gpu_memory_utilization=0.9"]
+    again = config_of(*LONG, *words, f"train.tokens_per_microbatch={separate.config.train.tokens_per_microbatch}")
+    assert again.placement == separate.config.placement
+    assert again.rollout == separate.config.rollout
+    step = predict_step(
+        separate.config, read_model(again.model.path), separate.layout, GPUS["h100"], again.site.efficiency
+    )
+    assert step.seconds == separate.step.seconds
+
+
+def test_short_even_lengths_find_generation_in_turn() -> None:
+    placements = compared(config_of(*SHORT))[1]
+    assert placements.winner is placements.colocated
+    assert placements.speedup is not None
+    assert placements.speedup < 1
+
+
+def test_more_staleness_is_never_slower() -> None:
+    low, high = (compared(config_of(*LONG, f"asynchrony.max_staleness={k}", *HALVES))[1].speedup for k in (0, 4))
+    assert low is not None
+    assert high is not None
+    assert low < 1 < high, "the bound limits long tails"
+
+
+def test_a_configured_split_is_compared_with_the_others_and_with_none() -> None:
+    found, placements = compared(config_of(*LONG, *HALVES, "rollout.ranks=3"))
+    assert placements.colocated is not None
+    assert placements.colocated.config.rollout.gpu_memory_utilization == 0.6
+    assert placements.separate is not None
+    assert placements.separate.step.seconds <= found.best[0].step.seconds
+    assert {best.layout.world_size for best in found.best} == {1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        (("resources.ranks_per_node=1",), "a job of one rank has none to spare"),
+        (("reshard.share_weights=true",), "reshard.share_weights: engines on ranks of their own cannot share"),
+    ],
+)
+def test_what_allows_no_ranks_of_their_own_is_named(changes: tuple[str, ...], reason: str) -> None:
+    placements = compared(config_of(*SHORT, *changes))[1]
+    assert placements.separate is None
+    assert placements.winner is placements.colocated is not None
+    assert placements.reason.startswith(reason)
+
+
+def test_a_sweep_keeps_the_share_of_ranks_that_generate() -> None:
+    config = config_of(*HALVES, "rollout.ranks=1")
+    points = sweep(config, read_model(config.model.path), GPUS["h100"], config.site.efficiency, 4, 16)
+    assert [(point.ranks, point.step.engine_ranks, point.layout.world_size) for point in points] == [
+        (4, 1, 3),
+        (8, 2, 6),
+        (16, 4, 12),
+    ]
