@@ -8,9 +8,11 @@ from typing import Any
 from rlhpc.cli.tables import labelled, seconds_text, table
 from rlhpc.plan.estimates.separate import LIMIT_TEXTS
 from rlhpc.plan.estimates.step_time import StepTime
+from rlhpc.plan.scenario import Scenario
+from rlhpc.plan.simulation import simulate
 
 
-def side_lines(step: StepTime) -> list[str]:
+def side_lines(case: Scenario, step: StepTime) -> list[str]:
     """Both sides of a separate placement: their times, what limits the step, idle shares, staleness, traffic."""
     sides, sync = step.sides, step.sync
     if sides is None or sync is None:
@@ -35,7 +37,10 @@ def side_lines(step: StepTime) -> list[str]:
             f"{sync.sent_across / 1e9:,.1f} GB over the network",
         ),
     ]
-    return [*table(rows), "", *labelled(facts), ""]
+    found = simulate(case.config, case.shape, step, case.gpu, case.efficiency)
+    idle = f"trainers idle {found.idle_trainers:.0%}, engines {found.idle_engines:.0%}"
+    text = f"{seconds_text(found.step_seconds)} a step, {idle}, staleness {found.staleness:.1f} in the mean"
+    return [*table(rows), "", *labelled([*facts, ("simulated", text)]), ""]
 
 
 def sides_json(step: StepTime) -> dict[str, Any]:
@@ -53,3 +58,10 @@ def sides_json(step: StepTime) -> dict[str, Any]:
         "sync": asdict(sync),
     }
     return {"sides": found}
+
+
+def simulated_json(case: Scenario, step: StepTime) -> dict[str, Any]:
+    """Simulated steps of a separate placement; empty without one."""
+    if step.sides is None:
+        return {}
+    return {"simulated": asdict(simulate(case.config, case.shape, step, case.gpu, case.efficiency))}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlhpc.cli.json_text import json_text
 from rlhpc.cli.plan_memory import memory_json, render_memory
+from rlhpc.cli.plan_placement import simulated_json
 from rlhpc.cli.plan_time import run_json, step_json, step_lines
 from rlhpc.cli.tables import labelled
 from rlhpc.config.algorithm import WITH_CRITIC
@@ -73,7 +74,8 @@ def _as_json(config: RunConfig, found: _Prediction) -> dict[str, Any]:
     limit = cpu_memory_limit(config, found.case.gpu if found.case else None)
     times = {}
     if found.case and found.step:
-        times = {"time": step_json(found.step), "run": run_json(found.case.run(found.step))}
+        simulated = simulated_json(found.case, found.step)
+        times = {"time": {**step_json(found.step), **simulated}, "run": run_json(found.case.run(found.step))}
     critic = config.critic.parallel if config.algorithm.name in WITH_CRITIC else None
     layouts = {
         "layout": found.layout.axes,

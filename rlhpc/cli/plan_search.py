@@ -49,16 +49,17 @@ def comparison_lines(found: Placements) -> list[str]:
     separate, colocated = found.separate, found.colocated
     if separate is None or separate.step.sides is None:
         return [f"placement: colocated; none with ranks that only generate ({found.reason})"]
-    sides, step = separate.step.sides, separate.step
-    idle = f"trainers idle {sides.idle_trainers:.0%}, engines {sides.idle_engines:.0%}"
-    what = (
-        f"{step.engine_ranks:,} of {step.ranks:,} ranks generate, {seconds_text(step.seconds)} a step at staleness "
-        f"{sides.max_staleness}, {idle}; best of {found.splits:,} splits"
+    sides, step, speedup = separate.step.sides, separate.step, found.speedup
+    split = f"{step.engine_ranks:,} of {step.ranks:,} ranks generate, the best of {found.splits:,} split(s)"
+    if colocated is None or speedup is None or found.simulated is None:
+        return [f"placement: separate, because colocated does not fit: {seconds_text(step.seconds)} a step, {split}"]
+    names = ("separate", "colocated") if speedup > 1 else ("colocated", "separate")
+    one, other = found.simulated
+    idle = f"trainers idle {other.idle_trainers:.0%}, engines {other.idle_engines:.0%}"
+    times = (
+        f"simulated: colocated {seconds_text(one.step_seconds)} a step; separate {seconds_text(other.step_seconds)} at "
+        f"staleness {sides.max_staleness} ({other.staleness:.1f} in the mean), {idle}"
     )
-    speedup = found.speedup
-    if colocated is None or speedup is None:
-        return [f"placement: separate, colocated does not fit: {what}"]
-    one = f"colocated {seconds_text(colocated.step.seconds)} a step"
-    if speedup > 1:
-        return [f"placement: separate is {speedup:.2f} x as fast: {what}; {one}"]
-    return [f"placement: colocated is {1 / speedup:.2f} x as fast, {one}; separate: {what}"]
+    formula = f"predicted: colocated {seconds_text(colocated.step.seconds)}, separate {seconds_text(step.seconds)}"
+    winner = f"placement: {names[0]} is {max(speedup, 1 / speedup):.2f} x as fast as {names[1]}; {split}"
+    return [winner, times, formula]

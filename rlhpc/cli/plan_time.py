@@ -71,7 +71,7 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
         sent = f"{phase.sent / 1e9:,.1f}" if phase.sent else ""
         share = f"{step.share(phase.name):.0%}"
         rows.append([phase.name, seconds_text(phase.seconds), share, pflop, sent, LIMITS[phase.limit]])
-    return [head, assumed, "", *table(rows, left=(0, 5)), "", *side_lines(step), *_run_lines(case.run(step))]
+    return [head, assumed, "", *table(rows, left=(0, 5)), "", *side_lines(case, step), *_run_lines(case.run(step))]
 
 
 def _run_lines(run: RunTime) -> list[str]:

@@ -1,7 +1,7 @@
 """Compares generation in turn with training and on ranks of its own, over all splits of the GPUs.
 
 Each split is estimated from the fastest colocated layout, whose training time grows as ranks leave it; the splits with
-the best estimates are then searched like any configuration.
+the best estimates are then searched like any configuration. Steps of the best of each placement are then simulated.
 """
 
 from __future__ import annotations
@@ -27,37 +27,42 @@ from rlhpc.plan.estimates.workload import step_workload
 from rlhpc.plan.layouts import legal_layouts
 from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import Candidate, SearchResult, fastest
+from rlhpc.plan.simulation import simulate
+from rlhpc.rollout.schedule.generation_load import Simulated
 from rlhpc.sharding.layout import ParallelLayout, divisors
 
 Cut = tuple[int, ...]  # of the model: tp, pp, cp, ep, etp
 
 _OTHERS = 16  # layouts tried of a split, beside those that cut the model like the search's results
 _SEARCHED = 4  # splits with the best estimates
+_CLOSE = 1.1  # times the shortest predicted step, up to which a split is simulated
 _BESIDE, _ALONE = 0.6, 0.9  # rollout.gpu_memory_utilization of engines beside a trainer, and on GPUs of their own
 _PASSES = 4  # of a forward's operations: forward and backward of an update, and one log-prob pass
 
 
 @dataclass(frozen=True)
 class Placements:
-    """The fastest configuration of each placement, None if none fits."""
+    """The fastest configuration of each placement, None if none fits. ``simulated``: steps of both."""
 
     colocated: Candidate | None
     separate: Candidate | None
+    simulated: tuple[Simulated, Simulated] | None = None
     splits: int = 0  # numbers of ranks that may generate
     reason: str = ""  # why there is none with ranks of its own
 
     @property
     def speedup(self) -> float | None:
-        """Time of a colocated step over that of a separate one."""
-        if self.colocated is None or self.separate is None:
+        """Time of a colocated step over that of a separate one, both simulated."""
+        if self.simulated is None:
             return None
-        return self.colocated.step.seconds / self.separate.step.seconds
+        return self.simulated[0].step_seconds / self.simulated[1].step_seconds
 
     @property
     def winner(self) -> Candidate | None:
         """The faster of both; the simpler, colocated, if they are equal."""
-        found = [one for one in (self.colocated, self.separate) if one is not None]
-        return min(found, key=lambda one: one.step.seconds, default=None)
+        if self.speedup is not None:
+            return self.separate if self.speedup > 1 else self.colocated
+        return self.colocated or self.separate
 
 
 def compare_placements(
@@ -78,11 +83,17 @@ def compare_placements(
         if splits:
             check_placement(_separate(config, splits[0]))
     except UserError as error:
-        return Placements(colocated, first, reason=f"{error.where}: {error.message}")
-    found_splits = [one for one in (first, *comparison.search(splits)) if one is not None]
-    separate = min(found_splits, key=lambda one: one.step.seconds, default=None)
-    few = "a job of one rank has none to spare" if not splits else "no split fits"
-    return Placements(colocated, separate, len(splits), "" if separate is not None else few)
+        return Placements(colocated, None, reason=f"{error.where}: {error.message}")
+    tried = [one for one in (first, *comparison.search(splits)) if one is not None]
+    steps = [simulate(one.config, shape, one.step, gpu, efficiency) for one in tried]
+    if not tried:
+        reason = "no split fits" if splits else "a job of one rank has none to spare"
+        return Placements(colocated, None, splits=len(splits), reason=reason)
+    best = min(range(len(tried)), key=lambda number: steps[number].step_seconds)
+    simulated = None
+    if colocated is not None:
+        simulated = simulate(colocated.config, shape, colocated.step, gpu, efficiency), steps[best]
+    return Placements(colocated, tried[best], simulated, len(splits))
 
 
 def _splits(config: RunConfig) -> Iterator[int]:
@@ -136,7 +147,7 @@ class _Comparison:
     cuts: frozenset[Cut]
 
     def search(self, splits: list[int]) -> Iterator[Candidate]:
-        """Yields the fastest layouts of the most promising splits, each faster than those before."""
+        """Yields the fastest layouts of the most promising splits that are about as fast as those before."""
         below = inf
         for estimate, ranks in sorted((self._estimate(ranks), ranks) for ranks in splits)[:_SEARCHED]:
             if estimate == inf:
@@ -145,7 +156,7 @@ class _Comparison:
             layouts = self._layouts(tried, self.config.world_size - ranks)
             candidate = fastest(tried, self.shape, layouts, self.gpu, self.efficiency, below)
             if candidate is not None:
-                below = candidate.step.seconds
+                below = min(below, _CLOSE * candidate.step.seconds)
                 yield replace(candidate, asked=self.config)
 
     def _layouts(self, tried: RunConfig, training: int) -> list[ParallelLayout]:

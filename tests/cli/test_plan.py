@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from rlhpc.cli.main import cli
+from rlhpc.cli.tables import seconds_text
 from rlhpc.config import yaml12
 from rlhpc.core.errors import UserError
 from tests.cli.test_main import error_line
@@ -210,9 +211,11 @@ def test_a_search_prints_yaml_that_can_be_pasted() -> None:
     pasted = json.loads(plan("run", READY, *separate[1].removeprefix("# ").split(" "), "--json"))
     assert pasted["time"]["seconds"] == pytest.approx(found[5]["seconds"])
     assert pasted["time"]["sides"]["engines"]["ranks"] == documents[5]["rollout"]["ranks"]
-    faster, slower = sorted((found[0], found[5]), key=lambda one: one["seconds"])
-    words = f"# placement: {faster['placement']} is {slower['seconds'] / faster['seconds']:.2f} x as fast"
-    assert any(line.startswith(words) for line in text.splitlines())
+    head = [line.removeprefix("# ") for line in text.splitlines()[2:5]]
+    assert re.match(r"placement: (separate|colocated) is 1\.\d\d x as fast as (separate|colocated); ", head[0])
+    assert re.match(r"simulated: colocated [\d.]+ m?s a step; separate [\d.]+ m?s at staleness 1 ", head[1])
+    assert head[2].startswith(f"predicted: colocated {seconds_text(found[0]['seconds'])}, separate ")
+    assert pasted["time"]["simulated"]["max_staleness"] <= 1
 
 
 def test_a_search_needs_no_layout_that_suits() -> None:

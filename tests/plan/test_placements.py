@@ -41,7 +41,7 @@ def test_long_tailed_lengths_find_ranks_of_their_own() -> None:
     assert separate is not None
     assert placements.splits == 3
     assert placements.speedup is not None
-    assert placements.speedup > 1.15
+    assert placements.speedup > 1.1
     assert separate.memory.first_too_large is None
     assert separate.fragment["rollout"] == {"tp": 1, "ranks": separate.step.engine_ranks, "gpu_memory_utilization": 0.9}
     # The keys alone make the same plan.

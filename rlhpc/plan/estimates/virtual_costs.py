@@ -11,7 +11,7 @@ from rlhpc.plan.estimates.rollout_time import Engines, decoding_step, prompts_ti
 from rlhpc.plan.estimates.roofline import MachineSpeed
 from rlhpc.plan.estimates.separate import full_slots, mean_context
 from rlhpc.plan.estimates.step_time import predict_step
-from rlhpc.plan.estimates.workload import step_workload
+from rlhpc.plan.estimates.workload import StepWorkload, step_workload
 from rlhpc.sharding.layout import make_layout
 from rlhpc.sharding.placement import generating_ranks, placement_of
 
@@ -41,12 +41,19 @@ def predicted_costs(config: RunConfig, shape: ModelShape, gpu: Gpu, efficiency: 
     machine = MachineSpeed(gpu, efficiency, config.resources.ranks_per_node)
     ranks = generating_ranks(config, placement.trainers.size)
     engines = Engines(shape, config.rollout, machine, ranks, config.model.dtype)
-    slots, context = full_slots(engines, work, config.asynchrony.max_staleness), mean_context(work)
+    each = engine_costs(engines, work, full_slots(engines, work, config.asynchrony.max_staleness))
+    return _costs(config, *each, step.sides.trainers + step.sides.sync)
+
+
+def engine_costs(engines: Engines, work: StepWorkload, slots: float) -> tuple[float, float]:
+    """Returns the seconds of an engine's step without its sequences, and those that each adds, its share of a prompt
+    included: a line through steps of one sequence and of ``slots``."""
+    context = mean_context(work)
     one, full = (sum(decoding_step(engines, count, context).values()) for count in (1.0, slots))
     slope = (full - one) / (slots - 1) if slots > 1 else 0.0
-    shared = 1 / work.group if config.rollout.prefix_caching else 1.0
+    shared = 1 / work.group if engines.section.prefix_caching else 1.0
     prompt = sum(prompts_time(engines, shared * work.prompt).values()) / work.response  # over a response's steps
-    return _costs(config, one - slope, slope + prompt, step.sides.trainers + step.sides.sync)
+    return max(0.0, one - slope), slope + prompt
 
 
 def _costs(config: RunConfig, step: float, sequence: float, train: float) -> CostsSection:

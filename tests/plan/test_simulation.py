@@ -1,0 +1,62 @@
+"""Simulated steps agree with the predicted ones, on a smaller job of the same proportions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+from rlhpc.config.load import load_config
+from rlhpc.models import read_model
+from rlhpc.plan.estimates.hardware import GPUS
+from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.plan.simulation import load_of, simulate, smaller
+from rlhpc.rollout.schedule.generation_load import GenerationLoad, SampledLengths, Simulated
+from rlhpc.sharding.layout import make_layout
+from rlhpc.sharding.placement import engine_ranks
+
+FILE = Path(__file__).parents[2] / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
+HALVES = ("placement=separate", "rollout.ranks=4", "rollout.gpu_memory_utilization=0.9")
+TAILED = ("planning.response_spread=1", "planning.response_tokens=1000", "rollout.max_response_tokens=8192")
+
+
+def simulated(*changes: str) -> tuple[StepTime, Simulated, GenerationLoad]:
+    config = load_config(FILE, changes)
+    shape, efficiency, gpu = read_model(config.model.path), config.site.efficiency, GPUS["h100"]
+    layout = make_layout(config.actor.parallel, config.world_size - (engine_ranks(config) or 0))
+    step = predict_step(config, shape, layout, gpu, efficiency)
+    return step, simulate(config, shape, step, gpu, efficiency), load_of(config, shape, step, gpu, efficiency)
+
+
+def test_a_smaller_job_has_the_same_proportions() -> None:
+    load = simulated(*HALVES, *TAILED)[2]
+    less = smaller(load)
+    assert (load.groups_per_step, less.groups_per_step, less.engines) == (256, 64, 4)
+    assert less.full_seconds == pytest.approx(load.full_seconds, rel=0.02)
+    assert (less.train_seconds, less.step_seconds) == (load.train_seconds, load.step_seconds)
+    waves = [each.groups_per_step * each.samples_per_group / each.engines / each.slots for each in (load, less)]
+    assert waves[1] == pytest.approx(waves[0], rel=0.02)
+    assert fmean(length for group in range(200) for length in SampledLengths(load)[group]) == pytest.approx(
+        1000, rel=0.05
+    )
+    assert smaller(less) == less
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+@pytest.mark.parametrize("lengths", [(), TAILED], ids=["short", "tailed"])
+def test_a_simulated_step_takes_about_as_long_as_a_predicted_one(lengths: tuple[str, ...], staleness: int) -> None:
+    step, found, _ = simulated(*HALVES, *lengths, f"asynchrony.max_staleness={staleness}")
+    assert step.sides is not None
+    assert 0.95 < found.step_seconds / step.seconds < 1.15
+    assert found.max_staleness <= staleness
+    # The first steps, which are younger, count in the simulation.
+    assert found.staleness == pytest.approx(step.sides.staleness, abs=0.35 + 0.15 * staleness)
+    assert found.idle_trainers == pytest.approx(step.sides.idle_trainers, abs=0.1)
+    assert found.idle_engines == pytest.approx(step.sides.idle_engines, abs=0.2)
+
+
+def test_a_colocated_step_is_simulated_too() -> None:
+    for lengths in ((), TAILED):
+        step, found, _ = simulated(*lengths)
+        assert 0.9 < found.step_seconds / step.seconds < 1.1
