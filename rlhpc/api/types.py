@@ -229,6 +229,7 @@ class RunState:
     trained_tokens: int = 0  # that the policy sampled in them
     dropped_responses: int = 0  # of groups that were dropped
     dropped_tokens: int = 0
+    validated_step: int | None = None  # RL step of the newest validation in the records; None: the present one
     grad_norms: dict[str, list[float]] = field(default_factory=dict)  # newest of sft, actor, critic, to find spikes
 
     @property

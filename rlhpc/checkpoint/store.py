@@ -59,6 +59,17 @@ class CheckpointStore:
         self._folder, self._keep = attempt.run.checkpoints, keep
         self._staging = self._folder / f".writing-{attempt.path.name}"
         self._open: _Open | None = None
+        self._begun: Path | None = None
+
+    def begin(self, state: RunState) -> Path:
+        """Makes the folder that the next ``save`` of this state fills, for those that write into it before. Commits the
+        former checkpoint first. Collective."""
+        self.settle(wait=True)
+        writing = self._staging / _name(state.total_steps)
+        with self._user_errors(writing):
+            on_first_rank(lambda: self._clear_for(writing))
+        self._begun = writing
+        return writing
 
     def save(self, state: RunState, write: Callable[[Path], Sequence[BackgroundWrite] | None]) -> Path:
         """Lets ``write`` fill a new folder on all ranks, then commits it and removes older ones beyond ``keep``, except
@@ -67,11 +78,12 @@ class CheckpointStore:
         If ``write`` returns shares that are written in the background, a later ``settle`` commits them, or the next
         save before it begins. A rank killed at any moment leaves the previous checkpoint intact.
         """
-        self.settle(wait=True)
         final = self._folder / _name(state.total_steps)
         writing = self._staging / final.name
+        if self._begun != writing:
+            self.begin(state)
+        self._begun = None
         with self._user_errors(writing):
-            on_first_rank(lambda: self._clear_for(writing))
             shares = together(lambda: tuple(write(writing) or ()))
             self._open = _Open(writing, final, replace(state), shares)
         if not self._open.shares:

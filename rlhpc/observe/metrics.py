@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -29,7 +30,8 @@ class MetricsWriter:
 
     def __init__(self, folder: RunFolder, state: RunState) -> None:
         _cut(folder.metrics, state)
-        _cut(folder.samples, state, phase="rl")
+        validated = state.step if state.validated_step is None else state.validated_step
+        _cut(folder.samples, replace(state, step=validated), phase="rl")
         _cut(folder.histograms, state)
         self._file = LineFile(folder.metrics)
 

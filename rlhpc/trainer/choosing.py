@@ -48,6 +48,7 @@ class Sampled:
     greedy: list[Sample | None]
     outcome: Outcome
     counts: Counts
+    metrics: Metrics = field(default_factory=dict)  # of their generation
 
 
 @dataclass
@@ -74,6 +75,7 @@ class Chooser:
     reward_model: RewardModel | None
     least_samples: int
     needs_greedy: bool
+    leaves: bool = True  # groups of a step with too few samples to the next step; else they are left out
 
     def scored_by_model(self, sampled: Sampled) -> Sampled:
         """The same with the reward model's part of all rewards."""
@@ -101,7 +103,8 @@ class Chooser:
         lacking = {place for place, is_good in zip(places, good, strict=True) if not is_good}
         new = list(enumerate(sampled.groups))[sampled.replayed :]
         if len(samples) < self.least_samples:
-            carryover.put_back([group for place, group in new if place not in lacking])
+            if self.leaves:
+                carryover.put_back([group for place, group in new if place not in lacking])
             samples = []
         elif not any(sample.trained_len for sample in samples):
             samples = []
@@ -142,6 +145,7 @@ class Chooser:
         train, counts, outcome = self.config.train, sampled.counts, sampled.outcome
         samples = [sample for group in used for sample in group.usable]
         found: Metrics = {f"reward/failures/{kind}": n for kind, n in sorted(counts.reward_failures.items())}
+        found |= sampled.metrics
         if train.dynamic_sampling is not None:
             found |= {
                 "sampling/batches": outcome.batches,
@@ -154,7 +158,8 @@ class Chooser:
             }
             bias = length_bias(state, self.carryover.groups)
             found |= {"sampling/length_bias": bias} if bias is not None else {}
-        if samples and (train.dynamic_sampling is not None or train.replay is not None):
+        stale = train.dynamic_sampling is not None or train.replay is not None or self.config.placement == "separate"
+        if samples and stale:
             ages = [state.policy_version - sample.policy_version for sample in samples]
             found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}
         if self.config.rollout.tools:

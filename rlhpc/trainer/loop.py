@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from rlhpc.api import BackgroundWrite, RunState
@@ -13,16 +14,28 @@ from rlhpc.core.files import make_folder
 from rlhpc.core.heartbeat import enter, touch
 from rlhpc.core.stop import Reason
 from rlhpc.core.storage import exists
-from rlhpc.parallel.agreement import check_agreement, on_first_rank
+from rlhpc.parallel.agreement import check_job_agreement, on_first_rank
 from rlhpc.trainer.best import best_value, forget_lost_best, note_validation
 from rlhpc.trainer.evaluate import check_finite_weights
 from rlhpc.trainer.observer import Observer
 from rlhpc.trainer.profiles import Profiles
+from rlhpc.trainer.publisher import Publisher
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step import find_step, sft_step, take_step
 from rlhpc.trainer.stop import Stopper
 from rlhpc.trainer.times import RunTimer
 from rlhpc.trainer.update import Metrics
+
+
+@dataclass(frozen=True)
+class _Published:
+    """Decisions for a step whose weights are published: why the run stops, its record's validation, whether a
+    checkpoint is due, and whether one is asked for."""
+
+    reason: Reason
+    validated: Metrics
+    due: bool
+    asked: bool
 
 
 class Loop:
@@ -34,11 +47,13 @@ class Loop:
         self._store = CheckpointStore(run.context.attempt, self._config.checkpoint.keep)
         self._saved = -1
         self._timer = RunTimer(run.context, run.models)
+        self._resumed: Path | None = None  # checkpoint
         self.state = self._restore()
         run.context.attempt.check_current()
         self._observer = Observer(run, self.state)
         self._profiles = Profiles(run.config, run.context, run.models.layers, self.state)
         self._stopper = Stopper(run.context, self._profiles)
+        self._publisher = self._make_publisher()
         self._total = (self._config.sft.steps if self._config.sft else 0) + self._config.train.steps
 
     def run(self) -> Reason | None:
@@ -49,6 +64,8 @@ class Loop:
             if self._saved != self.state.total_steps and (self._saves_end or reason is not None):
                 self._save()
             self._settle(wait=True)
+            if self._run.engines is not None:
+                self._run.engines.end(reason)
             return reason
         finally:
             self._observer.close()
@@ -68,7 +85,7 @@ class Loop:
             self._observer.step("sft", state.sft_step, sft.steps, {**metrics, **validated}, began)
             if (reason := self._after_step(validated)) != "none":
                 return reason
-        if train.steps and state.step == 0:
+        if train.steps and state.step < train.steps:
             self._begin_rl()
         while state.step < train.steps:
             self._stopper.begin()
@@ -77,19 +94,27 @@ class Loop:
             began = time.perf_counter()
             metrics, validated = take_step(self._rl_step, self._run, state), {}
             self._profiles.end()
-            if state.step % self._config.validation.every == 0 or state.step == train.steps:
-                seconds = time.perf_counter() - began
+            seconds = time.perf_counter() - began
+            published = self._publish() if self._publisher is not None else None
+            if published is not None:
+                validated = published.validated
+            elif state.step % self._config.validation.every == 0 or state.step == train.steps:
                 validated = self._validate()
+            if published is not None or validated:
                 began = time.perf_counter() - seconds  # a step's time is without its validation
             self._observer.step("rl", state.step, train.steps, {**metrics, **validated}, began)
-            if (reason := self._after_step(validated)) != "none":
+            reason = self._after_step(validated) if published is None else self._after_publishing(published)
+            if reason != "none":
                 return reason
         return None
 
     def _begin_rl(self) -> None:
-        """RL starts from the warmed-up weights, which are its reference, with a new optimizer."""
-        run = self._run
-        if self._config.sft:
+        """RL starts from the warmed-up weights, which are its reference, with a new optimizer. Engines on ranks of
+        their own begin, also in a resumed run."""
+        run, started = self._run, self.state.step > 0
+        if started and self._publisher is None:
+            return
+        if self._config.sft and not started:
             run.actor.reset_optimizer(self._config.actor.optimizer)
             if run.reference is not None:
                 run.reference.copy_weights(run.actor)
@@ -97,7 +122,7 @@ class Loop:
             if run.critic is not None and self._config.critic.path is None:
                 run.critic.take_tensors(run.actor.full_tensors())
                 run.critic.offload()
-        metrics = self._validate()
+        metrics = self._validate() if self._publisher is None else self._publisher.begin(self._resumed)
         best_value(self._config.checkpoint, metrics)  # that there is one; these weights are not compared
         if metrics:
             self._observer.step("rl", 0, self._config.train.steps, metrics, time.perf_counter())
@@ -123,6 +148,40 @@ class Loop:
             self._save()  # at the first step it shows that saving works, and how long it takes
         return reason
 
+    def _make_publisher(self) -> Publisher | None:
+        run = self._run
+        if run.engines is None:
+            return None
+        return Publisher(run.config, run.models, run.evaluator, run.engines, self._store, self.state)
+
+    def _publish(self) -> _Published:
+        """Decides whether the run stops or saves after this step, and publishes its weights."""
+        assert self._publisher is not None
+        self._profiles.write()
+        self._stopper.stepped()
+        self._settle(wait=False)
+        last = self.state.step == self._config.train.steps
+        reason: Reason = "none"
+        asked = False
+        if not last:
+            reason, asked = self._stopper.agree()
+        every = self._config.checkpoint.every
+        due = bool(every and self.state.total_steps % every == 0)
+        ends = reason != "none" or (last and self._saves_end)
+        validated = self._publisher.step(saves=due or asked or ends, stops=reason != "none")
+        return _Published(reason, validated, due, asked)
+
+    def _after_publishing(self, published: _Published) -> Reason:
+        """Saves if due, if asked for or if the step is the best one. At the end ``run`` saves."""
+        section, state = self._config.checkpoint, self.state
+        own = published.validated.get("validation/step") == state.step
+        best = note_validation(section, state, published.validated) if own else False
+        if best or published.due:
+            self._save(asynchronous=section.asynchronous)
+        elif published.asked and published.reason == "none":
+            self._save()
+        return published.reason
+
     def _save(self, *, asynchronous: bool = False) -> None:
         began = alone = time.monotonic()
         if not asynchronous:
@@ -142,7 +201,7 @@ class Loop:
         self._store.settle(wait=wait)
 
     def _write_models(self, folder: Path, *, asynchronous: bool) -> list[BackgroundWrite]:
-        run, shares = self._run, []
+        run, shares = self._run, list[BackgroundWrite | None]()
         parts = {name: role.model for name, role in run.models.trained.items()}
         if run.reference is not None and self._reference_is_ours():
             parts["reference"] = run.reference
@@ -152,6 +211,8 @@ class Loop:
         for name in parts.keys() - {"actor"}:
             parts[name].offload()
         run.carryover.save(folder, run.context.info.rank)
+        if run.engines is not None:
+            shares.append(run.engines.share(self.state.step))
         return [share for share in shares if share is not None]
 
     def _reference_is_ours(self) -> bool:
@@ -162,7 +223,7 @@ class Loop:
         saved = self._store.latest()
         run, rl = self._run, self._run.rl
         digest = rl.chooser.prompts.digest if rl is not None else ""
-        check_agreement(run.context.info, {"training prompts of digest": digest})
+        check_job_agreement(run.context.info, {"training prompts of digest": digest})
         if saved is None:
             return RunState(prompts_digest=digest, actor_steps=0, critic_steps=0)
         enter("loading the checkpoint")
@@ -182,7 +243,10 @@ class Loop:
         if rl is not None:
             info, cursor = run.context.info, saved.state.prompt_cursor
             run.carryover.load(saved.folder, cursor, rl.chooser.prompt_at, info.rank, info.world_size)
-        self._saved = saved.state.total_steps
+            self._check_carryover()
+        if run.engines is None:
+            saved.state.validated_step = None
+        self._saved, self._resumed = saved.state.total_steps, saved.folder
         return saved.state
 
     def _check_prompts(self, digest: str) -> None:
@@ -195,6 +259,17 @@ class Loop:
                 "other mixture weights, limits or templates",
                 where="data.train",
                 remedy="put them back, or start a new run from the weights of this one",
+            )
+
+    def _check_carryover(self) -> None:
+        """Refuses groups that a step of a colocated run has left to the next one: engines on ranks of their own would
+        not train on them."""
+        left = len(self._run.carryover.groups)
+        if self._run.engines is not None and left:
+            raise UserError(
+                f"{left} groups of the checkpoint are left to the next step, which separate engines cannot take over",
+                where="placement",
+                remedy="set it back to colocated, or resume from a checkpoint without them",
             )
 
     def _check_phases(self, folder: Path) -> None:

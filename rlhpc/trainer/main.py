@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from dataclasses import replace
 
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
@@ -12,6 +13,7 @@ from rlhpc.core import env
 from rlhpc.core.context import RankContext
 from rlhpc.core.heartbeat import enter
 from rlhpc.core.shown import ShownOnly
+from rlhpc.sharding.placement import placement_of
 
 
 def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
@@ -27,7 +29,13 @@ def run_rank(context: RankContext, *, saves_end: bool = True) -> str | None:
     from rlhpc.trainer.build import build
     from rlhpc.trainer.loop import Loop
 
-    config = _join(context)
+    config, context = _join(context)
+    if context.info.role == "engines":
+        from rlhpc.trainer.engine_rank import run_engine
+
+        reason = run_engine(config, context)
+        leave()
+        return reason
     run = build(config, context)
     stopped = None
     if config.evaluates_only:
@@ -49,19 +57,25 @@ def replay_rank(context: RankContext) -> None:
     from rlhpc.parallel.groups import leave
     from rlhpc.trainer.replay import replay
 
-    replay(_join(context), context)
+    replay(*_join(context, roles=False))
     leave()
 
 
-def _join(context: RankContext) -> RunConfig:
-    """Joins the other ranks; returns the configuration, which all agree on."""
+def _join(context: RankContext, *, roles: bool = True) -> tuple[RunConfig, RankContext]:
+    """Joins the other ranks, with ``roles`` those of the same role; returns the configuration, which all agree on, and
+    the context with this rank's place in its role."""
     import torch
 
     from rlhpc.parallel.agreement import check_job_agreement, facts_of
     from rlhpc.parallel.collectives import last_collectives
     from rlhpc.parallel.groups import join
 
+    config = load_config(context.attempt.config)
     info = context.info
+    placement = placement_of(config, info.job_size)
+    if roles and placement.separate:
+        role = placement.role_of(info.job_rank)
+        info = info.in_role(role.name, role.first, role.size)
     logging.basicConfig(
         level=logging.WARNING,
         stream=sys.stderr,
@@ -69,9 +83,8 @@ def _join(context: RankContext) -> RunConfig:
         force=True,
     )
     torch.set_num_threads(int(os.environ.get(env.OMP_NUM_THREADS, "1")))
-    config = load_config(context.attempt.config)
     enter("connecting")
     join(info, verify_connections=config.slurm.verify_connections)
     check_job_agreement(info, facts_of([context.attempt.config, config.model.path / "config.json"]))
     context.heartbeat.watch_collectives(last_collectives)
-    return config
+    return config, replace(context, info=info)

@@ -72,6 +72,9 @@ class Observer:
             if tokens is not None:
                 metrics["perf/tokens_per_second"] = tokens / seconds
                 metrics["perf/step_seconds"] = seconds
+            idle = metrics.pop("trainers/idle_seconds", None)
+            if idle is not None:
+                metrics["trainers/idle_fraction"] = min(1.0, idle / seconds)
             if gathered is not None:
                 metrics |= gathered.metrics() | self._first.metrics(gathered, seconds, tokens or 0.0)
                 metrics |= self._first.throughput(phase, metrics)
@@ -98,7 +101,7 @@ class _FirstRank:
         self._run = run
         self._writer = MetricsWriter(folder, state)
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-        self._throughput = Throughput(run.config, run.models, layout.world_size, device)
+        self._throughput = Throughput(run.config, run.models, layout.world_size, device, run.context.info.job_size)
         self._prometheus = PrometheusFile(section, run.config.name, folder)
         self._histograms = RunHistograms(run.config, folder)
         self._samples = TrainingSamples(run.config, run.context, run.texts, state.step)
@@ -108,9 +111,10 @@ class _FirstRank:
         self._guard, self._timeline = ShownOnly("the timeline"), None
         with self._guard:
             self._timeline = TimelineFile(folder.timeline, section.timeline_steps, state)
+        self._engines_guard = ShownOnly("the activity of engines")
         self._cost_guard, self._cost = ShownOnly("the cost of the run"), None
         with self._cost_guard:
-            self._cost = CostMeter(run.context.attempt, layout.world_size)
+            self._cost = CostMeter(run.context.attempt, run.context.info.job_size)
 
     def metrics(self, gathered: Gathered, seconds: float, tokens: float) -> Metrics:
         """Metrics that follow from the numbers of all ranks in a step of ``seconds``."""
@@ -134,6 +138,9 @@ class _FirstRank:
         """Writes a record, and warns of what is wrong in it."""
         record = self._writer.write(phase, step, total, metrics)
         self._prometheus.write(record)
+        if self._run.engines is not None and phase == "rl":
+            with self._engines_guard:
+                self._run.engines.write_activity(self._run.context.attempt, step, record)
         self._alerts.step(record)
 
     def draw(self, phase: str, step: int) -> None:

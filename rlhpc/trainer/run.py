@@ -15,6 +15,7 @@ from rlhpc.observe.metrics import Stopwatch
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.choosing import Chooser, Sampled
+from rlhpc.trainer.engine_side import EngineSide
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.roles import Models
 from rlhpc.trainer.step_data import StepData
@@ -48,6 +49,7 @@ class Run:
     updater: Updater
     carryover: Carryover
     rl: Generation | None = None  # None without RL steps
+    engines: EngineSide | None = None  # with placement separate
     evaluator: Evaluator | None = None  # None without held-out prompts
     texts: SampleTexts | None = None  # of what RL trains on; None without RL steps
     sft: SFTSet | None = None  # None without a warm-up

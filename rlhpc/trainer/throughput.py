@@ -26,10 +26,14 @@ Metrics = dict[str, float]
 
 
 class Throughput:
-    """Speed of a run on ``ranks`` GPUs, named by their driver (None: not GPUs)."""
+    """Speed of a run that trains on ``ranks`` of the job's ``job_ranks`` GPUs, named by their driver (None: not
+    GPUs)."""
 
-    def __init__(self, config: RunConfig, models: Models, ranks: int, device_name: str | None) -> None:
-        self._config, self._models, self._ranks, self._device_name = config, models, ranks, device_name
+    def __init__(
+        self, config: RunConfig, models: Models, ranks: int, device_name: str | None, job_ranks: int | None = None
+    ) -> None:
+        self._config, self._models, self._device_name = config, models, device_name
+        self._ranks, self._job_ranks = ranks, job_ranks or ranks
         self._guard = ShownOnly("the metrics of throughput")
 
     def metrics(self, metrics: Mapping[str, float], data: StepData | None, supervised: Sequence[int]) -> Metrics:
@@ -42,7 +46,7 @@ class Throughput:
             seconds[""] = metrics.get("perf/step_seconds", 0.0)
             found = rates(work, seconds, self._ranks, self._peak)
             if "perf/tokens_per_second" in metrics:
-                found["perf/tokens_per_second_per_gpu"] = metrics["perf/tokens_per_second"] / self._ranks
+                found["perf/tokens_per_second_per_gpu"] = metrics["perf/tokens_per_second"] / self._job_ranks
         return found
 
     @cached_property
@@ -60,9 +64,10 @@ class Throughput:
         models, config = self._models, self._config
         lengths = SequenceLengths.of([len(sample.tokens) for sample in data.samples])
         actor = models.actor.model.shape
-        found = {
-            "rollout": rollout_work(actor, map(_response, data.generated), shared_prompts=config.rollout.prefix_caching)
-        }
+        found = {}
+        if config.placement == "colocated":  # other ranks generate otherwise
+            shared = config.rollout.prefix_caching
+            found["rollout"] = rollout_work(actor, map(_response, data.generated), shared_prompts=shared)
         if models.reward is not None:
             found["reward_model"] = forward_work(models.reward.model.shape, SequenceLengths.of(data.reward_lengths))
         passes = [actor for name in ("old_log_probs", "reference_log_probs") if name in data.values]

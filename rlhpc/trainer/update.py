@@ -25,6 +25,7 @@ from rlhpc.trainer.advantages import StepAdvantages
 from rlhpc.trainer.batches import Batching, rl_minibatches, sft_minibatch
 from rlhpc.trainer.roles import Models, PerSample
 from rlhpc.trainer.skipped import Update, make_update
+from rlhpc.trainer.staleness import AGE, age_metrics, age_sums, ages_of, token_ages
 
 Metrics = dict[str, float]
 _WEIGHT = "weight"  # metric of a loss: the sum of its loss weights
@@ -43,6 +44,7 @@ class Updater:
     actor_updates: int = 0  # that RL steps of this attempt have made and not skipped
     logprob_diffs: Histogram | None = None  # of the actor's last step, between engine and trainer
     supervised_lengths: Sequence[int] = ()  # tokens of each sequence of the last supervised update
+    _sums: Sequence[Mapping[str, float]] = ()  # of the losses of the actor's last updates
     _begun: dict[str, tuple[int, int]] = field(default_factory=dict)  # of a model: step, and its own steps before it
 
     def update_actor(
@@ -60,13 +62,23 @@ class Updater:
         names = ("engine_log_probs", "old_log_probs", "reference_log_probs")
         tokens = {name: values[name] for name in names if name in values}
         tokens["advantages"] = estimate.advantages
-        fresh = [sample.policy_version == state.policy_version for sample in samples]
-        if not all(fresh):  # engine and trainer are compared where both had the same weights
-            tokens["fresh"] = [
-                np.full(sample.response_len, flag, np.float32) for sample, flag in zip(samples, fresh, strict=True)
-            ]
-        loss = functools.partial(policy_loss, algorithm=self.algorithm, section=section)
-        return self.update("actor", state, samples, tokens, loss)
+        ages = token_ages(samples, state.policy_version)
+        fresh = self._fresh(samples, ages)
+        if not all(each.all() for each in fresh):  # engine and trainer are compared where both had the same weights
+            tokens["fresh"] = fresh
+        distances: tuple[int, ...] = ()
+        if self.config.placement == "separate":
+            tokens[AGE], distances = ages, ages_of(ages)
+        loss = functools.partial(policy_loss, algorithm=self.algorithm, section=section, ages=distances)
+        metrics = self.update("actor", state, samples, tokens, loss)
+        return {**metrics, **age_metrics(self._sums, distances)}
+
+    def _fresh(self, samples: Sequence[Sample], ages: PerSample) -> PerSample:
+        """1 for each token that the present weights sampled, with a KV cache of theirs; else 0."""
+        if self.config.placement == "colocated" or self.config.asynchrony.in_flight == "keep":
+            # Later tokens of a response may attend to an older cache.
+            ages = [np.full_like(each, each.max(initial=0)) for each in ages]
+        return [(each == 0).astype(np.float32) for each in ages]
 
     def update_critic(
         self, state: RunState, samples: Sequence[Sample], values: Mapping[str, PerSample], estimate: StepAdvantages
@@ -99,7 +111,8 @@ class Updater:
             made.append((self._make(state, update, loss), minibatch.denominator))
         if model == "actor":
             self.actor_updates += sum(stats.applied for stats, _ in made)
-            self.logprob_diffs = _logprob_diffs([stats.sums for stats, _ in made])
+            self._sums = [stats.sums for stats, _ in made]
+            self.logprob_diffs = _logprob_diffs(self._sums)
         return {**_step_metrics(made), "learning_rate": rate}
 
     def supervised(self, section: SFTSection, state: RunState, sequences: SFTSet) -> Metrics:
@@ -180,8 +193,15 @@ def sft_loss(stats: TokenStats, batch: PackedBatch) -> LossSums:
     return LossSums(loss, {"loss": loss.detach()})
 
 
-def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, section: AlgorithmSection) -> LossSums:
-    """The algorithm's loss on one packed batch, and the difference of log-probs between engine and trainer."""
+def policy_loss(
+    stats: TokenStats,
+    batch: PackedBatch,
+    algorithm: Algorithm,
+    section: AlgorithmSection,
+    ages: Sequence[int] = (),
+) -> LossSums:
+    """The algorithm's loss on one packed batch, and the difference of log-probs between engine and trainer, also by the
+    ``ages`` of tokens."""
     before = batch.extra.get("old_log_probs", stats.log_probs.detach())
     tokens = {
         **batch.extra,
@@ -194,15 +214,20 @@ def policy_loss(stats: TokenStats, batch: PackedBatch, algorithm: Algorithm, sec
     sums = algorithm.loss(tokens, section)
     fresh = batch.extra.get("fresh", batch.mask) * batch.mask
     engine = batch.extra["engine_log_probs"]
-    difference = (before - engine).abs() * fresh
+    apart = (before - engine).abs()
+    difference = apart * fresh
     # The engine sampled, so means of estimators are over its distribution. k3 is biased where top_p cuts tokens off.
-    mismatch, truncation = kl_divergence(engine, before, "k3") * fresh, (engine - before) * fresh
+    divergence = kl_divergence(engine, before, "k3")
+    mismatch, truncation = divergence * fresh, (engine - before) * fresh
     metrics = {name: value.detach() for name, value in sums.items()}
     metrics[_WEIGHT] = batch.loss_weight.sum()
     compared = (fresh * batch.loss_weight).sum()
     for name, values in (("logprob_diff_mean", difference), ("mismatch_kl", mismatch), ("mismatch_k1", truncation)):
         metrics[name], metrics[f"{name}/{_WEIGHT}"] = (values * batch.loss_weight).sum(), compared
     metrics["max/logprob_diff_max"] = difference.max()
+    if ages:
+        compared_with = {"mismatch_kl": divergence, "logprob_diff_mean": apart}
+        metrics |= age_sums(ages, batch.extra[AGE], batch.mask, compared_with)
     edges = torch.tensor(inner_diff_edges(), device=difference.device)
     above = (difference.detach()[:, None] > edges).sum(0)
     metrics |= {_COMPARED: fresh.sum(), **{f"{_ABOVE}{place}": count for place, count in enumerate(above)}}

@@ -1,0 +1,57 @@
+"""The program of a rank that only generates. Part of the composition root."""
+
+from __future__ import annotations
+
+from rlhpc.algo import find_algorithm
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.context import RankContext
+from rlhpc.core.stop import Reason
+from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.models import read_model
+from rlhpc.parallel.agreement import check_job_agreement
+from rlhpc.parallel.board import Board
+from rlhpc.parallel.channel import Inbox
+from rlhpc.parallel.groups import job_store
+from rlhpc.reshard.staged.target import WeightTarget
+from rlhpc.rollout.generator.loop import Generator
+from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
+from rlhpc.sharding.placement import placement_of
+from rlhpc.trainer.connect import engine_channel, staged_job, sync_sides_of
+from rlhpc.trainer.ground_truths import check_ground_truths
+from rlhpc.trainer.handshake import wait_for_begin, wait_for_end
+from rlhpc.trainer.parts import engine_parts, load_data, make_engine
+from rlhpc.trainer.roles import EngineRank
+
+
+def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
+    """The program of a rank that only generates; the ranks have joined. Returns why the trainers stop early."""
+    info, placement = context.info, placement_of(config, context.info.job_size)
+    shape = read_model(config.model.path, config.model.family)
+    tokenizer = Tokenizer.load(config.model.path, shape.vocab_size, config.data)
+    place = EngineRank(info.rank, info.world_size, config.rollout.tp)
+    parts = engine_parts(config, tokenizer, place)
+    data = load_data(config, info, tokenizer, shape, texts=False)
+    check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
+    engine = make_engine(config, shape, tokenizer)
+    engine.check_memory()
+    board = Board(job_store())
+    channel = engine_channel(info, place.index, placement, Inbox()) if place.leads else None
+    target = WeightTarget(sync_sides_of(config, shape, placement), config.reshard, staged_job(config, info))
+    inbox = channel.inbox if channel is not None else Inbox()
+    assert data.prompts is not None, "a separate placement has RL steps"
+    check_job_agreement(info, {"training prompts of digest": data.prompts.digest})
+    if wait_for_begin(board, inbox):
+        links = Links(target, board if place.leads else None, channel)
+        own = EnginePlace(place.index, place.engines, place.leads, parts.group)
+        greedy = find_algorithm(config.algorithm).needs_greedy
+        made = GeneratorParts(
+            config, own, engine, parts.reward_workers, parts.tools, data.prompts, data.validation, greedy
+        )
+        Generator(made, links).run()
+    reason = wait_for_end(board, inbox)
+    target.close()
+    if channel is not None:
+        channel.close()
+    parts.close()
+    engine.shutdown()
+    return reason

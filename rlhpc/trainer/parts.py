@@ -1,0 +1,103 @@
+"""Builds what engines need on a rank: data, reward workers, tools, the engine. Part of the composition root."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from rlhpc.api import RewardWorkers, RolloutEngine
+from rlhpc.config.schema import RunConfig
+from rlhpc.core.heartbeat import enter
+from rlhpc.core.rank import RankInfo
+from rlhpc.data.prompts import PromptFiles, PromptSet, Readers
+from rlhpc.data.sft import SFTSet
+from rlhpc.data.tokenizer import Tokenizer
+from rlhpc.models import ModelShape
+from rlhpc.parallel.groups import engine_group
+from rlhpc.rewards.reward_workers import start_reward_workers
+from rlhpc.rollout.tool_kinds import tool_schemas
+from rlhpc.rollout.tools import ToolUse
+from rlhpc.rollout.vllm_arguments import ServedModel
+from rlhpc.rollout.vllm_engine import VllmEngine
+from rlhpc.trainer.roles import EngineRank
+
+
+@dataclass
+class EngineParts:
+    """What answers to an engine. ``group``: CPU group of the engine's ranks, None for an engine of one."""
+
+    place: EngineRank
+    reward_workers: RewardWorkers | None  # on the engine's first rank
+    tools: ToolUse | None
+    group: dist.ProcessGroup | None = None
+
+    def close(self) -> None:
+        """Ends reward workers and tools."""
+        for user in (self.reward_workers, self.tools):
+            if user is not None:
+                user.close()
+
+
+@dataclass
+class Data:
+    """The prompts and examples of a run."""
+
+    prompts: PromptSet | None
+    validation: PromptSet | None
+    sft: SFTSet | None
+
+
+def engine_parts(config: RunConfig, tokenizer: Tokenizer, place: EngineRank) -> EngineParts:
+    """Starts what answers to the engine of this rank. Collective."""
+    workers = _reward_workers(config, tokenizer) if place.leads else None
+    if not config.rollout.tools and config.placement == "colocated":
+        return EngineParts(place, workers, None)
+    group = engine_group(place.world_size, place.rank, place.tp)
+    tools = ToolUse(config.rollout, tokenizer, leads=place.leads, group=group) if config.rollout.tools else None
+    return EngineParts(place, workers, tools, group)
+
+
+def _reward_workers(config: RunConfig, tokenizer: Tokenizer) -> RewardWorkers:
+    enter("starting reward workers")
+    limit = config.rollout.max_response_tokens
+    return start_reward_workers(config.reward_functions, config.reward_workers, tokenizer.decode, limit)
+
+
+def load_data(config: RunConfig, info: RankInfo, tokenizer: Tokenizer, shape: ModelShape, *, texts: bool) -> Data:
+    """Loads the files that the config names. Collective. ``texts``: prompts keep what they were tokenized from."""
+    readers = _readers(info)
+    load = functools.partial(
+        PromptSet.load,
+        section=config.data,
+        tokenizer=tokenizer,
+        tools=tool_schemas(config.rollout.tools),
+        readers=readers,
+        texts=texts,
+    )
+    section = config.data
+    return Data(
+        load(PromptFiles(section.train, "data.train", filtered=True)) if config.train.steps else None,
+        load(PromptFiles(section.validation, "data.validation")) if section.validation else None,
+        SFTSet.load(config.sft.data, tokenizer, shape.usable_positions, readers=readers) if config.sft else None,
+    )
+
+
+def _readers(info: RankInfo) -> Readers:
+    """All ranks read the data; each tokenizes a part of it."""
+
+    def gather(part: Any) -> list[Any]:
+        parts = [None] * info.world_size
+        dist.all_gather_object(parts, part)
+        return parts
+
+    return Readers(info.rank, info.world_size, gather)
+
+
+def make_engine(config: RunConfig, shape: ModelShape, tokenizer: Tokenizer) -> RolloutEngine:
+    """The engine of this rank, asleep. Collective over the engine's ranks."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    served = ServedModel(config.model.path, shape, config.model.dtype, longest, tokenizer.end_tokens)
+    return VllmEngine(served, config.rollout, routed_experts=config.actor.moe.router_replay)

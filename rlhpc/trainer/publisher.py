@@ -1,0 +1,84 @@
+"""Publishes the versions of a run whose engines have ranks of their own, and records their validations.
+
+A validation goes on beside the next step, whose record has it. The trainers wait for it at the last step, before they
+stop, with checkpoint.keep_best, and where the next version is validated too: a record has one validation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rlhpc.api import RunState
+from rlhpc.checkpoint.store import CheckpointStore
+from rlhpc.config.schema import RunConfig
+from rlhpc.parallel.agreement import on_first_rank
+from rlhpc.trainer.engine_side import EngineSide
+from rlhpc.trainer.evaluate import Evaluator, check_finite_weights
+from rlhpc.trainer.roles import Models
+
+Metrics = dict[str, float]
+
+
+@dataclass
+class Publisher:
+    """Publishes the version of each step. Its methods are collective over the trainers' ranks."""
+
+    config: RunConfig
+    models: Models
+    evaluator: Evaluator | None
+    engines: EngineSide
+    store: CheckpointStore
+    state: RunState
+
+    def begin(self, checkpoint: Path | None) -> Metrics:
+        """Publishes the attempt's first version, after which the engines generate; the validation before step 1.
+        ``checkpoint``: the one that is resumed."""
+        state = self.state
+        if state.validated_step is None:
+            state.validated_step = state.step or -1
+        validates = self._validates(state.step) and state.validated_step < state.step
+        self.engines.begin(state, checkpoint)
+        self._publish(None, validates=validates, ends=False)
+        return self._validation() if state.step == 0 else {}
+
+    def step(self, *, saves: bool, stops: bool) -> Metrics:
+        """Publishes the weights of the present step. Without ``saves`` it is not going to be saved, unless it is the
+        best one; with ``stops`` it is the last one of the attempt. Returns the validation in the step's record."""
+        state, config = self.state, self.config
+        found = self._validation()
+        ends = stops or state.step == config.train.steps
+        validates, compares = self._validates(state.step), config.checkpoint.best_metric is not None
+        folder = self._folder() if saves or (validates and compares) else None
+        self._publish(folder, validates=validates, ends=ends)
+        if validates and (ends or compares or self._validates(state.step + 1)):
+            assert not found, "a record has one validation"
+            found = self._validation()
+        return found
+
+    def _folder(self) -> Path:
+        """Folder of the step's checkpoint; the engines have written their parts of former ones."""
+        self.store.settle(wait=True)
+        on_first_rank(self.engines.finish_writing)
+        return self.store.begin(self.state)
+
+    def _publish(self, checkpoint: Path | None, *, validates: bool, ends: bool) -> None:
+        if validates or checkpoint is not None:
+            trained = self.models.trained
+            check_finite_weights({name: role.model for name, role in trained.items()}, self.state)
+        self.engines.publish(self.state, checkpoint=checkpoint, validates=validates, ends=ends)
+
+    def _validates(self, step: int) -> bool:
+        """Whether the version after a number of RL steps is validated."""
+        config = self.config
+        return self.evaluator is not None and (step % config.validation.every == 0 or step == config.train.steps)
+
+    def _validation(self) -> Metrics:
+        """The validation that is to be recorded next; waits for the engines' answers."""
+        answers, evaluator = self.engines.validation(), self.evaluator
+        if answers is None or evaluator is None:
+            return {}
+        version, samples = answers
+        self.state.validated_step = version
+        metrics = evaluator.record(replace(self.state, step=version), samples)
+        return {**metrics, "validation/step": float(version)}
