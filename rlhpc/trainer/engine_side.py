@@ -80,6 +80,7 @@ class EngineSide:
         self._reached = [-1] * terms.engines  # version that each engine is known to have
         self._dropped = -1  # version up to which the board has none
         self._begun = False
+        self._statistics: dict[str, list[float]] = {}  # engine/NAME_REDUCTION, since the last step
 
     def begin(self, state: RunState, checkpoint: Path | None) -> None:
         """Lets the engines begin at the present step; ``checkpoint``: the one that is resumed."""
@@ -158,7 +159,10 @@ class EngineSide:
 
     def metrics(self) -> Metrics:
         """What the engines did since the last call, on the first rank."""
-        return self._link.activity.metrics() if self._link is not None else {}
+        if self._link is None:
+            return {}
+        found, self._statistics = {name: _reduced(name, values) for name, values in self._statistics.items()}, {}
+        return {**found, **self._link.activity.metrics()}
 
     def write_activity(self, attempt: AttemptFolder, step: int, record: Mapping[str, Any]) -> None:
         """Writes what both sides did in the newest step, on the first rank; ``record``: its metrics."""
@@ -223,6 +227,8 @@ class EngineSide:
                     self._add(one)
                 assert self._link is not None
                 self._link.activity.add(engine, activity.seconds, activity.idle, activity.tokens, version)
+                for name, value in activity.statistics.items():
+                    self._statistics.setdefault(name, []).append(value)
             case Validated(engine, version, scored):
                 self._validated.setdefault(version, {})[engine] = scored
             case Written(engine, version, error):
@@ -256,6 +262,19 @@ class EnginesShare:
 
     def finish(self) -> None:
         self.side.finish_writing(self.version)
+
+
+def _reduced(name: str, values: Sequence[float]) -> float:
+    """A statistic of all engines, whose name ends in how."""
+    match name.rpartition("_")[2]:
+        case "sum":
+            return sum(values)
+        case "max":
+            return max(values)
+        case "min":
+            return min(values)
+        case _:
+            return sum(values) / len(values)
 
 
 def _without_routed_experts(group: Group) -> Group:

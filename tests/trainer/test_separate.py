@@ -1,0 +1,121 @@
+"""Engines on ranks of their own: bit-equal to a colocated run at staleness 0, and to themselves at staleness 1, also
+after a trainer and an engine were killed. Every prompt is trained on once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlhpc.core.records import repeatable
+from tests.helpers.runs import finish, records, run, start, write_config
+from tests.helpers.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.vllm]
+
+STEPS, PROMPTS = 5, 8
+COSTS = {"step_seconds": 0.01, "sequence_seconds": 0.001, "train_seconds": 0.05}
+
+
+def _config(folder: Path, **changes: Any) -> Path:
+    return write_config(
+        folder,
+        sft__steps=1,
+        train__steps=STEPS,
+        train__prompts_per_step=PROMPTS,
+        train__minibatches=2,
+        rewards__0__function="tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
+        rollout__max_response_tokens=12,
+        rollout__max_num_seqs=12,  # so that responses are in flight when new weights arrive
+        validation__every=2,
+        **changes,
+    )
+
+
+def _separate(folder: Path, max_staleness: int, **changes: Any) -> Path:
+    return _config(
+        folder,
+        resources__ranks_per_node=2,
+        placement="separate",
+        rollout__ranks=1,
+        asynchrony={"max_staleness": max_staleness, "costs": COSTS},
+        **changes,
+    )
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    """Records of the RL steps, by what does not depend on the machine."""
+    return [repeatable(record) for record in records(folder / "run") if record["phase"] == "rl" and record["step"]]
+
+
+def _last_checkpoint(folder: Path) -> tuple[dict[str, str], int]:
+    """Digests of its tensor files, weights and optimizer, and the number of prompts that it counts."""
+    last = max((folder / "run" / "checkpoints").glob("step-*"))
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(last.glob("actor/*.distcp"))}
+    return digests, json.loads((last / "state.json").read_text())["state"]["prompt_cursor"]
+
+
+def test_staleness_0_equals_a_colocated_run(tmp_path: Path) -> None:
+    """Losses, rewards and weights, in float32 and with a trainer and an engine each."""
+    for config in (_config(tmp_path / "colocated"), _separate(tmp_path / "separate", 0)):
+        code, output = run(config)
+        assert code == 0, output
+    for ours, theirs in zip(_steps(tmp_path / "separate"), _steps(tmp_path / "colocated"), strict=True):
+        names = [name for name in theirs if not name.startswith(("engine/", "validation/"))]
+        assert {name: ours.get(name) for name in names} == {name: theirs[name] for name in names}
+        assert ours["sampling/staleness_max"] == 0
+    assert _validations(tmp_path / "separate") == _validations(tmp_path / "colocated")
+    ours, theirs = (_last_checkpoint(tmp_path / name) for name in ("separate", "colocated"))
+    assert ours == theirs
+    assert ours[1] == STEPS * PROMPTS
+
+
+def _validations(folder: Path) -> dict[int, dict[str, float]]:
+    """Metrics of each validation, by the steps behind its weights."""
+    found = {}
+    for record in records(folder / "run"):
+        metrics = {name: value for name, value in record.items() if name.startswith("validation/")}
+        step = metrics.pop("validation/step", record["step"])
+        if metrics:
+            found[int(step)] = metrics
+    return found
+
+
+def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> None:
+    saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
+    code, output = run(_separate(tmp_path / "straight", 1, **saves))
+    assert code == 0, output
+    expected = _steps(tmp_path / "straight")
+    assert [record["sampling/staleness_max"] for record in expected] == [0, 1, 1, 1, 1]
+    assert any("staleness/0/token_fraction" in r and "staleness/1/token_fraction" in r for r in expected)
+
+    config, options = _separate(tmp_path / "killed", 1, **saves), ()
+    for rank, step in ((1, 2), (0, 3)):
+        process = start(config, *options)
+        _kill(process, tmp_path / "killed" / "run", rank, step)
+        code, output = finish(process)
+        assert code == 1, output
+        options = ("--resume",)
+    code, output = run(config, *options)
+    assert code == 0, output
+    assert _steps(tmp_path / "killed") == expected
+    assert _last_checkpoint(tmp_path / "killed") == _last_checkpoint(tmp_path / "straight")
+    assert _last_checkpoint(tmp_path / "killed")[1] == STEPS * PROMPTS
+
+
+def _kill(process: Any, run_dir: Path, rank: int, step: int) -> None:
+    """SIGKILL a rank once a step is recorded."""
+
+    def arrived() -> bool:
+        return process.poll() is not None or any(r["phase"] == "rl" and r["step"] >= step for r in records(run_dir))
+
+    until(arrived, f"step {step}", seconds=900)
+    assert process.poll() is None, process.communicate()[0]
+    attempt = sorted((run_dir / "attempts").iterdir())[-1]
+    started = json.loads((attempt / "exits" / f"rank-{rank:05d}.start.json").read_text())
+    os.kill(started["process"]["pid"], signal.SIGKILL)
