@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -13,6 +14,7 @@ from typing import Any
 from rlhpc.rollout.schedule.actions import Admit, Answer, AwaitNews, End, EngineStep, Switch
 from rlhpc.rollout.schedule.batches import Batches
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
+from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Costs, Terms
 
 Log = list[tuple]
@@ -207,13 +209,18 @@ class Job:
     Only what is posted goes from one engine to another, as JSON. ``kills``: how often all are killed.
     """
 
-    def __init__(self, terms: Terms, work: Work, seed: int, kills: int = 0) -> None:
+    def __init__(
+        self, terms: Terms, work: Work, seed: int, kills: int = 0, states: Sequence[dict[str, Any]] | None = None
+    ) -> None:
         self.terms, self.work, self.rng, self.kills = terms, work, random.Random(f"job {seed}"), kills
         self.logs: list[Log] = [[] for _ in range(terms.engines)]
         self.saved: dict[int, dict[int, Any]] = {}  # version -> engine -> (state, model, log)
         self.models = [FakeEngine(terms.slots) for _ in range(terms.engines)]
         self.restarts = 0
-        self._begin([EngineSchedule(terms, engine) for engine in range(terms.engines)], Batches(terms), 0)
+        states = states or [first_state()] * terms.engines
+        version, first = states[0]["version"], states[0]["first"]
+        schedules = [EngineSchedule(terms, engine, state) for engine, state in enumerate(states)]
+        self._begin(schedules, Batches(terms, version, first), version)
 
     def _begin(self, schedules: list[EngineSchedule], batches: Batches, published: int) -> None:
         self.schedules, self.batches, self.published = schedules, batches, published
