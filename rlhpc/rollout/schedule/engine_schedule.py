@@ -148,10 +148,11 @@ class EngineSchedule:
     def stepped(
         self, requests: int, *, left: int, ended: Sequence[int] = (), calls: Sequence[int] = (), times: int = 1
     ) -> None:
-        """Reports a step of ``requests`` requests. ``left``: requests in the engine after it, running and waiting;
+        """Reports a step of ``requests`` requests, of none as of one: the others rely on the time of a shortest step.
+        ``left``: requests in the engine after it, running and waiting;
         ``ended``: groups whose last response has ended; ``calls``: keys of the responses that now wait for tools.
         ``times``: the number of such steps, in the last of which this has happened; see ``steps_ahead``."""
-        self.clock += times * self._terms.costs.engine_step(requests)
+        self.clock += times * self._terms.costs.engine_step(max(1, requests))
         if ended or calls or left < self._terms.slots <= self._requests:
             self._clear = -1
         self._requests = left

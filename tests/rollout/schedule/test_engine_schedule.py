@@ -132,6 +132,13 @@ def test_news_are_read_once_and_forgotten_when_all_have_settled_them():
     assert first.batch_of(7) is None
 
 
+def test_a_step_without_requests_takes_as_long_as_the_others_rely_on():
+    schedule = EngineSchedule(Terms(2, 2, 0, 3, 1, Costs(0, 3, 1)), 0)
+    schedule.admitted(0, 1)
+    schedule.stepped(0, left=0, ended=[0])
+    assert schedule.clock == 3
+
+
 def test_an_action_that_was_not_asked_for_is_refused():
     schedule = EngineSchedule(Terms(1, 2, 0, 3, 1, Costs(1, 0, 1)), 0)
     with pytest.raises(AssertionError, match="group 1 started, not 0"):
