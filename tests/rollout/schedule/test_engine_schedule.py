@@ -23,7 +23,7 @@ def case(seed: int) -> tuple[Terms, Work]:
 
 
 # The last ones have ties of two events, verdicts that are late, and tool calls while a response must end.
-@pytest.mark.parametrize("seed", [0, 2, 3, 4, 5, 6, 26, 57, 133])
+@pytest.mark.parametrize("seed", [0, 3, 4, 5, 6, 26, 57, 133])
 def test_all_interleavings_follow_the_rule(seed):
     terms, work = case(seed)
     logs, batches = plain(terms, work)
