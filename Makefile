@@ -124,6 +124,7 @@ bench: venv bench-env
 	$(BIN)/python -m bench.reshard_plan
 	$(BIN)/python -m bench.schedules
 	$(BIN)/python -m bench.reshard
+	$(BIN)/python -m bench.staged_sync
 	$(BIN)/python -m bench.slurm_launch
 	$(BIN)/python -m bench.slurm_recovery
 	$(BIN)/python -m bench.rollout

@@ -139,7 +139,7 @@ def _share_out(needs: Sequence[Sequence[Shard]], itemsize: int) -> list[_Share]:
     the rank that has received the fewest bytes of those that need it."""
     cells = list(_cells(needs, itemsize))
     loads, forwarded, taken = ([0] * len(needs) for _ in range(3))
-    chosen: list[list[tuple[int, Shard]]] = [[] for _ in needs]
+    selected: list[list[tuple[int, Shard]]] = [[] for _ in needs]
     for number in sorted(range(len(cells)), key=lambda n: (len(cells[n].parts) > 1, -cells[n].size, n)):
         cell = cells[number]
         place = min(cell.parts, key=lambda place: (loads[place], place))
@@ -147,8 +147,8 @@ def _share_out(needs: Sequence[Sequence[Shard]], itemsize: int) -> list[_Share]:
         forwarded[place] += cell.size * (len(cell.parts) - 1)
         for other in cell.parts.keys() - {place}:
             taken[other] += cell.size
-        chosen[place].append((number, cell.parts[place]))
-    first = ([shard for _, shard in sorted(shards, key=lambda found: found[0])] for shards in chosen)
+        selected[place].append((number, cell.parts[place]))
+    first = ([shard for _, shard in sorted(shards, key=lambda found: found[0])] for shards in selected)
     return [_Share(*share) for share in zip(first, forwarded, taken, strict=True)]
 
 
@@ -165,9 +165,9 @@ def _cells(needs: Sequence[Sequence[Shard]], itemsize: int) -> Iterator[_Cell]:
     tensors: dict[TensorSpec, dict[Box, dict[int, Shard]]] = {}
     for place, shards in enumerate(needs):
         for shard in shards:
-            holders = tensors.setdefault(shard.tensor, {}).setdefault(shard.box, {})
-            assert place not in holders, f"a rank holds {shard.box} of {shard.tensor.name} twice"
-            holders[place] = shard
+            ranks = tensors.setdefault(shard.tensor, {}).setdefault(shard.box, {})
+            assert place not in ranks, f"a rank holds {shard.box} of {shard.tensor.name} twice"
+            ranks[place] = shard
     for tensor, by_box in tensors.items():
         boxes = sorted(by_box, key=_corner)
         for cell, inside in cells_of(boxes):
