@@ -81,7 +81,7 @@ def _key(number: int) -> str:
     return f"weights/version/{number}"
 
 
-class Links:
+class WeightLinks:
     """Connections to other ranks, one pair each."""
 
     def __init__(self, job: StagedJob, peers: Iterable[int]) -> None:
@@ -91,13 +91,13 @@ class Links:
             peer = ends[0] if ends[1] == job.rank else ends[1]
             self._pairs[peer] = open_pair(job.store, f"weights {ends[0]} {ends[1]}", ends, job.rank, timeout=_DAY)
 
-    def send(self, peer: int, data: Tensor) -> Transfer:
+    def send(self, peer: int, data: Tensor) -> WeightTransfer:
         """Begins to send. The data must stay as it is until the end."""
-        return Transfer(self._pairs[peer], self._pairs[peer].send(data, peer))
+        return WeightTransfer(self._pairs[peer], self._pairs[peer].send(data, peer))
 
-    def receive(self, peer: int, data: Tensor) -> Transfer:
+    def receive(self, peer: int, data: Tensor) -> WeightTransfer:
         """Begins to receive."""
-        return Transfer(self._pairs[peer], self._pairs[peer].receive(data, peer))
+        return WeightTransfer(self._pairs[peer], self._pairs[peer].receive(data, peer))
 
     def close(self) -> None:
         """Disconnects."""
@@ -107,7 +107,7 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Transfer:
+class WeightTransfer:
     """A message in flight."""
 
     pair: JobGroup
@@ -118,7 +118,7 @@ class Transfer:
         self.pair.wait(self.work)
 
 
-def finish(transfers: Sequence[Transfer]) -> None:
+def finish(transfers: Sequence[WeightTransfer]) -> None:
     """Waits for the end of all."""
     for transfer in transfers:
         transfer.wait()

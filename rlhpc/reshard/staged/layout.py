@@ -13,7 +13,7 @@ from rlhpc.sharding.shards import Box, Shard, TensorSpec
 
 
 @dataclass(frozen=True)
-class Block:
+class StagedBlock:
     """A block of this rank's parameters, and its bytes in staging memory."""
 
     shard: Shard
@@ -22,10 +22,10 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Part:
+class MessagePart:
     """A box inside a staged block, and its bytes in a message."""
 
-    block: Block
+    block: StagedBlock
     box: Box
     size: int
 
@@ -40,7 +40,7 @@ class Message:
     be packed."""
 
     peer: int
-    parts: tuple[Part, ...]
+    parts: tuple[MessagePart, ...]
     size: int
     start: int | None
 
@@ -52,7 +52,7 @@ Messages = tuple[tuple[Message, ...], ...]  # of each bucket
 class SourceLayout:
     """Staging memory of a trainers' rank: each block that it sends, once."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[StagedBlock, ...]
     size: int
     sends: Messages
 
@@ -62,7 +62,7 @@ class TargetLayout:
     """Staging memory of one version on an engine's rank: messages from trainers (``receives``) and from other ranks of
     the node (``takes``) as they arrive. ``forwards``: what it sends to those."""
 
-    blocks: tuple[Block, ...]
+    blocks: tuple[StagedBlock, ...]
     size: int
     receives: Messages
     takes: Messages
@@ -73,18 +73,18 @@ def source_layout(plan: StagedPlan, rank: int, itemsize: int) -> SourceLayout:
     """Layout of a trainers' rank, in the order in which blocks are first sent."""
     buckets = plan.between(plan.syncs, source=rank)
     staged = _staged_boxes(copy for bucket in buckets for copies in bucket.values() for copy in copies)
-    blocks: dict[tuple[_Key, Box], Block] = {}
+    blocks: dict[tuple[_Key, Box], StagedBlock] = {}
     size = 0
     for copy in _in_order(buckets):
         box = _around(copy.box, staged[_key(copy.source)])
         if (_key(copy.source), box) not in blocks:
-            block = Block(copy.source.part(box), size, box.volume * size_of(copy.tensor, itemsize))
+            block = StagedBlock(copy.source.part(box), size, box.volume * size_of(copy.tensor, itemsize))
             blocks[_key(copy.source), box] = block
             size += block.size
 
-    def part(copy: Copy) -> Part:
+    def part(copy: Copy) -> MessagePart:
         block = blocks[_key(copy.source), _around(copy.box, staged[_key(copy.source)])]
-        return Part(block, copy.box, copy.box.volume * size_of(copy.tensor, itemsize))
+        return MessagePart(block, copy.box, copy.box.volume * size_of(copy.tensor, itemsize))
 
     sends = tuple(tuple(_message(peer, map(part, copies)) for peer, copies in bucket.items()) for bucket in buckets)
     return SourceLayout(tuple(blocks.values()), size, sends)
@@ -92,7 +92,7 @@ def source_layout(plan: StagedPlan, rank: int, itemsize: int) -> SourceLayout:
 
 def target_layout(plan: StagedPlan, rank: int, itemsize: int) -> TargetLayout:
     """Layout of an engine's rank, in the order in which blocks arrive."""
-    blocks: list[Block] = []
+    blocks: list[StagedBlock] = []
     size = 0
 
     def arriving(bucket: Mapping[int, Sequence[Copy]]) -> Iterator[Message]:
@@ -100,8 +100,8 @@ def target_layout(plan: StagedPlan, rank: int, itemsize: int) -> TargetLayout:
         for peer, copies in bucket.items():
             parts = []
             for copy in copies:
-                block = Block(copy.target, size, copy.box.volume * size_of(copy.tensor, itemsize))
-                parts.append(Part(block, copy.box, block.size))
+                block = StagedBlock(copy.target, size, copy.box.volume * size_of(copy.tensor, itemsize))
+                parts.append(MessagePart(block, copy.box, block.size))
                 blocks.append(block)
                 size += block.size
             yield _message(peer, parts)
@@ -111,15 +111,15 @@ def target_layout(plan: StagedPlan, rank: int, itemsize: int) -> TargetLayout:
     for received, taken in zip(syncs, forwards, strict=True):
         receives.append(tuple(arriving(received)))
         takes.append(tuple(arriving(taken)))
-    by_tensor: dict[TensorSpec, list[Block]] = defaultdict(list)
+    by_tensor: dict[TensorSpec, list[StagedBlock]] = defaultdict(list)
     for bucket in receives:
         for message in bucket:
             for each in message.parts:
                 by_tensor[each.block.shard.tensor].append(each.block)
 
-    def part(copy: Copy) -> Part:
+    def part(copy: Copy) -> MessagePart:
         block = next(b for b in by_tensor[copy.tensor] if b.shard.box.meet(copy.box) == copy.box)
-        return Part(block, copy.box, copy.box.volume * size_of(copy.tensor, itemsize))
+        return MessagePart(block, copy.box, copy.box.volume * size_of(copy.tensor, itemsize))
 
     passed = plan.between(plan.forwards, source=rank)
     sends = tuple(tuple(_message(peer, map(part, copies)) for peer, copies in bucket.items()) for bucket in passed)
@@ -137,7 +137,7 @@ def _in_order(buckets: Buckets) -> Iterator[Copy]:
     return (copy for bucket in buckets for copies in bucket.values() for copy in copies)
 
 
-def _message(peer: int, parts: Iterable[Part]) -> Message:
+def _message(peer: int, parts: Iterable[MessagePart]) -> Message:
     parts, size = tuple(parts), 0
     contiguous = True
     for part in parts:

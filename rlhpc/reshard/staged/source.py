@@ -15,9 +15,9 @@ from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.packing import wire_dtype
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.background import Background
-from rlhpc.reshard.staged.job import Announced, Links, StagedJob, finish
+from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, finish
 from rlhpc.reshard.staged.layout import Message, source_layout
-from rlhpc.reshard.staged.staging import Staging, buffer_bytes
+from rlhpc.reshard.staged.staging import StagingMemory, buffer_bytes
 from rlhpc.reshard.verify import expected_sums
 from rlhpc.sharding.shards import TensorSpec
 
@@ -47,9 +47,9 @@ class WeightSource:
         self._engines = sorted({message.peer for bucket in self._layout.sends for message in bucket})
         self._verified = [engine for engine, herald in plan.heralds.items() if herald == job.rank]
         self._checksums = plan_checksums(sides.source, sides.target, job.rank)
-        self._staging = Staging(self._layout.size, job.dtype, job.device)
+        self._staging = StagingMemory(self._layout.size, job.dtype, job.device)
         self._buffer = torch.empty(buffer_bytes(self._layout.sends, at_once=True), dtype=torch.uint8)
-        self._links = Links(job, [*self._engines, *self._verified])
+        self._links = WeightLinks(job, [*self._engines, *self._verified])
         self._published = 0  # versions so far
         self._waiting: _Version | None = None  # not sent yet
         self._closing = False

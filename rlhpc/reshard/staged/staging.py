@@ -7,20 +7,20 @@ from torch import Tensor
 
 from rlhpc.parallel import pinned_memory
 from rlhpc.reshard.packing import get, put, wire_dtype
-from rlhpc.reshard.staged.layout import Block, Message, Messages
+from rlhpc.reshard.staged.layout import Message, Messages, StagedBlock
 
 
-class Staging:
+class StagingMemory:
     """Memory of one version. On a CPU pages are taken when they are first written."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
         self._memory, self._dtype = pinned_memory.allocate(size, device), dtype
 
-    def put(self, block: Block, weights: Tensor) -> None:
+    def put(self, block: StagedBlock, weights: Tensor) -> None:
         """Writes a block, converted to the dtype that it is sent in."""
         put(self._bytes(block.start, block.size), weights, wire_dtype(block.shard.tensor, self._dtype))
 
-    def get(self, block: Block) -> Tensor:
+    def get(self, block: StagedBlock) -> Tensor:
         """The block."""
         dtype = wire_dtype(block.shard.tensor, self._dtype)
         return get(self._bytes(block.start, block.size), block.shard.box.shape, dtype)

@@ -15,10 +15,10 @@ from rlhpc.core.heartbeat import touch
 from rlhpc.reshard.checksum_plan import plan_checksums
 from rlhpc.reshard.sides import SyncSides
 from rlhpc.reshard.staged.background import Background
-from rlhpc.reshard.staged.job import Announced, Links, StagedJob, finish
+from rlhpc.reshard.staged.job import Announced, StagedJob, WeightLinks, finish
 from rlhpc.reshard.staged.layout import Message, target_layout
 from rlhpc.reshard.staged.plan import STAGED_VERSIONS
-from rlhpc.reshard.staged.staging import Staging, buffer_bytes
+from rlhpc.reshard.staged.staging import StagingMemory, buffer_bytes
 from rlhpc.reshard.verify import differing_from
 from rlhpc.sharding.shards import Shard
 
@@ -31,7 +31,7 @@ _NAMED = 4  # weights that an error names
 class _Arrived:
     """A version that can be written. ``sums``: what its checksums must be, None unless it is verified."""
 
-    staging: Staging
+    staging: StagingMemory
     sums: Tensor | None
 
 
@@ -52,11 +52,11 @@ class WeightTarget:
         others = {message.peer for messages in (layout.takes, layout.forwards) for each in messages for message in each}
         self._checksums = plan_checksums(sides.source, sides.target, job.rank)
         self._buffer = torch.empty(buffer_bytes(layout.forwards, at_once=False), dtype=torch.uint8)
-        self._free = [Staging(layout.size, job.dtype, job.device) for _ in range(STAGED_VERSIONS)]
+        self._free = [StagingMemory(layout.size, job.dtype, job.device) for _ in range(STAGED_VERSIONS)]
         self._arrived: dict[int, _Arrived] = {}
         self._closing = False
         self.received_bytes = self.forwarded_bytes = 0  # of weights from trainers, and to ranks of the node, so far
-        self._links = Links(job, [*self._trainers, self._herald, *others])
+        self._links = WeightLinks(job, [*self._trainers, self._herald, *others])
         self._thread = Background("receiving weights", self._receive_all)
         self._thread.start()
 
@@ -137,7 +137,7 @@ class WeightTarget:
                 self._thread.changed.notify_all()
             number += 1
 
-    def _receive(self, announced: Announced, staging: Staging) -> Tensor | None:
+    def _receive(self, announced: Announced, staging: StagingMemory) -> Tensor | None:
         """Receives a version, forwards it, and confirms it to the trainers. Returns its checksums."""
         sums = torch.zeros(self._checksums.num_slots, dtype=torch.int64) if announced.verified else None
         if sums is not None:

@@ -13,7 +13,7 @@ import torch
 from rlhpc.core.errors import ReshardError
 from rlhpc.reshard.staged.plan import network_bytes, network_lower_bound, plan_staged_sync
 from rlhpc.reshard.staged.source import WeightSource
-from rlhpc.reshard.staged.staging import Staging
+from rlhpc.reshard.staged.staging import StagingMemory
 from rlhpc.reshard.staged.target import WeightTarget
 from tests.helpers.distributed import run_ranks
 from tests.reshard.staged.ends import BUCKET, Actor, Case, Engine, job_of
@@ -58,7 +58,7 @@ def sync(case: Case) -> dict[str, Any]:
         return {"wrong": wrong, "memory": memory, **moved}
 
 
-def memory_of(staging: list[Staging], buffer: torch.Tensor) -> int:
+def memory_of(staging: list[StagingMemory], buffer: torch.Tensor) -> int:
     """Bytes that an end holds all the time."""
     return sum(each._memory.numel() for each in staging) + buffer.numel()
 
@@ -150,7 +150,7 @@ def spoil(case: Case) -> list[str]:
         return found
 
 
-def _change(staging: Staging, target: WeightTarget, name: str) -> None:
+def _change(staging: StagingMemory, target: WeightTarget, name: str) -> None:
     block = next(block for block in target._layout.blocks if block.shard.tensor.name == name)
     staging.get(block)[0, 0] += 1e-3
 
