@@ -28,12 +28,13 @@ from rlhpc.rollout.generator.parts import GeneratorParts, Links
 from rlhpc.rollout.generator.responses import drafted, split_held_out
 from rlhpc.rollout.generator.shelf import HeldGroup, Shelf, call_key
 from rlhpc.rollout.generator.state import EngineState, InFlightResponse
-from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, Switch
+from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, EngineStep, Switch
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
 from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Terms
 
 _LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05  # between two looks at the board
+_NEWS_SECONDS, _LONGEST_NEWS_SECONDS = 0.002, 0.1  # between two news, by engine: the store takes a few hundred a second
 _SHARE_SECONDS = 5.0  # after which other ranks of the engine hear of it again: shorter than any timeout of a group
 
 T = TypeVar("T")
@@ -68,6 +69,7 @@ class Lead:
         self._late = Stepped()  # what the schedule does not know yet: it ended with a step in flight on the device
         self._verdicts: dict[int, bool] = {}  # that the schedule does not know yet
         self._waits_since: float | None = None
+        self._posted = float("-inf")
 
     def find_beginning(self) -> Beginning | None:
         """Where the attempt begins; None after a while without."""
@@ -99,8 +101,10 @@ class Lead:
         orders: list[RankOrder] = []
         until = time.monotonic() + _SHARE_SECONDS
         while time.monotonic() < until:
-            self._attend()
+            self._channel.inbox.check()
+            self.take(self._collector.harvest(wait=False))
             action = self._schedule.next()
+            self._post_news(action)
             order = self._order_of(action)
             if order is not None:
                 self._waits_since = None
@@ -208,12 +212,13 @@ class Lead:
         record = _posted(self._board, published_key(version))
         return Published.from_json(record) if record is not None and self._weights.ready(version) else None
 
-    def _attend(self) -> None:
-        """Does what the others wait for."""
-        self._channel.inbox.check()
-        self.take(self._collector.harvest(wait=False))
-        if self._schedule.has_news:
+    def _post_news(self, action: Action) -> None:
+        """Posts what other engines may wait for, before anything that takes long; between steps only now and then."""
+        seconds = min(_NEWS_SECONDS * self._terms.engines, _LONGEST_NEWS_SECONDS)
+        between_steps = isinstance(action, EngineStep | Admit) and time.monotonic() < self._posted + seconds
+        if self._terms.engines > 1 and self._schedule.has_news and not between_steps:
             self._board.post(news_key(self._parts.place.engine), self._schedule.news())
+            self._posted = time.monotonic()
 
     def _wait(self, action: Action) -> None:
         """Waits a little for what an action needs, and learns what is new."""
