@@ -115,7 +115,8 @@ class Generator:
         self._weights.write(self._parts.engine, version)
 
     def _arrived(self, published: Published) -> None:
-        """Saves, validates and ends with a version, as the trainers have decided."""
+        """Saves, validates and ends with a version, as the trainers have decided. Groups that the last step did not
+        need are left unfinished."""
         if published.checkpoint:
             drafts = self._responses.collector.drafts()
             if self._lead is not None:
@@ -124,4 +125,4 @@ class Generator:
             found = self._responses.validate()
             if self._lead is not None:
                 self._lead.validated(published.version, found)
-        self._ended = published.ends
+        self._ended = published.ends or published.version == self._terms.steps

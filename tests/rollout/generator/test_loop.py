@@ -149,6 +149,14 @@ def test_the_engines_end_with_the_version_that_ends_the_run(tmp_path: Path) -> N
     assert sorted(outcome.written) == [(SAVED, 0), (SAVED, 1)]
 
 
+def test_groups_beyond_a_batch_that_closes_early_are_not_waited_for() -> None:
+    """A batch closes at ``max_batches``, although it is not full: groups that have begun for it are left over."""
+    changes = {"train__dynamic_sampling": {"max_batches": 1}, "asynchrony__max_staleness": 2}
+    outcome = run_world(make_config(**changes), 2)
+    assert [len(batch) < 8 for batch in outcome.batches] == [True] * 6
+    assert set(range(48)) <= set(outcome.groups), "each step has a batch of prompts"
+
+
 def test_a_state_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="No such file or directory"):
         world("one engine", decide=partial(saves, tmp_path / "gone"))
