@@ -25,6 +25,7 @@ KINDS: dict[str, tuple[Mutation, int]] = {
     "nothing": (of_files.nothing, 1),
     "value in the file": (of_config.value_in_file, 20),
     "value on the command line": (of_config.value_on_command_line, 14),
+    "value beside roles": (of_config.value_beside_roles, 8),
     "odd override": (of_config.odd_override, 6),
     "unknown key": (of_config.unknown_key, 5),
     "many unknown keys": (of_config.many_faults, 1),

@@ -40,6 +40,33 @@ def value_on_command_line(case: Case) -> None:
     _record(case, key, node, value)
 
 
+def value_beside_roles(case: Case) -> None:
+    """Another value of one key where some ranks only generate."""
+    rng, data = case.rng, config_of()
+    for key, value in _ROLES.items():
+        set_at(data, key, value)
+    nodes = [(key, node) for key, node in schema.all_keys() if key in _ROLES or key.startswith("asynchrony.")]
+    key, node = rng.choice(nodes) if rng.random() < 0.6 else _pick(rng)
+    value = _value(rng, node)
+    set_at(data, key, _MARK if isinstance(value, Raw) else value)
+    _write(case.folder / "config.yaml", data, value)
+    _record(case, key, node, value)
+
+
+# Keys of a run of four ranks, of which two generate.
+_ROLES: dict[str, Any] = {
+    "placement": "separate",
+    "resources.ranks_per_node": 4,
+    "slurm.nodes": 1,
+    "slurm.gpus_per_node": 4,
+    "rollout.ranks": 2,
+    "rollout.tp": 1,
+    "asynchrony.max_staleness": 2,
+    "train.replay.fraction": 0.25,
+    "train.replay.max_staleness": 8,
+}
+
+
 def odd_override(case: Case) -> None:
     """A word that is hardly an override."""
     rng = case.rng

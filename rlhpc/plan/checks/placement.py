@@ -12,11 +12,11 @@ from math import lcm
 from rlhpc.config.placement import AsynchronySection
 from rlhpc.config.rollout import DynamicSamplingSection, replayed_groups
 from rlhpc.config.schema import RunConfig
+from rlhpc.config.section import Section
 from rlhpc.core.errors import Faults, UserError
 from rlhpc.sharding.layout import JOB_RANKS, divisors
 from rlhpc.sharding.placement import Placement, placement_of
 
-_TRAINERS = "ranks that train (those of the job without the engines')"
 _LEAST_SECONDS = 1e-9  # virtual time is in whole nanoseconds
 _TRIED = 4096  # numbers of ranks above and below the configured one that a remedy is looked for in
 
@@ -48,12 +48,22 @@ def _colocated_faults(config: RunConfig) -> Iterator[UserError]:
                 where=f"rollout.{key}",
                 remedy="leave it out, or set placement to separate",
             )
-    if config.asynchrony != AsynchronySection():
+    for key, value in _changed(config.asynchrony, AsynchronySection(), "asynchrony"):
         yield UserError(
-            "placement colocated generates and trains in turn",
-            where="asynchrony",
-            remedy="leave the section out, or set placement to separate",
+            f"{value}, but placement colocated generates and trains in turn",
+            where=key,
+            remedy="leave it out, or set placement to separate",
         )
+
+
+def _changed(section: Section, usual: Section, name: str) -> Iterator[tuple[str, object]]:
+    """Keys of a section with another value than the default, and the values."""
+    for field in type(section).model_fields:
+        value, default = getattr(section, field), getattr(usual, field)
+        if isinstance(value, Section):
+            yield from _changed(value, default, f"{name}.{field}")
+        elif value != default:
+            yield f"{name}.{field}", value
 
 
 def _split_faults(config: RunConfig) -> Iterator[UserError]:
@@ -266,5 +276,7 @@ def naming_trainers(config: RunConfig) -> Iterator[None]:
     except UserError as error:
         if not separates(config) or JOB_RANKS not in error.message:
             raise
-        message = error.message.replace(JOB_RANKS, _TRAINERS)
+        key = "rollout.nodes" if config.rollout.nodes else "rollout.ranks"
+        trainers = f"ranks that train (slurm.nodes x resources.ranks_per_node without {key})"
+        message = error.message.replace(JOB_RANKS, trainers)
         raise UserError(message, where=error.where, remedy=error.remedy) from None

@@ -77,8 +77,8 @@ def refused(config, *overrides: str) -> str:
         ),
         (
             [EIGHT, "rollout.ranks=3", "actor.parallel.tp=2"],
-            "actor.parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide the 5 ranks that train (those of the job "
-            "without the engines'); nearest that fit: tp 1 x dp 5",
+            "actor.parallel: tp 2 x cp 1 x pp 1 = 2 ranks does not divide the 5 ranks that train (slurm.nodes x "
+            "resources.ranks_per_node without rollout.ranks); nearest that fit: tp 1 x dp 5",
         ),
         (
             [EIGHT, "rollout.ranks=4", PPO, "critic.parallel={tp: 8}"],
@@ -165,8 +165,10 @@ def test_what_cannot_be_is_refused_with_the_nearest(inputs, overrides, message):
         (["rollout.nodes=1"], "rollout.nodes: 1, but with placement colocated every rank generates; leave it out"),
         (
             ["asynchrony.max_staleness=2"],
-            "asynchrony: placement colocated generates and trains in turn; leave the section out, or set placement to",
+            "asynchrony.max_staleness: 2, but placement colocated generates and trains in turn; leave it out, or set "
+            "placement to separate",
         ),
+        (["asynchrony.costs.tool_seconds=2"], "asynchrony.costs.tool_seconds: 2.0, but placement colocated generates"),
     ],
 )
 def test_keys_of_the_other_placement_are_refused(inputs, overrides, message):
