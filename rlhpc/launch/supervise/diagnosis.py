@@ -167,6 +167,9 @@ def _diagnose_silent(failed: ExitRecord, evidence: Evidence) -> Diagnosis:
         return replace(known, cause="cpu_memory", message=f"{failed.message}: out of CPU memory")
     if failed.kind == "peer":
         message = f"{failed.type}: {failed.message}" if failed.type else failed.message
+        early = [end.rank for end in evidence.ends.values() if end.kind == "done" and end.time < failed.time]
+        if early:
+            message += f" (rank {min(early)} had ended before, without an error)"
         return replace(known, cause="network", message=message, detail=failed.traceback)
     return known
 

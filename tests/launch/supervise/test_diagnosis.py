@@ -32,6 +32,15 @@ def test_an_agreed_stop_keeps_its_reason():
     assert (found.cause, found.stopped) == ("stopped", "deadline")
 
 
+def test_a_rank_that_ended_before_others_had_done_their_work_is_named():
+    """An engine that ends while trainers still need it: they only lose it."""
+    lost = [end(rank, "peer", "PeerLost", "lost rank 3: Connection closed by peer", 901.0) for rank in (0, 1, 2)]
+    found = diagnose(evidence(end(3, "done", time=900.0), *lost))
+    assert found.cause == "network"
+    assert found.message.endswith("closed by peer (rank 3 had ended before, without an error)")
+    assert "had ended" not in diagnose(evidence(end(3, "done", time=902.0), *lost)).message
+
+
 def test_a_stop_that_one_rank_did_not_finish_is_a_crash():
     """Three say they stopped, the fourth was killed while it saved: that is no agreed stop."""
     ends = [end(rank, "stopped", message="deadline") for rank in range(3)]
