@@ -69,7 +69,7 @@ def step_lines(case: Scenario, step: StepTime) -> list[str]:
     for phase in step.phases:
         pflop = f"{phase.flops / 1e15:,.1f}" if phase.flops else ""
         sent = f"{phase.sent / 1e9:,.1f}" if phase.sent else ""
-        share = f"{step.share(phase.name):.0%}"
+        share = f"{step.share(phase.name):.0%}" if step.sides is None else ""
         rows.append([phase.name, seconds_text(phase.seconds), share, pflop, sent, LIMITS[phase.limit]])
     return [head, assumed, "", *table(rows, left=(0, 5)), "", *side_lines(case, step), *_run_lines(case.run(step))]
 

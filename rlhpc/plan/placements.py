@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf, log2
+from typing import Any
 
 from rlhpc.config.placement import AsynchronySection
 from rlhpc.config.schema import RunConfig
@@ -35,6 +36,7 @@ Cut = tuple[int, ...]  # of the model: tp, pp, cp, ep, etp
 
 _OTHERS = 16  # layouts tried of a split, beside those that cut the model like the search's results
 _SEARCHED = 4  # splits with the best estimates
+_FEW_NODES, _PARTS = 4, 4  # up to so many nodes, so many parts of each are tried
 _CLOSE = 1.1  # times the shortest predicted step, up to which a split is simulated
 _BESIDE, _ALONE = 0.6, 0.9  # rollout.gpu_memory_utilization of engines beside a trainer, and on GPUs of their own
 _PASSES = 4  # of a forward's operations: forward and backward of an update, and one log-prob pass
@@ -97,20 +99,21 @@ def compare_placements(
 
 
 def _splits(config: RunConfig) -> Iterator[int]:
-    """Yields numbers of ranks that may generate: whole nodes if there are several, else ranks of the node."""
-    unit = config.resources.ranks_per_node if config.slurm.most_nodes > 1 else 1
+    """Yields numbers of ranks that may generate: on many nodes whole ones, else also parts of a node."""
+    nodes, per_node = config.slurm.most_nodes, config.resources.ranks_per_node
+    unit = 1 if nodes == 1 else max(1, per_node // _PARTS) if nodes <= _FEW_NODES else per_node
     yield from range(unit, config.world_size, unit)
 
 
 def _separate(config: RunConfig, ranks: int) -> RunConfig:
-    changes = {"placement": "separate", "rollout.ranks": ranks, "rollout.nodes": None}
+    changes: dict[str, Any] = {"placement": "separate", "rollout.ranks": ranks, "rollout.nodes": None}
     if not separates(config) and config.rollout.kv_cache_gib is None:
         changes["rollout.gpu_memory_utilization"] = _ALONE
     return changed_config(config, changes)
 
 
 def _colocated(config: RunConfig) -> RunConfig:
-    changes = {"placement": "colocated", "rollout.ranks": None, "rollout.nodes": None}
+    changes: dict[str, Any] = {"placement": "colocated", "rollout.ranks": None, "rollout.nodes": None}
     if config.rollout.gpu_memory_utilization > _BESIDE:
         changes["rollout.gpu_memory_utilization"] = _BESIDE
     return changed_config(config, {**changes, "asynchrony": AsynchronySection()})

@@ -61,18 +61,18 @@ def cpu_memory(
     """
     per_node, layout = config.resources.ranks_per_node, models[0].setting.layout
     saved = [model.saved_on_cpu for model in models if model.trained or (model.name == "reference" and config.sft)]
-    routes = _routed_experts(config, shape)
+    routed = _routed_experts(config, shape)
     parts = {
         "processes": CPU_PROCESS,
         "offloaded": sum(map(_away, models)),
         "optimizer on the CPU": sum(model.state.cpu + model.state.staging for model in models),
         "checkpoint": sum(saved) if config.checkpoint.asynchronous else max(saved, default=0),
-        "routed_experts": _ROUTE_COPIES * routes // (layout.dp * layout.pp),
+        "routed_experts": _ROUTE_COPIES * routed // (layout.dp * layout.pp),
     }
     if not placement.separate:
-        engine = routes // max(1, placement.num_engines) * max(1, per_node // placement.tp) // per_node
+        engine = routed // max(1, placement.num_engines) * max(1, per_node // placement.tp) // per_node
         return CpuMemory(_positive({**parts, "routed_experts": engine + parts["routed_experts"]}), per_node)
-    waiting = (config.asynchrony.max_staleness + 1) * (_TOKEN * _step_tokens(config) + routes)
+    waiting = (config.asynchrony.max_staleness + 1) * (_TOKEN * _step_tokens(config) + routed)
     trainers, engines = placement.trainers.size, placement.engines.size
     parts |= {"staged weights": models[0].state.parameters, "queue": waiting // min(per_node, trainers)}
     engine_parts = {"processes": CPU_PROCESS, "staged weights": 2 * engine_weights, "queue": waiting // engines}
