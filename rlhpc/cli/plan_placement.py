@@ -17,7 +17,8 @@ def side_lines(case: Scenario, step: StepTime) -> list[str]:
     sides, sync = step.sides, step.sync
     if sides is None or sync is None:
         return []
-    chain = f"({seconds_text(sides.makespan)} + {seconds_text(sides.trainers)} + {seconds_text(sides.sync)})"
+    rollout = sides.makespan + sides.replacing
+    chain = f"({seconds_text(rollout)} + {seconds_text(sides.trainers)} + {seconds_text(sides.sync)})"
     rows = [
         ["side", "ranks", "work", "idle"],
         ["trainers", f"{step.training_ranks:,}", seconds_text(sides.trainers), f"{sides.idle_trainers:.0%}"],

@@ -9,11 +9,13 @@ import pytest
 from rlhpc.config.load import load_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.models import read_model
+from rlhpc.plan import placements as placements_module
 from rlhpc.plan.estimates.hardware import GPUS
-from rlhpc.plan.estimates.step_time import predict_step
+from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.plan.placements import Placements, compare_placements
 from rlhpc.plan.search import SearchResult, search
 from rlhpc.plan.sweep import sweep
+from rlhpc.rollout.schedule.generation_load import Simulated
 from rlhpc.sharding.placement import engine_ranks
 
 READY = Path(__file__).parents[2] / "configs" / "ready"
@@ -53,6 +55,21 @@ def test_long_tailed_lengths_find_ranks_of_their_own() -> None:
         separate.config, read_model(again.model.path), separate.layout, GPUS["h100"], again.site.efficiency
     )
     assert step.seconds == separate.step.seconds
+
+
+def test_the_split_with_the_shortest_simulated_step_is_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[int] = []
+
+    def simulated(config: RunConfig, shape: object, step: StepTime, *machine: object) -> Simulated:
+        tried.append(step.engine_ranks)
+        return Simulated(10.0 - (len(tried) == 2), 0.0, 0.0)
+
+    monkeypatch.setattr(placements_module, "simulate", simulated)
+    monkeypatch.setattr(placements_module, "_CLOSE", 10.0)
+    placements = compared(config_of(*LONG))[1]
+    assert len(tried) > 3, "the last is the colocated one"
+    assert placements.separate is not None
+    assert placements.separate.step.engine_ranks == tried[1]
 
 
 def test_short_even_lengths_find_generation_in_turn() -> None:

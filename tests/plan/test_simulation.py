@@ -30,7 +30,7 @@ def simulated(*changes: str) -> tuple[StepTime, Simulated, GenerationLoad]:
 
 
 def test_a_smaller_job_has_the_same_proportions() -> None:
-    load = simulated(*HALVES, *TAILED)[2]
+    load = simulated(*HALVES, *TAILED, "rollout.max_response_tokens=3000")[2]
     less = smaller(load)
     assert (load.groups_per_step, less.groups_per_step, less.engines) == (256, 64, 4)
     assert less.full_seconds == pytest.approx(load.full_seconds, rel=0.02)
@@ -54,6 +54,17 @@ def test_a_simulated_step_takes_about_as_long_as_a_predicted_one(lengths: tuple[
     assert found.staleness == pytest.approx(step.sides.staleness, abs=0.35 + 0.15 * staleness)
     assert found.idle_trainers == pytest.approx(step.sides.idle_trainers, abs=0.1)
     assert found.idle_engines == pytest.approx(step.sides.idle_engines, abs=0.2)
+
+
+def test_groups_that_are_dropped_are_replaced_later() -> None:
+    dynamic = ("train.dynamic_sampling={}", "planning.sampling_batches=2", *HALVES, *TAILED)
+    for staleness in (1, 3):
+        step, found, load = simulated(*dynamic, f"asynchrony.max_staleness={staleness}")
+        assert step.sides is not None
+        assert load.kept == 0.5
+        assert 0.85 < found.step_seconds / step.seconds < 1.2
+    (without, *_), (with_drops, *_) = simulated(*HALVES, *TAILED), simulated(*dynamic)
+    assert with_drops.seconds > 1.5 * without.seconds
 
 
 def test_a_colocated_step_is_simulated_too() -> None:

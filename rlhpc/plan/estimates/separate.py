@@ -4,7 +4,8 @@ Step s trains on batch s, which may begin once version s - max_staleness is ther
 
 - the engines' time for a batch with all slots full: long responses of one batch run beside those of the next,
 - the trainers' time,
-- (makespan of a batch + training + weight sync) / (max_staleness + 1): as many batches are in flight at once.
+- (makespan of a batch + training + weight sync) / (max_staleness + 1): as many batches are in flight at once. With
+  dynamic sampling, the makespan includes the time until dropped groups have been replaced.
 
 The first and second of these are each side's work, the third is the bound's.
 """
@@ -53,11 +54,12 @@ class SeparateStep:
     makespan: float
     sync: float  # until engines have new weights, beside the trainers' own part
     max_staleness: int
+    replacing: float = 0.0  # until groups that the filter drops have been replaced
 
     @property
     def in_turn(self) -> float:
         """Seconds of a batch from its first response until engines have the weights that it trained."""
-        return self.makespan + self.trainers + self.sync
+        return self.makespan + self.replacing + self.trainers + self.sync
 
     @property
     def bounds(self) -> dict[Limit, float]:
@@ -104,7 +106,11 @@ def separate_step(
     full = full_slots_time(engines, work, section) + sync.write
     if section.in_flight == "finish":  # engines run empty before each switch
         full = max(full, makespan + sync.write)
-    return SeparateStep(full, training + sync.stage, makespan, sync.transfer + sync.write, section.max_staleness)
+    trainers = training + sync.stage
+    # A drop counts as long after the group's end as a step of the trainers, and only then another group may start.
+    alone = work.longest * _sum(decoding_step(engines, 1, mean_context(work)))
+    replacing = (work.generated / work.samples - 1) * (trainers + min(makespan, alone))
+    return SeparateStep(full, trainers, makespan, sync.transfer + sync.write, section.max_staleness, replacing)
 
 
 def full_slots_time(engines: Engines, work: StepWorkload, section: AsynchronySection) -> float:
