@@ -12,6 +12,11 @@ Random numbers depend on a request's seed and a token's position (``token_seeds.
 prefill or preemption. vLLM's V2 runner does this itself; for V1 both workers, ``vllm_cpu.py`` and ``vllm_gpu.py``,
 reseed before each token.
 
+Weights may also change while requests are in flight (``vllm_requests.py``), between two engine steps. ``preempt``
+returns all requests to the queue, to be recomputed; otherwise they keep their KV cache, and a salt keeps other requests
+from its prefixes. After ``preempt``, a fresh engine that gets the same requests in the same order continues bit for
+bit. At such a switch, ``collect.py`` adds to each draft the tokens of the older version.
+
 Weights are written into vLLM's own parameters between ``open_weights`` and ``close_weights``. On a GPU addresses never
 change, because CUDA graphs hold them; on a CPU ``cpu_weights.py`` restores the parameters and packs them again, layer
 by layer. A vLLM whose weights have other names or shards than in ``sharding.engine_shards`` is refused at startup. A

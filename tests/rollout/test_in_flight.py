@@ -258,7 +258,7 @@ def log_probs_in_segments(models: Sequence[Any], sample: Sample, inputs: Sequenc
 
 @pytest.mark.parametrize("mode", ["keep", "keep in a small cache"])
 def test_with_a_kept_cache_log_probs_are_those_of_segments(traces, three, mode):
-    """Later requests to the same prompts use no older prefixes; a request preempted for lack of memory starts anew."""
+    """Later requests to the same prompts use no older prefixes; one preempted for lack of memory is recomputed."""
     models, trace, worst, mixed = [reference(path) for path in three["qwen2"]], traces[mode], 0.0, 0
     for place, sample in trace.samples.items():
         inputs = trace.inputs[place]

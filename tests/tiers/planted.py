@@ -213,6 +213,20 @@ FAULTS = (
         "pass\n",
     ),
     Fault(
+        "prefixes-of-kept-caches",
+        "rlhpc/rollout/vllm_requests.py",
+        "beside responses that keep their KV cache, new ones use cached prefixes of the old weights",
+        "            self._syncs += 1\n",
+        "            self._syncs += 0\n",
+    ),
+    Fault(
+        "tokens-of-the-newer-version",
+        "rlhpc/rollout/collect.py",
+        "tokens that a response had before a weight sync get the newer policy version",
+        "        self._update_drafts(list(self._requests))\n",
+        "",
+    ),
+    Fault(
         "one-kind-of-idle-time",
         "rlhpc/rollout/generator/messages.py",
         "an engine's idle time counts only what it waited for longest",
