@@ -36,12 +36,17 @@ def report_lines(report: WeightSyncReport, bandwidths: Bandwidths) -> list[str]:
     parts = f"{network} network, {node} node, {memory} memory"
     bucket, buffers = size_text(plan.largest_bucket), size_text(report.buffer_bytes)
     copies = f"{plan.num_copies:,}, in {plan.num_buckets:,} bucket(s) of {size_text(plan.bucket_bytes)} at most"
+    what = f"a rank: two of {bucket} to send, two to receive"
+    limit = ""
+    if report.placement.separate:
+        limit = "while both sides work, at least "
+        what = "of CPU memory at most on a rank: what a trainer sends, or two versions of what an engine needs"
     rows = [["a rank", "min", "mean", "max", "busiest", "all"], *(_bytes_row(report, kind) for kind in BYTES)]
     facts = [
         ("least", f"{least} must be received; {reached}"),
         ("copies", copies),
-        ("buffers", f"{buffers} a rank: two of {bucket} to send, two to receive"),
-        ("time", f"{seconds_text(slowest.total)} on rank {slowest.rank}, which takes longest: {parts}"),
+        ("buffers", f"{buffers} {what}"),
+        ("time", f"{limit}{seconds_text(slowest.total)} on rank {slowest.rank}, which takes longest: {parts}"),
         ("planned", f"in {report.seconds:.1f} s, digest {plan.digest}"),
     ]
     return [*labelled(_layouts(report)), "", *table(rows), "", *labelled(facts)]
@@ -51,10 +56,12 @@ def _layouts(report: WeightSyncReport) -> list[tuple[str, str]]:
     training, engine = report.training, report.engine
     cut = ", whole experts on each rank" if engine.expert_parallel else ""
     over = f" over {report.engine_nodes} nodes" if report.engine_nodes > 1 else ""
-    rollout = f"{report.engines} engine(s) of tp {engine.tp}{cut}{over}, on the same ranks"
-    nodes = training.world_size // report.ranks_per_node
+    own = report.placement.engines.ranks
+    where = f"ranks {own.start}-{own.stop - 1} of their own" if report.placement.separate else "the same ranks"
+    rollout = f"{report.engines} engine(s) of tp {engine.tp}{cut}{over}, on {where}"
+    nodes = report.ranks // report.ranks_per_node
     return [
-        ("ranks", f"{training.world_size} on {nodes} node(s) of {report.ranks_per_node}"),
+        ("ranks", f"{report.ranks} on {nodes} node(s) of {report.ranks_per_node}"),
         ("training", training.text),
         ("rollout", rollout),
     ]

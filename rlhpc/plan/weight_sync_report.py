@@ -16,9 +16,11 @@ from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.checks.run import check_node_range
 from rlhpc.plan.estimates.optimizer_memory import ITEMSIZE
 from rlhpc.reshard.plan import Copy, ReshardPlan, Traffic, lower_bound
-from rlhpc.reshard.sides import plan_weight_sync, sync_sides
+from rlhpc.reshard.sides import SyncSides, plan_weight_sync, sync_sides
+from rlhpc.reshard.staged.plan import plan_staged_sync
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.placement import Placement, placement_of
 
 # Fields of Traffic.
 BYTES = ("received", "received_across", "received_within", "sent", "sent_across", "sent_within", "local")
@@ -76,17 +78,24 @@ class CopyGroup:
 class WeightSyncReport:
     """A weight-sync plan with its summary."""
 
+    placement: Placement
     training: ParallelLayout
     engine: EngineLayout
     ranks_per_node: int
     itemsize: int
     plan: ReshardPlan
     least: Mapping[int, int]  # minimum bytes that each rank must receive
+    staging: Mapping[int, int]  # bytes of staging memory, of engines on ranks of their own and their trainers
     seconds: float  # of planning
 
     @property
+    def ranks(self) -> int:
+        """Number of the job's ranks."""
+        return self.placement.engines.ranks.stop
+
+    @property
     def engines(self) -> int:
-        return self.training.world_size // self.engine.tp
+        return self.placement.num_engines
 
     @property
     def engine_nodes(self) -> int:
@@ -100,8 +109,8 @@ class WeightSyncReport:
 
     @property
     def buffer_bytes(self) -> int:
-        """Bytes of the busiest rank besides the weights: two buffers to send and two to receive."""
-        return 4 * self.plan.largest_bucket
+        """Bytes of the busiest rank besides the weights: two buffers to send and two to receive, or staging memory."""
+        return max(self.staging.values(), default=4 * self.plan.largest_bucket)
 
     def spread(self, kind: str) -> Spread:
         """Returns the distribution over ranks of ``kind``, one of BYTES."""
@@ -127,28 +136,51 @@ def report_weight_sync(config: RunConfig, rank: int | None = None) -> WeightSync
     shape, ranks_per_node = read_model(config.model.path, config.model.family), config.resources.ranks_per_node
     check_node_range(config)
     training = check_layout(config, config.slurm.most_nodes, shape)
-    if rank is not None and not 0 <= rank < training.world_size:
-        raise UserError(f"no rank {rank}", where="--rank", remedy=f"use 0 to {training.world_size - 1}")
+    placement = placement_of(config, config.slurm.most_nodes * ranks_per_node)
+    ranks = placement.engines.ranks.stop
+    if rank is not None and not 0 <= rank < ranks:
+        raise UserError(f"no rank {rank}", where="--rank", remedy=f"use 0 to {ranks - 1}")
     itemsize, started = ITEMSIZE[config.model.dtype], time.perf_counter()
     engine = EngineLayout(config.rollout.tp, config.rollout.expert_parallel and shape.experts is not None)
-    sides = sync_sides(shape, training, engine)
-    plan = plan_weight_sync(
-        sides,
-        ranks_per_node=ranks_per_node,
-        bucket_bytes=config.reshard.bucket_mib << 20,
-        itemsize=itemsize,
-        rank=-1 if rank is None else rank,  # none
-    )
+    sides = sync_sides(shape, training, engine, placement.trainers.ranks, placement.engines.ranks)
+    options = {
+        "ranks_per_node": ranks_per_node,
+        "bucket_bytes": config.reshard.bucket_mib << 20,
+        "itemsize": itemsize,
+    }
+    staging: Mapping[int, int] = {}
+    if placement.separate:
+        plan, staging = _staged(sides, options, rank)
+    else:
+        plan = plan_weight_sync(sides, **options, rank=-1 if rank is None else rank)  # none
     seconds = time.perf_counter() - started
     least = lower_bound(sides.source, sides.target, itemsize)
-    return WeightSyncReport(training, engine, ranks_per_node, itemsize, plan, least, seconds)
+    return WeightSyncReport(placement, training, engine, ranks_per_node, itemsize, plan, least, staging, seconds)
+
+
+def _staged(sides: SyncSides, options: Mapping[str, int], rank: int | None) -> tuple[ReshardPlan, Mapping[int, int]]:
+    """Returns the plan of a staged sync as one with the copies of ``rank``, and the staging memory of all ranks."""
+    plan = plan_staged_sync(sides, **options)
+    copies = (*plan.syncs, *plan.forwards)
+    traffic = {
+        number: Traffic(
+            sent_within=found.sent - found.sent_across + found.forwarded,
+            sent_across=found.sent_across,
+            received_within=found.received - found.received_across + found.taken,
+            received_across=found.received_across,
+        )
+        for number, found in plan.traffic.items()
+    }
+    mine = tuple(copy for copy in copies if rank in (copy.source_rank, copy.target_rank))
+    sizes = (plan.num_buckets, plan.bucket_bytes, plan.largest_bucket)
+    return ReshardPlan(mine, traffic, len(copies), *sizes, plan.digest), plan.staging
 
 
 def as_json(report: WeightSyncReport, bandwidths: Bandwidths, rank: int | None = None) -> dict[str, Any]:
     """Returns the report as JSON data, in bytes and seconds, with every copy of ``rank``."""
     plan, slowest = report.plan, report.slowest(bandwidths)
     document: dict[str, Any] = {
-        "ranks": report.training.world_size,
+        "ranks": report.ranks,
         "ranks_per_node": report.ranks_per_node,
         "training": report.training.axes,
         "engines": report.engines,

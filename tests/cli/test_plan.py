@@ -98,6 +98,23 @@ def test_a_published_model_is_planned_without_its_weights(
     assert found["bytes"]["sent"]["most"] < 1.25 * found["bytes"]["received"]["most"]
 
 
+def test_engines_on_ranks_of_their_own_receive_each_byte_once_per_node(tiny: str) -> None:
+    """Four trainers on one node, two engines of two ranks on the other."""
+    words = ("placement=separate", "rollout.ranks=4")
+    found = json.loads(plan("weight-sync", tiny, *words, "--json"))
+    assert (found["ranks"], found["engines"], found["reaches_least"]) == (8, 2, True)
+    received = found["bytes"]["received"]["total"]
+    across = found["bytes"]["received_across"]["total"]
+    assert 2 * across <= received < 2.02 * across  # all four ranks have the norms
+    assert found["bytes"]["local"]["total"] == 0
+    text = plan("weight-sync", tiny, *words)
+    assert "2 engine(s) of tp 2, on ranks 4-7 of their own" in text
+    assert "of CPU memory at most on a rank" in text
+    copies = json.loads(plan("weight-sync", tiny, *words, "--json", "--rank", "5"))["rank"]["copies"]
+    forwards = [copy for copy in copies if copy["source_rank"] == 5 and "proj.weight" in copy["tensor"]]
+    assert {copy["target_rank"] for copy in forwards} == {7}
+
+
 def test_the_report_by_heart(tiny: str, request: pytest.FixtureRequest) -> None:
     text = plan("weight-sync", tiny)
     text = re.sub(r"in \d+\.\d+ s, digest [0-9a-f]{32}", "in SECONDS, digest DIGEST", text)

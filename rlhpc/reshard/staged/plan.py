@@ -21,10 +21,11 @@ STAGED_VERSIONS = 2  # versions in an engine rank's staging memory: a complete o
 
 @dataclass(frozen=True)
 class StagedTraffic:
-    """Bytes that one rank sends and receives: trainers to engines, ``across`` of them between nodes, and between the
+    """Bytes that one rank sends and receives: from trainers to engines, some of them ``across`` nodes, and between the
     ranks of engines on one node."""
 
     sent: int = 0
+    sent_across: int = 0
     received: int = 0
     received_across: int = 0
     forwarded: int = 0
@@ -40,6 +41,7 @@ class StagedPlan:
     forwards: tuple[Copy, ...]
     num_buckets: int
     bucket_bytes: int
+    largest_bucket: int  # maximum bytes that a rank sends to engines, or receives from trainers, in one bucket
     traffic: Mapping[int, StagedTraffic]  # of every rank of either side
     staging: Mapping[int, int]  # maximum bytes of staging memory and buffers of every rank
     heralds: Mapping[int, int]  # the trainers' rank that sends the checksums to each engine rank
@@ -79,6 +81,7 @@ def plan_staged_sync(
         forwards=() if rank in sides.source else tuple(_forwards(plan.copies, sides.target, ranks_per_node)),
         num_buckets=plan.num_buckets,
         bucket_bytes=bucket_bytes,
+        largest_bucket=plan.largest_bucket,
         traffic={rank: _traffic(plan, shares, rank) for rank in sides.ranks},
         staging=_staging(plan, sides, itemsize),
         heralds={rank: trainers[place % len(trainers)] for place, rank in enumerate(sorted(sides.target))},
@@ -208,7 +211,7 @@ def _neighbors(sides: SyncSides, rank: int, ranks_per_node: int) -> list[int]:
 def _traffic(plan: ReshardPlan, shares: Mapping[int, _Share], rank: int) -> StagedTraffic:
     found, share = plan.traffic[rank], shares.get(rank)
     moved = (share.forwarded, share.taken) if share else (0, 0)
-    return StagedTraffic(found.sent, found.received, found.received_across, *moved)
+    return StagedTraffic(found.sent, found.sent_across, found.received, found.received_across, *moved)
 
 
 def _staging(plan: ReshardPlan, sides: SyncSides, itemsize: int) -> dict[int, int]:

@@ -47,7 +47,9 @@ def check(sides: SyncSides, per_node: int, itemsize: int, rng: Random) -> None:
 
 
 def _check_bytes(plan: StagedPlan, sides: SyncSides, per_node: int, itemsize: int) -> None:
-    totals: dict[str, Counter[int]] = {name: Counter() for name in ("sent", "received", "forwarded", "taken", "across")}
+    totals: dict[str, Counter[int]] = {
+        name: Counter() for name in ("sent", "received", "forwarded", "taken", "in", "out")
+    }
     in_bucket: Counter[tuple[int, int]] = Counter()
     for copies, out, into in ((plan.syncs, "sent", "received"), (plan.forwards, "forwarded", "taken")):
         for copy in copies:
@@ -56,13 +58,14 @@ def _check_bytes(plan: StagedPlan, sides: SyncSides, per_node: int, itemsize: in
             totals[into][copy.target_rank] += size
             same_node = copy.source_rank // per_node == copy.target_rank // per_node
             assert out == "sent" or same_node
-            totals["across"][copy.target_rank] += 0 if same_node else size
+            totals["out"][copy.source_rank] += 0 if same_node else size
+            totals["in"][copy.target_rank] += 0 if same_node else size
             if out == "sent":
                 in_bucket[copy.source_rank, copy.bucket] += size
                 in_bucket[copy.target_rank, copy.bucket] += size
-    assert max(in_bucket.values()) <= plan.bucket_bytes
+    assert max(in_bucket.values()) == plan.largest_bucket <= plan.bucket_bytes
     for rank, traffic in plan.traffic.items():
-        counted = [totals[name][rank] for name in ("sent", "received", "across", "forwarded", "taken")]
+        counted = [totals[name][rank] for name in ("sent", "out", "received", "in", "forwarded", "taken")]
         assert counted == [*astuple(traffic)], rank
 
 
