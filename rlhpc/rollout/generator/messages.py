@@ -90,7 +90,7 @@ class Activity:
 
     seconds: float  # wall time
     idle: Mapping[str, float] = field(default_factory=dict)
-    tokens: int = 0  # sampled
+    tokens: int = 0  # sampled: one for each running request of a step
     steps: int = 0  # of the engine
     statistics: Mapping[str, float] = field(default_factory=dict)  # RolloutEngine.statistics
 
