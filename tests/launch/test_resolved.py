@@ -12,6 +12,8 @@ from rlhpc.config.saved import save_config
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.folder import RunFolder
 from rlhpc.launch.resolved import resolved
+from rlhpc.launch.runs import submit
+from rlhpc.launch.supervise import local
 
 READY = Path(__file__).parents[2] / "configs" / "ready" / "qwen2.5-7b-1node.yaml"
 SEPARATE = ("placement=separate", "rollout.ranks=4", "rollout.gpu_memory_utilization=0.9")
@@ -68,3 +70,14 @@ def test_colocated_runs_have_none(folder: RunFolder) -> None:
     assert resolved(colocated, folder) is colocated
     evaluating = config_of("train.steps=0")
     assert resolved(evaluating, folder) is evaluating
+
+
+def test_a_submission_and_a_local_run_write_them(folder: RunFolder) -> None:
+    with submit._written(config_of(), folder):
+        submitted = load_config(folder.config)
+    assert None not in costs_of(submitted)
+    changed = config_of("planning.response_tokens=100")
+    attempt = local._begin(changed, folder)
+    for file in (folder.config, attempt.config):
+        assert costs_of(load_config(file)) == costs_of(submitted)
+    assert costs_of(resolved(changed, RunFolder(folder.path / "new"))) != costs_of(submitted)
