@@ -46,6 +46,7 @@ def replay_of(run: str, name: str | None = None, step: int | None = None) -> Run
             "name": f"replay-{update.path.name}",
             "run_dir": update.replay,
             "prepare": None,
+            "placement": "colocated",  # the ranks that train repeat the update
             "model": config.model.model_copy(update={"weights": weights}),
             "slurm": config.slurm.model_copy(update={"nodes": 1}),
             "resources": config.resources.model_copy(update={"ranks_per_node": record["world_size"]}),

@@ -132,6 +132,12 @@ def _schedule_faults(config: RunConfig) -> Iterator[UserError]:
         )
     if replay is None:
         return
+    if config.algorithm.name == "remax":
+        yield UserError(
+            "greedy responses to the prompts of replayed groups are not generated with placement separate",
+            where="train.replay",
+            remedy="leave it out, or set placement to colocated",
+        )
     groups = config.train.prompts_per_step
     if new_groups(config) == groups:
         smallest = f"use at least {0.51 / groups:.2g}" if groups > 1 else "use train.prompts_per_step 2 or more"

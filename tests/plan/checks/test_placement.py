@@ -129,6 +129,10 @@ def refused(config, *overrides: str) -> str:
             "(asynchrony.max_staleness); use at least 2",
         ),
         (
+            [EIGHT, "rollout.ranks=4", "algorithm.name=remax", "train.replay={capacity: 9, max_staleness: 4}"],
+            "train.replay: greedy responses to the prompts of replayed groups are not generated with placement separ",
+        ),
+        (
             [EIGHT, "rollout.ranks=4", "reshard.method=gather"],
             "reshard.method: gather passes whole tensors inside a rank, and engines have ranks of their own; set it to",
         ),
