@@ -107,15 +107,17 @@ class FunctionRewards:
         self._outcomes |= arrived
         places = range(len(self._functions))
         done = sorted(key for key in self._responses if all((key, place) in self._outcomes for place in places))
-        return {key: self._result(key, self._responses.pop(key)) for key in done}
+        responses = {key: self._responses.pop(key) for key in done}
+        outcomes = {(key, place): self._outcomes.pop((key, place)) for key in done for place in places}
+        return {key: self._result(key, response, outcomes) for key, response in responses.items()}
 
-    def _result(self, key: int, response: _Response) -> RewardResult:
+    def _result(self, key: int, response: _Response, outcomes: Mapping[CallId, Outcome]) -> RewardResult:
         reward, dropped = 0.0, False
         answer: str | None = None
         parts: dict[str, float] = {}
         failures: list[str] = []
         for index, function in enumerate(self._functions):
-            outcome = self._outcomes.pop((key, index))
+            outcome = outcomes[key, index]
             if isinstance(outcome, Failure):
                 failures.append(outcome.kind)
                 dropped = self._handle(index, outcome, response) or dropped
