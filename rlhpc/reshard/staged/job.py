@@ -19,7 +19,7 @@ from rlhpc.reshard.staged.plan import StagedPlan, plan_staged_sync
 
 MIB = 1 << 20
 _DAY = 86400.0  # an engine may lag for hours; a rank that does not respond is found by its missing heartbeats
-_LOOK_SECONDS = 0.5
+_LOOK_SECONDS = 2.0  # the store answers as soon as a key is set; each look is a request to it by every rank
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ class Announced:
 
     @classmethod
     def read(cls, store: dist.Store, number: int) -> Announced | None:
-        """The ``number``-th version; None if it is not posted within half a second."""
+        """The ``number``-th version; None if it is not posted in a while."""
         return cls(**json.loads(store.get(_key(number)))) if arrived(store, _key(number)) else None
 
 
 def arrived(store: dist.Store, key: str) -> bool:
-    """Whether a key is set, now or within half a second."""
+    """Whether a key is set, now or in a while."""
     try:
         store.wait([key], datetime.timedelta(seconds=_LOOK_SECONDS))
     except dist.DistStoreError:

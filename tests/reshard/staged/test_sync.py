@@ -227,10 +227,10 @@ def close_early(case: Case) -> tuple[float, bool]:
         return time.monotonic() - began, target._thread.join(0)
 
 
-def test_an_engine_closes_within_a_second() -> None:
+def test_an_engine_that_waits_for_a_version_can_close() -> None:
     seconds, ended = run_ranks(close_early, 2, PAIR, join=False, timeout=60)[1]
     assert ended
-    assert seconds < 2
+    assert seconds < 4
 
 
 def _error(action: Any) -> str:
