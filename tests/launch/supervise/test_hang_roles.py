@@ -72,14 +72,14 @@ def test_trainers_that_wait_for_an_engine_are_not_blamed():
     )
 
 
-@pytest.mark.parametrize(("phase", "culprit"), [("waiting for engines", 6), ("waiting for rewards", 4)])
-def test_an_engine_that_polls_waits_for_what_its_phase_says(phase, culprit):
+@pytest.mark.parametrize(("phase", "blocking"), [("waiting for engines", 6), ("waiting for rewards", 4)])
+def test_an_engine_that_polls_waits_for_what_its_phase_says(phase, blocking):
     """Between two looks it may be anywhere in its loop. Rewards and tools are its own."""
     polling = (Frame(f"{PACKAGE}rlhpc/rollout/schedule/engine_schedule.py", 5, "next"),)
     engines = [*engine(0, polling), *engine(1, REWARD)]
     engines[0] = replace(engines[0], phase=phase)
     found = find_blocking_role([*trainers_wait(), *engines])
-    assert found.rank == culprit
+    assert found.rank == blocking
 
 
 def test_an_engine_waits_for_its_own_rewards():
