@@ -15,8 +15,10 @@ from rlhpc.plan.estimates.cpu_memory import CPU_PROCESS
 from rlhpc.plan.estimates.memory import GIB, MemoryPlan, engine_memory, predict_memory
 from rlhpc.plan.remedies import find_remedies
 from rlhpc.plan.shortages import shortages
+from rlhpc.plan.weight_sync_report import report_weight_sync
 from rlhpc.sharding.layout import ParallelLayout, make_layout
 from rlhpc.sharding.placement import engine_ranks
+from rlhpc.sharding.shards import num_parameters
 
 READY = Path(__file__).parents[3] / "configs" / "ready"
 HALVES = ("placement=separate", "rollout.ranks=4")
@@ -113,3 +115,16 @@ def test_engines_are_as_large_as_the_ranks_that_generate_allow() -> None:
         "take at least 4 GPUs (rollout.ranks or rollout.nodes) and set rollout.tp to 4 and "
         "rollout.gpu_memory_utilization to 0.54"
     )
+
+
+def test_a_weight_sync_goes_from_the_ranks_that_train_to_the_others() -> None:
+    config, shape, _ = parts("placement=separate", "rollout.nodes=1", "slurm.nodes=2")
+    report = report_weight_sync(config)
+    assert (report.ranks, report.engines, report.reaches_least) == (16, 8, True)
+    assert {rank for rank, traffic in report.plan.traffic.items() if traffic.received} == set(range(8, 16))
+    whole = 2 * num_parameters(shape)
+    assert report.spread("received_across").total == pytest.approx(whole, rel=1e-3), "over the network once"
+    assert report.spread("received_within").total == pytest.approx(7 * whole, rel=1e-3)
+    cpu = predict_memory(*parts("placement=separate", "rollout.nodes=1", "slurm.nodes=2"), 80.0).cpu
+    assert report.buffer_bytes == pytest.approx(cpu.engine_parts["staged weights"] + (256 << 20), rel=1e-3)
+    assert {copy.target_rank for copy in report_weight_sync(config, 9).plan.copies if copy.source_rank != 9} == {9}
