@@ -19,6 +19,7 @@ from rlhpc.models import ModelShape
 from rlhpc.plan.estimates.hardware import Gpu
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
 from rlhpc.sharding.layout import ParallelLayout
+from rlhpc.sharding.placement import engine_ranks
 
 # Names in metrics.jsonl, and the predicted phases that each one measures.
 PHASES: Mapping[str, tuple[str, ...]] = {
@@ -116,7 +117,8 @@ def calibrate(
     """Returns the efficiency at which predicted phases take the measured time, within the bounds of each key.
 
     compute and launch_us are fitted to updates by one factor, forward_compute and forward_launch_us to forward passes
-    where they were measured; decode, kernel_us and graph_us to the rollout; weight_sync to the weight sync.
+    where they were measured; decode, kernel_us and graph_us to the rollout; weight_sync to the weight sync. With
+    placement separate the last two are not: trainers measure only what they wait for.
     """
     config = config.model_copy(update={"planning": config.planning.model_copy(update=measured.lengths)})
 
@@ -134,6 +136,8 @@ def calibrate(
         (["rollout"], _decoding),
         (["weight_sync"], _weight_sync),
     ]
+    if engine_ranks(config) is not None:
+        fits = fits[:2]
     for _ in range(_ROUNDS):  # each fit shifts the others a little
         for names, change in fits:
             if names and all(name in measured.seconds for name in names):
@@ -156,8 +160,12 @@ def _fitted(
 
 
 def phase_seconds(step: StepTime) -> dict[str, float]:
-    """Returns a predicted step's seconds by the names in metrics.jsonl."""
-    return {name: sum(step.phase(phase).seconds for phase in phases) for name, phases in PHASES.items()}
+    """Returns a predicted step's seconds by the names in metrics.jsonl, which are the trainers': with placement
+    separate, those of staging weights and of waiting for responses."""
+    found = {name: sum(step.phase(phase).seconds for phase in phases) for name, phases in PHASES.items()}
+    if step.sides is None or step.sync is None:
+        return found
+    return {**found, "weight_sync": step.sync.stage, "rollout": step.seconds - step.sides.trainers}
 
 
 def _compute(base: EfficiencySection, factor: float) -> EfficiencySection:

@@ -16,6 +16,7 @@ from rlhpc.plan.calibrate import PHASES, calibrate, phase_seconds, read_run
 from rlhpc.plan.checks.layout import check_layout
 from rlhpc.plan.estimates.hardware import GPUS
 from rlhpc.plan.estimates.step_time import StepTime, predict_step
+from rlhpc.plan.remedies import changed_config
 
 ROOT = Path(__file__).parents[2]
 TRAINING = {"compute": 0.42, "launch_us": 32 / 3, "forward_compute": 0.28, "forward_launch_us": 16}
@@ -60,6 +61,21 @@ def test_what_a_run_was_made_of_is_found_again(tmp_path: Path) -> None:
         assert found.after[name] == pytest.approx(seconds, rel=0.02)
         assert not seconds or abs(found.before[name] - seconds) > 0.1 * seconds
     assert set(found.changed) <= set(EfficiencySection.__pydantic_fields__)
+
+
+def test_trainers_of_a_separate_placement_calibrate_training_alone(tmp_path: Path) -> None:
+    config, shape, _, gpu = case()
+    changes = {"placement": "separate", "rollout.nodes": 1, "rollout.gpu_memory_utilization": 0.9}
+    config = changed_config(config, changes)
+    given = config, shape, check_layout(config, 4, shape), gpu
+    truth = predict_step(*given, REACHED)
+    assert truth.sides is not None
+    seconds = phase_seconds(truth)
+    assert seconds["rollout"] == pytest.approx(truth.sides.idle_trainers * truth.seconds)
+    found = calibrate(*given, EfficiencySection(), read_run(write_run(tmp_path, truth)))
+    assert found.efficiency.compute == pytest.approx(REACHED.compute, rel=0.02)
+    assert set(found.changed) == set(TRAINING)
+    assert found.after["update"] == pytest.approx(seconds["update"], rel=0.02)
 
 
 def test_a_share_is_never_more_than_all(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def predicted_rows(config: RunConfig, run: RunFolder, steps: Steps, attempt: Att
         rows = [*_steps(case, steps), *_outside(case, run), *_memory(case, steps)]
     except (UserError, OSError, ValueError) as error:  # the model's config.json may be on another machine
         return [], f"No prediction: {error}"
-    nodes = f"{case.layout.world_size} ranks" + (f"; the last attempt had {attempt.world_size}" if attempt else "")
+    nodes = f"{case.config.world_size} ranks" + (f"; the last attempt had {attempt.world_size}" if attempt else "")
     return rows, f"Predicted for {case.gpu.name}, {nodes}. Measured: medians over the run, lengths as means."
 
 
@@ -45,6 +45,9 @@ def _steps(case: Any, steps: Steps) -> Iterator[Row]:
         measured = _median(steps.column(f"perf/{name}_seconds"))
         if seconds or measured:
             yield [name.replace("_", " "), "s", seconds, measured]
+    if step.sides is not None:
+        yield ["trainers idle", "", step.sides.idle_trainers, _median(steps.column("trainers/idle_fraction"))]
+        yield ["engines idle", "", step.sides.idle_engines, _median(steps.column("engines/idle_fraction_mean"))]
     yield ["throughput", "tokens/s", step.tokens_per_second, _median(steps.column("perf/tokens_per_second"))]
     yield ["MFU", "", step.mfu, _median(steps.column("perf/mfu"))]
 
