@@ -262,6 +262,13 @@ FAULTS = (
         "loads[place] -= cell.size",
     ),
     Fault(
+        "version-changed-while-it-is-sent",
+        "rlhpc/reshard/staged/source.py",
+        "engines on ranks of their own receive a mixture of two versions of the weights",
+        "        self.finish()\n        for block",
+        "        for block",
+    ),
+    Fault(
         "cut-checkpoint-accepted",
         "rlhpc/checkpoint/store.py",
         "a run resumes from a checkpoint of which files are missing or cut short",
