@@ -13,9 +13,12 @@ from rlhpc.cli.plan_time import (
     search_lines,
 )
 from rlhpc.cli.tables import seconds_text
+from rlhpc.config.placement import AsynchronySection
 from rlhpc.config.schema import RunConfig
 from rlhpc.core.errors import DoesNotFitError, UserError
+from rlhpc.plan.checks.placement import separates
 from rlhpc.plan.placements import Placements, compare_placements
+from rlhpc.plan.remedies import changed_config
 from rlhpc.plan.search import SearchResult
 
 
@@ -36,7 +39,9 @@ def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list
     if as_json:
         more = [candidate_json(other)] if other is not None else []
         return [json_text([*search_json(found), *more])], fits
-    lines = search_lines(config, found_gpu, found, configured_text(config, gpu))
+    # Without ranks of their own, the section only sets what they are compared with.
+    asked = config if separates(config) else changed_config(config, {"asynchrony": AsynchronySection()})
+    lines = search_lines(config, found_gpu, found, configured_text(asked, gpu))
     head = [f"# {line}" for line in comparison_lines(placements)]
     if failed is not None:
         head.append(f"# placement {config.placement}: {failed.message}")

@@ -69,7 +69,7 @@ class Candidate:
         rollout: dict[str, Any] = {"tp": config.rollout.tp}
         placement: dict[str, Any] = {}
         if config.placement == "separate":
-            placement = {"placement": "separate"}
+            placement = {"placement": "separate", "asynchrony": {"max_staleness": config.asynchrony.max_staleness}}
             rollout |= {key: getattr(config.rollout, key) for key in ("ranks", "nodes") if getattr(config.rollout, key)}
         if config.rollout.gpu_memory_utilization != self.asked.rollout.gpu_memory_utilization:
             rollout["gpu_memory_utilization"] = config.rollout.gpu_memory_utilization
