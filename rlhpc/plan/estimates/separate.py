@@ -91,7 +91,8 @@ class SeparateStep:
         """Mean age of the oldest token of a response, in steps. A batch waits for its version unless engines limit."""
         if self.limit != "engines":
             return float(self.max_staleness)
-        return min(self.max_staleness, max(0.0, self.makespan - self.engines / 2) / self.seconds)
+        alone = self.makespan + self.replacing
+        return min(self.max_staleness, max(0.0, alone - self.engines / 2) / self.seconds)
 
 
 def separate_step(
