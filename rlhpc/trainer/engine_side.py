@@ -136,24 +136,24 @@ class EngineSide:
                 return version, sent
 
     def share(self, version: int) -> EnginesShare | None:
-        """The engines' part of the checkpoint of a version, on the first rank; None if they write none."""
-        return EnginesShare(self, version) if self._link is not None and version in self._writing else None
+        """The engines' part of the checkpoint of a version, for which the first rank waits; None if they write none."""
+        return EnginesShare(self, version) if version in self._writing else None
 
     def written(self, version: int) -> bool:
-        """Whether all engines have written their parts of a checkpoint. Not collective."""
+        """Whether all engines have written their parts of a checkpoint, as far as this rank knows. Not collective."""
         self._read()
-        return len(self._written.get(version, {})) == self.terms.engines
+        return self._link is None or len(self._written.get(version, {})) == self.terms.engines
 
     def finish_writing(self, version: int | None = None) -> None:
         """Waits until the engines' parts of a checkpoint are written, or all of them; raises an engine's OSError. Not
         collective."""
         for each in sorted(self._writing) if version is None else [version]:
-            if each not in self._writing or self._link is None:
+            if each not in self._writing:
                 continue
-            while not self.written(each):
+            while self._link is not None and not self.written(each):
                 self._link.inbox.wait(_LOOK_SECONDS, "end of a save")
             self._writing.discard(each)
-            errors = [error for error in self._written.pop(each).values() if error is not None]
+            errors = [error for error in self._written.pop(each, {}).values() if error is not None]
             if errors and version is not None:
                 raise errors[0]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from rlhpc.api import RunState
 from rlhpc.checkpoint.store import CheckpointStore
 from rlhpc.config.schema import RunConfig
-from rlhpc.parallel.agreement import on_first_rank
+from rlhpc.parallel.agreement import together
 from rlhpc.trainer.engine_side import EngineSide
 from rlhpc.trainer.evaluate import Evaluator, check_finite_weights
 from rlhpc.trainer.roles import Models
@@ -59,7 +59,7 @@ class Publisher:
     def _folder(self) -> Path:
         """Folder of the step's checkpoint; the engines have written their parts of former ones."""
         self.store.settle(wait=True)
-        on_first_rank(self.engines.finish_writing)
+        together(self.engines.finish_writing)
         return self.store.begin(self.state)
 
     def _publish(self, checkpoint: Path | None, *, validates: bool, ends: bool) -> None:

@@ -96,6 +96,7 @@ def _validations(folder: Path) -> dict[int, dict[str, float]]:
     return found
 
 
+@pytest.mark.long
 def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> None:
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
     code, output = run(_separate(tmp_path / "straight", 1, **saves))

@@ -1,0 +1,179 @@
+"""What the trainers take from engines on ranks of their own: batches in the run's order whatever arrives first, each
+group once; ages of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rlhpc.api import RunState, Sample
+from rlhpc.observe.engine_activity import EngineActivity
+from rlhpc.rollout.collect import Scored
+from rlhpc.rollout.generator.messages import Activity, Delivered, FinishedGroup, Validated, Written
+from rlhpc.rollout.schedule.terms import Costs, Terms
+from rlhpc.trainer.engine_side import EngineSide, Link
+from rlhpc.trainer.staleness import age_metrics, age_sums, ages_of, token_ages
+from tests.data.test_groups import make_group
+
+TERMS = Terms(
+    engines=2,
+    groups_per_step=2,
+    max_staleness=1,
+    steps=9,
+    slots=4,
+    costs=Costs.of_seconds(0.1, 0.01, 1.0),
+    filtered=True,
+)
+
+
+class Messages:
+    """An inbox that holds what the test puts in, and a board that remembers."""
+
+    def __init__(self) -> None:
+        self.arrived: list[Any] = []
+        self.posted: dict[str, Any] = {}
+        self.published: list[int] = []
+
+    def take(self) -> list[Any]:
+        taken, self.arrived = self.arrived, []
+        return [(0, message) for message in taken]
+
+    def wait(self, *_: Any) -> bool:
+        assert self.arrived, "nothing would ever arrive"
+        return True
+
+    def post(self, key: str, value: Any) -> None:
+        self.posted[key] = value
+
+    def drop(self, key: str) -> None:
+        del self.posted[key]
+
+    def publish(self, version: int) -> None:
+        self.published.append(version)
+
+
+@pytest.fixture
+def messages() -> Messages:
+    return Messages()
+
+
+@pytest.fixture
+def side(messages: Messages, monkeypatch: pytest.MonkeyPatch) -> EngineSide:
+    monkeypatch.setattr("rlhpc.trainer.engine_side.gather_objects", lambda mine: [mine])
+    link = Link(messages, messages, (), EngineActivity([2, 3]))  # type: ignore[arg-type]
+    made = EngineSide(messages, TERMS, link)  # type: ignore[arg-type]
+    made.begin(RunState(step=3, prompt_cursor=10, policy_version=3), None)
+    return made
+
+
+def _delivered(engine: int, *numbers: int, drops: tuple[int, ...] = (), version: int = 3) -> Delivered:
+    groups = [FinishedGroup(number, make_group(number), number not in drops) for number in numbers]
+    return Delivered(engine, groups, Activity(1.0), version)
+
+
+def test_batches_are_in_the_order_of_the_run_and_a_resumed_engine_may_deliver_again(
+    side: EngineSide, messages: Messages
+) -> None:
+    messages.arrived = [
+        _delivered(1, 13, 11),
+        _delivered(0, 12, drops=(12,)),
+        _delivered(0, 8, 10, 14),
+        _delivered(1, 11),
+    ]
+    first = side.batch(4)
+    assert [one.number for one in first.kept] == [10, 11]
+    assert (first.dropped, first.end, first.queued) == ([], 12, 3)
+    messages.arrived = [_delivered(1, 11, 13)]  # again
+    second = side.batch(5)
+    assert [one.number for one in second.kept] == [13, 14]
+    assert [one.number for one in second.dropped] == [12]
+    assert (second.end, second.queued) == (15, 0)
+
+
+def test_versions_leave_the_board_when_all_engines_have_them(side: EngineSide, messages: Messages) -> None:
+    for step in (3, 4, 5):
+        state = RunState(step=step, policy_version=step, prompt_cursor=10)
+        side.publish(state, checkpoint=None, validates=False, ends=False)
+    messages.arrived = [_delivered(0, 10, version=5), _delivered(1, 11, version=4)]
+    side.batch(4)
+    side.publish(RunState(step=6, policy_version=6, prompt_cursor=12), checkpoint=None, validates=False, ends=False)
+    assert sorted(key for key in messages.posted if key.startswith("published/")) == [
+        "published/4",
+        "published/5",
+        "published/6",
+    ]
+    assert messages.published == [3, 4, 5, 6]
+    assert side.oldest_policy_version(6, 6) == 5
+
+
+def test_a_step_in_which_nothing_changed_makes_no_policy_version_and_the_bound_knows(side: EngineSide) -> None:
+    for step, policy_version in ((3, 3), (4, 3), (5, 3)):
+        state = RunState(step=step, policy_version=policy_version)
+        side.publish(state, checkpoint=None, validates=False, ends=False)
+    assert side.oldest_policy_version(5, 3) == 3
+
+
+def test_a_validation_is_taken_once_all_engines_have_answered(side: EngineSide, messages: Messages) -> None:
+    sample = make_group(0).samples[0]
+    found = [Scored(place, 0, replace(sample, group_id=place)) for place in range(3)]
+    side.publish(RunState(step=3), checkpoint=None, validates=True, ends=False)
+    messages.arrived = [Validated(1, 3, found[2:]), Validated(0, 3, found[:2])]
+    taken = side.validation()
+    assert taken is not None
+    assert (taken[0], [each.group_id for each in taken[1]]) == (3, [0, 1, 2])
+    assert side.validation() is None
+
+
+def test_a_checkpoint_waits_for_every_engine_and_raises_the_error_of_one(side: EngineSide, messages: Messages) -> None:
+    assert side.share(3) is None
+    side.publish(RunState(step=3), checkpoint=Path("folder"), validates=False, ends=False)
+    share = side.share(3)
+    assert share is not None
+    messages.arrived = [Written(0, 3)]
+    assert not share.done()
+    messages.arrived = [Written(1, 3, OSError(28, "No space left on device"))]
+    assert share.done()
+    with pytest.raises(OSError, match="No space"):
+        share.finish()
+    share.finish()  # nothing is left to wait for
+
+
+def test_other_ranks_take_part_in_a_checkpoint_that_the_first_one_waits_for(messages: Messages) -> None:
+    """All ranks have a share: one without would commit the checkpoint at once, and wait for the others there."""
+    other = EngineSide(messages, TERMS, None)  # type: ignore[arg-type]
+    other.publish(RunState(step=3), checkpoint=Path("folder"), validates=False, ends=False)
+    share = other.share(3)
+    assert share is not None
+    assert share.done()
+    share.finish()
+    assert other.share(3) is None
+
+
+def test_ages_count_from_the_version_of_each_token() -> None:
+    sample = Sample(0, 0, np.arange(5, dtype=np.int32), 2, np.zeros(3, np.float32), 0.0, 4, truncated=False)
+    mixed = replace(sample, token_versions=np.array([4, 5, 6], np.int32))
+    ages = token_ages([sample, mixed], 6)
+    assert [each.tolist() for each in ages] == [[2, 2, 2], [2, 1, 0]]
+    assert ages_of(ages) == (0, 1, 2)
+
+
+def test_metrics_by_age_are_means_over_the_tokens_of_that_age() -> None:
+    age, mask = torch.tensor([0.0, 1.0, 1.0, 0.0]), torch.tensor([1.0, 1.0, 1.0, 0.0])
+    values = {
+        "mismatch_kl": torch.tensor([1.0, 2.0, 4.0, 9.0]),
+        "logprob_diff_mean": torch.tensor([0.5, 1.0, 3.0, 9.0]),
+    }
+    sums = {name: float(value) for name, value in age_sums((0, 1), age, mask, values).items()}
+    assert age_metrics([sums], (0, 1)) == {
+        "staleness/0/token_fraction": pytest.approx(1 / 3),
+        "staleness/0/mismatch_kl": 1.0,
+        "staleness/0/logprob_diff_mean": 0.5,
+        "staleness/1/token_fraction": pytest.approx(2 / 3),
+        "staleness/1/mismatch_kl": 3.0,
+        "staleness/1/logprob_diff_mean": 2.0,
+    }
