@@ -1,4 +1,4 @@
-"""What the trainers take from engines on ranks of their own: batches in the run's order whatever arrives first, each
+"""What the trainers take from engines on ranks of their own: batches in the order of the run, not of arrival; each
 group once; ages of tokens."""
 
 from __future__ import annotations
