@@ -234,7 +234,12 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
 @pytest.mark.parametrize(
     ("scenario", "rank", "message"),
     [
-        ("sleeping", 1, rf"rank 1 on \S+ is in rollout \(user_reward: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}"),
+        pytest.param(
+            "sleeping",
+            1,
+            rf"rank 1 on \S+ is in rollout \(user_reward: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}",
+            marks=pytest.mark.long,
+        ),
         ("stopped", 2, rf"rank 2 on \S+ does not answer \(stopped, .*\) {DEFAULT_GROUP}"),
         ("spinning", 3, rf"rank 3 on \S+ is in train \(spinning: \S+/hanging\.py:\d+\) {DEFAULT_GROUP}"),
         ("native", 3, rf"rank 3 on \S+ is stuck in native code \(native: \S+/hanging\.py:\d+; .*\) {DEFAULT_GROUP}"),
@@ -249,8 +254,13 @@ DEFAULT_GROUP = "while 3 ranks wait for it in all_reduce #4 of the default group
             r"rank 1 on \S+ waits in all_reduce #4 of the default group in train \(main: .*\)"
             r" after 3 collectives of group TENSOR_MODEL_PARALLEL_GROUP where 2 ranks got there after 4",
         ),
-        ("ending", 0, rf"rank 0 on \S+ has ended {DEFAULT_GROUP}"),
-        ("never_joining", 1, r"rank 1 on \S+ is in join \(user_reward: \S+:\d+\) while 3 ranks wait"),
+        pytest.param("ending", 0, rf"rank 0 on \S+ has ended {DEFAULT_GROUP}", marks=pytest.mark.long),
+        pytest.param(
+            "never_joining",
+            1,
+            r"rank 1 on \S+ is in join \(user_reward: \S+:\d+\) while 3 ranks wait",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_the_blocking_rank_is_named(ranks, scenario, rank, message, tmp_path):
