@@ -1,7 +1,8 @@
 """Publishes the versions of a run whose engines have ranks of their own, and records their validations.
 
 A validation goes on beside the next step, whose record has it. The trainers wait for it at the last step, before they
-stop, with checkpoint.keep_best, and where the next version is validated too: a record has one validation.
+stop, with checkpoint.keep_best, and where the next version is validated too: a record has one validation. A resumed run
+may have one left of the version that it begins with, and others follow a step later then.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Publisher:
         validates, compares = self._validates(state.step), config.checkpoint.best_metric is not None
         folder = self._folder() if saves or (validates and compares) else None
         self._publish(folder, validates=validates, ends=ends)
-        if validates and (ends or compares or self._validates(state.step + 1)):
-            assert not found, "a record has one validation"
+        waits = ends or compares or (not found and self._validates(state.step + 1))
+        if validates and waits:  # a record has one validation, the newer one
             found = self._validation()
         return found
 
