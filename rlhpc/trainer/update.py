@@ -75,8 +75,10 @@ class Updater:
 
     def _fresh(self, samples: Sequence[Sample], ages: PerSample) -> PerSample:
         """1 for each token that the present weights sampled, with a KV cache of theirs; else 0."""
-        if self.config.placement == "colocated" or self.config.asynchrony.in_flight == "keep":
-            # Later tokens of a response may attend to an older cache.
+        config = self.config
+        keeps = config.placement == "colocated" or config.asynchrony.in_flight == "keep"
+        if keeps or config.actor.moe.router_replay:
+            # Later tokens of a response may attend to an older cache, or to one of other experts than those replayed.
             ages = [np.full_like(each, each.max(initial=0)) for each in ages]
         return [(each == 0).astype(np.float32) for each in ages]
 

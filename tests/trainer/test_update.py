@@ -158,6 +158,21 @@ def test_samples_of_older_weights_are_marked(monkeypatch: pytest.MonkeyPatch) ->
         assert (batch.extra["fresh"].tolist() if "fresh" in batch.extra else None) == marks
 
 
+@pytest.mark.parametrize(
+    ("in_flight", "replay", "compared"), [("recompute", False, 1), ("keep", False, 0), ("recompute", True, 0)]
+)
+def test_tokens_are_compared_with_an_engine_that_had_the_same_weights_cache_and_experts(
+    in_flight: str, replay: bool, compared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asynchrony, actor = {"in_flight": in_flight}, {"moe": {"router_replay": replay}}
+    versions = np.ones(SAMPLES[0].response_len, np.int32)
+    versions[-1] = 2
+    sample = replace(SAMPLES[0], token_versions=versions)
+    config = make_config({}, placement="separate", asynchrony=asynchrony, actor=actor)
+    _, [([batch], _, _)] = update(config, RunState(policy_version=2), [sample], monkeypatch)
+    assert batch.extra["fresh"].sum() == compared
+
+
 def test_the_actor_waits_while_the_critic_alone_learns(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config({"name": "ppo"}, critic={"warmup_steps": 2}, train={"steps": 9})
     for step, updates in ((1, 0), (2, 1)):
