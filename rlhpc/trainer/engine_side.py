@@ -75,6 +75,7 @@ class EngineSide:
         self._policy_versions: dict[int, int] = {}  # of published versions
         self._validating: list[int] = []  # versions whose answers have not been taken
         self._validated: dict[int, dict[int, Sequence[Scored]]] = {}
+        self.validation_seconds = 0.0  # that an engine has taken for one, at most; known on the first rank
         self._writing: set[int] = set()  # versions whose parts of a checkpoint are not all written
         self._written: dict[int, dict[int, OSError | None]] = {}
         self._reached = [-1] * terms.engines  # version that each engine is known to have
@@ -229,7 +230,8 @@ class EngineSide:
                 self._link.activity.add(engine, activity.seconds, activity.idle, activity.tokens, version)
                 for name, value in activity.statistics.items():
                     self._statistics.setdefault(name, []).append(value)
-            case Validated(engine, version, scored):
+            case Validated(engine, version, scored, seconds):
+                self.validation_seconds = max(self.validation_seconds, seconds)
                 self._validated.setdefault(version, {})[engine] = scored
             case Written(engine, version, error):
                 self._written.setdefault(version, {})[engine] = error

@@ -164,7 +164,7 @@ class Loop:
         reason: Reason = "none"
         asked = False
         if not last:
-            reason, asked = self._stopper.agree()
+            reason, asked = self._stopper.agree(self._publisher.end_seconds)
         every = self._config.checkpoint.every
         due = bool(every and self.state.total_steps % every == 0)
         ends = reason != "none" or (last and self._saves_end)

@@ -57,6 +57,13 @@ class Publisher:
             found = self._validation()
         return found
 
+    @property
+    def end_seconds(self) -> float:
+        """How long validations of the present step and of the next one take, for which an end after the latter waits,
+        as far as this rank knows."""
+        steps = (self.state.step, self.state.step + 1)
+        return self.engines.validation_seconds * sum(map(self._validates, steps))
+
     def _folder(self) -> Path:
         """Folder of the step's checkpoint; the engines have written their parts of former ones."""
         self.store.settle(wait=True)

@@ -53,14 +53,14 @@ class Stopper:
         """Records the start of a step, after a save."""
         self._last = time.monotonic()
 
-    def agree(self) -> tuple[Reason, bool]:
+    def agree(self, end_seconds: float = 0.0) -> tuple[Reason, bool]:
         """The reason to stop now, and whether to save, in order to measure a save or because an alert asks for it; the
-        same on every rank.
+        same on every rank. ``end_seconds``: that an end after the next step takes beside a save, known on rank 0.
 
         Collective: two numbers and the rider's, in CPU memory.
         """
         reason, end = self._context.stop.reason, self._end() if self._context.info.rank == 0 else None
-        if reason == "none" and end is not None and self._is_too_late(end):
+        if reason == "none" and end is not None and self._is_too_late(end - _STEP_FACTOR * end_seconds):
             reason = "deadline"
         saves = self._context.stop.saves or (end is not None and self._save is None)
         self._context.stop.saves = False

@@ -122,8 +122,9 @@ def test_a_validation_is_taken_once_all_engines_have_answered(side: EngineSide, 
     sample = make_group(0).samples[0]
     found = [Scored(place, 0, replace(sample, group_id=place)) for place in range(3)]
     side.publish(RunState(step=3), checkpoint=None, validates=True, ends=False)
-    messages.arrived = [Validated(1, 3, found[2:]), Validated(0, 3, found[:2])]
+    messages.arrived = [Validated(1, 3, found[2:], 9.0), Validated(0, 3, found[:2], 7.0)]
     taken = side.validation()
+    assert side.validation_seconds == 9.0
     assert taken is not None
     assert (taken[0], [each.group_id for each in taken[1]]) == (3, [0, 1, 2])
     assert side.validation() is None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhpc.api import RunState, Sample
 from rlhpc.trainer.publisher import Publisher
@@ -12,6 +12,8 @@ from tests.rollout.generator.worlds import make_config
 
 class Engines:
     """Answers in the order of the versions."""
+
+    validation_seconds = 10.0
 
     def __init__(self) -> None:
         self.validating: list[int] = []
@@ -31,7 +33,7 @@ class Evaluator:
 
 
 class Models:
-    trained: dict[str, Any] = {}
+    trained: ClassVar[dict[str, Any]] = {}
 
 
 def _validations(first: RunState, stops: int = 6, **changes: Any) -> list[tuple[int, float]]:
@@ -56,3 +58,13 @@ def test_a_resumed_run_may_validate_more_often_than_before() -> None:
     """The checkpoint of step 2 was written before its validation had ended."""
     resumed = RunState(step=2, validated_step=0)
     assert _validations(resumed, validation__every=1) == [(3, 2.0), (4, 3.0), (5, 4.0), (6, 6.0)]
+
+
+def test_an_end_waits_for_the_validations_of_its_step_and_of_the_one_before() -> None:
+    config = make_config(validation__every=2)
+    for step, seconds in ((1, 10.0), (2, 10.0), (5, 10.0)):
+        publisher = Publisher(config, Models(), Evaluator(), Engines(), None, RunState(step=step))  # type: ignore[arg-type]
+        assert publisher.end_seconds == seconds
+    config = make_config(validation__every=5)
+    publisher = Publisher(config, Models(), Evaluator(), Engines(), None, RunState(step=2))  # type: ignore[arg-type]
+    assert publisher.end_seconds == 0.0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+
+import pytest
+import torch.distributed as dist
 
 from rlhpc.core.context import RankContext
 from rlhpc.core.files import write_json
@@ -23,3 +27,18 @@ def test_a_deadline_that_cannot_be_read_is_the_last_one_known(tmp_path: Path) ->
     attempt.deadline.unlink()
     attempt.deadline.symlink_to("/proc/self/mem")  # EIO, from the kernel
     assert stopper._end() == 5.0
+
+
+@pytest.mark.parametrize(
+    ("left", "end_seconds", "reason"), [(100, 0, "none"), (100, 70, "deadline"), (5, 0, "deadline")]
+)
+def test_the_time_left_is_for_a_step_a_save_and_what_else_an_end_waits_for(
+    left: float, end_seconds: float, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, op: None)  # this rank alone
+    attempt = RunFolder(tmp_path).attempt(1)
+    attempt.path.mkdir(parents=True)
+    stopper = Stopper(RankContext(attempt, RankInfo.from_environ({}), StopRequest(), Heartbeat(tmp_path, 0)))
+    write_json(attempt.deadline, {"end": time.time() + left})
+    stopper.saved(1.0)
+    assert stopper.agree(end_seconds) == (reason, False)

@@ -176,11 +176,11 @@ class Lead:
             error = raised  # the trainers decide what it means
         self._send(Written(place.engine, published.version, error))
 
-    def validated(self, version: int, found: Iterable[Scored]) -> None:
-        """Delivers answers to held-out prompts, found among other scored responses."""
+    def validated(self, version: int, found: Iterable[Scored], seconds: float) -> None:
+        """Delivers answers to held-out prompts, found among other scored responses after so many seconds."""
         scored, held_out = split_held_out(list(found))
         self.take(scored)
-        self._send(Validated(self._parts.place.engine, version, held_out))
+        self._send(Validated(self._parts.place.engine, version, held_out, seconds))
 
     def take(self, found: Sequence[Scored]) -> None:
         """Takes scored responses; delivers the groups that are finished with them."""

@@ -6,6 +6,7 @@ knows the schedule, the rewards, the board and the trainers.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from rlhpc.core.heartbeat import touch
@@ -122,7 +123,8 @@ class Generator:
             if self._lead is not None:
                 self._lead.save(published, drafts)
         if published.validates:
+            began = time.monotonic()
             found = self._responses.validate()
             if self._lead is not None:
-                self._lead.validated(published.version, found)
+                self._lead.validated(published.version, found, time.monotonic() - began)
         self._ended = published.ends or published.version == self._terms.steps

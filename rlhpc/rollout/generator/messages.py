@@ -119,6 +119,7 @@ class Validated:
     engine: int
     version: int
     scored: Sequence[Scored]
+    seconds: float = 0.0  # that it took
 
 
 @dataclass(frozen=True)
