@@ -25,8 +25,9 @@ class ServedModel:
     end_tokens: tuple[int, ...] = ()
 
 
-def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: bool, world_size: int) -> dict[str, Any]:
-    """Arguments of vLLM's engine. It reads no weights: they come from the trainer."""
+def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: bool, launched: bool) -> dict[str, Any]:
+    """Arguments of vLLM's engine. It reads no weights: they come from the trainer. ``launched``: it takes its rank and
+    GPU from the environment."""
     arguments: dict[str, Any] = {
         "model": str(model.path),
         "load_format": "dummy",
@@ -44,7 +45,7 @@ def engine_arguments(model: ServedModel, section: RolloutSection, *, on_gpu: boo
         "seed": 0,
         **_shape_arguments(model.path, model.shape, on_gpu=on_gpu),
     }
-    if world_size > 1:
+    if launched:
         arguments["distributed_executor_backend"] = "external_launcher"
     if not section.chunked_prefill:
         arguments["max_num_batched_tokens"] = max(8192, model.max_model_len)

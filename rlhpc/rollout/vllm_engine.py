@@ -56,7 +56,9 @@ class VllmEngine:
         self._shared: set[str] = set()
         layout, world_size = EngineLayout(section.tp, section.expert_parallel), _world_size()
         self._shards = engine_shards(shape, layout, dist.get_rank() % section.tp if world_size > 1 else 0)
-        arguments = engine_arguments(model, section, on_gpu=self._on_gpu, world_size=world_size)
+        # Without an external launcher vLLM takes the node's first GPU, which another role may use.
+        launched = world_size > 1 or (self._on_gpu and RankInfo.from_environ().local_rank > 0)
+        arguments = engine_arguments(model, section, on_gpu=self._on_gpu, launched=launched)
         if self._expert_layers and self._on_gpu:
             arguments |= route_arguments(section)
         if section.tp > 1 and self._on_gpu and spans_nodes(section.tp):

@@ -98,7 +98,7 @@ def _arguments(path: Path, **section: Any) -> dict[str, Any]:
 
     options = RolloutSection(**{"tp": 1, **section})
     model = ServedModel(path, read_model(path), "bfloat16", 512)
-    return engine_arguments(model, options, on_gpu=True, world_size=2)
+    return engine_arguments(model, options, on_gpu=True, launched=True)
 
 
 def _unknown_arguments(models: dict[str, Path]) -> list[str]:

@@ -129,6 +129,27 @@ def test_vllm_is_asked_for_what_a_gpu_needs(found: dict[str, Any]) -> None:
     assert "kv_cache_memory_bytes" not in asked
 
 
+@pytest.mark.ranks
+@pytest.mark.vllm
+def test_an_engine_of_one_rank_takes_the_gpu_of_its_local_rank(tmp_path: Path) -> None:
+    """Beside trainers on its node. By itself vLLM takes the first GPU."""
+    path = make_model(tmp_path / "model", "qwen2")
+    assert run_ranks(_launchers, 1, path, join=False) == [[None, "external_launcher"]]
+
+
+def _launchers(path: Path) -> list[str | None]:
+    """For the first and the second local rank of a node."""
+    found = []
+    section = {"kv_cache_gib": None, "gpu_memory_utilization": 0.4}
+    for local_rank in ("0", "1"):
+        os.environ[env.LOCAL_RANK] = local_rank
+        build = mock.patch.object(vllm_engine, "_build", side_effect=_Started)
+        with FakeCuda(), build as called, pytest.raises(_Started):
+            engines.build(path, **section)
+        found.append(called.call_args.args[0].get("distributed_executor_backend"))
+    return found
+
+
 def _look(models: Path) -> dict[str, Any]:
     from tests.fake_cuda.gpu_worker import as_on_a_gpu
 
