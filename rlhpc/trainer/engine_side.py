@@ -115,8 +115,9 @@ class EngineSide:
         return self._policy_versions.get(oldest, policy_version - self.terms.max_staleness)
 
     def batch(self, step: int) -> Batch:
-        """The groups of the next step; waits for them."""
+        """The groups of the next step; waits for them. The actor makes room for the models that judge them."""
         touch("rollout", step)
+        self._source.offload()
         while True:
             found = self._wait_for_batch() if self._link is not None else None
             sent = gather_objects(found.without_routed_experts() if found is not None else None)[0]

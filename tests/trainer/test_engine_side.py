@@ -38,6 +38,7 @@ class Messages:
         self.arrived: list[Any] = []
         self.posted: dict[str, Any] = {}
         self.published: list[int] = []
+        self.offloads = 0
 
     def take(self) -> list[Any]:
         taken, self.arrived = self.arrived, []
@@ -55,6 +56,9 @@ class Messages:
 
     def publish(self, version: int) -> None:
         self.published.append(version)
+
+    def offload(self) -> None:
+        self.offloads += 1
 
 
 @pytest.fixture
@@ -86,6 +90,7 @@ def test_batches_are_in_the_order_of_the_run_and_a_resumed_engine_may_deliver_ag
         _delivered(1, 11),
     ]
     first = side.batch(4)
+    assert messages.offloads == 1  # as the plan of GPU memory has it: other models compute next
     assert [one.number for one in first.kept] == [10, 11]
     assert (first.dropped, first.end, first.queued) == ([], 12, 3)
     messages.arrived = [_delivered(1, 11, 13)]  # again

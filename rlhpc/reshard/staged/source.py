@@ -77,6 +77,10 @@ class WeightSource:
             self._thread.changed.notify_all()
         self._published += 1
 
+    def offload(self) -> None:
+        """Moves off the device what the actor does not need between two updates, if the configuration says so."""
+        self._actor.offload()
+
     @property
     def sent(self) -> bool:
         """Whether the engines have received the last published version."""
