@@ -33,7 +33,8 @@ from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
 from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Terms
 
-_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.001, 0.05  # between two looks at the board
+_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.0005, 0.05  # between two looks at the board, by engine
+_SHORTEST_LOOK_SECONDS = 0.001
 _NEWS_SECONDS, _LONGEST_NEWS_SECONDS = 0.002, 0.1  # between two news, by engine: the store takes a few hundred a second
 _SHARE_SECONDS = 5.0  # after which other ranks of the engine hear of it again: shorter than any timeout of a group
 
@@ -229,11 +230,11 @@ class Lead:
         self._pause(what)
 
     def _pause(self, what: str) -> None:
-        """Waits a twentieth of the wait so far: the ranks of a large job share the store that has the board."""
+        """Waits a twentieth of the wait so far, longer in a large job: its ranks share the store that has the board."""
         now = time.monotonic()
         self._waits_since = now if self._waits_since is None else self._waits_since
         with self._meter.waits(what):
-            time.sleep(min(max(_LOOK_SECONDS, (now - self._waits_since) / 20), _LONGEST_LOOK_SECONDS))
+            time.sleep(look_seconds(self._terms.engines, now - self._waits_since))
 
     def _learn(self) -> None:
         others = [engine for engine in range(self._terms.engines) if engine != self._parts.place.engine]
@@ -260,6 +261,12 @@ class Lead:
             self._channel.inbox.check()
             self._pause(what)
         return found
+
+
+def look_seconds(engines: int, waited: float) -> float:
+    """Time between two looks at the board of an engine that has waited for some time."""
+    shortest = max(_SHORTEST_LOOK_SECONDS, _LOOK_SECONDS * engines)
+    return min(max(shortest, waited / 20), _LONGEST_LOOK_SECONDS)
 
 
 def _posted(board: Board, key: str) -> dict[str, object] | None:
