@@ -22,11 +22,11 @@ STEPS, PROMPTS = 5, 8
 COSTS = {"step_seconds": 0.01, "sequence_seconds": 0.001, "train_seconds": 0.05}
 
 
-def _config(folder: Path, **changes: Any) -> Path:
+def _config(folder: Path, steps: int = STEPS, **changes: Any) -> Path:
     return write_config(
         folder,
         sft__steps=1,
-        train__steps=STEPS,
+        train__steps=steps,
         train__prompts_per_step=PROMPTS,
         train__minibatches=2,
         rewards__0__function="tests.trainer.test_first_rl_step:short_answers",  # which varies within groups
@@ -37,7 +37,7 @@ def _config(folder: Path, **changes: Any) -> Path:
     )
 
 
-def _separate(folder: Path, max_staleness: int, **changes: Any) -> Path:
+def separate(folder: Path, max_staleness: int, **changes: Any) -> Path:
     return _config(
         folder,
         resources__ranks_per_node=2,
@@ -48,12 +48,12 @@ def _separate(folder: Path, max_staleness: int, **changes: Any) -> Path:
     )
 
 
-def _steps(folder: Path) -> list[dict[str, Any]]:
+def steps_of(folder: Path) -> list[dict[str, Any]]:
     """Records of the RL steps, by what does not depend on the machine."""
     return [repeatable(record) for record in records(folder / "run") if record["phase"] == "rl" and record["step"]]
 
 
-def _last_checkpoint(folder: Path) -> tuple[dict[str, str], int]:
+def last_checkpoint(folder: Path) -> tuple[dict[str, str], int]:
     """Digests of its tensors, weights and optimizer, and the number of prompts that it counts. Random states are left
     out: an engine in the same process draws from them."""
     from torch.distributed.checkpoint import FileSystemReader
@@ -72,15 +72,15 @@ def _last_checkpoint(folder: Path) -> tuple[dict[str, str], int]:
 
 def test_staleness_0_equals_a_colocated_run(tmp_path: Path) -> None:
     """Losses, rewards and weights, in float32 and with a trainer and an engine each."""
-    for config in (_config(tmp_path / "colocated"), _separate(tmp_path / "separate", 0)):
+    for config in (_config(tmp_path / "colocated"), separate(tmp_path / "separate", 0)):
         code, output = run(config)
         assert code == 0, output
-    for ours, theirs in zip(_steps(tmp_path / "separate"), _steps(tmp_path / "colocated"), strict=True):
+    for ours, theirs in zip(steps_of(tmp_path / "separate"), steps_of(tmp_path / "colocated"), strict=True):
         names = [name for name in theirs if not name.startswith(("engine/", "validation/"))]
         assert {name: ours.get(name) for name in names} == {name: theirs[name] for name in names}
         assert ours["sampling/staleness_max"] == 0
     assert _validations(tmp_path / "separate") == _validations(tmp_path / "colocated")
-    ours, theirs = (_last_checkpoint(tmp_path / name) for name in ("separate", "colocated"))
+    ours, theirs = (last_checkpoint(tmp_path / name) for name in ("separate", "colocated"))
     assert ours == theirs
     assert ours[1] == STEPS * PROMPTS
 
@@ -99,13 +99,13 @@ def _validations(folder: Path) -> dict[int, dict[str, float]]:
 @pytest.mark.long
 def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> None:
     saves = {"checkpoint__every": 1, "checkpoint__keep": 1}
-    code, output = run(_separate(tmp_path / "straight", 1, **saves))
+    code, output = run(separate(tmp_path / "straight", 1, **saves))
     assert code == 0, output
-    expected = _steps(tmp_path / "straight")
+    expected = steps_of(tmp_path / "straight")
     assert [record["sampling/staleness_max"] for record in expected] == [0, 1, 1, 1, 1]
     assert any("staleness/0/token_fraction" in r and "staleness/1/token_fraction" in r for r in expected)
 
-    config, options = _separate(tmp_path / "killed", 1, **saves), ()
+    config, options = separate(tmp_path / "killed", 1, **saves), ()
     for rank, step in ((1, 2), (0, 3)):
         process = start(config, *options)
         _kill(process, tmp_path / "killed" / "run", rank, step)
@@ -114,9 +114,9 @@ def test_killed_runs_with_stale_responses_resume_bit_equal(tmp_path: Path) -> No
         options = ("--resume",)
     code, output = run(config, *options)
     assert code == 0, output
-    assert _steps(tmp_path / "killed") == expected
-    assert _last_checkpoint(tmp_path / "killed") == _last_checkpoint(tmp_path / "straight")
-    assert _last_checkpoint(tmp_path / "killed")[1] == STEPS * PROMPTS
+    assert steps_of(tmp_path / "killed") == expected
+    assert last_checkpoint(tmp_path / "killed") == last_checkpoint(tmp_path / "straight")
+    assert last_checkpoint(tmp_path / "killed")[1] == STEPS * PROMPTS
 
 
 def _kill(process: Any, run_dir: Path, rank: int, step: int) -> None:

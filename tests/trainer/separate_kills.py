@@ -1,0 +1,102 @@
+"""Kills a random rank of separate runs at random moments; each resumed run must equal an undisturbed one.
+
+python -m tests.trainer.separate_kills [--moments 20] [--seed 0] [--large]
+
+``--large``: hidden size 1024 in bfloat16, two threads a rank, where the batch of an engine's step
+changes bits of log-probs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rlhpc.core.files import read_json
+from rlhpc.data import arithmetic
+from tests.helpers.runs import finish, records, run, start
+from tests.helpers.tiny_models import make_model
+from tests.trainer.test_separate import PROMPTS, last_checkpoint, separate, steps_of
+
+STEPS = 12
+LARGE = {
+    "model__dtype": "bfloat16",
+    "resources__threads_per_rank": 2,
+    "actor__optimizer__learning_rate": 1e-5,
+}
+
+
+def make_config(folder: Path, *, large: bool) -> Path:
+    """The configuration of a run at staleness 1 that saves after each step."""
+    changes: dict[str, Any] = {"checkpoint__every": 1, "checkpoint__keep": 1, **(LARGE if large else {})}
+    config = separate(folder, 1, steps=STEPS, **changes)
+    if large:
+        arithmetic.make(str(folder / "inputs"))
+        _enlarge(folder / "inputs" / "model")
+    return config
+
+
+def _enlarge(model: Path) -> None:
+    """Replaces config and weights by those of a model of hidden size 1024."""
+    vocabulary = read_json(model / "config.json")["vocab_size"]
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16, "num_key_value_heads": 8}
+    made = make_model(model.with_name("larger"), "qwen2", 0, vocab_size=vocabulary, head_dim=64, **sizes)
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(made / name, model / name)
+
+
+def disturbed(config: Path, chance: random.Random, seconds: float) -> tuple[str, float]:
+    """Kills a rank within the time of an undisturbed run and resumes; the moment in words, and the whole time."""
+    process, rank, after = start(config), chance.randrange(2), chance.uniform(0.05, 0.95) * seconds
+    began, folder = time.monotonic(), config.parent / "run"
+    started = folder / "attempts" / "0001" / "exits" / f"rank-{rank:05d}.start.json"
+    while process.poll() is None and not (time.monotonic() > began + after and started.exists()):
+        time.sleep(0.05)
+    taken = len([record for record in records(folder) if record["phase"] == "rl"])
+    killed = process.poll() is None
+    if killed:
+        os.kill(read_json(started)["process"]["pid"], signal.SIGKILL)
+    code, output = finish(process)
+    assert code == (1 if killed else 0), output
+    if killed:
+        code, output = run(config, "--resume")
+        assert code == 0, output
+    where = f"rank {rank} after {after:.1f} s, {taken} records of RL" if killed else f"nobody: after {after:.1f} s"
+    return where, time.monotonic() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--moments", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--large", action="store_true")
+    options = parser.parse_args()
+    chance, wrong = random.Random(options.seed), 0
+    with tempfile.TemporaryDirectory() as name:
+        straight, began = make_config(Path(name) / "straight", large=options.large), time.monotonic()
+        code, output = run(straight)
+        seconds = time.monotonic() - began
+        assert code == 0, output
+        expected = steps_of(straight.parent), last_checkpoint(straight.parent)
+        assert expected[1][1] == STEPS * PROMPTS, expected[1][1]
+        print(f"undisturbed: {seconds:.1f} s, {STEPS} steps", flush=True)
+        for moment in range(options.moments):
+            config = make_config(Path(name) / str(moment), large=options.large)
+            where, taken = disturbed(config, chance, seconds)
+            equal = (steps_of(config.parent), last_checkpoint(config.parent)) == expected
+            wrong += not equal
+            print(f"{moment + 1:3d}  {where}: {'bit-equal' if equal else 'DIFFERS'}, {taken:.0f} s", flush=True)
+            shutil.rmtree(config.parent, ignore_errors=equal)
+    print(f"{options.moments - wrong} of {options.moments} bit-equal, every prompt once")
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
