@@ -169,6 +169,8 @@ class Lead:
             drafted(self._shelf.held, drafts),
             tuple(self._late.ended_groups),
             tuple(self._late.calls),
+            self._terms.max_staleness,
+            self._terms.groups_per_step,
         )
         error: OSError | None = None
         try:

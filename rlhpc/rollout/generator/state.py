@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from rlhpc.core.errors import UserError
 from rlhpc.core.files import make_folder, read_json, write_json
 from rlhpc.core.folder import EnginesFolder
 from rlhpc.core.storage import exists, patiently
@@ -49,6 +50,8 @@ class EngineState:
     groups: Sequence[HeldGroup] = ()
     late_ends: Sequence[int] = ()
     late_calls: Sequence[Place] = ()
+    max_staleness: int = 0  # by which the groups were begun
+    groups_per_step: int = 0
 
     def save(self, checkpoint: Path) -> None:
         """Writes it into a checkpoint's folder; raises OSError, also if a later attempt has removed the folder."""
@@ -67,6 +70,8 @@ class EngineState:
                 "groups": [_record(held) for held in self.groups],
                 "late_ends": list(self.late_ends),
                 "late_calls": [list(place) for place in self.late_calls],
+                "max_staleness": self.max_staleness,
+                "groups_per_step": self.groups_per_step,
             },
         )
 
@@ -80,7 +85,9 @@ def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | Non
     folder = EnginesFolder(checkpoint / EnginesFolder.NAME)
     if not exists(folder.state(0)):
         return None
-    writers = int(read_json(folder.state(0))["engines"])
+    known = read_json(folder.state(0))
+    _check_bound(known, terms)
+    writers = int(known["engines"])
     if writers == terms.engines:
         return _load(folder, engine)
     states = [_load(folder, writer) for writer in range(writers)]
@@ -89,6 +96,25 @@ def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | Non
     calls = [[call_key((r.group, r.index)) for r in state.in_flight if r.calls] for state in taken]
     schedules = redistributed(terms, [state.schedule for state in states], requests, calls)
     return replace(taken[engine], schedule=schedules[engine])
+
+
+def _check_bound(known: Mapping[str, Any], terms: Terms) -> None:
+    """Refuses terms by which groups that have begun would be too old for their steps."""
+    earlier, groups = known["max_staleness"], known["groups_per_step"]
+    remedy = "set it back to {} or more, or start a new run from the weights of this one"
+    if earlier > terms.max_staleness:
+        raise UserError(
+            f"{terms.max_staleness}, but engines have begun groups that may be {earlier} steps old",
+            where="asynchrony.max_staleness",
+            remedy=remedy.format(earlier),
+        )
+    if groups > terms.groups_per_step and earlier:
+        raise UserError(
+            f"{terms.groups_per_step} new groups a step, but engines have begun groups of steps of {groups}, which "
+            "would be older than asynchrony.max_staleness",
+            where="train.prompts_per_step",
+            remedy=remedy.format(f"{groups} new groups"),
+        )
 
 
 def taken_over(states: Sequence[EngineState], engine: int, engines: int) -> EngineState:

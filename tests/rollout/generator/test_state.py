@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rlhpc.core.errors import UserError
 from rlhpc.rollout.generator.shelf import GREEDY, HeldGroup, Shelf
 from rlhpc.rollout.generator.state import EngineState, InFlightResponse, load_state, taken_over
 from rlhpc.rollout.schedule.terms import Costs, Terms
@@ -62,6 +64,30 @@ def test_a_state_is_read_bit_for_bit(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_a_run_whose_ranks_generate_and_train_has_none(tmp_path: Path) -> None:
     assert load_state(tmp_path, 0, TERMS) is None
+
+
+@pytest.mark.parametrize(
+    ("staleness", "groups", "earlier", "where"),
+    [
+        (1, 4, (1, 4), None),
+        (2, 8, (1, 4), None),
+        (1, 2, (0, 4), None),  # at staleness 0 no group of a later step has begun
+        (0, 4, (1, 4), "asynchrony.max_staleness"),
+        (1, 3, (1, 4), "train.prompts_per_step"),
+    ],
+)
+def test_groups_that_would_be_too_old_are_refused(
+    staleness: int, groups: int, earlier: tuple[int, int], where: str | None, tmp_path: Path
+) -> None:
+    written = replace(state(0, 1, range(3)), max_staleness=earlier[0], groups_per_step=earlier[1])
+    written.save(tmp_path)
+    terms = replace(TERMS, engines=1, max_staleness=staleness, groups_per_step=groups)
+    if where is None:
+        assert load_state(tmp_path, 0, terms) is not None
+        return
+    with pytest.raises(UserError) as raised:
+        load_state(tmp_path, 0, terms)
+    assert raised.value.where == where
 
 
 def test_a_state_is_not_written_into_a_checkpoint_that_is_gone(tmp_path: Path) -> None:
