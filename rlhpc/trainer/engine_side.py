@@ -146,6 +146,16 @@ class EngineSide:
         self._read()
         return self._link is None or len(self._written.get(version, {})) == self.terms.engines
 
+    def wait_for_writing(self) -> None:
+        """Waits until the engines' parts of all checkpoints are written, which may take as long as a response."""
+        while True:
+            done = all(map(self.written, self._writing))
+            if self._link is not None and not done:
+                self._link.inbox.wait(_LOOK_SECONDS, "end of a save")
+                done = all(map(self.written, self._writing))
+            if gather_objects(done)[0]:
+                return
+
     def finish_writing(self, version: int | None = None) -> None:
         """Waits until the engines' parts of a checkpoint are written, or all of them; raises an engine's OSError. Not
         collective."""

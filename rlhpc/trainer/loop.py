@@ -63,7 +63,7 @@ class Loop:
             reason = self._run_phases()
             if self._saved != self.state.total_steps and (self._saves_end or reason is not None):
                 self._save()
-            self._settle(wait=True)
+            self._finish_saves()
             if self._run.engines is not None:
                 self._run.engines.end(reason)
             return reason
@@ -177,12 +177,13 @@ class Loop:
         own = published.validated.get("validation/step") == state.step
         best = note_validation(section, state, published.validated) if own else False
         if best or published.due:
-            self._save(asynchronous=section.asynchronous)
+            self._save(asynchronous=section.asynchronous, waits=published.asked)
         elif published.asked and published.reason == "none":
             self._save()
         return published.reason
 
-    def _save(self, *, asynchronous: bool = False) -> None:
+    def _save(self, *, asynchronous: bool = False, waits: bool = True) -> None:
+        """``waits``: for engines on ranks of their own too, unless it is asynchronous."""
         began = alone = time.monotonic()
         if not asynchronous:
             self._settle(wait=True)
@@ -191,9 +192,18 @@ class Loop:
         check_finite_weights({name: role.model for name, role in self._run.models.trained.items()}, self.state)
         self._store.save(self.state, functools.partial(self._write_models, asynchronous=asynchronous))
         self._saved = self.state.total_steps
-        if not asynchronous:  # how long a save takes where the run must stop
+        if asynchronous:
+            return
+        self._timer.saved(time.monotonic() - alone)
+        if waits:  # how long a save takes where the run must stop
+            self._finish_saves()
             self._stopper.saved(time.monotonic() - began)
-            self._timer.saved(time.monotonic() - alone)
+
+    def _finish_saves(self) -> None:
+        """Waits until all of the last checkpoint is written, by the engines too."""
+        if self._run.engines is not None:
+            self._run.engines.wait_for_writing()
+        self._settle(wait=True)
 
     def _settle(self, *, wait: bool) -> None:
         """Ends a background save that is written; with ``wait`` waits for it."""

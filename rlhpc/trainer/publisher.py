@@ -66,6 +66,7 @@ class Publisher:
 
     def _folder(self) -> Path:
         """Folder of the step's checkpoint; the engines have written their parts of former ones."""
+        self.engines.wait_for_writing()
         self.store.settle(wait=True)
         together(self.engines.finish_writing)
         return self.store.begin(self.state)

@@ -142,7 +142,10 @@ def test_a_checkpoint_waits_for_every_engine_and_raises_the_error_of_one(side: E
     assert share is not None
     messages.arrived = [Written(0, 3)]
     assert not share.done()
+    with pytest.raises(AssertionError, match="nothing would ever arrive"):
+        side.wait_for_writing()
     messages.arrived = [Written(1, 3, OSError(28, "No space left on device"))]
+    side.wait_for_writing()
     assert share.done()
     with pytest.raises(OSError, match="No space"):
         share.finish()
