@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.api import RunState, Sample
+from rlhpc.core.errors import UserError
 from rlhpc.core.folder import AttemptFolder
 from rlhpc.core.heartbeat import touch
 from rlhpc.core.stop import Reason
@@ -80,13 +81,14 @@ class EngineSide:
         self._written: dict[int, dict[int, OSError | None]] = {}
         self._reached = [-1] * terms.engines  # version that each engine is known to have
         self._dropped = -1  # version up to which the board has none
+        self._steps = 0  # steps whose groups have been taken
         self._begun = False
         self._statistics: dict[str, list[float]] = {}  # engine/NAME_REDUCTION, since the last step
 
     def begin(self, state: RunState, checkpoint: Path | None) -> None:
         """Lets the engines begin at the present step; ``checkpoint``: the one that is resumed."""
         self._batches = Batches(self.terms, state.step, state.prompt_cursor)
-        self._dropped = state.step - 1
+        self._dropped, self._steps = state.step - 1, state.step
         if self._link is not None:
             start = StartPoint(state.step, state.prompt_cursor, str(checkpoint) if checkpoint is not None else "")
             self._link.board.post(START_KEY, start.to_json())
@@ -109,6 +111,17 @@ class EngineSide:
             self._forget_published()
         self._source.publish(version)
 
+    def check_taken(self, steps: int) -> None:
+        """Refuses a step of the user's own that does not take its groups once: the engines' schedule counts on it."""
+        if self._steps != steps:
+            often = "twice" if self._steps > steps else "not at all"
+            raise UserError(
+                f"step {max(steps, self._steps)} has generated {often}, but engines on ranks of their own generate for "
+                "every step",
+                where="train.step",
+                remedy="call generate once in each step, or set placement to colocated",
+            )
+
     def oldest_policy_version(self, step: int, policy_version: int) -> int:
         """Policy version of the oldest weights that tokens of RL step ``step`` (from 0) may be sampled with."""
         oldest = step - self.terms.max_staleness
@@ -117,6 +130,8 @@ class EngineSide:
     def batch(self, step: int) -> Batch:
         """The groups of the next step; waits for them. The actor makes room for the models that judge them."""
         touch("rollout", step)
+        self.check_taken(step - 1)
+        self._steps = step
         self._source.offload()
         while True:
             found = self._wait_for_batch() if self._link is not None else None

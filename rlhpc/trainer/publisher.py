@@ -47,6 +47,7 @@ class Publisher:
         """Publishes the weights of the present step. Without ``saves`` it is not going to be saved, unless it is the
         best one; with ``stops`` it is the last one of the attempt. Returns the validation in the step's record."""
         state, config = self.state, self.config
+        self.engines.check_taken(state.step)
         found = self._validation()
         ends = stops or state.step == config.train.steps
         validates, compares = self._validates(state.step), config.checkpoint.best_metric is not None

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from rlhpc.api import RunState, Sample
+from rlhpc.core.errors import UserError
 from rlhpc.observe.engine_activity import EngineActivity
 from rlhpc.rollout.collect import Scored
 from rlhpc.rollout.generator.messages import Activity, Delivered, FinishedGroup, Validated, Written
@@ -121,6 +122,16 @@ def test_a_step_in_which_nothing_changed_makes_no_policy_version_and_the_bound_k
         state = RunState(step=step, policy_version=policy_version)
         side.publish(state, checkpoint=None, validates=False, ends=False)
     assert side.oldest_policy_version(5, 3) == 3
+
+
+def test_a_step_takes_its_groups_once(side: EngineSide, messages: Messages) -> None:
+    messages.arrived = [_delivered(0, 10, 12), _delivered(1, 11, 13)]
+    with pytest.raises(UserError, match=r"^train.step: step 4 has generated not at all, .*; call generate once in eac"):
+        side.check_taken(4)
+    side.batch(4)
+    with pytest.raises(UserError, match=r"^train.step: step 4 has generated twice"):
+        side.batch(4)
+    side.check_taken(4)
 
 
 def test_a_validation_is_taken_once_all_engines_have_answered(side: EngineSide, messages: Messages) -> None:

@@ -18,6 +18,8 @@ class Engines:
     def __init__(self) -> None:
         self.validating: list[int] = []
 
+    def check_taken(self, steps: int) -> None: ...
+
     def begin(self, state: RunState, checkpoint: Path | None) -> None: ...
 
     def publish(self, state: RunState, *, checkpoint: Path | None, validates: bool, ends: bool) -> None:
