@@ -25,8 +25,8 @@ _STORE = re.compile(r"/rlhpc/(core/store_client|parallel/store)\.py$")
 # Exchanges with ranks outside of the world of this one.
 _EXCHANGE = re.compile(r"/rlhpc/parallel/(board|channel|pairs)\.py$")
 _SIDES = re.compile(r"/rlhpc/(reshard/staged|rollout/generator|trainer)/\w+\.py$")
-# An engine that polls what it waits for is in one of these files, and its phase shows for whom it waits.
-_POLLING = re.compile(r"/rlhpc/(parallel|rollout|rollout/generator|rollout/schedule)/\w+\.py$")
+# A rank that polls what it waits for is in one of these files, and its phase shows for whom it waits.
+_POLLING = re.compile(r"/rlhpc/(parallel|rollout|rollout/generator|rollout/schedule|reshard/staged)/\w+\.py$")
 _FOR_OTHERS = re.compile(r"waiting for (weights|engines|trainers)")
 _FOR_OWN = re.compile(r"waiting for (rewards|tools)")
 # Operations whose inputs have equal sizes on all ranks.

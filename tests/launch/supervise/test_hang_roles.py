@@ -82,6 +82,17 @@ def test_an_engine_that_polls_waits_for_what_its_phase_says(phase, blocking):
     assert found.rank == blocking
 
 
+def test_engines_that_wait_for_the_plan_of_the_weights_are_not_blamed():
+    """The trainers, whose first rank posts it, have not come so far."""
+    plan = (
+        Frame(f"{PACKAGE}rlhpc/parallel/store.py", 84, "wait"),
+        Frame(f"{PACKAGE}rlhpc/reshard/staged/job.py", 80, "arrived"),
+    )
+    engines = [state(rank, plan, phase="waiting for trainers") for rank in range(4, 8)]
+    trainers = [state(rank, REWARD, phase="starting reward workers") for rank in range(4)]
+    assert find_blocking_role([*trainers, *engines]).message.endswith("; the engines wait for the trainers")
+
+
 def test_an_engine_waits_for_its_own_rewards():
     waiting = (Frame(f"{PACKAGE}rlhpc/rollout/generator/lead.py", 5, "_wait"),)
     engines = [*engine(0, waiting), *engine(1, NEWS)]
