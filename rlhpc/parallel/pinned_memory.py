@@ -20,6 +20,7 @@ from torch import Tensor
 from rlhpc.core.errors import UserError
 
 _GIB = 1 << 30
+_OFFLOAD_LESS = "offload less (actor.memory.offload, optimizer_offload_fraction), or raise slurm.memory"
 
 
 class _Mapping(mmap.mmap):
@@ -28,13 +29,13 @@ class _Mapping(mmap.mmap):
     address = 0
     registered_by = 0  # process id; 0: not registered
 
-    def register(self) -> None:
+    def register(self, where: str, remedy: str) -> None:
         result = torch.cuda.cudart().cudaHostRegister(self.address, len(self), 0)
         if int(result) != 0:
             raise UserError(
                 f"CUDA cannot pin {len(self) / _GIB:.2f} GiB of CPU memory (error {int(result)})",
-                where="actor.memory.offload",
-                remedy="offload less (actor.memory.offload, optimizer_offload_fraction), or raise slurm.memory",
+                where=where,
+                remedy=remedy,
             )
         self.registered_by = os.getpid()
 
@@ -47,16 +48,19 @@ class _Mapping(mmap.mmap):
 _mappings: weakref.WeakSet[_Mapping] = weakref.WeakSet()
 
 
-def allocate(nbytes: int, device: torch.device) -> Tensor:
+def allocate(
+    nbytes: int, device: torch.device, where: str = "actor.memory.offload", remedy: str = _OFFLOAD_LESS
+) -> Tensor:
     """Zeroed bytes, pinned if ``device`` is a GPU. They are freed with the last tensor on them, which must not happen
-    while a copy to or from ``device`` is in flight."""
+    while a copy to or from ``device`` is in flight. Raises UserError with ``where`` and ``remedy`` if there are too
+    few."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     mapping = _Mapping(-1, nbytes)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
     mapping.address = tensor.data_ptr()
     if device.type == "cuda":
-        mapping.register()
+        mapping.register(where, remedy)
     _mappings.add(mapping)
     return tensor
 

@@ -11,6 +11,7 @@ import torch
 
 from rlhpc.core.errors import UserError
 from rlhpc.parallel import pinned_memory
+from rlhpc.reshard.staged.staging import StagingMemory
 
 GPU = torch.device("cuda")  # named only: nothing here runs on one
 CPU = torch.device("cpu")
@@ -80,6 +81,9 @@ def test_memory_that_cannot_be_pinned_is_one_line(monkeypatch: pytest.MonkeyPatc
     )
     gc.collect()
     assert cudart.calls == 1, "what was not registered is not unregistered"
+    with pytest.raises(UserError) as caught:
+        StagingMemory(3 << 20, torch.bfloat16, GPU)
+    assert str(caught.value).startswith("slurm.memory: CUDA cannot pin"), "engines have nothing to offload"
 
 
 def test_a_forked_process_does_not_unregister(cudart: Cudart) -> None:

@@ -9,12 +9,15 @@ from rlhpc.parallel import pinned_memory
 from rlhpc.reshard.packing import get, put, wire_dtype
 from rlhpc.reshard.staged.layout import Message, Messages, StagedBlock
 
+_REMEDY = "raise it: weights are staged in CPU memory (placement: separate); or fewer ranks of a node generate"
+
 
 class StagingMemory:
     """Memory of one version. On a CPU pages are taken when they are first written."""
 
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._memory, self._dtype = pinned_memory.allocate(size, device), dtype
+        self._memory = pinned_memory.allocate(size, device, "slurm.memory", _REMEDY)
+        self._dtype = dtype
 
     def put(self, block: StagedBlock, weights: Tensor) -> None:
         """Writes a block, converted to the dtype that it is sent in."""
