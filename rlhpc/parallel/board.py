@@ -36,7 +36,7 @@ class Board:
         """The values of those keys that are there. Does not wait."""
         wanted = list(keys)
         if wanted and not self._store.check([self._key(key) for key in wanted]):  # asks for all at once
-            wanted = [key for key in wanted if self._store.check([self._key(key)])]
+            wanted = [key for key in wanted if len(wanted) > 1 and self._store.check([self._key(key)])]
         return {key: json.loads(value) for key, value in zip(wanted, self._get(wanted), strict=True)}
 
     def wait_for(
