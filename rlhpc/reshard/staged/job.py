@@ -91,13 +91,19 @@ class WeightLinks:
             peer = ends[0] if ends[1] == job.rank else ends[1]
             self._pairs[peer] = open_pair(job.store, f"weights {ends[0]} {ends[1]}", ends, job.rank, timeout=_DAY)
 
-    def send(self, peer: int, data: Tensor) -> WeightTransfer:
+    def send(self, peer: int, data: Tensor, bucket: int = 0) -> WeightTransfer:
         """Begins to send. The data must stay as it is until the end."""
-        return WeightTransfer(self._pairs[peer], self._pairs[peer].send(data, peer))
+        pair = self._pairs[peer]
+        return WeightTransfer(pair, pair.send(data, peer, self._tag(pair, bucket)))
 
-    def receive(self, peer: int, data: Tensor) -> WeightTransfer:
+    def receive(self, peer: int, data: Tensor, bucket: int = 0) -> WeightTransfer:
         """Begins to receive."""
-        return WeightTransfer(self._pairs[peer], self._pairs[peer].receive(data, peer))
+        pair = self._pairs[peer]
+        return WeightTransfer(pair, pair.receive(data, peer, self._tag(pair, bucket)))
+
+    def _tag(self, pair: JobGroup, bucket: int) -> int:
+        """Gloo takes the network interface by the tag: all that it may use take turns."""
+        return bucket + sum(pair.ranks)
 
     def close(self) -> None:
         """Disconnects."""

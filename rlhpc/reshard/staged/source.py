@@ -132,13 +132,13 @@ class WeightSource:
         """Sends a version, and waits until the engines have confirmed it."""
         if version.sums is not None:
             finish([self._links.send(engine, version.sums) for engine in self._verified])
-        for bucket in self._layout.sends:
-            finish([self._links.send(message.peer, data) for message, data in self._packed(bucket)])
+        for number, bucket in enumerate(self._layout.sends):
+            finish([self._links.send(message.peer, data, number) for message, data in self._packed(bucket)])
             self.sent_bytes += sum(message.size for message in bucket)
         confirmed = [torch.zeros(1, dtype=torch.int64) for _ in self._engines]
         finish([self._links.receive(*each) for each in zip(self._engines, confirmed, strict=True)])
-        found = {engine: int(number) for engine, number in zip(self._engines, confirmed, strict=True)}
-        wrong = {engine: number for engine, number in found.items() if number != version.number}
+        found = {engine: int(each) for engine, each in zip(self._engines, confirmed, strict=True)}
+        wrong = {engine: each for engine, each in found.items() if each != version.number}
         assert not wrong, f"version {version.number} was received as {wrong}"
 
     def _packed(self, bucket: tuple[Message, ...]) -> list[tuple[Message, Tensor]]:

@@ -142,13 +142,14 @@ class WeightTarget:
         sums = torch.zeros(self._checksums.num_slots, dtype=torch.int64) if announced.verified else None
         if sums is not None:
             self._links.receive(self._herald, sums).wait()
-        layout = self._layout
-        for received, taken, passed in zip(layout.receives, layout.takes, layout.forwards, strict=True):
-            finish([self._links.receive(message.peer, staging.place(message)) for message in received])
+        layout, links = self._layout, self._links
+        for bucket, received in enumerate(layout.receives):
+            finish([links.receive(message.peer, staging.place(message), bucket) for message in received])
             self.received_bytes += sum(message.size for message in received)
-            taking = [self._links.receive(message.peer, staging.place(message)) for message in taken]
-            for message in self._in_turn(passed):
-                self._links.send(message.peer, staging.packed(message, self._buffer[: message.size])).wait()
+            taken = layout.takes[bucket]
+            taking = [links.receive(message.peer, staging.place(message), bucket) for message in taken]
+            for message in self._in_turn(layout.forwards[bucket]):
+                links.send(message.peer, staging.packed(message, self._buffer[: message.size]), bucket).wait()
                 self.forwarded_bytes += message.size
             finish(taking)
         number = torch.tensor([announced.version])
