@@ -101,7 +101,7 @@ def load_state(checkpoint: Path, engine: int, terms: Terms) -> EngineState | Non
 def _check_bound(known: Mapping[str, Any], terms: Terms) -> None:
     """Refuses terms by which groups that have begun would be too old for their steps."""
     earlier, groups = known["max_staleness"], known["groups_per_step"]
-    remedy = "set it back to {} or more, or start a new run from the weights of this one"
+    remedy = "set it back to {} or more, or resume with placement colocated until the next checkpoint"
     if earlier > terms.max_staleness:
         raise UserError(
             f"{terms.max_staleness}, but engines have begun groups that may be {earlier} steps old",
