@@ -125,6 +125,7 @@ bench: venv bench-env
 	$(BIN)/python -m bench.schedules
 	$(BIN)/python -m bench.reshard
 	$(BIN)/python -m bench.staged_sync
+	$(BIN)/python -m bench.separate
 	$(BIN)/python -m bench.slurm_launch
 	$(BIN)/python -m bench.slurm_recovery
 	$(BIN)/python -m bench.rollout
