@@ -17,12 +17,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from rlhpc.core.files import read_json
 from rlhpc.data import arithmetic
 from tests.helpers.runs import finish, records, run, start
 from tests.helpers.tiny_models import make_model
+from tests.helpers.waiting import until
 from tests.trainer.test_separate import PROMPTS, last_checkpoint, separate, steps_of
 
 STEPS = 12
@@ -53,14 +55,23 @@ def _enlarge(model: Path) -> None:
 
 
 def disturbed(config: Path, chance: random.Random, seconds: float) -> tuple[str, float]:
-    """Kills a rank within the time of an undisturbed run and resumes; the moment in words, and the whole time."""
-    process, rank, after = start(config), chance.randrange(2), chance.uniform(0.05, 0.95) * seconds
-    began, folder = time.monotonic(), config.parent / "run"
+    """Kills a rank a random time after a random record and resumes; the moment in words, and the whole time.
+
+    ``seconds``: of a step. A fourth of the moments are before the first step of RL.
+    """
+    process, rank = start(config), chance.randrange(2)
+    records_before = max(0, chance.randrange(-STEPS // 4, STEPS))
+    began, folder, later = time.monotonic(), config.parent / "run", chance.uniform(0, 2 * seconds)
     started = folder / "attempts" / "0001" / "exits" / f"rank-{rank:05d}.start.json"
-    while process.poll() is None and not (time.monotonic() > began + after and started.exists()):
-        time.sleep(0.05)
-    taken = len([record for record in records(folder) if record["phase"] == "rl"])
-    killed = process.poll() is None
+
+    def taken() -> int:
+        return sum(record["phase"] == "rl" and record["step"] > 0 for record in records(folder))
+
+    until(
+        lambda: process.poll() is not None or (started.exists() and taken() >= records_before), "a record", seconds=900
+    )
+    time.sleep(chance.uniform(0, 10.0) if not records_before else later)
+    killed, steps = process.poll() is None, taken()
     if killed:
         os.kill(read_json(started)["process"]["pid"], signal.SIGKILL)
     code, output = finish(process)
@@ -68,8 +79,12 @@ def disturbed(config: Path, chance: random.Random, seconds: float) -> tuple[str,
     if killed:
         code, output = run(config, "--resume")
         assert code == 0, output
-    where = f"rank {rank} after {after:.1f} s, {taken} records of RL" if killed else f"nobody: after {after:.1f} s"
+    where = f"rank {rank} after {steps} steps" if killed else "nobody: the run had ended"
     return where, time.monotonic() - began
+
+
+def _step_seconds(run_dir: Path) -> float:
+    return median(r["perf/step_seconds"] for r in records(run_dir) if r["phase"] == "rl" and r["step"])
 
 
 def main() -> None:
@@ -85,11 +100,12 @@ def main() -> None:
         seconds = time.monotonic() - began
         assert code == 0, output
         expected = steps_of(straight.parent), last_checkpoint(straight.parent)
+        step = _step_seconds(straight.parent / "run")
         assert expected[1][1] == STEPS * PROMPTS, expected[1][1]
         print(f"undisturbed: {seconds:.1f} s, {STEPS} steps", flush=True)
         for moment in range(options.moments):
             config = make_config(Path(name) / str(moment), large=options.large)
-            where, taken = disturbed(config, chance, seconds)
+            where, taken = disturbed(config, chance, step)
             equal = (steps_of(config.parent), last_checkpoint(config.parent)) == expected
             wrong += not equal
             print(f"{moment + 1:3d}  {where}: {'bit-equal' if equal else 'DIFFERS'}, {taken:.0f} s", flush=True)
