@@ -93,9 +93,11 @@ durations: venv
 mutants: venv
 	$(BIN)/python -m tools.mutants --cases 10000 $(ARGS)
 
-# Twenty runs on a real Slurm, each hit by a fault at a random moment, and twenty that run out of time: an hour or so.
+# Twenty runs on a real Slurm and ten with engines on ranks of their own, each hit by a fault at a random moment, and twenty
+# that run out of time: an hour and a half or so.
 chaos: venv slurm
 	$(BIN)/python -m tests.slurm.chaos
+	$(BIN)/python -m tests.slurm.chaos --placement separate --runs 10
 	$(BIN)/python -m tests.slurm.time_limit
 
 # Lock files for what pyproject.toml and cpu-engine.txt ask for. ARGS: --upgrade, or --vllm VERSION for gpu.lock.
