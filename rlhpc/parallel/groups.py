@@ -46,7 +46,8 @@ def join(info: RankInfo, timeout_minutes: float = 30, *, verify_connections: boo
     on_gpu, timeout = torch.cuda.is_available(), datetime.timedelta(minutes=timeout_minutes)
     if on_gpu:
         torch.cuda.set_device(info.local_rank % torch.cuda.device_count())
-    info.export()
+    if info.role:
+        info.export()
     store = _store(info, timeout, verify_connections=verify_connections)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

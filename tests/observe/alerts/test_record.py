@@ -23,6 +23,7 @@ from rlhpc.observe.alerts.job import JobAlerts, stopping_alert
 from rlhpc.observe.alerts.readings import Readings
 from rlhpc.observe.alerts.record import Alert, AlertFile, read_alerts
 from rlhpc.observe.alerts.run import RunAlerts
+from tests.helpers.waiting import until
 from tests.observe.alerts.series import healthy
 
 DEMO = Path(__file__).parents[3] / "configs" / "demo.yaml"
@@ -133,6 +134,7 @@ def test_a_failure_is_reported_once_and_the_run_continues(
 
 def test_readings_are_of_the_disk_and_the_newest_checkpoint(folder: RunFolder) -> None:
     readings = Readings(folder)
+    until(lambda: readings.newest)  # its thread has looked, and will not look at half a checkpoint
     assert readings.look()["checkpoint/gib"] == 0.0
     for step, size in ((5, 3 << 20), (10, 2 << 20)):
         part = folder.checkpoints / f"step-{step:08d}" / "actor"
