@@ -250,7 +250,9 @@ def test_a_flood_of_connections_delays_no_established_member(server):
     files = open_files()
     established, new, most = flooded(server, 4.0)
     print(f"{len(established)} requests, longest {max(established):.3f} s; {len(new)} new members {new}; {most} files")
-    assert max(established) < 1.0
+    # A busy machine may take the processor from both ends for a second or two: the flood itself lasts four.
+    assert sorted(established)[len(established) * 99 // 100] < 0.5
+    assert max(established) < 3.0
     assert new
     assert most - files < 2500
     until(lambda: open_files() < files + 20, "the strangers' connections to be closed")
