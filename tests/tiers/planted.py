@@ -7,6 +7,7 @@ and their sandbox.
 from __future__ import annotations
 
 from tests.tiers.fault import Fault
+from tests.tiers.planted_separate import SEPARATE_FAULTS
 
 FAULTS = (
     Fault(
@@ -206,39 +207,11 @@ FAULTS = (
         "tensor_parallel_output_grad=True",
     ),
     Fault(
-        "stale-prefix-cache",
-        "rlhpc/rollout/vllm_requests.py",
-        "after a weight sync, responses are generated from cached prefixes of the old weights",
-        'assert self._engine.reset_prefix_cache(), "requests still use cached prefixes of the old weights"\n',
-        "pass\n",
-    ),
-    Fault(
-        "prefixes-of-kept-caches",
-        "rlhpc/rollout/vllm_requests.py",
-        "beside responses that keep their KV cache, new ones use cached prefixes of the old weights",
-        "            self._syncs += 1\n",
-        "            self._syncs += 0\n",
-    ),
-    Fault(
         "tokens-of-the-newer-version",
         "rlhpc/rollout/collect.py",
         "tokens that a response had before a weight sync get the newer policy version",
         "        self._update_drafts(list(self._requests))\n",
         "",
-    ),
-    Fault(
-        "one-kind-of-idle-time",
-        "rlhpc/rollout/generator/messages.py",
-        "an engine's idle time counts only what it waited for longest",
-        "return sum(self.idle.values())",
-        "return max(self.idle.values(), default=0.0)",
-    ),
-    Fault(
-        "engine-resumes-in-another-order",
-        "rlhpc/rollout/generator/lead.py",
-        "a resumed engine has its requests in another order than the one that wrote its state",
-        "                for draft in drafts\n",
-        "                for draft in reversed(drafts)\n",
     ),
     Fault(
         "last-bucket-not-packed",
@@ -253,20 +226,6 @@ FAULTS = (
         "the check after a weight sync reports nothing unless every weight differs",
         "torch.cat([wrong for _, wrong in found]).any()",
         "torch.cat([wrong for _, wrong in found]).all()",
-    ),
-    Fault(
-        "one-rank-receives-for-its-node",
-        "rlhpc/reshard/staged/plan.py",
-        "one rank of a node receives and forwards almost all of the weights: a weight sync takes several times as long",
-        "loads[place] += cell.size",
-        "loads[place] -= cell.size",
-    ),
-    Fault(
-        "version-changed-while-it-is-sent",
-        "rlhpc/reshard/staged/source.py",
-        "engines on ranks of their own receive a mixture of two versions of the weights",
-        "        self.finish()\n        for block",
-        "        for block",
     ),
     Fault(
         "cut-checkpoint-accepted",
@@ -423,24 +382,11 @@ FAULTS = (
         'text += b" " * (len(text) % 8)',
     ),
     Fault(
-        "batch-closes-a-group-early",
-        "rlhpc/rollout/schedule/batches.py",
-        "a step of a separate placement trains on one group less than the others count for it",
-        "while len(self._kept) < size and",
-        "while len(self._kept) < max(size - 1, 1) and",
-    ),
-    Fault(
-        "version-due-before-its-last-group",
-        "rlhpc/rollout/schedule/knowledge.py",
-        "an engine switches earlier in a run in which news of the others are late: two runs differ",
-        "if group < sure:",
-        "if group < sure - 1:",
-    ),
-    Fault(
         "mfu-of-one-microbatch",
         "rlhpc/site/acceptance/parts/mfu.py",
         "acceptance reports the MFU of one microbatch for the time of all",
         "training_flops(shape, self.lengths) * self.microbatches",
         "training_flops(shape, self.lengths)",
     ),
+    *SEPARATE_FAULTS,
 )

@@ -13,6 +13,7 @@ one on as many GPUs, and so a load of its own. Trainers' ranks that generate whi
 from __future__ import annotations
 
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from heapq import heappop, heappush
@@ -25,7 +26,7 @@ from rlhpc.rollout.schedule.generation_load import GenerationLoad, ModelEngine, 
 from rlhpc.rollout.schedule.terms import Costs, InFlight, Terms
 
 
-class _Job:
+class _Job(ABC):
     """Engines and trainers in real time. Subclasses decide when an engine starts groups and switches."""
 
     def __init__(self, load: GenerationLoad, max_staleness: int, steps: int, warm: int) -> None:
@@ -99,16 +100,17 @@ class _Job:
     def jitter(self, steps: int = 1) -> float:
         return max(0.1, self.rng.gauss(1.0, self.load.jitter / sqrt(steps)))
 
+    @abstractmethod
     def proceed(self, engine: int) -> None:
         """Lets an idle engine do what it may."""
-        raise NotImplementedError
 
+    @abstractmethod
     def reported(self, engine: int, step: tuple[int, int], ended: Sequence[int]) -> None:
         """An engine has made steps."""
 
+    @abstractmethod
     def new_weights(self) -> None:
         """A version is there."""
-        raise NotImplementedError
 
     def _train(self) -> None:
         if self.training or (batch := self.batches.close()) is None:
