@@ -32,7 +32,7 @@ def searched(config: RunConfig, gpu: str | None, *, as_json: bool) -> tuple[list
     except DoesNotFitError as error:
         failed = error
     placements = compare_placements(config, shape, found_gpu, site.efficiency, found)
-    other = placements.colocated if config.placement == "separate" else placements.separate
+    other = placements.colocated if config.placement != "colocated" else placements.separate
     if failed is not None and other is None:
         raise failed
     fits = other is not None or any(not best.lacks for best in found.best)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rlhpc.config.section import Section
 from rlhpc.config.training import FrozenMemorySection, MemorySection, MoeSection, OptimizerSection, ParallelSection
 
@@ -17,6 +19,11 @@ class ActorSection(Section):
 
 
 class ReferenceSection(Section):
-    """Frozen copy of the policy, for the KL term. Its parallel layout and router data type are the actor's."""
+    """Frozen copy of the policy, for the KL term. Its router data type is the actor's."""
 
+    on: Literal["trainers", "judges", "engines"] = "trainers"
+    """Ranks that have it: those that train, judges (their own), or each engine. Others than trainers need placement
+    separate or lend."""
+    parallel: ParallelSection | None = None
+    """Parallel layout on judges; on trainers it is the actor's, with the engines tp is rollout.tp."""
     memory: FrozenMemorySection = FrozenMemorySection()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from rlhpc.config.section import NonNegativeInt, PositiveFloat, PositiveInt, Section
 from rlhpc.config.training import CriticMoeSection, MemorySection, OptimizerSection, ParallelSection
@@ -16,6 +17,8 @@ class CriticOptimizerSection(OptimizerSection):
 class CriticSection(Section):
     """Value model of ppo; other algorithms have none."""
 
+    on: Literal["trainers", "judges"] = "trainers"
+    """Ranks that have it: those that train, or judges (their own), which need placement separate or lend."""
     path: Path | None = None
     """Path to another model with the same vocabulary, such as a reward model; default: the actor's weights at the start
     of RL, with a zero value head."""

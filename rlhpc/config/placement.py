@@ -1,4 +1,4 @@
-"""Sections about where generation happens: on the ranks that train, in turn, or on ranks of its own."""
+"""Sections about where each model is: on the ranks that train, in turn, or on ranks of its own."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rlhpc.config.section import NonNegativeInt, Section
+from rlhpc.config.section import NonNegativeInt, PositiveInt, Section
 
-PlacementName = Literal["colocated", "separate"]
+PlacementName = Literal["colocated", "separate", "lend"]
 CostSeconds = Annotated[float, Field(ge=0, le=1e6)]
 
 
@@ -24,10 +24,23 @@ class CostsSection(Section):
     submission."""
     tool_seconds: CostSeconds = 1.0
     """Time from a tool call to its answer, in seconds."""
+    lend_seconds: CostSeconds | None = None
+    """Part of each step in which trainers' ranks generate, with placement lend, in seconds; default: predicted at
+    submission."""
+
+
+class JudgesSection(Section):
+    """Ranks of their own for models beside the actor, between those that train and those that generate; see
+    docs/placement.md."""
+
+    ranks: PositiveInt | None = None
+    """Number of ranks of the models that are on judges; or set nodes."""
+    nodes: PositiveInt | None = None
+    """Number of nodes whose ranks are those of the models on judges; or set ranks."""
 
 
 class AsynchronySection(Section):
-    """Generation beside training, with placement separate; see docs/asynchrony.md."""
+    """Generation beside training, with placement separate or lend; see docs/asynchrony.md."""
 
     max_staleness: NonNegativeInt = 1
     """Maximum staleness of a token that is trained on, in steps: 0 generates and trains in turn."""

@@ -42,8 +42,11 @@ class RewardModelSection(Section):
     """Name of this part of the reward in metrics and sample records."""
     weight: float = 1.0
     """Weight in the sum of all rewards."""
+    on: Literal["trainers", "judges", "engines"] = "trainers"
+    """Ranks that have it: those that train, judges (their own), or each engine. Others than trainers need placement
+    separate or lend."""
     parallel: ParallelSection | None = None
-    """Parallel layout; default: the actor's."""
+    """Parallel layout; default: the actor's. With the engines tp is rollout.tp."""
     memory: FrozenMemorySection | None = None
     """Memory savings; default: the reference's."""
     tokens_per_microbatch: PositiveInt | None = None

@@ -31,9 +31,9 @@ class ToolSection(Section):
 
 class RolloutSection(Section):
     ranks: PositiveInt | None = None
-    """Number of ranks that only generate, the last of the job, with placement separate; or set nodes."""
+    """Number of ranks that only generate, the last of the job, with placement separate or lend; or set nodes."""
     nodes: PositiveInt | None = None
-    """Number of nodes whose ranks only generate, the last of the job, with placement separate; or set ranks."""
+    """Number of nodes whose ranks only generate, the last of the job, with placement separate or lend; or set ranks."""
     tp: PositiveInt = 1
     """Tensor parallel size of each vLLM engine."""
     expert_parallel: bool = False

@@ -16,7 +16,7 @@ from rlhpc.config.critic import CriticSection
 from rlhpc.config.data import DataSection, ValidationSection
 from rlhpc.config.jobs import RecoverySection, SlurmSection
 from rlhpc.config.observe import ObserveSection
-from rlhpc.config.placement import AsynchronySection, PlacementName
+from rlhpc.config.placement import AsynchronySection, JudgesSection, PlacementName
 from rlhpc.config.planning import PlanningSection
 from rlhpc.config.profile import ProfileSection
 from rlhpc.config.reward import (
@@ -175,8 +175,10 @@ class RunConfig(Section):
     reward_workers: RewardWorkersSection = RewardWorkersSection()
     placement: PlacementName = "colocated"
     """Placement of training and generation: colocated has both on every rank, in turn; separate has rollout.ranks or
-    rollout.nodes that only generate, while the others train."""
+    rollout.nodes that only generate, while the others train; lend also lets those that train generate while they would
+    wait."""
     rollout: RolloutSection = RolloutSection()
+    judges: JudgesSection = JudgesSection()
     asynchrony: AsynchronySection = AsynchronySection()
     reshard: ReshardSection = ReshardSection()
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -68,7 +68,7 @@ class Candidate:
         memory["offload"] = config.actor.memory.offload.model_dump()
         rollout: dict[str, Any] = {"tp": config.rollout.tp}
         placement: dict[str, Any] = {}
-        if config.placement == "separate":
+        if config.placement != "colocated":
             placement = {"placement": "separate", "asynchrony": {"max_staleness": config.asynchrony.max_staleness}}
             rollout |= {key: getattr(config.rollout, key) for key in ("ranks", "nodes") if getattr(config.rollout, key)}
         if config.rollout.gpu_memory_utilization != self.asked.rollout.gpu_memory_utilization:

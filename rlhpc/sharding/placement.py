@@ -7,7 +7,7 @@ from typing import Literal
 
 from rlhpc.config.schema import RunConfig
 
-RoleName = Literal["all", "trainers", "engines"]
+RoleName = Literal["all", "trainers", "judges", "engines"]
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,11 @@ class RoleWorld:
 
 @dataclass(frozen=True)
 class Placement:
-    """The roles of a job's ranks: a single one, or trainers first and engines last."""
+    """The roles of a job's ranks: a single one, or trainers first, engines last, and judges, if any, between them."""
 
     roles: tuple[RoleWorld, ...]
     tp: int  # of each engine
+    lends: bool = False  # trainers' ranks have engines too
 
     @property
     def separate(self) -> bool:
@@ -47,6 +48,11 @@ class Placement:
         return self.roles[-1]
 
     @property
+    def judges(self) -> RoleWorld | None:
+        """The ranks of models beside the actor, if they have ranks of their own."""
+        return self.roles[1] if len(self.roles) > 2 else None
+
+    @property
     def world_size(self) -> int:
         """Number of the job's ranks."""
         return sum(role.size for role in self.roles)
@@ -55,6 +61,11 @@ class Placement:
     def num_engines(self) -> int:
         """Number of engines, which are consecutive blocks of ``tp`` ranks."""
         return self.engines.size // self.tp
+
+    @property
+    def num_lenders(self) -> int:
+        """Number of engines of the ranks that train, which are blocks of ``tp`` ranks too."""
+        return self.trainers.size // self.tp if self.lends else 0
 
     def role_of(self, rank: int) -> RoleWorld:
         """The role of one of the job's ranks."""
@@ -65,7 +76,9 @@ class Placement:
         if not self.separate:
             return ""
         role = self.role_of(rank)
-        return "trainer" if role is self.trainers else f"engine {(rank - role.first) // self.tp}"
+        if role.name == "engines":
+            return f"engine {(rank - role.first) // self.tp}"
+        return "trainer" if role is self.trainers else "judge"
 
 
 def engine_ranks(config: RunConfig) -> int | None:
@@ -73,6 +86,13 @@ def engine_ranks(config: RunConfig) -> int | None:
     if config.placement == "colocated" or not config.train.steps:
         return None
     return config.rollout.ranks or (config.rollout.nodes or 0) * config.resources.ranks_per_node
+
+
+def judge_ranks(config: RunConfig) -> int:
+    """Number of ranks of models beside the actor; 0 if they have none of their own."""
+    if engine_ranks(config) is None:
+        return 0
+    return config.judges.ranks or (config.judges.nodes or 0) * config.resources.ranks_per_node
 
 
 def generating_ranks(config: RunConfig, training_ranks: int) -> int:
@@ -85,6 +105,10 @@ def placement_of(config: RunConfig, world_size: int) -> Placement:
     tp, engines = config.rollout.tp, engine_ranks(config)
     if engines is None:
         return Placement((RoleWorld("all", 0, world_size),), tp)
-    assert 0 < engines < world_size, f"{engines} of {world_size} ranks generate"
-    first = world_size - engines
-    return Placement((RoleWorld("trainers", 0, first), RoleWorld("engines", first, engines)), tp)
+    judges = judge_ranks(config)
+    assert 0 < engines < world_size - judges, f"{engines} of {world_size} ranks generate, {judges} judge"
+    train = world_size - judges - engines
+    roles = [RoleWorld("trainers", 0, train), RoleWorld("engines", world_size - engines, engines)]
+    if judges:
+        roles.insert(1, RoleWorld("judges", train, judges))
+    return Placement(tuple(roles), tp, lends=config.placement == "lend")

@@ -158,7 +158,7 @@ class Chooser:
             }
             bias = length_bias(state, self.carryover.groups)
             found |= {"sampling/length_bias": bias} if bias is not None else {}
-        stale = train.dynamic_sampling is not None or train.replay is not None or self.config.placement == "separate"
+        stale = train.dynamic_sampling is not None or train.replay is not None or self.config.placement != "colocated"
         if samples and stale:
             ages = [state.policy_version - sample.policy_version for sample in samples]
             found |= {"sampling/staleness_mean": float(np.mean(ages)), "sampling/staleness_max": float(max(ages))}

@@ -32,7 +32,7 @@ def connect_engines(config: RunConfig, context: RankContext, placement: Placemen
     source = WeightSource(
         actor, sync_sides_of(config, actor.shape, placement), config.reshard, staged_job(config, info)
     )
-    return EngineSide(source, terms_of(config, placement.num_engines), link)
+    return EngineSide(source, terms_of(config, placement.num_engines, placement.num_lenders), link)
 
 
 def _link(info: RankInfo, placement: Placement) -> Link:

@@ -42,7 +42,7 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     check_job_agreement(info, {"training prompts of digest": data.prompts.digest})
     if wait_for_begin(board, inbox):
         links = Links(target, board if place.leads else None, channel)
-        own = EnginePlace(place.index, place.engines, place.leads, parts.group)
+        own = EnginePlace(place.index, place.engines, place.leads, parts.group, placement.num_lenders)
         greedy = find_algorithm(config.algorithm).needs_greedy
         made = GeneratorParts(
             config, own, engine, parts.reward_workers, parts.tools, data.prompts, data.validation, greedy

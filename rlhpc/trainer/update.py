@@ -67,7 +67,7 @@ class Updater:
         if not all(each.all() for each in fresh):  # engine and trainer are compared where both had the same weights
             tokens["fresh"] = fresh
         distances: tuple[int, ...] = ()
-        if self.config.placement == "separate":
+        if self.config.placement != "colocated":
             tokens[AGE], distances = ages, ages_of(ages)
         loss = functools.partial(policy_loss, algorithm=self.algorithm, section=section, ages=distances)
         metrics = self.update("actor", state, samples, tokens, loss)

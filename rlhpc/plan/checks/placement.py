@@ -22,8 +22,8 @@ _TRIED = 4096  # numbers of ranks above and below the configured one that a reme
 
 
 def separates(config: RunConfig) -> bool:
-    """Whether some ranks only generate: in a run with RL steps and placement separate."""
-    return config.placement == "separate" and config.train.steps > 0
+    """Whether some ranks only generate: in a run with RL steps and placement separate or lend."""
+    return config.placement != "colocated" and config.train.steps > 0
 
 
 def new_groups(config: RunConfig, prompts: int | None = None) -> int:

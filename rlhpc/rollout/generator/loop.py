@@ -33,7 +33,7 @@ class Generator:
 
     def __init__(self, parts: GeneratorParts, links: Links) -> None:
         self._parts, self._weights = parts, links.weights
-        self._terms = terms_of(parts.config, parts.place.engines)
+        self._terms = terms_of(parts.config, parts.place.engines, parts.place.lenders)
         self._meter = ActivityMeter()
         self._lead = Lead(parts, links, self._terms, self._meter) if parts.place.leads else None
         self._ended = False

@@ -28,6 +28,23 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Lend:
+    """Withdraw the last ``requests`` x lenders requests in the engine's order, and give each of its lenders, in their
+    order, so many of them, which they continue for ``nanoseconds`` of virtual time. Once per version, perhaps none.
+    Then call ``lent``."""
+
+    requests: int
+    nanoseconds: int
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """Take back the requests that ``lender`` has, waiting for them if need be; then call ``taken_back``."""
+
+    lender: int
+
+
+@dataclass(frozen=True)
 class EngineStep:
     """Generate a token of every running request; then call ``stepped``."""
 
@@ -47,4 +64,4 @@ class End:
     """All versions have been taken over; nothing is left to generate."""
 
 
-Action = Switch | Admit | Answer | EngineStep | AwaitNews | End
+Action = Switch | Admit | Answer | Lend | TakeBack | EngineStep | AwaitNews | End

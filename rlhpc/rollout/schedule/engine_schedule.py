@@ -6,7 +6,17 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any
 
-from rlhpc.rollout.schedule.actions import Action, Admit, Answer, AwaitNews, End, EngineStep, Switch
+from rlhpc.rollout.schedule.actions import (
+    Action,
+    Admit,
+    Answer,
+    AwaitNews,
+    End,
+    EngineStep,
+    Lend,
+    Switch,
+    TakeBack,
+)
 from rlhpc.rollout.schedule.knowledge import EngineView, Knowledge, Time, first_too_early
 from rlhpc.rollout.schedule.states import State, first_state
 from rlhpc.rollout.schedule.terms import Terms
@@ -23,6 +33,8 @@ class EngineSchedule:
             case Switch(version): ...; schedule.switched(version)
             case Admit(group): ...; schedule.admitted(group, requests)
             case Answer(key): ...; schedule.answered(key, left=..., ended=...)
+            case Lend(requests, nanoseconds): ...; schedule.lent(requests, left=...)
+            case TakeBack(lender): ...; schedule.taken_back(lender, left=..., ended=..., calls=...)
             case EngineStep(): ...; schedule.stepped(requests, left=..., ended=..., calls=...)
             case AwaitNews(): post schedule.news(), read the others' news and learn() them, take verdicts
 
@@ -34,10 +46,14 @@ class EngineSchedule:
         """``state``: what ``state()`` returned when this engine switched to the version that is resumed."""
         state = first_state() if state is None else state
         self._terms, self._engine = terms, engine
+        self._lenders = terms.lenders_of(engine) if terms.lend else range(0)
         self.version: int = state["version"]
         self.clock: int = state["clock"]
         self._requests: int = state["requests"]
         self._calls: list[tuple[int, int]] = [(due, key) for due, key in state["calls"]]  # (when due, key), in order
+        self._lends = bool(self._lenders)  # requests, before anything else with this version
+        self._lent: list[int] = []  # lenders that have some
+        self._back: Time = inf  # when these return them
         first = state["first"]
         self._known = Knowledge(terms, self.version, state["due"], first)
         self._started = set(state["started"])  # own groups after the next one that have started
@@ -78,6 +94,11 @@ class EngineSchedule:
         terms, clock = self._terms, self.clock
         if self.version >= terms.steps:
             return End()
+        if self._back <= clock:
+            return TakeBack(self._lent[0])
+        window = self._window() if self._lends else 0
+        if self._lends and not window:
+            return Lend(0, 0)
         due = self._known.due(self.version + 1)
         is_due = due is not None and due <= clock
         if is_due and not (terms.in_flight == "finish" and (self._requests or self._calls)):
@@ -86,11 +107,12 @@ class EngineSchedule:
         switch: Time = inf if is_due else due if due is not None else self._known.earliest_due(horizon)
         if switch <= clock:
             return self._await()
-        call: Time = self._calls[0][0] if self._calls else inf
+        call = self._call
         if call <= clock:
             return Answer(self._calls[0][1])
         opening = unknown = inf  # when drops let the next group start: known ones, others at the earliest
-        if self._requests < terms.slots and not is_due:
+        parts = 1 + len(self._lenders) if self._lends else 1
+        if self._requests < terms.slots * parts and not is_due:
             drops = self._known.count_drops(clock)
             if self._group < first_too_early(terms, drops, self.version, self._known.first(self.version)):
                 return Admit(self._group)
@@ -99,6 +121,8 @@ class EngineSchedule:
                 unknown = self._known.earliest_drop(horizon, self._group, self._engine)
                 if unknown <= clock:
                     return self._await()
+        if self._lends:
+            return Lend(min(self._requests // parts, terms.slots), window)
         if self._requests:
             self._clear = min(switch, call, opening, unknown)
             return EngineStep()
@@ -116,6 +140,18 @@ class EngineSchedule:
         self.clock = int(event)
         return None
 
+    def _window(self) -> int:
+        """Virtual time for which lenders may have requests; 0 if it is less than the others rely on."""
+        due = self._known.due(self.version)
+        assert due is not None
+        left = due + self._terms.lend - self.clock
+        return left if left >= self._terms.costs.engine_step(1) else 0
+
+    @property
+    def _call(self) -> Time:
+        """When requests come back: from tools or from lenders."""
+        return min(self._calls[0][0] if self._calls else inf, self._back)
+
     def _await(self) -> AwaitNews:
         return AwaitNews(tuple(sorted(self._unjudged)))
 
@@ -124,8 +160,8 @@ class EngineSchedule:
         return self._known.horizon(self._views)
 
     def _view(self) -> EngineView:
-        call = self._calls[0][0] if self._calls else inf
-        return EngineView(self.version, self.clock, self._requests > 0, call, self._group, self._known.settled)
+        busy = self._requests > 0
+        return EngineView(self.version, self.clock, busy, self._call, self._group, self._known.settled)
 
     def steps_ahead(self, requests: int) -> int:
         """How many steps of ``requests`` requests follow one another for sure, if ``next`` has just said to step and
@@ -168,10 +204,30 @@ class EngineSchedule:
         self._requests, self._clear = left, -1
         self._end_all(ended)
 
+    def lent(self, requests: int, *, left: int) -> None:
+        """Reports that each lender has got so many requests. ``left``: requests in the engine now."""
+        self._lends, self._requests, self._clear = False, left, -1
+        if requests:
+            self._lent, self._back = [*self._lenders], self.clock + self._window()
+
+    def taken_back(self, lender: int, *, left: int, ended: Sequence[int] = (), calls: Sequence[int] = ()) -> None:
+        """Reports that a lender has returned its requests. ``left``: requests in the engine now; ``ended``: groups
+        whose last response has ended; ``calls``: keys of the responses that now wait for tools."""
+        expected = self._lent.pop(0)
+        assert lender == expected, f"requests of lender {lender}, not {expected}"
+        if not self._lent:
+            self._back = inf
+        self._requests, self._clear = left, -1
+        due = self.clock + self._terms.costs.tool
+        self._calls += [(due, key) for key in calls]
+        self._end_all(ended)
+
     def switched(self, version: int) -> None:
         """Reports that the engine has the weights of ``version``."""
         assert version == self.version + 1, f"version {version} after {self.version}"
+        assert not self._lent, "lenders have requests of the version before"
         self.version, self._clear = version, -1
+        self._lends = bool(self._lenders)
         self._known.forget(version)
 
     def judged(self, group: int, keeps: bool) -> None:  # noqa: FBT001
@@ -235,7 +291,7 @@ class EngineSchedule:
             "version": self.version,
             "clock": self.clock,
             "busy": self._requests > 0,
-            "call": self._calls[0][0] if self._calls else None,
+            "call": self._call if self._call < inf else None,
             "next": self._group,
             "settled": self._known.settled,
             "forgotten": self._forgotten,
@@ -243,7 +299,7 @@ class EngineSchedule:
         }
 
     def _present(self) -> tuple:
-        return self.version, self.clock, self._requests > 0, self._calls[:1], self._group
+        return self.version, self.clock, self._requests > 0, self._call, self._group
 
     def _forget(self) -> None:
         """Forgets facts about batches that all engines have settled."""

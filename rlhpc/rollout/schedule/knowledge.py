@@ -21,7 +21,7 @@ class EngineView:
     version: int
     clock: int
     busy: bool  # has requests
-    call: Time  # when its next tool call is answered
+    call: Time  # when its next tool call is answered, or its lenders return requests
     group: int  # that it starts next
     settled: int  # newest version whose due time it knows
     read: int = 0  # number of its facts that have been read
@@ -93,7 +93,7 @@ class Knowledge:
             if min(self._open) < end or any(group < end for group in self._unjudged):
                 return
             ended = max(self.ends[group] for group in range(first, end))
-            due = max(self._due[self.settled], ended) + self._terms.costs.train
+            due = max(self._due[self.settled] + self._terms.lend, ended) + self._terms.costs.train
             self.settled += 1
             self._due[self.settled], self._firsts[self.settled] = due, end
             near = (self.ends.get(group, 0) for group in range(end, end + self._terms.groups_per_step))
@@ -163,7 +163,7 @@ class Knowledge:
     def earliest_due(self, horizon: Sequence[Time]) -> Time:
         """Lower bound of the due time after the newest that is known."""
         sure = self._sure_end()
-        last: Time = max(self._due[self.settled], self._latest)
+        last: Time = max(self._due[self.settled] + self._terms.lend, self._latest)
         for soonest, group in zip(horizon, self._open, strict=True):
             if group < sure:
                 last = max(last, soonest)

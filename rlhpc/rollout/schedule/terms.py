@@ -15,21 +15,23 @@ InFlight = Literal["recompute", "keep", "finish"]
 
 @dataclass(frozen=True)
 class Costs:
-    """Virtual times in nanoseconds: of an engine's step, of each of its sequences, of training, of a tool call."""
+    """Virtual times in nanoseconds: of an engine's step, of each of its sequences, of training, of a tool call, and of
+    the part of a step in which trainers' ranks generate."""
 
     step: int
     sequence: int
     train: int
     tool: int = NANOSECONDS
+    lend: int = 0
 
     def __post_init__(self) -> None:
-        assert min(self.step, self.sequence, self.tool) >= 0, self
+        assert min(self.step, self.sequence, self.tool, self.lend) >= 0, self
         assert self.step + self.sequence > 0 < self.train, f"{self}: the clock must advance"
 
     @classmethod
-    def of_seconds(cls, step: float, sequence: float, train: float, tool: float = 1.0) -> Costs:
+    def of_seconds(cls, step: float, sequence: float, train: float, tool: float = 1.0, lend: float = 0.0) -> Costs:
         """The same from seconds."""
-        return cls(*(round(seconds * NANOSECONDS) for seconds in (step, sequence, train, tool)))
+        return cls(*(round(seconds * NANOSECONDS) for seconds in (step, sequence, train, tool, lend)))
 
     def engine_step(self, requests: int) -> int:
         """Virtual time of an engine's step."""
@@ -48,6 +50,7 @@ class Terms:
     costs: Costs
     in_flight: InFlight = "recompute"
     filtered: bool = False  # groups may be dropped: each has a verdict
+    lenders: int = 0  # engines of the trainers' ranks, which take over requests while these would wait
     batch_limit: int = 0  # groups, kept or not, after which a batch closes although it is not full; 0: no limit
 
     def __post_init__(self) -> None:
@@ -58,9 +61,19 @@ class Terms:
         """The engine that generates a group."""
         return group % self.engines
 
+    def lenders_of(self, engine: int) -> range:
+        """The lenders that take over requests of an engine."""
+        return range(engine, self.lenders, self.engines)
 
-def terms_of(config: RunConfig, engines: int) -> Terms:
-    """Terms of a run with ``engines`` engines. Its costs must be set: they are predicted at submission."""
+    @property
+    def lend(self) -> int:
+        """Virtual time from a version's due time to the earliest start of training on it."""
+        return self.costs.lend if self.lenders else 0
+
+
+def terms_of(config: RunConfig, engines: int, lenders: int = 0) -> Terms:
+    """Terms of a run with ``engines`` engines, and ``lenders`` on the trainers' ranks. Its costs must be set: they are
+    predicted at submission."""
     train, asynchrony = config.train, config.asynchrony
     replay, dynamic = train.replay, train.dynamic_sampling
     groups = train.prompts_per_step
@@ -75,6 +88,7 @@ def terms_of(config: RunConfig, engines: int) -> Terms:
         costs=_costs_of(config),
         in_flight=asynchrony.in_flight,
         filtered=dynamic is not None,
+        lenders=lenders,
         batch_limit=dynamic.max_batches * groups if dynamic is not None else 0,
     )
 
@@ -89,7 +103,8 @@ def _costs_of(config: RunConfig) -> Costs:
         raise UserError(
             f"{', '.join(absent)} not set", where=where, remedy="set in seconds; `rlhpc plan` predicts values for a GPU"
         )
-    found = [round(seconds * NANOSECONDS) for seconds in (step, sequence, train, costs.tool_seconds)]
+    lend = costs.lend_seconds or 0.0
+    found = [round(seconds * NANOSECONDS) for seconds in (step, sequence, train, costs.tool_seconds, lend)]
     if found[0] + found[1] == 0 or found[2] == 0:
         raise UserError(
             f"step_seconds {step}, sequence_seconds {sequence}, train_seconds {train}: virtual time would stand still",
