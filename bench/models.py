@@ -22,6 +22,14 @@ PAD, EOS = 0, 1
 CALIBRATION_ROUNDS = 4
 
 
+def save_random_model(folder: Path, **sizes: int) -> int:
+    """Writes a random Qwen2 model in float32 with an untied head; returns its bytes."""
+    torch.manual_seed(SEED)
+    config = Qwen2Config(**sizes, tie_word_embeddings=False)
+    Qwen2ForCausalLM(config).float().save_pretrained(folder)
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
 def build_tokenizer(workload: Workload) -> Qwen2Tokenizer:
     """Tokenizer with one token per word."""
     vocabulary = Vocabulary(workload.vocab)

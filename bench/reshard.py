@@ -49,12 +49,11 @@ class Cost:
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """Write a random Qwen2 model in float32; returns its bytes."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    """Writes a random Qwen2 model in float32; returns its bytes."""
+    from bench.models import save_random_model
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    return save_random_model(
+        folder,
         vocab_size=32000,
         hidden_size=1024,
         intermediate_size=4096,
@@ -62,10 +61,7 @@ def make_model(folder: Path, layers: int) -> int:
         num_attention_heads=16,
         num_key_value_heads=8,
         max_position_embeddings=1024,
-        tie_word_embeddings=False,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def rank_main(model: Path, axes: dict[str, int], tp: int, rounds: int) -> None:

@@ -32,9 +32,13 @@ from rlhpc.rollout.schedule.simulator import separate
 ROOT = Path(__file__).resolve().parent.parent
 STALENESS, WARM = (1, 2, 4), 4
 SIMULATED, BOUND = 1.10, 1.25
-MODEL = Workload("separate", 4, 256, 4, 2, 704, 512, prompt_tokens=(8, 8), max_response=360, hazard=1e-9)
+# As on a GPU, a step's time hardly depends on its tokens, so that computing responses again takes a small part of it.
+MODEL = Workload("separate", 2, 128, 4, 2, 352, 512, prompt_tokens=(8, 8), max_response=360, hazard=1e-9)
+LONG_PROMPT, EPOCHS = 200, 4  # tokens of a prompt where the time for prompts is measured; passes over a step's samples
 # Times are guesses until they are calibrated.
-LOAD = GenerationLoad(1, 16, 4, 16, 5e-3, 1e-4, 2.0, mean_tokens=60, most_tokens=MODEL.max_response)
+LOAD = GenerationLoad(
+    1, 16, 4, 16, 5e-3, 1e-4, 2.0, mean_tokens=60, most_tokens=MODEL.max_response, prompt_tokens=MODEL.prompt_tokens[0]
+)
 
 
 def fix_lengths(load: dict[str, Any]) -> None:
@@ -60,11 +64,13 @@ def make_inputs(folder: Path, steps: int) -> None:
     torch.set_num_threads(1)
     build_model(MODEL).save_pretrained(folder / "model")
     build_tokenizer(MODEL).save_pretrained(folder / "model")
-    rows = [
-        {"data_source": "bench", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
-        for prompt in MODEL.prompts(LOAD.groups_per_step * (steps + 8))
-    ]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    long = replace(MODEL, prompt_tokens=(LONG_PROMPT, LONG_PROMPT))
+    for name, model in (("prompts", MODEL), ("long-prompts", long)):
+        rows = [
+            {"data_source": "bench", "prompt": prompt, "reward_model": {"style": "rule", "ground_truth": ""}}
+            for prompt in model.prompts(LOAD.groups_per_step * (steps + 8))
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def config_of(folder: Path, load: GenerationLoad, steps: int, most: int | None) -> dict[str, Any]:
@@ -75,8 +81,8 @@ def config_of(folder: Path, load: GenerationLoad, steps: int, most: int | None) 
         "model": {"path": str(folder / "model"), "dtype": "float32"},
         "resources": {"ranks_per_node": 2, "threads_per_rank": 1},
         "data": {
-            "train": [str(folder / "prompts.jsonl")],
-            "max_prompt_tokens": 16,
+            "train": [str(folder / ("long-prompts.jsonl" if load.prompt_tokens == LONG_PROMPT else "prompts.jsonl"))],
+            "max_prompt_tokens": LONG_PROMPT,
             "shuffle": False,
             "chat_template": False,
         },
@@ -87,8 +93,14 @@ def config_of(folder: Path, load: GenerationLoad, steps: int, most: int | None) 
             "max_response_tokens": load.most_tokens,
             "max_num_seqs": load.slots,
             "kv_cache_gib": 0.25,
+            "prefix_caching": False,  # each response computes its own prompt
         },
-        "train": {"steps": steps, "prompts_per_step": load.groups_per_step, "tokens_per_microbatch": 2048},
+        "train": {
+            "steps": steps,
+            "prompts_per_step": load.groups_per_step,
+            "tokens_per_microbatch": 2048,
+            "epochs": EPOCHS,
+        },
         "checkpoint": {"every": 0},
         "observe": {"tensorboard": False, "samples": 0},
     }
@@ -144,7 +156,20 @@ def check(load: GenerationLoad, records: list[dict[str, Any]], most: int) -> Non
         assert record.get("sampling/staleness_max", 0) <= most, record["step"]
 
 
-def calibrated(load: GenerationLoad, runs: list[tuple[GenerationLoad, list[dict[str, Any]]]]) -> GenerationLoad:
+def prompt_seconds(folder: Path, steps: int) -> float:
+    """Seconds of each token of a prompt, from runs with responses of one token, of which one has long prompts."""
+    found = []
+    for tokens in (MODEL.prompt_tokens[0], LONG_PROMPT):
+        load = replace(LOAD, mean_tokens=1e-6, prompt_tokens=tokens)
+        records = run(folder, f"prompts-{tokens}", load, steps, 0)
+        found.append(statistics.median(record["perf/rollout_seconds"] for record in records[1:]))
+    responses = LOAD.groups_per_step * LOAD.samples_per_group
+    return max(0.0, found[1] - found[0]) / (responses * (LONG_PROMPT - MODEL.prompt_tokens[0]))
+
+
+def calibrated(
+    load: GenerationLoad, runs: list[tuple[GenerationLoad, list[dict[str, Any]]]], prefill_seconds: float
+) -> GenerationLoad:
     """The load with the constants of runs at staleness 0, in which one side works at a time."""
     import numpy as np
 
@@ -164,6 +189,7 @@ def calibrated(load: GenerationLoad, runs: list[tuple[GenerationLoad, list[dict[
         sys.exit("other work disturbed the calibration: an engine's step takes no time")
     return replace(
         load,
+        prefill_seconds=prefill_seconds,
         step_seconds=float(step),
         sequence_seconds=float(sequence),
         train_seconds=statistics.median(train),
@@ -183,8 +209,9 @@ def main() -> None:
     make_inputs(folder, steps)
     loads = (LOAD, replace(LOAD, slots=4))
     alone = [(one, run(folder, f"alone-{one.slots}", one, options.calibration, 0)) for one in loads]
-    load = calibrated(LOAD, alone)
+    load = calibrated(LOAD, alone, prompt_seconds(folder, options.calibration))
     print(f"engine alone: {load.step_seconds * 1e3:.2f} ms a step, {load.sequence_seconds * 1e3:.3f} ms each sequence")
+    print(f"prompts alone: {load.prefill_seconds * 1e6:.0f} us a token")
     print(f"trainer alone: {load.train_seconds:.2f} s a step, {load.sync_seconds:.2f} s from there to new responses")
     both = run(folder, "colocated", load, steps, None)
     check(load, both, 0)

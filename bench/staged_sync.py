@@ -31,11 +31,10 @@ REQUESTS, POLL_SECONDS, SWITCH = 16, 0.010, 1.2
 
 def make_model(folder: Path, hidden: int) -> int:
     """Writes a random Qwen2 model in float32; returns its bytes."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from bench.models import save_random_model
 
-    torch.manual_seed(0)
-    config = Qwen2Config(
+    return save_random_model(
+        folder,
         vocab_size=4000,
         hidden_size=hidden,
         intermediate_size=hidden * 11 // 4,
@@ -43,10 +42,7 @@ def make_model(folder: Path, hidden: int) -> int:
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=512,
-        tie_word_embeddings=False,
     )
-    Qwen2ForCausalLM(config).float().save_pretrained(folder)
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def rank_main(model: Path, rounds: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhpc.core.files import write_atomic
-from tools.demo_table import LEAST_AFTER_GRPO, ROOT, SEEDS, Result, run_demo
+from tools.demo_table import LEAST_AFTER_GRPO, ROOT, SEEDS, Result, accuracies, run_demo
 from tools.markers import rewrite
 
 CONFIGS = ROOT / "configs" / "algorithms"
@@ -41,8 +41,7 @@ def table(stored: Results) -> str:
 def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return "not run"
-    missed = "" if result["after"] >= LEAST_AFTER_GRPO else " (missed)"
-    return f"{result['before']:.1%} → {result['after']:.1%}{missed}"
+    return accuracies(result["before"], result["after"])
 
 
 def entry(result: Result) -> dict[str, Any]:

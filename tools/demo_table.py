@@ -66,6 +66,11 @@ def table(results: Sequence[Result], cores: int) -> str:
     return "\n".join([head, "| --- | --- | --- | --- | --- |", *rows]) + "\n"
 
 
+def accuracies(before: float, after: float, least: float = LEAST_AFTER_GRPO) -> str:
+    """Cell of a table: held-out accuracy before and after RL."""
+    return f"{before:.1%} → {after:.1%}{'' if after >= least else ' (missed)'}"
+
+
 def run_demo(seed: int, folder: Path, file: Path = CONFIG) -> Result:
     """Run the demo, or another config of its task, in ``folder`` and show its output."""
     keys = overrides(seed, folder / "inputs", file)

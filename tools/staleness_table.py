@@ -22,7 +22,7 @@ import yaml
 from rlhpc.core.files import write_atomic
 from rlhpc.core.folder import RunFolder
 from rlhpc.observe.metrics import read_records
-from tools.demo_table import CONFIG, ROOT, SEEDS, run_demo
+from tools.demo_table import CONFIG, ROOT, SEEDS, accuracies, run_demo
 
 RESULTS = ROOT / "docs" / "measurements" / "staleness.json"
 LEAST = 0.95
@@ -77,8 +77,7 @@ def table(stored: Results) -> str:
 def _cell(result: dict[str, Any] | None) -> str:
     if result is None:
         return "not run"
-    missed = "" if result["after_grpo"] >= LEAST else " (missed)"
-    return f"{result['after_warm_up']:.1%} → {result['after_grpo']:.1%}{missed}"
+    return accuracies(result["after_warm_up"], result["after_grpo"], LEAST)
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlhpc.api import Completion, Prompt, RewardResult, Sample
+from rlhpc.api import Prompt, Sample
 from rlhpc.core import env
 from rlhpc.rollout.collect import Collector, Draft
 from rlhpc.rollout.requests import Sampling, Task, blank_draft
@@ -33,20 +33,6 @@ pytestmark = [pytest.mark.ranks, pytest.mark.vllm, engines.cpu_only]
 SAMPLING = Sampling(max_tokens=40, temperature=1.0, top_p=1.0)
 SWITCHES = (24, 48)  # engine steps
 Place = tuple[int, int]
-
-
-class RewardWorkers:
-    """Finds every response good."""
-
-    def __init__(self) -> None:
-        self.keys: list[int] = []
-
-    def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
-        self.keys.append(key)
-
-    def results(self) -> dict[int, RewardResult]:
-        found, self.keys = {key: RewardResult(1.0) for key in self.keys}, []
-        return found
 
 
 def tasks(first: int) -> list[Task]:
@@ -90,7 +76,7 @@ def generate(engine: VllmEngine, folders: Sequence[Path], mode: str) -> Trace:
     """Twelve responses begun with each of three versions of the weights, to the same prompts."""
     engines.sync(engine, folders[0])
     engine.statistics()
-    collector, trace, version, steps = Collector(engine, SAMPLING, RewardWorkers(), 0), Trace(), 0, 0
+    collector, trace, version, steps = Collector(engine, SAMPLING, engines.GoodRewards(), 0), Trace(), 0, 0
     collector.begin(tasks(0))
     while collector.in_flight:
         if steps in SWITCHES:
@@ -126,7 +112,7 @@ def leave_and_continue(engine: VllmEngine, path: Path) -> tuple[list[Draft], lis
     """Drafts of all responses in flight after some steps, and those responses at their end. In between, others are
     answered alone."""
     engines.sync(engine, path)
-    collector = Collector(engine, SAMPLING, RewardWorkers(), 0)
+    collector = Collector(engine, SAMPLING, engines.GoodRewards(), 0)
     collector.begin([*tasks(0), *tasks(2)])
     collector.advance(30)
     collector.harvest()
@@ -147,7 +133,7 @@ def leave_and_continue(engine: VllmEngine, path: Path) -> tuple[list[Draft], lis
 def restore(engine: VllmEngine, path: Path, drafts: Sequence[Draft]) -> list[Sample]:
     """Those responses, continued by an engine that has done nothing else."""
     engines.sync(engine, path)
-    collector = Collector(engine, SAMPLING, RewardWorkers(), 1)
+    collector = Collector(engine, SAMPLING, engines.GoodRewards(), 1)
     collector.restore(drafts)
     collector.advance()
     return [scored.sample for scored in collector.harvest()]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from rlhpc.api import Completion, Prompt, RewardResult, Sample
+from rlhpc.api import Prompt, Sample
 from rlhpc.config.data import DataSection
 from rlhpc.config.rollout import RolloutSection, ToolSection
 from rlhpc.data.conversation import split_turns
@@ -33,20 +33,6 @@ COUNT = 32
 TURNS = 3
 
 
-class RewardWorkers:
-    """Finds every response good."""
-
-    def __init__(self) -> None:
-        self.keys: list[int] = []
-
-    def submit(self, key: int, prompt: Prompt, completion: Completion) -> None:
-        self.keys.append(key)
-
-    def results(self) -> dict[int, RewardResult]:
-        found, self.keys = {key: RewardResult(1.0) for key in self.keys}, []
-        return found
-
-
 def rollouts(folder: Path) -> dict[str, list[Sample]]:
     """The same responses: at once, with tools waited for every few steps, and taken back twice on their way."""
     path = folder / "model"
@@ -60,7 +46,7 @@ def rollouts(folder: Path) -> dict[str, list[Sample]]:
     tasks = [Task(i // 4, i % 4, prompt, blank_draft(prompt, 1), (0, 0, 0, i)) for i in range(COUNT)]
 
     def collector(version: int = 1) -> Collector:
-        return Collector(engine, Sampling(LENGTH, 1.0, 1.0), RewardWorkers(), version, tools)
+        return Collector(engine, Sampling(LENGTH, 1.0, 1.0), engines.GoodRewards(), version, tools)
 
     def finish(steps: int | None = None) -> list[Scored]:
         running = collector()

@@ -1,9 +1,10 @@
 """Kills a random rank of separate runs at random moments; each resumed run must equal an undisturbed one.
 
-python -m tests.trainer.separate_kills [--moments 20] [--seed 0] [--large]
+python -m tests.trainer.separate_kills [--moments 20] [--seed 0] [--large] [--chunks]
 
 ``--large``: hidden size 1024 in bfloat16, two threads a rank, where the batch of an engine's step
-changes bits of log-probs.
+changes bits of log-probs. ``--chunks``: an engine's step takes few tokens, so that prompts, and responses that are
+computed again, are split over steps. Before the kills, a second undisturbed run must equal the first.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from typing import Any
 
 from rlhpc.core.files import read_json
 from rlhpc.data import arithmetic
-from tests.helpers.runs import finish, records, run, start
+from tests.helpers.runs import ROOT, finish, records, run, start
 from tests.helpers.tiny_models import make_model
 from tests.helpers.waiting import until
 from tests.trainer.test_separate import PROMPTS, last_checkpoint, separate, steps_of
 
 STEPS = 12
+CHUNK = 40  # tokens of an engine's step with --chunks, for twelve responses of up to 28 tokens
 LARGE = {
     "model__dtype": "bfloat16",
     "resources__threads_per_rank": 2,
@@ -52,6 +54,26 @@ def _enlarge(model: Path) -> None:
     made = make_model(model.with_name("larger"), "qwen2", 0, vocab_size=vocabulary, head_dim=64, **sizes)
     for name in ("config.json", "model.safetensors"):
         shutil.copy(made / name, model / name)
+
+
+def take_few_tokens() -> None:
+    """Limits the tokens of an engine's step in this process. Called by sitecustomize."""
+    from rlhpc.rollout import vllm_arguments
+
+    unchanged = vllm_arguments.engine_arguments
+
+    def engine_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        return {**unchanged(*args, **kwargs), "max_num_batched_tokens": CHUNK}
+
+    vllm_arguments.engine_arguments = engine_arguments
+
+
+def split_over_steps(folder: Path) -> None:
+    """Makes all runs that this process starts take few tokens in an engine's step."""
+    folder.mkdir()
+    hook = "from tests.trainer.separate_kills import take_few_tokens\ntake_few_tokens()\n"
+    (folder / "sitecustomize.py").write_text(hook)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 
 def disturbed(config: Path, chance: random.Random, seconds: float) -> tuple[str, float]:
@@ -92,9 +114,12 @@ def main() -> None:
     parser.add_argument("--moments", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--large", action="store_true")
+    parser.add_argument("--chunks", action="store_true")
     options = parser.parse_args()
     chance, wrong = random.Random(options.seed), 0
     with tempfile.TemporaryDirectory() as name:
+        if options.chunks:
+            split_over_steps(Path(name) / "hook")
         straight, began = make_config(Path(name) / "straight", large=options.large), time.monotonic()
         code, output = run(straight)
         seconds = time.monotonic() - began
@@ -103,6 +128,12 @@ def main() -> None:
         step = _step_seconds(straight.parent / "run")
         assert expected[1][1] == STEPS * PROMPTS, expected[1][1]
         print(f"undisturbed: {seconds:.1f} s, {STEPS} steps", flush=True)
+        again = make_config(Path(name) / "again", large=options.large)
+        code, output = run(again)
+        assert code == 0, output
+        equal = (steps_of(again.parent), last_checkpoint(again.parent)) == expected
+        wrong += not equal
+        print(f"undisturbed again: {'bit-equal' if equal else 'DIFFERS'}", flush=True)
         for moment in range(options.moments):
             config = make_config(Path(name) / str(moment), large=options.large)
             where, taken = disturbed(config, chance, step)
@@ -110,7 +141,7 @@ def main() -> None:
             wrong += not equal
             print(f"{moment + 1:3d}  {where}: {'bit-equal' if equal else 'DIFFERS'}, {taken:.0f} s", flush=True)
             shutil.rmtree(config.parent, ignore_errors=equal)
-    print(f"{options.moments - wrong} of {options.moments} bit-equal, every prompt once")
+    print(f"{options.moments + 1 - wrong} of {options.moments + 1} runs bit-equal, every prompt once")
     sys.exit(wrong > 0)
 
 

@@ -28,6 +28,8 @@ class GenerationLoad:
     spread: float = 1.0  # of the logarithm of lengths
     sync_seconds: float = 0.0  # from the trained weights to engines that can take them over
     switch_seconds: float = 0.0  # in which an engine stands still to take them over
+    prefill_seconds: float = 0.0  # of each token of responses in flight that it then computes again
+    prompt_tokens: float = 0.0  # of a response, computed again with it
     kept: float = 1.0  # share of groups that the filter keeps
     jitter: float = 0.05  # spread of the duration of every single step
     seed: int = 0
@@ -93,7 +95,7 @@ class ModelEngine:
 
     slots: int
     steps: int = 0
-    running: list[tuple[int, int]] = field(default_factory=list)  # heap of (last step, group)
+    running: list[tuple[int, int, int]] = field(default_factory=list)  # heap of (last step, group, length)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (length, group)
     left: dict[int, int] = field(default_factory=dict)  # responses of each group that have not ended
 
@@ -105,6 +107,11 @@ class ModelEngine:
         self.left[group] = len(lengths)
         self.waiting.extend((length, group) for length in lengths)
         self._fill()
+
+    @property
+    def generated(self) -> int:
+        """Tokens so far of the running responses."""
+        return sum(self.steps - (last - length) for last, _, length in self.running)
 
     def until_end(self) -> int:
         """Steps until the next response ends."""
@@ -126,7 +133,7 @@ class ModelEngine:
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.slots:
             length, group = self.waiting.popleft()
-            heappush(self.running, (self.steps + length, group))
+            heappush(self.running, (self.steps + length, group, length))
 
 
 def colocated(load: GenerationLoad, *, steps: int = 10) -> Simulated:

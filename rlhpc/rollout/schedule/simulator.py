@@ -167,8 +167,10 @@ class _Separate(_Job):
                     self._reports[engine] += 1
                     schedule.switched(version)
                     self.version[engine] = version
-                    if self.load.switch_seconds:
-                        self.at(self.load.switch_seconds, "switched", engine)
+                    again = self._computed_again(engine)
+                    self.busy += again
+                    if seconds := self.load.switch_seconds + again:
+                        self.at(seconds, "switched", engine)
                         return
                 case Admit(group):
                     self._reports[engine] += 1
@@ -186,6 +188,14 @@ class _Separate(_Job):
                         return
                 case _:
                     return
+
+    def _computed_again(self, engine: int) -> float:
+        """Seconds of an engine for the KV cache of its responses in flight after a switch."""
+        if self.terms.in_flight != "recompute":
+            return 0.0
+        model = self.engines[engine]
+        tokens = model.generated + self.load.prompt_tokens * len(model.running)
+        return self.load.prefill_seconds * tokens
 
     def reported(self, engine: int, step: tuple[int, int], ended: Sequence[int]) -> None:
         self._reports[engine] += 1
