@@ -23,6 +23,7 @@ from rlhpc.observe.rank_numbers import Gathered, RankNumbers
 from rlhpc.observe.stragglers import Stragglers
 from rlhpc.observe.timeline_file import TimelineFile
 from rlhpc.parallel.waits import measure_waits
+from rlhpc.sharding.placement import placement_of
 from rlhpc.trainer.run import Run
 from rlhpc.trainer.step_data import StepData
 from rlhpc.trainer.step_histograms import RunHistograms
@@ -76,7 +77,7 @@ class Observer:
             if idle is not None:
                 metrics["trainers/idle_fraction"] = min(1.0, idle / seconds)
             if gathered is not None:
-                metrics |= gathered.metrics() | self._first.metrics(gathered, seconds, tokens or 0.0)
+                metrics |= gathered.metrics() | self._first.metrics(gathered, metrics, seconds, tokens or 0.0)
                 metrics |= self._first.throughput(phase, metrics)
             self._first.write(phase, step, total, metrics)
             if gathered is not None:
@@ -116,17 +117,26 @@ class _FirstRank:
         with self._cost_guard:
             self._cost = CostMeter(run.context.attempt, run.context.info.job_size)
 
-    def metrics(self, gathered: Gathered, seconds: float, tokens: float) -> Metrics:
-        """Metrics that follow from the numbers of all ranks in a step of ``seconds``."""
+    def metrics(self, gathered: Gathered, known: Metrics, seconds: float, tokens: float) -> Metrics:
+        """Metrics that follow from the numbers of all ranks in a step of ``seconds``, and from its ``known`` ones."""
         found, self._spans = own_cost_metrics(gathered), spans_of(gathered)
         with self._cost_guard:
             if self._cost is not None:
-                idle = sum(span.wait for rank in self._spans for span in rank)
-                found |= self._cost.add(idle, tokens).metrics()
+                found |= self._cost.add(self._idle_seconds(known, seconds), tokens).metrics()
         straggler = self._stragglers.add(loads_of(gathered), seconds)
         found["perf/straggler_rank"] = float(straggler.rank if straggler is not None else -1)
         found["perf/straggler_ratio"] = straggler.ratio if straggler is not None else 1.0
         return found
+
+    def _idle_seconds(self, known: Metrics, seconds: float) -> float:
+        """Seconds that all ranks have waited in a step, with engines on ranks of their own, too."""
+        trainers = known.get("trainers/idle_fraction")
+        waits = [span.wait for rank in self._spans for span in rank if trainers is None or span.phase != "rollout"]
+        if trainers is None:
+            return sum(waits)
+        placement = placement_of(self._run.config, self._run.context.info.job_size)
+        engines = known.get("engines/idle_fraction_mean", 0.0) * placement.engines.size
+        return sum(waits) + seconds * (trainers * placement.trainers.size + engines)
 
     def throughput(self, phase: str, metrics: Metrics) -> Metrics:
         """FLOPs, MFU and tokens per second of a step with these metrics."""

@@ -80,6 +80,9 @@ def test_staleness_0_equals_a_colocated_run(tmp_path: Path) -> None:
         assert {name: ours.get(name) for name in names} == {name: theirs[name] for name in names}
         assert ours["sampling/staleness_max"] == 0
     assert _validations(tmp_path / "separate") == _validations(tmp_path / "colocated")
+    steps = [record for record in records(tmp_path / "separate" / "run") if record["phase"] == "rl" and record["step"]]
+    waited = sum(record["perf/step_seconds"] * record["trainers/idle_fraction"] for record in steps[1:])
+    assert steps[-1]["cost/idle_gpu_hours"] - steps[0]["cost/idle_gpu_hours"] > waited / 3600
     ours, theirs = (last_checkpoint(tmp_path / name) for name in ("separate", "colocated"))
     assert ours == theirs
     assert ours[1] == STEPS * PROMPTS
