@@ -39,7 +39,8 @@ class Lend:
 
 @dataclass(frozen=True)
 class TakeBack:
-    """Take back the requests that ``lender`` has, waiting for them if need be; then call ``taken_back``."""
+    """Take back the requests that ``lender`` has, waiting for them if need be: in the order in which it got them, those
+    whose turn has ended as ended now, the others continued after the engine's own. Then call ``taken_back``."""
 
     lender: int
 

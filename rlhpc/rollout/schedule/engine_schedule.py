@@ -46,7 +46,7 @@ class EngineSchedule:
         """``state``: what ``state()`` returned when this engine switched to the version that is resumed."""
         state = first_state() if state is None else state
         self._terms, self._engine = terms, engine
-        self._lenders = terms.lenders_of(engine) if terms.lend else range(0)
+        self._lenders = terms.lenders_of(engine)
         self.version: int = state["version"]
         self.clock: int = state["clock"]
         self._requests: int = state["requests"]
@@ -122,7 +122,8 @@ class EngineSchedule:
                 if unknown <= clock:
                     return self._await()
         if self._lends:
-            return Lend(min(self._requests // parts, terms.slots), window)
+            each = min(self._requests // parts, terms.slots)
+            return Lend(each, window if each else 0)
         if self._requests:
             self._clear = min(switch, call, opening, unknown)
             return EngineStep()

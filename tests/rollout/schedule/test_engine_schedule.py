@@ -12,7 +12,8 @@ from rlhpc.rollout.schedule.actions import Admit, Answer, AwaitNews, EngineStep,
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
 from rlhpc.rollout.schedule.states import first_state, redistributed
 from rlhpc.rollout.schedule.terms import Costs, Terms
-from tests.rollout.schedule.worlds import Job, Work, check_rule, plain, terms_by
+from tests.rollout.schedule.central_rule import plain
+from tests.rollout.schedule.worlds import Job, Work, check_rule, terms_by
 
 
 def case(seed: int) -> tuple[Terms, Work]:

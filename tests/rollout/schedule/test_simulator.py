@@ -9,7 +9,8 @@ import pytest
 from rlhpc.rollout.schedule.generation_load import GenerationLoad, SampledLengths, colocated, makespan, shortest_step
 from rlhpc.rollout.schedule.simulator import _Separate, arrival, separate
 from rlhpc.rollout.schedule.terms import Costs, Terms
-from tests.rollout.schedule.worlds import Work, plain
+from tests.rollout.schedule.central_rule import plain
+from tests.rollout.schedule.worlds import Work
 
 LOAD = GenerationLoad(4, 32, 8, 64, 0.05, 1e-4, train_seconds=4.2, mean_tokens=80, most_tokens=480, switch_seconds=0.05)
 

@@ -1,4 +1,4 @@
-"""Engines in virtual time: a model of one, the rule applied centrally, and the same by engines that know only news."""
+"""Engines in virtual time: a model of one, and a job of engines that know only each other's news."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import inf
 from typing import Any
 
-from rlhpc.rollout.schedule.actions import Admit, Answer, AwaitNews, End, EngineStep, Switch
+from rlhpc.rollout.schedule.actions import Admit, Answer, AwaitNews, End, EngineStep, Lend, Switch, TakeBack
 from rlhpc.rollout.schedule.batches import Batches
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
 from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Costs, Terms
 
 Log = list[tuple]
+Request = tuple[int, list[int]]  # a group, tokens of each turn that is left
 
 
-def terms_by(rng: random.Random) -> Terms:
+def terms_by(rng: random.Random, lenders: int = 0) -> Terms:
     """Random terms, small enough for hundreds of runs a second."""
     size = rng.randint(1, 6)
     filtered = rng.random() < 0.5
     costs = Costs(
         step=rng.choice([0, 1, 7, 50]), sequence=rng.choice([1, 3]), train=rng.choice([1, 5, 60, 300, 2000]),
-        tool=rng.choice([0, 1, 20, 400]),
+        tool=rng.choice([0, 1, 20, 400]), lend=rng.choice([0, 2, 30, 200, 1500]) if lenders else 0,
     )  # fmt: skip
     return Terms(
         engines=rng.randint(1, 8),
@@ -35,8 +35,9 @@ def terms_by(rng: random.Random) -> Terms:
         steps=rng.randint(1, 7),
         slots=rng.randint(1, 6),
         costs=costs,
-        in_flight=rng.choice(["recompute", "keep", "finish"]),
+        in_flight="recompute" if lenders else rng.choice(["recompute", "keep", "finish"]),
         filtered=filtered,
+        lenders=lenders,
         batch_limit=rng.choice([0, size, 3 * size]) if filtered else 0,
     )
 
@@ -76,8 +77,8 @@ class FakeEngine:
     """Requests of an engine, the first ``slots`` of which run; each a group and its turns."""
 
     slots: int
-    requests: list[tuple[int, list[int]]] = field(default_factory=list)
-    calling: dict[int, tuple[int, list[int]]] = field(default_factory=dict)
+    requests: list[Request] = field(default_factory=list)
+    calling: dict[int, Request] = field(default_factory=dict)
     left: dict[int, int] = field(default_factory=dict)  # responses of each group that have not ended
     keys: int = 0
 
@@ -103,6 +104,22 @@ class FakeEngine:
         self.requests.append((group, turns))
         return []
 
+    def withdraw(self, each: int, bundles: int) -> list[list[Request]]:
+        """Bundles of so many requests each, the last ones, in order."""
+        first = len(self.requests) - each * bundles
+        taken, self.requests = self.requests[first:], self.requests[:first]
+        return [taken[place * each : (place + 1) * each] for place in range(bundles)]
+
+    def take_back(self, requests: list[Request]) -> tuple[list[int], list[int]]:
+        """(ended groups, calls) of those whose turn has ended; the others are continued."""
+        ended, calls = [], []
+        for group, turns in requests:
+            if turns[0]:
+                self.requests.append((group, turns))
+            else:
+                ended += self._end_turn(group, turns, calls)
+        return ended, calls
+
     def _end_turn(self, group: int, turns: list[int], calls: list[int]) -> list[int]:
         del turns[0]
         if not turns:
@@ -117,90 +134,49 @@ class FakeEngine:
         return [] if self.left[group] else [group]
 
 
-def plain(terms: Terms, work: Work) -> tuple[list[Log], list]:
-    """The rule with everything known: the engine whose next action is the earliest acts. Returns each engine's log and
-    the batches."""
-    costs, engines = terms.costs, [FakeEngine(terms.slots) for _ in range(terms.engines)]
-    logs: list[Log] = [[] for _ in engines]
-    clock, version = [0] * terms.engines, [0] * terms.engines
-    group, calls = list(range(terms.engines)), [[] for _ in engines]
-    due, firsts, ends = [0], [0], {}
-    batches, closed = Batches(terms), []
+def generate_lent(costs: Costs, bundle: list[Request], window: int) -> list[Request]:
+    """What a lender returns."""
+    clock, running = 0, list(bundle)
+    while running and clock < window:
+        clock += costs.engine_step(len(running))
+        for _, turns in running:
+            turns[0] -= 1
+        running = [request for request in running if request[1][0]]
+    return bundle
 
-    def end(engine: int, ended: list[int]) -> None:
-        for one in ended:
-            ends[one] = clock[engine]
-            batches.judge(one, work.keeps(one) or not terms.filtered)
-        while len(due) <= terms.steps and (batch := batches.close()) is not None:
-            last = max(ends[one] for one in range(batch.first, batch.end))
-            closed.append(batch)
-            due.append(max(due[-1], last) + costs.train)
-            firsts.append(batch.end)
 
-    def latest_step(one: int, engine: int, when: float) -> int:
-        """Of a group, as it is known at a time: what is not known to be dropped counts as kept."""
-        step, kept, seen = version[engine], 0, 0
-        for former in range(firsts[step], one):
-            dropped = former in ends and not work.keeps(former) and terms.filtered
-            kept += not (dropped and ends[former] + costs.train <= when)
-            seen += 1
-            if kept == terms.groups_per_step or seen == terms.batch_limit:
-                step, kept, seen = step + 1, 0, 0
-        return step
+class Trainers:
+    """When the job's trainers generate and train: step v once each lender has had its requests of version v."""
 
-    def opens(engine: int, when: float) -> bool:
-        last = min(version[engine] + terms.max_staleness, terms.steps - 1)
-        return latest_step(group[engine], engine, when) <= last
+    def __init__(self, terms: Terms, published: int, rng: random.Random) -> None:
+        self._terms, self._rng, self.published = terms, rng, published
+        engines = {terms.engine_of(lender) for lender in range(terms.lenders)}
+        self._lent = dict.fromkeys(engines, published - 1)  # newest version with which an engine has lent
+        self._bundles: dict[int, tuple[list[Request], int]] = {}  # lender -> requests, time
+        self._returned: dict[int, list[Request]] = {}
 
-    def waits(engine: int) -> bool:
-        """Whether it takes on no more until it has switched."""
-        next_due = due[version[engine] + 1] if version[engine] + 1 < len(due) else inf
-        return terms.in_flight == "finish" and next_due <= clock[engine]
+    def lend(self, engine: int, version: int, bundles: list[list[Request]], window: int) -> None:
+        """Has requests from an engine for its lenders, or none."""
+        assert version == self._lent[engine] + 1 == self.published, "once per version, before it is trained on"
+        assert not self._bundles.keys() & {*self._terms.lenders_of(engine)}
+        self._lent[engine] = version
+        for lender, bundle in zip(self._terms.lenders_of(engine), bundles, strict=False):
+            self._bundles[lender] = bundle, window
 
-    def when(engine: int) -> float:
-        if version[engine] == terms.steps:
-            return inf
-        if engines[engine].requests:
-            return clock[engine]
-        times = [call for call, _ in calls[engine][:1]]
-        if version[engine] + 1 < len(due):
-            times.append(due[version[engine] + 1])
-        if waits(engine):
-            return max(clock[engine], *times[:1]) if calls[engine] else clock[engine]
-        moments = [clock[engine], *(ends[one] + costs.train for one in ends if one < group[engine])]
-        times += [moment for moment in sorted(moments) if moment >= clock[engine] and opens(engine, moment)][:1]
-        return max(clock[engine], min(times, default=inf))
+    def generate(self, delay: float) -> None:
+        """Lets some lenders do their work."""
+        for lender in list(self._bundles):
+            if self._rng.random() > delay:
+                self._returned[lender] = generate_lent(self._terms.costs, *self._bundles.pop(lender))
 
-    def act(engine: int) -> None:
-        log, model, now = logs[engine], engines[engine], clock[engine]
-        next_due = due[version[engine] + 1] if version[engine] + 1 < len(due) else inf
-        idle = not model.requests and not calls[engine]
-        if next_due <= now and (idle or not waits(engine)):
-            version[engine] += 1
-            log.append((now, "switch", version[engine]))
-        elif calls[engine] and calls[engine][0][0] <= now:
-            key = calls[engine].pop(0)[1]
-            log.append((now, "answer", key))
-            end(engine, model.answer(key))
-        elif len(model.requests) < terms.slots and not waits(engine) and opens(engine, now):
-            log.append((now, "admit", group[engine]))
-            model.admit(group[engine], work.turns(group[engine]))
-            group[engine] += terms.engines
-        elif model.requests:
-            requests, ended, called = model.step()
-            log.append((now, "step", requests))
-            clock[engine] += costs.engine_step(requests)
-            calls[engine] += [(clock[engine] + costs.tool, key) for key in called]
-            end(engine, ended)
+    def returned(self, lender: int) -> list[Request] | None:
+        """What a lender returns, if it has."""
+        return self._returned.pop(lender, None)
 
-    while True:
-        times = [when(engine) for engine in range(terms.engines)]
-        engine = times.index(min(times))
-        if times[engine] == inf:
-            assert version == [terms.steps] * terms.engines, f"nothing to do at versions {version}"
-            return logs, closed
-        clock[engine] = int(times[engine])
-        act(engine)
+    @property
+    def may_train(self) -> bool:
+        """Whether all lenders have done their work of this step."""
+        return not self._bundles and all(version == self.published for version in self._lent.values())
 
 
 class Job:
@@ -208,6 +184,8 @@ class Job:
 
     Only what is posted goes from one engine to another, as JSON. ``kills``: how often all are killed.
     """
+
+    schedule_type = EngineSchedule
 
     def __init__(
         self, terms: Terms, work: Work, seed: int, kills: int = 0, states: Sequence[dict[str, Any]] | None = None
@@ -219,11 +197,12 @@ class Job:
         self.restarts = 0
         states = states or [first_state()] * terms.engines
         version, first = states[0]["version"], states[0]["first"]
-        schedules = [EngineSchedule(terms, engine, state) for engine, state in enumerate(states)]
+        schedules = [self.schedule_type(terms, engine, state) for engine, state in enumerate(states)]
         self._begin(schedules, Batches(terms, version, first), version)
 
     def _begin(self, schedules: list[EngineSchedule], batches: Batches, published: int) -> None:
-        self.schedules, self.batches, self.published = schedules, batches, published
+        self.schedules, self.batches = schedules, batches
+        self.trainers = Trainers(self.terms, published, self.rng)
         self.board: list[list[dict]] = [[] for _ in schedules]
         self.verdicts = [{group: self.rng.random() for group in schedule.unjudged} for schedule in schedules]
         self.speed = [self.rng.random() ** 2 + 0.01 for _ in schedules]
@@ -238,24 +217,27 @@ class Job:
     def run(self) -> list[Log]:
         idle = 0
         while not all(self.ended):
-            before = [len(log) for log in self.logs], [len(posts) for posts in self.board], self.published
+            before = self._progress()
             for _ in range(8):
                 self._act(self.rng.choices(range(len(self.schedules)), self.speed)[0])
             self._train()
-            after = [len(log) for log in self.logs], [len(posts) for posts in self.board], self.published
-            idle = 0 if after != before else idle + 1
+            idle = 0 if self._progress() != before else idle + 1
             assert idle < 3000, f"deadlock: {self.terms}"
             if self.restarts < self.kills and self.rng.random() < 0.02:
                 self._kill()
         return self.logs
 
+    def _progress(self) -> tuple:
+        return [len(log) for log in self.logs], [len(posts) for posts in self.board], self.trainers.published
+
     def _act(self, engine: int) -> None:
+        self._judge(engine)
+        self._do(engine)
+        if self.rng.random() < 0.1:
+            self._read(engine)
+
+    def _do(self, engine: int) -> None:
         schedule, model, log = self.schedules[engine], self.models[engine], self.logs[engine]
-        for group in list(self.verdicts[engine]):
-            if self.rng.random() > self.delay:
-                del self.verdicts[engine][group]
-                schedule.judged(group, self.work.keeps(group))
-                self.batches.judge(group, self.work.keeps(group))
         if schedule.has_news and self.rng.random() > self.delay:
             self.board[engine].append(json.loads(json.dumps(schedule.news())))
         action = schedule.next()
@@ -263,7 +245,7 @@ class Job:
         clock = schedule.clock
         match action:
             case Switch(version):
-                if version <= self.published:
+                if version <= self.trainers.published:
                     log.append((clock, "switch", version))
                     schedule.switched(version)
                     self._save(engine)
@@ -276,6 +258,8 @@ class Job:
                 ended = model.answer(key)
                 schedule.answered(key, left=len(model.requests), ended=ended)
                 self._end(engine, ended)
+            case Lend() | TakeBack():
+                self._lend(engine, action)
             case EngineStep():
                 requests, ended, calls = model.step()
                 log.append((clock, "step", requests))
@@ -285,8 +269,26 @@ class Job:
                 self._read(engine)
             case End():
                 self.ended[engine] = True
-        if self.rng.random() < 0.1:
-            self._read(engine)
+
+    def _lend(self, engine: int, action: Lend | TakeBack) -> None:
+        schedule, model, log = self.schedules[engine], self.models[engine], self.logs[engine]
+        if isinstance(action, Lend):
+            log.append((schedule.clock, "lend", (action.requests, action.nanoseconds)))
+            bundles = model.withdraw(action.requests, len(self.terms.lenders_of(engine)))
+            self.trainers.lend(engine, schedule.version, bundles if action.requests else [], action.nanoseconds)
+            schedule.lent(action.requests, left=len(model.requests))
+        elif (returned := self.trainers.returned(action.lender)) is not None:
+            log.append((schedule.clock, "take back", action.lender))
+            ended, calls = model.take_back(returned)
+            schedule.taken_back(action.lender, left=len(model.requests), ended=ended, calls=calls)
+            self._end(engine, ended)
+
+    def _judge(self, engine: int) -> None:
+        for group in list(self.verdicts[engine]):
+            if self.rng.random() > self.delay:
+                del self.verdicts[engine][group]
+                self.schedules[engine].judged(group, self.work.keeps(group))
+                self.batches.judge(group, self.work.keeps(group))
 
     def _read(self, engine: int) -> None:
         for other, posts in enumerate(self.board):
@@ -302,13 +304,16 @@ class Job:
                 self.batches.judge(group)
 
     def _train(self) -> None:
-        if self.rng.random() < self.delay or self.published == self.terms.steps:
+        self.trainers.generate(self.delay)
+        if self.rng.random() < self.delay or self.trainers.published == self.terms.steps:
+            return
+        if not self.trainers.may_train:
             return
         batch = self.batches.close()
         if batch is not None:
             self.closed.append(batch)
-            assert batch.number == self.published
-            self.published += 1
+            assert batch.number == self.trainers.published
+            self.trainers.published += 1
 
     def _save(self, engine: int) -> None:
         schedule = self.schedules[engine]
@@ -325,7 +330,7 @@ class Job:
         states = [json.loads(self.saved[version][engine][0]) for engine in range(self.terms.engines)]
         self.models = [copy.deepcopy(self.saved[version][engine][1]) for engine in range(self.terms.engines)]
         self.logs = [list(self.saved[version][engine][2]) for engine in range(self.terms.engines)]
-        schedules = [EngineSchedule(self.terms, engine, state) for engine, state in enumerate(states)]
+        schedules = [self.schedule_type(self.terms, engine, state) for engine, state in enumerate(states)]
         self.saved = {known: saved for known, saved in self.saved.items() if known <= version}
         self._begin(schedules, Batches(self.terms, version, states[0]["first"]), version)
 
