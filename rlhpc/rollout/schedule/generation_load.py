@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from math import log, sqrt
+from operator import itemgetter
 
 from rlhpc.rollout.schedule.terms import Costs
+
+Bundle = list[tuple[int, int]]  # requests: steps until each ends, its group
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class GenerationLoad:
     prefill_seconds: float = 0.0  # of each token of responses in flight that it then computes again
     prompt_tokens: float = 0.0  # of a response, computed again with it
     kept: float = 1.0  # share of groups that the filter keeps
+    lenders: int = 0  # engines of the trainers' ranks, if these generate while they would wait
+    lend_overhead_seconds: float = 0.0  # in which these ranks neither train nor generate, to change over
     jitter: float = 0.05  # spread of the duration of every single step
     seed: int = 0
 
@@ -40,10 +45,10 @@ class GenerationLoad:
         tokens = self.groups_per_step / self.kept * self.samples_per_group * SampledLengths(self).mean
         return tokens / (self.engines * self.slots) * (self.step_seconds + self.sequence_seconds * self.slots)
 
-    def costs(self, wrong: float = 1.0) -> Costs:
-        """Constants of virtual time, with trainers' time wrong by a factor."""
+    def costs(self, wrong: float = 1.0, lend: float = 0.0) -> Costs:
+        """Constants of virtual time, with trainers' time wrong by a factor. ``lend``: in which their ranks generate."""
         train = (self.train_seconds + self.sync_seconds) * wrong
-        return Costs.of_seconds(self.step_seconds, self.sequence_seconds, train)
+        return Costs.of_seconds(self.step_seconds, self.sequence_seconds, train, lend=lend)
 
 
 def reduced(load: GenerationLoad, most_responses: int = 4096) -> GenerationLoad:
@@ -95,9 +100,10 @@ class ModelEngine:
 
     slots: int
     steps: int = 0
-    running: list[tuple[int, int, int]] = field(default_factory=list)  # heap of (last step, group, length)
+    running: list[tuple[int, int, int, int]] = field(default_factory=list)  # heap of (last step, place, group, length)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (length, group)
     left: dict[int, int] = field(default_factory=dict)  # responses of each group that have not ended
+    places: int = 0  # taken in the order in which requests run
 
     @property
     def requests(self) -> int:
@@ -110,8 +116,8 @@ class ModelEngine:
 
     @property
     def generated(self) -> int:
-        """Tokens so far of the running responses."""
-        return sum(self.steps - (last - length) for last, _, length in self.running)
+        """Tokens so far of the running responses, of those that lenders have returned since then."""
+        return sum(self.steps - (last - length) for last, *_, length in self.running)
 
     def until_end(self) -> int:
         """Steps until the next response ends."""
@@ -122,18 +128,54 @@ class ModelEngine:
         self.steps += steps
         ended = []
         while self.running and self.running[0][0] <= self.steps:
-            group = heappop(self.running)[1]
-            self.left[group] -= 1
-            if not self.left[group]:
-                del self.left[group]
-                ended.append(group)
+            ended += self._end(heappop(self.running)[2])
         self._fill()
         return ended
+
+    def withdraw(self, each: int, lenders: int) -> list[Bundle]:
+        """Takes the last requests away, so many for each lender."""
+        count = each * lenders
+        found = [self.waiting.pop() for _ in range(min(count, len(self.waiting)))][::-1]
+        if len(found) < count:
+            self.running.sort(key=itemgetter(1))
+            first = len(self.running) - (count - len(found))
+            found = [(last - self.steps, group) for last, _, group, _ in self.running[first:]] + found
+            del self.running[first:]
+            heapify(self.running)
+        return [found[place * each : (place + 1) * each] for place in range(lenders)]
+
+    def take_back(self, bundle: Bundle) -> list[int]:
+        """Has requests again, of which those that have 0 steps left have ended. Returns the groups that have ended."""
+        ended = [group for length, one in bundle if not length for group in self._end(one)]
+        self.waiting.extend(request for request in bundle if request[0])
+        self._fill()
+        return ended
+
+    def _end(self, group: int) -> list[int]:
+        """A response has ended, and perhaps its group."""
+        self.left[group] -= 1
+        if self.left[group]:
+            return []
+        del self.left[group]
+        return [group]
 
     def _fill(self) -> None:
         while self.waiting and len(self.running) < self.slots:
             length, group = self.waiting.popleft()
-            heappush(self.running, (self.steps + length, group, length))
+            self.places += 1
+            heappush(self.running, (self.steps + length, self.places, group, length))
+
+
+def lent_steps(costs: Costs, bundle: Bundle, window: int) -> Iterator[tuple[int, int]]:
+    """Yields how many steps of how many requests a lender makes, until the first that reaches the virtual time
+    ``window`` or has no request left."""
+    lengths, clock, done = sorted(length for length, _ in bundle), 0, 0
+    while lengths and clock < window:
+        cost = costs.engine_step(len(lengths))
+        steps = min(lengths[0] - done, -((clock - window) // cost))
+        yield steps, len(lengths)
+        clock, done = clock + steps * cost, done + steps
+        lengths = [length for length in lengths if length > done]
 
 
 def colocated(load: GenerationLoad, *, steps: int = 10) -> Simulated:

@@ -7,144 +7,47 @@ real times: the load's, with jitter. Times are in seconds.
     arrival    the same bound of staleness, but each engine switches as soon as new weights are there: not deterministic
 
 ``colocated`` is in ``generation_load.py``: a colocated run has other engines and another training time than a separate
-one on as many GPUs, and so a load of its own. Trainers' ranks that generate while they would idle are not simulated.
+one on as many GPUs, and so a load of its own.
 """
 
 from __future__ import annotations
 
-import random
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
-from heapq import heappop, heappush
-from math import sqrt
+from operator import itemgetter
 
-from rlhpc.rollout.schedule.actions import Admit, AwaitNews, EngineStep, Switch
-from rlhpc.rollout.schedule.batches import Batches
+from rlhpc.rollout.schedule.actions import Admit, AwaitNews, EngineStep, Lend, Switch, TakeBack
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule, News
-from rlhpc.rollout.schedule.generation_load import GenerationLoad, ModelEngine, SampledLengths, Simulated
-from rlhpc.rollout.schedule.terms import Costs, InFlight, Terms
+from rlhpc.rollout.schedule.generation_load import Bundle, GenerationLoad, Simulated, lent_steps
+from rlhpc.rollout.schedule.simulated_job import SimulatedJob
+from rlhpc.rollout.schedule.terms import Costs, InFlight
+
+_LENT_SHARES = (0.5, 0.6, 0.7, 0.8, 0.9)  # of the time that trainers would wait
+_AS_SHORT = 1.02  # times the shortest step
 
 
-class _Job(ABC):
-    """Engines and trainers in real time. Subclasses decide when an engine starts groups and switches."""
-
-    def __init__(self, load: GenerationLoad, max_staleness: int, steps: int, warm: int) -> None:
-        self.load, self.steps, self.warm, self.most = load, steps, warm, max_staleness
-        self.now, self.published, self.training = 0.0, 0, False
-        self.trained = 0
-        self.lengths, self.rng = SampledLengths(load), random.Random(load.seed + 1)
-        self.engines = [ModelEngine(load.slots) for _ in range(load.engines)]
-        self.version = [0] * load.engines
-        self.started: dict[int, int] = {}  # group -> version of its first tokens
-        self.terms = Terms(
-            engines=load.engines,
-            groups_per_step=load.groups_per_step,
-            max_staleness=max_staleness,
-            steps=steps + max_staleness + 2,  # the engines are never short of work
-            slots=load.slots,
-            costs=load.costs(),
-            filtered=load.kept < 1,
-        )
-        self.batches = Batches(self.terms)
-        self.busy = self.train_busy = 0.0
-        self.marks: list[tuple[float, float, float]] = []
-        self.staleness: list[int] = []
-        self._events: list[tuple[float, int, str, int, tuple[int, int] | None]] = []
-        self._count = 0
-        self._mean_batch = load.groups_per_step * load.samples_per_group * self.lengths.mean
-
-    def run(self) -> Simulated:
-        for engine in range(self.load.engines):
-            self.proceed(engine)
-        while len(self.marks) < self.steps:
-            self.now, _, kind, engine, step = heappop(self._events)
-            if kind == "stepped" and step is not None:
-                ended = self.engines[engine].advance(step[0])
-                self.reported(engine, step, ended)
-                for group in ended:
-                    self.batches.judge(group, self.keeps(group))
-                self._train()
-                self.proceed(engine)
-            elif kind == "switched":
-                self.proceed(engine)
-            elif kind == "trained":
-                self.marks.append((self.now, self.busy, self.train_busy))
-                self.training = False
-                self.at(self.load.sync_seconds, "published")
-                self._train()
-            else:
-                self.published += 1
-                self.new_weights()
-        return self._result()
-
-    def keeps(self, group: int) -> bool:
-        return self.load.kept >= 1 or random.Random(f"{self.load.seed} {group}").random() < self.load.kept
-
-    def at(self, seconds: float, kind: str, engine: int = 0, step: tuple[int, int] | None = None) -> None:
-        """Schedules an event."""
-        self._count += 1
-        heappush(self._events, (self.now + seconds, self._count, kind, engine, step))
-
-    def admit(self, engine: int, group: int) -> None:
-        self.engines[engine].admit(group, self.lengths[group])
-        self.started[group] = self.version[engine]
-
-    def step(self, engine: int, steps: int) -> None:
-        """Lets an engine make so many steps, in none but the last of which a response ends."""
-        requests = len(self.engines[engine].running)
-        seconds = steps * (self.load.step_seconds + self.load.sequence_seconds * requests) * self.jitter(steps)
-        self.busy += seconds
-        self.at(seconds, "stepped", engine, (steps, requests))
-
-    def jitter(self, steps: int = 1) -> float:
-        return max(0.1, self.rng.gauss(1.0, self.load.jitter / sqrt(steps)))
-
-    @abstractmethod
-    def proceed(self, engine: int) -> None:
-        """Lets an idle engine do what it may."""
-
-    @abstractmethod
-    def reported(self, engine: int, step: tuple[int, int], ended: Sequence[int]) -> None:
-        """An engine has made steps."""
-
-    @abstractmethod
-    def new_weights(self) -> None:
-        """A version is there."""
-
-    def _train(self) -> None:
-        if self.training or (batch := self.batches.close()) is None:
-            return
-        tokens = sum(sum(self.lengths[group]) for group in batch.kept)
-        seconds = self.load.train_seconds * tokens / self._mean_batch * self.jitter()
-        self.train_busy, self.training = self.train_busy + seconds, True
-        self.staleness += [batch.number - self.started[group] for group in batch.kept]
-        self.at(seconds, "trained")
-
-    def _result(self) -> Simulated:
-        begin, end = self.marks[self.warm - 1], self.marks[-1]
-        seconds = end[0] - begin[0]
-        return Simulated(
-            seconds / (len(self.marks) - self.warm),
-            idle_engines=max(0.0, 1 - (end[1] - begin[1]) / (seconds * self.load.engines)),
-            idle_trainers=max(0.0, 1 - (end[2] - begin[2]) / seconds),
-            staleness=sum(self.staleness) / len(self.staleness),
-            max_staleness=max(self.staleness),
-        )
-
-
-class _Separate(_Job):
+class _Separate(SimulatedJob):
     """The engines' own schedules."""
 
     def __init__(self, load: GenerationLoad, terms: tuple[int, int, int], costs: Costs, in_flight: InFlight) -> None:
         super().__init__(load, *terms)
-        self.terms = replace(self.terms, costs=costs, in_flight=in_flight)
+        lenders = load.lenders if costs.lend else 0
+        self.terms = replace(self.terms, costs=costs, in_flight=in_flight, lenders=lenders)
         self._schedules = [EngineSchedule(self.terms, engine) for engine in range(load.engines)]
         self._waiting: set[int] = set()  # for news
         self._lacking: set[int] = set()  # weights
         self._posted: list[tuple[int, News | None]] = [(-1, None)] * load.engines
         self._reports = [0] * load.engines  # number of each engine's reports
         self._read = [[-1] * load.engines for _ in range(load.engines)]
+        self._lent: dict[int, tuple[Bundle, int]] = {}  # lender -> requests, virtual time
+        self._generating: dict[int, Bundle] = {}  # as they will be returned
+        self._returned: dict[int, Bundle] = {}
+        self._awaited: dict[int, int] = {}  # lender -> engine that waits for it
+        self._lenders_done, self._changed_over = 0, False
+
+    def begin(self) -> None:
+        self.trainers_free()
+        super().begin()
 
     def proceed(self, engine: int) -> None:
         todo = [engine]
@@ -182,6 +85,15 @@ class _Separate(_Job):
                     news = self.terms.costs.train // 4 // cost + 1  # as often as the others hear of it
                     self.step(engine, min(model.until_end(), schedule.steps_ahead(len(model.running)), news))
                     return
+                case Lend(each, window):
+                    self._reports[engine] += 1
+                    self._lend(engine, each, window)
+                case TakeBack(lender):
+                    if lender not in self._returned:
+                        self._awaited[lender] = engine
+                        return
+                    self._reports[engine] += 1
+                    self._take_back(engine, lender)
                 case AwaitNews():
                     if not sum(self._learn(engine, other) for other in range(self.load.engines)):
                         self._waiting.add(engine)
@@ -201,9 +113,61 @@ class _Separate(_Job):
         self._reports[engine] += 1
         schedule, (steps, requests) = self._schedules[engine], step
         schedule.stepped(requests, left=self.engines[engine].requests, ended=ended, times=steps)
+        self._judge(engine, ended)
+
+    def _judge(self, engine: int, ended: Sequence[int]) -> None:
         if self.terms.filtered:
             for group in ended:
-                schedule.judged(group, self.keeps(group))
+                self._schedules[engine].judged(group, self.keeps(group))
+
+    def _lend(self, engine: int, each: int, window: int) -> None:
+        schedule, model, lenders = self._schedules[engine], self.engines[engine], self.terms.lenders_of(engine)
+        bundles = model.withdraw(each, len(lenders))
+        schedule.lent(each, left=model.requests)
+        for lender, bundle in zip(lenders, bundles, strict=True):
+            self._lent[lender] = bundle, window
+            self._generate(lender)
+
+    def _take_back(self, engine: int, lender: int) -> None:
+        model = self.engines[engine]
+        ended = model.take_back(self._returned.pop(lender))
+        self._schedules[engine].taken_back(lender, left=model.requests, ended=ended)
+        self._judge(engine, ended)
+        self.end(ended)
+
+    def trainers_free(self) -> None:
+        if self.terms.lenders:
+            self._lenders_done, self._changed_over = 0, False
+            self.at(self.load.lend_overhead_seconds, "lender", -1)
+
+    @property
+    def may_train(self) -> bool:
+        return self._lenders_done == self.terms.lenders
+
+    def lender_event(self, number: int) -> None:
+        if number < 0:  # the trainers' ranks have the weights and can generate
+            self._changed_over = True
+            for lender in sorted(self._lent):
+                self._generate(lender)
+            return
+        self._lenders_done += 1
+        if number in self._generating:
+            self._returned[number] = self._generating.pop(number)
+        self.train()
+        if number in self._awaited:
+            self.proceed(self._awaited.pop(number))
+
+    def _generate(self, lender: int) -> None:
+        """Lets a lender generate until it has nothing to do or its time is over, if its ranks do not train."""
+        if not self._changed_over:
+            return
+        (bundle, window), seconds, done = self._lent.pop(lender), 0.0, 0
+        for steps, requests in lent_steps(self.terms.costs, bundle, window):
+            seconds, done = seconds + self.step_seconds(steps, requests), done + steps
+        if bundle:
+            self._generating[lender] = [(max(0, length - done), group) for length, group in bundle]
+        self.train_busy += seconds / self.terms.lenders
+        self.at(seconds, "lender", lender)
 
     def new_weights(self) -> None:
         lacking, self._lacking = sorted(self._lacking), set()
@@ -225,7 +189,7 @@ class _Separate(_Job):
         return True
 
 
-class _Arrival(_Job):
+class _Arrival(SimulatedJob):
     """Engines that switch as soon as new weights are there."""
 
     def __init__(self, load: GenerationLoad, terms: tuple[int, int, int]) -> None:
@@ -262,6 +226,12 @@ class _Arrival(_Job):
         for engine in sorted(self._idle):
             self.proceed(engine)
 
+    def trainers_free(self) -> None:
+        """They wait."""
+
+    def lender_event(self, number: int) -> None:
+        """There are none."""
+
     def _may_start(self, engine: int) -> bool:
         group = self._next[engine]
         before = sum(dropped < group for dropped in self._dropped) if self._dropped else 0
@@ -277,8 +247,24 @@ def separate(
     steps: int = 14,
     warm: int = 4,
 ) -> Simulated:
-    """A separate placement with the deterministic schedule; ``costs``: its constants, the load's by default."""
+    """A separate placement with the deterministic schedule; ``costs``: its constants, the load's by default. The load's
+    lenders generate if these give them time."""
     return _Separate(load, (max_staleness, steps, warm), costs or load.costs(), in_flight).run()
+
+
+def with_lending(
+    load: GenerationLoad, max_staleness: int, *, steps: int = 14, warm: int = 4
+) -> tuple[float, Simulated]:
+    """A separate placement whose trainers' ranks generate while they would wait, for the best of a few times: the
+    longest with which steps are about as short. Returns it, 0 if none is better, and the steps with it."""
+    alone = separate(load, max_staleness, steps=steps, warm=warm)
+    waits = alone.idle_trainers * alone.step_seconds
+    found = [(0.0, alone)]
+    for share in _LENT_SHARES:
+        costs = load.costs(lend=share * waits)
+        found.append((share * waits, separate(load, max_staleness, costs=costs, steps=steps, warm=warm)))
+    most = min(alone.step_seconds, _AS_SHORT * min(one.step_seconds for _, one in found))
+    return max((one for one in found if one[1].step_seconds <= most), key=itemgetter(0))
 
 
 def arrival(load: GenerationLoad, max_staleness: int, *, steps: int = 14, warm: int = 4) -> Simulated:

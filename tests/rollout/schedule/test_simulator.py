@@ -6,8 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from rlhpc.rollout.schedule.generation_load import GenerationLoad, SampledLengths, colocated, makespan, shortest_step
-from rlhpc.rollout.schedule.simulator import _Separate, arrival, separate
+from rlhpc.rollout.schedule.generation_load import (
+    GenerationLoad,
+    ModelEngine,
+    SampledLengths,
+    colocated,
+    lent_steps,
+    makespan,
+    shortest_step,
+)
+from rlhpc.rollout.schedule.simulator import _Separate, arrival, separate, with_lending
 from rlhpc.rollout.schedule.terms import Costs, Terms
 from tests.rollout.schedule.central_rule import plain
 from tests.rollout.schedule.worlds import Work
@@ -27,13 +35,15 @@ class LengthsOf(Work):
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
 @pytest.mark.parametrize("wrong", [0.8, 1.0, 1.2])
-def test_real_times_change_no_action(max_staleness, wrong):
+@pytest.mark.parametrize("lenders", [0, 2, 5])
+def test_real_times_change_no_action(max_staleness, wrong, lenders):
     """Many steps at once, with jitter and slow trainers: groups start with the versions of the central rule."""
     load = GenerationLoad(3, 6, 2, 4, 0.05, 1e-3, train_seconds=1.0, mean_tokens=20, most_tokens=60, jitter=0.3)
-    costs = load.costs(wrong)
+    load = replace(load, lenders=lenders)
+    costs = load.costs(wrong, lend=0.8 if lenders else 0.0)
     job = _Separate(load, (max_staleness, 6, 1), costs, "recompute")
     job.run()
-    terms = Terms(3, 6, max_staleness, job.terms.steps, 4, costs)
+    terms = Terms(3, 6, max_staleness, job.terms.steps, 4, costs, lenders=lenders)
     versions = {}
     for log in plain(terms, LengthsOf(load))[0]:
         version = 0
@@ -71,6 +81,44 @@ def test_determinism_costs_little_over_arrival_order(max_staleness):
     for wrong in (0.8, 1.2):
         found = separate(LOAD, max_staleness, costs=LOAD.costs(wrong), steps=18)
         assert found.step_seconds <= 1.25 * free.step_seconds
+
+
+@pytest.mark.parametrize("sizes", [(4, 128), (4, 32), (1, 16), (1, 64)])
+def test_trainers_that_lend_wait_at_most_half_as_long(sizes):
+    load = replace(LOAD, engines=sizes[0], groups_per_step=sizes[1], lenders=sizes[0], lend_overhead_seconds=0.05)
+    load = replace(load, train_seconds=load.full_seconds)
+    alone, (lend, found) = separate(load, 1), with_lending(load, 1)
+    assert lend > 0
+    assert found.idle_trainers <= 0.5 * alone.idle_trainers
+    assert found.step_seconds <= alone.step_seconds
+    assert found.max_staleness <= 1
+
+
+def test_lenders_are_not_used_where_they_bring_nothing():
+    """Each change of the trainers' ranks takes longer than a step."""
+    slow = replace(LOAD, lenders=4, lend_overhead_seconds=30.0)
+    assert with_lending(slow, 1) == (0.0, separate(slow, 1))
+
+
+def test_a_lender_stops_at_the_first_step_after_its_time_or_without_requests():
+    bundle, costs = [(3, 0), (5, 0), (9, 1)], Costs(4, 1, 1)
+    assert list(lent_steps(costs, bundle, 24)) == [(3, 3), (1, 2)]  # 21, 27
+    assert list(lent_steps(costs, bundle, 1000)) == [(3, 3), (2, 2), (4, 1)]
+    assert list(lent_steps(costs, [], 24)) == []
+
+
+def test_a_model_engine_lends_the_last_requests_and_has_them_back_in_order():
+    engine = ModelEngine(2)
+    engine.admit(0, [5, 1])
+    engine.admit(1, [4, 8])
+    engine.advance(1)  # the second has ended, the third runs
+    assert engine.withdraw(1, 2) == [[(4, 1)], [(8, 1)]]
+    assert engine.requests == 1
+    engine.withdraw(1, 1)
+    engine.take_back([(0, 1), (6, 1), (2, 0)])
+    assert engine.left == {0: 1, 1: 1}
+    assert [group for _, _, group in engine.running] == [0, 1]
+    assert engine.advance(2) == [0]
 
 
 def test_finishing_on_old_weights_costs_more_than_recomputing():
