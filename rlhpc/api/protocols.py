@@ -158,7 +158,8 @@ class RolloutEngine(Protocol):
         """Samples the next token of each request in flight; returns the requests that finish with it."""
 
     def abort(self, keys: Sequence[int]) -> dict[int, Completion]:
-        """Withdraws requests; returns what each has generated so far."""
+        """Withdraws requests; returns what each has generated so far. If others remain, no step may be in flight on the
+        device (``settle``)."""
 
     def settle(self) -> list[tuple[int, Completion]]:
         """Waits for the step in flight on the device, if there is one, and begins no other; returns the requests that

@@ -175,15 +175,28 @@ class Collector:
         self._resume({key: self._early.pop(key) for key in keys})
         return self._stepped
 
+    def lend(self, count: int) -> list[Task]:
+        """Withdraws the last ``count`` requests in the engine's order, with what they have generated. They remain
+        unfinished responses of their groups, and must come back with ``take_back``."""
+        assert count <= len(self._requests), f"{count} of {len(self._requests)} requests"
+        return self._withdraw(self._engine.order()[len(self._requests) - count :])
+
+    def take_back(self, ended: Sequence[Task], unfinished: Sequence[Task]) -> Stepped:
+        """Takes requests back that were withdrawn: ends the turns of those that are finished, and submits the others,
+        each in order."""
+        self._stepped = Stepped(len(self._requests))
+        for task in ended:
+            key, self._next = self._next, self._next + 1
+            self._end_turn(task, key)
+        for task in unfinished:
+            self._request(task)
+        return self._stepped
+
     def set_aside(self) -> None:
         """Withdraws all responses in flight, so that others are generated alone. Their tools go on."""
         assert self._aside == ([], {}), "responses are set aside already"
-        keys = self._engine.order()
-        self._update_drafts(keys)
-        self._engine.abort(keys)
-        self._aside = [self._requests.pop(key) for key in keys], self._calling
+        self._aside = self._withdraw(self._engine.order()), self._calling
         self._calling = {}
-        self._drafted.clear()
 
     def take_up(self) -> None:
         """Continues with the responses that were set aside, as after the engine's ``preempt``."""
@@ -241,6 +254,16 @@ class Collector:
         assert not self._requests
         return sorted(found, key=lambda scored: (scored.group, scored.index))
 
+    def _withdraw(self, keys: Sequence[int]) -> list[Task]:
+        """Removes requests from the engine; their tasks with what they have generated."""
+        if not keys:
+            return []
+        self._update_drafts(keys)
+        self._engine.abort(keys)
+        for key in keys:
+            del self._drafted[key]
+        return [self._requests.pop(key) for key in keys]
+
     def _request(self, task: Task) -> None:
         self._engine.submit(self._next, request_of(task, self._sampling))
         self._requests[self._next] = task
@@ -251,7 +274,7 @@ class Collector:
         for key, completion in finished:
             task = self._extended(self._requests.pop(key), completion, self._drafted.pop(key, 0))
             task = replace(task, draft=replace(task.draft, truncated=completion.truncated))
-            self._end_turn(task, completion, key)
+            self._end_turn(task, key)
 
     def _update_drafts(self, keys: Sequence[int]) -> None:
         """Appends to the drafts of requests in flight what they have generated with the present weights."""
@@ -266,8 +289,8 @@ class Collector:
         rest = replace(completion, tokens=completion.tokens[drafted:], log_probs=completion.log_probs[drafted:])
         return replace(task, draft=replace(with_sampled(task.draft, rest, self._version), truncated=False))
 
-    def _end_turn(self, task: Task, completion: Completion, key: int) -> None:
-        if self._dialogue is None or completion.truncated:
+    def _end_turn(self, task: Task, key: int) -> None:
+        if self._dialogue is None or task.draft.truncated:
             self._end(task, key)
         elif self._dialogue.begin(key, task):
             self._calling[key] = task

@@ -118,6 +118,9 @@ class VllmEngine:
         for key in keys:
             self._statistics.end(key)
         self._engine.abort_request([str(key) for key in keys])
+        if self.unfinished:
+            self._in_flight.check_settled()  # workers process the abort with the next step of the others
+            return found
         for _ in range(2):  # a step may be in flight on the device, and workers must process the abort
             self._engine.step()
         return found

@@ -16,17 +16,21 @@ from rlhpc.data.prompts import PromptSet
 from rlhpc.data.tokenizer import Tokenizer
 from rlhpc.models import read_model
 from rlhpc.parallel.compat import device
+from rlhpc.parallel.groups import engine_group
 from rlhpc.reshard.manager import Job, ReshardManager
 from rlhpc.reshard.sides import sync_sides
+from rlhpc.rollout.generator.parts import EnginePlace
+from rlhpc.rollout.requests import Sampling
 from rlhpc.sharding.engine_shards import EngineLayout
 from rlhpc.sharding.placement import Placement, placement_of
 from rlhpc.trainer.batches import Batching
 from rlhpc.trainer.carryover import Carryover
 from rlhpc.trainer.choosing import Chooser
 from rlhpc.trainer.colocated import Colocated
-from rlhpc.trainer.connect import connect_engines
+from rlhpc.trainer.connect import connect_engines, lender_channel
 from rlhpc.trainer.evaluate import Evaluator
 from rlhpc.trainer.ground_truths import check_ground_truths
+from rlhpc.trainer.lending import Lender, Lending
 from rlhpc.trainer.models import make_models
 from rlhpc.trainer.parts import Data, engine_parts, load_data, make_engine
 from rlhpc.trainer.reward_model import RewardModel
@@ -57,7 +61,7 @@ def build(config: RunConfig, context: RankContext) -> Run:
     data = load_data(config, info, tokenizer, shape, texts=reader is not None and reader.own is not None)
     if parts is not None:
         check_ground_truths(config, place, parts.reward_workers, data.prompts, data.validation)
-    engine = make_engine(config, shape, tokenizer) if parts is not None else None
+    engine = make_engine(config, shape, tokenizer) if parts is not None or placement.lends else None
     models = make_models(config, info, shape, algorithm if rl else None)
     if engine is not None:
         engine.check_memory()
@@ -82,7 +86,9 @@ def build(config: RunConfig, context: RankContext) -> Run:
         _add_rollouts(run, tokenizer, rollout, data, scorer)
         run.closers = (parts.close, engine.shutdown, *run.closers)
     elif placement.separate:
-        _add_engines(run, tokenizer, placement, data, scorer)
+        separate = _add_engines(run, tokenizer, placement, data, scorer)
+        if engine is not None:
+            _add_lender(run, separate, engine, placement)
     return run
 
 
@@ -96,15 +102,31 @@ def _add_rollouts(run: Run, tokenizer: Tokenizer, rollout: Rollout, data: Data, 
         run.evaluator = Evaluator(run.config, run.context, data.validation, tokenizer, rollout, weights, scorer)
 
 
-def _add_engines(run: Run, tokenizer: Tokenizer, placement: Placement, data: Data, scorer: RewardModel | None) -> None:
+def _add_engines(
+    run: Run, tokenizer: Tokenizer, placement: Placement, data: Data, scorer: RewardModel | None
+) -> Separate:
     """Adds engines on ranks of their own."""
     assert data.prompts is not None, "a separate placement has RL steps"
     run.engines = connect_engines(run.config, run.context, placement, run.models)
-    run.rl = Separate(replace(_chooser(run, data.prompts, scorer), leaves=False), run.engines)
+    separate = Separate(replace(_chooser(run, data.prompts, scorer), leaves=False), run.engines)
+    run.rl = separate
     run.texts = _texts(run, tokenizer, data.prompts)
     if data.validation is not None:
         run.evaluator = Evaluator(run.config, run.context, data.validation, tokenizer, None, None, scorer)
     run.closers = (run.engines.close, *run.closers)
+    return separate
+
+
+def _add_lender(run: Run, separate: Separate, engine: RolloutEngine, placement: Placement) -> None:
+    """Adds the engine of this rank, which continues requests of the others."""
+    info, section = run.context.info, run.config.rollout
+    place = EngineRank(info.rank, info.world_size, section.tp)
+    group = engine_group(place.world_size, place.rank, place.tp)
+    channel = lender_channel(info, place.index, placement) if place.leads else None
+    lender = Lender(engine, EnginePlace(place.index, place.engines, place.leads, group), channel)
+    sampling = Sampling(section.max_response_tokens, section.temperature, section.top_p)
+    run.rl = Lending(separate, _manager(run.config, run.models, engine), lender, sampling)
+    run.closers = (*([channel.close] if channel is not None else []), engine.shutdown, *run.closers)
 
 
 def _chooser(run: Run, prompts: PromptSet, scorer: RewardModel | None) -> Chooser:

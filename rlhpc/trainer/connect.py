@@ -48,6 +48,14 @@ def engine_channel(info: RankInfo, engine: int, placement: Placement, inbox: Inb
     return open_channel(job_store(), f"engine {engine}", ends, info.job_rank, inbox)
 
 
+def lender_channel(info: RankInfo, lender: int, placement: Placement, inbox: Inbox | None = None) -> ObjectChannel:
+    """Between the first rank of a lender, an engine on trainers' ranks, and that of the engine whose requests it
+    continues."""
+    engine = lender % placement.num_engines
+    ends = (placement.trainers.first + lender * placement.tp, placement.engines.first + engine * placement.tp)
+    return open_channel(job_store(), f"lender {lender}", ends, info.job_rank, inbox)
+
+
 def sync_sides_of(config: RunConfig, shape: ModelShape, placement: Placement) -> SyncSides:
     """Who has what of the weights, by the job's ranks."""
     trainers, engines = placement.trainers, placement.engines

@@ -16,7 +16,7 @@ from rlhpc.reshard.staged.target import WeightTarget
 from rlhpc.rollout.generator.loop import Generator
 from rlhpc.rollout.generator.parts import EnginePlace, GeneratorParts, Links
 from rlhpc.sharding.placement import placement_of
-from rlhpc.trainer.connect import engine_channel, staged_job, sync_sides_of
+from rlhpc.trainer.connect import engine_channel, lender_channel, staged_job, sync_sides_of
 from rlhpc.trainer.ground_truths import check_ground_truths
 from rlhpc.trainer.handshake import wait_for_begin, wait_for_end
 from rlhpc.trainer.parts import engine_parts, load_data, make_engine
@@ -38,10 +38,15 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
     channel = engine_channel(info, place.index, placement, Inbox()) if place.leads else None
     target = WeightTarget(sync_sides_of(config, shape, placement), config.reshard, staged_job(config, info))
     inbox = channel.inbox if channel is not None else Inbox()
+    lenders = [
+        lender_channel(info, lender, placement, inbox)
+        for lender in range(place.index, placement.num_lenders, place.engines)
+        if place.leads
+    ]
     assert data.prompts is not None, "a separate placement has RL steps"
     check_job_agreement(info, {"training prompts of digest": data.prompts.digest})
     if wait_for_begin(board, inbox):
-        links = Links(target, board if place.leads else None, channel)
+        links = Links(target, board if place.leads else None, channel, lenders)
         own = EnginePlace(place.index, place.engines, place.leads, parts.group, placement.num_lenders)
         greedy = find_algorithm(config.algorithm).needs_greedy
         made = GeneratorParts(
@@ -50,8 +55,8 @@ def run_engine(config: RunConfig, context: RankContext) -> Reason | None:
         Generator(made, links).run()
     reason = wait_for_end(board, inbox)
     target.close()
-    if channel is not None:
-        channel.close()
+    for each in (*lenders, *([channel] if channel is not None else [])):
+        each.close()
     parts.close()
     engine.shutdown()
     return reason

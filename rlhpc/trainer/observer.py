@@ -73,9 +73,10 @@ class Observer:
             if tokens is not None:
                 metrics["perf/tokens_per_second"] = tokens / seconds
                 metrics["perf/step_seconds"] = seconds
-            idle = metrics.pop("trainers/idle_seconds", None)
-            if idle is not None:
-                metrics["trainers/idle_fraction"] = min(1.0, idle / seconds)
+            for name in ("trainers/idle", "trainers/lent"):
+                part = metrics.pop(f"{name}_seconds", None)
+                if part is not None:
+                    metrics[f"{name}_fraction"] = min(1.0, part / seconds)
             if gathered is not None:
                 metrics |= gathered.metrics() | self._first.metrics(gathered, metrics, seconds, tokens or 0.0)
                 metrics |= self._first.throughput(phase, metrics)

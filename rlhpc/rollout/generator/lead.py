@@ -11,12 +11,14 @@ from typing import TypeVar
 from rlhpc.data.group_filter import make_filter
 from rlhpc.parallel.board import Board
 from rlhpc.rollout.collect import Collector, Draft, Scored, Stepped
+from rlhpc.rollout.generator.lending import Lending
 from rlhpc.rollout.generator.messages import (
     START_KEY,
     Delivered,
     FinishedGroup,
     Message,
     Published,
+    Returned,
     StartPoint,
     Validated,
     Written,
@@ -28,7 +30,7 @@ from rlhpc.rollout.generator.parts import GeneratorParts, Links
 from rlhpc.rollout.generator.responses import drafted, split_held_out
 from rlhpc.rollout.generator.shelf import HeldGroup, Shelf, call_key
 from rlhpc.rollout.generator.state import EngineState, InFlightResponse
-from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, EngineStep, Switch
+from rlhpc.rollout.schedule.actions import Action, Admit, AwaitNews, EngineStep, Switch, TakeBack
 from rlhpc.rollout.schedule.engine_schedule import EngineSchedule
 from rlhpc.rollout.schedule.states import first_state
 from rlhpc.rollout.schedule.terms import Terms
@@ -43,10 +45,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class RankOrder:
-    """What all ranks of the engine do next. ``published``: the version to switch to."""
+    """What all ranks of the engine do next. ``published``: the version to switch to; ``returned``: what a lender
+    returns."""
 
     action: Action
     published: Published | None = None
+    returned: Returned | None = None
 
 
 @dataclass(frozen=True)
@@ -60,10 +64,12 @@ class Beginning:
 class Lead:
     """What the first rank of an engine does beside its ranks' common work."""
 
-    def __init__(self, parts: GeneratorParts, links: Links, terms: Terms, meter: ActivityMeter) -> None:
+    def __init__(
+        self, parts: GeneratorParts, links: Links, terms: Terms, meter: ActivityMeter, lending: Lending
+    ) -> None:
         assert links.board is not None, "the first rank of an engine has a board"
         assert links.channel is not None, "the first rank of an engine has a channel to the trainers"
-        self._parts, self._terms, self._meter = parts, terms, meter
+        self._parts, self._terms, self._meter, self._lending = parts, terms, meter, lending
         self._weights, self._board, self._channel = links.weights, links.board, links.channel
         dynamic = parts.config.train.dynamic_sampling
         self._shelf = Shelf(make_filter(dynamic) if dynamic is not None else bool)
@@ -137,6 +143,15 @@ class Lead:
         """Reports that a reply of tools was taken."""
         self._schedule.answered(key, left=self._collector.requests, ended=stepped.ended_groups)
 
+    def lent(self, requests: int) -> None:
+        """Reports that each lender has got so many requests."""
+        self._schedule.lent(requests, left=self._collector.requests)
+
+    def taken_back(self, lender: int, stepped: Stepped) -> None:
+        """Reports that a lender's requests were taken back."""
+        calls = [call_key(place) for place in stepped.calls]
+        self._schedule.taken_back(lender, left=self._collector.requests, ended=stepped.ended_groups, calls=calls)
+
     def switched(self, published: Published, late: Stepped) -> None:
         """Reports a switch. ``late``: what ended with the step in flight on the device."""
         self._late.ended_groups += late.ended_groups
@@ -208,6 +223,9 @@ class Lead:
         if isinstance(action, Switch):
             published = self._published(action.version)
             return RankOrder(action, published=published) if published is not None else None
+        if isinstance(action, TakeBack):
+            returned = self._lending.returned(action.lender)
+            return RankOrder(action, returned=returned) if returned is not None else None
         return RankOrder(action)
 
     def _published(self, version: int) -> Published | None:
@@ -225,7 +243,7 @@ class Lead:
 
     def _wait(self, action: Action) -> None:
         """Waits a little for what an action needs, and learns what is new."""
-        what = "weights"
+        what = "trainers" if isinstance(action, TakeBack) else "weights"
         if isinstance(action, AwaitNews):
             self._learn()
             what = "rewards" if action.verdicts else "engines"

@@ -12,6 +12,7 @@ from pathlib import Path
 from rlhpc.core.heartbeat import touch
 from rlhpc.rollout.collect import Stepped
 from rlhpc.rollout.generator.lead import Beginning, Lead, RankOrder
+from rlhpc.rollout.generator.lending import Lending
 from rlhpc.rollout.generator.messages import Published
 from rlhpc.rollout.generator.meter import ActivityMeter
 from rlhpc.rollout.generator.numbering import Numbering, StepGroups
@@ -19,7 +20,7 @@ from rlhpc.rollout.generator.parts import GeneratorParts, Links
 from rlhpc.rollout.generator.responses import EngineResponses
 from rlhpc.rollout.generator.shelf import place_of
 from rlhpc.rollout.generator.state import EngineState, load_state
-from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, Switch
+from rlhpc.rollout.schedule.actions import Admit, Answer, End, EngineStep, Lend, Switch, TakeBack
 from rlhpc.rollout.schedule.terms import terms_of
 
 
@@ -35,7 +36,8 @@ class Generator:
         self._parts, self._weights = parts, links.weights
         self._terms = terms_of(parts.config, parts.place.engines, parts.place.lenders)
         self._meter = ActivityMeter()
-        self._lead = Lead(parts, links, self._terms, self._meter) if parts.place.leads else None
+        self._lending = Lending(self._terms, parts.place.engine, links.lenders)
+        self._lead = Lead(parts, links, self._terms, self._meter, self._lending) if parts.place.leads else None
         self._ended = False
 
     def run(self) -> None:
@@ -85,6 +87,13 @@ class Generator:
                     stepped = self._responses.collector.resume([place_of(key)])
                 if self._lead is not None:
                     self._lead.answered(key, stepped)
+            case Lend():
+                self._lend(order.action)
+            case TakeBack(lender):
+                assert order.returned is not None
+                stepped = self._responses.collector.take_back(order.returned.ended, order.returned.unfinished)
+                if self._lead is not None:
+                    self._lead.taken_back(lender, stepped)
             case Switch():
                 assert order.published is not None
                 self._switch(order.published)
@@ -98,6 +107,12 @@ class Generator:
         self._meter.stepped(running)
         if self._lead is not None:
             self._lead.stepped(running, stepped)
+
+    def _lend(self, action: Lend) -> None:
+        responses = self._responses
+        count = self._lending.lend(responses.collector, action, responses.version, responses.policy_version)
+        if self._lead is not None:
+            self._lead.lent(count)
 
     def _switch(self, published: Published) -> None:
         """Takes over new weights. Requests compute their KV cache again at every checkpoint, in every run, so that a

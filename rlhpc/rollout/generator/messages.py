@@ -9,6 +9,7 @@ from typing import Any
 from rlhpc.api import Sample
 from rlhpc.data.groups import Group
 from rlhpc.rollout.collect import Scored
+from rlhpc.rollout.requests import Task
 
 START_KEY = "start"  # key on the board under which the trainers' first rank posts where the run begins (StartPoint)
 
@@ -86,7 +87,7 @@ class FinishedGroup:
 @dataclass(frozen=True)
 class Activity:
     """What an engine has done since its last message. ``idle``: seconds by what it waited for: weights, engines, tools,
-    rewards, trainers (until they have read its messages)."""
+    rewards, trainers (until they return lent requests)."""
 
     seconds: float  # wall time
     idle: Mapping[str, float] = field(default_factory=dict)
@@ -129,6 +130,27 @@ class Written:
     engine: int
     version: int
     error: OSError | None = None
+
+
+@dataclass(frozen=True)
+class Lent:
+    """Requests that an engine gives a lender, an engine on trainers' ranks, when it has a version: one such message for
+    each version, perhaps without requests. ``nanoseconds``: virtual time for which the lender continues them."""
+
+    version: int
+    policy_version: int
+    nanoseconds: int
+    tasks: Sequence[Task]
+
+
+@dataclass(frozen=True)
+class Returned:
+    """What a lender returns of a version's requests, each part in the order in which it got them: those whose turn has
+    ended, and the others."""
+
+    version: int
+    ended: Sequence[Task]
+    unfinished: Sequence[Task]
 
 
 Message = Delivered | Validated | Written

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -53,11 +54,12 @@ class EnginePlace:
 @dataclass(frozen=True)
 class Links:
     """What connects an engine with the others. ``board`` and ``channel`` (to the trainers' first rank) are on its first
-    rank only."""
+    rank only, and so are ``lenders``: channels to those of its lenders, in their order."""
 
     weights: ArrivingWeights
     board: Board | None
     channel: ObjectChannel | None
+    lenders: Sequence[ObjectChannel] = ()
 
 
 @dataclass(frozen=True)
